@@ -55,6 +55,11 @@ FOLLOW_POINTS = (  # of a writer that writes a slot while it is being filled
     "follow.sealed",  # it is whole, and not all of it is written
     "follow.stored",  # all of it is durable, and nothing names it
 )
+ARCHIVE_POINTS = (  # of a writer whose log has become long
+    "archive.stored",  # old records are in an archive, and are files as well
+    "archive.deleting",  # some of these are gone
+    "archive.merged",  # several archives are in one, and are there as well
+)
 REDO_POINTS = (  # of a writer that logs every step
     "frame.writing",  # some bytes of a step are in the file
     "frame.written",  # all of them, but the head, without which it is none
@@ -66,7 +71,15 @@ OFFLINE_POINTS = (  # of a command that makes something new of a checkpoint
     "export.whole",  # all is there, and nothing has its name yet
     "export.appeared",  # it has, and what it was made in is still there
 )
-POINTS = TRAINER_POINTS + WRITER_POINTS + INCREMENT_POINTS + FOLLOW_POINTS + REDO_POINTS + OFFLINE_POINTS
+POINTS = (
+    *TRAINER_POINTS,
+    *WRITER_POINTS,
+    *INCREMENT_POINTS,
+    *FOLLOW_POINTS,
+    *ARCHIVE_POINTS,
+    *REDO_POINTS,
+    *OFFLINE_POINTS,
+)
 
 process = "trainer"  # the writer sets this to "writer" when it starts
 

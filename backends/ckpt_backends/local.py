@@ -69,12 +69,12 @@ class LocalStore:
             await self._put(path, data, create)
         except FullError:
             # FORMAT.json as well: a run is opened by trying to create it, also where the disk is full.
-            vital = key.startswith("log/") or key == "FORMAT.json"
+            vital = _is_record(key) or key == "FORMAT.json"
             if not vital or not await self.run(self._give_up_reserve):
                 raise
             await self._put(path, data, create)
         else:
-            if key.startswith("log/"):
+            if _is_record(key):
                 await self.run(self._take_reserve)
 
     async def _put(self, path: str, data: Buffer, create: bool) -> None:
@@ -258,10 +258,12 @@ class LocalStore:
         """Names that a killed process left unsynced are visible: make them stay before anything builds on them."""
         with contextlib.suppress(OSError):  # not ours, perhaps; it matters only if the root was made a moment ago
             self.disk.fsync_dir(os.path.dirname(self.root))
-        self.disk.fsync_dir(self.root)
-        for entry in list(os.scandir(self.root)):
-            if entry.is_dir(follow_symlinks=False) and not entry.name.startswith("."):
-                self.disk.fsync_dir(entry.path)
+        pending = [self.root]
+        while pending:
+            folder = pending.pop()
+            self.disk.fsync_dir(folder)
+            entries = list(os.scandir(folder))
+            pending += [one.path for one in entries if one.is_dir(follow_symlinks=False) and one.name[0] != "."]
 
     def _make_folders(self, folder: str) -> None:
         if folder in self._known_folders and os.path.isdir(folder):  # somebody may have removed it beneath us
@@ -327,3 +329,7 @@ class LocalStore:
     async def aclose(self) -> None:
         self.open_files.close()
         self._pool.shutdown(wait=not self._calls)  # what was cancelled may hang in the disk: nobody waits for that
+
+
+def _is_record(key: str) -> bool:
+    return key.startswith("log/") and not key.startswith("log/archive/")

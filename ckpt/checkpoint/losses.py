@@ -57,6 +57,23 @@ def records(damaged: Sequence[int]) -> str:
     return f"log record{'s' * (len(damaged) > 1)} {shown} {'are' if len(damaged) > 1 else 'is'} damaged or missing"
 
 
+def one_by_one(damaged: Iterable[int]) -> list[str]:
+    """A line for each record, or for many that follow one another."""
+    spans: list[list[int]] = []
+    for seq in sorted(damaged):
+        if spans and seq == spans[-1][1] + 1:
+            spans[-1][1] = seq
+        else:
+            spans.append([seq, seq])
+    found: list[str] = []
+    for first, last in spans:
+        if last - first < SHOWN:
+            found += [f"log record {seq} is damaged or missing" for seq in range(first, last + 1)]
+        else:
+            found.append(f"log records {first} to {last} are damaged or missing")
+    return found
+
+
 def _may_have(lost: Iterable[Attempt]) -> str:
     steps = sorted({attempt.step for attempt in lost})
     if not steps:

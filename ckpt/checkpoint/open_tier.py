@@ -27,6 +27,7 @@ from ckpt.format.manifest import Attempt
 from ckpt.format.manifest import owner as owner_of
 from ckpt.ipc.notes import DamagedNote, SaidNote
 from ckpt.ipc.protocol import Note
+from ckpt.runlog.archiving import Archivist
 from ckpt.runlog.log import RunLog
 from ckpt.runlog.records import Acquire, RunState
 from ckpt.store import Store, open_store, remember_options
@@ -74,6 +75,7 @@ class OpenTier:
     tell: Callable[[Note], None] = lambda message: None
     warned: set[Attempt] = field(default_factory=set)  # of what cannot be read the user has been told
     tidied: set[Attempt] = field(default_factory=set)  # aborted ones, of which nothing is left
+    archivist: Archivist = field(default_factory=Archivist)
 
     @property
     def store(self) -> Store:
@@ -138,13 +140,15 @@ class OpenTier:
             events.log.info("aborted %d unfinished uploads to %s", dropped, self.url)
 
     async def sweep(self, mine: Acquire, tell: Callable[[Note], None]) -> None:
-        """Retention. Errors are no reason to stop anything else: clean-up is tried again after the next checkpoint."""
+        """Retention, and of old log records. Errors are no reason to stop anything else: clean-up is tried again after
+        the next checkpoint."""
         try:
             await self._sweep(mine, tell)
         except FencedError:
             pass  # the next save says so
         except CheckpointError as error:
             events.log.warning("clean-up of %s has to wait: %s", self.url, error)
+        await self.archivist.step(self.log, mine)
 
     async def _sweep(self, mine: Acquire, tell: Callable[[Note], None]) -> None:
         await self.keep_noted(mine)

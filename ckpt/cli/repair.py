@@ -184,12 +184,14 @@ def _done(done: Repaired, found: AuditResult) -> Found:
 
 
 def show(found: Found) -> None:
+    from ckpt.checkpoint.losses import one_by_one
+
     print(safe(f"{found['url']}: {count_of(len(found['verdicts']), 'checkpoint')} read"))
     if not found["damaged"]:
         print("nothing is damaged")
         return
     show_verdicts(found["verdicts"])
-    print_few([f"log record {one} is damaged or missing, which cannot be repaired" for one in found["damaged_records"]])
+    print_few([f"{one}, which cannot be repaired" for one in one_by_one(found["damaged_records"])])
     print_few([f"step {one['step']} cannot be looked into as a whole: {one['why']}" for one in found["unreadable"]])
     files = [
         (f["key"], f["step"] if f["step"] is not None else "", f["problem"], f["from"] or "LOST")

@@ -82,7 +82,7 @@ def by_problem(checkpoints: list[dict[str, Any]]) -> Iterator[str]:
 
 async def _verify(url: str, step: int | None, every: bool, data: bool) -> dict[str, Any]:
     async with opened(url, whole=True) as log:
-        problems = [f"log record {seq} is damaged or missing" for seq in log.state.damaged]
+        problems = losses.one_by_one(log.state.damaged)
         problems += [one.reason for one in await losses.of_log(log) if one.attempts]
         problems += await asyncio.to_thread(_redo_problems, log, data)
         try:

@@ -379,6 +379,7 @@ async def _parts(store: Store, attempt: Attempt, receipts: Sequence[Receipt], ur
 
 async def _tidy(log: RunLog, mine: Acquire, tier: Tier, place: Known) -> None:
     """Retention, as the writer of a `Checkpointer` does it. What readers may be reading goes at a later save."""
+    await place.archivist.step(log, mine)
     now = time.monotonic()
     due = [key for when, keys in place.leaving if when <= now for key in keys]
     place.leaving = [(when, keys) for when, keys in place.leaving if when > now]

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from ckpt.format.manifest import Attempt, new_nonce
+from ckpt.runlog.archiving import Archivist
 from ckpt.runlog.log import Acquire
 
 
@@ -42,6 +43,7 @@ class Known:
     cleared: set[Attempt] = field(default_factory=set)  # given up, and nothing is left of them
     sweeps: int = 0
     leaving: list[tuple[float, list[str]]] = field(default_factory=list)  # names, and when they may be deleted
+    archivist: Archivist = field(default_factory=Archivist)
 
 
 _lock = threading.Lock()

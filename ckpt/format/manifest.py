@@ -9,6 +9,7 @@
                                                   them, see `ckpt.format.rank_index`. Named by content, so that two
                                                   committers cannot disagree about one name
     log/<seq>.json                                records, see `ckpt.runlog.records`
+    log/archive/<last>-<first>.zst                many old ones, see `ckpt.runlog.archive`
     redo/<attempt>.<rank>.redo                    one rank's redo log from that attempt on, see `ckpt.redo.frame`
 
 Every JSON file is written in one canonical form (sorted keys, no spaces) and carries the SHA-256 of itself without the

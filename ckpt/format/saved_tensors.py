@@ -34,15 +34,12 @@ class _Tensors(Mapping[Key, SavedTensor]):
         self, rows: dict[Key, tuple[int, ...]], specs: dict[Key, TensorSpec], on_device: Container[Key]
     ) -> None:
         self._rows, self._specs, self._on_device = rows, specs, on_device
-        self._made: dict[Key, SavedTensor] = {}
 
     def __getitem__(self, key: Key) -> SavedTensor:
-        if key not in self._made:
-            spec, accelerator = self._specs[key], key in self._on_device
-            if spec.whole is not None or spec.accelerator != accelerator:
-                spec = TensorSpec(spec.name, spec.dtype, spec.full, accelerator, instance=spec.instance)
-            self._made[key] = SavedTensor(spec, self._rows[key])
-        return self._made[key]
+        spec, accelerator = self._specs[key], key in self._on_device
+        if spec.whole is not None or spec.accelerator != accelerator:
+            spec = TensorSpec(spec.name, spec.dtype, spec.full, accelerator, instance=spec.instance)
+        return SavedTensor(spec, self._rows[key])
 
     def __iter__(self) -> Iterator[Key]:
         return iter(self._rows)

@@ -9,8 +9,10 @@ that.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -108,7 +110,8 @@ def _problem(
     direct, pauses = False, iter(RETRY_AFTER_S)
     while True:
         try:
-            _restore(world, source, capture, result, strict=strict, on_touch=on_touch, direct=direct)
+            with _no_collecting():
+                _restore(world, source, capture, result, strict=strict, on_touch=on_touch, direct=direct)
             return None
         except (CorruptError, StoreError) as error:
             pause = next(pauses, None) if error.retryable else None
@@ -128,6 +131,18 @@ def _say_lost(world: World, lost: Sequence[Loss], chosen: Attempt | None, result
         logger.warning("%s", losses.in_words(missed, chosen.step))
     elif world.rank == 0 and lost and not missed:
         logger.warning("damage was found, and nothing newer is known to be lost by it: %s", losses.listed(lost))
+
+
+@contextlib.contextmanager
+def _no_collecting() -> Iterator[None]:
+    """To search all objects of torch for garbage takes as long as all the rest of a restore, which leaves none."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def _restore(

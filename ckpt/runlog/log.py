@@ -7,8 +7,12 @@ that a writer who lost the answer finds its own success again. What a record say
 `ckpt.runlog.records`.
 
 Each record whose number is a multiple of SNAPSHOT_EVERY is a SNAPSHOT, so that a reader finds the newest one by its
-name, and reads that and what follows, however long the log has become. Records are never deleted: a late writer must
-not find the place of an old one free.
+name, and reads that and what follows, however long the log has become. What comes before the last two is archived
+(`ckpt.runlog.archiving`), and the files go. A late writer may find the place of such a record free; so whoever has put
+a record looks once more before he believes that it counts: it does not if that number is archived, for any reader.
+
+What is read may be archived, deleted and put again by a late writer before it is read. So nothing that was read is
+believed before another look has said that it is not archived; and nothing is called missing that was missing once.
 
 A damaged or missing record does not make a run unreadable: it is skipped, reported in `damaged`, and nothing is ever
 deleted from such a run, since the record might have protected it. Nor is a SNAPSHOT made of what is left.
@@ -18,9 +22,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from random import SystemRandom
-from typing import Any
+from types import MappingProxyType
 
 from ckpt.errors import (
     CorruptError,
@@ -36,6 +40,8 @@ from ckpt.events import log as logger
 from ckpt.failpoints import point
 from ckpt.format.digest import file_digest
 from ckpt.format.manifest import MAX_FORMAT, read_format, seal, unseal
+from ckpt.runlog.archive import Archive, chain, unpack
+from ckpt.runlog.files import MAX_RECORD, LogFiles, Listed, record_key, sequence
 from ckpt.runlog.records import (
     SNAPSHOT_EVERY,
     TYPES,
@@ -55,25 +61,20 @@ __all__ = ["Acquire", "Commit", "Record", "RunLog", "RunState", "in_history", "i
 
 _DICE = SystemRandom()  # the training's own random numbers are not ours to draw
 MAX_PARTS = 1_000_000  # in a SNAPSHOT: with more it could become too large to be read, and is left out
-MAX_RECORD = 256 << 20
 MAX_GAP = 100_000  # missing records, in all, before ones that are believed to belong to the log
+BATCH = 1024  # records that are read before any is taken in
 
 
-def record_key(seq: int) -> str:
-    return f"log/{seq:012d}.json"
-
-
-class RunLog:
+class RunLog(LogFiles):
     """The log of one store, and its fold. Not safe for concurrent appends from one object; use one lock or task.
 
     `whole`: read every record, also those before the newest SNAPSHOT, to see whether they are sound.
     """
 
     def __init__(self, store: Store, *, whole: bool = False) -> None:
-        self.store = store
+        super().__init__(store)
         self.state = RunState()
-        self.root = ""
-        self._whole = whole
+        self._entire = whole  # whether it is read from the beginning on: a jump would miss records of our own
         self._damaged: set[int] = set()  # as in the state
         self._lock = asyncio.Lock()
 
@@ -111,81 +112,126 @@ class RunLog:
         async with self._lock:
             return await self._refresh()
 
-    async def _refresh(self) -> RunState:
-        first = self.state.next_seq == 0
+    async def _refresh(self, own: Mapping[int, bytes] = MappingProxyType({})) -> RunState:
+        """`own`: a record that we have put just now, whether it is listed or not; it need not be read."""
+        seen = await self._look_on(own)
+        if not self._entire:
+            seen = await self._jump(seen)
+        lacking: list[int] = []
+        while True:
+            seen = await self._take_archived(seen)
+            batch = range(self.state.next_seq, min(self._end(seen), self.state.next_seq + BATCH))
+            if not batch:
+                self._entire = True
+                return self.state
+            raws = await self._read_all(batch, seen, own)
+            if not own.keys() >= set(batch):
+                seen = await self._look_on(own)
+            if seen.floor >= batch[0]:
+                continue  # archived meanwhile: somebody else's may have lain in its place
+            missing = [seq for seq, raw in raws.items() if raw is None]
+            if missing and missing != lacking:
+                lacking = missing  # once more
+                continue
+            for seq, raw in raws.items():
+                self._apply(seq, raw)
+
+    async def _look_on(self, own: Mapping[int, bytes]) -> Listed:
+        """From the last record that we know on."""
         newest = self.state.next_seq - 1
-        after = "" if newest < 1 else record_key(newest - 1)
-        listed = [info async for info in self.store.list("log/", after=after)]
-        sizes = {n: info.size for info in listed if (n := _sequence(info.key)) is not None}
-        if not first and newest not in sizes and newest not in self._damaged:
+        seen = await self.look("" if newest < 1 else record_key(newest - 1))
+        seen.sizes.update({seq: len(raw) for seq, raw in own.items() if seq > seen.floor})
+        if newest > seen.floor and newest not in seen.sizes and newest not in self._damaged:
             await self.check_same()
-        end, gap = self.state.next_seq, MAX_GAP
-        for seq in sorted(sizes):
+        return seen
+
+    def _end(self, seen: Listed) -> int:
+        """The number behind the last record that belongs to the log."""
+        end, gap = max(self.state.next_seq, seen.floor + 1), MAX_GAP
+        for seq in sorted(seen.sizes):
             if end <= seq <= end + gap:
                 end, gap = seq + 1, gap - (seq - end)
             elif seq >= end:
                 self._note_damage(seq)  # so far off that it cannot be one of ours
-        if first and not self._whole:
-            await self._jump(sizes, end)
-        wanted = sorted(seq for seq in sizes if self.state.next_seq <= seq < end)
-        for start in range(0, len(wanted), 64):
-            chunk = wanted[start : start + 64]
-            raws = await asyncio.gather(*(self._read(seq, sizes.get(seq)) for seq in chunk))
-            for seq, raw in zip(chunk, raws, strict=True):
-                for missing in range(self.state.next_seq, seq):
-                    self._apply(missing, None)
-                self._apply(seq, raw)
-        return self.state
+        return end
 
-    async def _jump(self, sizes: dict[int, int], end: int) -> None:
+    async def _read_all(self, batch: range, seen: Listed, own: Mapping[int, bytes]) -> dict[int, bytes | None]:
+        raws: dict[int, bytes | None] = {}
+        for start in range(batch.start, batch.stop, 64):
+            chunk = range(start, min(start + 64, batch.stop))
+            wanted = [seq for seq in chunk if seq in seen.sizes and seq not in own]
+            found = await asyncio.gather(*(self.read(seq, seen.sizes[seq]) for seq in wanted))
+            read = dict(zip(wanted, found, strict=True))
+            raws |= {seq: own[seq] if seq in own else read.get(seq) for seq in chunk}
+        return raws
+
+    async def _jump(self, seen: Listed) -> Listed:
         """To the newest sound SNAPSHOT, if there is one."""
-        for seq in range((end - 1) // SNAPSHOT_EVERY * SNAPSHOT_EVERY, 0, -SNAPSHOT_EVERY):
-            raw = await self._read(seq, sizes.get(seq))
-            try:
-                record = self._unsealed(seq, raw)
-                if record["type"] != "SNAPSHOT":
-                    continue  # whoever came here had not read all that was before
-                state = expand(record["body"])
-                state.requests[str(record["id"])] = seq
-            except (CorruptError, FormatError, KeyError, TypeError):
-                continue
-            state.damaged = self.state.damaged
-            state.next_seq, state.last = seq + 1, file_digest(raw or b"")
-            self.state = state
-            return
+        while True:
+            newest = (self._end(seen) - 1) // SNAPSHOT_EVERY * SNAPSHOT_EVERY
+            if newest <= max(seen.floor, 0):
+                return seen
+            found = None
+            for seq in range(newest, max(seen.floor, 0), -SNAPSHOT_EVERY):
+                if (found := await self.snapshot(seq, seen)) is not None:
+                    break
+            before, seen = seen, await self.look()
+            if seen.floor == before.floor:
+                break
+        if found is not None:
+            found.damaged = self.state.damaged
+            self.state = found
+        return seen
 
-    async def _read(self, seq: int, size: int | None) -> bytes | None:
-        """None if it is not there. From a remote place twice, if need be: it may have been damaged on its way."""
-        if size is None or size > MAX_RECORD:
-            return None
-        raw = await self._get(seq)
-        return raw if not self.store.remote or self._is_sound(seq, raw) else await self._get(seq)
-
-    async def _get(self, seq: int) -> bytes | None:
+    async def snapshot(self, seq: int, seen: Listed) -> RunState | None:
+        """The state that a SNAPSHOT says, itself included; None if there is no sound one."""
+        raw = await self.read(seq, seen.sizes.get(seq))
         try:
-            return bytes(await self.store.get(record_key(seq)))
-        except NotFoundError:
+            record = self.unsealed(seq, raw)
+            if record["type"] != "SNAPSHOT":
+                return None  # whoever came here had not read all that was before
+            state = expand(record["body"])
+            state.requests[str(record["id"])] = seq
+        except (CorruptError, FormatError, KeyError, TypeError):
             return None
+        state.next_seq, state.last = seq + 1, file_digest(raw or b"")
+        return state
 
-    def _is_sound(self, seq: int, raw: bytes | None) -> bool:
+    async def _take_archived(self, seen: Listed) -> Listed:
+        """Go on to the end of what is archived: who was away for long has missed it."""
+        lacking = -1  # from which number on nothing was to be had before
+        while (seq := self.state.next_seq) <= seen.floor:
+            ahead = [one for one in chain(seen.archives) if one.last >= seq]
+            there = bool(ahead) and ahead[0].first <= seq
+            raw = await self.read_archive(ahead[0]) if there else None
+            if raw is None and lacking < seq:
+                lacking, seen = seq, await self._look_on({})  # in a larger one, or not listed yet
+            elif there:
+                self._unpack(ahead[0], raw or b"")
+            else:
+                self._miss(ahead[0].first if ahead else seen.floor + 1)
+        return seen
+
+    def _unpack(self, archive: Archive, raw: bytes) -> None:
+        """Take in the records of an archive, as far as they are new."""
         try:
-            self._unsealed(seq, raw)
-        except CorruptError:
-            return False
-        return True
+            for seq, record in enumerate(unpack(raw, MAX_RECORD), archive.first):
+                if self.state.next_seq <= seq <= archive.last:
+                    self._apply(seq, record)
+        except CorruptError as error:
+            logger.warning("%s: %s is damaged: %s", self.store.url, archive.key, error)
+        self._miss(archive.last + 1)
 
-    def _unsealed(self, seq: int, raw: bytes | None) -> dict[str, Any]:
-        if raw is None:
-            raise CorruptError("missing")
-        record = unseal(raw, f"log record {seq}")
-        if record.get("seq") != seq or record.get("root") != self.root:
-            raise CorruptError(f"log record {seq} belongs elsewhere")
-        return record
+    def _miss(self, end: int) -> None:
+        """All records up to there are missing."""
+        for seq in range(self.state.next_seq, min(end, self.state.next_seq + MAX_GAP)):
+            self._apply(seq, None)
+        self.state.next_seq = max(self.state.next_seq, end)
 
     def _apply(self, seq: int, raw: bytes | None) -> None:
         state = self.state
         try:
-            record = self._unsealed(seq, raw)
+            record = self.unsealed(seq, raw)
             if record.get("prev") != state.last:
                 self._note_damage(seq - 1)  # this one is whole, so the one before is not what it was
             if record["type"] not in TYPES:
@@ -226,11 +272,11 @@ class RunLog:
     async def _land(self, record: Record, end: float) -> bool:
         """Put it where the next record belongs. False: another one is there, or perhaps this one; it has to be read."""
         state = self.state
-        raw = self._sealed(record, state)
+        raw, seq = self._sealed(record, state), state.next_seq
         try:
-            await self.store.put(record_key(state.next_seq), raw, create=True)
+            await self.store.put(record_key(seq), raw, create=True)
         except ExistsError:
-            await self._check_place(state.next_seq)
+            await self._check_place(seq)
             if time.monotonic() > end:
                 raise
             await asyncio.sleep(_DICE.uniform(0, 0.02))
@@ -238,14 +284,27 @@ class RunLog:
         except FullError:
             raise
         except StoreError as error:
-            # A disk that fails is no network that lost a reply: there nothing is tried twice.
-            if not (error.retryable and self.store.remote) or time.monotonic() > end:
-                raise OutcomeUnknownError(f"a {record.type} may or may not have landed: {error}") from error
-            await asyncio.sleep(_DICE.uniform(0, 0.2))
+            await self._unknown(record, error, end)
             return False
-        self._apply(state.next_seq, raw)
+        counts = await self._confirm(record, seq, raw, end)
         point("log.appended")
-        return True
+        return counts
+
+    async def _confirm(self, record: Record, seq: int, raw: bytes, end: float) -> bool:
+        """Whether what was put counts. Not if that number is archived: we were so late that its place was free."""
+        while True:
+            try:
+                await self._refresh({seq: raw})
+            except StoreError as error:
+                await self._unknown(record, error, end)
+            else:
+                return self.floor < seq
+
+    async def _unknown(self, record: Record, error: StoreError, end: float) -> None:
+        """A disk that fails is no network that lost a reply: there nothing is tried twice."""
+        if not (error.retryable and self.store.remote) or time.monotonic() > end:
+            raise OutcomeUnknownError(f"a {record.type} may or may not have landed: {error}") from error
+        await asyncio.sleep(_DICE.uniform(0, 0.2))
 
     async def _check_place(self, seq: int) -> None:
         """StoreError if there is no record where one is in the way, but something else, which never becomes one."""
@@ -254,6 +313,8 @@ class RunLog:
         try:
             await self.store.head(record_key(seq))
         except NotFoundError:
+            if (await self.look()).floor >= seq:
+                return  # it was archived
             raise StoreError(
                 f"{record_key(seq)} in {self.store.url} is not a file, so nothing can be recorded there: move it away"
             ) from None
@@ -294,6 +355,8 @@ class RunLog:
 async def infer_root(store: Store) -> str | None:
     """The id of a run by the first sound record of its log: one bad file must not make a run unreadable."""
     async for info in store.list("log/"):
+        if sequence(info.key) is None:
+            continue
         try:
             root = unseal(await get_small(store, info.key, MAX_RECORD), info.key).get("root")
         except (CorruptError, NotFoundError):
@@ -301,8 +364,3 @@ async def infer_root(store: Store) -> str | None:
         if isinstance(root, str):
             return root
     return None
-
-
-def _sequence(key: str) -> int | None:
-    name = key.removeprefix("log/").removesuffix(".json")
-    return int(name) if len(name) == 12 and name.isdigit() and name.isascii() else None

@@ -21,6 +21,7 @@ from typing import Any
 
 from ckpt.errors import CorruptError
 from ckpt.format.manifest import MAX_EPOCH, MAX_WORLD, Attempt, needs_texts, owner, read_needs
+from ckpt.runlog.attempts import Attempts
 
 SNAPSHOT_EVERY = 256
 LOOSE = {"reasons", "requests", "doubts"}  # of a SNAPSHOT: only the last ones, and versions may differ in how many
@@ -85,8 +86,8 @@ class RunState:
     acquires: list[Acquire] = field(default_factory=list)
     commits: dict[Attempt, Commit] = field(default_factory=dict)  # live ones
     held: dict[Attempt, Commit] = field(default_factory=dict)  # our parts of it are here; not known of the others
-    retired: set[Attempt] = field(default_factory=set)
-    aborted: set[Attempt] = field(default_factory=set)
+    retired: Attempts = field(default_factory=Attempts)
+    aborted: Attempts = field(default_factory=Attempts)
     reasons: dict[Attempt, str] = field(default_factory=dict)  # why they were aborted, or taken back
     pins: dict[Attempt, tuple[Attempt, ...]] = field(default_factory=dict)  # what open attempts build on
     kept: dict[Attempt, str] = field(default_factory=dict)  # with the note that says why
@@ -207,8 +208,14 @@ def _keep(state: RunState, body: dict[str, Any]) -> None:
 
 def _snapshot(state: RunState, body: dict[str, Any]) -> None:
     mine = summary(state)
-    if any(body[key] != mine[key] for key in mine.keys() - LOOSE):  # what a later version adds is its own
+    said = {key: _ended(body[key]) if key in ("retired", "aborted") else body[key] for key in mine.keys() - LOOSE}
+    if any(said[key] != mine[key] for key in said):  # what a later version adds is its own
         raise CorruptError("a snapshot says something else than the records before it")
+
+
+def _ended(groups: Any) -> Any:
+    """In the form of today."""
+    return Attempts.from_json(groups).to_json()
 
 
 _FOLDS = {
@@ -258,8 +265,8 @@ def summary(state: RunState) -> dict[str, Any]:
         "acquires": [[a.epoch, a.nonce, a.restored and str(a.restored)] for a in state.acquires],
         "commits": [commit_body(state.commits[a]) for a in sorted(state.commits)],
         "held": [commit_body(state.held[a]) for a in sorted(state.held)],
-        "retired": _grouped(state.retired),
-        "aborted": _grouped(state.aborted),
+        "retired": state.retired.to_json(),
+        "aborted": state.aborted.to_json(),
         "reasons": [[str(a), why] for a, why in list(state.reasons.items())[-MAX_REASONS:]],
         "pins": {str(a): needs_texts(state.pins[a]) for a in sorted(state.pins)},
         "kept": [[str(a), note] for a, note in sorted(state.kept.items())],
@@ -274,8 +281,8 @@ def expand(body: dict[str, Any]) -> RunState:
         state = RunState(
             commits={one.attempt: one for one in map(_checked, body["commits"])},
             held={one.attempt: one for one in map(_checked, body["held"])},
-            retired=_ungrouped(body["retired"]),
-            aborted=_ungrouped(body["aborted"]),
+            retired=Attempts.from_json(body["retired"]),
+            aborted=Attempts.from_json(body["aborted"]),
             reasons={Attempt.parse(a): str(why) for a, why in body.get("reasons", ())},
             pins={(a := Attempt.parse(text)): read_needs(pins, a) for text, pins in body["pins"].items()},
             kept={Attempt.parse(a): str(note) for a, note in body["kept"]},
@@ -287,18 +294,6 @@ def expand(body: dict[str, Any]) -> RunState:
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise CorruptError(f"impossible snapshot: {error}") from None
     return state
-
-
-def _grouped(attempts: Iterable[Attempt]) -> dict[str, list[int]]:
-    """Thousands of attempts in few bytes: steps by `<epoch>.<nonce>`."""
-    found: dict[str, list[int]] = {}
-    for attempt in sorted(attempts):
-        found.setdefault(f"{attempt.epoch}.{attempt.nonce}", []).append(attempt.step)
-    return found
-
-
-def _ungrouped(groups: dict[str, list[int]]) -> set[Attempt]:
-    return {Attempt.parse(f"{of}-{step}") for of, steps in groups.items() for step in steps}
 
 
 def _is_digest(text: object) -> bool:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import json
 import time
-from collections.abc import Iterator
 from typing import Any
 
 from ckpt.checkpoint.losses import Loss
@@ -41,10 +38,9 @@ class Restoring:
         self._progress.deferred = None
         began = time.monotonic()
         try:
-            with _no_collecting():
-                result, source = self._fill(step, strict)
-                if source is not None:
-                    self._finish(source, result, began)
+            result, source = self._fill(step, strict)
+            if source is not None:
+                self._finish(source, result, began)
             self.last = result
             found = result.step if source is not None else self._without(default, step, result)
             self._tell(began)
@@ -160,18 +156,6 @@ class Restoring:
         if result.step is not None:
             facts = {"source": result.tier, "seconds": result.seconds, "repaired": len(result.repaired)}
             publish("restored", result.step, **facts)
-
-
-@contextlib.contextmanager
-def _no_collecting() -> Iterator[None]:
-    """To search all objects of torch for garbage takes longer than all the rest of a restore, which leaves none."""
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()
 
 
 def _say_restored(result: Restored) -> None:

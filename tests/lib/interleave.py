@@ -60,15 +60,18 @@ from ckpt.format.layout import Layout, TensorSpec
 from ckpt.format.manifest import Attempt, PackInfo, new_format, owner, pack_key, part_key, table_key
 from ckpt.format.table import Table
 from ckpt.maintain import prune
+from ckpt.runlog import archiving, records
 from ckpt.runlog import log as run_log
-from ckpt.runlog import records
+from ckpt.runlog.archive import archive_of, unpack
+from ckpt.runlog.archiving import Archivist
 from ckpt.runlog.log import Acquire, RunLog
 from ckpt.store import ObjectInfo
 from ckpt_backends import retry
 
 LATENCY_S = 0.01  # virtual; of each request
+JUST_NOW_S = 0.1  # a listing may leave out what is so new
 MAX_TURNS = 4_000  # of one schedule; then everybody is stopped, as by a power cut
-SNAPSHOT_EVERY = 4  # so that the few records of a schedule reach several
+SNAPSHOT_EVERY = 3  # so that the few records of a schedule reach several
 ROWS = 4
 FROZEN = ("f", "g")  # tensors that rarely change; "w" always does
 
@@ -127,6 +130,7 @@ class Loop(asyncio.BaseEventLoop):
 
 
 PLAYED = (
+    archiving,
     commits,
     settling,
     manifest,
@@ -160,7 +164,8 @@ def virtual(loop: Loop, dice: random.Random) -> Iterator[None]:
     changes += [(settling, far + "STAGGER_S", 0.3) for far in ("", "FAR_")]
     changes += [(settling, far + "POLL_S", (0.05, 0.2)) for far in ("", "FAR_")]
     changes += [(retention, "_cache", {})]
-    changes += [(module, "SNAPSHOT_EVERY", SNAPSHOT_EVERY) for module in (run_log, records)]
+    changes += [(module, "SNAPSHOT_EVERY", SNAPSHOT_EVERY) for module in (run_log, records, archiving)]
+    changes += [(archiving, "FAN", 2), (archiving, "GRACE_S", 0.15)]
     changes += [(logging.getLogger("ckpt"), "disabled", True)]
     before = [(what, name, getattr(what, name)) for what, name, _ in changes]
     for what, name, value in changes:
@@ -182,6 +187,7 @@ class Actor:
     name: str
     weight: float = 1.0
     dead: bool = False
+    stopped: int = -1  # suspended, until the record of this number is archived and deleted
     fenced: bool = True
     mine: Acquire | None = None
     waiting: list[Request] = field(default_factory=list)
@@ -299,6 +305,7 @@ class Listing:
     def _next(self) -> list[ObjectInfo]:
         sim = self.store.sim
         keys = sorted(key for key in sim.objects if key.startswith(self.prefix) and key > self.after)
+        keys = [key for key in keys if not sim.overlooks(self.store.actor, key)]
         return [ObjectInfo(key, len(sim.objects[key])) for key in keys[: sim.page]]
 
 
@@ -330,6 +337,8 @@ class Sim:
         self.loop = Loop(self.idle)
         self.loop.set_exception_handler(lambda loop, context: None)  # errors of tasks are looked at in the end
         self.objects: dict[str, bytes] = {}
+        self.born: dict[str, float] = {}
+        self.overlooked: set[tuple[Actor, str]] = set()
         self.oracle = Oracle(self)
         self.actors: list[Actor] = []
         self.late: list[Request] = []
@@ -345,12 +354,25 @@ class Sim:
         self.tries_again = dice.random() < 0.3
         self.change = dice.choice((0.01, 0.05, 0.2))  # of who is quick and who is slow
         self.conflict = dice.choice((0.0, 0.0, 0.1))
+        self.untidy = dice.random() < 0.3
+        self.long = dice.random() < 0.2  # somebody talks much, and others stand still meanwhile
+        self.suspend = 0.3 if self.long else dice.choice((0.0, 0.0, 0.1))
 
     def staged(self, attempt: Attempt, layout: Layout) -> bytes:
         """What a rank has in memory of an attempt: the bytes say which attempt and rank they belong to."""
         origins = self.origins.get((attempt, layout.rank), {})
         found = [f"{origins.get(name, attempt)} {layout.rank} {name}" for name in sorted((*FROZEN, "w"))]
         return b"".join(hashlib.sha256(text.encode()).digest()[: 4 * ROWS] for text in found)
+
+    def overlooks(self, actor: Actor, key: str) -> bool:
+        """A listing of a folder goes on while others write: it may have a record, and not the one before. Once."""
+        if not self.untidy or not key.startswith("log/") or self.loop.now - self.born.get(key, 0.0) > JUST_NOW_S:
+            return False
+        newest = max(one for one in self.objects if one.startswith("log/0"))
+        if key == newest or (actor, key) in self.overlooked or self.dice.random() < 0.5:
+            return False
+        self.overlooked.add((actor, key))
+        return True
 
     # What requests do.
 
@@ -363,6 +385,7 @@ class Sim:
         if create and key in self.objects:
             raise ExistsError(f"{key} exists")
         before, self.objects[key] = self.objects.get(key), raw
+        self.born[key] = self.loop.now
         self.oracle.stored(key, raw, before, mine, fenced)
 
     def delete(self, key: str) -> None:
@@ -382,14 +405,17 @@ class Sim:
         if dice.random() < self.change:  # some stand still for long: they wake up as zombies
             for actor in self.actors:
                 actor.weight = dice.choice((0.02, 1, 1, 3, 10))
-        choices: list[Any] = [actor for actor in self.actors if actor.waiting]
+        choices: list[Any] = [actor for actor in self.actors if actor.waiting and not self.is_suspended(actor)]
         weights = [actor.weight for actor in choices]
         if self.late:
             choices.append("late")
-            weights.append(0.1)
+            weights.append(0.02 if self.long else 0.1)
         if timeout is not None:
             choices.append("clock")
             weights.append(0.3)
+        if not choices:
+            choices = [actor for actor in self.actors if actor.waiting]
+            weights = [1.0] * len(choices)
         if not choices:
             raise Violation("everybody waits for ever")
         chosen = dice.choices(choices, weights)[0]
@@ -400,7 +426,23 @@ class Sim:
             self.land_late()
         else:
             self.loop.now += LATENCY_S
-            self.answer(chosen.waiting.pop(dice.randrange(len(chosen.waiting))))
+            request = chosen.waiting.pop(dice.randrange(len(chosen.waiting)))
+            may_stop = request.create and request.key.startswith("log/0") and chosen.name != "talker"
+            if may_stop and dice.random() < self.suspend:
+                self.say(chosen.name, request.name, request.key, "suspended")
+                chosen.stopped = int(request.key[4:16])
+                chosen.waiting.append(request)
+            else:
+                self.answer(request)
+
+    def is_suspended(self, actor: Actor) -> bool:
+        """Some are, the whole process, until what they were about to say is long past."""
+        if actor.stopped < 0:
+            return False
+        gone = actor.stopped <= self.oracle.floor and f"log/{actor.stopped:012d}.json" not in self.objects
+        if gone or self.dice.random() < 0.002:
+            actor.stopped = -1
+        return actor.stopped >= 0
 
     def answer(self, request: Request) -> None:
         """Decide about one request."""
@@ -502,7 +544,8 @@ class Oracle:
     """What must be true after every change of the store. It reads records plainly, without the library's log.
 
     * No live COMMIT names a missing or wrong byte, and it has the parts of all ranks.
-    * Records never change and never go, form a chain without holes, and no request is in the log twice.
+    * Records never change, form a chain without holes, and no request is in the log twice. They go only when an
+      archive has them, and what is put in their place later is no record. Nor does an archive go before a larger one.
     * Epochs grow, and nobody writes as an incarnation that has been overtaken.
     * An attempt that has ended is not ended again; nothing of an open one, or of one that stays, is up for deletion.
     * The newest checkpoint of the history is never retired, unless it is taken back with a reason. Nor are the newest
@@ -515,6 +558,8 @@ class Oracle:
         self.sim = sim
         self.notes: dict[int, str] = {}  # on lines of the trace
         self.records: list[bytes] = []
+        self.floor = -1  # the last one that is archived
+        self.too_late = 0  # records put where archived ones were
         self.awaited: list[tuple[int, asyncio.Future[None]]] = []
         self.requests: set[str] = set()
         self.acquires: list[Acquire] = []
@@ -530,13 +575,38 @@ class Oracle:
     def stored(self, key: str, raw: bytes, before: bytes | None, mine: Acquire | None, fenced: bool) -> None:
         if before is not None and before != raw and (key.startswith("log/") or key in self.needed):
             raise Violation(f"{key} was overwritten")
-        if key.startswith("log/") and before is None:
-            self.record(key, raw, mine, fenced)
+        if key.startswith("log/archive/"):
+            self.archived(key, raw)
+        elif key.startswith("log/") and before is None:
+            if json.loads(raw)["seq"] <= self.floor:
+                self.too_late += 1
+                self.notes[len(self.sim.trace) - 1] = "  too late"
+            else:
+                self.record(key, raw, mine, fenced)
+
+    def archived(self, key: str, raw: bytes) -> None:
+        archive = archive_of(ObjectInfo(key, len(raw)))
+        if archive is None or archive.last >= len(self.records):
+            raise Violation(f"{key} cannot be, of {len(self.records)} records")
+        if list(unpack(raw, 1 << 20)) != self.records[archive.first : archive.last + 1]:
+            raise Violation(f"{key} has something else than the log")
+        if sum(json.loads(one)["type"] == "SNAPSHOT" for one in self.records[archive.last + 1 :]) < 2:
+            raise Violation(f"{key} was made before the last two SNAPSHOTs were there")
+        self.floor = max(self.floor, archive.last)
+
+    def has(self, first: int, last: int) -> bool:
+        """Whether an archive has these records."""
+        found = [archive_of(ObjectInfo(key, len(raw))) for key, raw in self.sim.objects.items()]
+        return any(one is not None and one.first <= first <= last <= one.last for one in found)
 
     def deleted(self, key: str) -> None:
         if key in self.needed:
             raise Violation(f"{key} was deleted, and {named(self.needed[key])} is live")
-        if key.startswith("log/") or key == "FORMAT.json":
+        if key.startswith("log/archive/"):
+            last, first = int(key[12:24]), int(key[25:37])
+            if not self.has(first, last):
+                raise Violation(f"{key} was deleted, and no larger archive has it")
+        elif key == "FORMAT.json" or (key.startswith("log/") and not self.has(int(key[4:16]), int(key[4:16]))):
             raise Violation(f"{key} was deleted")
 
     def record(self, key: str, raw: bytes, mine: Acquire | None, fenced: bool) -> None:
@@ -809,6 +879,7 @@ class Rank:
         self.stored: list[WrittenPart] = []  # what increments may be taken against, whatever has become of it
         self.newest: Attempt | None = None  # what memory holds
         self.sweeping: asyncio.Task[Any] | None = None
+        self.archivist = Archivist()
 
     @property
     def mine(self) -> Acquire:
@@ -917,7 +988,7 @@ class Rank:
         except StoreError:
             await self.unsure(attempt, written)
         if self.rank == 0 and (self.sweeping is None or self.sweeping.done()):
-            self.sweeping = self.sim.start(self.actor, tidy(self.log, self.mine, Keep(last=1)))
+            self.sweeping = self.sim.start(self.actor, tidy(self.log, self.mine, Keep(last=1), self.archivist))
 
     async def unsure(self, attempt: Attempt, written: WrittenPart) -> None:
         """The store failed us, so nobody knows. With others the attempt is given up; alone it may be saved again."""
@@ -947,8 +1018,11 @@ def given_up(attempt: Attempt, written: WrittenPart) -> list[str]:
     return [*packs, part_key(attempt, rank, number), table_key(attempt, rank, number)]
 
 
-async def tidy(log: RunLog, mine: Acquire, keep: Keep) -> None:
-    """Retention as the writer runs it: read the newest back, then let older ones go."""
+async def tidy(log: RunLog, mine: Acquire | None, keep: Keep, archivist: Archivist) -> None:
+    """Retention as the writer runs it: read the newest back, then let older ones go; and the log stays small."""
+    await archivist.step(log, mine)
+    if log.state.damaged:
+        raise Violation(f"records were called damaged: {log.state.damaged}")
     with contextlib.suppress(StoreError):
         history = log.state.lineage()
         if history and not await read.verify(log.store, history[0]):
@@ -961,12 +1035,13 @@ async def cleaner(sim: Sim, actor: Actor, begin: int) -> None:
     actor.fenced = sim.dice.random() < 0.5
     log = RunLog(sim.store(actor))
     await insist(log.open)
+    archivist = Archivist()
     for _ in range(sim.dice.randint(1, 3)):
         await insist(log.refresh)
         if log.state.acquires:
             actor.mine = log.state.acquires[-1] if actor.fenced else None
             try:
-                await tidy(log, actor.mine, Keep(last=sim.dice.randint(1, 3)))
+                await tidy(log, actor.mine, Keep(last=sim.dice.randint(1, 3)), archivist)
             except FencedError:
                 continue
         await asyncio.sleep(sim.dice.random())
@@ -992,6 +1067,27 @@ async def shell(sim: Sim, actor: Actor, begin: int) -> None:
         await prune.delete(log.store, [(key, 0) for key in landed.delete], grace_s=dice.choice((0.0, 1.0)))
 
 
+async def talker(sim: Sim, actor: Actor, begin: int) -> None:
+    """Has much to say, as nobody, so that the log becomes long, and is archived: others find that it has gone far."""
+    await until(sim, begin)
+    actor.fenced, dice = False, sim.dice
+    log = RunLog(sim.store(actor))
+    await insist(log.open)
+    archivist = Archivist()
+    for _ in range(dice.randint(20, 40) if sim.long else dice.randint(4, 12)):
+        text = f"said {dice.getrandbits(60)}"
+        some = Attempt(1, 1, "0" * 8)
+        with contextlib.suppress(StoreError):
+            await log.append(lambda _, text=text, some=some: doubted(some, text), owner=None)
+        await archivist.step(log, None)
+        await asyncio.sleep(dice.choice((0.0, 0.0, 0.3)))
+
+
+def doubted(attempt: Attempt, request: str) -> records.Record:
+    """Says nothing of what there is."""
+    return records.Record("DOUBT", {"attempt": str(attempt), "ranges": []}, request)
+
+
 async def taker_back(sim: Sim, actor: Actor, begin: int) -> None:
     """Says of a new checkpoint, as the incarnation it finds, that it is not what it claims to be."""
     await until(sim, begin)
@@ -1010,6 +1106,8 @@ async def reader(sim: Sim, actor: Actor, begin: int) -> None:
     for _ in range(3):
         acknowledged = set(sim.oracle.acknowledged)
         log = await insist(lambda: read.open_run("", sim.store(actor)))
+        if log.state.damaged:
+            raise Violation(f"a reader called records damaged: {log.state.damaged}")
         known = run_log.in_history(log.state.acquires, acknowledged - log.state.retired)
         try:
             chosen = read.choose(log)
@@ -1061,10 +1159,11 @@ async def _everybody(sim: Sim) -> None:
             tasks.append(sim.start(actor, Rank(job, actor, rank).run(begin)))
     others: list[tuple[str, float, Any]] = [
         ("cleaner", 0.6, cleaner), ("cleaner 2", 0.3, cleaner), ("shell", 0.3, shell), ("reader", 0.4, reader),
+        ("talker", 0.4, talker),
         ("taker back", 0.2, taker_back),
     ]  # fmt: skip
     for name, chance, work in others:
-        if dice.random() < chance:
+        if dice.random() < chance or (name == "talker" and sim.long):
             actor = sim.actor(name)
             tasks.append(sim.start(actor, work(sim, actor, dice.randint(2, 12))))
     await _all_end(sim, tasks)
@@ -1088,7 +1187,8 @@ async def _all_end(sim: Sim, tasks: list[asyncio.Task[Any]]) -> None:
 
 async def _afterwards(sim: Sim) -> None:
     """Nobody is left: whoever comes next finds a run that is sound, ends what is open, and can go on."""
-    sim.lose = sim.kill = sim.conflict = sim.doubled = 0.0
+    sim.lose = sim.kill = sim.conflict = sim.doubled = sim.suspend = 0.0
+    sim.untidy = False
     sim.turns = 0
     sim.stop()
     actor = sim.actor("last")
@@ -1128,9 +1228,18 @@ async def _finish(sim: Sim, actor: Actor, store: Any) -> None:
     await retention.retire(log, mine, Keep(last=1), {attempt})
     if left_over := {key for key in sim.objects if owner(key) is not None} - oracle.needed.keys():
         raise Violation(f"clean-up left {sorted(left_over)}, which nothing needs")
-    fresh = RunLog(store)
-    await fresh.open()
-    for one in (log, fresh):
+    for _ in range(3):
+        archivist = Archivist()
+        archivist._known = dict.fromkeys((await log.look()).archives, -1.0)  # since long
+        await archivist.step(log, mine)
+    left = [int(key[4:16]) for key in sim.objects if key.startswith("log/0")]
+    small = min(left) == oracle.floor + 1 and len(left) <= 3 * SNAPSHOT_EVERY
+    if len(oracle.records) > 3 * SNAPSHOT_EVERY and not small:
+        raise Violation(f"archiving left {sorted(left)}, and all up to {oracle.floor} are archived")
+    fresh, whole = RunLog(store), RunLog(store, whole=True)
+    for one in (fresh, whole):
+        await one.open()
+    for one in (log, fresh, whole):
         await one.refresh()
         oracle.agrees(one)
     for live in oracle.live:

@@ -286,9 +286,9 @@ class RecordingDisk(Disk):
 
 
 def kind_of_sync(ops: Iterable[Op]) -> dict[int, str]:
-    """For each file, by its number, what it is: pack, table, part, index, record or format."""
+    """For each file, by its number, what it is: pack, table, part, index, record, archive or format."""
     kinds: dict[int, str] = {}
-    suffixes = {"packs": "pack", "index": "index", "log": "record"}
+    suffixes = {"packs": "pack", "index": "index", "log": "record", "archive": "archive"}
     for op in ops:
         if op.kind in ("name", "rename") and not op.name.startswith("."):
             folder = os.path.basename(op.folder)
@@ -424,9 +424,11 @@ async def violation(objects: dict[str, bytes], acked: Iterable[str]) -> str | No
     store = MemoryStore(objects=dict(objects))
     try:
         await create_run(store)
-        log = RunLog(store)
-        await log.open()
-        return await _lost(log, acked) or await _goes_on(store, frozenset(log.state.commits))
+        for log in [RunLog(store), RunLog(store, whole=True)]:
+            await log.open()
+            if lost := await _lost(log, acked):
+                return lost
+        return await _goes_on(store, frozenset(log.state.commits))
     except CheckpointError as error:
         return f"{type(error).__name__}: {error}"
 

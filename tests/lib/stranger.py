@@ -11,13 +11,30 @@ SIZES = dict(BF16=2, C32=4)  # of what numpy lacks, if not 1
 COLUMNS = dict.fromkeys("name_ends dims dim_ends blob_ends offset stored length base".split(), "<i8")
 COLUMNS |= dict.fromkeys("ranks instances pack".split(), "<i4")  # all others: u1
 def sealed(path):
-    data = json.loads(path.read_bytes())
+    return unsealed(path.read_bytes(), path)
+def unsealed(raw, path):
+    data = json.loads(raw)
     claimed = data.pop("digest")
     assert claimed == hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest(), path
     return data
+def records(run):
+    floor, seq, last = -1, 0, ""
+    archives = sorted((run / "log" / "archive").glob("*.zst"), key=lambda path: (path.stem[13:], -int(path.stem[:12])))
+    for path in archives:
+        if (end := int(path.stem[:12])) > floor:  # else a larger one had it all
+            text = zstandard.ZstdDecompressor().stream_reader(path.read_bytes(), read_across_frames=True).read()
+            raws, floor = text.split(b"\n")[seq - int(path.stem[13:]) : -1], end
+            for raw in raws:
+                record = unsealed(raw, path)
+                assert (record["seq"], record["prev"]) == (seq, last), path
+                seq, last = seq + 1, hashlib.sha256(raw).hexdigest()
+                yield record
+    for path in sorted((run / "log").glob("*.json")):
+        if int(path.stem) > floor:
+            yield sealed(path)
 def newest(run):
     back, live, place = {}, {}, lambda name: tuple(map(int, re.fullmatch(r"(\d+)\.\w+-(\d+)", name).groups()))
-    for record in (sealed(path) for path in sorted((run / "log").glob("*.json"))):
+    for record in records(run):
         body = record["body"]
         back.update({body["epoch"]: body["restored"]} if record["type"] == "ACQUIRE" else {})
         live.update({body["attempt"]: body} if record["type"] == "COMMIT" and body["finite"] is not False else {})

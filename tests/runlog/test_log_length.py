@@ -120,7 +120,8 @@ def test_a_long_log_is_opened_by_few_reads() -> None:
         counted.reads.clear()
         await fresh.refresh()
         assert counted.reads == [
-            f"list log/ {record_key(100 * EVERY + 3)}", record_key(100 * EVERY + 5), record_key(100 * EVERY + 6)
+            f"list log/ {record_key(100 * EVERY + 3)}", record_key(100 * EVERY + 5), record_key(100 * EVERY + 6),
+            f"list log/ {record_key(100 * EVERY + 3)}",
         ]  # fmt: skip
 
     asyncio.run(scenario())

@@ -1,0 +1,167 @@
+"""Logs of very many records, made by the library's own functions: how many files they have, and how soon they are open.
+
+A job that saves every step appends three records for each: BEGIN, COMMIT, and the PLAN that retires an old one. `make`
+folds and seals them as a `RunLog` does, without the fsync of each, and archives them as an `Archivist` does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ckpt.checkpoint import commit as commits
+from ckpt.format.digest import file_digest
+from ckpt.format.manifest import Attempt, new_format, read_format
+from ckpt.runlog.archive import Archive, chain, pack
+from ckpt.runlog.archiving import Archivist, to_merge
+from ckpt.runlog.log import RunLog, record_key
+from ckpt.runlog.records import SNAPSHOT_EVERY, Commit, Record, commit_body, fold, summary
+from ckpt.store import open_store
+from ckpt_backends.memory import MemoryStore
+
+KEEP, NONCE, OPENED = 3, "0badcafe", 7
+WHOLE = 100_000  # records that are read from the first to the last
+
+
+def spoken() -> Iterator[Record]:
+    """What such a job has to say, for ever."""
+    yield Record("ACQUIRE", {"epoch": 1, "nonce": NONCE, "restored": None}, f"acquire:{NONCE}")
+    step = 0
+    while True:
+        step += 1
+        attempt, base = Attempt(1, step, NONCE), Attempt(1, step - 1, NONCE)
+        needs = (base,) if step % 10 != 1 else ()
+        yield Record("BEGIN", {"attempt": str(attempt), "pins": [str(one) for one in needs]}, f"begin:{attempt}")
+        digest = f"{step:064x}"
+        yield Record("COMMIT", commit_body(Commit(attempt, 1, ((0, 0, digest),), digest, True, needs=needs)),
+                     f"commit:{attempt}:0")  # fmt: skip
+        if step > KEEP:
+            old = Attempt(1, step - KEEP, NONCE)
+            files = [f"packs/{old}.0.0.safetensors", f"parts/{old}.0.0.json", f"index/{old}-{digest[:16]}.safetensors"]
+            yield Record("PLAN", {"retire": [str(old)], "delete": files}, f"plan:{NONCE}:{step}")
+
+
+class Made:
+    """The folder of a log, archived as far as it is due."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.archives = root, dict[Archive, bytes]()
+        self.log, self.raws = RunLog(MemoryStore()), list[bytes]()
+        self.first = 0  # of `raws`
+        (root / "log" / "archive").mkdir(parents=True)
+        raw = new_format()
+        (root / "FORMAT.json").write_bytes(raw)
+        self.log.root = read_format(raw)
+
+    def append(self, record: Record) -> None:
+        state = self.log.state
+        if state.next_seq and state.next_seq % SNAPSHOT_EVERY == 0 and record.type != "SNAPSHOT":
+            self.append(Record("SNAPSHOT", summary(state), f"snapshot:{state.next_seq}"))
+        raw = self.log._sealed(record, state)
+        fold(state, {"type": record.type, "body": record.body, "id": record.id, "seq": state.next_seq})
+        state.next_seq, state.last = state.next_seq + 1, file_digest(raw)
+        self.raws.append(raw)
+        if record.type == "SNAPSHOT":
+            state.requests = {name: seq for name, seq in state.requests.items() if seq > state.next_seq - 1000}
+            if len(self.raws) > 3 * SNAPSHOT_EVERY:
+                self.archive()
+
+    def archive(self) -> None:
+        raw, last = pack(self.raws[:SNAPSHOT_EVERY]), self.first + SNAPSHOT_EVERY - 1
+        self.archives[Archive(last, self.first, len(raw))] = raw
+        self.raws, self.first = self.raws[SNAPSHOT_EVERY:], last + 1
+        while parts := to_merge(chain(self.archives)):
+            whole = b"".join(self.archives.pop(part) for part in parts)
+            self.archives[Archive(parts[-1].last, parts[0].first, len(whole))] = whole
+
+    def write(self) -> None:
+        for archive, raw in self.archives.items():
+            (self.root / archive.key).write_bytes(raw)
+        for seq, raw in enumerate(self.raws, self.first):
+            (self.root / record_key(seq)).write_bytes(raw)
+
+
+def make(root: Path, count: int) -> None:
+    made = Made(root)
+    for record in spoken():
+        made.append(record)
+        if made.log.state.next_seq >= count:
+            break
+    made.write()
+
+
+def files_of(root: Path) -> dict[str, int]:
+    """How many there are, and how many bytes they have and take."""
+    found = [os.stat(path) for path in (root / "log").rglob("*") if path.is_file()]
+    return {
+        "files": len(found),
+        "bytes": sum(one.st_size for one in found),
+        "taken": sum(one.st_blocks for one in found) * 512,
+    }
+
+
+def opened(root: Path, *, whole: bool = False) -> float:
+    """Seconds until the log of a folder is read, the store being opened."""
+
+    async def work() -> float:
+        started = time.perf_counter()
+        store = open_store(root)
+        log = RunLog(store, whole=whole)
+        await log.open()
+        took = time.perf_counter() - started
+        assert log.state.commits and not log.state.damaged
+        await store.aclose()
+        return took
+
+    return asyncio.run(work())
+
+
+def synthetic(root: Path, count: int) -> dict[str, Any]:
+    make(root, count)
+    first = opened(root)
+    return {
+        "records": count,
+        **files_of(root),
+        "first_s": first,
+        "open_s": statistics.median(opened(root) for _ in range(OPENED)),
+        "whole_s": opened(root, whole=True) if count <= WHOLE else None,
+    }
+
+
+def appended(root: Path, count: int, *, archived: bool) -> dict[str, Any]:
+    """A log that is really appended to, record by record, durably: with archives, and as it would be without."""
+
+    async def work() -> tuple[float, float]:
+        store = open_store(root, writable=True)
+        await commits.create_run(store)
+        log, archivist, archiving_s = RunLog(store), Archivist(), 0.0
+        await log.open()
+        mine, started = None, time.perf_counter()
+        for record in spoken():
+            state = await log.append(lambda _, record=record: record, owner=mine)
+            mine = state.acquires[-1]
+            if archived:
+                before = time.perf_counter()
+                await archivist.step(log, mine)
+                archiving_s += time.perf_counter() - before
+            if state.next_seq >= count:
+                break
+        took = time.perf_counter() - started
+        await store.aclose()
+        return took, archiving_s
+
+    took, archiving_s = asyncio.run(work())
+    open_s = statistics.median(opened(root) for _ in range(OPENED))
+    return {
+        "records": count,
+        "archived": archived,
+        **files_of(root),
+        "append_ms": 1000 * (took - archiving_s) / count,
+        "archiving_ms": 1000 * archiving_s / count,
+        "open_s": open_s,
+    }

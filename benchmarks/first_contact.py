@@ -385,6 +385,32 @@ def copies() -> Json:
     }
 
 
+@probe(120)
+def orders() -> Json:
+    """What does it cost that weights lie channels last or transposed, or that a copy ends at an odd address?"""
+    size = (16 << 20) if SMALL else (1 << 30)
+    here = torch.empty(size + 256, dtype=torch.uint8, pin_memory=True)
+    plain = torch.zeros(size // 4, device="cuda")
+    images = plain.view(-1, 256, 4, 4)
+    sources = {
+        "contiguous": (0, plain),
+        "from_4_bytes_on": (4, plain),
+        "channels_last": (0, images.to(memory_format=torch.channels_last)),
+        "transposed": (0, plain.view(256, -1).t()),
+    }
+    found: Json = {}
+    for name, (at, source) in sources.items():
+        target, rates = here[at : at + size].view(torch.float32).view(source.shape), list[float]()
+        for _ in range(4):
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            target.copy_(source, non_blocking=True)
+            torch.cuda.synchronize()
+            rates.append(size / (time.perf_counter() - began) / 1e9)
+        found[f"{name}_gb_s"] = max(rates)
+    return found
+
+
 @probe(240)
 def many() -> Json:
     """2,000 small tensors: what do they cost step(), and the thread that stages?"""

@@ -3,10 +3,11 @@
 A `Layout` lists what a state consists of; `arrange` says where each tensor lies. The order in memory is the order in
 the pack, so a snapshot is written to disk as one run of bytes:
 
-    [ header: JSON, padded with spaces to a page ][ 8-byte dtypes ][ 4-byte ][ 2-byte ][ 1-byte ]
+    [ header: JSON, padded with spaces to a page ][ tensors of 256-byte lines ][ of 128 ][ of 64 ] ... [ of 1 ]
 
-Sorting by item size keeps every tensor aligned to its own dtype without any gap, which the safetensors format would
-refuse. Blobs, the unit of digests, are 4 MiB and end where a tensor ends.
+Sorting by the largest power of two in a tensor's size keeps every tensor aligned to that, and so to its own dtype and,
+unless it is of an odd size, to what copy engines and vector units like, without any gap, which the safetensors format
+would refuse. Blobs, the unit of digests, are 4 MiB and end where a tensor ends.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from ckpt.format.manifest import MAX_WORLD, PressedObject, canonical, press
 from ckpt.store import PAGE
 
 BLOB = 4 << 20
+LINE = 256  # bytes: nothing is aligned to more
 MAX_HEADER = 96 << 20  # safetensors refuses 100 MB
 MAX_DIMS = 64
 
@@ -263,7 +265,7 @@ class Arrangement:
 
 
 def arrange(tensors: tuple[TensorSpec, ...]) -> Arrangement:
-    order = sorted(range(len(tensors)), key=lambda i: (-BITS[tensors[i].dtype], tensors[i].key))
+    order = sorted(range(len(tensors)), key=lambda i: (-math.gcd(tensors[i].nbytes, LINE), tensors[i].key))
     offsets = [0] * len(tensors)
     position = 0
     for i in order:

@@ -38,7 +38,7 @@ difference to what was predicted from that; not at all, since nothing has change
 of another one."""
 
 MAGIC = b"CKPTREDO"
-VERSION = 1
+VERSION = 2
 MAX_META, MAX_COLUMNS, MAX_VALUES = 256 << 20, 128 << 20, 256 << 20
 
 HEAD = struct.Struct("<8sIIQQQ")  # magic, version, predictor, bytes of payload, columns and meta

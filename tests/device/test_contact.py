@@ -399,11 +399,37 @@ def kinds() -> Run:
     return Run(build, move)
 
 
-def test_views_and_narrow_types(open_run: Any) -> None:
-    """What is not one piece of memory goes through temporaries, which nobody else gets before they are copied."""
+@pytest.mark.parametrize("piece", [staging_fill.LOCK, 1 << 16])
+def test_views_and_narrow_types(open_run: Any, monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
+    """What is not one piece of memory goes through temporaries, which nobody else gets before they are copied; so does
+    what lies over the end of what is page-locked in one call."""
+    monkeypatch.setattr(staging_fill, "LOCK", piece)
     run = kinds()
     with simulated.turned(d2h_gbs=SLOW):
         assert check_boundaries(open_run(run.state), run, 8) == []
+
+
+def test_strided_tensors_take_one_piece_of_device_memory(open_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights that lie transposed, or channels last, are put in order a piece at a time, however large they are."""
+    piece = 1 << 18
+    monkeypatch.setattr(staging_fill, "LOCK", piece)
+    monkeypatch.setattr(staging_fill, "PIECE", piece)
+    large = torch.zeros(1024, 1024, device="cuda")
+    images = torch.zeros(64, 64, 16, 16, device="cuda").to(memory_format=torch.channels_last)
+    model = nn.ParameterList([nn.Parameter(large.t()), nn.Parameter(images)])
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    cp = open_run({"model": model, "optim": optim})
+    for param in model:
+        param.grad = torch.zeros_like(param)
+    for step in (1, 2):
+        optim.step()
+        cp.save(step).staged(60.0)
+    optim.step()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    cp.save(3).staged(60.0)
+    assert torch.cuda.max_memory_allocated() - before <= 2 * piece
 
 
 def test_moments_on_the_host_of_weights_on_the_device(open_run: Any) -> None:

@@ -14,8 +14,8 @@ import simulated
 from processes import PYTHONPATH, REPO
 from simulated import build
 
-QUESTIONS = ["facts", "capture", "captured_before", "scaler", "locking", "killed", "fault", "copies", "many", "mixed",
-             "compiled", "sharded"]  # fmt: skip
+QUESTIONS = ["facts", "capture", "captured_before", "scaler", "locking", "killed", "fault", "copies", "orders", "many",
+             "mixed", "compiled", "sharded"]  # fmt: skip
 
 
 def test_rehearsed(tmp_path: Path) -> None:

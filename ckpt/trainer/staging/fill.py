@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import compress
+from itertools import compress, pairwise
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ckpt.format.boxes import Box, boxes_of_run
 from ckpt.format.layout import Layout, pages
 from ckpt.ipc.arena import LOCK, Arena
 from ckpt.state.tensors import TORCH_DTYPE, as_bytes
@@ -210,7 +211,23 @@ def _cut(target: Tensor, source: Tensor, number: int, offset: int, piece: int) -
     if source.device.type == "cpu" or target.nbytes <= first:
         yield target, source, number
         return
-    there, here = as_bytes(target), as_bytes(source.resolve_conj().resolve_neg().contiguous())
-    for start in (0, *range(first, target.nbytes, piece)):
-        end = start + piece if start else first
-        yield there[start:end], here[start:end], number
+    bounds = [0, *range(first, target.nbytes, piece), target.nbytes]
+    if source.is_contiguous() and not source.is_conj() and not source.is_neg():
+        there, here = as_bytes(target), as_bytes(source)
+        yield from ((there[a:b], here[a:b], number) for a, b in pairwise(bounds))
+        return
+    flat = target.view(-1)  # of a strided one, what has to be put in order first is a piece at the most
+    for a, b in pairwise(bound // target.itemsize for bound in bounds):
+        for (at, sizes), there in _boxes(tuple(target.shape), flat[a:b], a, b):
+            here = source
+            for dim, (start, size) in enumerate(zip(at, sizes, strict=True)):
+                here = here.narrow(dim, start, size)
+            yield there, here, number
+
+
+def _boxes(shape: tuple[int, ...], run: Tensor, start: int, stop: int) -> Iterator[tuple[Box, Tensor]]:
+    """Elements `start` to `stop` of a tensor as boxes of it, each with its part of their `run`."""
+    for box in boxes_of_run(shape, start, stop):
+        count = prod(box[1])
+        yield box, run[:count].view(box[1])
+        run = run[count:]

@@ -296,7 +296,8 @@ class Stager:
         if job.error is not None:
             if job in self._flying:
                 self._flying.remove(job)
-            self._filler.settle(job)
+            if job.slot is not None:  # else it has put nothing on a stream: nobody waits for copies of those before
+                self._filler.settle(job)
             if job.slot is not None and self._arena is job.slot[0]:
                 self._arena.set_label(job.slot[1], Label(EMPTY))
         self._packs.give_back([*job.early, *job.late])

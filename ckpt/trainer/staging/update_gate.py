@@ -82,7 +82,8 @@ class UpdateGate:
         if job.detached:
             return
         device.queue_caller_behind(job.done)
-        self._copying = job if job.done else None
+        if job.done:  # one that was not taken leaves what is copied before it
+            self._copying = job
 
     def _line_up_again(self) -> None:
         """Another optimizer may step on another stream."""

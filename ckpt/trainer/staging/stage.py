@@ -294,8 +294,7 @@ class Stager:
         if job.error is None and (job.postponed or job in self._flying):
             return
         if job.error is not None:
-            if job in self._flying:
-                self._flying.remove(job)
+            self._flying = deque(one for one in self._flying if one is not job)
             if job.slot is not None:  # else it has put nothing on a stream: nobody waits for copies of those before
                 self._filler.settle(job)
             if job.slot is not None and self._arena is job.slot[0]:

@@ -50,6 +50,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import growth
+import long_log
 from ckpt.checkpoint import commit as commits
 from ckpt.checkpoint import parts as parts_of
 from ckpt.checkpoint import read, write
@@ -72,6 +73,7 @@ RESULTS = Path(__file__).parent / "results" / "scale.json"
 GROWTH = RESULTS.with_name("growth.json")
 ATTEMPT = Attempt(1, 1000, "0badcafe")
 ROUNDS = 3
+OPEN_S = 0.2  # for the log of any run
 GOALS = {"cold_s": 2.0, "cached_s": 0.1, "record_mb": 64.0, "reshard_s": 2.0}
 
 
@@ -433,6 +435,7 @@ TASKS: dict[str, Callable[[Json], Json]] = {
     "commit": lambda a: take_over(Path(a["root"])),
     "reshard": lambda a: reshard(Path(a["root"]), World(**a["world"]), a["rank"]),
     "names": lambda a: names_of_a_stage(Path(a["root"]), a["layers"]),
+    "log": lambda a: long_log.synthetic(Path(a["root"]), a["records"]),
     **growth.TASKS,
 }
 
@@ -520,6 +523,31 @@ def show(title: str, columns: list[str], rows: list[list[str]]) -> None:
     for row in rows:
         table.add_row(*row)
     Console(width=None if sys.stdout.isatty() else 150).print(table)
+
+
+def logs(counts: list[int], folder: Path, say: Callable[[str], None]) -> list[Json]:
+    """Of a run that has saved very often."""
+    found = []
+    for count in counts:
+        with tempfile.TemporaryDirectory(dir=folder) as root:
+            found.append(task("log", root=f"{root}/run", records=count))
+        say(f"a log of {count} records: measured")
+    return found
+
+
+def show_logs(found: list[Json]) -> None:
+    rows = [
+        [
+            f"{one['records']:,}",
+            str(one["files"]),
+            f"{one['bytes'] / 1e6:.2f} ({one['taken'] / 1e6:.2f}) MB",
+            f"{one['open_s']:.3f} s",
+            "" if one["whole_s"] is None else f"{one['whole_s']:.1f} s",
+        ]
+        for one in found
+    ]
+    rows.append(["goal", "", "", f"{OPEN_S:g} s", ""])
+    show("The log of one run", ["records", "files", "bytes (on disk)", "opened", "all of it read"], rows)
 
 
 def show_all(found: Json) -> None:
@@ -614,11 +642,17 @@ def main() -> None:
         folder = Path(arguments.folder or scratch)
         folder.mkdir(parents=True, exist_ok=True)
         found = measure(worlds, layers, folder, lambda text: print(text, flush=True))
+        records = [1_000, 10_000] if arguments.quick else [1_000, 100_000, 1_000_000]
+        long = logs(records, folder, lambda text: print(text, flush=True))
     show_all(found)
-    for text in judged(found):
+    show_logs(long)
+    slow = [
+        f"a log of {one['records']} records: opened in {one['open_s']:.2f} s" for one in long if one["open_s"] >= OPEN_S
+    ]
+    for text in judged(found) + slow:
         print(f"missed: {text}")
     print(f"{time.monotonic() - started:.0f} s in all")
-    put_down(arguments, RESULTS, {"machine": about, "goals": GOALS, "worlds": found})
+    put_down(arguments, RESULTS, {"machine": about, "goals": GOALS, "worlds": found, "logs": long})
 
 
 def put_down(arguments: argparse.Namespace, usual: Path, found: Json) -> None:

@@ -18,6 +18,7 @@ class Attempts(MutableSet[Attempt]):
 
     def __init__(self, attempts: Iterable[Attempt] = ()) -> None:
         self._steps: dict[Group, set[int]] = {}
+        self._rows: dict[Group, list[list[int]]] = {}  # as `to_json` says them, as far as it is known
         for attempt in attempts:
             self.add(attempt)
 
@@ -36,28 +37,38 @@ class Attempts(MutableSet[Attempt]):
         return f"Attempts({sorted(self)})"
 
     def __or__(self, others: AbstractSet[Any]) -> Attempts:
-        """Of what is the same only the names are copied."""
         found = Attempts()
-        found._steps = dict(self._steps)
-        own: set[Group] = set()
+        found._steps = {group: set(steps) for group, steps in self._steps.items()}
         for one in others:
-            if (group := (one.epoch, one.nonce)) not in own:
-                own.add(group)
-                found._steps[group] = set(found._steps.get(group, ()))
-            found._steps[group].add(one.step)
+            found.add(one)
         return found
 
     def add(self, value: Attempt) -> None:
-        self._steps.setdefault((value.epoch, value.nonce), set()).add(value.step)
+        group = value.epoch, value.nonce
+        steps = self._steps.setdefault(group, set())
+        if value.step in steps:
+            return
+        rows = self._rows.get(group) if steps else self._rows.setdefault(group, [])
+        steps.add(value.step)
+        if rows is not None and (not rows or _last(rows[-1]) < value.step):
+            _extend(rows, value.step)
+        else:
+            self._rows.pop(group, None)
 
     def discard(self, value: Attempt) -> None:
+        self._rows.pop((value.epoch, value.nonce), None)
         self._steps.get((value.epoch, value.nonce), set()).discard(value.step)
 
     def to_json(self) -> dict[str, list[list[int]]]:
         """By `<epoch>.<nonce>`: rows of the first step, how far it is to the next one, and how many there are. The same
         for the same set, however it came about."""
-        groups = sorted((group, steps) for group, steps in self._steps.items() if steps)
-        return {f"{epoch}.{nonce}": _rows(sorted(steps)) for (epoch, nonce), steps in groups}
+        for group, steps in self._steps.items():
+            if group not in self._rows:
+                rows = self._rows[group] = []
+                for step in sorted(steps):
+                    _extend(rows, step)
+        found = sorted((group, rows) for group, rows in self._rows.items() if rows)
+        return {f"{epoch}.{nonce}": [list(row) for row in rows] for (epoch, nonce), rows in found}
 
     @classmethod
     def from_json(cls, groups: dict[str, list[Any]]) -> Attempts:
@@ -77,14 +88,16 @@ class Attempts(MutableSet[Attempt]):
         return found
 
 
-def _rows(steps: list[int]) -> list[list[int]]:
-    """Strides as long as they go, from the first step on."""
-    found: list[list[int]] = []
-    for step in steps:
-        if found:
-            first, stride, count = last = found[-1]
-            if count == 1 or step == first + stride * count:
-                last[1:] = [step - first if count == 1 else stride, count + 1]
-                continue
-        found.append([step, 1, 1])
-    return found
+def _extend(rows: list[list[int]], step: int) -> None:
+    """Strides as long as they go, from the first step on: a later one is added."""
+    if rows:
+        first, stride, count = last = rows[-1]
+        if count == 1 or step == first + stride * count:
+            last[1:] = [step - first if count == 1 else stride, count + 1]
+            return
+    rows.append([step, 1, 1])
+
+
+def _last(row: list[int]) -> int:
+    first, stride, count = row
+    return first + stride * (count - 1)

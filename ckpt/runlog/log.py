@@ -41,7 +41,7 @@ from ckpt.failpoints import point
 from ckpt.format.digest import file_digest
 from ckpt.format.manifest import MAX_FORMAT, read_format, seal, unseal
 from ckpt.runlog.archive import Archive, chain, unpack
-from ckpt.runlog.files import MAX_RECORD, LogFiles, Listed, record_key, sequence
+from ckpt.runlog.files import MAX_RECORD, Listed, LogFiles, record_key, sequence
 from ckpt.runlog.records import (
     SNAPSHOT_EVERY,
     TYPES,

@@ -208,13 +208,13 @@ def _keep(state: RunState, body: dict[str, Any]) -> None:
 
 def _snapshot(state: RunState, body: dict[str, Any]) -> None:
     mine = summary(state)
-    said = {key: _ended(body[key]) if key in ("retired", "aborted") else body[key] for key in mine.keys() - LOOSE}
-    if any(said[key] != mine[key] for key in said):  # what a later version adds is its own
+    differs = [key for key in mine.keys() - LOOSE if body[key] != mine[key]]  # what a later version adds is its own
+    if any(key not in ("retired", "aborted") or _ended(body[key]) != mine[key] for key in differs):
         raise CorruptError("a snapshot says something else than the records before it")
 
 
 def _ended(groups: Any) -> Any:
-    """In the form of today."""
+    """As we say it."""
     return Attempts.from_json(groups).to_json()
 
 

@@ -402,6 +402,14 @@ def test_attempts_are_a_set(some: set[tuple[int, int, str]]) -> None:
     for of in sorted(plain):
         one_by_one.setdefault(f"{of.epoch}.{of.nonce}", []).append(of.step)
     assert Attempts.from_json(one_by_one) == plain
+    for order in (sorted(plain), sorted(plain, reverse=True), list(plain)):  # said again and again as it grows
+        growing = Attempts()
+        for number, of in enumerate(order):
+            growing.add(of)
+            assert number % 3 or growing.to_json() == Attempts(sorted(order[: number + 1])).to_json()
+    if plain:
+        growing.discard(min(plain))
+        assert growing.to_json() == Attempts(sorted(plain - {min(plain)})).to_json()
     more = {Attempt(2, 61, "0" * 8), Attempt(9, 1, "2" * 8)}
     assert found | more == plain | more and found == plain
     assert all(of in found for of in plain) and not any(of in found for of in more)

@@ -232,3 +232,163 @@ EXPORT void everystep_copy_digest(u8 *into, const u8 *data, size_t length, u8 *d
     merge_sums(sums, SECRET + 117, ~(length * P64_2), digest);
     merge_sums(sums, SECRET + 11, length * P64_1, digest + 8);
 }
+
+/* -- words, changed and cut into byte planes, and back: see ckpt/format/byteplanes.py -- */
+
+#if defined(__x86_64__) && !defined(NO_CLONES)
+#define CLONED __attribute__((target_clones("avx2", "default"), noinline))
+#else
+#define CLONED
+#endif
+
+enum { PLANES = 1, ROTATED, DELTA, FLOAT_DELTA }; /* as in ckpt/format/codec.py */
+enum { ROOM = 8192 };                             /* bytes of words that are on their way */
+
+#define ORDERED(T, S, x) ((T)((x) ^ (T)((T)((S)(x) >> (8 * sizeof(T) - 1)) >> 1)))
+
+#define WORDS(T, S, SPLIT, UNITE)                                                                             \
+    typedef T __attribute__((aligned(1), may_alias)) T##_any;                                                 \
+    CLONED static void cut_##T(const T##_any *words, const T##_any *base, size_t count, int way, u8 *planes) { \
+        enum { LAST = 8 * sizeof(T) - 1 };                                                                    \
+        T x[ROOM / sizeof(T)];                                                                                \
+        for (size_t at = 0; at < count; at += ROOM / sizeof(T)) {                                             \
+            size_t few = count - at < ROOM / sizeof(T) ? count - at : ROOM / sizeof(T);                       \
+            const T##_any *a = words + at, *b = base + at;                                                    \
+            if (way == PLANES)                                                                                \
+                memcpy(x, a, few * sizeof(T));                                                                \
+            else if (way == ROTATED)                                                                          \
+                for (size_t i = 0; i < few; i++) x[i] = (T)(a[i] << 1) | (T)(a[i] >> LAST);                   \
+            else if (way == DELTA)                                                                            \
+                for (size_t i = 0; i < few; i++) {                                                            \
+                    T d = (T)(a[i] - b[i]);                                                                   \
+                    x[i] = (T)(d << 1) ^ (T)((S)d >> LAST);                                                   \
+                }                                                                                             \
+            else                                                                                              \
+                for (size_t i = 0; i < few; i++) {                                                            \
+                    T d = (T)(ORDERED(T, S, a[i]) - ORDERED(T, S, b[i]));                                     \
+                    x[i] = (T)(d << 1) ^ (T)((S)d >> LAST);                                                   \
+                }                                                                                             \
+            u8 *restrict p = planes + at;                                                                     \
+            SPLIT                                                                                             \
+        }                                                                                                     \
+    }                                                                                                         \
+    CLONED static void join_##T(const u8 *const *planes, const T##_any *base, size_t count, int way,          \
+                                T##_any *words) {                                                             \
+        enum { LAST = 8 * sizeof(T) - 1 };                                                                    \
+        T x[ROOM / sizeof(T)];                                                                                \
+        for (size_t at = 0; at < count; at += ROOM / sizeof(T)) {                                             \
+            size_t few = count - at < ROOM / sizeof(T) ? count - at : ROOM / sizeof(T);                       \
+            const T##_any *b = base + at;                                                                     \
+            T##_any *restrict a = words + at;                                                                 \
+            UNITE                                                                                             \
+            if (way == PLANES)                                                                                \
+                memcpy(a, x, few * sizeof(T));                                                                \
+            else if (way == ROTATED)                                                                          \
+                for (size_t i = 0; i < few; i++) a[i] = (T)(x[i] >> 1) | (T)(x[i] << LAST);                   \
+            else if (way == DELTA)                                                                            \
+                for (size_t i = 0; i < few; i++) a[i] = (T)((T)(x[i] >> 1) ^ (T)(0 - (x[i] & 1))) + b[i];     \
+            else                                                                                              \
+                for (size_t i = 0; i < few; i++) {                                                            \
+                    T d = (T)((T)((T)(x[i] >> 1) ^ (T)(0 - (x[i] & 1))) + ORDERED(T, S, b[i]));               \
+                    a[i] = ORDERED(T, S, d);                                                                  \
+                }                                                                                             \
+        }                                                                                                     \
+    }
+
+#define EACH(DO) \
+    for (size_t i = 0; i < few; i++) { DO }
+#define P(k) p[(k) * count + i]
+#define Q(T, k) ((T)q##k[i] << 8 * (k))
+#define ROW(k) const u8 *restrict q##k = planes[k] + at;
+
+WORDS(u8, int8_t, EACH(P(0) = x[i];), ROW(0) EACH(x[i] = q0[i];))
+WORDS(uint16_t, int16_t, EACH(P(0) = (u8)x[i]; P(1) = (u8)(x[i] >> 8);),
+      ROW(0) ROW(1) EACH(x[i] = (uint16_t)(Q(uint16_t, 0) | Q(uint16_t, 1));))
+WORDS(u32, int32_t, EACH(P(0) = (u8)x[i]; P(1) = (u8)(x[i] >> 8); P(2) = (u8)(x[i] >> 16); P(3) = (u8)(x[i] >> 24);),
+      ROW(0) ROW(1) ROW(2) ROW(3) EACH(x[i] = Q(u32, 0) | Q(u32, 1) | Q(u32, 2) | Q(u32, 3);))
+WORDS(u64, int64_t,
+      EACH(P(0) = (u8)x[i]; P(1) = (u8)(x[i] >> 8); P(2) = (u8)(x[i] >> 16); P(3) = (u8)(x[i] >> 24);)
+          EACH(P(4) = (u8)(x[i] >> 32); P(5) = (u8)(x[i] >> 40); P(6) = (u8)(x[i] >> 48); P(7) = (u8)(x[i] >> 56);),
+      ROW(0) ROW(1) ROW(2) ROW(3) ROW(4) ROW(5) ROW(6) ROW(7)
+          EACH(x[i] = Q(u64, 0) | Q(u64, 1) | Q(u64, 2) | Q(u64, 3);)
+              EACH(x[i] |= Q(u64, 4) | Q(u64, 5) | Q(u64, 6) | Q(u64, 7);))
+
+#define OF_WORD(DO)             \
+    switch (word) {             \
+        case 1: DO(u8)          \
+        case 2: DO(uint16_t)    \
+        case 4: DO(u32)         \
+        case 8: DO(u64)         \
+    }
+
+/* `planes`: rows of `count` bytes. `base`: NULL where the way takes none. */
+EXPORT void everystep_cut(const void *words, const void *base, size_t count, int word, int way, u8 *planes) {
+#define CUT(T) cut_##T(words, base, count, way, planes); break;
+    OF_WORD(CUT)
+}
+
+/* `planes`: where each of them lies. */
+EXPORT void everystep_join(const u8 *const *planes, const void *base, size_t count, int word, int way, void *words) {
+#define JOIN(T) join_##T(planes, base, count, way, words); break;
+    OF_WORD(JOIN)
+}
+
+/* -- fp32 words rounded to bf16: to nearest, ties to even, every NaN 0x7fc0 -- */
+
+CLONED static void rounded(const u32_any *words, size_t count, uint16_t *restrict into) {
+    for (size_t i = 0; i < count; i++) {
+        u32 x = words[i], found = (x + 0x7FFF + (x >> 16 & 1)) >> 16;
+        into[i] = (uint16_t)((x & 0x7FFFFFFF) > 0x7F800000 ? 0x7FC0 : found);
+    }
+}
+
+EXPORT void everystep_round(const void *words, size_t count, u8 *into) {
+    uint16_t x[ROOM / 2];
+    for (size_t at = 0; at < count; at += ROOM / 2) {
+        size_t few = count - at < ROOM / 2 ? count - at : ROOM / 2;
+        rounded((const u32_any *)words + at, few, x);
+        memcpy(into + 2 * at, x, 2 * few);
+    }
+}
+
+/* Whether `found` is just that: 1 or 0. */
+EXPORT int everystep_is_rounded(const void *words, size_t count, const u8 *found) {
+    uint16_t x[ROOM / 2];
+    for (size_t at = 0; at < count; at += ROOM / 2) {
+        size_t few = count - at < ROOM / 2 ? count - at : ROOM / 2;
+        rounded((const u32_any *)words + at, few, x);
+        if (memcmp(found + 2 * at, x, 2 * few)) return 0;
+    }
+    return 1;
+}
+
+/* -- what Adam makes of its state: see ckpt/redo/adam.py, whose every rounding is one here too -- */
+
+typedef float __attribute__((aligned(1), may_alias)) float_any;
+
+CLONED static void second_moment(const float_any *m, const float_any *m_next, const float_any *v, size_t count,
+                                 float inverse, float beta2, float gain, float_any *restrict into) {
+    for (size_t i = 0; i < count; i++) {
+        float gradient = (m_next[i] - m[i]) * inverse + m[i];
+        float found = v[i] * beta2 + gradient * gain * gradient;
+        into[i] = found == found ? found : __builtin_nanf("");
+    }
+}
+
+CLONED static void weights(const float_any *w, const float_any *m_next, const float_any *v_next, size_t count,
+                           float decay, float alpha, float root, float eps, float_any *restrict into) {
+    for (size_t i = 0; i < count; i++) {
+        float found = w[i] * decay + m_next[i] * alpha / (__builtin_sqrtf(v_next[i]) / root + eps);
+        into[i] = found == found ? found : __builtin_nanf("");
+    }
+}
+
+EXPORT void everystep_second_moment(const void *m, const void *m_next, const void *v, size_t count, float inverse,
+                                    float beta2, float gain, void *into) {
+    second_moment(m, m_next, v, count, inverse, beta2, gain, into);
+}
+
+EXPORT void everystep_weights(const void *w, const void *m_next, const void *v_next, size_t count, float decay,
+                              float alpha, float root, float eps, void *into) {
+    weights(w, m_next, v_next, count, decay, alpha, root, eps, into);
+}

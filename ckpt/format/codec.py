@@ -22,6 +22,7 @@ zstd frame that says its content size. Which parameters made the frame does not 
 
 from __future__ import annotations
 
+import functools
 import struct
 import threading
 from collections.abc import Iterator
@@ -32,6 +33,7 @@ import numpy as np
 import zstandard
 
 from ckpt.errors import CorruptError, FormatError, UsageError
+from ckpt.format import kernels
 from ckpt.format.byteplanes import PIECE, UNSIGNED, Array, at_a_time, backward, forward, merge, rounded, split
 from ckpt.store import Buffer
 
@@ -112,7 +114,9 @@ def encode(codec: int, plain: Buffer, word: int, base: Buffer | None = None) -> 
         raise UsageError(f"{length} bytes are not words of {word}")
     words, base_words = _words(plain, word), _words_or_none(base, word)
     planes = _local.planes(word, len(words))
-    for part in _parts(len(words), at_a_time(word, len(words))):
+    if (library := _library()) is not None:
+        library.cut(codec, words, base_words, planes)
+    for part in _parts(0 if library else len(words), at_a_time(word, len(words))):
         split(_changed(codec, words[part], None if base_words is None else base_words[part]), planes[:, part])
     stored = [_compress(plane) for plane in planes]
     return b"".join([struct.pack(f"<B{word}I", word, *map(len, stored)), *stored])
@@ -237,6 +241,28 @@ _local = _Local()
 # -- words --
 
 
+@functools.cache
+def _library() -> kernels.Kernels | None:
+    """The compiled kernels, if they change and cut words as numpy does."""
+    found = kernels.find()
+    return found if found is not None and _does_as_numpy(found) else None
+
+
+def _does_as_numpy(library: kernels.Kernels) -> bool:
+    noise = np.random.default_rng(0).integers(0, 256, (2, 8 * 2345), np.uint8)
+    for word in UNSIGNED:
+        words, base = (one[: 2345 * word].view(UNSIGNED[word]) for one in noise)
+        for way in (PLANES, ROTATED, DELTA, FLOAT_DELTA):
+            old = base if CODECS[way].base == "same" else None
+            planes, again = np.zeros((word, len(words)), np.uint8), np.zeros_like(words)
+            library.cut(way, words, old, planes)
+            library.join(way, list(planes), old, again)
+            changed = _changed(way, words, old).view(np.uint8).reshape(-1, word)
+            if (planes != changed.T).any() or (again != words).any():
+                return False
+    return True
+
+
 def _parts(count: int, step: int) -> Iterator[slice]:
     return (slice(at, min(at + step, count)) for at in range(0, count, step))
 
@@ -295,7 +321,9 @@ def _rebuild(codec: int, word: int, cut: list[memoryview], base: Buffer | None, 
     room = _local.planes(word, count)
     planes = [_decompress(stored, plane) for stored, plane in zip(cut, room, strict=True)]
     words, base_words = out.view(UNSIGNED[word]), _words_or_none(base, word)
-    for whole in _parts(count, at_a_time(word, count)):
+    if (library := _library()) is not None:
+        library.join(codec, planes, base_words, words)
+    for whole in _parts(0 if library else count, at_a_time(word, count)):
         merge([plane[whole] for plane in planes], room[:, whole], words[whole])
         if codec != PLANES:
             _restore(codec, words[whole], None if base_words is None else base_words[whole])

@@ -33,6 +33,7 @@ from ckpt.store import Buffer
 T = TypeVar("T")
 R = TypeVar("R")
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+Array = np.ndarray[Any, Any]
 
 SMALL = 4096  # bytes; less is done without the library, which takes digests of more than 240
 PIECE = 256 << 10  # bytes that stay in a core's own cache from the copy to the digest
@@ -101,6 +102,11 @@ class Kernels:
         pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
         self._copy_streamed = _declared(loaded.everystep_copy_streamed, pointer, pointer, size)
         self._copy_digest = _declared(loaded.everystep_copy_digest, pointer, pointer, size, pointer, number)
+        self._cut = _declared(loaded.everystep_cut, pointer, pointer, size, number, number, pointer)
+        self._join = _declared(loaded.everystep_join, pointer, pointer, size, number, number, pointer)
+        three, four = [ctypes.c_float] * 3, [ctypes.c_float] * 4
+        self._second_moment = _declared(loaded.everystep_second_moment, *[pointer] * 3, size, *three, pointer)
+        self._weights = _declared(loaded.everystep_weights, *[pointer] * 3, size, *four, pointer)
 
     def copy_streamed(self, target: Bytes, source: Bytes) -> None:
         self._copy_streamed(target.ctypes.data, source.ctypes.data, len(source))
@@ -113,6 +119,23 @@ class Kernels:
         digest = ctypes.create_string_buffer(DIGEST_SIZE)
         self._copy_digest(target, source, length, digest, int(streamed))
         return digest.raw
+
+    def cut(self, way: int, words: Array, base: Array | None, planes: Array) -> None:
+        """Words, changed as the codec `way` does, into their planes, the rows of `planes`."""
+        old = None if base is None else base.ctypes.data
+        self._cut(words.ctypes.data, old, len(words), words.itemsize, way, planes.ctypes.data)
+
+    def join(self, way: int, planes: Sequence[Array], base: Array | None, words: Array) -> None:
+        """Fill `words` with those that `cut` made these planes of."""
+        rows = (ctypes.c_void_p * len(planes))(*(plane.ctypes.data for plane in planes))
+        old = None if base is None else base.ctypes.data
+        self._join(rows, old, len(words), words.itemsize, way, words.ctypes.data)
+
+    def second_moment(self, m: Array, m_next: Array, v: Array, numbers: Sequence[float], into: Array) -> None:
+        self._second_moment(m.ctypes.data, m_next.ctypes.data, v.ctypes.data, len(into), *numbers, into.ctypes.data)
+
+    def weights(self, w: Array, m_next: Array, v_next: Array, numbers: Sequence[float], into: Array) -> None:
+        self._weights(w.ctypes.data, m_next.ctypes.data, v_next.ctypes.data, len(into), *numbers, into.ctypes.data)
 
 
 def _declared(function: Any, *arguments: Any) -> Callable[..., None]:

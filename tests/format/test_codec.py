@@ -27,6 +27,7 @@ from ckpt.errors import CorruptError, FormatError, UsageError
 from ckpt.format import byteplanes, codec
 from ckpt.format.codec import BF16, CODECS, DELTA, FLOAT_DELTA, PLANES, RAW, ROTATED, decode, derives, encode, estimate
 from ckpt.format.layout import BITS
+from compiled import compiled_kernels
 
 QUICK = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 WORDS = (1, 2, 4, 8)
@@ -123,9 +124,13 @@ def taken_apart(stored: bytes, length: int) -> list[bytes]:
     return [stored[a:b] for a, b in pairwise(ends)]
 
 
-@pytest.fixture(params=["numpy", "blosc2"])
+@pytest.fixture(params=["numpy", "blosc2", "compiled"])
 def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planes are cut and joined by numpy, or by blosc2's library."""
+    """Planes are cut and joined by numpy, by blosc2's library, or by compiled kernels."""
+    library = compiled_kernels() if request.param == "compiled" else None
+    monkeypatch.setattr(codec, "_library", lambda: library)
+    if request.param == "compiled" and library is None:
+        pytest.skip("no C compiler")
     if request.param == "numpy":
         monkeypatch.setattr(byteplanes, "find_library", lambda: None)
     elif byteplanes.find_library() is None:
@@ -212,9 +217,37 @@ def test_blobs_larger_than_usual() -> None:
 needs_blosc2 = pytest.mark.skipif(importlib.util.find_spec("blosc2") is None, reason="blosc2 is not installed")
 
 
+@QUICK
+@given(blobs(), st.sampled_from(PLAIN))
+def test_compiled_kernels_store_the_same(found: tuple[int, bytes, bytes], way: int) -> None:
+    """Compiled kernels and numpy store the same bytes, and each reads the other's, at any address."""
+    library = compiled_kernels()
+    if library is None:
+        pytest.skip("no C compiler")
+    word, plain, base = found
+    old = with_base(way, base)
+    made = []
+    for one in (library, None):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(codec, "_library", lambda one=one: one)
+            patch.setattr(byteplanes, "find_library", lambda: None)
+            made.append(encode(way, plain, word, old))
+            into = memoryview(bytearray(len(plain) + 1))[1:]
+            decode(way, made[0], len(plain), old, into)
+            assert into == plain
+    assert made[0] == made[1]
+
+
+@pytest.fixture
+def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing compiled is used, so that what stands behind it is tried."""
+    monkeypatch.setattr(codec, "_library", lambda: None)
+
+
 @needs_blosc2
 @QUICK
 @given(blobs(), st.sampled_from(PLAIN))
+@pytest.mark.usefixtures("no_kernels")
 def test_both_ways_store_the_same(found: tuple[int, bytes, bytes], way: int) -> None:
     """With blosc2 and without it the stored bytes are the same, and each reads them back, at any address."""
     assert byteplanes.find_library() is not None
@@ -230,6 +263,7 @@ def test_both_ways_store_the_same(found: tuple[int, bytes, bytes], way: int) -> 
         assert back(way, stored, len(plain), old) == plain
 
 
+@pytest.mark.usefixtures("no_kernels")
 def test_larger_than_the_library_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blobs of more bytes than a C int can say are cut and joined by numpy, to the same bytes."""
     plain = np.random.default_rng(0).normal(0, 1, MIB // 4).astype("<f4").tobytes()
@@ -300,6 +334,7 @@ def by_hand(wrong: Callable[[int, int], bool], done: int = 0) -> byteplanes.Libr
     return byteplanes.Library(lambda *a: run(*a, back=False), lambda *a: run(*a, back=True))
 
 
+@pytest.mark.usefixtures("no_kernels")
 def test_a_library_that_does_otherwise_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before its first use it is compared with numpy, for all sizes of words and odd numbers of them."""
     lies = {

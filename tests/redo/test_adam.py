@@ -19,8 +19,10 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.optim import Adam, AdamW
 
+from ckpt.redo import adam
 from ckpt.redo.adam import PIECE, AdamSettings, CoefficientRow, Coefficients, Floats, is_exact, second_moment, weights
 from ckpt.redo.optimizer_recipe import GroupWatch
+from compiled import compiled_kernels
 
 COUNT, STEPS = 5000, 30
 QUICK = settings(max_examples=50, deadline=None)
@@ -335,3 +337,24 @@ def test_hostile_rows(row: Any) -> None:
 def test_whole_numbers() -> None:
     """JSON does not tell 1 from 1.0."""
     assert stored([1, 0, 1, 1, -1, 1, 0]) == Coefficients(1.0, 0.0, 1.0, 1.0, -1.0, 1.0, 0.0)
+
+
+def test_compiled_kernels_round_as_numpy_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every bit of a prediction is the same by compiled kernels and by numpy, for any floats, at any count."""
+    library = compiled_kernels()
+    if library is None:
+        pytest.skip("no C compiler")
+    rng = np.random.default_rng(5)
+    for count in (0, 1, 7, 31, 33, PIECE - 1, PIECE + 5):
+        for scale in (1e-40, 1e-3, 1e30, None):
+            some = rng.normal(0, 1, (3, count)) * (scale or 1)
+            floats = some.astype(np.float32) if scale else rng.integers(0, 1 << 32, (3, count), np.uint32).view("<f4")
+            found = []
+            for one in (library, None):
+                monkeypatch.setattr(adam, "_library", lambda one=one: one)
+                into = np.zeros((2, count), np.float32)
+                c = Coefficients(10, 0.999, 0.001, 0.99, -0.01, 0.3, 1e-8)
+                second_moment(floats[0], floats[1], floats[2], c, into[0])
+                weights(floats[0], floats[1], floats[2], c, into[1])
+                found.append(into.tobytes())
+            assert found[0] == found[1]

@@ -18,10 +18,11 @@ import ckpt
 from ckpt.checkpoint import read
 from ckpt.cli import app
 from ckpt.format.codec import RAW
-from ckpt.format.manifest import owner
+from ckpt.format.manifest import owner, seal, unseal
 from parallel import free_port, launch
 from processes import REPO
 from s3_server import MotoServer, environment
+from toy_states import differences, freeze
 
 FIXTURES = REPO / "tests" / "fixtures"
 sys.path.insert(0, str(FIXTURES))
@@ -127,6 +128,19 @@ def test_redone_for_an_export(place: Place, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_verified(place: Place, kind: str) -> None:
     assert app.main(["verify", place(kind), "--all"]) == 0
+
+
+def test_another_format_is_refused(place: Place) -> None:
+    """By its number, with nothing restored and nothing changed."""
+
+    def older(run: Path) -> None:
+        (run / "FORMAT.json").write_bytes(seal({**unseal((run / "FORMAT.json").read_bytes(), "it"), "major": 1}))
+
+    state = make_runs.build(16)
+    before = freeze(state)
+    with pytest.raises(ckpt.FormatError, match=r"format 1\."):
+        ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(place("folder", older))])
+    assert differences(freeze(state), before) == []
 
 
 def test_increments_refer_to_older_packs_and_are_encoded() -> None:

@@ -18,6 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from ckpt.format.kernels import Kernels
+
 Array = np.ndarray[Any, Any]
 
 PIECE = 256 << 10  # bytes at most; a piece and what becomes of it stay in a core's own cache
@@ -293,3 +295,17 @@ def rounded(master: Array, words: Array) -> Iterator[tuple[Array, Array]]:
         if nans.any():
             short[nans] = 0x7FC0
         yield short, words[at : at + step]
+
+
+def rounds_as_numpy(library: Kernels) -> bool:
+    """Of every sign and exponent, with lower halves about a tie; and a wrong bit anywhere is seen."""
+    master = np.arange(0, 1 << 32, 0x2AAAA5, dtype=np.uint32)
+    master = np.concatenate([master, master & 0xFFFF0000 | 0x8000, master | 0x7F800000])
+    right, made = (np.zeros(len(master), np.uint16) for _ in range(2))
+    for found, part in rounded(master, right):
+        np.copyto(part, found)
+    library.round(master, made)
+    if (made != right).any() or not library.is_rounded(master, right):
+        return False
+    made[-1] ^= 1
+    return not library.is_rounded(master, made)

@@ -34,7 +34,18 @@ import zstandard
 
 from ckpt.errors import CorruptError, FormatError, UsageError
 from ckpt.format import kernels
-from ckpt.format.byteplanes import PIECE, UNSIGNED, Array, at_a_time, backward, forward, merge, rounded, split
+from ckpt.format.byteplanes import (
+    PIECE,
+    UNSIGNED,
+    Array,
+    at_a_time,
+    backward,
+    forward,
+    merge,
+    rounded,
+    rounds_as_numpy,
+    split,
+)
 from ckpt.store import Buffer
 
 RAW, PLANES, ROTATED, DELTA, FLOAT_DELTA, BF16 = range(6)
@@ -141,8 +152,7 @@ def decode(codec: int, stored: Buffer, length: int, base: Buffer | None, into: m
     elif codec == BF16:
         if len(view) or length % 2 or base is None:
             raise CorruptError("a blob of derived bf16 words has bytes of its own, or half a word")
-        for found, part in rounded(_words(base, 4), out.view(UNSIGNED[2])):
-            np.copyto(part, found)
+        _round(base, out)
     else:
         word, cut = _cut(view, length)
         _rebuild(codec, word, cut, base, out)
@@ -156,7 +166,17 @@ def derives(master: Buffer, plain: Buffer) -> bool:
     length = memoryview(plain).nbytes
     if length % 2 or memoryview(master).nbytes != 2 * length:
         return False
+    if (library := _library()) is not None:
+        return library.is_rounded(*(np.frombuffer(memoryview(one).cast("B"), np.uint8) for one in (master, plain)))
     return all(bool((found == part).all()) for found, part in rounded(_words(master, 4), _words(plain, 2)))
+
+
+def _round(master: Buffer, out: Array) -> None:
+    if (library := _library()) is not None:
+        library.round(np.frombuffer(memoryview(master).cast("B"), np.uint8), out)
+        return
+    for found, part in rounded(_words(master, 4), out.view(UNSIGNED[2])):
+        np.copyto(part, found)
 
 
 def estimate(codec: int, plain: Buffer, word: int, base: Buffer | None = None) -> float:
@@ -243,7 +263,7 @@ _local = _Local()
 
 @functools.cache
 def _library() -> kernels.Kernels | None:
-    """The compiled kernels, if they change and cut words as numpy does."""
+    """The compiled kernels, if they change, cut and round words as numpy does."""
     found = kernels.find()
     return found if found is not None and _does_as_numpy(found) else None
 
@@ -260,7 +280,7 @@ def _does_as_numpy(library: kernels.Kernels) -> bool:
             changed = _changed(way, words, old).view(np.uint8).reshape(-1, word)
             if (planes != changed.T).any() or (again != words).any():
                 return False
-    return True
+    return rounds_as_numpy(library)
 
 
 def _parts(count: int, step: int) -> Iterator[slice]:

@@ -104,6 +104,8 @@ class Kernels:
         self._copy_digest = _declared(loaded.everystep_copy_digest, pointer, pointer, size, pointer, number)
         self._cut = _declared(loaded.everystep_cut, pointer, pointer, size, number, number, pointer)
         self._join = _declared(loaded.everystep_join, pointer, pointer, size, number, number, pointer)
+        self._round = _declared(loaded.everystep_round, pointer, size, pointer)
+        self._is_rounded = _declared(loaded.everystep_is_rounded, pointer, size, pointer, gives=number)
         three, four = [ctypes.c_float] * 3, [ctypes.c_float] * 4
         self._second_moment = _declared(loaded.everystep_second_moment, *[pointer] * 3, size, *three, pointer)
         self._weights = _declared(loaded.everystep_weights, *[pointer] * 3, size, *four, pointer)
@@ -131,6 +133,14 @@ class Kernels:
         old = None if base is None else base.ctypes.data
         self._join(rows, old, len(words), words.itemsize, way, words.ctypes.data)
 
+    def round(self, words: Array, into: Array) -> None:
+        """Fill `into` with fp32 words as bf16, to nearest and ties to even, every NaN 0x7fc0: two bytes for four."""
+        self._round(words.ctypes.data, words.nbytes // 4, into.ctypes.data)
+
+    def is_rounded(self, words: Array, found: Array) -> bool:
+        """Whether `round` would fill it with just that."""
+        return bool(self._is_rounded(words.ctypes.data, words.nbytes // 4, found.ctypes.data))
+
     def second_moment(self, m: Array, m_next: Array, v: Array, numbers: Sequence[float], into: Array) -> None:
         self._second_moment(m.ctypes.data, m_next.ctypes.data, v.ctypes.data, len(into), *numbers, into.ctypes.data)
 
@@ -138,9 +148,9 @@ class Kernels:
         self._weights(w.ctypes.data, m_next.ctypes.data, v_next.ctypes.data, len(into), *numbers, into.ctypes.data)
 
 
-def _declared(function: Any, *arguments: Any) -> Callable[..., None]:
-    function.argtypes, function.restype = arguments, None
-    found: Callable[..., None] = function
+def _declared(function: Any, *arguments: Any, gives: Any = None) -> Callable[..., Any]:
+    function.argtypes, function.restype = arguments, gives
+    found: Callable[..., Any] = function
     return found
 
 

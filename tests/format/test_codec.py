@@ -419,6 +419,7 @@ def masters() -> np.ndarray[Any, Any]:
     return (np.arange(65536, dtype=np.uint32)[:, None] << np.uint32(16) | lows).ravel()
 
 
+@pytest.mark.usefixtures("either_way")
 def test_rounding_is_that_of_torch() -> None:
     """All exponents, signs, ties and infinities round as torch rounds them."""
     master = masters()
@@ -432,6 +433,7 @@ def test_rounding_is_that_of_torch() -> None:
     assert estimate(BF16, plain, 2, b"") == 0.0
 
 
+@pytest.mark.usefixtures("either_way")
 def test_a_yes_about_nans_is_never_wrong() -> None:
     """Processors disagree about NaNs: whatever is called derived decodes to the very bits."""
     master = masters()
@@ -444,6 +446,7 @@ def test_a_yes_about_nans_is_never_wrong() -> None:
     assert not derives(nans.tobytes(), by_torch) or back(BF16, b"", len(by_torch), nans.tobytes()) == by_torch
 
 
+@pytest.mark.usefixtures("either_way")
 def test_what_is_nearly_derived_is_not() -> None:
     """One wrong bit anywhere, other rounding, or another length: no."""
     master = np.random.default_rng(0).normal(0, 1, 300_000).astype("<f4").view("<u4")

@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from ckpt.errors import UsageError
-from ckpt.format import kernels
+from ckpt.format import byteplanes, codec, kernels
 from ckpt.format.kernels import SHARE, SMALL, copy, copy_digest, copy_digests
 from compiled import build, compiled_kernels
 from processes import REPO
@@ -105,6 +105,145 @@ def test_what_does_not_fit_is_refused() -> None:
             copy(into, data)
         with pytest.raises(UsageError):
             copy_digest(into, data)
+
+
+# -- words: cut into planes, differences, roundings --
+
+COUNTS = (0, 1, 2, 3, 7, 31, 33, 1023, 1024, 1025, 2049, 4097, 8191, 8193, 20_001)
+
+
+@pytest.fixture
+def library() -> kernels.Kernels:
+    found = compiled_kernels()
+    if found is None:
+        pytest.skip("no C compiler")
+    return found
+
+
+def at(address: int, data: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The same words, so many bytes behind a multiple of 64."""
+    room = np.zeros(data.nbytes + 192, np.uint8)
+    start = -room.ctypes.data % 64 + address
+    there: np.ndarray[Any, Any] = room[start : start + data.nbytes].view(data.dtype)
+    there[:] = data
+    return there
+
+
+def by_numpy(way: int, words: np.ndarray[Any, Any], base: np.ndarray[Any, Any] | None) -> np.ndarray[Any, Any]:
+    """The planes, by numpy alone."""
+    planes = np.zeros((words.itemsize, len(words)), np.uint8)
+    step = byteplanes.PIECE // words.itemsize
+    for start in range(0, len(words), step):
+        part = slice(start, start + step)
+        changed = codec._changed(way, words[part], None if base is None else base[part])
+        byteplanes._cut(changed, planes[:, part])
+    return planes
+
+
+@pytest.mark.parametrize("word", [1, 2, 4, 8])
+@pytest.mark.parametrize("way", [codec.PLANES, codec.ROTATED, codec.DELTA, codec.FLOAT_DELTA])
+def test_words_are_cut_as_numpy_cuts_them_and_come_back(way: int, word: int, library: kernels.Kernels) -> None:
+    """For every codec and size of words, of numbers that fill no register, between any addresses. Nothing beside what
+    is made is written."""
+    dice = np.random.default_rng(word)
+    for nth, count in enumerate(COUNTS):
+        noise = dice.integers(0, 256, (2, count * word), np.uint8)
+        noise[1, ::3] = noise[0, ::3]
+        words, old = (one.view(byteplanes.UNSIGNED[word]) for one in noise)
+        base = old if codec.CODECS[way].base == "same" else None
+        expected = by_numpy(way, words, base)
+        for shift in (0, 1, nth + 3):
+            there, beside = at(shift, words), None if base is None else at(2 * shift + 1, base)
+            room = np.full(words.nbytes + 128, 0xA5, np.uint8)
+            planes = room[shift : shift + words.nbytes].reshape(word, count)
+            library.cut(way, there, beside, planes)
+            assert (planes == expected).all()
+            planes[:] = 0xA5
+            assert (room == 0xA5).all() and (there == words).all()
+            rows = [at(shift + k, row) for k, row in enumerate(expected)]
+            library.join(way, rows, beside, room[shift : shift + words.nbytes].view(words.dtype))
+            assert (room[shift : shift + words.nbytes] == noise[0]).all()
+            room[shift : shift + words.nbytes] = 0xA5
+            assert (room == 0xA5).all()
+
+
+@pytest.mark.parametrize("dtype", sorted(codec._WORDS))
+def test_every_dtype_is_stored_alike(dtype: str, library: kernels.Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the kernels and without, whole and as a difference, numbers and noise; each reads what the other stored."""
+    word, dice = codec.word_of(dtype), np.random.default_rng(3)
+    numbers = dice.normal(0, 1, 30_003)
+    plain = numbers.astype(f"f{word}" if word > 1 else "i1").tobytes() + NOISE[: 1001 * word].tobytes()
+    base = (numbers * 1.001).astype(f"f{word}" if word > 1 else "i1").tobytes() + NOISE[7 : 7 + 1001 * word].tobytes()
+    for way, old in ((codec.whole_codec(dtype), None), (codec.delta_codec(dtype), base)):
+        stored = []
+        for one in (library, None):
+            monkeypatch.setattr(codec, "_library", lambda one=one: one)
+            monkeypatch.setattr(byteplanes, "find_library", lambda: None)
+            stored.append(codec.encode(way, memoryview(b"-" + plain)[1:], word, old))
+            into = bytearray(len(plain) + 1)
+            codec.decode(way, stored[0], len(plain), old, memoryview(into)[1:])
+            assert into[1:] == plain
+        assert stored[0] == stored[1]
+
+
+def test_words_are_rounded_as_numpy_rounds_them(library: kernels.Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every sign, exponent, tie and NaN, of odd numbers, between any addresses; a wrong bit anywhere is seen."""
+    lows = np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)
+    everything = (np.arange(65536, dtype=np.uint32)[:, None] << np.uint32(16) | lows).ravel()
+    for count in (*COUNTS, len(everything) - 1):
+        master = everything[-count or len(everything) :]
+        right = np.concatenate(
+            [np.zeros(0, np.uint16), *(found.copy() for found, _ in byteplanes.rounded(master, master))]
+        )
+        for shift in (0, 1, 2, 5):
+            there, room = at(shift, master), np.full(2 * count + 64, 0xA5, np.uint8)
+            made = room[shift + 1 : shift + 1 + 2 * count]
+            library.round(there, made)
+            assert made.tobytes() == right.tobytes() and library.is_rounded(there, made)
+            for wrong in {0, count, 2 * count - 1} if count else ():
+                made[wrong] ^= 0x80
+                assert not library.is_rounded(there, made)
+                made[wrong] ^= 0x80
+            made[:] = 0xA5
+            assert (room == 0xA5).all()
+
+
+class Wrong:
+    """Kernels that are wrong in one way."""
+
+    def __init__(self, right: kernels.Kernels, lie: str) -> None:
+        self.right, self.lie = right, lie
+
+    def cut(self, way: int, words: Any, base: Any, planes: Any) -> None:
+        self.right.cut(way, words, base, planes)
+        if self.lie == "cut" and way == codec.FLOAT_DELTA and words.itemsize == 2:
+            planes[-1, -1] ^= 1
+
+    def join(self, way: int, planes: Any, base: Any, words: Any) -> None:
+        self.right.join(way, planes, base, words)
+        if self.lie == "join" and way == codec.ROTATED and words.itemsize == 8:
+            words[-1] ^= 1
+
+    def round(self, words: Any, into: Any) -> None:
+        self.right.round(words, into)
+        if self.lie == "NaNs":
+            into[(words & 0x7FFFFFFF) > 0x7F800000] = 0x7FFF
+
+    def is_rounded(self, words: Any, found: Any) -> bool:
+        return self.lie == "yes" or (self.lie != "no" and self.right.is_rounded(words, found))
+
+
+def test_kernels_that_change_words_otherwise_are_not_taken(
+    library: kernels.Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The codec tries them before their first use; it then does without."""
+    taken = set()
+    for lie in ("none", "cut", "join", "NaNs", "yes", "no"):
+        monkeypatch.setattr(kernels, "find", lambda lie=lie: Wrong(library, lie))
+        taken |= {lie} if codec._library.__wrapped__() is not None else set()
+    assert taken == {"none"}
+    monkeypatch.setattr(kernels, "find", lambda: None)
+    assert codec._library.__wrapped__() is None
 
 
 # -- which library is taken --

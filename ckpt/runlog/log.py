@@ -76,6 +76,7 @@ class RunLog(LogFiles):
         self.state = RunState()
         self._entire = whole  # whether it is read from the beginning on: a jump would miss records of our own
         self._damaged: set[int] = set()  # as in the state
+        self._missing = 0  # so many were passed over
         self._lock = asyncio.Lock()
 
     async def same(self) -> bool:
@@ -120,7 +121,7 @@ class RunLog(LogFiles):
         lacking: list[int] = []
         while True:
             seen = await self._take_archived(seen)
-            batch = range(self.state.next_seq, min(self._end(seen), self.state.next_seq + BATCH))
+            batch = self._batch(seen)
             if not batch:
                 self._entire = True
                 return self.state
@@ -147,13 +148,19 @@ class RunLog(LogFiles):
 
     def _end(self, seen: Listed) -> int:
         """The number behind the last record that belongs to the log."""
-        end, gap = max(self.state.next_seq, seen.floor + 1), MAX_GAP
+        end, gap = max(self.state.next_seq, seen.floor + 1), max(0, MAX_GAP - self._missing)
         for seq in sorted(seen.sizes):
             if end <= seq <= end + gap:
                 end, gap = seq + 1, gap - (seq - end)
             elif seq >= end:
                 self._note_damage(seq)  # so far off that it cannot be one of ours
         return end
+
+    def _batch(self, seen: Listed) -> range:
+        """The numbers that are taken in next: of BATCH records, and of all that are missing between them."""
+        first, end = self.state.next_seq, self._end(seen)
+        there = sorted(seq for seq in seen.sizes if first <= seq < end)
+        return range(first, there[BATCH] if len(there) > BATCH else end)
 
     async def _read_all(self, batch: range, seen: Listed, own: Mapping[int, bytes]) -> dict[int, bytes | None]:
         raws: dict[int, bytes | None] = {}
@@ -230,6 +237,7 @@ class RunLog(LogFiles):
 
     def _apply(self, seq: int, raw: bytes | None) -> None:
         state = self.state
+        self._missing += raw is None
         try:
             record = self.unsealed(seq, raw)
             if record.get("prev") != state.last:

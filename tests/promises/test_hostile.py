@@ -589,7 +589,7 @@ EVIL_TABLES: dict[str, Change] = {
     "offset of 2**63 - 1": column("offset", put_at(0, 2**63 - 1)),
     "negative offset": column("offset", put_at(0, -8)),
     "offset into another tensor": column("offset", lambda a: np.roll(a, 1)),
-    "offset into the header": column("offset", put_at(0, 0)),
+    "offset into the header": column("offset", put_at(3, 0)),  # the first ones are the same at step 10
     "length of 2**40": lambda c: (column("length", put_at(0, 2**40))(c), column("stored", put_at(0, 2**40))(c)),
     "negative length": lambda c: (column("length", put_at(0, -1))(c), column("stored", put_at(0, -1))(c)),
     "stored at another length": column("stored", put_at(0, 1)),
@@ -911,18 +911,19 @@ def in_body(**changes: Json) -> Change:
 
 
 def cut_at(run: Run, byte: int) -> Change:
-    """The first blob of the newest checkpoint becomes two; their digests are right."""
+    """A blob of eight-byte numbers of the newest checkpoint becomes two; their digests are right."""
     pack = run[0][f"packs/{run[1]}.0.0.safetensors"]
 
     def change(columns: Json) -> None:
-        start, length = int(columns["offset"][0]), int(columns["length"][0])
+        at = columns["dtypes"].tolist().index(1)  # each tensor before it has one blob
+        start, length = int(columns["offset"][at]), int(columns["length"][at])
         for key in ("pack", "offset", "stored", "length", "codec", "base", "digest"):
-            columns[key] = np.insert(columns[key], 0, columns[key][0], axis=0)
-        for i, (low, high) in enumerate([(start, start + byte), (start + byte, start + length)]):
+            columns[key] = np.insert(columns[key], at, columns[key][at], axis=0)
+        for i, (low, high) in enumerate([(start, start + byte), (start + byte, start + length)], at):
             columns["offset"][i] = low
             columns["stored"][i] = columns["length"][i] = high - low
             columns["digest"][i] = np.frombuffer(blob_digest(pack[low:high]), np.uint8)
-        columns["blob_ends"] += 1
+        columns["blob_ends"][at:] += 1
 
     return change
 

@@ -47,7 +47,8 @@ def test_without_this_wait_a_test_is_red(name: str, run_tests: Any) -> None:
     """That test, and it is green with the wait (tests/device/test_simulated.py)."""
     file, test = RED[name]
     outcome = run_tests(file, "-k", test, "-p", "without", "--without", name, knobs="clock_ghz=4")
-    assert outcome.code == 1 and len(outcome.red) == 1 and outcome.red[0].startswith(test), outcome.text
+    # A thread that still waits for a device may take the interpreter down when the tests have ended.
+    assert outcome.code in (1, -6) and len(outcome.red) == 1 and outcome.red[0].startswith(test), outcome.text
     assert re.search(f"^E +({WHY.get(name, 'assert')}|assert|AssertionError)", outcome.text, re.M), outcome.text
 
 

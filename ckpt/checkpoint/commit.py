@@ -155,7 +155,7 @@ async def commit(
     need not be here then. Says which files each checkpoint here uses.
     """
     parts = sorted(parts, key=lambda w: w.part.rank)
-    packs, said = {key for w in parts for key in w.table.packs}, _said_by(parts)
+    packs, said = {key for w in parts for key in w.packs}, _said_by(parts)
     commit_checks.check_needs(said.attempt, said.needs)
     index = await asyncio.to_thread(commit_checks.index_of, parts, kind)
     found, attempt = replace(said, index=file_digest(index)), said.attempt
@@ -307,7 +307,8 @@ async def recover(
         if state.ended(attempt) or attempt in in_flight or attempt in state.held:
             continue
         try:
-            parts = list((await sound_parts(log.store, attempt, found.get(attempt, []))).values())
+            keys = found.get(attempt, [])
+            parts = list((await sound_parts(log.store, attempt, keys, partial=partial)).values())
             forward, reason = _is_to_land(state, attempt, parts, partial, indexes)
             if forward:
                 await commit_or_end(log, mine, parts, kind=_kind(parts))

@@ -81,11 +81,12 @@ def index_of(parts: Sequence[WrittenPart], kind: str = "COMMIT") -> bytes:
     """The index of parts in rank order: all tables as one while that is small, so that restoring reads one file and a
     lost table can be made again; else a directory of them. SaveError if the ranks do not agree about what they saved.
     """
-    tables = [w.table for w in parts]
     if not is_large(parts, kind):
-        return merge(tables).to_bytes()
+        if any(w.pieces is not None for w in parts):
+            raise SaveError(f"the parts of attempt {parts[0].part.attempt} were read to be one checkpoint, and are not")
+        return merge([w.table for w in parts]).to_bytes()
     try:
-        return build([w.part for w in parts], tables).to_bytes()
+        return build([w.part for w in parts], [w.pieces or w.table for w in parts]).to_bytes()
     except CorruptError as error:
         raise SaveError(str(error)) from error
 
@@ -94,8 +95,7 @@ def is_large(parts: Sequence[WrittenPart], kind: str) -> bool:
     """Whether the index will be a directory. What lies on several disks is told by each, with its whole table."""
     if kind != "COMMIT" or not 1 < len(parts) == parts[0].part.world:
         return False
-    rows = sum(len(w.table.shards) + len(w.table.length) for w in parts)
-    return len(parts) > MANY or rows > WHOLE
+    return len(parts) > MANY or sum(len(w.table.shards) + len(w.table.length) for w in parts) > WHOLE
 
 
 def all_finite(said: list[bool | None]) -> bool | None:

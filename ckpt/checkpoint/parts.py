@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from ckpt.checkpoint.concurrent import of_each
@@ -13,7 +12,6 @@ from ckpt.checkpoint.write import WrittenPart
 from ckpt.errors import AccessError, CheckpointError, CorruptError, FormatError, NotFoundError
 from ckpt.events import log as logger
 from ckpt.format.digest import file_digest
-from ckpt.format.join_ranks import Slim
 from ckpt.format.manifest import (
     MAX_JSON,
     Attempt,
@@ -24,9 +22,11 @@ from ckpt.format.manifest import (
     part_key,
     rank_and_try,
     table_key,
+    unpress,
 )
 from ckpt.format.rank_index import MAX_DIRECTORY, Directory, is_directory
-from ckpt.format.table import MAX_TABLE, Table
+from ckpt.format.slim import Slim
+from ckpt.format.table import EMPTY, MAX_TABLE, Table
 from ckpt.runlog.records import Commit
 from ckpt.store import Store, get_small
 
@@ -56,19 +56,24 @@ async def read_header(store: Store, pack: PackInfo) -> memoryview:
 
 
 async def load_part(
-    store: Store, attempt: Attempt, rank: int, number: int, *, expected: str | None = None
+    store: Store, attempt: Attempt, rank: int, number: int, *, expected: str | None = None, slim: Slim | None = None
 ) -> WrittenPart:
-    """A part and its table, checked against their digests, and its packs against their sizes."""
-    part, digest = await read_part(store, attempt, rank, number, expected=expected)
+    """A part and its table, checked against their digests, and its packs against their sizes.
+
+    `slim`: of both only what a directory needs.
+    """
+    part, digest = await read_part(store, attempt, rank, number, expected=expected, slim=slim)
     key = table_key(attempt, rank, number)
     table = await load_table(store, key, part.table)
     if not {pack.key for pack in part.packs}.issuperset(table.packs):
         raise CorruptError(f"{key} names packs that its part does not")
+    if slim is not None:
+        return WrittenPart(slim.part(part), digest, EMPTY, slim.pieces(table))
     return WrittenPart(part, digest, table)
 
 
 async def read_part(
-    store: Store, attempt: Attempt, rank: int, number: int, *, expected: str | None = None
+    store: Store, attempt: Attempt, rank: int, number: int, *, expected: str | None = None, slim: Slim | None = None
 ) -> tuple[Part, str]:
     """A part and its digest, without its table."""
     raw = await get_small(store, part_key(attempt, rank, number), MAX_JSON)
@@ -76,7 +81,7 @@ async def read_part(
     what = part_key(attempt, rank, number)
     if expected is not None and digest != expected:
         raise CorruptError(f"{what} is not the part that was committed: its digest differs")
-    part = Part.from_bytes(raw, what)
+    part = Part.from_bytes(raw, what, unpress if slim is None else slim.layout)
     if (part.attempt, part.rank, part.number) != (str(attempt), rank, number):
         raise CorruptError(f"{what} says it is a part of {part.attempt}")
     sizes = await _sizes(store, part)
@@ -138,10 +143,11 @@ async def stored_part(store: Store, attempt: Attempt, rank: int) -> WrittenPart 
 
 
 async def sound_parts(
-    store: Store, attempt: Attempt, keys: list[str], own: WrittenPart | None = None
+    store: Store, attempt: Attempt, keys: list[str], own: WrittenPart | None = None, *, partial: bool = False
 ) -> dict[int, WrittenPart]:
     """The parts of an attempt that are sound, by rank: of each the highest try. `own`: what needs no reading.
 
+    Of many, only what a directory of them needs; not if `partial`, when those of some ranks are to be told as they are.
     StoreError if the store failed, so that nobody can say.
     """
     newest: dict[int, WrittenPart] = {} if own is None else {own.part.rank: own}
@@ -149,22 +155,24 @@ async def sound_parts(
     for rank, number in tries(keys):
         if rank not in newest:
             found.setdefault(rank, []).append(number)
-    read = await of_each(list(found.items()), partial(_newest, store, attempt, Slim()), AT_ONCE)
+    slim = Slim() if len(newest) + len(found) > MANY and not partial else None
+    read = await of_each(list(found.items()), functools.partial(_newest, store, attempt, slim), AT_ONCE)
     return newest | {written.part.rank: written for written in read if written is not None}
 
 
-async def _newest(store: Store, attempt: Attempt, slim: Slim, there: tuple[int, Iterable[int]]) -> WrittenPart | None:
+async def _newest(
+    store: Store, attempt: Attempt, slim: Slim | None, there: tuple[int, Iterable[int]]
+) -> WrittenPart | None:
     """The first of these tries of a rank that is sound."""
     rank, numbers = there
     for number in numbers:
         try:
             try:
-                found = await load_part(store, attempt, rank, number)
+                return await load_part(store, attempt, rank, number, slim=slim)
             except CorruptError:
                 if not store.remote:
                     raise
-                found = await load_part(store, attempt, rank, number)  # perhaps damaged on its way
-            return found if found.part.world <= MANY else replace(found, part=slim(found.part))
+                return await load_part(store, attempt, rank, number, slim=slim)  # perhaps damaged on its way
         except (CorruptError, FormatError, NotFoundError) as error:
             logger.warning("attempt %s, rank %d, try %d does not count: %s", attempt, rank, number, error)
     return None

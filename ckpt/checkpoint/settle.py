@@ -79,7 +79,7 @@ async def _present(store: Store, attempt: Attempt, own: WrittenPart, role: Role)
     ready = {rank for rank, _ in tries(keys)}
     if not ready.issuperset(role.ranks):
         return None
-    found = await sound_parts(store, attempt, keys, own)
+    found = await sound_parts(store, attempt, keys, own, partial=role.partial)
     return [found[rank] for rank in role.ranks] if found.keys() >= set(role.ranks) else None
 
 

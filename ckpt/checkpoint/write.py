@@ -22,6 +22,7 @@ from ckpt.format.digest import DIGEST_SIZE, blob_digest, file_digest
 from ckpt.format.layout import Layout, pages
 from ckpt.format.manifest import Attempt, PackInfo, Part, owner, pack_key, part_key, table_key
 from ckpt.format.shards import Shards
+from ckpt.format.slim import RankPieces
 from ckpt.format.table import Table
 from ckpt.store import PAGE, Store
 
@@ -43,11 +44,17 @@ class RankSnapshot:
 
 @dataclass(frozen=True)
 class WrittenPart:
-    """What the committer needs to know of a stored part."""
+    """What the committer needs to know of a stored part. `pieces`: in place of the table, of one of thousands."""
 
     part: Part
     digest: str
     table: Table
+    pieces: RankPieces | None = None
+
+    @property
+    def packs(self) -> tuple[str, ...]:
+        """All that its table names."""
+        return self.table.packs if self.pieces is None else self.pieces.packs
 
 
 class Arriving(Protocol):

@@ -141,3 +141,10 @@ def distinct(numbers: I64) -> I64:
 def starts_of(ends: I64) -> I64:
     """Where each begins, and where the last ends."""
     return np.concatenate([ZERO, ends])
+
+
+def spans(starts: npt.NDArray[Any], counts: npt.NDArray[Any]) -> I64:
+    """Where everything lies of which so many begin here, so many there: the places one after the other."""
+    ends = np.cumsum(counts, dtype=np.int64)
+    found: I64 = np.repeat(starts - (ends - counts), counts) + np.arange(int(ends[-1]) if len(ends) else 0)
+    return found

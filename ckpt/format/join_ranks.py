@@ -5,8 +5,8 @@ compared: whether they agree about what they saved, and whether all of it is the
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,14 +14,17 @@ import numpy.typing as npt
 
 from ckpt.errors import CorruptError
 from ckpt.format.boxes import Dims, Effort
-from ckpt.format.columns import I64, NONE, ODD, Bytes
-from ckpt.format.digest import DIGEST_SIZE, blob_digest
-from ckpt.format.manifest import MAX_WORLD, Part, canonical
+from ckpt.format.columns import I64, NONE, ODD, spans
+from ckpt.format.digest import blob_digest
+from ckpt.format.manifest import Part, canonical
 from ckpt.format.partition import GLOBAL
 from ckpt.format.rank_index import COLUMNS, OWN, Directory, Key, Pattern, check_cover, read_views
 from ckpt.format.saved_nodes import JOINED_KIND
 from ckpt.format.shards import DTYPES, Shards
+from ckpt.format.slim import PieceRows, RankPieces, SharedNames, relative
 from ckpt.format.table import Table
+
+AT_ONCE = 1 << 18  # rows of tables
 
 
 @contextlib.contextmanager
@@ -32,52 +35,23 @@ def _reading_parts() -> Iterator[None]:
         raise CorruptError(f"a part is not one: {type(error).__name__}: {error}") from None
 
 
-def build(parts: Sequence[Part], tables: Sequence[Table]) -> Directory:
+def build(parts: Sequence[Part], tables: Sequence[Table | RankPieces]) -> Directory:
     """Of the parts and tables of all ranks, in rank order. CorruptError if they do not agree, or something is missing.
 
     What it says is what the tables say; of the parts' layouts only that is compared which restoring goes by.
     """
+    names = SharedNames()
     with _reading_parts():
-        return _build(parts, tables)
+        return _build(parts, [RankPieces.of(one, names) if isinstance(one, Table) else one for one in tables])
 
 
-class Slim:
-    """Parts of many ranks without what most of them say alike, and without what no directory needs.
-
-    Thousands of parts as they were read would take gigabytes. What comes of them is as good for `build`, and for
-    nothing else.
-    """
-
-    def __init__(self) -> None:
-        self._known: dict[str, Any] = {}
-
-    def __call__(self, part: Part) -> Part:
-        """CorruptError if it is none."""
-        with _reading_parts():
-            layout = dict(part.layout)
-            rows = {(row[0], row[6] if len(row) > 6 else GLOBAL) for row in layout["tensors"] if row[3]}
-            layout["tensors"] = [[name, "", [], True, None, [], instance] for name, instance in sorted(rows)]
-            layout["instances"] = _relative(layout["instances"], part.rank)
-            for name in ("tensors", "components", "aliases", "instances", "elsewhere"):
-                layout[name] = self._once(layout[name])
-            return replace(part, layout=layout, packs=[])
-
-    def _once(self, thing: Any) -> Any:
-        return self._known.setdefault(repr(thing), thing)
-
-
-def _relative(instances: dict[str, int], rank: int) -> dict[str, int]:
-    """As a view has them."""
-    return {name: OWN if instance == rank else instance for name, instance in instances.items()}
-
-
-def _build(parts: Sequence[Part], tables: Sequence[Table]) -> Directory:
+def _build(parts: Sequence[Part], tables: Sequence[RankPieces]) -> Directory:
     world = len(parts)
     for rank, (part, table) in enumerate(zip(parts, tables, strict=True)):
-        if part.rank != rank or part.world != world or (table.columns.rank != rank).any():
+        if part.rank != rank or part.world != world or table.rank not in (rank, None):
             raise CorruptError(f"rank {rank} of {world} says it is rank {part.rank} of {part.world}")
-    names, name_of_shard = _name(tables)
-    divided = _divide(names, name_of_shard, tables)
+    names, name_of_row = _name(tables)
+    divided = _divide(names, name_of_row, tables)
     number = {key: i for i, key in enumerate(divided.keys)}
     _check_parts(parts, divided, number)
     pool = _Pool()
@@ -101,19 +75,18 @@ def _build(parts: Sequence[Part], tables: Sequence[Table]) -> Directory:
     return Directory(columns, names, read_views(columns, frozenset(names), "the index", world), tuple(packs))
 
 
-def _name(tables: Sequence[Table]) -> tuple[tuple[str, ...], I64]:
-    """All names, sorted, and which of them each shard has, of all tables one after the other."""
+def _name(tables: Sequence[RankPieces]) -> tuple[tuple[str, ...], list[npt.NDArray[np.int32]]]:
+    """All names, sorted, and which of them each row of each table has."""
     seen: dict[str, int] = {}
-    known: dict[int, I64] = {}  # ranks of one stage share one tuple of names
-    found = []
-    for names in (table.columns.names for table in tables):
+    known: dict[int, npt.NDArray[np.int32]] = {}  # many ranks share one tuple of names
+    for names in (table.names for table in tables):
         if id(names) not in known:
-            known[id(names)] = np.array([seen.setdefault(name, len(seen)) for name in names], np.int64)
-        found.append(known[id(names)])
-    names = tuple(sorted(seen))
-    place = np.empty(len(seen), np.int64)
-    place[[seen[name] for name in names]] = np.arange(len(seen))
-    return names, place[np.concatenate([NONE, *found])]
+            known[id(names)] = np.array([seen.setdefault(name, len(seen)) for name in names], np.int32)
+    ordered = tuple(sorted(seen))
+    place = np.empty(len(seen), np.int32)
+    place[[seen[name] for name in ordered]] = np.arange(len(seen))
+    placed = {key: place[numbers] for key, numbers in known.items()}
+    return ordered, [placed[id(table.names)] for table in tables]
 
 
 @dataclass
@@ -157,30 +130,24 @@ class _Patterns:
         }
 
 
-def _divide(names: tuple[str, ...], name_of_shard: I64, tables: Sequence[Table]) -> _Divided:
-    """Gather the pieces of each tensor."""
-    shards = Shards.join([table.columns for table in tables])
-    blobs = np.concatenate([NONE, *(np.diff(table.starts) for table in tables)])
-    first = np.cumsum(blobs) - blobs
-    digests = np.concatenate([np.zeros((0, DIGEST_SIZE), np.uint8), *(t.digest[: t.owned] for t in tables)])
-    which = name_of_shard * (MAX_WORLD + 2) + shards.instance + 1
-    order = np.argsort(which, kind="stable")
-    cuts = np.flatnonzero(np.diff(which[order], prepend=-1))
-    lengths = np.diff(shards.dim_starts)
-    patterns = _Patterns(Effort(Effort.left + 4 * len(shards)))
+def _divide(
+    names: tuple[str, ...], name_of_row: Sequence[npt.NDArray[np.int32]], tables: Sequence[RankPieces]
+) -> _Divided:
+    """Gather the pieces of each tensor, some names at a time: all tables in full would take gigabytes."""
+    patterns = _Patterns(Effort(Effort.left + 4 * sum(map(len, name_of_row))))
     tensors: list[tuple[int, int, int, int]] = []
     contents: list[bytes] = []
     forms: dict[str, tuple[str, Dims]] = {}
-    for rows in np.split(order, cuts[1:]) if len(order) else ():
-        name, instance = int(name_of_shard[rows[0]]), int(shards.instance[rows[0]])
-        box, dtype, shape = _alike(shards, rows, lengths, names[name])
-        there = shards.rank[rows] - max(0, instance)
-        if there[0] < 0:  # rows are in the order of the ranks
-            raise CorruptError(f"{names[name]}: a rank has a piece of what belongs to higher ranks only")
-        tensors.append((name, instance, dtype, patterns.add(names[name], shape, there, box)))
-        contents.append(_content(DTYPES[dtype], shape, box, rows, first, blobs, digests))
-        if instance == GLOBAL:
-            forms[names[name]] = DTYPES[dtype], shape
+    for rows in _blocks(len(names), name_of_row, tables):
+        for name, instance, of in rows.tensors():
+            box, dtype, shape = _alike(rows.shards, of, names[name])
+            there = rows.shards.rank[of] - max(0, instance)
+            if there[0] < 0:  # rows are in the order of the ranks
+                raise CorruptError(f"{names[name]}: a rank has a piece of what belongs to higher ranks only")
+            tensors.append((name, instance, dtype, patterns.add(names[name], shape, there, box)))
+            contents.append(_content(DTYPES[dtype], shape, box, of, rows))
+            if instance == GLOBAL:
+                forms[names[name]] = DTYPES[dtype], shape
     table = np.array(tensors, np.int64).reshape(-1, 4)
     columns: dict[str, npt.NDArray[Any]] = {
         "tensor_name": table[:, 0],
@@ -193,11 +160,27 @@ def _divide(names: tuple[str, ...], name_of_shard: I64, tables: Sequence[Table])
     return _Divided(columns, [(names[name], instance) for name, instance, *_ in tensors], forms)
 
 
-def _alike(shards: Shards, rows: I64, lengths: I64, name: str) -> tuple[I64, int, Dims]:
+def _blocks(
+    names: int, name_of_row: Sequence[npt.NDArray[np.int32]], tables: Sequence[RankPieces]
+) -> Iterator[PieceRows]:
+    """All rows of all tables: those of the first names, of the next ones, and so on."""
+    orders = [np.argsort(one, kind="stable") for one in name_of_row]
+    counts = sum((np.bincount(one, minlength=names) for one in name_of_row), np.zeros(names, np.int64))
+    which = np.cumsum(counts) // AT_ONCE
+    bounds = [*(np.flatnonzero(np.diff(which, prepend=-1))).tolist(), names]
+    cuts = [np.searchsorted(one[order], bounds) for one, order in zip(name_of_row, orders, strict=True)]
+    for i in range(len(bounds) - 1):
+        rows = [order[cut[i] : cut[i + 1]] for order, cut in zip(orders, cuts, strict=True)]
+        named = np.concatenate([NONE, *(one[chosen] for one, chosen in zip(name_of_row, rows, strict=True))])
+        yield PieceRows.of(tables, rows, named)
+
+
+def _alike(shards: Shards, rows: I64, name: str) -> tuple[I64, int, Dims]:
     """Boxes, dtype and shape of the pieces of one tensor. CorruptError if they are not of one."""
-    length = int(lengths[rows[0]])
+    lengths = shards.dim_starts[rows + 1] - shards.dim_starts[rows]
+    length = int(lengths[0])
     dtype, k = int(shards.dtype[rows[0]]), length // 3
-    wrong = (lengths[rows] != length) | (shards.dtype[rows] != dtype)
+    wrong = (lengths != length) | (shards.dtype[rows] != dtype)
     if not wrong.any():
         dims = shards.dims[shards.dim_starts[rows][:, None] + np.arange(length)]
         wrong = (dims[:, :k] != dims[0, :k]).any(1)
@@ -210,36 +193,46 @@ def _alike(shards: Shards, rows: I64, lengths: I64, name: str) -> tuple[I64, int
     return np.ascontiguousarray(dims[:, k:]), dtype, tuple(dims[0, :k].tolist())
 
 
-def _content(dtype: str, shape: Dims, box: I64, rows: I64, first: I64, blobs: I64, digests: Bytes) -> bytes:
+def _content(dtype: str, shape: Dims, box: I64, of: I64, rows: PieceRows) -> bytes:
     """Equal for tensors that hold the same bytes and are cut alike, whoever has which piece."""
     k = len(shape)
-    order = np.lexsort(box[:, :k].T[::-1]) if k else np.arange(len(rows))
-    counts = blobs[rows[order]]
-    begin = first[rows[order]] - (np.cumsum(counts) - counts)
-    numbers = np.repeat(begin, counts) + np.arange(int(counts.sum()))
+    order = np.lexsort(box[:, :k].T[::-1]) if k else np.arange(len(of))
+    counts, first = rows.blobs[of[order]], rows.first[of[order]]
     head = canonical([dtype, list(shape)])
-    return blob_digest(b"".join((head, box[order].tobytes(), counts.tobytes(), digests[numbers].tobytes())))
+    return blob_digest(
+        b"".join((head, box[order].tobytes(), counts.tobytes(), rows.digest[spans(first, counts)].tobytes()))
+    )
 
 
 def _check_parts(parts: Sequence[Part], divided: _Divided, number: dict[Key, int]) -> None:
     """What the layouts say of tensors, as far as restoring goes by it."""
-    checked: set[tuple[int, int]] = set()
+    own: dict[int, list[str]] = {}  # the names that are a rank's own, by what was checked
     for part in parts:
-        layout = part.layout
-        own = OWN in layout["instances"].values()
-        if (id(layout["instances"]), id(layout["elsewhere"])) in checked and not own:
-            continue  # word for word the same was right
-        checked.add((id(layout["instances"]), id(layout["elsewhere"])))
-        for name, instance in layout["instances"].items():
-            if (name, part.rank if instance == OWN else instance) not in number:
-                raise CorruptError(f"{name}: what rank {part.rank} has of it was saved by nobody")
-        for name, (dtype, shape) in layout["elsewhere"].items():
-            known = divided.forms.get(name)
-            if known is not None and known != (dtype, tuple(shape)):
-                raise CorruptError(
-                    f"{name} is of shape {list(shape)} and dtype {dtype} for rank {part.rank}, and of "
-                    f"{list(known[1])} and {known[0]} for others: they disagree"
-                )
+        instances, elsewhere = part.layout["instances"], part.layout["elsewhere"]
+        if id(instances) not in own:
+            own[id(instances)] = [name for name, instance in instances.items() if instance == OWN]
+            _check_instances(part.rank, instances.items(), number)
+        else:  # word for word the same was right, but for what is the rank's own
+            _check_instances(part.rank, ((name, OWN) for name in own[id(instances)]), number)
+        if id(elsewhere) not in own:
+            own[id(elsewhere)] = []
+            _check_elsewhere(part.rank, elsewhere, divided.forms)
+
+
+def _check_instances(rank: int, instances: Iterable[tuple[str, int]], number: dict[Key, int]) -> None:
+    for name, instance in instances:
+        if (name, rank if instance == OWN else instance) not in number:
+            raise CorruptError(f"{name}: what rank {rank} has of it was saved by nobody")
+
+
+def _check_elsewhere(rank: int, elsewhere: dict[str, Any], forms: dict[str, tuple[str, Dims]]) -> None:
+    for name, (dtype, shape) in elsewhere.items():
+        known = forms.get(name)
+        if known is not None and known != (dtype, tuple(shape)):
+            raise CorruptError(
+                f"{name} is of shape {list(shape)} and dtype {dtype} for rank {rank}, and of "
+                f"{list(known[1])} and {known[0]} for others: they disagree"
+            )
 
 
 def _accelerated(parts: Sequence[Part], number: dict[Key, int]) -> npt.NDArray[np.uint8]:
@@ -309,7 +302,7 @@ class _Pool:
         ]
         own = layout["instances"]
         if rank in own.values():
-            own = _relative(own, rank)
+            own = relative(own, rank)
         aliases, instances = self.aliases.add(layout["aliases"]), self.instances.add(own)
         key = tuple(pairs), aliases, instances
         if key not in self._known:

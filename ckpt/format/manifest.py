@@ -24,7 +24,7 @@ import itertools
 import json
 import re
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import lru_cache
 from typing import Any
@@ -202,18 +202,30 @@ def press(text: bytes) -> str:
 @lru_cache(4)
 def unpress(text: str) -> PressedObject:
     """The object. ValueError if it is not one, or implausibly large. Who reads the same again gets the same."""
+    found = parsed(unpressed(text))
+    if type(found) is not dict:
+        raise ValueError("no object")
+    return PressedObject(found, text)
+
+
+def unpressed(text: str) -> bytes:
+    """The JSON. ValueError if it is implausibly large, or was not pressed."""
     try:
         frame = base64.b64decode(text, validate=True)
         size = zstandard.frame_content_size(frame)
         if not 0 <= size <= min(MAX_JSON, FEW_BYTES + MOST_FOLDS * len(frame)):
             raise ValueError(f"implausibly large: {size} bytes")
-        plain = zstandard.ZstdDecompressor(max_window_size=1 << 27).decompress(frame, allow_extra_data=False)
-        found = json.loads(plain)
-    except (zstandard.ZstdError, RecursionError) as error:
+        return zstandard.ZstdDecompressor(max_window_size=1 << 27).decompress(frame, allow_extra_data=False)
+    except zstandard.ZstdError as error:
         raise ValueError(str(error)) from None
-    if type(found) is not dict:
-        raise ValueError("no object")
-    return PressedObject(found, text)
+
+
+def parsed(text: bytes) -> Any:
+    """ValueError if it is no JSON, or nested too deeply."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError(str(error)) from None
 
 
 # -- FORMAT.json --
@@ -314,13 +326,16 @@ class Part:
                 raise CorruptError(f"{what} names a pack of impossible size")
 
     @classmethod
-    def from_bytes(cls, raw: bytes | memoryview, what: str) -> Part:
+    def from_bytes(
+        cls, raw: bytes | memoryview, what: str, layout_of: Callable[[str], dict[str, Any]] = unpress
+    ) -> Part:
+        """`layout_of`: makes a layout of what stands for it."""
         data = unseal(raw, what)
         try:
             packs, pressed = [PackInfo(**pack) for pack in data.pop("packs")], data.pop("layout")
             if type(pressed) is not str:
                 raise ValueError("its layout is not one")
-            part = cls(packs=packs, layout=unpress(pressed), **data)
+            part = cls(packs=packs, layout=layout_of(pressed), **data)
             part.check(what)
         except (TypeError, KeyError, ValueError) as error:
             raise CorruptError(f"{what} is not a part: {error}") from None

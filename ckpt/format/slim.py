@@ -1,0 +1,228 @@
+"""What a directory needs of the part and the table of one rank of thousands, without what most of them say alike.
+
+Thousands of parts and tables as they are read would take gigabytes, and to parse in each what all say in the same
+words, minutes. What is shared is to be looked at only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from ckpt.errors import CorruptError
+from ckpt.format.columns import I64, NONE, ODD, Bytes, spans, starts_of
+from ckpt.format.digest import DIGEST_SIZE
+from ckpt.format.manifest import MAX_WORLD, Part, parsed, unpressed
+from ckpt.format.partition import GLOBAL
+from ckpt.format.rank_index import OWN
+from ckpt.format.saved_nodes import JOINED_KIND
+from ckpt.format.shards import Shards
+from ckpt.format.table import Table
+
+T = TypeVar("T")
+SMALL = np.iinfo(np.int32).max
+
+
+class _Fields(msgspec.Struct):
+    """Of a layout, each as its text."""
+
+    aliases: msgspec.Raw
+    components: msgspec.Raw
+    elsewhere: msgspec.Raw
+    instances: msgspec.Raw
+    rank: int
+    tensors: msgspec.Raw
+
+
+class _Row(msgspec.Struct, array_like=True, gc=False):
+    """Of a tensor, see `TensorSpec.to_json`: its name, instance, and whether it was on an accelerator."""
+
+    name: str
+    dtype: msgspec.Raw
+    shape: msgspec.Raw
+    accelerator: bool
+    whole: msgspec.Raw = msgspec.Raw()
+    offsets: msgspec.Raw = msgspec.Raw()
+    instance: int = GLOBAL
+
+
+_ODD = (b"\\", b" ", b"\t", b"\r", b"\n", b',":', b'{":')
+_FIELDS, _ROWS = msgspec.json.Decoder(_Fields), msgspec.json.Decoder(list[_Row])
+
+
+class Slim:
+    """Reads parts of many ranks; what several say in the same words is the same object.
+
+    What comes of them is as good for `ckpt.format.join_ranks.build` as the whole, and for nothing else: of tensors it
+    says which were on an accelerator, of values those that are joined, of packs nothing.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, bytes], Any] = {}
+        self._names = SharedNames()
+
+    def layout(self, text: str) -> dict[str, Any]:
+        """As a part has it. ValueError if it is none."""
+        plain = unpressed(text)
+        try:
+            said = _FIELDS.decode(plain)
+            rows = {(row.name, row.instance) for row in _ROWS.decode(said.tensors) if row.accelerator}
+        except msgspec.MsgspecError:  # stricter than JSON as Python has it: what is odd is read at leisure
+            return self._odd(parsed(plain))
+        return {
+            "aliases": self._once("aliases", bytes(said.aliases)),
+            "components": self._once("components", bytes(said.components)),
+            "elsewhere": self._once("elsewhere", bytes(said.elsewhere)),
+            "instances": self._instances(bytes(said.instances), said.rank),
+            "rank": said.rank,
+            "tensors": self._rows(rows),
+        }
+
+    def _odd(self, layout: Any) -> dict[str, Any]:
+        try:
+            rows = {(row[0], row[6] if len(row) > 6 else GLOBAL) for row in layout["tensors"] if row[3]}
+            instances = relative(layout["instances"], layout["rank"])
+            return {**layout, "tensors": self._rows(rows), "instances": instances}
+        except ODD as error:
+            raise ValueError(f"{type(error).__name__}: {error}") from None
+
+    def _once(self, field: str, text: bytes, parse: Callable[[bytes], Any] = parsed) -> Any:
+        if (field, text) not in self._known:
+            self._known[field, text] = parse(text)
+        return self._known[field, text]
+
+    def _instances(self, text: bytes, rank: int) -> Any:
+        """As a view has them, so that ranks that hold the same say the same."""
+        if not any(odd in text for odd in _ODD):  # then what looks like a number of ours is one
+            own, end = b'":%d' % rank, b'":%d}' % rank
+            ours = text[: -len(end)] + b'":%d}' % OWN if text.endswith(end) else text
+            found = self._once("instances", ours.replace(own + b',"', b'":%d,"' % OWN), _numbers)
+            if found is not None:
+                return found
+        return relative(parsed(text), rank)
+
+    def _rows(self, rows: set[tuple[str, int]]) -> Any:
+        """As in a layout, each tensor once."""
+        key = ("tensors", repr(sorted(rows)).encode()) if rows else ("tensors", b"")
+        if key not in self._known:
+            self._known[key] = [[name, "", [], True, None, [], instance] for name, instance in sorted(rows)]
+        return self._known[key]
+
+    def part(self, part: Part) -> Part:
+        """Of which the layout is one of ours. CorruptError if that is of another rank."""
+        if part.layout["rank"] != part.rank:
+            raise CorruptError(f"the part of rank {part.rank} has the layout of rank {part.layout['rank']}")
+        values, components = part.values, part.layout["components"]
+        if len(values) == len(components):  # else whoever joins them says so
+            values = [v if c["kind"] == JOINED_KIND else None for v, c in zip(values, components, strict=True)]
+        key = ("values", repr(values).encode())
+        return replace(part, values=self._known.setdefault(key, values), packs=[])
+
+    def pieces(self, table: Table) -> RankPieces:
+        return RankPieces.of(table, self._names)
+
+
+def _numbers(text: bytes) -> Any:
+    """An object of whole numbers; None if it is something else."""
+    found = parsed(text)
+    return found if type(found) is dict and all(type(n) is int for n in found.values()) else None
+
+
+def relative(instances: dict[str, int], rank: int) -> dict[str, int]:
+    """As a view has them."""
+    return {name: OWN if instance == rank else instance for name, instance in instances.items()}
+
+
+class SharedNames:
+    """Of tensors, each as one object, also where many ranks have them."""
+
+    def __init__(self) -> None:
+        self._each: dict[str, str] = {}
+        self._all: dict[tuple[str, ...], tuple[str, ...]] = {}
+
+    def once(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        found = self._all.get(names)
+        if found is None:
+            found = tuple([self._each.setdefault(name, name) for name in names])
+            self._all[found] = found
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class RankPieces:
+    """Of a table: its shards, and the digests of the blobs that each owns, in the narrowest numbers."""
+
+    names: tuple[str, ...]
+    rank: int | None  # of all of them, None if there is nothing; -1 if they are not of one
+    dtype: npt.NDArray[np.uint8]
+    instance: npt.NDArray[np.int32]
+    dims: npt.NDArray[Any]
+    starts: npt.NDArray[np.int32]  # of each in `dims`, and where the last ends
+    blobs: npt.NDArray[np.int32]  # the first of each, and where the last ends
+    digest: Bytes
+    packs: tuple[str, ...]
+
+    @classmethod
+    def of(cls, table: Table, names: SharedNames) -> RankPieces:
+        shards = table.columns
+        rank = int(shards.rank[0]) if len(shards) else None
+        return cls(
+            names.once(shards.names),
+            rank if rank is None or (shards.rank == rank).all() else -1,
+            shards.dtype.astype(np.uint8),
+            shards.instance.astype(np.int32),
+            shards.dims.astype(np.int32) if shards.dims.max(initial=0) <= SMALL else shards.dims,
+            shards.dim_starts.astype(np.int32),
+            table.starts.astype(np.int32),
+            table.digest[: table.owned],
+            table.packs,
+        )
+
+    @property
+    def owned(self) -> int:
+        return len(self.digest)
+
+
+@dataclass(frozen=True, slots=True)
+class PieceRows:
+    """Some rows of the pieces of several ranks, rank after rank: shards, the numbers of their names, and where the
+    digests of each begin."""
+
+    names: I64
+    shards: Shards
+    blobs: I64
+    first: I64
+    digest: Bytes
+
+    @classmethod
+    def of(cls, pieces: Sequence[RankPieces], rows: Sequence[I64], names: I64) -> PieceRows:
+        """`rows`: of each of them. `names`: the number of each."""
+        both = [(one, chosen) for one, chosen in zip(pieces, rows, strict=True) if len(chosen)]
+        lengths = [one.starts[chosen + 1] - one.starts[chosen] for one, chosen in both]
+        counts = [one.blobs[chosen + 1] - one.blobs[chosen] for one, chosen in both]
+        dims = [one.dims[spans(one.starts[r], n)] for (one, r), n in zip(both, lengths, strict=True)]
+        digests = [one.digest[spans(one.blobs[r], n)] for (one, r), n in zip(both, counts, strict=True)]
+        blobs = np.concatenate([NONE, *counts])
+        shards = Shards(
+            tuple(one.names[i] for one, chosen in both for i in chosen.tolist()),
+            np.concatenate([NONE, *(one.dtype[chosen] for one, chosen in both)]),
+            np.repeat([one.rank for one, _ in both], [len(chosen) for _, chosen in both]),
+            np.concatenate([NONE, *(one.instance[chosen] for one, chosen in both)]),
+            np.concatenate([NONE, *dims]),
+            starts_of(np.cumsum(np.concatenate([NONE, *lengths]))),
+        )
+        digest = np.concatenate([np.zeros((0, DIGEST_SIZE), np.uint8), *digests])
+        return cls(names, shards, blobs, np.cumsum(blobs) - blobs, digest)
+
+    def tensors(self) -> Iterator[tuple[int, int, I64]]:
+        """(name, instance, rows) of each, ascending."""
+        which = self.names * (MAX_WORLD + 2) + self.shards.instance + 1
+        order = np.argsort(which, kind="stable")
+        cuts = np.flatnonzero(np.diff(which[order], prepend=-1))
+        for rows in np.split(order, cuts[1:]) if len(order) else ():
+            yield int(self.names[rows[0]]), int(self.shards.instance[rows[0]]), rows

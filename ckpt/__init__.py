@@ -29,6 +29,8 @@ _HOMES = {
     "RNG": "state.stateful",
     "Restored": "restore.restore_first",
     "Save": "save",
+    "Shard": "state.shards",
+    "Shards": "state.shards",
     "Stateful": "state.stateful",
     "Tier": "tiers",
     "load": "loading",
@@ -102,6 +104,8 @@ if TYPE_CHECKING:
     from ckpt.restore.restore_first import Restored as Restored
     from ckpt.save import Checkpoint as Checkpoint
     from ckpt.save import Save as Save
+    from ckpt.state.shards import Shard as Shard
+    from ckpt.state.shards import Shards as Shards
     from ckpt.state.stateful import RNG as RNG
     from ckpt.state.stateful import Stateful as Stateful
     from ckpt.tiers import Memory as Memory

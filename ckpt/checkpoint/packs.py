@@ -25,7 +25,7 @@ from ckpt.format.codec import BF16, RAW
 from ckpt.format.digest import blob_digest, file_digest
 from ckpt.format.layout import NATIVE, Layout, TensorSpec
 from ckpt.format.manifest import PackInfo, pack_key
-from ckpt.format.shards import Shards
+from ckpt.format.shards import SavedShards
 from ckpt.format.table import Table
 from ckpt.store import Store
 
@@ -275,7 +275,7 @@ class _Rows:
                 )
         layout = self.layout
         table = Table(
-            shards=Shards.of_layout(layout),
+            shards=SavedShards.of_layout(layout),
             starts=np.array(layout.arrangement.blob_starts, np.int64),
             packs=tuple(self.packs),
             **self.columns,

@@ -21,7 +21,7 @@ from ckpt.failpoints import point
 from ckpt.format.digest import DIGEST_SIZE, blob_digest, file_digest
 from ckpt.format.layout import Layout, pages
 from ckpt.format.manifest import Attempt, PackInfo, Part, owner, pack_key, part_key, table_key
-from ckpt.format.shards import Shards
+from ckpt.format.shards import SavedShards
 from ckpt.format.slim import RankPieces
 from ckpt.format.table import Table
 from ckpt.store import PAGE, Store
@@ -283,7 +283,7 @@ def build_table(layout: Layout, pack: str, digests: bytes | None, begin: int | N
     offset, length = arrangement.blob_columns
     raw = bytes(len(length) * DIGEST_SIZE) if digests is None else digests[: len(length) * DIGEST_SIZE]
     return Table(
-        shards=Shards.of_layout(layout),
+        shards=SavedShards.of_layout(layout),
         starts=np.array(arrangement.blob_starts, np.int64),
         pack=np.zeros(len(length), np.int64),
         offset=offset + (len(arrangement.header) if begin is None else begin),

@@ -18,9 +18,9 @@ from ckpt.format.columns import I64, NONE, ODD, spans
 from ckpt.format.digest import blob_digest
 from ckpt.format.manifest import Part, canonical
 from ckpt.format.partition import GLOBAL
-from ckpt.format.rank_index import COLUMNS, OWN, Directory, Key, Pattern, check_cover, read_views
+from ckpt.format.rank_index import ALL, COLUMNS, OWN, Directory, Key, Pattern, check_cover, read_views
 from ckpt.format.saved_nodes import JOINED_KIND
-from ckpt.format.shards import DTYPES, Shards
+from ckpt.format.shards import DTYPES, SavedShards
 from ckpt.format.slim import PieceRows, RankPieces, SharedNames, relative
 from ckpt.format.table import Table
 
@@ -175,7 +175,7 @@ def _blocks(
         yield PieceRows.of(tables, rows, named)
 
 
-def _alike(shards: Shards, rows: I64, name: str) -> tuple[I64, int, Dims]:
+def _alike(shards: SavedShards, rows: I64, name: str) -> tuple[I64, int, Dims]:
     """Boxes, dtype and shape of the pieces of one tensor. CorruptError if they are not of one."""
     lengths = shards.dim_starts[rows + 1] - shards.dim_starts[rows]
     length = int(lengths[0])
@@ -261,7 +261,7 @@ def _check_views(pool: _Pool, view_of: Sequence[int], divided: _Divided) -> None
             if aliases.get(name, name) not in known:
                 raise CorruptError(f"{name} is not in the table of the checkpoint")
         for name in sorted(divided.forms.keys() - own):
-            raise CorruptError(f"{name} is not in the state of rank {view[0]}, and others hold it together")
+            raise CorruptError(f"{name} is not in the state of rank {view[0]}, and others hold it together: {ALL}")
 
 
 class _Different:

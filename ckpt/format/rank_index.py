@@ -42,7 +42,7 @@ from ckpt.format.digest import DIGEST_SIZE
 from ckpt.format.layout import MAX_DIMS, TensorSpec, check_components
 from ckpt.format.manifest import MAX_JSON, MAX_WORLD
 from ckpt.format.partition import GLOBAL
-from ckpt.format.shards import DTYPES, MAX_DIM, Shards
+from ckpt.format.shards import DTYPES, MAX_DIM, SavedShards
 from ckpt.format.table import texts
 
 OWN = -1  # in a view: the instance is the rank itself
@@ -117,6 +117,9 @@ class Pattern:
         return pieces
 
 
+ALL = "each rank names it, in a ckpt.Shards with an empty list if it has nothing of it"
+
+
 def check_cover(shape: Dims, boxes: Sequence[Box], name: str, effort: Effort) -> None:
     """CorruptError unless boxes cover an array exactly once."""
     try:
@@ -125,7 +128,10 @@ def check_cover(shape: Dims, boxes: Sequence[Box], name: str, effort: Effort) ->
         raise CorruptError(f"the ranks do not agree about {name}: {error}") from None
     if (least, most) != (1, 1):
         wrong = "saved by nobody" if least == 0 else f"saved {most} times"
-        raise CorruptError(f"the ranks do not agree about {name}: some of it was {wrong}")
+        raise CorruptError(
+            f"the ranks do not agree about {name}: some of it was {wrong}. Pieces that ranks name by ckpt.Shards must "
+            "cover it and not overlap; those that hold the same all list each other as `replicas`"
+        )
 
 
 @dataclass(frozen=True)
@@ -310,7 +316,7 @@ def read_views(
 # -- which rows of tables are the pieces that a directory names --
 
 
-def find_shards(found: Directory, wanted: Sequence[tuple[Key, int, I64]], shards: Shards) -> list[list[int]]:
+def find_shards(found: Directory, wanted: Sequence[tuple[Key, int, I64]], shards: SavedShards) -> list[list[int]]:
     """For the pieces of each wanted tensor, which shards they are."""
     tensor = np.full(len(shards), -1, np.int64)
     numbers = {key: i for i, (key, _, _) in enumerate(wanted)}
@@ -350,7 +356,7 @@ def find_shards(found: Directory, wanted: Sequence[tuple[Key, int, I64]], shards
     return result
 
 
-def _box_of(shards: Shards, number: int) -> list[int]:
+def _box_of(shards: SavedShards, number: int) -> list[int]:
     row: list[int] = shards.dims[shards.dim_starts[number] : shards.dim_starts[number + 1]].tolist()
     return row[len(row) // 3 :]
 

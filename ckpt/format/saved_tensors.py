@@ -12,8 +12,8 @@ from ckpt.errors import CorruptError
 from ckpt.format.boxes import Effort
 from ckpt.format.layout import Layout, TensorSpec
 from ckpt.format.partition import GLOBAL
-from ckpt.format.rank_index import Key, RanksView, check_cover
-from ckpt.format.shards import DTYPE_NUMBER, Shards
+from ckpt.format.rank_index import ALL, Key, RanksView, check_cover
+from ckpt.format.shards import DTYPE_NUMBER, SavedShards
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class _Tensors(Mapping[Key, SavedTensor]):
         return key in self._rows
 
 
-def _check_forms(shards: Shards, specs: Sequence[TensorSpec]) -> None:
+def _check_forms(shards: SavedShards, specs: Sequence[TensorSpec]) -> None:
     """CorruptError unless each shard is of a tensor of this dtype and shape, by the layout of some rank."""
     dims = np.fromiter((len(t.full) for t in specs), np.int64, len(specs))
     wrong = (np.diff(shards.dim_starts) != 3 * dims) | (shards.dtype != [DTYPE_NUMBER.get(t.dtype, -1) for t in specs])
@@ -68,7 +68,7 @@ def _check_forms(shards: Shards, specs: Sequence[TensorSpec]) -> None:
         )
 
 
-def collect(shards: Shards, layouts: Sequence[Layout], views: Sequence[RanksView]) -> Mapping[Key, SavedTensor]:
+def collect(shards: SavedShards, layouts: Sequence[Layout], views: Sequence[RanksView]) -> Mapping[Key, SavedTensor]:
     """Of the layouts of all ranks, and a table of all of them. CorruptError if they do not agree."""
     keys = list(zip(shards.names, shards.instance.tolist(), strict=True))
     rows: dict[Key, tuple[int, ...]] = {key: (i,) for i, key in enumerate(keys)}
@@ -98,7 +98,7 @@ def _check_alike(tensors: Mapping[Key, SavedTensor], layouts: Sequence[Layout], 
     alike = {name: t.spec for (name, instance), t in tensors.items() if instance == GLOBAL}
     for view, layout in zip(views, layouts, strict=True):
         for name in sorted(alike.keys() - set(view.names())):
-            raise CorruptError(f"{name} is not in the state of rank {layout.rank}, and others hold it together")
+            raise CorruptError(f"{name} is not in the state of rank {layout.rank}, and others hold it together: {ALL}")
         for name, (dtype, shape) in layout.elsewhere.items():
             if name in alike and (dtype, shape) != (alike[name].dtype, alike[name].shape):
                 raise CorruptError(

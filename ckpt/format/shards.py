@@ -1,5 +1,5 @@
-"""Shards: rectangular pieces of tensors. A large checkpoint has millions, so they are kept as columns: a `Shard` is
-made of a row only when somebody asks for it.
+"""Saved shards: rectangular pieces of tensors. A large checkpoint has millions, so they are kept as columns: a
+`SavedShard` is made of a row only when somebody asks for it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ITEM_SIZES = np.array([BITS[dtype] // 8 for dtype in DTYPES], np.int64)
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class SavedShard:
     """A rectangular piece of one global tensor."""
 
     name: str
@@ -49,7 +49,7 @@ class Shard:
         return math.prod(self.sizes) * BITS[self.dtype] // 8
 
 
-class Shards(Sequence[Shard]):
+class SavedShards(Sequence[SavedShard]):
     """Many shards as columns: `dims[dim_starts[i] : dim_starts[i + 1]]` are global shape, offsets and sizes of shard i.
 
     `dtype` counts in `DTYPES`. Equal to any sequence of the same shards.
@@ -64,14 +64,14 @@ class Shards(Sequence[Shard]):
         self.dims, self.dim_starts = dims, dim_starts
 
     @classmethod
-    def of(cls, shards: Iterable[Shard]) -> Shards:
+    def of(cls, shards: Iterable[SavedShard]) -> SavedShards:
         rows = list(shards)
         dims = [(*s.global_shape, *s.offsets, *s.sizes) for s in rows]
         ranks = np.array([s.rank for s in rows], np.int64)
         return cls._of_rows([s.name for s in rows], [s.dtype for s in rows], ranks, [s.instance for s in rows], dims)
 
     @classmethod
-    def of_layout(cls, layout: Layout) -> Shards:
+    def of_layout(cls, layout: Layout) -> SavedShards:
         """What a rank stages, in the order of its pack."""
         found = layout.made_of_it.get(cls)
         if found is None:
@@ -83,13 +83,13 @@ class Shards(Sequence[Shard]):
                 np.full(len(rows), layout.rank),
             )
             found = layout.made_of_it[cls] = cls._of_rows(names, [t.dtype for t in rows], ranks, instances, dims)
-        assert isinstance(found, Shards)
+        assert isinstance(found, SavedShards)
         return found
 
     @classmethod
     def _of_rows(
         cls, names: list[str], dtypes: list[str], ranks: I64, instances: list[int], dims: list[tuple[int, ...]]
-    ) -> Shards:
+    ) -> SavedShards:
         return cls(
             tuple(names),
             np.array([DTYPE_NUMBER[dtype] for dtype in dtypes], np.int64),
@@ -100,7 +100,7 @@ class Shards(Sequence[Shard]):
         )
 
     @classmethod
-    def join(cls, parts: Sequence[Shards]) -> Shards:
+    def join(cls, parts: Sequence[SavedShards]) -> SavedShards:
         counts = np.cumsum([0, *(len(part.dims) for part in parts)])
         starts = [part.dim_starts[1:] + counts[i] for i, part in enumerate(parts)]
         return cls(
@@ -116,17 +116,17 @@ class Shards(Sequence[Shard]):
         return len(self.names)
 
     @overload
-    def __getitem__(self, at: int) -> Shard: ...
+    def __getitem__(self, at: int) -> SavedShard: ...
     @overload
-    def __getitem__(self, at: slice) -> tuple[Shard, ...]: ...
-    def __getitem__(self, at: int | slice) -> Shard | tuple[Shard, ...]:
+    def __getitem__(self, at: slice) -> tuple[SavedShard, ...]: ...
+    def __getitem__(self, at: int | slice) -> SavedShard | tuple[SavedShard, ...]:
         if isinstance(at, slice):
             return tuple(self[i] for i in range(*at.indices(len(self))))
         i = range(len(self))[at]
         row = self.dims[self.dim_starts[i] : self.dim_starts[i + 1]].tolist()
         return _shard(self.names[i], int(self.dtype[i]), row, int(self.rank[i]), int(self.instance[i]))
 
-    def __iter__(self) -> Iterator[Shard]:
+    def __iter__(self) -> Iterator[SavedShard]:
         dims, starts = self.dims.tolist(), self.dim_starts.tolist()
         rows = zip(self.names, self.dtype.tolist(), self.rank.tolist(), self.instance.tolist(), strict=True)
         for i, (name, dtype, rank, instance) in enumerate(rows):
@@ -140,7 +140,7 @@ class Shards(Sequence[Shard]):
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
-        return f"Shards({list(self)!r})"
+        return f"SavedShards({list(self)!r})"
 
     @property
     def item_sizes(self) -> I64:
@@ -180,12 +180,12 @@ def volume(sizes: I64, item: I64) -> I64:
     return found
 
 
-def _shard(name: str, dtype: int, row: list[int], rank: int, instance: int) -> Shard:
+def _shard(name: str, dtype: int, row: list[int], rank: int, instance: int) -> SavedShard:
     k = len(row) // 3
-    return Shard(name, DTYPES[dtype], tuple(row[:k]), tuple(row[k : 2 * k]), tuple(row[2 * k :]), rank, instance)
+    return SavedShard(name, DTYPES[dtype], tuple(row[:k]), tuple(row[k : 2 * k]), tuple(row[2 * k :]), rank, instance)
 
 
-def check_shards(shards: Shards, what: str) -> None:
+def check_shards(shards: SavedShards, what: str) -> None:
     """Every shard is a box inside its tensor."""
     lengths = np.diff(shards.dim_starts)
     odd = (lengths % 3 != 0) | (lengths > 3 * MAX_DIMS)

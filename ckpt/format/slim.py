@@ -21,7 +21,7 @@ from ckpt.format.manifest import MAX_WORLD, Part, parsed, unpressed
 from ckpt.format.partition import GLOBAL
 from ckpt.format.rank_index import OWN
 from ckpt.format.saved_nodes import JOINED_KIND
-from ckpt.format.shards import Shards
+from ckpt.format.shards import SavedShards
 from ckpt.format.table import Table
 
 T = TypeVar("T")
@@ -194,7 +194,7 @@ class PieceRows:
     digests of each begin."""
 
     names: I64
-    shards: Shards
+    shards: SavedShards
     blobs: I64
     first: I64
     digest: Bytes
@@ -208,7 +208,7 @@ class PieceRows:
         dims = [one.dims[spans(one.starts[r], n)] for (one, r), n in zip(both, lengths, strict=True)]
         digests = [one.digest[spans(one.blobs[r], n)] for (one, r), n in zip(both, counts, strict=True)]
         blobs = np.concatenate([NONE, *counts])
-        shards = Shards(
+        shards = SavedShards(
             tuple(one.names[i] for one, chosen in both for i in chosen.tolist()),
             np.concatenate([NONE, *(one.dtype[chosen] for one, chosen in both)]),
             np.repeat([one.rank for one, _ in both], [len(chosen) for _, chosen in both]),

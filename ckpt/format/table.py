@@ -36,7 +36,7 @@ from ckpt.format.codec import BF16, CODECS, RAW
 from ckpt.format.columns import I64, NONE, ZERO, Bytes, Columns, Pressed, distinct, reading, starts_of
 from ckpt.format.digest import DIGEST_SIZE
 from ckpt.format.manifest import MAX_WORLD
-from ckpt.format.shards import DTYPES, Shard, Shards, check_shards
+from ckpt.format.shards import DTYPES, SavedShard, SavedShards, check_shards
 
 MAX_TABLE = 1 << 30
 MAX_TABLE_HEADER = 1 << 16  # of eighteen entries
@@ -63,7 +63,7 @@ class Table:
     `stored_digest` is given for every blob, that of a raw one is its `digest`.
     """
 
-    shards: Sequence[Shard]
+    shards: Sequence[SavedShard]
     starts: I64
     pack: I64
     offset: I64
@@ -76,13 +76,13 @@ class Table:
     packs: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        if not isinstance(self.shards, Shards):
-            object.__setattr__(self, "shards", Shards.of(self.shards))
+        if not isinstance(self.shards, SavedShards):
+            object.__setattr__(self, "shards", SavedShards.of(self.shards))
 
     @property
-    def columns(self) -> Shards:
+    def columns(self) -> SavedShards:
         """The shards, as what they are kept as."""
-        assert isinstance(self.shards, Shards)
+        assert isinstance(self.shards, SavedShards)
         return self.shards
 
     @property
@@ -183,7 +183,7 @@ def merge(tables: Sequence[Table]) -> Table:
             first.append(column[: t.owned])
             last.append(column[t.owned :])
     return Table(
-        shards=Shards.join([t.columns for t in tables]),
+        shards=SavedShards.join([t.columns for t in tables]),
         starts=np.concatenate([ZERO, *(t.starts[1:] + owned[i] for i, t in enumerate(tables))]),
         packs=packs,
         **{name: np.concatenate([*first, *last]) for name, (first, last) in columns.items()},
@@ -211,7 +211,7 @@ def _checked(raw: dict[str, npt.NDArray[Any]], what: str) -> Table:
     shards, blobs, packs = raw["dtypes"].size, raw["length"].size, columns.packs()
     text, dims = raw["names"].tobytes(), raw["dims"].astype(np.int64, casting="safe")
     owned = int(columns.numbers("blob_ends", shards, 0, blobs)[-1]) if shards else 0  # what follows are bases
-    rows = Shards(
+    rows = SavedShards(
         texts(text, columns.ends("name_ends", shards, len(text))),
         columns.numbers("dtypes", shards, 0, len(DTYPES) - 1),
         columns.numbers("ranks", shards, 0, MAX_WORLD),
@@ -292,4 +292,4 @@ def _check_forms(table: Table, what: str) -> None:
 
 _BASES = ("none", "same", "master")
 _NO_DIGESTS = np.zeros((0, DIGEST_SIZE), np.uint8)
-EMPTY = Table(Shards.of(()), ZERO, NONE, NONE, NONE, NONE, NONE, NONE, _NO_DIGESTS, _NO_DIGESTS, ())
+EMPTY = Table(SavedShards.of(()), ZERO, NONE, NONE, NONE, NONE, NONE, NONE, _NO_DIGESTS, _NO_DIGESTS, ())

@@ -28,8 +28,9 @@ from ckpt.state.optimizer_node import OptimizerNode, keeps_elsewhere
 from ckpt.state.placement import Placement
 from ckpt.state.rewrap import forms_of
 from ckpt.state.sharding import LocalPiece, StateEntry, storage_of, unsupported
+from ckpt.state.shards import Shards, ShardsNode
 from ckpt.state.stateful import Scaler, Stateful, adapt
-from ckpt.state.structure import Structure, loose_of, params_of, steps_for
+from ckpt.state.structure import Structure, loose_of, params_of, stepped_nodes, steps_for
 from ckpt.state.tensors import Versioned
 from ckpt.state.wrappers import inside, is_wrapped
 
@@ -80,7 +81,7 @@ class Capture:
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """The optimizers whose steps change the guarded tensors."""
-        return [node.optimizer for node in self._walk.optimizers]
+        return list(dict.fromkeys(one for node in self._walk.stepped if (one := node.optimizer) is not None))
 
     @property
     def layout(self) -> Layout | None:
@@ -113,18 +114,18 @@ class Capture:
     @property
     def has_unguarded(self) -> bool:
         """Some optimizer's steps run no hooks: they cannot be counted."""
-        return any(node.unguarded for node in self._walk.optimizers)
+        return any(node.unguarded for node in self._walk.stepped)
 
     def unguard(self, optimizer: Any) -> None:
         """This optimizer changes its tensors without saying so: copy them before step() returns, from now on."""
-        for node in self._walk.optimizers:
+        for node in self._walk.stepped:
             if not node.unguarded and steps_for(optimizer, node.optimizer):
                 node.unguarded = True
                 self.forget()
 
     def guard_again(self) -> None:
         """Whoever changes tensors without an optimizer's step says so beforehand: see `Checkpointer.fence`."""
-        for node in self._walk.optimizers:
+        for node in self._walk.stepped:
             if node.unguarded:
                 node.unguarded = False
                 self.forget()
@@ -189,9 +190,9 @@ class Capture:
     # -- reading --
 
     def _walk_again(self) -> None:
-        unguarded = {id(node.optimizer) for node in self._walk.optimizers if node.unguarded}
+        unguarded = {id(node.optimizer) for node in self._walk.stepped if node.unguarded}
         walk = Walk(self.state)
-        for node in walk.optimizers:
+        for node in walk.stepped:
             node.unguarded = id(node.optimizer) in unguarded
         self._holds = False
         self._walk = walk
@@ -307,9 +308,11 @@ class Walk:
         self._objects: list[tuple[Any, Any, object]] = []
         self.nodes: list[StateNode] = list(self._find(state, ()))
         self.optimizers = [node for node in self.nodes if isinstance(node, OptimizerNode)]
+        self.stepped = stepped_nodes(self.nodes)
         seen: dict[int, Path] = {}
         for node in self.nodes:
-            for one in (getattr(node, "optimizer", None), getattr(node, "module", None)):
+            optimizer = node.optimizer if isinstance(node, OptimizerNode) else None
+            for one in (optimizer, getattr(node, "module", None)):
                 if one is not None and seen.setdefault(id(one), node.path) is not node.path:
                     raise StateError(f"{show(node.path)} is the same object as {show(seen[id(one)])}: list it once")
 
@@ -330,7 +333,9 @@ class Walk:
             here = (*path, key)
             if isinstance(value, (nn.Module, torch.optim.Optimizer)) and (instead := unsupported(value)):
                 raise StateError(f"{show(here)}: {instead}")
-            if isinstance(value, nn.Module):
+            if isinstance(value, Shards):
+                yield ShardsNode(here, value)
+            elif isinstance(value, nn.Module):
                 yield ModuleNode(here, value)
             elif isinstance(value, torch.optim.Optimizer) and not keeps_elsewhere(value):
                 yield OptimizerNode(here, value)
@@ -359,6 +364,6 @@ def _holds_objects(value: Any, depth: int = 0) -> bool:
     if type(value) in (dict, list, tuple):
         inner = value.values() if type(value) is dict else value
         return any(_holds_objects(v, depth + 1) for v in inner)
-    if isinstance(value, (nn.Module, torch.optim.Optimizer)) or adapt(value) is not None:
+    if isinstance(value, (nn.Module, torch.optim.Optimizer, Shards)) or adapt(value) is not None:
         return True
     return isinstance(value, Stateful) and not isinstance(value, type)

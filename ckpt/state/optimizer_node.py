@@ -16,7 +16,7 @@ from ckpt.state.adapters import Collector, Contents, Memories, Places
 from ckpt.state.names import Names, Span, span_of
 from ckpt.state.placement import Placement, references
 from ckpt.state.rewrap import MomentPlaces, facts_of, forms_of, matching
-from ckpt.state.sharding import Replicas, StateEntry, is_dtensor, local
+from ckpt.state.sharding import Division, Replicas, StateEntry, is_dtensor, local
 from ckpt.state.wrappers import WrapperForm, is_wrapped, take_all_apart
 
 
@@ -303,7 +303,7 @@ def _beside(param: Tensor, names: Names) -> Replicas | Tensor | None:
     if is_dtensor(param):
         return param
     entry = names.get(id(param))
-    return None if entry is None else entry.alike
+    return None if entry is None or isinstance(entry.alike, Division) else entry.alike
 
 
 def _fit(mine: list[list[str]], theirs: list[list[str]]) -> bool:

@@ -19,7 +19,7 @@ from ckpt.format.saved_state import Ambiguous, Key, SavedState
 from ckpt.format.values import Json, Path, decode, show
 from ckpt.state.filler import Target
 from ckpt.state.names import Names
-from ckpt.state.sharding import LocalPiece, Replicas, StateEntry, is_dtensor, local, pieces
+from ckpt.state.sharding import Division, LocalPiece, Replicas, StateEntry, is_dtensor, local, pieces
 from ckpt.state.tensors import DTYPE_NAME, TORCH_DTYPE, check_array, empty, memory_of, saved_device, to_array
 from ckpt.state.wrappers import WrapperForm, differs, remake, take_apart
 
@@ -107,7 +107,8 @@ class Placement:
     def _form(self, entry: StateEntry) -> tuple[tuple[int, ...], str | None]:
         """The shape of the whole tensor, and the dtype."""
         here = self._pieces(entry)
-        shape = here[0].holding.full if here else tuple(entry.tensor.shape)
+        whole = entry.alike.shape if isinstance(entry.alike, Division) else tuple(entry.tensor.shape)
+        shape = here[0].holding.full if here else whole
         return shape, DTYPE_NAME.get(entry.tensor.dtype)
 
     def _pieces(self, entry: StateEntry) -> list[LocalPiece]:
@@ -167,7 +168,7 @@ class Placement:
     def watch(self, name: str, entry: StateEntry) -> None:
         """The user's own code will fill this tensor: only what it shares memory with matters here."""
         key = self._key_for(name, entry)
-        if key is not None:
+        if key is not None and not isinstance(entry.alike, Division):  # divided memory is told by what it is called
             self._live.setdefault(key, []).append(local(entry.tensor))
             self._called.setdefault(key, set()).add(name)
 

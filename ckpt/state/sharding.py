@@ -30,11 +30,22 @@ class Replicas:
     first_only: bool = False
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Division:
+    """What `ckpt.Shards` says of one tensor: its shape, boxes of it in this rank's memory with their offsets, and the
+    ranks that hold the same. `ranks`: that hold the whole together; None: all."""
+
+    shape: Dims
+    boxes: tuple[tuple[Tensor, Dims, tuple[int, ...] | None], ...]
+    ranks: tuple[int, ...] | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class StateEntry:
     """`guarded`: changes only inside optimizer steps, so its copy may overlap the next forward and backward.
 
-    `alike`: which ranks hold the same, or the DTensor whose optimizer state it is; None: this rank's own.
+    `alike`: which ranks hold the same, or the DTensor whose optimizer state it is, or a division that the user has
+    named; None: this rank's own.
     `of`: the parameter whose optimizer state it is. `part_of`: what it is one tensor of, where that is made of several
     (`ckpt.state.wrappers`), and all that is `around` it there.
     """
@@ -42,7 +53,7 @@ class StateEntry:
     name: str
     tensor: Tensor
     guarded: bool = False
-    alike: Replicas | Tensor | None = None
+    alike: Replicas | Division | Tensor | None = None
     of: Tensor | None = None
     part_of: StateEntry | None = None
     around: tuple[Tensor, ...] = ()
@@ -84,6 +95,8 @@ def storage_of(tensor: Any) -> int:
 def pieces(entry: StateEntry, seat: Seat) -> list[LocalPiece]:
     """What this rank has of a tensor."""
     name, tensor, alike = entry.name, entry.tensor, entry.alike
+    if isinstance(alike, Division):
+        return _of_division(entry, alike, seat)
     if is_dtensor(tensor):
         return _of_dtensor(name, tensor, seat)
     if isinstance(alike, Replicas):
@@ -113,6 +126,26 @@ def _beside(name: str, tensor: Tensor, param: Any, seat: Seat) -> list[LocalPiec
     if tensor.numel() == 1:  # a step count: every rank of the mesh has the same
         return [_whole(name, tensor, members, _instance(members, seat))]
     return [_whole(name, tensor, (seat.rank,), _instance((seat.rank,), seat))]
+
+
+def _of_division(entry: StateEntry, division: Division, seat: Seat) -> list[LocalPiece]:
+    together = division.ranks or tuple(range(seat.size))
+    if not {seat.rank, *together} <= set(range(seat.size)) or seat.rank not in together:
+        raise StateError(f"{entry.name}: is held by ranks {list(together)}, it says, and this is rank {seat.rank}")
+    found, full = [], division.shape
+    for view, offsets, replicas in division.boxes:
+        ranks = (seat.rank,) if replicas is None else tuple(sorted(replicas))
+        if seat.rank not in ranks or not set(ranks) <= set(together) or len(set(ranks)) < len(ranks):
+            raise StateError(
+                f"{entry.name}: replicas={list(ranks)} must be ranks of {list(together)}, each once, with this one, "
+                f"{seat.rank}, among them"
+            )
+        if 0 in full:  # nothing at all is still a tensor, which the first of all names
+            ranks = together
+        dtype, on_device = DTYPE_NAME[view.dtype], view.device.type != "cpu"
+        sizes, instance = tuple(view.shape), _instance(together, seat)
+        found.append(LocalPiece(Holding(entry.name, dtype, full, offsets, sizes, ranks, instance, on_device), view))
+    return found
 
 
 def _members(tensor: Any) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ It holds until something in the state has moved, which `Structure.same` tells. T
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,8 +20,9 @@ from ckpt.state.adapters import Contents, StatefulNode, StateNode
 from ckpt.state.fingerprint import SampledPlaces
 from ckpt.state.module_node import ModuleNode
 from ckpt.state.optimizer_node import OptimizerNode
-from ckpt.state.sharding import LocalPiece, StateEntry, is_dtensor, local, slices, storage_of
+from ckpt.state.sharding import Division, LocalPiece, StateEntry, is_dtensor, local, slices, storage_of
 from ckpt.state.sharding import pieces as of_rank
+from ckpt.state.shards import ShardsNode
 from ckpt.state.tensors import Memory, Versioned, memory_of
 from ckpt.state.wrappers import Counters
 
@@ -50,10 +51,10 @@ class Structure:
         fixed, loose = [e for each in self._fixed for e in each], loose_of(pieces)
         entries = [*fixed, *loose]
         memory, aliases = _shared(entries)
-        self._memory = {k: memory[k] for e in fixed if (k := memory_of(local(e.tensor))) is not None}
+        self._memory = {k: memory[k] for e in fixed if (k := memory_of(local(e.tensor))) in memory}
         self._signature = self._sign(loose)
         parts = [part for entry in entries if entry.name not in aliases for part in self._pieces_of(entry)]
-        beside = {e.name: memory[key] for e in fixed if e.of is not None and (key := _place(e.of)) in memory}
+        beside = {e.name: memory[key] for e in fixed if e.of is not None and (key := _memory_of(e.of)) in memory}
         cuts = share([part.holding for part in parts], seat, beside)
         self._note_loose(parts, cuts, {e.name for e in loose})
         self.layout = _layout(nodes, pieces, parts, cuts, aliases, seat)
@@ -64,7 +65,8 @@ class Structure:
         self._where_anew: list[tuple[int, tuple[int, ...]]] = []  # guarded tensors that are made anew
         # Whether an object of the state may have given copies of what an optimizer steps.
         self.copied = any(says_copies(node, piece) for node, piece in zip(nodes, pieces, strict=True))
-        self.storages = {storage_of(entry.tensor) for entry in entries}  # of all, other ranks' shares of it too
+        everything = [*(entry.tensor for entry in entries), *(part.tensor for part in parts)]
+        self.storages = set(map(storage_of, everything))  # other ranks' shares of it too
 
     def _note_steps(
         self,
@@ -197,7 +199,7 @@ def _shared(entries: Sequence[StateEntry]) -> tuple[dict[Memory | int, str], dic
         if entry.name in seen or entry.name == "__metadata__" or not is_text(entry.name):
             raise StateError(f"{entry.name!r}: two entries of the state get this name, or it is reserved")
         seen.add(entry.name)
-        key = _place(entry.tensor)
+        key = None if isinstance(entry.alike, Division) else _memory_of(entry.tensor)
         owner = entry.name if key is None else memory.setdefault(key, entry.name)
         if owner != entry.name:
             aliases[entry.name] = owner
@@ -227,7 +229,7 @@ def _layout(
     )
 
 
-def _place(tensor: Tensor) -> Memory | int | None:
+def _memory_of(tensor: Tensor) -> Memory | int | None:
     """What a tensor is told from others by, of which it may be another view."""
     return memory_of(local(tensor)) or (id(tensor) if is_dtensor(tensor) else None)
 
@@ -257,7 +259,7 @@ def _spec(holding: Holding, cut: Cut) -> TensorSpec:
 def guards_of(nodes: Sequence[StateNode], entries: Sequence[StateEntry], eager: set[str]) -> dict[str, bool]:
     """By name: whether only optimizer steps change it. Whatever else writes, such as an average, may do so any time,
     and so may what writes to the `eager` ones, and an optimizer whose steps run no hooks."""
-    optimizers = [node for node in nodes if isinstance(node, OptimizerNode)]
+    optimizers = stepped_nodes(nodes)
     exposed = tuple(show(node.path) + "." for node in optimizers if node.unguarded)
     stepped = {id(p) for node in optimizers if not node.unguarded for p in params_of(node.optimizer)}
 
@@ -277,7 +279,7 @@ def steppers_of(
     of_param: dict[int, set[int]] = {}
     of_name: dict[str, int] = {}
     for node, piece in zip(nodes, pieces, strict=True):
-        if isinstance(node, OptimizerNode):
+        if isinstance(node, OptimizerNode | ShardsNode) and node.optimizer is not None:
             of_name.update((name, id(node.optimizer)) for name in piece.names)
             for param in params_of(node.optimizer):
                 of_param.setdefault(id(param), set()).add(id(node.optimizer))
@@ -286,6 +288,11 @@ def steppers_of(
         owner = {of_name[entry.name]} if entry.name in of_name else set[int]()
         found[entry.name] = frozenset(owner | of_param.get(id(entry.owner.tensor), set()))
     return found
+
+
+def stepped_nodes(nodes: Iterable[StateNode]) -> list[OptimizerNode | ShardsNode]:
+    """Those of which an optimizer is known that changes what they hold."""
+    return [n for n in nodes if isinstance(n, OptimizerNode | ShardsNode) and n.optimizer is not None]
 
 
 def params_of(optimizer: Any) -> list[Any]:

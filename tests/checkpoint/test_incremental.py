@@ -39,7 +39,7 @@ from ckpt.format.codec import encode as coded
 from ckpt.format.digest import blob_digest
 from ckpt.format.layout import BITS, Layout, TensorSpec
 from ckpt.format.manifest import Attempt, PackInfo, Part, new_nonce, owner
-from ckpt.format.table import PRESSED, Shard, Table, merge
+from ckpt.format.table import PRESSED, SavedShard, Table, merge
 from ckpt.format.table import columns_of as table_columns
 from ckpt.runlog.log import Acquire, Commit, RunLog, RunState
 from ckpt_backends.memory import MemoryStore
@@ -736,7 +736,7 @@ def genuine() -> tuple[MemoryStore, Table, dict[int, bytes]]:
     store.objects[KEY] = bytes(64) + b"".join(data for _, data, _ in rows)
     shards = [("one", "F32", COUNT, 2), ("two", "F32", COUNT, 1), ("h1", "BF16", COUNT, 1), ("h2", "BF16", COUNT, 1)]
     table = Table(
-        shards=tuple(Shard(name, dtype, (n,), (0,), (n,)) for name, dtype, n, _ in shards),
+        shards=tuple(SavedShard(name, dtype, (n,), (0,), (n,)) for name, dtype, n, _ in shards),
         starts=np.cumsum([0, *(n for *_, n in shards)]),
         pack=np.zeros(7, np.int64),
         offset=np.array(offsets, np.int64),
@@ -808,7 +808,7 @@ IMPOSSIBLE: dict[str, Callable[[Table], Table]] = {
     "derived from two shards": lambda table: replace(
         table,
         starts=np.arange(6),
-        shards=tuple(Shard(str(i), dt, (n,), (0,), (n,)) for i, (dt, n) in enumerate(CUT)),
+        shards=tuple(SavedShard(str(i), dt, (n,), (0,), (n,)) for i, (dt, n) in enumerate(CUT)),
     ),
     "derived from bytes that are no fp32": as_dtype(1, "I32"),
     "derived from bf16": both(as_dtype(0, "BF16"), at("base", 3, 0)),
@@ -918,7 +918,7 @@ def test_a_bomb_takes_no_memory() -> None:
     bomb = coded(PLANES, bytes(1 << 20), 1)
     store.objects[KEY] = bytes(64) + bomb
     wide = Table(
-        shards=tuple(Shard(f"s{i}", "U8", (length,), (0,), (length,)) for i in range(count)),
+        shards=tuple(SavedShard(f"s{i}", "U8", (length,), (0,), (length,)) for i in range(count)),
         starts=np.arange(count + 1),
         pack=np.zeros(count, np.int64),
         offset=np.full(count, 64),
@@ -951,7 +951,10 @@ def test_what_is_derived_from_thousands_is_no_hang(empty: bool) -> None:
     square."""
     many, size = 2000, 0 if empty else 4
     words = many * size // 4 + 1
-    shards = (Shard("m", "F32", (words,), (0,), (words,)), Shard("h", "BF16", (many * words,), (0,), (many * words,)))
+    shards = (
+        SavedShard("m", "F32", (words,), (0,), (words,)),
+        SavedShard("h", "BF16", (many * words,), (0,), (many * words,)),
+    )
     length = np.array([size] * (many - 1) + [size + 4] + [2 * words] * many, np.int64)
     table = Table(
         shards=shards,

@@ -35,7 +35,7 @@ from ckpt.convert.source_files import FilesOrigin, Foreign
 from ckpt.errors import CheckpointError, CorruptError, FormatError, UsageError
 from ckpt.format.layout import Layout
 from ckpt.format.saved_state import SavedState
-from ckpt.format.table import Shard, Table
+from ckpt.format.table import SavedShard, Table
 from ckpt.format.values import decode
 from ckpt.state import tensors
 from ckpt.state.capture import Capture
@@ -121,7 +121,7 @@ def saved(foreign: Foreign) -> tuple[SavedState, list[bytes]]:
     hashed = b"".join(hashlib.blake2b(blob, digest_size=16).digest() for blob in blobs)
     digests = np.frombuffer(hashed, np.uint8).reshape(-1, 16)
     table = Table(
-        tuple(Shard(t.name, t.dtype, t.shape, (0,) * len(t.shape), t.shape) for t in specs),
+        tuple(SavedShard(t.name, t.dtype, t.shape, (0,) * len(t.shape), t.shape) for t in specs),
         np.arange(len(specs) + 1),
         *(none, none, lengths, lengths, none, none - 1),
         *(digests, digests),

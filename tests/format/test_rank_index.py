@@ -34,7 +34,7 @@ from ckpt.format.manifest import Attempt, Part, index_key, pack_key, part_key, t
 from ckpt.format.partition import GLOBAL, Seat
 from ckpt.format.rank_index import Directory
 from ckpt.format.saved_state import SavedState
-from ckpt.format.table import Shard, Table, merge
+from ckpt.format.table import SavedShard, Table, merge
 from ckpt.restore import division
 from ckpt.restore.sources import StoreSource
 from ckpt.runlog.log import Commit
@@ -267,17 +267,17 @@ def test_what_ranks_read_and_send_fits_together(run: Path, nodes: tuple[int, ...
 
 
 @st.composite
-def states(draw: st.DrawFn) -> list[list[Shard]]:
+def states(draw: st.DrawFn) -> list[list[SavedShard]]:
     """The shards of each of a few ranks: tensors of any shape, cut anyhow, whole for some ranks alone."""
     world = draw(st.integers(1, 4))
-    found: list[list[Shard]] = [[] for _ in range(world)]
+    found: list[list[SavedShard]] = [[] for _ in range(world)]
     for number in range(draw(st.integers(1, 5))):
         shape = tuple(draw(st.lists(st.integers(0, 6), max_size=3)))
         dtype = draw(st.sampled_from(["F32", "BF16", "U8"]))
         instance = draw(st.sampled_from([GLOBAL, *range(world)]))
         for box in draw(cut(shape)):
             owner = draw(st.integers(max(0, instance), world - 1))
-            found[owner].append(Shard(f"t{number % 3}.é" * (1 + number), dtype, shape, *box, owner, instance))
+            found[owner].append(SavedShard(f"t{number % 3}.é" * (1 + number), dtype, shape, *box, owner, instance))
     return found
 
 
@@ -300,7 +300,7 @@ def halves(box: Box, dim: int, at: int) -> Iterator[Box]:
 ATTEMPT = Attempt(1, 1, "0badcafe")
 
 
-def table_of(shards: list[Shard], rank: int, seed: int = 0) -> Table:
+def table_of(shards: list[SavedShard], rank: int, seed: int = 0) -> Table:
     length = np.array([s.nbytes for s in shards if s.nbytes], np.int64)
     digest = np.random.default_rng([rank, seed]).integers(0, 256, (len(length), 16), np.uint8)
     zero = np.zeros(len(length), np.int64)
@@ -325,7 +325,7 @@ def part_of(table: Table, rank: int, world: int) -> Part:
     return Part(str(ATTEMPT), rank, 0, world, layout, [None], digest, [], 0.0, True)
 
 
-def built(state: list[list[Shard]]) -> tuple[Directory, list[Table]]:
+def built(state: list[list[SavedShard]]) -> tuple[Directory, list[Table]]:
     tables = [table_of(shards, rank) for rank, shards in enumerate(state)]
     parts = [part_of(table, rank, len(tables)) for rank, table in enumerate(tables)]
     alike = {s.name for shards in state for s in shards if s.instance == GLOBAL}
@@ -336,7 +336,7 @@ def built(state: list[list[Shard]]) -> tuple[Directory, list[Table]]:
 
 @settings(max_examples=50, deadline=None)
 @given(states())
-def test_a_directory_says_what_the_tables_say(state: list[list[Shard]]) -> None:
+def test_a_directory_says_what_the_tables_say(state: list[list[SavedShard]]) -> None:
     """Who has which box of which tensor, its dtype and shape, and where tables are; also when it was a file."""
     made, tables = built(state)
     for found in (made, Directory.from_bytes(made.to_bytes(), "an index", len(state))):
@@ -356,7 +356,7 @@ def test_a_directory_says_what_the_tables_say(state: list[list[Shard]]) -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(states(), st.data())
-def test_negative_control_a_lost_or_doubled_piece_is_seen(state: list[list[Shard]], data: st.DataObject) -> None:
+def test_negative_control_a_lost_or_doubled_piece_is_seen(state: list[list[SavedShard]], data: st.DataObject) -> None:
     """By name: whatever is saved by nobody, or twice."""
     places = [(r, i) for r, shards in enumerate(state) for i, s in enumerate(shards) if s.nbytes]
     if not places:
@@ -375,7 +375,7 @@ def test_negative_control_a_lost_or_doubled_piece_is_seen(state: list[list[Shard
 
 def test_equal_contents_are_equal_and_others_are_not() -> None:
     """Tensors of ranks' own: the same bytes under one name are one tensor; a difference in one byte is seen."""
-    shards = [[Shard("own", "F32", (4,), (0,), (4,), rank, rank)] for rank in range(3)]
+    shards = [[SavedShard("own", "F32", (4,), (0,), (4,), rank, rank)] for rank in range(3)]
     for seeds, same in (((0, 0, 0), True), ((0, 0, 1), False)):
         tables = [table_of(mine, 0, seed) for mine, seed in zip(shards, seeds, strict=True)]
         found = join_ranks.build([part_of(t, rank, 3) for rank, t in enumerate(tables)], tables)
@@ -581,7 +581,7 @@ def test_a_directory_that_is_not_what_the_tables_say_is_noticed(run: Path, lie: 
 def test_ranks_that_do_not_agree_are_no_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     """The committer says which tensor it is about."""
     monkeypatch.setattr(commit_checks, "WHOLE", 0)
-    state = [[Shard("w", "F32", (4,), (2 * rank,), (2,), rank)] for rank in range(2)]
+    state = [[SavedShard("w", "F32", (4,), (2 * rank,), (2,), rank)] for rank in range(2)]
     for second, right in ((state[1], True), ([replace(state[1][0], offsets=(1,))], False)):
         tables = [table_of(state[0], 0), table_of(second, 1)]
         written = [commits.WrittenPart(part_of(t, rank, 2), "", t) for rank, t in enumerate(tables)]

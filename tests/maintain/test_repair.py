@@ -20,7 +20,7 @@ from ckpt.checkpoint import blobs
 from ckpt.checkpoint.parts import load_table
 from ckpt.errors import StoreError
 from ckpt.format.manifest import Part
-from ckpt.format.table import Shard, Table, merge
+from ckpt.format.table import SavedShard, Table, merge
 from ckpt.maintain import audit, find_copies, repair
 from ckpt.runlog.log import Record, RunLog
 from ckpt.store import Store, open_store, remember_options
@@ -693,7 +693,9 @@ def test_a_rank_s_table_out_of_that_of_all(made: Path) -> None:
         return found
 
     def of_rank(table: Table, rank: int) -> Table:
-        shards = tuple(Shard(s.name, s.dtype, s.global_shape, s.offsets, s.sizes, rank, rank) for s in table.shards)
+        shards = tuple(
+            SavedShard(s.name, s.dtype, s.global_shape, s.offsets, s.sizes, rank, rank) for s in table.shards
+        )
         return Table(**{**{name: getattr(table, name) for name in Table.__dataclass_fields__}, "shards": shards})
 
     found = logged(made / "near", tables)

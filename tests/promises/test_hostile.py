@@ -68,7 +68,7 @@ from ckpt.format.manifest import (
 )
 from ckpt.format.saved_state import SavedState
 from ckpt.format.table import COLUMNS as COLUMNS_OF
-from ckpt.format.table import PRESSED, Shard, Table, columns_of, merge
+from ckpt.format.table import PRESSED, SavedShard, Table, columns_of, merge
 from ckpt.format.values import decode
 from ckpt.ipc import channel as link
 from ckpt.ipc.protocol import MOST_BYTES
@@ -1002,7 +1002,7 @@ def test_boxes_that_overlap_in_every_way_are_no_hang(count: int, dimensions: int
     boxes, shape = tangled(count, dimensions), (1000,) * dimensions
     specs = tuple(TensorSpec("x", "U8", size, whole=shape, offsets=at) for at, size in dict(boxes).items())
     columns = {name: np.zeros(0, np.int64) for name in ("pack", "offset", "stored", "length", "codec", "base")}
-    shards = tuple(Shard("x", "U8", shape, at, size) for at, size in boxes)
+    shards = tuple(SavedShard("x", "U8", shape, at, size) for at, size in boxes)
     digests = {name: np.zeros((0, 16), np.uint8) for name in ("digest", "stored_digest")}
     table = Table(shards, np.zeros(count + 1, np.int64), packs=(), **digests, **columns)
     started = time.process_time()

@@ -1,0 +1,225 @@
+"""Tensors that a trainer divides among its ranks in a way of its own: said by name and place, read, and put back.
+
+To the checkpoint they are the tensors of a module of which each rank holds some: what was saved as `ckpt.Shards` can be
+restored as a module under the same names, and the other way round.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from operator import is_
+
+import torch
+from torch import Tensor
+
+from ckpt.errors import StateError
+from ckpt.format.boxes import Dims, boxes_of_run, times_covered
+from ckpt.format.saved_nodes import SavedNode
+from ckpt.format.values import Path, show
+from ckpt.state.adapters import Contents, Memories
+from ckpt.state.names import Names
+from ckpt.state.placement import Placement
+from ckpt.state.sharding import Division, StateEntry, is_dtensor
+from ckpt.state.tensors import check
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Shard:
+    """What this rank's memory (`tensor`, of any device) holds of a whole tensor of the given `shape`.
+
+    - `Shard(tensor, shape)`: all of it.
+    - `Shard(tensor, shape, offsets)`: the box of the sizes of `tensor` that begins at these indices.
+    - `Shard(tensor, shape, start=a)`: elements a, a + 1, … of the whole in row-major order, as flat buffers hold them;
+      `tensor` has one dimension and no gaps. It may be empty: then this rank has nothing of it.
+    - `Shard(tensor, shape, offsets, within=sizes, start=a)`: such a run of the elements of a box of these sizes, as a
+      flat buffer holds them of a parameter that tensor parallelism has divided before.
+
+    `replicas`: the ranks that hold this very piece alike, this one among them; each of them stages some of it. None:
+    only this one. Restored in place.
+    """
+
+    tensor: Tensor
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...] | None = None
+    within: tuple[int, ...] | None = None
+    start: int | None = None
+    replicas: tuple[int, ...] | None = None
+
+
+class Shards:
+    """Named tensors of which every rank holds some pieces: an entry of the state, `{"masters": ckpt.Shards(pieces)}`.
+
+    pieces: by the name of a tensor what this rank has of it: one `Shard` or several, or an empty list for nothing. Or a
+        function that returns this; it is called at every step, so memory may move. All ranks name the same tensors,
+        and their pieces together cover each exactly once, replicas counted as one: else the save fails.
+    optimizer: whose `step()` alone changes them: their copy may then go beside the next forward and backward. None:
+        they are copied before `cp.step()` returns.
+    restored: called without arguments when all tensors of the state have been filled, to derive what follows from them.
+    ranks: that hold these tensors together, in order to give the stages of a pipeline names of their own; None: all.
+
+    StateError from `step()`, `save()` and `restore()` names the tensor that cannot be saved, and why.
+    """
+
+    def __init__(
+        self,
+        pieces: Mapping[str, Shard | Sequence[Shard]] | Callable[[], Mapping[str, Shard | Sequence[Shard]]],
+        *,
+        optimizer: torch.optim.Optimizer | None = None,
+        restored: Callable[[], object] | None = None,
+        ranks: Sequence[int] | None = None,
+    ) -> None:
+        self._pieces = pieces
+        self.optimizer, self.restored = optimizer, restored
+        self.ranks = None if ranks is None else tuple(sorted(ranks))
+
+    def pieces(self) -> Mapping[str, Shard | Sequence[Shard]]:
+        """As they are now."""
+        return self._pieces() if callable(self._pieces) else self._pieces
+
+
+class ShardsNode:
+    """Reads a `Shards`, and puts it back."""
+
+    kind = "module"
+
+    def __init__(self, path: Path, target: Shards) -> None:
+        self.path, self.target = path, target
+        self.unguarded = False  # the optimizer's steps run no hooks
+        self._names, self._shards = list[str](), list[Shard]()
+        self._forms: list[object] = []
+        self._memories = Memories()
+        self._contents: Contents | None = None
+        self._here: dict[str, StateEntry] = {}  # of which this rank has said something
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        return self.target.optimizer
+
+    def read(self, names: Names) -> Contents:
+        said = self._said()
+        listed = [name for name, shards in said.items() for _ in shards or (None,)]
+        shards = [one for each in said.values() for one in each]
+        same = listed == self._names and len(shards) == len(self._shards) and all(map(is_, shards, self._shards))
+        if self._contents is None or not same or self._memories.changed():
+            for name, each in said.items():
+                _check_memory(each, (*self.path, name))
+            forms = [_form(one) for one in shards]
+            if self._contents is None or listed != self._names or forms != self._forms:
+                self._contents = None  # should it fail half-way
+                self._contents = self._divide(said)
+            self._names, self._forms, self._shards = listed, forms, shards
+            self._memories = Memories([one.tensor for one in shards])
+        return self._contents
+
+    def _divide(self, said: Mapping[str, Sequence[Shard]]) -> Contents:
+        nothing = [name for name, shards in said.items() if not shards]
+        self._here = {name: self._entry(name, shards) for name, shards in said.items() if shards}
+        listed = [StateEntry(self._name(name), _NOTHING, alike=Division((0,), ())) for name in nothing]
+        return Contents([*self._here.values(), *listed])
+
+    def _name(self, name: str) -> str:
+        return show((*self.path, name))
+
+    def _said(self) -> dict[str, Sequence[Shard]]:
+        found: dict[str, Sequence[Shard]] = {}
+        said = self.target.pieces()
+        if not isinstance(said, Mapping):
+            raise StateError(f"{show(self.path)}: the pieces of a Shards are a dict by name, not {type(said)}")
+        for name, each in said.items():
+            own = [each] if isinstance(each, Shard) else each
+            if type(name) is not str or not isinstance(own, Sequence) or not all(isinstance(s, Shard) for s in own):
+                raise StateError(f"{show(self.path)}: {name!r} must be a str, with a ckpt.Shard or a list of them")
+            found[name] = own
+        return found
+
+    def _entry(self, name: str, shards: Sequence[Shard]) -> StateEntry:
+        path, first = (*self.path, name), shards[0]
+        for one in shards:
+            if one.tensor.dtype != first.tensor.dtype or tuple(one.shape) != tuple(first.shape):
+                raise StateError(
+                    f"{show(path)}: this rank says that it is {list(first.shape)} of {first.tensor.dtype}, and "
+                    f"{list(one.shape)} of {one.tensor.dtype}: all pieces name the shape and dtype of one tensor"
+                )
+        boxes = [(view, at, one.replicas) for one in shards for view, at in _boxes(one, path)]
+        shape = tuple(first.shape)
+        filled = [(at, tuple(view.shape)) for view, at, _ in boxes if view.numel()]
+        if len(filled) > 1 and times_covered(shape, filled)[1] > 1:
+            raise StateError(f"{show(path)}: two pieces of this rank claim the same elements: list each of them once")
+        division = Division(shape, tuple(boxes), self.target.ranks)
+        return StateEntry(show(path), first.tensor.detach(), self.optimizer is not None, division)
+
+    def prepare(self, saved: SavedNode, placement: Placement) -> None:
+        self.read(Names())
+        start = len(self._name(""))
+        nothing = self._names_without_pieces()
+        names = [name for name in saved.names if name[start:] not in nothing or placement.alone]
+        here = {entry.name: entry for entry in self._here.values()}
+        for name in placement.compare(self.path, names, here):
+            placement.fill(name, here[name])
+        if self.target.restored is not None:
+            placement.finish(self.path, self.target.restored)
+
+    def _names_without_pieces(self) -> set[str]:
+        return set(self._names) - self._here.keys()
+
+    def prepare_as_saved(self, saved: SavedNode, placement: Placement) -> bool:
+        return False  # one name may have several pieces
+
+
+_NOTHING = torch.empty(0)
+
+
+def _form(one: Shard) -> object:
+    """Equal for the same claim on the same memory."""
+    tensor = one.tensor
+    memory = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+    return memory, one.shape, one.offsets, one.within, one.start, one.replicas
+
+
+def _check_memory(shards: Sequence[Shard], path: Path) -> None:
+    for one in shards:
+        if is_dtensor(one.tensor):
+            raise StateError(f"{show(path)}: a DTensor says itself where it lies: put it into the state as it is")
+        check(one.tensor, path)
+
+
+def _boxes(one: Shard, path: Path) -> Iterator[tuple[Tensor, Dims]]:
+    """It as rectangles: views of its memory, and where they lie in the whole. StateError if it cannot be."""
+    whole, memory = tuple(one.shape), one.tensor
+    view = memory.detach()
+    offsets = (0,) * len(whole) if one.offsets is None else tuple(one.offsets)
+    if one.start is None:
+        _check_inside(offsets, tuple(memory.shape), whole, path)
+        yield view, offsets
+        return
+    within = whole if one.within is None else tuple(one.within)
+    _check_inside(offsets, within, whole, path)
+    stop = one.start + memory.numel()
+    if memory.dim() != 1 or not memory.is_contiguous():
+        raise StateError(
+            f"{show(path)}: a run of elements (start=) must be memory of one dimension without gaps; this has shape "
+            f"{list(memory.shape)} and strides {list(memory.stride())}: pass a slice of the flat buffer, not a copy"
+        )
+    if not 0 <= one.start <= stop <= math.prod(within):
+        raise StateError(
+            f"{show(path)}: elements {one.start} to {stop} are out of range: there are {math.prod(within)}. Leave "
+            f"padding out, by narrow()"
+        )
+    place = 0
+    for at, sizes in boxes_of_run(within, one.start, stop):
+        count = math.prod(sizes)
+        yield view[place : place + count].view(sizes), tuple(i + j for i, j in zip(offsets, at, strict=True))
+        place += count
+    if not place and whole:
+        yield view.new_empty((0,) * len(whole)), (0,) * len(whole)  # names the tensor, its shape and dtype
+
+
+def _check_inside(offsets: Dims, sizes: Dims, whole: Dims, path: Path) -> None:
+    fits = len(offsets) == len(sizes) == len(whole) and min((*offsets, *sizes), default=0) >= 0
+    if not fits or any(at + size > n for at, size, n in zip(offsets, sizes, whole, strict=True)):
+        raise StateError(
+            f"{show(path)}: a box of {list(sizes)} at {list(offsets)} is out of range: the tensor is of shape "
+            f"{list(whole)}. Give the indices at which it begins in the whole, and start= if it is a run of elements"
+        )

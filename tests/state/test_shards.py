@@ -1,0 +1,185 @@
+"""`ckpt.Shards`: tensors that ranks divide in ways of their own, saved, restored by others, and refused if wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ckpt
+from ckpt.checkpoint import read
+from ckpt.errors import MismatchError, StateError
+from ckpt.format.partition import Seat
+from ckpt.state.capture import Capture
+from parallel import free_port, launch
+from shards_toy import MAIN, SHAPES, wholes
+
+FULL = torch.arange(20.0)
+
+
+def said(pieces: Any, **settings: Any) -> str:
+    """What is said of pieces that one rank of two names."""
+    with pytest.raises(StateError) as error:
+        Capture({"s": ckpt.Shards(pieces, **settings)}, Seat(0, 2)).read()
+    return str(error.value)
+
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "overlap": (
+        [ckpt.Shard(FULL[:12], (4, 5), start=0), ckpt.Shard(FULL[8:], (4, 5), start=8)],
+        "s.w: two pieces of this rank claim the same elements",
+    ),
+    "the same box twice": ([ckpt.Shard(FULL, (20,)), ckpt.Shard(FULL.clone(), (20,))], "claim the same elements"),
+    "run out of range": (ckpt.Shard(FULL, (4, 5), start=1), "elements 1 to 21 are out of range: there are 20"),
+    "negative start": (ckpt.Shard(FULL, (4, 5), start=-1), "elements -1 to 19 are out of range"),
+    "box out of range": (ckpt.Shard(FULL.view(4, 5), (4, 6), (0, 2)), "a box of [4, 5] at [0, 2] is out of range"),
+    "other dimensions": (ckpt.Shard(FULL, (4, 5)), "a box of [20] at [0, 0] is out of range: the tensor is of shape"),
+    "gaps": (ckpt.Shard(FULL[::2], (4, 5), start=0), "without gaps; this has shape [10] and strides [2]"),
+    "run of rows": (ckpt.Shard(FULL.view(4, 5), (4, 5), start=0), "must be memory of one dimension"),
+    "shapes": (
+        [ckpt.Shard(FULL[:10], (4, 5), start=0), ckpt.Shard(FULL[10:], (20,), start=10)],
+        "all pieces name the shape and dtype of one tensor",
+    ),
+    "dtypes": (
+        [ckpt.Shard(FULL[:10], (4, 5), start=0), ckpt.Shard(FULL[10:].double(), (4, 5), start=10)],
+        "all pieces name the shape and dtype of one tensor",
+    ),
+    "replicas without this rank": (ckpt.Shard(FULL, (20,), replicas=(1,)), "replicas=[1] must be ranks of [0, 1]"),
+    "replicas beyond the ranks": (ckpt.Shard(FULL, (20,), replicas=(0, 2)), "replicas=[0, 2] must be ranks of"),
+    "no shard": (FULL, "must be a str, with a ckpt.Shard or a list of them"),
+    "sparse": (ckpt.Shard(FULL.to_sparse(), (20,)), "s.w: this tensor is torch.sparse_coo"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_one_rank_can_see_is_refused_at_once(name: str) -> None:
+    """StateError names the tensor, what is wrong with it, and what to do."""
+    pieces, words = WRONG[name]
+    assert words in said({"w": pieces})
+
+
+def test_other_mistakes_are_refused() -> None:
+    assert "a dict by name, not <class 'list'>" in said([ckpt.Shard(FULL, (20,))])
+    assert "is held by ranks [1], it says, and this is rank 0" in said({"w": ckpt.Shard(FULL, (20,))}, ranks=(1,))
+    assert "must be a str" in said({1: ckpt.Shard(FULL, (20,))})
+
+
+def test_memory_that_moves_is_followed_and_memory_that_stays_is_not_looked_at_again() -> None:
+    """New views of the same memory make no new layout; other memory, or another place, does."""
+    flat, start = torch.arange(20.0), [0]
+    pieces = ckpt.Shards(lambda: {"w": ckpt.Shard(flat[start[0] : 10], (20,), start=start[0])})
+    capture = Capture({"s": pieces}, Seat(0, 2))
+    first = capture.read()
+    assert capture.read().layout is first.layout
+    flat = torch.arange(20.0) + 1
+    moved = capture.read()
+    assert moved.tensors[0].tolist() == [*range(1, 11)]
+    start[0] = 3
+    assert capture.read().layout.tensors[0].offsets == (3,)
+
+
+def test_a_copy_waits_for_the_optimizer_that_is_named() -> None:
+    """Guarded by it alone: a step of an optimizer that is not trusted makes the copy come early."""
+    param = nn.Parameter(torch.zeros(20))
+    optim = torch.optim.SGD([param], 0.1)
+    for optimizer, guarded in ((optim, [True]), (None, [False])):
+        capture = Capture({"s": ckpt.Shards({"w": ckpt.Shard(param, (20,))}, optimizer=optimizer)})
+        assert capture.read().guarded == guarded
+        assert capture.optimizers == ([optim] if optimizer else [])
+        capture.unguard(optim)
+        assert capture.read().guarded == [False]
+    both = Capture({"s": ckpt.Shards({"w": ckpt.Shard(param, (20,))}, optimizer=optim), "optim": optim})
+    assert both.optimizers == [optim]
+    both.read()
+
+
+def test_shards_and_a_module_of_the_same_names_restore_each_other(run_dir: str) -> None:
+    """Whoever saved it: the name and the shape decide."""
+    net, flat = nn.Linear(3, 4), torch.arange(16.0)
+    pieces = {"weight": ckpt.Shard(flat[:12], (4, 3), start=0), "bias": ckpt.Shard(flat[12:], (4,), start=0)}
+    with ckpt.Checkpointer({"net": ckpt.Shards(pieces)}, run_dir) as cp:
+        cp.save(1).committed()
+    with ckpt.Checkpointer({"net": net}, run_dir) as cp:
+        assert cp.restore() == 1
+        assert torch.equal(net.weight, flat[:12].view(4, 3)) and torch.equal(net.bias, flat[12:])
+        with torch.no_grad():
+            net.weight += 1
+        cp.save(2).committed()
+    with ckpt.Checkpointer({"net": ckpt.Shards(pieces)}, run_dir) as cp:
+        assert cp.restore() == 2
+    assert torch.equal(flat[:12].view(4, 3), net.weight)
+
+
+def test_another_shape_is_a_mismatch_and_changes_nothing(run_dir: str) -> None:
+    with ckpt.Checkpointer({"s": ckpt.Shards({"w": ckpt.Shard(FULL.clone(), (4, 5), start=0)})}, run_dir) as cp:
+        cp.save(1).committed()
+    other = torch.zeros(20)
+    with ckpt.Checkpointer({"s": ckpt.Shards({"w": ckpt.Shard(other, (5, 4), start=0)})}, run_dir) as cp:
+        with pytest.raises(MismatchError, match=r"s.w has shape \[4, 5\] in the checkpoint and \[5, 4\] here"):
+            cp.restore()
+    assert not other.any()
+
+
+def stored(run: Path) -> int:
+    """Bytes of tensors in the newest checkpoint."""
+
+    async def load() -> read.Manifest:
+        log = await read.open_run(str(run))
+        try:
+            return await read.manifest_of(log, None)
+        finally:
+            await log.store.aclose()
+
+    return sum(pack.size - pack.header_size for part in read.run(load()).parts for pack in part.packs)
+
+
+def lines(done: list[Any]) -> list[list[dict[str, Any]]]:
+    for process in done:
+        assert process.returncode == 0, process.stderr[-4000:]
+    return [[json.loads(line) for line in p.stdout.splitlines() if line.startswith("{")] for p in done]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """Runs by the number of ranks that saved them."""
+    return {}
+
+
+@pytest.mark.parametrize(("world", "to"), [(2, 2), (2, 1), (2, 3), (3, 2), (4, 3), (1, 4)])
+def test_every_way_of_dividing_comes_back_on_any_number_of_ranks(
+    world: int, to: int, saved: dict[int, Path], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Bit for bit: runs, boxes with gaps in memory, several pieces of a name, replicas, runs of a box; also where a
+    rank has nothing of some. Each element is saved once, and whole tensors can be loaded."""
+    if world not in saved:
+        saved[world] = tmp_path_factory.mktemp("shards") / "run"
+        lines(launch(world, MAIN, "save", saved[world], port=free_port()))
+        assert stored(saved[world]) == 4 * sum(torch.Size(shape).numel() for shape in SHAPES.values())
+    for one in lines(launch(to, MAIN, "load", saved[world], port=free_port())):
+        assert one == [{"step": 3, "wrong": [], "restored": [True]}]
+    loaded = ckpt.load(str(saved[world]), step=3)
+    assert all(torch.equal(loaded[f"s.{name}"], whole) for name, whole in wholes(3).items())
+
+
+REFUSED = {
+    "twice": ("the ranks do not agree about s.w: some of it was saved 2 times", "must cover it and not overlap"),
+    "hole": ("the ranks do not agree about s.w: some of it was saved by nobody", "must cover it and not overlap"),
+    "replicas of one": ("some of it was saved 2 times", "list each other as `replicas`"),
+    "dtype": ("s.w is of shape [4, 5] and dtype F64 for one rank, and of [4, 5] and F32 for rank 0",),
+    "dtype of nothing": ("s.w is of shape [4, 5] and dtype F64 for rank 1, and of [4, 5] and F32 for others",),
+    "shape": ("s.w is of shape [20] and dtype F32 for one rank, and of [4, 5] and F32 for rank 0",),
+    "not named": ("s.v is not in the state of rank 0", "with an empty list if it has nothing of it"),
+}
+
+
+def test_what_ranks_do_not_agree_about_is_never_a_checkpoint(tmp_path: Path) -> None:
+    """Every rank's save fails, and says of which tensor and why; what they agree about is saved."""
+    found = lines(launch(2, MAIN, "refuse", tmp_path / "run", "agreed", *REFUSED, port=free_port()))
+    for rank in found:
+        assert rank[0] == {"case": "agreed", "said": ""}
+        for one in rank[1:]:
+            assert one["said"].startswith("SaveError") and all(words in one["said"] for words in REFUSED[one["case"]])

@@ -46,7 +46,7 @@ bench-offline: $(READY)
 	$(BIN)/python benchmarks/offline.py $(ARGS)
 
 bench-codecs: $(READY)
-	-$(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt zipnn
+	-$(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt zipnn blosc2
 	$(BIN)/python benchmarks/codecs.py $(ARGS)
 
 bench-scale: $(READY)

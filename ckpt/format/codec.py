@@ -10,45 +10,35 @@
     bf16         nothing is stored: it is the rounding of fp32 words that are kept anyway
 
 Why planes: the exponents of a tensor are much alike, the low bits of its mantissas are noise. A plane is compressed by
-itself, or left alone where samples say that nothing is to be gained. On one busy core, fp32 weights were encoded at 1.4
-GB/s and decoded at 2.8, bf16 at 1.1 and 2.5; where blosc2 is installed (ckpt/format/byteplanes.py) at 1.7 and 4.0, 1.2
-and 3.0. All of it lets go of the interpreter's lock but for joining the stored planes, and any number of threads may
-call it; each keeps some 12 MiB.
+itself, or left alone where samples say that nothing is to be gained (ckpt/format/frames.py). How fast that is:
+benchmarks/results/codecs.json. All of it lets go of the interpreter's lock but for joining the stored planes, and any
+number of threads may call it; each keeps room for the planes of one blob.
 
 Stored form of all but `raw` and `bf16`: one byte, the size of a word (1, 2, 4 or 8); for every plane its stored length,
 32 bits little-endian; then the planes. One that is stored in as many bytes as it has is raw, any other is exactly one
-zstd frame that says its content size. Which parameters made the frame does not matter for reading it.
+zstd frame.
 """
 
 from __future__ import annotations
 
-import functools
 import struct
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-import zstandard
 
 from ckpt.errors import CorruptError, FormatError, UsageError
-from ckpt.format import kernels
-from ckpt.format.byteplanes import (
-    PIECE,
-    UNSIGNED,
-    Array,
-    at_a_time,
-    backward,
-    forward,
-    merge,
-    rounded,
-    rounds_as_numpy,
-    split,
-)
+from ckpt.format import byteplanes, frames
+from ckpt.format.byteplanes import DELTA, FLOAT_DELTA, PLANES, ROTATED, UNSIGNED, Array
 from ckpt.store import Buffer
 
-RAW, PLANES, ROTATED, DELTA, FLOAT_DELTA, BF16 = range(6)
+RAW, BF16 = 0, 5
+
+__all__ = [
+    "BF16", "CODECS", "DELTA", "FLOAT_DELTA", "PLANES", "RAW", "ROTATED", "Codec", "decode", "delta_codec", "derives",
+    "encode", "estimate", "whole_codec", "word_of",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,14 +73,8 @@ _OTHERS = {
 }  # fmt: skip
 _WORDS = _FLOATS | _OTHERS
 
-_BLOB = 4 << 20  # bytes; for blobs up to here a thread keeps its work space
-_NOISE = 7.85  # bits a byte; a plane above it is left alone
-_REPEATS = 0.9  # zstd that looks for repeats is half as fast: it must make a plane so much smaller
-_PLACES = 8  # where samples are taken, spread evenly
-_SAMPLE = 1 << 10  # bytes of a plane, each
-_ESTIMATE = 8 << 10  # bytes of a blob, each
-_MAX_WINDOW = 1 << 23  # bytes; what any zstd reader takes without being asked
-_MAGIC = b"\x28\xb5\x2f\xfd"  # of a zstd frame
+_KEPT = (4 << 20) + (64 << 10)  # bytes; for blobs of up to 4 MiB a thread keeps the room for their planes
+_ESTIMATE = 8 << 10  # bytes of a blob in each place of a sample
 
 
 def word_of(dtype: str) -> int:
@@ -123,13 +107,10 @@ def encode(codec: int, plain: Buffer, word: int, base: Buffer | None = None) -> 
         return bytes(plain) if codec == RAW else b""
     if word not in UNSIGNED or length % word:
         raise UsageError(f"{length} bytes are not words of {word}")
-    words, base_words = _words(plain, word), _words_or_none(base, word)
+    words = _words(plain, word)
     planes = _local.planes(word, len(words))
-    if (library := _library()) is not None:
-        library.cut(codec, words, base_words, planes)
-    for part in _parts(0 if library else len(words), at_a_time(word, len(words))):
-        split(_changed(codec, words[part], None if base_words is None else base_words[part]), planes[:, part])
-    stored = [_compress(plane) for plane in planes]
+    byteplanes.cut(codec, words, None if base is None else _words(base, word), planes)
+    stored = [frames.compress(plane) for plane in planes]
     return b"".join([struct.pack(f"<B{word}I", word, *map(len, stored)), *stored])
 
 
@@ -152,10 +133,12 @@ def decode(codec: int, stored: Buffer, length: int, base: Buffer | None, into: m
     elif codec == BF16:
         if len(view) or length % 2 or base is None:
             raise CorruptError("a blob of derived bf16 words has bytes of its own, or half a word")
-        _round(base, out)
+        byteplanes.round_to_bf16(_words(base, 4), out.view(UNSIGNED[2]))
     else:
-        word, cut = _cut(view, length)
-        _rebuild(codec, word, cut, base, out)
+        word, stored_planes = _taken_apart(view, length)
+        rows = _local.planes(word, length // word)
+        planes = [frames.decompress(one, row) for one, row in zip(stored_planes, rows, strict=True)]
+        byteplanes.join(codec, planes, None if base is None else _words(base, word), out.view(UNSIGNED[word]))
 
 
 def derives(master: Buffer, plain: Buffer) -> bool:
@@ -166,17 +149,7 @@ def derives(master: Buffer, plain: Buffer) -> bool:
     length = memoryview(plain).nbytes
     if length % 2 or memoryview(master).nbytes != 2 * length:
         return False
-    if (library := _library()) is not None:
-        return library.is_rounded(*(np.frombuffer(memoryview(one).cast("B"), np.uint8) for one in (master, plain)))
-    return all(bool((found == part).all()) for found, part in rounded(_words(master, 4), _words(plain, 2)))
-
-
-def _round(master: Buffer, out: Array) -> None:
-    if (library := _library()) is not None:
-        library.round(np.frombuffer(memoryview(master).cast("B"), np.uint8), out)
-        return
-    for found, part in rounded(_words(master, 4), out.view(UNSIGNED[2])):
-        np.copyto(part, found)
+    return byteplanes.is_rounded_to_bf16(_words(master, 4), _words(plain, 2))
 
 
 def estimate(codec: int, plain: Buffer, word: int, base: Buffer | None = None) -> float:
@@ -184,20 +157,15 @@ def estimate(codec: int, plain: Buffer, word: int, base: Buffer | None = None) -
     length = memoryview(plain).nbytes
     if codec == BF16 or not length:
         return 0.0 if codec == BF16 else 1.0
-    if word not in UNSIGNED or length % word or length <= _ESTIMATE * _PLACES:
+    if word not in UNSIGNED or length % word or length <= _ESTIMATE * frames.PLACES:
         return len(encode(codec, plain, word, base)) / length
-    starts = [start // word * word for start in _starts(length, _ESTIMATE)]
+    starts = [start // word * word for start in frames.starts(length, _ESTIMATE)]
 
     def sample(data: Buffer) -> bytes:
         view = memoryview(data).cast("B")
         return b"".join([view[start : start + _ESTIMATE] for start in starts])
 
-    return len(encode(codec, sample(plain), word, None if base is None else sample(base))) / (_ESTIMATE * _PLACES)
-
-
-def _starts(length: int, size: int) -> list[int]:
-    """Where samples of a size begin in something of a length, in the middle of equal parts."""
-    return [(2 * k + 1) * length // (2 * _PLACES) - size // 2 for k in range(_PLACES)]
+    return len(encode(codec, sample(plain), word, None if base is None else sample(base))) / (_ESTIMATE * frames.PLACES)
 
 
 def _check_base(codec: int, length: int, base: int | None, error: type[Exception]) -> None:
@@ -213,143 +181,12 @@ def _check_base(codec: int, length: int, base: int | None, error: type[Exception
 
 
 def _words(data: Buffer, word: int) -> Array:
-    """Buffers as words, without a copy where they lie as numpy likes it."""
+    """Buffers as words, wherever they lie."""
     found: Array = np.frombuffer(memoryview(data).cast("B"), np.uint8).view(UNSIGNED[word])
-    return found if found.flags.aligned else found.copy()
-
-
-def _words_or_none(data: Buffer | None, word: int) -> Array | None:
-    return None if data is None else _words(data, word)
-
-
-# -- work space --
-
-
-class _Local(threading.local):
-    """What each thread has for itself: zstandard's contexts cannot be shared, and fresh memory costs page faults."""
-
-    def __init__(self) -> None:
-        entropy = zstandard.ZstdCompressionParameters(  # Huffman, and hardly any search: exponents have no repeats
-            strategy=zstandard.STRATEGY_FAST, window_log=17, hash_log=6, chain_log=6, search_log=1, min_match=7,
-            target_length=0, write_content_size=True, write_checksum=False, write_dict_id=False,
-        )  # fmt: skip
-        self.entropy = zstandard.ZstdCompressor(compression_params=entropy)
-        self.repeats = zstandard.ZstdCompressor(level=1, write_content_size=True, write_checksum=False)
-        self.reader = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW)
-        self._spaces: dict[str, Array] = {}
-
-    def planes(self, word: int, count: int) -> Array:
-        """Room for the planes of a blob, until the next call."""
-        return self._space("planes", word * count).reshape(word, count)
-
-    def words(self, word: int, count: int) -> Array:
-        """Room for words of a blob, until the next call."""
-        found: Array = self._space("words", word * count).view(UNSIGNED[word])
-        return found
-
-    def _space(self, name: str, size: int) -> Array:
-        if size > _BLOB:
-            return np.empty(size, np.uint8)
-        if name not in self._spaces or size > len(self._spaces[name]):
-            self._spaces[name] = np.empty(min(_BLOB, 2 * size), np.uint8)
-        return self._spaces[name][:size]
-
-
-_local = _Local()
-
-
-# -- words --
-
-
-@functools.cache
-def _library() -> kernels.Kernels | None:
-    """The compiled kernels, if they change, cut and round words as numpy does."""
-    found = kernels.find()
-    return found if found is not None and _does_as_numpy(found) else None
-
-
-def _does_as_numpy(library: kernels.Kernels) -> bool:
-    noise = np.random.default_rng(0).integers(0, 256, (2, 8 * 2345), np.uint8)
-    for word in UNSIGNED:
-        words, base = (one[: 2345 * word].view(UNSIGNED[word]) for one in noise)
-        for way in (PLANES, ROTATED, DELTA, FLOAT_DELTA):
-            old = base if CODECS[way].base == "same" else None
-            planes, again = np.zeros((word, len(words)), np.uint8), np.zeros_like(words)
-            library.cut(way, words, old, planes)
-            library.join(way, list(planes), old, again)
-            changed = _changed(way, words, old).view(np.uint8).reshape(-1, word)
-            if (planes != changed.T).any() or (again != words).any():
-                return False
-    return rounds_as_numpy(library)
-
-
-def _parts(count: int, step: int) -> Iterator[slice]:
-    return (slice(at, min(at + step, count)) for at in range(0, count, step))
-
-
-def _changed(codec: int, words: Array, base: Array | None) -> Array:
-    """Words as they are cut into planes; in work space, unless they stay as they are."""
-    if codec == PLANES:
-        return words
-    found = _local.words(words.itemsize, len(words))
-    for part in _parts(len(words), PIECE // words.itemsize):
-        forward(words[part], None if base is None else base[part], found[part], floats=codec == FLOAT_DELTA)
     return found
 
 
-def _restore(codec: int, words: Array, base: Array | None) -> None:
-    """The opposite of `_changed`, in place."""
-    for part in _parts(len(words), PIECE // words.itemsize):
-        backward(words[part], None if base is None else base[part], floats=codec == FLOAT_DELTA)
-
-
-# -- planes --
-
-
-def _compress(plane: Array) -> Buffer:
-    """A plane as it is stored."""
-    sample = _sampled(plane)
-    bits = _entropy(sample)
-    if bits > _NOISE:
-        return plane.data
-    way = _local.entropy
-    found = way.compress(sample.data)
-    other = _local.repeats.compress(sample.data)
-    if len(other) < _REPEATS * len(found):
-        way, found = _local.repeats, other
-    if sample is not plane:
-        found = way.compress(plane.data)
-    return found if len(found) < len(plane) else plane.data
-
-
-def _sampled(plane: Array) -> Array:
-    if len(plane) <= _SAMPLE * _PLACES:
-        return plane
-    return np.concatenate([plane[start : start + _SAMPLE] for start in _starts(len(plane), _SAMPLE)])
-
-
-def _entropy(sample: Array) -> float:
-    """Bits a byte, if every byte is coded by itself."""
-    counts = np.bincount(sample, minlength=256)
-    shares = counts[counts > 0] / max(len(sample), 1)
-    return float(-(shares * np.log2(shares)).sum())
-
-
-def _rebuild(codec: int, word: int, cut: list[memoryview], base: Buffer | None, out: Array) -> None:
-    """Fill `out` from stored planes."""
-    count = len(out) // word
-    room = _local.planes(word, count)
-    planes = [_decompress(stored, plane) for stored, plane in zip(cut, room, strict=True)]
-    words, base_words = out.view(UNSIGNED[word]), _words_or_none(base, word)
-    if (library := _library()) is not None:
-        library.join(codec, planes, base_words, words)
-    for whole in _parts(0 if library else count, at_a_time(word, count)):
-        merge([plane[whole] for plane in planes], room[:, whole], words[whole])
-        if codec != PLANES:
-            _restore(codec, words[whole], None if base_words is None else base_words[whole])
-
-
-def _cut(stored: memoryview, length: int) -> tuple[int, list[memoryview]]:
+def _taken_apart(stored: memoryview, length: int) -> tuple[int, list[memoryview]]:
     """The word size, and each plane as it is stored. CorruptError unless all adds up."""
     word = stored[0] if len(stored) else 0
     if word not in UNSIGNED or length % word or len(stored) < 1 + 4 * word:
@@ -364,36 +201,21 @@ def _cut(stored: memoryview, length: int) -> tuple[int, list[memoryview]]:
     return word, views
 
 
-def _decompress(stored: memoryview, room: Array) -> Array:
-    """A plane: as it is stored, or in `room`. CorruptError unless that is one zstd frame of exactly as many bytes."""
-    if len(stored) == len(room):
-        return np.frombuffer(stored, np.uint8)
-    _check_frame(stored, len(room))
-    try:
-        # Given a whole frame and room for all of it, zstd decompresses straight into that.
-        found = _local.reader.stream_reader(stored).readinto(room)
-    except zstandard.ZstdError as error:
-        raise CorruptError(f"a plane does not decompress: {error}") from None
-    if found != len(room):
-        raise CorruptError(f"a plane decompresses to {found} bytes instead of {len(room)}")
-    return room
+class _Room(threading.local):
+    """What each thread has for itself: fresh memory costs page faults."""
+
+    def __init__(self) -> None:
+        self._kept = np.empty(0, np.uint8)
+
+    def planes(self, word: int, count: int) -> Array:
+        """Room for the planes of a blob, until the next call. Were they pages apart, all of them would contend for the
+        same few lines of a cache: that costs half of the speed."""
+        apart = -(-count // 4096) * 4096 + 192
+        size = word * apart
+        if self._kept.nbytes < size <= _KEPT:
+            self._kept = np.empty(min(_KEPT, 2 * size), np.uint8)
+        room = self._kept[:size] if size <= _KEPT else np.empty(size, np.uint8)
+        return room.reshape(word, apart)[:, :count]
 
 
-def _check_frame(stored: memoryview, size: int) -> None:
-    """CorruptError unless it is one zstd frame of `size` bytes and nothing else, going by its headers alone."""
-    try:
-        header = zstandard.get_frame_parameters(stored)
-        at = zstandard.frame_header_size(stored)
-    except zstandard.ZstdError as error:
-        raise CorruptError(f"a plane is no zstd frame: {error}") from None
-    if bytes(stored[:4]) != _MAGIC or header.content_size != size or header.dict_id:
-        raise CorruptError(f"a plane is a zstd frame of something else than {size} bytes")
-    if header.window_size > max(_MAX_WINDOW, size):
-        raise CorruptError(f"a plane asks for a window of {header.window_size} bytes")
-    last = False
-    while not last and at + 3 <= len(stored):
-        block = int.from_bytes(stored[at : at + 3], "little")
-        last, kind = bool(block & 1), block >> 1 & 3
-        at += 3 + (1 if kind == 1 else block >> 3)  # kind 1: one byte, repeated
-    if not last or at + (4 if header.has_checksum else 0) != len(stored):
-        raise CorruptError("a plane is more or less than one zstd frame")
+_local = _Room()

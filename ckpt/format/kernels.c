@@ -244,19 +244,132 @@ EXPORT void everystep_copy_digest(u8 *into, const u8 *data, size_t length, u8 *d
 enum { PLANES = 1, ROTATED, DELTA, FLOAT_DELTA }; /* as in ckpt/format/codec.py */
 enum { ROOM = 8192 };                             /* bytes of words that are on their way */
 
+/* What is done to the bytes of `n` registers here is taking one half of them and the other in turns. That turns the bits
+ * of a byte's number round by one. So as many times as `n` has bits it makes words of planes, four times planes of words.
+ */
+#define RIFFLES(NAME, TARGET, V, BYTES, LOW, HIGH, LOAD, STORE, LOAD_WORDS, STORE_WORDS)                      \
+    TARGET INLINE void riffle_##NAME(V v[8], int n, int times) {                                              \
+        _Pragma("GCC unroll 4") for (int t = 0; t < times; t++) {                                             \
+            V next[8];                                                                                        \
+            _Pragma("GCC unroll 4") for (int k = 0; k < n / 2; k++) {                                         \
+                next[2 * k] = LOW(v[k], v[k + n / 2]);                                                        \
+                next[2 * k + 1] = HIGH(v[k], v[k + n / 2]);                                                   \
+            }                                                                                                 \
+            _Pragma("GCC unroll 8") for (int k = 0; k < n; k++) v[k] = next[k];                               \
+        }                                                                                                     \
+    }                                                                                                         \
+    TARGET INLINE size_t split_words_##NAME(const u8 *words, size_t count, int n, u8 *planes, size_t apart) { \
+        size_t i = 0;                                                                                         \
+        for (; i + BYTES <= count; i += BYTES) {                                                              \
+            V v[8];                                                                                           \
+            LOAD_WORDS(v, words + n * i, n)                                                                   \
+            riffle_##NAME(v, n, 4);                                                                           \
+            _Pragma("GCC unroll 8") for (int k = 0; k < n; k++) STORE(planes + apart * k + i, v[k]);          \
+        }                                                                                                     \
+        return i;                                                                                             \
+    }                                                                                                         \
+    TARGET INLINE size_t unite_words_##NAME(const u8 *const *planes, size_t at, size_t count, int n, u8 *words) { \
+        size_t i = 0;                                                                                         \
+        for (; i + BYTES <= count; i += BYTES) {                                                              \
+            V v[8];                                                                                           \
+            _Pragma("GCC unroll 8") for (int k = 0; k < n; k++) v[k] = LOAD(planes[k] + at + i);              \
+            riffle_##NAME(v, n, n == 2 ? 1 : n == 4 ? 2 : 3);                                                 \
+            STORE_WORDS(v, words + n * i, n)                                                                  \
+        }                                                                                                     \
+        return i;                                                                                             \
+    }                                                                                                         \
+    TARGET static size_t split_##NAME(const u8 *words, size_t count, int n, u8 *planes, size_t apart) {       \
+        return n == 2   ? split_words_##NAME(words, count, 2, planes, apart)                                  \
+               : n == 4 ? split_words_##NAME(words, count, 4, planes, apart)                                  \
+                        : split_words_##NAME(words, count, 8, planes, apart);                                 \
+    }                                                                                                         \
+    TARGET static size_t unite_##NAME(const u8 *const *planes, size_t at, size_t count, int n, u8 *words) {   \
+        return n == 2   ? unite_words_##NAME(planes, at, count, 2, words)                                     \
+               : n == 4 ? unite_words_##NAME(planes, at, count, 4, words)                                     \
+                        : unite_words_##NAME(planes, at, count, 8, words);                                    \
+    }
+
+#define LOAD_IN_ORDER(v, from, n) _Pragma("GCC unroll 8") for (int k = 0; k < n; k++) v[k] = LOAD_16((from) + 16 * k);
+#define STORE_IN_ORDER(v, into, n) _Pragma("GCC unroll 8") for (int k = 0; k < n; k++) STORE_16((into) + 16 * k, v[k]);
+
+#if defined(__x86_64__)
+
+#define LOAD_16(at) _mm_loadu_si128((const __m128i *)(at))
+#define STORE_16(at, v) _mm_storeu_si128((__m128i *)(at), v)
+RIFFLES(sse2, , __m128i, 16, _mm_unpacklo_epi8, _mm_unpackhi_epi8, LOAD_16, STORE_16, LOAD_IN_ORDER, STORE_IN_ORDER)
+
+/* Each half of these registers has 16 words of its own. */
+#define LOAD_32(at) _mm256_loadu_si256((const __m256i *)(at))
+#define STORE_32(at, v) _mm256_storeu_si256((__m256i *)(at), v)
+#define LOAD_HALVES(v, from, n)                              \
+    _Pragma("GCC unroll 8") for (int k = 0; k < n; k++) v[k] = \
+        _mm256_inserti128_si256(_mm256_castsi128_si256(LOAD_16((from) + 16 * k)), LOAD_16((from) + 16 * (k + n)), 1);
+#define STORE_HALVES(v, into, n)                                                            \
+    _Pragma("GCC unroll 4") for (int k = 0; k < n; k += 2) {                                \
+        STORE_32((into) + 16 * k, _mm256_permute2x128_si256(v[k], v[k + 1], 0x20));         \
+        STORE_32((into) + 16 * (k + n), _mm256_permute2x128_si256(v[k], v[k + 1], 0x31));   \
+    }
+RIFFLES(avx2, __attribute__((target("avx2"))), __m256i, 32, _mm256_unpacklo_epi8, _mm256_unpackhi_epi8, LOAD_32,
+        STORE_32, LOAD_HALVES, STORE_HALVES)
+
+static size_t (*split_by)(const u8 *, size_t, int, u8 *, size_t) = split_sse2;
+static size_t (*unite_by)(const u8 *const *, size_t, size_t, int, u8 *) = unite_sse2;
+
+__attribute__((constructor)) static void look_at_the_processor_again(void) {
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx2")) {
+        split_by = split_avx2;
+        unite_by = unite_avx2;
+    }
+}
+
+#elif defined(__aarch64__)
+
+#define LOAD_16(at) vld1q_u8(at)
+#define STORE_16(at, v) vst1q_u8(at, v)
+RIFFLES(neon, , uint8x16_t, 16, vzip1q_u8, vzip2q_u8, LOAD_16, STORE_16, LOAD_IN_ORDER, STORE_IN_ORDER)
+#define split_by split_neon
+#define unite_by unite_neon
+
+#else
+
+#define split_by(words, count, n, planes, apart) 0
+#define unite_by(planes, at, count, n, words) 0
+
+#endif
+
+/* Words of `n` bytes into planes that lie `apart` from each other. */
+INLINE void split(const u8 *words, size_t count, int n, u8 *planes, size_t apart) {
+    size_t i = n > 1 ? split_by(words, count, n, planes, apart) : 0;
+    if (n == 1) memcpy(planes, words, i = count);
+    for (; i < count; i++)
+        for (int k = 0; k < n; k++) planes[apart * k + i] = words[n * i + k];
+}
+
+/* The opposite, of planes from their byte `at` on. */
+INLINE void unite(const u8 *const *planes, size_t at, size_t count, int n, u8 *words) {
+    size_t i = n > 1 ? unite_by(planes, at, count, n, words) : 0;
+    if (n == 1) memcpy(words, planes[0] + at, i = count);
+    for (; i < count; i++)
+        for (int k = 0; k < n; k++) words[n * i + k] = planes[k][at + i];
+}
+
 #define ORDERED(T, S, x) ((T)((x) ^ (T)((T)((S)(x) >> (8 * sizeof(T) - 1)) >> 1)))
 
-#define WORDS(T, S, SPLIT, UNITE)                                                                             \
+#define WORDS(T, S)                                                                                           \
     typedef T __attribute__((aligned(1), may_alias)) T##_any;                                                 \
-    CLONED static void cut_##T(const T##_any *words, const T##_any *base, size_t count, int way, u8 *planes) { \
-        enum { LAST = 8 * sizeof(T) - 1 };                                                                    \
-        T x[ROOM / sizeof(T)];                                                                                \
-        for (size_t at = 0; at < count; at += ROOM / sizeof(T)) {                                             \
-            size_t few = count - at < ROOM / sizeof(T) ? count - at : ROOM / sizeof(T);                       \
-            const T##_any *a = words + at, *b = base + at;                                                    \
-            if (way == PLANES)                                                                                \
-                memcpy(x, a, few * sizeof(T));                                                                \
-            else if (way == ROTATED)                                                                          \
+    CLONED static void cut_##T(const T##_any *words, const T##_any *base, size_t count, int way, u8 *planes,      \
+                               size_t apart) {                                                                \
+        enum { N = sizeof(T), LAST = 8 * N - 1 };                                                             \
+        T x[ROOM / N];                                                                                        \
+        if (way == PLANES) {                                                                                  \
+            split((const u8 *)words, count, N, planes, apart);                                                \
+            return;                                                                                           \
+        }                                                                                                     \
+        for (size_t at = 0; at < count; at += ROOM / N) {                                                     \
+            size_t few = count - at < ROOM / N ? count - at : ROOM / N;                                       \
+            const T##_any *a = words + at, *b = way == ROTATED ? NULL : base + at;                            \
+            if (way == ROTATED)                                                                               \
                 for (size_t i = 0; i < few; i++) x[i] = (T)(a[i] << 1) | (T)(a[i] >> LAST);                   \
             else if (way == DELTA)                                                                            \
                 for (size_t i = 0; i < few; i++) {                                                            \
@@ -268,22 +381,23 @@ enum { ROOM = 8192 };                             /* bytes of words that are on 
                     T d = (T)(ORDERED(T, S, a[i]) - ORDERED(T, S, b[i]));                                     \
                     x[i] = (T)(d << 1) ^ (T)((S)d >> LAST);                                                   \
                 }                                                                                             \
-            u8 *restrict p = planes + at;                                                                     \
-            SPLIT                                                                                             \
+            split((const u8 *)x, few, N, planes + at, apart);                                                 \
         }                                                                                                     \
     }                                                                                                         \
     CLONED static void join_##T(const u8 *const *planes, const T##_any *base, size_t count, int way,          \
                                 T##_any *words) {                                                             \
-        enum { LAST = 8 * sizeof(T) - 1 };                                                                    \
-        T x[ROOM / sizeof(T)];                                                                                \
-        for (size_t at = 0; at < count; at += ROOM / sizeof(T)) {                                             \
-            size_t few = count - at < ROOM / sizeof(T) ? count - at : ROOM / sizeof(T);                       \
-            const T##_any *b = base + at;                                                                     \
+        enum { N = sizeof(T), LAST = 8 * N - 1 };                                                             \
+        T x[ROOM / N];                                                                                        \
+        if (way == PLANES) {                                                                                  \
+            unite(planes, 0, count, N, (u8 *)words);                                                          \
+            return;                                                                                           \
+        }                                                                                                     \
+        for (size_t at = 0; at < count; at += ROOM / N) {                                                     \
+            size_t few = count - at < ROOM / N ? count - at : ROOM / N;                                       \
+            const T##_any *b = way == ROTATED ? NULL : base + at;                                             \
             T##_any *restrict a = words + at;                                                                 \
-            UNITE                                                                                             \
-            if (way == PLANES)                                                                                \
-                memcpy(a, x, few * sizeof(T));                                                                \
-            else if (way == ROTATED)                                                                          \
+            unite(planes, at, few, N, (u8 *)x);                                                               \
+            if (way == ROTATED)                                                                               \
                 for (size_t i = 0; i < few; i++) a[i] = (T)(x[i] >> 1) | (T)(x[i] << LAST);                   \
             else if (way == DELTA)                                                                            \
                 for (size_t i = 0; i < few; i++) a[i] = (T)((T)(x[i] >> 1) ^ (T)(0 - (x[i] & 1))) + b[i];     \
@@ -295,23 +409,10 @@ enum { ROOM = 8192 };                             /* bytes of words that are on 
         }                                                                                                     \
     }
 
-#define EACH(DO) \
-    for (size_t i = 0; i < few; i++) { DO }
-#define P(k) p[(k) * count + i]
-#define Q(T, k) ((T)q##k[i] << 8 * (k))
-#define ROW(k) const u8 *restrict q##k = planes[k] + at;
-
-WORDS(u8, int8_t, EACH(P(0) = x[i];), ROW(0) EACH(x[i] = q0[i];))
-WORDS(uint16_t, int16_t, EACH(P(0) = (u8)x[i]; P(1) = (u8)(x[i] >> 8);),
-      ROW(0) ROW(1) EACH(x[i] = (uint16_t)(Q(uint16_t, 0) | Q(uint16_t, 1));))
-WORDS(u32, int32_t, EACH(P(0) = (u8)x[i]; P(1) = (u8)(x[i] >> 8); P(2) = (u8)(x[i] >> 16); P(3) = (u8)(x[i] >> 24);),
-      ROW(0) ROW(1) ROW(2) ROW(3) EACH(x[i] = Q(u32, 0) | Q(u32, 1) | Q(u32, 2) | Q(u32, 3);))
-WORDS(u64, int64_t,
-      EACH(P(0) = (u8)x[i]; P(1) = (u8)(x[i] >> 8); P(2) = (u8)(x[i] >> 16); P(3) = (u8)(x[i] >> 24);)
-          EACH(P(4) = (u8)(x[i] >> 32); P(5) = (u8)(x[i] >> 40); P(6) = (u8)(x[i] >> 48); P(7) = (u8)(x[i] >> 56);),
-      ROW(0) ROW(1) ROW(2) ROW(3) ROW(4) ROW(5) ROW(6) ROW(7)
-          EACH(x[i] = Q(u64, 0) | Q(u64, 1) | Q(u64, 2) | Q(u64, 3);)
-              EACH(x[i] |= Q(u64, 4) | Q(u64, 5) | Q(u64, 6) | Q(u64, 7);))
+WORDS(u8, int8_t)
+WORDS(uint16_t, int16_t)
+WORDS(u32, int32_t)
+WORDS(u64, int64_t)
 
 #define OF_WORD(DO)             \
     switch (word) {             \
@@ -321,9 +422,10 @@ WORDS(u64, int64_t,
         case 8: DO(u64)         \
     }
 
-/* `planes`: rows of `count` bytes. `base`: NULL where the way takes none. */
-EXPORT void everystep_cut(const void *words, const void *base, size_t count, int word, int way, u8 *planes) {
-#define CUT(T) cut_##T(words, base, count, way, planes); break;
+/* `planes`: rows that begin so many bytes apart. `base`: NULL where the way takes none. */
+EXPORT void everystep_cut(const void *words, const void *base, size_t count, int word, int way, u8 *planes,
+                          size_t apart) {
+#define CUT(T) cut_##T(words, base, count, way, planes, apart); break;
     OF_WORD(CUT)
 }
 

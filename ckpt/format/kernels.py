@@ -102,7 +102,7 @@ class Kernels:
         pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
         self._copy_streamed = _declared(loaded.everystep_copy_streamed, pointer, pointer, size)
         self._copy_digest = _declared(loaded.everystep_copy_digest, pointer, pointer, size, pointer, number)
-        self._cut = _declared(loaded.everystep_cut, pointer, pointer, size, number, number, pointer)
+        self._cut = _declared(loaded.everystep_cut, pointer, pointer, size, number, number, pointer, size)
         self._join = _declared(loaded.everystep_join, pointer, pointer, size, number, number, pointer)
         self._round = _declared(loaded.everystep_round, pointer, size, pointer)
         self._is_rounded = _declared(loaded.everystep_is_rounded, pointer, size, pointer, gives=number)
@@ -125,7 +125,7 @@ class Kernels:
     def cut(self, way: int, words: Array, base: Array | None, planes: Array) -> None:
         """Words, changed as the codec `way` does, into their planes, the rows of `planes`."""
         old = None if base is None else base.ctypes.data
-        self._cut(words.ctypes.data, old, len(words), words.itemsize, way, planes.ctypes.data)
+        self._cut(words.ctypes.data, old, len(words), words.itemsize, way, planes.ctypes.data, planes.strides[0])
 
     def join(self, way: int, planes: Sequence[Array], base: Array | None, words: Array) -> None:
         """Fill `words` with those that `cut` made these planes of."""
@@ -163,10 +163,20 @@ def find() -> Kernels | None:
     except (OSError, AttributeError):
         log.info("no compiled kernels at %s: numpy does the same, more slowly. Install with a C compiler at hand", path)
         return None
-    if not does_as_python(found):
-        log.warning("the compiled kernels at %s do not what they should: numpy does it, more slowly", path)
-        return None
-    return found
+    return _checked(found, "copy", does_as_python)
+
+
+def trusted(task: str, does_right: Callable[[Kernels], bool]) -> Kernels | None:
+    """The library, if it is there and does a task as numpy does; that it does not is said. Keep what is found."""
+    found = find()
+    return None if found is None else _checked(found, task, does_right)
+
+
+def _checked(library: Kernels, task: str, does_right: Callable[[Kernels], bool]) -> Kernels | None:
+    if does_right(library):
+        return library
+    log.warning("the compiled kernels at %s do not %s as numpy does: numpy does it, more slowly", library_path(), task)
+    return None
 
 
 def library_path() -> Path:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import importlib.util
 import inspect
 import struct
 import subprocess
@@ -124,17 +122,13 @@ def taken_apart(stored: bytes, length: int) -> list[bytes]:
     return [stored[a:b] for a, b in pairwise(ends)]
 
 
-@pytest.fixture(params=["numpy", "blosc2", "compiled"])
+@pytest.fixture(params=["numpy", "compiled"])
 def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planes are cut and joined by numpy, by blosc2's library, or by compiled kernels."""
+    """Planes are cut and joined by numpy, or by compiled kernels."""
     library = compiled_kernels() if request.param == "compiled" else None
-    monkeypatch.setattr(codec, "_library", lambda: library)
     if request.param == "compiled" and library is None:
         pytest.skip("no C compiler")
-    if request.param == "numpy":
-        monkeypatch.setattr(byteplanes, "find_library", lambda: None)
-    elif byteplanes.find_library() is None:
-        pytest.skip("blosc2 is not installed")
+    monkeypatch.setattr(byteplanes, "_library", lambda: library)
 
 
 # -- the bits --
@@ -212,9 +206,7 @@ def test_blobs_larger_than_usual() -> None:
     assert back(ROTATED, stored, len(plain)) == plain
 
 
-# -- by numpy, and by blosc2 --
-
-needs_blosc2 = pytest.mark.skipif(importlib.util.find_spec("blosc2") is None, reason="blosc2 is not installed")
+# -- by numpy, and by compiled kernels --
 
 
 @QUICK
@@ -229,130 +221,12 @@ def test_compiled_kernels_store_the_same(found: tuple[int, bytes, bytes], way: i
     made = []
     for one in (library, None):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(codec, "_library", lambda one=one: one)
-            patch.setattr(byteplanes, "find_library", lambda: None)
-            made.append(encode(way, plain, word, old))
+            patch.setattr(byteplanes, "_library", lambda one=one: one)
+            made.append(encode(way, memoryview(b"-" + plain)[1:], word, old))
             into = memoryview(bytearray(len(plain) + 1))[1:]
             decode(way, made[0], len(plain), old, into)
             assert into == plain
     assert made[0] == made[1]
-
-
-@pytest.fixture
-def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing compiled is used, so that what stands behind it is tried."""
-    monkeypatch.setattr(codec, "_library", lambda: None)
-
-
-@needs_blosc2
-@QUICK
-@given(blobs(), st.sampled_from(PLAIN))
-@pytest.mark.usefixtures("no_kernels")
-def test_both_ways_store_the_same(found: tuple[int, bytes, bytes], way: int) -> None:
-    """With blosc2 and without it the stored bytes are the same, and each reads them back, at any address."""
-    assert byteplanes.find_library() is not None
-    word, plain, base = found
-    old = with_base(way, base)
-    stored = encode(way, plain, word, old)
-    into = memoryview(bytearray(len(plain) + 1))[1:]
-    decode(way, stored, len(plain), old, into)
-    assert into == plain
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(byteplanes, "find_library", lambda: None)
-        assert encode(way, plain, word, old) == stored
-        assert back(way, stored, len(plain), old) == plain
-
-
-@pytest.mark.usefixtures("no_kernels")
-def test_larger_than_the_library_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blobs of more bytes than a C int can say are cut and joined by numpy, to the same bytes."""
-    plain = np.random.default_rng(0).normal(0, 1, MIB // 4).astype("<f4").tobytes()
-    stored = encode(ROTATED, plain, 4)
-    monkeypatch.setattr(byteplanes, "_MOST", MIB - 1)
-    assert byteplanes.at_a_time(4, MIB // 4) == byteplanes.PIECE // 4
-    assert encode(ROTATED, plain, 4) == stored
-    assert back(ROTATED, stored, MIB) == plain
-
-
-FOUND = """
-import sys
-from ckpt.format import codec; from ckpt.format import byteplanes as shuffle
-
-assert shuffle.find_library() is not None
-plain = bytes(range(256)) * 16
-stored, into = codec.encode(codec.ROTATED, plain, 4), bytearray(len(plain))
-codec.decode(codec.ROTATED, stored, len(plain), None, memoryview(into))
-assert into == plain
-print("blosc2" in sys.modules)
-"""
-
-
-@needs_blosc2
-def test_the_library_is_used_without_its_package() -> None:
-    """An installed blosc2 is found and used; the package itself, which is slow to import, is not imported."""
-    here = Path(inspect.getfile(codec)).parent.parent
-    found = subprocess.run([sys.executable, "-c", FOUND], capture_output=True, text=True, timeout=60, cwd=here)
-    assert found.stdout == "False\n", found.stderr
-
-
-def raising(error: Exception) -> Callable[[str], Any]:
-    def find(name: str) -> Any:
-        raise error
-
-    return find
-
-
-@pytest.mark.parametrize("find", [lambda name: None, raising(ValueError()), raising(ImportError())])
-def test_no_package_no_library(find: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without blosc2, or with something odd of that name, numpy does it all."""
-    monkeypatch.setattr(byteplanes.importlib.util, "find_spec", find)
-    assert byteplanes.find_library.__wrapped__() is None
-
-
-def test_files_that_are_no_such_library_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What cannot be loaded, and what has no such functions, is passed over for the next."""
-    (tmp_path / "garbage.so").write_bytes(b"no library")
-    other = importlib.util.find_spec("zstandard.backend_c")
-    assert other is not None and other.origin is not None
-    files = [tmp_path / "none.so", tmp_path / "garbage.so", Path(other.origin)]
-    real = byteplanes._library_files()
-    monkeypatch.setattr(byteplanes, "_library_files", lambda: files)
-    assert byteplanes.find_library.__wrapped__() is None
-    monkeypatch.setattr(byteplanes, "_library_files", lambda: files + real)
-    assert (byteplanes.find_library.__wrapped__() is None) == (not real)
-
-
-def by_hand(wrong: Callable[[int, int], bool], done: int = 0) -> byteplanes.Library:
-    """A library of Python's: `wrong` says for which bytes of a word, and words, it loses the last byte."""
-
-    def run(word: int, size: int, source: int, into: int, back: bool) -> int:
-        shape = (word, size // word) if back else (size // word, word)
-        found = np.frombuffer((ctypes.c_char * size).from_address(source), np.uint8).reshape(shape).T
-        ctypes.memmove(into, found.tobytes(), size - wrong(word, size // word))
-        return size - done
-
-    return byteplanes.Library(lambda *a: run(*a, back=False), lambda *a: run(*a, back=True))
-
-
-@pytest.mark.usefixtures("no_kernels")
-def test_a_library_that_does_otherwise_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before its first use it is compared with numpy, for all sizes of words and odd numbers of them."""
-    lies = {
-        "none": by_hand(lambda word, count: False),
-        "one size of word": by_hand(lambda word, count: word == 8),
-        "odd numbers": by_hand(lambda word, count: count % 16 == 1),
-        "few": by_hand(lambda word, count: count < 16),
-        "many": by_hand(lambda word, count: count > 1000),
-        "half done": by_hand(lambda word, count: False, done=1),
-    }
-    assert {name for name, library in lies.items() if byteplanes.does_as_numpy(library)} == {"none"}
-    plain = training_like(4001)
-    stored = encode(ROTATED, plain, 4)
-    monkeypatch.setattr(byteplanes, "find_library", lambda: lies["none"])
-    assert encode(ROTATED, plain, 4) == stored
-    assert back(ROTATED, stored, len(plain)) == plain
-    monkeypatch.setattr(byteplanes, "find_library", lambda: lies["odd numbers"])
-    assert back(ROTATED, stored, len(plain)) != plain  # had it been used
 
 
 # -- the registry --
@@ -730,15 +604,12 @@ def all_at_once(count: int) -> int:
 
 
 class Shared:
-    """Work space that all threads share; zstandard's contexts they do not, which would end the process."""
+    """Work space that all threads share."""
 
-    planes, words, _space = codec._Local.planes, codec._Local.words, codec._Local._space
+    planes = codec._Room.planes
 
     def __init__(self) -> None:
-        self._spaces: dict[str, Any] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(codec._Local(), name)
+        self._kept = np.empty(0, np.uint8)
 
 
 @pytest.mark.usefixtures("either_way")

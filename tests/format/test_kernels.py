@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from ckpt.errors import UsageError
 from ckpt.format import byteplanes, codec, kernels
 from ckpt.format.kernels import SHARE, SMALL, copy, copy_digest, copy_digests
+from ckpt.redo import adam
 from compiled import build, compiled_kernels
 from processes import REPO
 
@@ -132,11 +133,7 @@ def at(address: int, data: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 def by_numpy(way: int, words: np.ndarray[Any, Any], base: np.ndarray[Any, Any] | None) -> np.ndarray[Any, Any]:
     """The planes, by numpy alone."""
     planes = np.zeros((words.itemsize, len(words)), np.uint8)
-    step = byteplanes.PIECE // words.itemsize
-    for start in range(0, len(words), step):
-        part = slice(start, start + step)
-        changed = codec._changed(way, words[part], None if base is None else base[part])
-        byteplanes._cut(changed, planes[:, part])
+    byteplanes._cut_by_numpy(way, words, base, planes)
     return planes
 
 
@@ -154,8 +151,8 @@ def test_words_are_cut_as_numpy_cuts_them_and_come_back(way: int, word: int, lib
         expected = by_numpy(way, words, base)
         for shift in (0, 1, nth + 3):
             there, beside = at(shift, words), None if base is None else at(2 * shift + 1, base)
-            room = np.full(words.nbytes + 128, 0xA5, np.uint8)
-            planes = room[shift : shift + words.nbytes].reshape(word, count)
+            room = np.full(word * (count + shift) + 128, 0xA5, np.uint8)  # planes with gaps between them, if shifted
+            planes = room[shift : shift + word * (count + shift)].reshape(word, count + shift)[:, :count]
             library.cut(way, there, beside, planes)
             assert (planes == expected).all()
             planes[:] = 0xA5
@@ -177,8 +174,7 @@ def test_every_dtype_is_stored_alike(dtype: str, library: kernels.Kernels, monke
     for way, old in ((codec.whole_codec(dtype), None), (codec.delta_codec(dtype), base)):
         stored = []
         for one in (library, None):
-            monkeypatch.setattr(codec, "_library", lambda one=one: one)
-            monkeypatch.setattr(byteplanes, "find_library", lambda: None)
+            monkeypatch.setattr(byteplanes, "_library", lambda one=one: one)
             stored.append(codec.encode(way, memoryview(b"-" + plain)[1:], word, old))
             into = bytearray(len(plain) + 1)
             codec.decode(way, stored[0], len(plain), old, memoryview(into)[1:])
@@ -192,9 +188,8 @@ def test_words_are_rounded_as_numpy_rounds_them(library: kernels.Kernels, monkey
     everything = (np.arange(65536, dtype=np.uint32)[:, None] << np.uint32(16) | lows).ravel()
     for count in (*COUNTS, len(everything) - 1):
         master = everything[-count or len(everything) :]
-        right = np.concatenate(
-            [np.zeros(0, np.uint16), *(found.copy() for found, _ in byteplanes.rounded(master, master))]
-        )
+        right = np.zeros(len(master), np.uint16)
+        byteplanes._round_by_numpy(master, right)
         for shift in (0, 1, 2, 5):
             there, room = at(shift, master), np.full(2 * count + 64, 0xA5, np.uint8)
             made = room[shift + 1 : shift + 1 + 2 * count]
@@ -232,18 +227,34 @@ class Wrong:
     def is_rounded(self, words: Any, found: Any) -> bool:
         return self.lie == "yes" or (self.lie != "no" and self.right.is_rounded(words, found))
 
+    def second_moment(self, *arguments: Any) -> None:
+        self.right.second_moment(*arguments)
+        if self.lie == "moment":
+            arguments[-1].view(np.uint32)[0] ^= 1
 
-def test_kernels_that_change_words_otherwise_are_not_taken(
-    library: kernels.Kernels, monkeypatch: pytest.MonkeyPatch
+    def weights(self, w: Any, m_next: Any, v_next: Any, numbers: Any, into: Any) -> None:
+        self.right.weights(w, m_next, v_next, numbers, into)
+        if self.lie == "root":
+            into.view(np.uint32)[np.isfinite(into)] ^= 1
+
+
+def test_kernels_that_do_otherwise_are_not_taken(
+    library: kernels.Kernels, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The codec tries them before their first use; it then does without."""
-    taken = set()
-    for lie in ("none", "cut", "join", "NaNs", "yes", "no"):
-        monkeypatch.setattr(kernels, "find", lambda lie=lie: Wrong(library, lie))
-        taken |= {lie} if codec._library.__wrapped__() is not None else set()
-    assert taken == {"none"}
-    monkeypatch.setattr(kernels, "find", lambda: None)
-    assert codec._library.__wrapped__() is None
+    """Who uses them tries them first on what he needs them for; he then does without, and says so."""
+    caplog.set_level(logging.INFO, "ckpt")
+    for find, lies in (
+        (byteplanes._library, ("cut", "join", "NaNs", "yes", "no")),
+        (adam._library, ("moment", "root")),
+    ):
+        for lie in ("none", *lies):
+            caplog.clear()
+            monkeypatch.setattr(kernels, "find", lambda lie=lie: Wrong(library, lie))
+            assert (find.__wrapped__() is None) == (lie != "none")
+            assert [record.levelno for record in caplog.records] == [logging.WARNING] * (lie != "none")
+        caplog.clear()
+        monkeypatch.setattr(kernels, "find", lambda: None)
+        assert find.__wrapped__() is None and not caplog.records  # it has been said that there are none
 
 
 # -- which library is taken --

@@ -12,8 +12,9 @@ from typing import Any
 
 from torch import Tensor
 
-from ckpt.checkpoint import losses, read
+from ckpt.checkpoint import losses, read, spelling
 from ckpt.checkpoint.losses import Skipped
+from ckpt.checkpoint.spelling import Which
 from ckpt.errors import CorruptError, NoCheckpointError, UsageError
 from ckpt.events import log as logger
 from ckpt.format.boxes import Box
@@ -146,33 +147,35 @@ def load(
 ) -> Loaded:
     """The newest checkpoint of a run, or that of `step`, as tensors by name, however many ranks saved it.
 
+    `url`: the run, or one checkpoint of it as `RUN@STEP`, as commands take it.
     `only`: a shell pattern such as "model.*". A tensor that ranks have for themselves, and not alike, is called
     `name#rank`. `storage_options`: as of `ckpt.Tier`. Raises FormatError if there is no run, NoCheckpointError if there
     is no such checkpoint, CorruptError if what is read is damaged. What damage has taken away that was newer is said,
     and in `skipped`.
     """
+    url, which = spelling.split(url, step)
     place = normalise(url)
     remember_options(place, storage_options)
-
-    async def open_it() -> tuple[Commit, SavedState, list[Skipped]]:
-        log = await read.open_run(place)
-        try:
-            damage, acquires = await losses.of_log(log), log.state.acquires
-            try:
-                commit = read.choose(log, step)
-            except NoCheckpointError as error:
-                if missed := losses.passed_over(damage, None, acquires, step=step):
-                    raise NoCheckpointError(f"{error}. {losses.listed(missed)}") from None
-                raise
-            missed = losses.passed_over(damage, commit.attempt, acquires, step=step)
-            return commit, await read.load_saved(log.store, commit), missed
-        finally:
-            await log.store.aclose()
-
-    commit, saved, skipped = read.run(open_it())
+    commit, saved, skipped = read.run(_open(place, which))
     if skipped:
         logger.warning("%s", losses.in_words(skipped, commit.step))
     names = {n: key for n, key in sorted(saved.labels.items()) if only is None or fnmatch.fnmatchcase(n, only)}
     if not names and only is not None:
         raise UsageError(f"no tensor of step {commit.step} in {place} matches {only!r}")
     return Loaded(place, commit.attempt, saved, names, skipped)
+
+
+async def _open(place: str, which: Which) -> tuple[Commit, SavedState, list[Skipped]]:
+    log, step = await read.open_run(place), spelling.number(which)
+    try:
+        damage, acquires = await losses.of_log(log), log.state.acquires
+        try:
+            commit = read.choose(log, which)
+        except NoCheckpointError as error:
+            if missed := losses.passed_over(damage, None, acquires, step=step):
+                raise NoCheckpointError(f"{error}. {losses.listed(missed)}") from None
+            raise
+        missed = losses.passed_over(damage, commit.attempt, acquires, step=step)
+        return commit, await read.load_saved(log.store, commit), missed
+    finally:
+        await log.store.aclose()

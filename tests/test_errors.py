@@ -50,7 +50,7 @@ def test_a_person_sees_it(tmp_path: Path) -> None:
     script = f"import ckpt; ckpt.load({str(tmp_path / 'nothing')!r})"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1 and errors.FormatError.advice in done.stderr, done.stderr
-    command = [sys.executable, "-m", "ckpt.cli", "show", str(tmp_path / "nothing")]
+    command = [sys.executable, "-m", "ckpt", "show", str(tmp_path / "nothing")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2, done.stderr
     first, second = done.stderr.splitlines()
@@ -77,6 +77,6 @@ def test_nothing_of_ours_is_foreign(tmp_path: Path) -> None:
     """`ckpt gc` knows all that a run is made of."""
     with ckpt.Checkpointer({"model": torch.nn.Linear(2, 2)}, str(tmp_path)) as cp:
         cp.step(1)
-    command = [sys.executable, "-m", "ckpt.cli", "gc", "--json", str(tmp_path)]
+    command = [sys.executable, "-m", "ckpt", "gc", "--json", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     assert json.loads(done.stdout)["foreign"] == [] and (tmp_path / "ledger").is_dir()

@@ -31,6 +31,7 @@ from ckpt.checkpoint.parts import (
     read_header,
     read_part,
 )
+from ckpt.checkpoint.spelling import Which, number
 from ckpt.errors import CorruptError, NoCheckpointError, NotFoundError, StoreError
 from ckpt.events import log as logger
 from ckpt.format.codec import RAW
@@ -102,17 +103,17 @@ async def opened(url: str) -> AsyncIterator[Store]:
         await store.aclose()
 
 
-def choose(log: RunLog, step: int | None = None) -> Commit:
+def choose(log: RunLog, step: Which = None) -> Commit:
     """The newest checkpoint that nobody called broken, or that of a step. NoCheckpointError names what there is."""
     history = log.state.lineage()
     sound = [commit for commit in history if commit.finite is not False]
-    if step is None and sound:
+    if number(step) is None and sound:
         return sound[0]
     for commit in [*history, *sorted(log.state.commits.values(), key=lambda c: c.attempt, reverse=True)]:
         if commit.step == step:
             return commit
     steps = ", ".join(str(c.step) for c in history[:20]) or "none"
-    wanted = "a checkpoint" if step is None else f"step {step}"
+    wanted = "a checkpoint" if number(step) is None else f"step {step}"
     raise NoCheckpointError(f"{log.store.url} does not hold {wanted} (steps there: {steps})")
 
 
@@ -204,7 +205,7 @@ async def packs_of(store: Store, commit: Commit) -> frozenset[str]:
     return frozenset((await load_manifest(store, commit, index)).table.packs)
 
 
-async def manifest_of(log: RunLog, step: int | None) -> Manifest:
+async def manifest_of(log: RunLog, step: Which) -> Manifest:
     commit = choose(log, step)
     try:
         manifest = await load_manifest(log.store, commit)

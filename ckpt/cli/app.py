@@ -14,13 +14,13 @@ from collections.abc import Sequence
 import click
 
 from ckpt import __version__
-from ckpt.cli.terminal import SAYING, say, split_step
-from ckpt.errors import CheckpointError, FormatError
+from ckpt.cli.terminal import SAYING, say
+from ckpt.errors import CheckpointError
 from ckpt.events import log as logger
 
 COMMANDS = (
     "copy", "diff", "doctor", "faults", "gc", "import", "keep", "ls", "plan", "prune", "repair", "report", "restore",
-    "show", "top", "trigger", "verify",
+    "rm", "show", "top", "trigger", "verify",
 )  # fmt: skip
 
 
@@ -41,7 +41,8 @@ class Commands(click.Group):
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="ckpt")
 def cli() -> None:
-    """Look at runs of everystep. URL is what a Checkpointer was given: a folder, or a URL such as s3://bucket/run1."""
+    """Look at runs of everystep. RUN is what a Checkpointer was given: a folder, or a URL such as s3://bucket/run1.
+    RUN@500 is its checkpoint of step 500, RUN@latest the newest."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -66,17 +67,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:  # of stdout: stores have errors of their own
         say(f"cannot write: {error.strerror or error}")
     except CheckpointError as error:
-        say(f"{error}{hint(sys.argv[1:] if arguments is None else arguments, error)}")
+        say(str(error))
         if error.advice:
             say(error.advice)
     except MemoryError:
         say("not enough memory for this")
     return 2
-
-
-def hint(arguments: Sequence[str], error: CheckpointError) -> str:
-    """For those who gave URL@STEP, as `ckpt diff` takes it, to another command."""
-    if not isinstance(error, FormatError) or arguments[:1] not in (["show"], ["verify"], ["repair"], ["restore"]):
-        return ""
-    step = next((step for _, step in map(split_step, map(str, arguments[1:])) if step is not None), None)
-    return "" if step is None else f" (use --step {step})"

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ckpt.checkpoint.spelling import Which
+from ckpt.cli.arguments import checkpoint_argument
 from ckpt.cli.terminal import (
     act,
     count_of,
@@ -32,12 +34,11 @@ if TYPE_CHECKING:  # what `ls` need not wait for is imported where it is used
 
 @click.command(
     epilog=example(
-        "ckpt copy runs/exp1 s3://bucket/exp1", "ckpt copy s3://bucket/exp1 runs/again 500 --yes --src-option anon=true"
+        "ckpt copy runs/exp1 s3://bucket/exp1", "ckpt copy s3://bucket/exp1@500 runs/again --yes --src-option anon=true"
     )
 )
-@click.argument("src")
+@checkpoint_argument("src", "SRC")
 @click.argument("dst")
-@click.argument("step", type=click.IntRange(min=0), required=False)
 @click.option("--all", "every", is_flag=True, help="Every checkpoint of the present history.")
 @click.option("--take-over", is_flag=True, help="Let DST go on from it, also if a job trains there: that is fenced.")
 @click.option("--src-option", "src_options", metavar="KEY=VALUE", multiple=True, callback=parse_options,
@@ -48,7 +49,7 @@ if TYPE_CHECKING:  # what `ls` need not wait for is imported where it is used
 def copy(
     src: str,
     dst: str,
-    step: int | None,
+    step: Which,
     every: bool,
     take_over: bool,
     src_options: Found,
@@ -56,14 +57,14 @@ def copy(
     yes: bool,
     as_json: bool,
 ) -> int:
-    """Copy the newest checkpoint, or that of STEP, to another location: a new run, or one that is there.
+    """Copy the newest checkpoint, or that of SRC@STEP, to another location: a new run, or one that is there.
 
     Every byte is verified on the way. What is there already is not copied again, so an interrupted copy goes on where
     it stopped. A training that is started in a new DST goes on from there. With --all, what turns out damaged is left
     out, and the others are copied; exit code 1 if any was.
     """
     if every and step is not None:
-        raise click.UsageError("STEP and --all exclude each other")
+        raise click.UsageError("one step and --all exclude each other")
     if normalise(src) == normalise(dst):
         raise click.UsageError("SRC and DST are the same location")
     remember_options(src, src_options or None)
@@ -89,7 +90,7 @@ def show_copy(found: Found) -> None:
         print("a job that trains in the target is fenced")
 
 
-async def _copy(src: str, dst: str, step: int | None, every: bool, take_over: bool, yes: bool, as_json: bool) -> Found:
+async def _copy(src: str, dst: str, step: Which, every: bool, take_over: bool, yes: bool, as_json: bool) -> Found:
     from ckpt.checkpoint.commit import written_run
     from ckpt.maintain import copy_run
 
@@ -113,7 +114,7 @@ async def _copy(src: str, dst: str, step: int | None, every: bool, take_over: bo
         return found
 
 
-def _wanted(source: RunLog, step: int | None, every: bool) -> list[Commit]:
+def _wanted(source: RunLog, step: Which, every: bool) -> list[Commit]:
     from ckpt.checkpoint import read
 
     return source.state.lineage() if every and source.state.lineage() else [read.choose(source, step)]

@@ -30,7 +30,7 @@ Found = dict[str, Any]
 @as_option
 @look_options
 def diff(a: str, b: str, only: tuple[str, ...], at: tuple[str, ...], as_json: bool) -> int:
-    """Compare two checkpoints, each given as URL or URL@STEP, or files as `ckpt import` takes them.
+    """Compare two checkpoints, each given as RUN or RUN@STEP, or files as `ckpt import` takes them.
 
     For each tensor that differs: how many elements do, the largest absolute difference, the largest one relative to
     the larger of the two, and the cosine of the angle between both, also across dtypes. Exit code 1 if anything

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from ckpt.cli.arguments import run_argument
 from ckpt.cli.reading import read_faults
 from ckpt.cli.terminal import example, look_options, opened, print_json, print_table, safe
 from ckpt.faults.report import ADVICE, incidents
@@ -16,7 +17,7 @@ from ckpt.faults.report import ADVICE, incidents
 @click.command(
     epilog=example("ckpt faults runs/exp1", "ckpt faults runs/exp1 --json | jq '.incidents[-1][0].exit_code'")
 )
-@click.argument("url")
+@run_argument
 @click.option("--last", type=click.IntRange(min=1), help="Only so many of the newest incidents.")
 @look_options
 def faults(url: str, last: int | None, as_json: bool) -> int:

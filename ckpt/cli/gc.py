@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ckpt.cli.arguments import run_argument
 from ckpt.cli.terminal import (
     act,
     count_of,
@@ -25,7 +26,7 @@ if TYPE_CHECKING:  # what `ls` need not wait for is imported where it is used
 
 
 @click.command(epilog=example("ckpt gc runs/exp1", "ckpt gc s3://bucket/exp1 --abort-open --yes"))
-@click.argument("url")
+@run_argument
 @click.option(
     "--abort-open",
     is_flag=True,

@@ -4,29 +4,35 @@ from __future__ import annotations
 
 import click
 
+from ckpt.checkpoint.spelling import Which
+from ckpt.cli.arguments import checkpoint_argument
 from ckpt.cli.terminal import act, example, opened, plan_options, print_json, safe
 from ckpt.cli.upkeep import Found, show_end
 
+BY_HAND = "by hand"
+
 
 @click.command(
-    epilog=example("ckpt keep runs/exp1 500 --note 'as published' --yes", "ckpt keep runs/exp1 500 --undo --yes")
+    epilog=example("ckpt keep runs/exp1@500 --note 'as published' --yes", "ckpt keep runs/exp1@500 --undo --yes")
 )
-@click.argument("url")
-@click.argument("step", type=click.IntRange(min=0))
-@click.option("--note", help="Why; stays with the checkpoint.")
+@checkpoint_argument()
+@click.option("--note", help=f"Why; stays with the checkpoint. By default {BY_HAND!r}.")
 @click.option("--undo", is_flag=True, help="It may go again, as its age demands.")
 @plan_options
 def keep(
     url: str,
-    step: int,
+    step: Which,
     note: str | None,
     undo: bool,
     yes: bool,
     as_json: bool,
 ) -> int:
     """Keep a checkpoint for ever: no retention and no clean-up takes it. A job may be training there."""
-    if undo == (note is not None):
-        raise click.UsageError("give --note, which says why, or --undo")
+    if undo and note is not None:
+        raise click.UsageError("--note says why it is kept, and --undo lets it go")
+    if step is None:
+        raise click.UsageError(f"say which one: {url}@STEP, or {url}@latest")
+    note = None if undo else note or BY_HAND
     found = act(_keep(url, step, note, yes, as_json))
     if as_json:
         return print_json(found)
@@ -42,7 +48,7 @@ def show_keep(found: Found) -> None:
         print("this tier holds the parts of some ranks only: do the same in those of the other nodes")
 
 
-async def _keep(url: str, step: int, note: str | None, yes: bool, as_json: bool) -> Found:
+async def _keep(url: str, step: Which, note: str | None, yes: bool, as_json: bool) -> Found:
     from ckpt.checkpoint import read, retention
 
     async with opened(url) as log:

@@ -11,13 +11,16 @@ import click
 
 from ckpt.checkpoint import losses
 from ckpt.checkpoint.concurrent import of_each
+from ckpt.cli.arguments import run_argument
 from ckpt.cli.terminal import (
+    PATIENCE_S,
     count_of,
     example,
     human,
     look_options,
     newest_first,
     opened,
+    print_few,
     print_json,
     print_table,
     redo_lines,
@@ -25,27 +28,79 @@ from ckpt.cli.terminal import (
     safe,
     say,
 )
-from ckpt.errors import CorruptError, StoreError
+from ckpt.errors import CheckpointError, CorruptError, FormatError, StoreError
 from ckpt.format.digest import file_digest
 from ckpt.format.manifest import MAX_JSON, owner, part_key, rank_and_try
 from ckpt.runlog.log import Commit, RunLog
-from ckpt.store import get_small
+from ckpt.store import get_small, normalise
 
 
-@click.command(epilog=example("ckpt ls runs/exp1", "ckpt ls runs/exp1 --json | jq '.checkpoints[0].step'"))
-@click.argument("url")
+@click.command(
+    epilog=example("ckpt ls runs", "ckpt ls runs/exp1", "ckpt ls runs/exp1 --json | jq '.checkpoints[0].step'")
+)
+@run_argument
 @look_options
 def ls(url: str, as_json: bool) -> int:
-    """List the checkpoints of a run, newest first.
+    """List the checkpoints of a run, newest first; or the runs below a folder.
 
     The size is what each wrote itself: an increment uses files of older ones besides.
     """
-    found = asyncio.run(_ls(url))
+    try:
+        found = asyncio.run(_ls(url))
+    except FormatError:
+        if not (below := asyncio.run(_runs_below(url))):
+            raise
+        return show_runs(url, below, as_json)
     if as_json:
         return print_json(found)
+    show_checkpoints(found)
+    return 0
+
+
+def show_runs(url: str, runs: list[dict[str, Any]], as_json: bool) -> int:
+    if as_json:
+        return print_json({"url": normalise(url), "runs": runs})
+    print(safe(normalise(url)))
+    rows = [
+        (one["name"], "" if one["newest"] is None else one["newest"], one["checkpoints"], when_text(one["created"]))
+        for one in runs
+        if not one["problem"]
+    ]
+    print_table(("run", "step", "checkpoints", "when"), rows)
+    print_few([f"{one['name']} cannot be read: {one['problem']}" for one in runs if one["problem"]])
+    print(count_of(len(runs), "run"))
+    return 0
+
+
+def when_text(created: str | None) -> str:
+    """In the time of this machine."""
+    return datetime.fromisoformat(created).astimezone().strftime("%F %T") if created else "?"
+
+
+async def _runs_below(url: str) -> list[dict[str, Any]]:
+    from ckpt.maintain.find_runs import runs_below
+
+    top = normalise(url)
+
+    async def look(run: str) -> dict[str, Any]:
+        found: dict[str, Any] = {"name": run.removeprefix(f"{top}/"), "url": run}
+        nothing: dict[str, Any] = {"newest": None, "checkpoints": 0, "created": None, "problem": None}
+        try:
+            async with opened(run) as log:
+                newest = next(iter(log.state.lineage()), None)
+                created = None if newest is None else await created_at(log, newest)
+                step, count = newest and newest.step, len(log.state.commits)
+                return {**found, **nothing, "newest": step, "checkpoints": count, "created": created}
+        except CheckpointError as error:
+            return {**found, **nothing, "problem": str(error)}
+
+    return await of_each(await runs_below(url, patience_s=PATIENCE_S), look)
+
+
+def show_checkpoints(found: dict[str, Any]) -> None:
     rows = []
     for row in found["checkpoints"]:
-        when = datetime.fromisoformat(row["created"]).astimezone().strftime("%F %T") if row["created"] else "?"
+        when = when_text(row["created"])
         history = "newest" if row["newest"] else "" if row["in_history"] else "undone by a rollback"
         history = "not finite" if row["finite"] is False else history
         kept = "" if row["kept"] is None else f"kept: {row['kept']}"
@@ -59,7 +114,6 @@ def ls(url: str, as_json: bool) -> int:
     print(f"{count}, {written} written, {human(found['bytes_in_files'])} in files")
     for line in redo_lines(found["redo"]):
         print(line)
-    return 0
 
 
 async def _ls(url: str) -> dict[str, Any]:

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ckpt.cli.terminal import has_redo, opened, say, split_step
+from ckpt.checkpoint import spelling
+from ckpt.checkpoint.spelling import Which
+from ckpt.cli.terminal import has_redo, opened, say
 from ckpt.convert.output import local_path
 from ckpt.errors import FormatError, UsageError
 from ckpt.store import normalise
@@ -46,7 +48,7 @@ as_option = click.option(
 
 @contextlib.asynccontextmanager
 async def open_run(
-    url: str, step: int | None, others: Sequence[str] = (), *, redo: bool = False, max_memory: int | None = None
+    url: str, step: Which, others: Sequence[str] = (), *, redo: bool = False, max_memory: int | None = None
 ) -> AsyncIterator[Origin]:
     """A checkpoint of a run; or a step that its redo log leads to, if that is asked for, or with `redo` the newest."""
     from ckpt.convert.source_run import checkpoint_of
@@ -60,7 +62,9 @@ async def open_run(
             )
     async with opened(url) as log:
         others = [normalise(other) for other in others]
-        redone = await asyncio.to_thread(_redone, log, step, redo, max_memory, others)
+        redone = await asyncio.to_thread(
+            _redone, log, spelling.number(step), redo and step in (None, spelling.LATEST), max_memory, others
+        )
         if redone is not None:
             async with contextlib.aclosing(redone):
                 yield redone
@@ -116,8 +120,7 @@ def open_either(text: str, at: tuple[str, ...]) -> contextlib.AbstractAsyncConte
     """A run, or files of another library."""
     with contextlib.suppress(UsageError):
         path = local_path(text)
-        if (path / "FORMAT.json").exists() or (path / "log").exists():
-            return open_run(text, None)  # also if its name ends like a step
-        if path.is_file() or (path.is_dir() and any(path.iterdir())):
+        run = (path / "FORMAT.json").exists() or (path / "log").exists()
+        if not run and (path.is_file() or (path.is_dir() and any(path.iterdir()))):
             return open_files(text, at)
-    return open_run(*split_step(text))
+    return open_run(*spelling.split(text))

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ckpt.cli.arguments import run_argument
 from ckpt.cli.terminal import (
     act,
     count_of,
@@ -32,7 +33,7 @@ def number_or_all(context: click.Context, parameter: click.Parameter, text: str)
 @click.command(
     epilog=example("ckpt prune runs/exp1 --keep-last 3", "ckpt prune runs/exp1 --keep-last 2 --keep-every 1000 --yes")
 )
-@click.argument("url")
+@run_argument
 @click.option(
     "--keep-last",
     callback=number_or_all,

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ckpt.checkpoint.spelling import Which
+from ckpt.cli.arguments import checkpoint_argument
 from ckpt.cli.terminal import (
     SHOWN,
     act,
@@ -44,28 +46,27 @@ NAMES = 2  # tensors of one damaged piece that a person gets to see
         "ckpt repair runs/exp1", "ckpt repair /nvme/exp1 --from s3://bucket/exp1 --yes", "ckpt repair runs/exp1 --json"
     )
 )
-@click.argument("url")
+@checkpoint_argument()
 @from_option("Where sound bytes may be had besides: another tier of the run")
-@click.option("--step", type=click.IntRange(min=0), help="Only what the checkpoint of this step needs.")
 @plan_options
-def repair(url: str, others: Sequence[str], step: int | None, yes: bool, as_json: bool) -> int:
+def repair(url: str, others: Sequence[str], step: Which, yes: bool, as_json: bool) -> int:
     """Put damaged or missing files right again, bit for bit. A job may be training there.
 
-    Reads all that checkpoints need, and says what is damaged and where each piece can be had: in the same file of
-    another location, or wherever the same content is sound. With --yes the files are written again under their names,
-    verified on the way; until a file is complete the old one stays. Log records are not repaired. Exit code 1 if
-    damage remains, or was found and --yes was not given.
+    Reads all that checkpoints need, or that of RUN@STEP, and says what is damaged and where each piece can be had: in
+    the same file of another location, or wherever the same content is sound. With --yes the files are written again
+    under their names, verified on the way; until a file is complete the old one stays. Log records are not repaired.
+    Exit code 1 if damage remains, or was found and --yes was not given.
     """
     places = [normalise(other) for other in others]
     if normalise(url) in places or len(set(places)) != len(places):
-        raise click.UsageError("URL and each --from are different locations")
+        raise click.UsageError("RUN and each --from are different locations")
     found = act(_repair(url, places, step, yes, as_json))
     if as_json:
         print_json(found)
     return 1 if found["damaged"] and (found["done"] is None or found["remains"]) else 0
 
 
-async def _repair(url: str, sources: Sequence[str], step: int | None, yes: bool, quiet: bool) -> Found:
+async def _repair(url: str, sources: Sequence[str], step: Which, yes: bool, quiet: bool) -> Found:
     from ckpt.maintain.repair import Repair
 
     async with contextlib.AsyncExitStack() as stack:
@@ -105,7 +106,7 @@ async def _repair(url: str, sources: Sequence[str], step: int | None, yes: bool,
         return found
 
 
-def _wanted(log: RunLog, step: int | None) -> list[Commit]:
+def _wanted(log: RunLog, step: Which) -> list[Commit]:
     """NoCheckpointError if there is none; but if log records are damaged, that is what has to be said."""
     from ckpt.checkpoint import read
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 import click
 
 from ckpt import __version__
+from ckpt.cli.arguments import run_argument
 from ckpt.cli.reading import read_faults, read_ledger
 from ckpt.cli.terminal import SHOWN, example, look_options, opened, print_json, print_table, safe, say
 from ckpt.errors import CheckpointError, CorruptError, FormatError
@@ -28,7 +29,7 @@ from ckpt.runlog.records import RunState
 
 @click.command(epilog=example("ckpt report runs/exp1", "ckpt report runs/exp1 --json | jq .effective",
                               "ckpt report runs/exp1 -o report.html"))  # fmt: skip
-@click.argument("url")
+@run_argument
 @click.option("--idle-after", "idle_after_h", type=click.FloatRange(min=0, min_open=True), metavar="HOURS",
               help="If no process ran for longer than that after an interruption, somebody wanted it: all of that "
                    "break is counted nowhere. Shorter breaks still are restart, and the interruption still is one. "

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ckpt.checkpoint.spelling import Which
+from ckpt.cli.arguments import checkpoint_argument
 from ckpt.cli.origins import only_option, open_run
 from ckpt.cli.quantity import ByteSize
 from ckpt.cli.terminal import (
@@ -27,7 +29,6 @@ from ckpt.cli.terminal import (
     print_table,
     progress,
     safe,
-    step_option,
 )
 from ckpt.convert.forms import FORMS, Wanted, form_of, plan_output
 from ckpt.convert.output import local_path
@@ -66,12 +67,11 @@ dry_option = click.option("--dry-run", is_flag=True, help="Only say what would b
 @click.command(
     epilog=example(
         "ckpt restore runs/exp1 --to exports/hf --only 'model.*' --dtype bf16",
-        "ckpt restore s3://bucket/exp1 --step 500 --to exp1-500.pt",
+        "ckpt restore s3://bucket/exp1@500 --to exp1-500.pt",
         "ckpt restore runs/exp1 --to runs/on-8 --world-size 8",
     )
 )
-@click.argument("url")
-@step_option
+@checkpoint_argument()
 @click.option("--to", "target", metavar="PATH", required=True, help="What to make: a file or folder that is not there.")
 @click.option(
     "--format",
@@ -91,7 +91,7 @@ dry_option = click.option("--dry-run", is_flag=True, help="Only say what would b
 @look_options
 def restore(
     url: str,
-    step: int | None,
+    step: Which,
     target: str,
     kind: str | None,
     world: int | None,
@@ -106,7 +106,7 @@ def restore(
     """Write the newest checkpoint of a run in another form: gathered, cast, or cut for another number of ranks.
 
     If a redo log leads further, its last step: redone in memory, of which that takes as much as the state has. What was
-    loaded and what was redone is said, and --step chooses any other.
+    loaded and what was redone is said, and RUN@STEP chooses any other.
 
     Every byte is verified on the way; what is damaged comes from another step or, with --from, another location, or the
     tensor is named and nothing appears. An interrupted restore goes on where it was when it is called again. Only

@@ -11,6 +11,8 @@ from typing import Any
 import click
 
 from ckpt.checkpoint import describe, ledger_files, read
+from ckpt.checkpoint.spelling import LATEST, Which
+from ckpt.cli.arguments import checkpoint_argument
 from ckpt.cli.reading import cadence_lines
 from ckpt.cli.terminal import (
     example,
@@ -23,7 +25,6 @@ from ckpt.cli.terminal import (
     redo_of,
     safe,
     short,
-    step_option,
 )
 from ckpt.errors import CheckpointError, NoCheckpointError
 from ckpt.format.manifest import Attempt, PackInfo, owner
@@ -31,12 +32,11 @@ from ckpt.format.manifest import Attempt, PackInfo, owner
 RECENT = 4  # incarnations
 
 
-@click.command(epilog=example("ckpt show runs/exp1", "ckpt show runs/exp1 --step 500 --only 'model.*.weight'"))
-@click.argument("url")
-@step_option
+@click.command(epilog=example("ckpt show runs/exp1", "ckpt show runs/exp1@500 --only 'model.*.weight'"))
+@checkpoint_argument()
 @click.option("--only", metavar="PATTERN", help="Only tensors whose name matches this shell pattern.")
 @look_options
-def show(url: str, step: int | None, only: str | None, as_json: bool) -> int:
+def show(url: str, step: Which, only: str | None, as_json: bool) -> int:
     """Say what a checkpoint consists of, and how that is stored: tensors, plain values, files.
 
     Stored: bytes that this checkpoint wrote for a tensor. Held: how its pieces are stored; raw, as planes (compressed),
@@ -92,7 +92,7 @@ def storage_lines(found: dict[str, Any]) -> Iterator[str]:
     yield f"a restore reads {human(found['restore_bytes'])}"
 
 
-async def _show(url: str, step: int | None, only: str | None) -> dict[str, Any]:
+async def _show(url: str, step: Which, only: str | None) -> dict[str, Any]:
     async with opened(url) as log:
         redone = redo_of(log)
         try:
@@ -138,14 +138,14 @@ def _values(entries: describe.Entries) -> Iterator[dict[str, Any]]:
             yield {"path": path, "type": type(value).__name__, "value": describe.jsonable(value)}
 
 
-def _redone_instead(error: NoCheckpointError, step: int | None, redone: list[dict[str, Any]]) -> NoCheckpointError:
+def _redone_instead(error: NoCheckpointError, step: Which, redone: list[dict[str, Any]]) -> NoCheckpointError:
     """What was asked for may be a step of the redo log."""
-    found = next((one for one in redone if step in (None, one["step"])), None)
+    found = next((one for one in redone if step in (None, LATEST, one["step"])), None)
     if found is None:
         return error
     return NoCheckpointError(
         f"{error}. Step {found['step']} is in the redo log, which leads to it from step {found['base']}: "
-        f"`ckpt restore URL --step {found['step']} --to PATH` redoes it, and Checkpointer(...).restore(step=...) does"
+        f"`ckpt restore RUN@{found['step']} --to PATH` redoes it, and Checkpointer(...).restore(step=...) does"
     )
 
 

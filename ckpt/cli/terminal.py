@@ -90,7 +90,6 @@ place_option = click.option(
 
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-step_option = click.option("--step", type=click.IntRange(min=0), help="This step instead of the newest.")
 yes_option = click.option("--yes", is_flag=True, help="Do it. Without this, only the plan is shown.")
 
 
@@ -248,9 +247,3 @@ def progress(what: str, total: int) -> Iterator[OnBytes]:
     with parts.Progress(*columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=False) as bar:
         task = bar.add_task(what, total=total)
         yield lambda count: bar.advance(task, count)
-
-
-def split_step(text: str) -> tuple[str, int | None]:
-    """URL or URL@STEP. A folder whose name itself ends like that is given with a slash behind it."""
-    url, _, step = text.rpartition("@")
-    return (url, int(step)) if url and step.isascii() and step.isdigit() else (text, None)

@@ -11,7 +11,9 @@ from typing import Any
 
 import click
 
-from ckpt.checkpoint import losses, read
+from ckpt.checkpoint import losses, read, spelling
+from ckpt.checkpoint.spelling import Which
+from ckpt.cli.arguments import checkpoint_argument
 from ckpt.cli.terminal import (
     OnBytes,
     example,
@@ -24,7 +26,6 @@ from ckpt.cli.terminal import (
     print_table,
     progress,
     safe,
-    step_option,
 )
 from ckpt.errors import CorruptError, NotFoundError, StoreError
 from ckpt.format.manifest import read_format
@@ -35,9 +36,8 @@ from ckpt.store import Store
 NAMED = re.compile(r"\b(packs|parts|index)/[\w.-]+\.(safetensors|json)\b")  # a file of a checkpoint, in a message
 
 
-@click.command(epilog=example("ckpt verify runs/exp1", "ckpt verify runs/exp1 --all --json"))
-@click.argument("url")
-@step_option
+@click.command(epilog=example("ckpt verify runs/exp1@500", "ckpt verify runs/exp1 --all --json"))
+@checkpoint_argument()
 @click.option("--all", "every", is_flag=True, help="Every checkpoint instead of the newest.")
 @click.option(
     "--data/--no-data",
@@ -47,13 +47,13 @@ NAMED = re.compile(r"\b(packs|parts|index)/[\w.-]+\.(safetensors|json)\b")  # a 
     " in tensors.",
 )
 @look_options
-def verify(url: str, step: int | None, every: bool, data: bool, as_json: bool) -> int:
+def verify(url: str, step: Which, every: bool, data: bool, as_json: bool) -> int:
     """Read every byte of a checkpoint and check it. Exit code 1 if anything is damaged, the log included.
 
     `ckpt repair` puts right what it finds, as far as that can be had somewhere.
     """
     if every and step is not None:
-        raise click.UsageError("--step and --all exclude each other")
+        raise click.UsageError("one step and --all exclude each other")
     found = asyncio.run(_verify(url, step, every, data))
     if as_json:
         print_json(found)
@@ -80,7 +80,7 @@ def by_problem(checkpoints: list[dict[str, Any]]) -> Iterator[str]:
         yield f"step{'s' * (len(who) > 1)} {some(who)}: {problem}"
 
 
-async def _verify(url: str, step: int | None, every: bool, data: bool) -> dict[str, Any]:
+async def _verify(url: str, step: Which, every: bool, data: bool) -> dict[str, Any]:
     async with opened(url, whole=True) as log:
         problems = losses.one_by_one(log.state.damaged)
         problems += [one.reason for one in await losses.of_log(log) if one.attempts]
@@ -105,11 +105,11 @@ def _redo_problems(log: RunLog, data: bool) -> list[str]:
     return [f"redo log: {problem}" for problem in redo_logs.look(log.store.url, verify=data).problems]
 
 
-def to_verify(log: RunLog, step: int | None, every: bool) -> list[Commit]:
+def to_verify(log: RunLog, step: Which, every: bool) -> list[Commit]:
     """NoCheckpointError if there is none; but if log records are damaged, that is what has to be said."""
     if every and log.state.commits:
         return newest_first(log)
-    if step is None and log.state.damaged and not log.state.lineage():
+    if spelling.number(step) is None and log.state.damaged and not log.state.lineage():
         return []
     return [read.choose(log, step)]
 

@@ -19,6 +19,7 @@ from ckpt.checkpoint import read, read_repair
 from ckpt.checkpoint.describe import Entries, entries_of
 from ckpt.checkpoint.put import Room, address_of
 from ckpt.checkpoint.read import Manifest, Sink
+from ckpt.checkpoint.spelling import Which
 from ckpt.convert.source import Assembly, Origin, OriginEntry, RankView, Want, canonical_names
 from ckpt.errors import CorruptError
 from ckpt.format.columns import I64
@@ -169,7 +170,7 @@ class RunOrigin(SavedOrigin):
             )
         except CorruptError as error:
             raise CorruptError(
-                f"{error}. Give another location that has it (--from), an older step (--step), or see `ckpt repair`"
+                f"{error}. Give another location that has it (--from), an older step (RUN@STEP), or see `ckpt repair`"
             ) from error
         self.repaired += found.repaired
 
@@ -188,7 +189,7 @@ class RunOrigin(SavedOrigin):
         await self._log.store.aclose()
 
 
-async def checkpoint_of(log: RunLog, step: int | None, others: Sequence[str] = ()) -> Origin:
+async def checkpoint_of(log: RunLog, step: Which, others: Sequence[str] = ()) -> Origin:
     """A checkpoint of a run whose log is open, the newest without `step`; what torch's DCP has saved, in our terms."""
     run = RunOrigin(log, await read.manifest_of(log, step), others)
     if {one["kind"] for view in run.saved.views for one in view.components} != {DCP}:

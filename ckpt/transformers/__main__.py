@@ -14,9 +14,9 @@ from ckpt.transformers.pretrained import export_pretrained
     epilog="\b\nExample:\n  python -m ckpt.transformers runs/exp1 --to exports/exp1 --dtype bf16",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-@click.argument("run")
+@click.argument("run", metavar="RUN[@STEP]")
 @click.option("--to", "folder", metavar="DIR", required=True, help="The folder to make. It must not be there.")
-@click.option("--step", type=click.IntRange(min=0), help="Which checkpoint. By default the newest.")
+@click.option("--step", type=click.IntRange(min=0), help="The same as @STEP behind RUN.")
 @click.option("--dtype", help="Cast the weights to bf16, fp16, fp32 or fp64.")
 def command(run: str, folder: str, step: int | None, dtype: str | None) -> None:
     """Write a checkpoint of RUN, which a CheckpointCallback has saved, as a folder that from_pretrained() reads."""

@@ -163,7 +163,7 @@ def export_pretrained(
     if "config.json" not in files and "adapter_config.json" not in files:
         raise UsageError(f"{loaded.url} holds no model of transformers or peft: `ckpt restore` writes its weights")
     names = None if about["names"] is None else json.loads(_text(about["names"]))
-    return asyncio.run(_export(str(run), loaded.step, path, files, names, dtype))
+    return asyncio.run(_export(loaded.url, loaded.step, path, files, names, dtype))
 
 
 async def _export(

@@ -155,13 +155,6 @@ def test_verify_says_the_same_once(increments: Path, tmp_path: Path, call: Any) 
     assert "ckpt repair" not in call("verify", increments, "--all").out
 
 
-@pytest.mark.parametrize("command", ["show", "verify", "repair"])
-def test_a_step_behind_the_url_is_told_how_it_is_given(command: str, made: Path, call: Any) -> None:
-    """Only `diff` takes URL@STEP."""
-    assert "(use --step 4)" in call(command, f"{made}@4").err
-    assert "use --step" not in call(command, f"{made}-none").err
-
-
 def test_show_says_what_is_stored_for_another(tmp_path: Path, call: Any) -> None:
     """Of tensors with the same bytes one is stored, where the pieces are stored one by one."""
     run, same = tmp_path / "run", torch.randn(9000)
@@ -405,7 +398,8 @@ def test_what_cannot_be_read_is_two_lines_and_code_2(command: str, made: Path, t
     (tmp_path / "file").write_text("x")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "FORMAT.json").write_text("{}")
-    for place in (tmp_path, tmp_path / "none", tmp_path / "file", tmp_path / "other", "nosuch://place"):
+    (tmp_path / "empty").mkdir()
+    for place in (tmp_path / "empty", tmp_path / "none", tmp_path / "file", tmp_path / "other", "nosuch://place"):
         found = call(command, place, *([made] if command == "diff" else []))
         assert (found.code, found.out, len(found.err.splitlines())) == (2, "", 2), (place, found.err)
         assert all(line.startswith("ckpt: ") for line in found.err.splitlines())
@@ -545,7 +539,7 @@ def test_torch_is_not_imported(made: Path) -> None:
 def test_a_closed_pipe_is_quiet(made: Path) -> None:
     """`ckpt show … | head -1` prints its line and nothing on stderr, however much was left to say."""
     environment = {**os.environ, "PYTHONPATH": f"{REPO}:{REPO / 'backends'}"}
-    command = f"{sys.executable} -m ckpt.cli show {made} --json | head -c 1; exit ${{PIPESTATUS[0]}}"
+    command = f"{sys.executable} -m ckpt show {made} --json | head -c 1; exit ${{PIPESTATUS[0]}}"
     result = subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True, timeout=60)
     assert (result.stdout, result.stderr) == ("{", "") and result.returncode in (0, 141)
 
@@ -555,7 +549,7 @@ def test_a_reader_that_is_gone_already_is_quiet(made: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     environment = {**os.environ, "PYTHONPATH": f"{REPO}:{REPO / 'backends'}"}
-    words = [sys.executable, "-m", "ckpt.cli", "show", str(made)]
+    words = [sys.executable, "-m", "ckpt", "show", str(made)]
     result = subprocess.run(words, env=environment, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
     os.close(writer)
     assert (result.returncode, result.stderr) == (141, "")

@@ -452,7 +452,7 @@ class Terminal:
         self.master, self.slave = pty.openpty()
         self.resize(columns, rows)
         self.before = termios.tcgetattr(self.slave)
-        command = [sys.executable, "-m", "ckpt.cli", "top", *arguments]
+        command = [sys.executable, "-m", "ckpt", "top", *arguments]
         settings = environment(**{"TERM": "xterm", "LANG": "C.UTF-8", **more})
         settings.pop("COLUMNS", None)
         settings.pop("LINES", None)
@@ -538,6 +538,6 @@ def test_a_terminal_that_can_nothing_gets_text(run_dir: str) -> None:
             assert shell.ended() == 0 and "step 12" in shell.output and "\x1b" not in shell.output
             assert all(cell_len(line) <= 40 for line in shell.output.splitlines())
         settings = environment(PYTHONUTF8="0", PYTHONIOENCODING="ascii")
-        words = [sys.executable, "-m", "ckpt.cli", "top", run_dir, "--once"]
+        words = [sys.executable, "-m", "ckpt", "top", run_dir, "--once"]
         ascii_only = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE_S, env=settings, check=True)
         assert ascii_only.stdout.isascii() and "####" in ascii_only.stdout

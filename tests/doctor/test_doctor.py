@@ -64,7 +64,7 @@ def problems(place: TierFindings) -> set[str]:
 
 def spawn(*arguments: object, **more: str) -> subprocess.Popen[str]:
     path = f"{REPO}:{REPO / 'backends'}"
-    words = [sys.executable, "-m", "ckpt.cli", "doctor", *map(str, arguments)]
+    words = [sys.executable, "-m", "ckpt", "doctor", *map(str, arguments)]
     return subprocess.Popen(
         words, env={**os.environ, "PYTHONPATH": path, **more}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

@@ -494,7 +494,7 @@ def test_in_a_bucket(made: Path, call: Call, moto: MotoServer, tmp_path: Path, e
     """The same in an object store: from a folder to the bucket, and from the bucket to a folder."""
     url = f"s3://{moto.make_bucket(f'repair-{engine}-{made.name[:4]}')}/run"
     remember_options(url, storage_options(moto.url) | {"engine": engine})
-    assert call("copy", made / "near", url, "5", "--yes").code == 0
+    assert call("copy", f"{made / 'near'}@5", url, "--yes").code == 0
 
     async def injure() -> str:
         store = open_store(url, writable=True)

@@ -119,7 +119,7 @@ def run(made: Path, tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     "words",
     [("copy", "{run}", "{run}-copy"), ("prune", "{run}", "--keep-last", "1"), ("gc", "{run}"),
-     ("gc", "{run}", "--abort-open"), ("keep", "{run}", "3", "--note", "x")],
+     ("gc", "{run}", "--abort-open"), ("keep", "{run}@3", "--note", "x"), ("rm", "{run}@3")],
     ids=lambda words: "-".join(w.strip("-{}") for w in words[:1] + words[2:]),
 )  # fmt: skip
 def test_a_plan_is_shown_and_nothing_is_done(run: Path, call: Call, words: Sequence[str]) -> None:
@@ -190,15 +190,15 @@ def test_a_second_copy_does_nothing(run: Path, call: Call, tmp_path: Path) -> No
 def test_one_step_or_all_of_the_present_history(run: Path, call: Call, tmp_path: Path) -> None:
     """What a rollback has undone is not part of --all; a new location takes it by its number."""
     make(run, 20, back_to=3)
-    call("copy", run, tmp_path / "one", 2, "--yes")
+    call("copy", f"{run}@2", tmp_path / "one", "--yes")
     call("copy", run, tmp_path / "all", "--all", "--yes")
-    call("copy", run, tmp_path / "undone", 5, "--yes")
+    call("copy", f"{run}@5", tmp_path / "undone", "--yes")
     assert steps(tmp_path / "one") == [2]
     assert steps(tmp_path / "all") == [20, 3, 2, 1]
     assert steps(tmp_path / "undone") == [5]
-    refused = call("copy", run, tmp_path / "all", 5, "--yes")  # it would seem to lie between 20 and 3
+    refused = call("copy", f"{run}@5", tmp_path / "all", "--yes")  # it would seem to lie between 20 and 3
     assert refused.code == 2 and "a rollback has undone it" in refused.err
-    refused = call("copy", run, tmp_path / "all", 3, "--all")
+    refused = call("copy", f"{run}@3", tmp_path / "all", "--all")
     assert refused.code == 2 and "exclude each other" in refused.err
 
 
@@ -212,7 +212,7 @@ def test_copying_day_by_day_needs_no_take_over(run: Path, call: Call, tmp_path: 
     make(run, 9)
     call("copy", run, there, "--yes")
     assert steps(there)[0] == 9
-    call("copy", run, there, 1, "--yes")  # an older one is only added
+    call("copy", f"{run}@1", there, "--yes")  # an older one is only added
     assert steps(there)[0] == 9 and steps(there)[-1] == 1
     make(run, 4, back_to=3)
     call("copy", run, there, "--yes")
@@ -314,7 +314,7 @@ def test_a_damaged_source_is_named(run: Path, call: Call, tmp_path: Path, what: 
     refused = call("copy", run, tmp_path / "there", "--yes")
     assert refused.code == 2 and path.name in refused.err
     assert not (tmp_path / "there" / "log").exists() or steps(tmp_path / "there") == []
-    assert call("copy", run, tmp_path / "there", 5, "--yes").code == 0  # control: the others can be had
+    assert call("copy", f"{run}@5", tmp_path / "there", "--yes").code == 0  # control: the others can be had
 
 
 def hurt(run: Path, step: int) -> Path:
@@ -333,7 +333,7 @@ def test_all_but_what_turns_out_damaged(run: Path, call: Call, tmp_path: Path, d
     assert found.code == 1 and f"copied {len(rest)}, verified" in found.out and steps(there) == rest
     for pack, step in zip(packs, damaged, strict=True):
         assert re.search(rf"^left out: step {step} of .*{pack.name}.* `ckpt repair file://{run}` may", found.out, re.M)
-    assert call("copy", run, tmp_path / "one", damaged[0], "--yes").code == 2
+    assert call("copy", f"{run}@{damaged[0]}", tmp_path / "one", "--yes").code == 2
     for pack in packs:
         flip(pack, pack.stat().st_size // 2)
     again = call("copy", run, there, "--all", "--yes", "--json")
@@ -407,7 +407,7 @@ def test_a_source_that_retires_it_meanwhile(
         return await copy(source, *rest, **more)
 
     monkeypatch.setattr(copy_run, "copy", late)
-    refused = call("copy", run, real, 2, "--yes")
+    refused = call("copy", f"{run}@2", real, "--yes")
     assert refused.code == 2 and "was retired while it was copied" in refused.err
 
 
@@ -437,7 +437,7 @@ def test_two_do_not_write_one_file(run: Path, call: Call, tmp_path: Path) -> Non
     before = tree(there)
     refused = call("copy", run, there, "--yes")
     assert refused.code == 2 and "right now" in refused.err and tree(there) == before
-    assert call("copy", run, there, 5, "--yes").code == 0
+    assert call("copy", f"{run}@5", there, "--yes").code == 0
 
 
 # -- a copy that dies --
@@ -491,7 +491,7 @@ def test_a_copy_that_was_killed_goes_on(trained: Path, tmp_path: Path, call: Cal
 def test_negative_control_a_wrong_copy_is_seen(trained: Path, tmp_path: Path, call: Call) -> None:
     """The oracle sees one flipped bit, and another step."""
     there = tmp_path / "there"
-    call("copy", trained, there, 4, "--yes")
+    call("copy", f"{trained}@4", there, "--yes")
     assert differences(trained, there, call) == ["diff", "load"]
     pack = next((there / "packs").iterdir())
     flip(pack, pack.stat().st_size // 2)
@@ -534,7 +534,7 @@ def test_a_training_goes_on_in_a_copy(trained: Path, tmp_path: Path, call: Call)
 def test_prune_keeps_what_it_is_told_and_says_why(run: Path, call: Call) -> None:
     """The last ones, every third, the kept one and the newest finite; files go with the rest, and no others."""
     work(run, lambda log: save(log, log.state.acquires[-1], 7, 8, finite=False))
-    call("keep", run, 2, "--note", "as published", "--yes")
+    call("keep", f"{run}@2", "--note", "as published", "--yes")
     (run / "packs" / "notes.txt").write_text("mine")
     plan = call("prune", run, "--keep-last", 1, "--keep-every", 3, "--json").json
     why = {one["step"]: one["why"] for one in plan["keep"]}
@@ -714,20 +714,26 @@ def test_a_clean_up_that_was_killed_is_ended_by_gc(run: Path, call: Call, words:
 
 def test_keep_is_said_and_taken_back(run: Path, call: Call) -> None:
     """The note goes into the log; said twice it is one record; a step that is not there is refused."""
-    assert call("keep", run, 2, "--note", "good", "--yes", "--json").json["done"] == {"kept": True}
+    assert call("keep", f"{run}@2", "--note", "good", "--yes", "--json").json["done"] == {"kept": True}
     assert [a.step for a in state_of(run).kept] == [2] and "good" in state_of(run).kept.values()
     records = len(list((run / "log").iterdir()))
-    assert call("keep", run, 2, "--note", "good", "--yes").code == 0
+    assert call("keep", f"{run}@2", "--note", "good", "--yes").code == 0
     assert len(list((run / "log").iterdir())) == records
     call("prune", run, "--keep-last", 1, "--yes")
     assert steps(run) == [6, 5, 2]
-    assert "is kept: good" in call("keep", run, 2, "--undo", "--yes").out
+    assert "is kept: good" in call("keep", f"{run}@2", "--undo", "--yes").out
     call("prune", run, "--keep-last", 1, "--yes")
     assert steps(run) == [6, 5]
-    for words in (("keep", run, 2, "--note", "x"), ("keep", run, 99, "--undo")):
+    for words in (("keep", f"{run}@2", "--note", "x"), ("keep", f"{run}@99", "--undo"), ("keep", run)):
         assert call(*words, "--yes").code == 2
-    for words in (("keep", run, 6), ("keep", run, 6, "--undo", "--note", "x")):
-        assert "--note" in call(*words, "--yes").err
+    assert "--note" in call("keep", f"{run}@6", "--undo", "--note", "x", "--yes").err
+
+
+def test_yes_alone_keeps(run: Path, call: Call) -> None:
+    """Nobody has to find words: then it says that it was by hand. Without --yes nothing is kept."""
+    assert "to keep it: by hand" in call("keep", f"{run}@2").out and not state_of(run).kept
+    assert call("keep", run, "--step", 2, "--yes").code == 0
+    assert list(state_of(run).kept.values()) == ["by hand"]
 
 
 def test_a_keep_that_comes_too_late_says_so(run: Path) -> None:
@@ -775,7 +781,7 @@ def test_a_training_beside_it_is_not_hurt(tmp_path: Path, call: Call) -> None:
             copied = call("copy", run, there, "--yes")
             assert copied.code == 0 or "retired" in copied.err
             newest = call("ls", run, "--json").json["checkpoints"][0]["step"]
-            said = call("keep", run, newest, "--note", "seen", "--yes")
+            said = call("keep", f"{run}@{newest}", "--note", "seen", "--yes")
             assert said.code == 0 or "does not hold" in said.err or "a moment ago" in said.err
             kept = kept if said.code else newest  # it may be gone already
         assert job.poll() is None

@@ -189,13 +189,13 @@ def test_saves_out_of_turn_are_of_one_step_on_all_ranks(start: Callable[..., Job
 
     def committed() -> list[int]:
         path = f"{REPO}:{REPO / 'backends'}"
-        command = [sys.executable, "-m", "ckpt.cli", "ls", str(run), "--json"]
+        command = [sys.executable, "-m", "ckpt", "ls", str(run), "--json"]
         found = subprocess.run(command, capture_output=True, env={**os.environ, "PYTHONPATH": path}, check=True)
         return [row["step"] for row in json.loads(found.stdout)["checkpoints"]]
 
     def ask() -> None:
         path = f"{REPO}:{REPO / 'backends'}"
-        command = [sys.executable, "-m", "ckpt.cli", "trigger", str(run), "--why", "test"]
+        command = [sys.executable, "-m", "ckpt", "trigger", str(run), "--why", "test"]
         subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, check=True, stdout=subprocess.DEVNULL)
 
     def both() -> None:

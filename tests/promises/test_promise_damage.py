@@ -562,7 +562,7 @@ def test_paths_of_users_are_not_waited_for(command: list[str], tmp_path: Path) -
     os.mkfifo(named)
     words = [word.format(named, folder=named.parent, run=tmp_path / "made") for word in command]
     done = subprocess.run(
-        [sys.executable, "-m", "ckpt.cli", *words],
+        [sys.executable, "-m", "ckpt", *words],
         capture_output=True, text=True, timeout=40, check=False, stdin=subprocess.DEVNULL,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )  # fmt: skip

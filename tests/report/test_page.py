@@ -331,7 +331,7 @@ def test_the_command_writes_all_or_nothing(run: Path, tmp_path: Path) -> None:
     assert target.read_text() == "mine"
     assert invoke(run, "-o", target, "--force").return_value == 0 and "everystep" in target.read_text()
     assert [path.name for path in target.parent.iterdir()] == ["report.html"]
-    command = [sys.executable, "-m", "ckpt.cli", "report", str(run), "-o", "-"]
+    command = [sys.executable, "-m", "ckpt", "report", str(run), "-o", "-"]
     path = {"PYTHONPATH": f"{REPO}:{REPO / 'backends'}"}
     done = subprocess.run(command, capture_output=True, env={**os.environ, **path}, timeout=120, check=True)
     assert done.stdout.decode().startswith("<!doctype html>") and done.stdout.decode().endswith("</html>\n")

@@ -648,7 +648,7 @@ def test_an_exception_that_nobody_catches(run_dir: str, tmp_path: Path, monkeypa
 
 
 def cli(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "ckpt.cli", *arguments], capture_output=True, text=True, check=False)
+    return subprocess.run([sys.executable, "-m", "ckpt", *arguments], capture_output=True, text=True, check=False)
 
 
 @pytest.mark.parametrize("how", ["crash", "kill"])
@@ -799,7 +799,7 @@ def test_a_shell_can_ask_for_a_save(run_dir: str) -> None:
     assert missing.returncode != 0 and "no writer of this run is on this machine" in missing.stderr
     with training(run_dir) as run:
         run.go(2)
-        command = [sys.executable, "-m", "ckpt.cli", "trigger", run_dir, "--why", "before the upgrade", "--json"]
+        command = [sys.executable, "-m", "ckpt", "trigger", run_dir, "--why", "before the upgrade", "--json"]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as shell:
             fault = run.fault("request")
             told = json.loads(shell.communicate(timeout=ANSWER_S)[0])

@@ -1,4 +1,4 @@
-"""`python -m ckpt.cli` is `ckpt`."""
+"""`python -m ckpt` is the command `ckpt`, also where another program has that name."""
 
 import sys
 

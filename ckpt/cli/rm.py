@@ -1,0 +1,102 @@
+"""The command that gives up one checkpoint: rm."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from ckpt.checkpoint.spelling import Which
+from ckpt.cli.arguments import checkpoint_argument
+from ckpt.cli.terminal import (
+    act,
+    count_of,
+    example,
+    human,
+    opened,
+    plan_options,
+    print_few,
+    print_json,
+    print_table,
+    progress,
+    safe,
+)
+from ckpt.cli.upkeep import TITLES, Found, cells, delete_files, grace_option, item_json, patience_text, show_end, sum_of
+
+if TYPE_CHECKING:  # what `ls` need not wait for is imported where it is used
+    from ckpt.maintain.remove import RemovalPlan
+
+
+@click.command(epilog=example("ckpt rm runs/exp1@500", "ckpt rm runs/exp1@500 --yes"))
+@checkpoint_argument()
+@grace_option
+@plan_options
+def rm(url: str, step: Which, grace_s: float | None, yes: bool, as_json: bool) -> int:
+    """Give up one checkpoint. A job may be training there.
+
+    The newest one that stays is read back first: nothing goes unless that is sound. One of `ckpt keep` stays, and so
+    does the last one that a restore can take. Files that others use go with these. Exit code 1 if the one that was
+    read back is damaged.
+    """
+    if step is None:
+        raise click.UsageError(f"say which one: {url}@STEP")
+    found = act(_rm(url, step, grace_s, yes, as_json))
+    if as_json:
+        print_json(found)
+        return 1 if found["problems"] else 0
+    if found["problems"]:
+        print_few(found["problems"])
+        print(f"Nothing was done: step {found['check']} is damaged, and this one may be needed")
+        return 1
+    return show_end(found, f"gave up step {found['remove']['step']}, deleted {count_of(found['files'], 'file')}")
+
+
+def show_rm(found: Found) -> None:
+    print(safe(found["url"]))
+    print_table(TITLES, [(*cells(found["remove"]), "to give up")])
+    if shared := found["shared"]["files"]:
+        print(f"{count_of(shared, 'file')} of it, {human(found['shared']['bytes'])}, stay: other checkpoints use them")
+    if found["partial"]:
+        print("this tier holds the parts of some ranks only: do the same in those of the other nodes")
+    print(f"step {found['check']} is read back before anything goes; then {patience_text(found['grace_s'])}")
+
+
+async def _rm(url: str, step: Which, grace_s: float | None, yes: bool, as_json: bool) -> Found:
+    from ckpt.checkpoint import read
+    from ckpt.maintain import prune as upkeep
+    from ckpt.maintain.remove import plan_removal, remove
+
+    async with opened(url) as log:
+        patience = upkeep.default_grace_s(log.store) if grace_s is None else grace_s
+        stock = await upkeep.take_stock(log)
+        commit = read.choose(log, step)
+        plan = plan_removal(log, stock, commit)
+        found = _rm_json(log.store.url, plan, patience)
+        if not as_json:
+            show_rm(found)
+        if not yes:
+            return found
+        total = sum(stock.sizes.get(key, 0) for key in stock.used[plan.check.attempt])
+        with progress("reading back", total) as on_bytes:
+            found["problems"] = await read.verify(log.store, plan.check, on_bytes=on_bytes)
+        if found["problems"]:
+            return found
+        landed = await remove(log, stock, commit.attempt, plan.check.attempt)
+        await delete_files(log, landed.delete, stock.sizes, patience)
+        return {**found, "done": sum_of(landed.delete, stock.sizes)}
+
+
+def _rm_json(url: str, plan: RemovalPlan, grace_s: float) -> Found:
+    shared = item_json(plan.shared)
+    return {
+        "url": url,
+        "check": plan.check.step,
+        "remove": item_json(plan.item),
+        "files": len(plan.delete),
+        "bytes": plan.item.size,
+        "shared": {"files": shared["files"], "bytes": shared["bytes"]},
+        "partial": plan.partial,
+        "grace_s": grace_s,
+        "problems": [],
+        "done": None,
+    }

@@ -1,0 +1,43 @@
+"""Which runs lie below a folder, or a URL."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from ckpt.store import folder_of, normalise, open_store, url_of
+
+MARK = "FORMAT.json"
+DEPTH = 3  # folders: who has runs deeper than that gives a folder nearer to them
+
+
+async def runs_below(url: str, *, patience_s: float = 10.0) -> list[str]:
+    """Their URLs, sorted. What lies within a run is not looked at. In a bucket all names below are listed."""
+    place = normalise(url)
+    folder = folder_of(place)
+    if folder is not None:
+        return [url_of(path) for path in sorted(_walk(folder, DEPTH))]
+    store = open_store(place, patience_s=patience_s)
+    try:
+        found: list[str] = []
+        async for info in store.list():
+            run, _, name = info.key.rpartition("/")
+            if name == MARK and run and not any(run.startswith(f"{above}/") for above in found):
+                found.append(run)
+        return [f"{place}/{run}" for run in sorted(found)]
+    finally:
+        await store.aclose()
+
+
+def _walk(folder: Path, depth: int) -> Iterator[Path]:
+    try:
+        with os.scandir(folder) as entries:
+            below = [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
+    except OSError:  # not ours to read
+        return
+    for path in below:
+        if (path / MARK).is_file():
+            yield path
+        elif depth > 1:
+            yield from _walk(path, depth - 1)

@@ -1,0 +1,73 @@
+"""Give up one checkpoint, because somebody says so.
+
+Unlike retention it takes what is asked for, also one of the newest: but only beside another one that a restore can take
+and that has just been read back, never one that is kept, and never one that a save under way builds on. Files that
+other checkpoints use stay as long as these need them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+from ckpt.checkpoint import retention
+from ckpt.checkpoint.retention import Sweep
+from ckpt.errors import NoCheckpointError, UsageError
+from ckpt.format.manifest import Attempt
+from ckpt.maintain.prune import Item, RunFiles, refuse, sweep
+from ckpt.runlog.log import RunLog
+from ckpt.runlog.records import Commit, RunState
+
+
+@dataclass(frozen=True, slots=True)
+class RemovalPlan:
+    """`check`: what has to be read back before anything goes; `delete`: with sizes in bytes; `shared`: files of it that
+    stay, since others use them; `partial`: other nodes have parts of it."""
+
+    check: Commit
+    item: Item
+    delete: tuple[tuple[str, int], ...]
+    shared: Item
+    partial: bool
+
+
+def plan_removal(log: RunLog, stock: RunFiles, commit: Commit) -> RemovalPlan:
+    """Pure. UsageError if that one has to stay, CorruptError if nothing may be deleted there."""
+    attempt, state = commit.attempt, log.state
+    check = next((c for c in state.lineage() if c.finite is not False and c.attempt != attempt), None)
+    if check is None:
+        raise UsageError(
+            f"step {commit.step} is the only checkpoint of {log.store.url} that a restore can take: it stays. A run "
+            "that nobody needs any more is a folder, or what a bucket has under that name: delete that"
+        )
+    found = decide_removal(log.store.url, attempt, check.attempt, stock, state) or Sweep()
+    going = set(found.delete)
+    shared = [key for key in stock.used.get(attempt, ()) if key not in going]
+    return RemovalPlan(
+        check, stock.item(attempt, found.delete), stock.files(found.delete), stock.item(attempt, shared),
+        not commit.whole,
+    )  # fmt: skip
+
+
+def decide_removal(url: str, attempt: Attempt, checked: Attempt, stock: RunFiles, state: RunState) -> Sweep | None:
+    """Pure. None: there is a checkpoint that came after the stock was taken."""
+    refuse(state, stock, url, {attempt})
+    for one in (attempt, checked):
+        if one not in state.commits:
+            raise NoCheckpointError(f"step {one.step} of {url} was retired a moment ago. Repeat it")
+    if attempt in state.kept:
+        raise UsageError(
+            f"step {attempt.step} of {url} is kept: {state.kept[attempt]}. To let it go, first `ckpt keep --undo`"
+        )
+    if any(attempt in pins for pins in state.pins.values()) or any(attempt in c.needs for c in state.held.values()):
+        raise UsageError(f"a save under way builds on step {attempt.step} of {url}: remove it once that has ended")
+    listed = None if attempt in stock.used else stock.owned  # of one that cannot be read, whatever nobody else needs
+    doomed = retention.plan_deletion(state, {attempt}, {checked}, stock.used, listed)
+    if doomed is None:
+        return None
+    return Sweep({attempt}, tuple(key for key in doomed if key in stock.sizes))
+
+
+async def remove(log: RunLog, stock: RunFiles, attempt: Attempt, checked: Attempt) -> Sweep:
+    """Land the PLAN. `checked`: another checkpoint, that was read back and found sound just now."""
+    return await sweep(log, stock, partial(decide_removal, log.store.url, attempt, checked))

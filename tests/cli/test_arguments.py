@@ -1,0 +1,157 @@
+"""RUN@STEP: the same checkpoint by the same words in every command, and in `ckpt.load`."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckpt
+from ckpt.checkpoint import spelling
+from ckpt.cli import app
+from ckpt.errors import CheckpointError, UsageError
+from ckpt.store import normalise
+from commands import call, save
+from processes import PYTHONPATH, REPO
+
+__all__ = ["call"]  # a fixture
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with the steps 2, 4 and 6."""
+    folder = tmp_path_factory.mktemp("made")
+    patch = pytest.MonkeyPatch()
+    patch.setenv("CKPT_RUNTIME_DIR", str(folder))
+    save(folder / "run", {"w": torch.arange(8.0)}, range(1, 7))
+    patch.undo()
+    return folder / "run"
+
+
+@pytest.mark.parametrize(
+    ("text", "run", "step"),
+    [
+        ("runs/exp1", "runs/exp1", None),
+        ("runs/exp1@500", "runs/exp1", 500),
+        ("runs/exp1@latest", "runs/exp1", "latest"),
+        ("runs/a@b/exp1", "runs/a@b/exp1", None),
+        ("runs/exp@v2", "runs/exp@v2", None),
+        ("runs/exp@v2@7", "runs/exp@v2", 7),
+        ("runs/exp1@7/", "runs/exp1@7/", None),
+        ("runs/exp1@-7", "runs/exp1@-7", None),
+        ("runs/exp1@7.5", "runs/exp1@7.5", None),
+        ("@7", "@7", None),
+        ("sftp://me@host/exp1", "sftp://me@host/exp1", None),
+        ("sftp://me@host/exp1@12", "sftp://me@host/exp1", 12),
+        ("s3://bucket/user@example.com/exp1", "s3://bucket/user@example.com/exp1", None),
+        ("s3://bucket/user@example.com/exp1@latest", "s3://bucket/user@example.com/exp1", "latest"),
+    ],
+)
+def test_only_a_last_at_before_a_step_counts(text: str, run: str, step: Any) -> None:
+    assert spelling.split(text) == (run, step)
+
+
+def test_a_folder_of_that_very_name_is_meant(made: Path, tmp_path: Path, call: Any) -> None:
+    """Also beside a run whose step it could be; and it has steps of its own."""
+    shutil.copytree(made, tmp_path / "run")
+    shutil.copytree(made, tmp_path / "run@4")
+    assert call("show", tmp_path / "run@4", "--json").json["step"] == 6
+    assert call("show", tmp_path / "run@4@2", "--json").json["step"] == 2
+    assert call("show", tmp_path / "run@2", "--json").json["step"] == 2
+    assert ckpt.load(tmp_path / "run@4").step == 6
+
+
+def test_a_step_that_is_said_twice_is_said_alike(made: Path, call: Any) -> None:
+    assert call("show", f"{made}@4", "--step", 4, "--json").json["step"] == 4
+    refused = call("show", f"{made}@4", "--step", 2)
+    assert refused.code == 2 and "say it once" in refused.err
+    with pytest.raises(UsageError, match="say it once"):
+        ckpt.load(f"{made}@latest", step=2)
+
+
+def steps_of(command: str, run: str, call: Any, tmp_path: Path) -> int:
+    """The step that a command has worked on, as it says itself."""
+    more = {"copy": [tmp_path / "copy"], "restore": ["--to", tmp_path / "out.pt", "--dry-run"], "diff": [run]}
+    found = call(command, run, *more.get(command, []), "--json").json
+    match command:
+        case "verify":
+            (one,) = found["checkpoints"]
+            return int(one["step"])
+        case "copy":
+            return int(found["copy"][0]["step"])
+        case "repair":
+            return int(found["steps"][0])
+        case "restore":
+            return int(found["source"].split("step ")[1].split()[0].strip(","))
+        case "diff":
+            return int(found["a"]["step"])
+        case "rm":
+            return int(found["remove"]["step"])
+    return int(found["step"])
+
+
+@pytest.mark.parametrize("command", ["show", "verify", "copy", "repair", "restore", "diff", "keep", "rm"])
+def test_every_command_takes_it(command: str, made: Path, call: Any, tmp_path: Path) -> None:
+    """Of a step, the newest, and one that is not there; `--step` says the same, where there is one run only."""
+    assert steps_of(command, f"{made}@4", call, tmp_path) == 4
+    assert steps_of(command, f"{made}@latest", call, tmp_path) == 6
+    with pytest.raises((AssertionError, ValueError, CheckpointError)):
+        steps_of(command, f"{made}@5", call, tmp_path)
+    if command != "diff":
+        assert "--step" in call(command, "--help").out
+
+
+def test_load_takes_it(made: Path) -> None:
+    assert ckpt.load(f"{made}@4").step == 4 and ckpt.load(f"{made}@latest").step == 6
+    assert ckpt.load(f"{normalise(made)}@2").url == normalise(made)
+    with pytest.raises(ckpt.NoCheckpointError, match="step 5"):
+        ckpt.load(f"{made}@5")
+
+
+@pytest.mark.parametrize("command", ["ls", "gc", "prune", "faults", "report"])
+def test_what_is_about_a_whole_run_says_so(command: str, made: Path, call: Any) -> None:
+    refused = call(command, f"{made}@4", *(["--keep-last", 2] if command == "prune" else []))
+    assert refused.code == 2 and "a whole run" in refused.err
+
+
+@pytest.mark.parametrize("command", ["keep", "rm"])
+def test_what_changes_one_checkpoint_wants_it_named(command: str, made: Path, call: Any) -> None:
+    refused = call(command, made, "--yes")
+    assert refused.code == 2 and f"{made}@STEP" in refused.err
+
+
+# -- runs below a folder --
+
+
+def test_ls_lists_the_runs_below(made: Path, tmp_path: Path, call: Any) -> None:
+    """With their newest steps, in folders of folders too; what is no run is not one, and a damaged one is named."""
+    shutil.copytree(made, tmp_path / "runs" / "a")
+    shutil.copytree(made, tmp_path / "runs" / "group" / "b")
+    (tmp_path / "runs" / "notes").mkdir()
+    (tmp_path / "runs" / "bad").mkdir()
+    (tmp_path / "runs" / "bad" / "FORMAT.json").write_text("{}")
+    found = call("ls", tmp_path / "runs", "--json").json["runs"]
+    assert [(one["name"], one["newest"], one["checkpoints"]) for one in found] == [
+        ("a", 6, 3), ("bad", None, 0), ("group/b", 6, 3),
+    ]  # fmt: skip
+    said = call("ls", tmp_path / "runs")
+    assert said.code == 0 and "group/b" in said.out and "bad cannot be read" in said.out and "3 runs" in said.out
+    assert call("ls", tmp_path / "runs" / "notes").code == 2
+
+
+# -- the names of the command --
+
+
+def test_it_can_be_called_as_a_module(made: Path) -> None:
+    """Where another package has a command `ckpt`; and `everystep` is the same command."""
+    words = [sys.executable, "-m", "ckpt", "ls", str(made)]
+    ended = subprocess.run(words, capture_output=True, text=True, env={"PYTHONPATH": PYTHONPATH}, check=True)
+    assert "3 checkpoints" in ended.stdout
+    scripts = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["scripts"]
+    assert scripts["everystep"] == scripts["ckpt"] == f"{app.__package__}:main"

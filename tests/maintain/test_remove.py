@@ -1,0 +1,105 @@
+"""`ckpt rm`: one checkpoint goes, and all that stays can be restored."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckpt
+from ckpt.checkpoint import commit, retention
+from ckpt.errors import UsageError
+from ckpt.format.manifest import Attempt
+from ckpt.maintain import prune, remove
+from ckpt.runlog.log import RunLog
+from ckpt.store import open_store
+from commands import attempt_of, call, flip, increments
+from trees import tree
+
+__all__ = ["call", "increments"]  # fixtures
+
+
+@pytest.fixture
+def run(increments: Path, tmp_path: Path) -> Path:
+    """A copy of a run with the steps 1 to 5: 1, 2 and 5 full, 3 and 4 built on them."""
+    retention._cache.clear()  # another test may have had this run in a better state
+    return Path(shutil.copytree(increments, tmp_path / "run"))
+
+
+def steps(run: Path, call: Any) -> list[int]:
+    return [one["step"] for one in call("ls", run, "--json").json["checkpoints"]]
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 4, 5])
+def test_one_goes_and_the_others_stay_whole(run: Path, call: Any, step: int) -> None:
+    """A full one that others build on, an increment, the newest: what is left verifies, and is what it was."""
+    rest = [n for n in (5, 4, 3, 2, 1) if n != step]
+    before, size = {n: ckpt.load(run, step=n).all() for n in rest}, sum(map(len, tree(run).values()))
+    assert call("rm", f"{run}@{step}", "--yes").code == 0
+    assert steps(run, call) == rest
+    assert call("verify", run, "--all").code == 0
+    for n in rest:
+        after = ckpt.load(run, step=n).all()
+        assert all(torch.equal(after[name], before[n][name]) for name in before[n]), n
+    assert call("gc", run, "--yes").code == 0 and call("verify", run, "--all").code == 0
+    assert sum(map(len, tree(run).values())) < size
+
+
+def test_what_is_kept_stays(run: Path, call: Any) -> None:
+    call("keep", f"{run}@3", "--note", "as published", "--yes")
+    refused = call("rm", f"{run}@3", "--yes")
+    assert refused.code == 2 and "as published" in refused.err and "--undo" in refused.err
+    call("keep", f"{run}@3", "--undo", "--yes")
+    assert call("rm", f"{run}@3", "--yes").code == 0 and steps(run, call) == [5, 4, 2, 1]
+
+
+def test_the_last_one_stays(run: Path, call: Any) -> None:
+    for step in (1, 2, 3, 4):
+        assert call("rm", f"{run}@{step}", "--yes").code == 0
+    refused = call("rm", f"{run}@5", "--yes")
+    assert refused.code == 2 and "the only checkpoint" in refused.err and steps(run, call) == [5]
+
+
+def test_nothing_goes_while_the_one_to_stay_is_damaged(run: Path, call: Any) -> None:
+    pack = next((run / "packs").glob(f"{attempt_of(run, 5)}.*"))
+    flip(pack, pack.stat().st_size // 2)
+    before = tree(run)
+    refused = call("rm", f"{run}@4", "--yes")
+    assert refused.code == 1 and "step 5 is damaged" in refused.out and tree(run) == before
+    assert call("rm", f"{run}@5", "--yes").code == 0  # which is what one may want of it
+    assert steps(run, call) == [4, 3, 2, 1] and call("verify", run, "--all").code == 0
+
+
+def test_what_a_save_under_way_builds_on_stays(run: Path) -> None:
+    """A writer has begun an attempt that pins step 4; decided on the newest state, so also if it comes in between."""
+    asyncio.run(_begun_in_between(run))
+
+
+async def _begun_in_between(run: Path) -> None:
+    log = RunLog(open_store(str(run), writable=True))
+    await log.open()
+    state = log.state
+    four = next(attempt for attempt in state.commits if attempt.step == 4)
+    stock = await prune.take_stock(log)
+    plan = remove.plan_removal(log, stock, state.commits[four])
+    mine = state.acquires[-1]
+    await commit.begin(log, mine, Attempt(mine.epoch, 6, mine.nonce), [four])
+    with pytest.raises(UsageError, match="builds on step 4"):
+        await remove.remove(log, stock, four, plan.check.attempt)
+    await log.store.aclose()
+
+
+def test_negative_control_without_the_sweep_s_care_the_others_lose_files(
+    run: Path, call: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If every file that step 2 has written went with it, the increments on it would not verify."""
+    everything = lambda state, retiring, verified, used, listed: sorted(  # noqa: E731
+        key for attempt in retiring for key in used[attempt]
+    )
+    monkeypatch.setattr(retention, "plan_deletion", everything)
+    call("rm", f"{run}@2", "--yes")
+    assert call("verify", run, "--all").code == 1

@@ -5,7 +5,8 @@
   bytes   a small GPT that learns real text (benchmarks/states.py), in fp32 and in bf16 with fp32 masters: stored / raw
           bytes of a step, after a warm-up, without rebases (steps that are logged as a whole) and with them
   time    the training of benchmarks/workload.py, with nothing saved, every step in memory, every step in the redo log,
-          and every step saved raw to the same folder; in turns, medians. What a step loses to each
+          and every step saved raw to the same folder; in turns, medians. What a step loses to each; and the CPU time
+          that trainer and writer take for a step, which tells them apart on a busy machine, too
   replay  GB of state a CPU second of redoing what `bytes` has logged, one thread; and whether restores of a run
           whose `max_restore_s` is small stay within it
 
@@ -15,7 +16,9 @@ Every run is restored at its end, and compared bit for bit with the training tha
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import platform
 import shutil
 import statistics
@@ -29,6 +32,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -163,8 +167,19 @@ def replay_part(folder: str, say: Callable[[str], None]) -> Json:
     return {"steps": steps, "raw": nbytes, "gb_a_second": rate}
 
 
-def train(mode: str, size: workload.Size, folder: Path, steps: int) -> list[float]:
-    """Seconds of each step of a training that saves in one of the ways."""
+def cpu_s() -> float:
+    """Of this process and its writer so far."""
+    found = time.process_time()
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if any(os.environ["CKPT_RUNTIME_DIR"] in word for word in process.cmdline()):
+                times = process.cpu_times()
+                found += times.user + times.system
+    return found
+
+
+def train(mode: str, size: workload.Size, folder: Path, steps: int) -> Json:
+    """Seconds of a step of a training that saves in one of the ways, and CPU seconds."""
     training = workload.Training.build(size)
     memory = ckpt.Memory(linger_s=0)
     tiers: list[Any] = {
@@ -178,31 +193,41 @@ def train(mode: str, size: workload.Size, folder: Path, steps: int) -> list[floa
     if cp is not None:
         cp.restore(default=0)
         cp.save(0).staged()
+    warm, before = steps // 3, 0.0
     for step in range(1, steps + 1):
+        if step == warm + 1:
+            before = cpu_s()
         began = time.perf_counter()
         training.step()
         if cp is not None:
             cp.step(step)
         taken.append(time.perf_counter() - began)
+    worked = cpu_s() - before
     if cp is not None:
         cp.close()
-    return taken[steps // 3 :]
+    return {"step_s": statistics.mean(taken[warm:]), "cpu_s": worked / (steps - warm)}
 
 
 def time_part(size: str, steps: int, rounds: int, scratch: Path, say: Callable[[str], None]) -> Json:
-    taken: dict[str, list[float]] = {}
+    taken: dict[str, list[Json]] = {}
+    load = os.getloadavg()[0]
     for number in range(rounds):
         for mode in ("nothing", "memory", "redo log", "raw"):
             say(f"training, {mode}, round {number + 1} of {rounds}")
             folder = scratch / f"time-{mode.replace(' ', '-')}-{number}"
             # A process of its own, whose memory is gone when it ends.
             command = [sys.executable, __file__, "--train", mode, str(folder), size, str(steps)]
-            done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
-            taken.setdefault(mode, []).append(statistics.mean(json.loads(done.stdout)))
+            with tempfile.TemporaryDirectory(prefix="redo-") as sockets:
+                environment = {**os.environ, "CKPT_RUNTIME_DIR": sockets}
+                done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True, env=environment)
+            taken.setdefault(mode, []).append(json.loads(done.stdout))
             shutil.rmtree(folder, ignore_errors=True)
-    medians = {mode: statistics.median(found) for mode, found in taken.items()}
+    rounds_s = {mode: [one["step_s"] for one in found] for mode, found in taken.items()}
+    medians = {mode: statistics.median(found) for mode, found in rounds_s.items()}
     lost = {mode: seconds - medians["nothing"] for mode, seconds in medians.items() if mode != "nothing"}
-    return {"step_s": medians, "lost_s": lost, "log_against_raw": lost["redo log"] / max(1e-9, lost["raw"])}
+    cpu = {mode: statistics.median(one["cpu_s"] for one in found) for mode, found in taken.items()}
+    found: Json = {"step_s": medians, "rounds_s": rounds_s, "lost_s": lost, "cpu_s": cpu}
+    return {**found, "load": load, "log_against_raw": lost["redo log"] / max(1e-9, lost["raw"])}
 
 
 def show(found: Json) -> None:
@@ -222,11 +247,11 @@ def show(found: Json) -> None:
             f"replay: {row['gb_a_second']:.2f} GB of state a second and core, {row['steps']} steps (goal: 0.5)"
         )
     if "time" in found:
-        table = Table("every step", "step", "lost a step", "/ raw")
+        table = Table("every step", "step", "lost a step", "/ raw", "CPU time")
         lost = found["time"]["lost_s"]
         for mode, seconds in found["time"]["step_s"].items():
-            more = ("", "") if mode == "nothing" else (f"{lost[mode]:.3f} s", f"{lost[mode] / lost['raw']:.2f} x")
-            table.add_row(mode, f"{seconds:.3f} s", *more)
+            more = ["", ""] if mode == "nothing" else [f"{lost[mode]:.3f} s", f"{lost[mode] / lost['raw']:.2f} x"]
+            table.add_row(mode, f"{seconds:.3f} s", *more, f"{found['time']['cpu_s'][mode]:.2f} s")
         console.print(table)
 
 

@@ -11,9 +11,10 @@ import click
 
 from ckpt.checkpoint import spelling
 from ckpt.checkpoint.spelling import Which
-from ckpt.cli.terminal import has_redo, opened, say
+from ckpt.cli.terminal import opened, say
 from ckpt.convert.output import local_path
 from ckpt.errors import FormatError, UsageError
+from ckpt.redo import has_logs
 from ckpt.store import normalise
 
 if TYPE_CHECKING:  # what `ls` need not wait for is imported where it is used
@@ -76,7 +77,8 @@ def _redone(
     log: RunLog, step: int | None, newest: bool, max_memory: int | None, others: Sequence[str]
 ) -> RedoneOrigin | None:
     history = log.state.lineage()
-    if not has_redo(log) or (any(commit.step == step for commit in history) if step is not None else not newest):
+    is_checkpoint = any(commit.step == step for commit in history) if step is not None else not newest
+    if is_checkpoint or not has_logs(log.store.url):
         return None
     from ckpt.convert import export, source_redo  # which need torch
     from ckpt.faults.memory_pressure import available_memory

@@ -22,9 +22,10 @@ import click
 from ckpt.checkpoint import losses
 from ckpt.checkpoint.losses import Loss
 from ckpt.errors import FormatError
-from ckpt.format.manifest import REDO, Attempt
+from ckpt.format.manifest import Attempt
+from ckpt.redo import has_logs
 from ckpt.runlog.log import Commit, RunLog
-from ckpt.store import folder_of, open_store, remember_options
+from ckpt.store import open_store, remember_options
 
 T = TypeVar("T")
 OnBytes = Callable[[int], None] | None
@@ -165,7 +166,7 @@ def redo_lines(steps: list[dict[str, Any]]) -> Iterator[str]:
 
 def redo_of(log: RunLog) -> list[dict[str, Any]]:
     """What the redo log leads to. What it does not lead to any more is said on stderr."""
-    if not has_redo(log):
+    if not has_logs(log.store.url):
         return []
     from ckpt.restore import redo_logs
 
@@ -174,11 +175,6 @@ def redo_of(log: RunLog) -> list[dict[str, Any]]:
     if damage := logs.losses({**log.state.held, **log.state.commits}, log.state.acquires):
         say(f"WARNING: {told(log, damage, [Attempt.parse(one.attempt) for one in found])}")
     return [asdict(one) for one in found]
-
-
-def has_redo(log: RunLog) -> bool:
-    root = folder_of(log.store.url)
-    return root is not None and (root / REDO).is_dir()
 
 
 def safe(text: object) -> str:

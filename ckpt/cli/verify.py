@@ -17,7 +17,6 @@ from ckpt.cli.arguments import checkpoint_argument
 from ckpt.cli.terminal import (
     OnBytes,
     example,
-    has_redo,
     look_options,
     newest_first,
     opened,
@@ -30,6 +29,7 @@ from ckpt.cli.terminal import (
 from ckpt.errors import CorruptError, NotFoundError, StoreError
 from ckpt.format.manifest import read_format
 from ckpt.maintain.prune import some
+from ckpt.redo import has_logs
 from ckpt.runlog.log import Commit, RunLog
 from ckpt.store import Store
 
@@ -98,7 +98,7 @@ async def _verify(url: str, step: Which, every: bool, data: bool) -> dict[str, A
 
 def _redo_problems(log: RunLog, data: bool) -> list[str]:
     """What is damaged in redo logs; the torn end that a killed job leaves is not."""
-    if not has_redo(log):
+    if not has_logs(log.store.url):
         return []
     from ckpt.restore import redo_logs
 

@@ -22,6 +22,7 @@ from ckpt.errors import FullError, StoreError
 from ckpt.format.layout import Layout
 from ckpt.format.manifest import REDO, Attempt, parse_redo, redo_name
 from ckpt.format.regular_file import reading
+from ckpt.redo import has_logs
 from ckpt.redo.adam import AdamSettings
 from ckpt.redo.encode_frame import POOR, FrameEncoder, Logged, Sealed
 from ckpt.redo.frame import MAGIC, Recipe
@@ -48,7 +49,7 @@ def holds_logs(url: str) -> bool:
     """Whether a place has any redo log with a frame in it, sound or not. One whose first frame was never complete holds
     nothing that anybody was told of."""
     root = folder_of(url)
-    if root is None or not (root / REDO).is_dir():
+    if root is None or not has_logs(url):
         return False
     return any(_has_frames(str(path)) for path in (root / REDO).iterdir() if parse_redo(path.name))
 

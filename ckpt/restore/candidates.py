@@ -6,7 +6,7 @@ snapshots on this node, the logs of all tiers, redo logs -> look -> (all agree) 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,10 +16,13 @@ from ckpt.errors import UsageError
 from ckpt.format.manifest import Attempt
 from ckpt.format.values import Json
 from ckpt.ranks.world import World, together
-from ckpt.restore.redo_logs import Logs, look
-from ckpt.restore.redo_source import RedoSource
+from ckpt.redo import has_logs
 from ckpt.restore.sources import HeldSnapshot, MemorySource, RestoreSource, StoreSource
 from ckpt.runlog.log import Acquire, Commit, RunLog, in_history
+
+if TYPE_CHECKING:
+    from ckpt.restore.redo_logs import Logs
+    from ckpt.restore.redo_source import RedoSource
 
 MOST_LOST = 64  # damaged logs that a rank tells the others of
 
@@ -73,11 +76,13 @@ class _View:
             self._logs.append(log)
             if self._speaks(i):
                 found += damage
-                self._redos[i] = look(url, verify=False)
+                if has_logs(url):
+                    self._redos[i] = self._look_at_redo(url)
         known = {*acquires, *(a for log in self._logs for a in log.state.acquires)}
         mine = [self._speaks(i) for i in range(len(self._urls))]
         redoable = [
-            _redoable(self._redos[i], log, known, step, found) if mine[i] else None for i, log in enumerate(self._logs)
+            (_redoable(self._redos[i], log, known, step, found) if i in self._redos else []) if mine[i] else None
+            for i, log in enumerate(self._logs)
         ]
         return {
             "step": step,
@@ -87,6 +92,11 @@ class _View:
             "redo": redoable,
             "lost": [[one.tier, one.reason, [str(a) for a in one.attempts]] for one in found[:MOST_LOST]],
         }
+
+    def _look_at_redo(self, url: str) -> Logs:
+        from ckpt.restore.redo_logs import look
+
+        return look(url, verify=False)
 
     def source(self, one: Candidate, agreed: Sequence[Candidate]) -> RestoreSource:
         """One of those that were agreed on."""
@@ -111,9 +121,11 @@ class _View:
 
     def _redo_source(self, attempt: Attempt, tier: int, *, undone: bool) -> RedoSource:
         """The ranks that see the same logs share out whose steps they redo."""
+        from ckpt.restore.redo_source import RedoSource
+
         url, world, roots, state = self._urls[tier], self._world, self._roots[tier], self._logs[tier].state
         if tier not in self._redos:
-            self._redos[tier] = look(url, verify=False)
+            self._redos[tier] = self._look_at_redo(url)
         logs = self._redos[tier]
         group = [rank for rank in range(world.size) if roots[rank] == roots[world.rank]]
         saved = sorted(rank for rank, frames in logs.frames.items() if attempt in frames)

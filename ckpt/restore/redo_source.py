@@ -56,7 +56,7 @@ class RedoSource(MemorySource):
         """`mine`: those that saved whose share this rank redoes; `initializer`: called in each thread that computes;
         `others`: URLs of places that may have what is damaged of the checkpoint that is loaded."""
         super().__init__(attempt, [], alone=alone, undone=undone)
-        self.tier, self.redone, self.base_step = logs.url, 0, -1
+        self.tier = logs.url
         self._logs, self._commits, self._mine, self._initializer = logs, commits, list(mine), initializer
         self._others = others
         self._made: list[HeldSnapshot] = []
@@ -86,7 +86,7 @@ class RedoSource(MemorySource):
                 failure = failure or error.with_traceback(None)  # whose frames hold the memory of what was begun
                 continue
             self.redone = max(self.redone, chain.redone)
-            self.base_step = chain.base if self.base_step < 0 else min(self.base_step, chain.base)
+            self.base_step = chain.base if self.base_step is None else min(self.base_step, chain.base)
             return found
         raise failure or CorruptError(f"the redo log of rank {rank} does not lead to step {self.attempt.step} any more")
 

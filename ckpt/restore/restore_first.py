@@ -30,7 +30,6 @@ from ckpt.format.values import Json
 from ckpt.ranks.exchange import Exchange
 from ckpt.ranks.world import World, together
 from ckpt.restore.division import Work, divided, fitting, known, verified, wanted_tensors, wishes
-from ckpt.restore.redo_source import RedoSource
 from ckpt.restore.sources import RestoreSource
 from ckpt.state.capture import Capture
 from ckpt.state.filler import Filler
@@ -86,8 +85,7 @@ def restore_first(
         if error is None:
             result.step, result.attempt, result.tier = source.attempt.step, str(source.attempt), source.tier
             result.repaired = list(source.repaired)
-            if isinstance(source, RedoSource):
-                result.redone, result.base_step = source.redone, source.base_step
+            result.redone, result.base_step = source.redone, source.base_step
             _say_lost(world, lost, source.attempt, result, step)
             return source
         result.skipped.append(Skipped(source.attempt.step, source.tier, str(error)))

@@ -8,6 +8,7 @@ from typing import Any
 
 from ckpt.errors import CheckpointError, DeadlineError
 from ckpt.events import log
+from ckpt.faults.report import starts_again
 from ckpt.faults.signals import ctrl_c_later
 from ckpt.format.manifest import Attempt
 from ckpt.ipc.heartbeat import LEAVING
@@ -114,8 +115,12 @@ class Closing:
         if leave:
             session.supervisor.leave(max(1.0, end - time.monotonic()))
             return
-        failed = self.failed or session.errors.fenced is not None or self._fault_handler.saw_exception
+        failed = self._has_failed or session.errors.fenced is not None
         session.supervisor.close(end - time.monotonic(), failed=failed)
+
+    @property
+    def _has_failed(self) -> bool:
+        return self.failed or self._fault_handler.saw_exception
 
     def _end(self, timeout_s: float = STOP_S) -> None:
         self._progress.closed = True
@@ -144,12 +149,14 @@ class Closing:
 
     def _keeps_memory(self, clean: bool) -> bool:
         """Whether the writer is to keep it, and go on trying, as after a death: an earlier run's memory that was
-        neither restored nor replaced, or a disk that would not take the last step."""
+        neither restored nor replaced, a disk that would not take the last step, or somebody who comes for it soon."""
         staged, progress = self._staged, self._progress
         # What was restored by another number of ranks than saved it cannot be saved by these.
         untouched = staged.newest is None and (not progress.restored or staged.restored is not None)
         only_copy = self._is_only_in_memory() if self._session.tiers else not clean
-        return (untouched and self._session.supervisor.inherits) or only_copy or not self._agreed
+        if (untouched and self._session.supervisor.inherits) or only_copy or not self._agreed:
+            return True
+        return self._has_failed and self._session.errors.fenced is None and starts_again()
 
     def _agree_last(self, end: float) -> None:
         """The newest step that all ranks have in memory becomes the newest here; none if they have none in common."""

@@ -66,10 +66,6 @@ class RedoClient(WriterUser):
         supervisor.writer.users.append(self)  # after all the others
 
     @property
-    def on(self) -> bool:
-        return bool(self._tiers)
-
-    @property
     def urls(self) -> list[str]:
         return list(self._tiers.values())
 

@@ -58,7 +58,8 @@ class Restoring:
             acquires = session.supervisor.memory.inherited.acquires
             damage: list[Loss] = []
             sources = gather(session.world, snapshots, acquires, urls, session.ownership.roots, step, damage)
-            session.redo.reset()
+            if session.redo is not None:
+                session.redo.reset()
             source = restore_first(
                 session.world,
                 sources,

@@ -169,7 +169,8 @@ class Saves:
         save.told = asked and not self._session.cadence.schedule.tiers_due(step)  # a best effort is no error
         try:
             reading, values, settings = self._read(save, taken)
-            must = explicit or bool(tiers) or (self._session.redo.on and self._session.settings.on_busy == "wait")
+            logged = self._session.redo is not None and self._session.settings.on_busy == "wait"
+            must = explicit or bool(tiers) or logged
             self._ready_memory(step, reading, len(values), wait_s, must=must)
         except BaseException as error:
             what = error if isinstance(error, CheckpointError) else SaveError(f"step {step} was not saved: {error!r}")
@@ -211,7 +212,7 @@ class Saves:
         reading = session.capture.read() if taken is None else taken.reading
         values = json.dumps(reading.values, separators=(",", ":")).encode()
         session.supervisor.layouts.tell(reading.layout)
-        if not session.redo.on:
+        if session.redo is None:
             return reading, values, None
         session.redo.prepare(reading)
         for url in session.redo.urls:
@@ -240,7 +241,7 @@ class Saves:
             if not session.fits(data_size, values_size) and not self._said_paused:
                 self._said_paused = True
                 log.warning("memory for snapshots is being prepared; until it is ready, steps are not kept in memory")
-        if not (must or session.redo.on or session.supervisor.memory.rings):
+        if not (must or session.redo is not None or session.supervisor.memory.rings):
             raise SkippedError(f"step {step} was not saved: memory is short, and it was due nowhere else")
 
     def _make_memory(self, data_size: int, values_size: int, end: float, *, must: bool) -> None:
@@ -281,7 +282,7 @@ class Saves:
         if sound:  # else what was there before is needed yet
             self._supersede(job)
         supervisor.acknowledgements.acknowledge(job.attempt, *job.place, lambda error: self._on_kept(save, job, error))
-        if settings is not None:
+        if settings is not None and self._session.redo is not None:
             self._session.redo.log(save, job.attempt, job.place, settings)
         supervisor.memory.on_sealed(sound=sound)
         for i in tiers:

@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -29,11 +29,13 @@ from ckpt.state.capture import Capture
 from ckpt.tiers import Memory, Tier, as_tiers
 from ckpt.trainer.cadence_sync import CadenceSync
 from ckpt.trainer.ownership import Ownership
-from ckpt.trainer.redo import RedoClient
 from ckpt.trainer.staging.device import memory_node, traced
 from ckpt.trainer.staging.stage import Stager
 from ckpt.trainer.staging.update_gate import UpdateHook
 from ckpt.trainer.supervise.writer_supervisor import WriterSupervisor
+
+if TYPE_CHECKING:
+    from ckpt.trainer.redo import RedoClient
 
 
 @dataclass(frozen=True)
@@ -220,15 +222,24 @@ class Session:
         self.stalls = Stalls(self.stager, self.heartbeat, settings.busy_timeout_s)
         self.hook = UpdateHook(self.stalls.before_update, self.capture.unguard, self.capture.concerns)
         self.ends.callback(self.hook.remove)
-        logging_tiers = {i: tier.url for i, tier in enumerate(self.tiers) if tier.log_every_step}
-        self.redo = RedoClient(logging_tiers, self.supervisor, self.stager, self.capture, self.errors.note)
-        self.hook.on_step = self.redo.watch.note if logging_tiers else None
+        self.redo = self._redo()
 
     def _prepare(self, state: dict[str, Any], takeover: bool) -> WriterSupervisor:
         self.capture = Capture(state, Seat(self.world.rank, self.world.size))
         node = memory_node(self.capture.read().tensors)  # what cannot be saved is said now
         key, timeout_s = channel.run_key(self.settings.url, self.world.local_rank), self.settings.busy_timeout_s
         return WriterSupervisor(key, self.tiers, self.memory, self.stager, self.world, timeout_s, takeover, node)
+
+    def _redo(self) -> RedoClient | None:
+        """For tiers that log every step; without one nothing of it is imported."""
+        logging_tiers = {i: tier.url for i, tier in enumerate(self.tiers) if tier.log_every_step}
+        if not logging_tiers:
+            return None
+        from ckpt.trainer.redo import RedoClient
+
+        redo = RedoClient(logging_tiers, self.supervisor, self.stager, self.capture, self.errors.note)
+        self.hook.on_step = redo.watch.note
+        return redo
 
     def fits(self, data_size: int, values_size: int) -> bool:
         """Whether there is memory for a snapshot of that many bytes."""

@@ -6,22 +6,24 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckpt.checkpoint.open_tier import OpenTier
 from ckpt.errors import SaveError
 from ckpt.format.digest import blob_digest
 from ckpt.format.manifest import Attempt
 from ckpt.ipc.requests import ForgetRedo, KnowRecipes, LogStep, LogStepReply
-from ckpt.redo.adam import AdamSettings
-from ckpt.redo.append import Appended, StepLog
-from ckpt.redo.encode_frame import Sealed
-from ckpt.redo.frame import Recipe
 from ckpt.store import folder_of
 from ckpt.writer.dispatch import handles
 from ckpt.writer.held_run import HeldRun, PresentTrainer
 from ckpt.writer.memory import HeldMemory
 from ckpt.writer.parts import PartWriter
+
+if TYPE_CHECKING:  # what does the work is imported when there is some
+    from ckpt.redo.adam import AdamSettings
+    from ckpt.redo.append import Appended, StepLog
+    from ckpt.redo.encode_frame import Sealed
+    from ckpt.redo.frame import Recipe
 
 LOOK = 32  # steps, after which it is looked whether another job has taken the run over
 
@@ -61,6 +63,8 @@ class RedoKeeper:
     @handles(KnowRecipes)
     def learn(self, request: KnowRecipes) -> None:
         """What optimizers do with the tensors of a layout."""
+        from ckpt.redo.frame import Recipe
+
         self._recipes[request.layout] = [Recipe(*row) for row in request.recipes]
         for old in list(self._recipes)[:-8]:
             del self._recipes[old]
@@ -74,6 +78,8 @@ class RedoKeeper:
     @handles(LogStep)
     async def append(self, request: LogStep) -> LogStepReply:
         """Log a sealed slot in one tier; replies when it is durable there."""
+        from ckpt.redo.encode_frame import Sealed
+
         tier, attempt = self.run.tiers[request.tier], Attempt.parse(request.attempt)
         arena, slot = self.held_memory.arenas[request.arena], request.slot
         settings = [None if row is None else _settings(row) for row in request.settings]
@@ -111,6 +117,8 @@ class RedoKeeper:
         return found
 
     def _kept(self, tier: OpenTier, rank: int, world: int) -> _Kept:
+        from ckpt.redo.append import StepLog
+
         found = self._logs.get(tier.url)
         if found is None or (found.log.rank, found.log.world) != (rank, world):
             if found is not None and not found.turn.locked():  # of another number of ranks
@@ -134,6 +142,8 @@ class RedoKeeper:
 
 
 def _settings(row: list[Any]) -> AdamSettings:
+    from ckpt.redo.adam import AdamSettings
+
     *numbers, decoupled, step = row
     lr, beta1, beta2, eps, weight_decay = map(float, numbers)
     return AdamSettings(lr, beta1, beta2, eps, weight_decay, bool(decoupled), None if step is None else float(step))

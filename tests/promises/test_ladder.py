@@ -102,8 +102,9 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
     """Starts jobs, and ends what is left of them."""
     jobs: list[Job] = []
 
-    def make(**options: Any) -> Job:
-        jobs.append(Job(tmp_path, {"run": str(tmp_path / "run"), "steps": STEPS, **options}))
+    def make(ranks: int = 2, restarts: int = 3, **options: Any) -> Job:
+        what = {"run": str(tmp_path / "run"), "steps": STEPS, **options}
+        jobs.append(Job(tmp_path, what, ranks=ranks, restarts=restarts))
         return jobs[-1]
 
     yield make
@@ -166,6 +167,25 @@ def test_a_rank_fails_and_the_job_goes_on_from_memory(
     assert {one["rank"] for one in first} & set(ranks), [(one["kind"], one["rank"]) for one in written]
     told = [fault["kind"] for line in again for fault in line["faults"]]
     assert kind not in ("kill", "segv") or "death" in told  # the next incarnation hears of it at once
+
+
+def test_a_job_of_one_rank_goes_on_from_memory_after_an_exception(start: Callable[..., Job]) -> None:
+    """The folder has the step as well, but the writer is still there, with memory that need not be read or made. All
+    bits are right."""
+    undisturbed = start(ranks=1, run=None)
+    assert undisturbed.finish() == 0
+    job = start(ranks=1, fault={"kind": "exception", "ranks": [0], "at": AT + 5})
+    assert job.finish() == 0, job.errors.read_text()[-3000:]
+    assert [(line["step"], line["tier"]) for line in job.said("start", life=1)] == [(AT + 4, "memory")]
+    assert job.digests() == undisturbed.digests()
+
+
+def test_memory_is_let_go_of_after_an_exception_if_nobody_comes_for_it(start: Callable[..., Job]) -> None:
+    """When torchrun does not start the job again no writer stays behind, however long it would linger after a death."""
+    job = start(ranks=1, restarts=0, fault={"kind": "exception", "ranks": [0], "at": AT + 5})
+    assert job.finish() != 0
+    assert job.reached(0) == AT + 4
+    assert eventually(lambda: not writers(Path(os.environ["CKPT_RUNTIME_DIR"])))
 
 
 def test_negative_control_without_memory_more_is_lost(start: Callable[..., Job], reference: dict[int, str]) -> None:

@@ -169,8 +169,7 @@ class Saves:
         save.told = asked and not self._session.cadence.schedule.tiers_due(step)  # a best effort is no error
         try:
             reading, values, settings = self._read(save, taken)
-            logged = self._session.redo is not None and self._session.settings.on_busy == "wait"
-            must = explicit or bool(tiers) or logged
+            must = explicit or bool(tiers) or self._is_never_skipped
             self._ready_memory(step, reading, len(values), wait_s, must=must)
         except BaseException as error:
             what = error if isinstance(error, CheckpointError) else SaveError(f"step {step} was not saved: {error!r}")
@@ -192,6 +191,11 @@ class Saves:
             self._replicas.begin(job)
         self._submit(save, job, started)
         return save
+
+    @property
+    def _is_never_skipped(self) -> bool:
+        """Whether training waits for each step to be logged."""
+        return self._session.redo is not None and self._session.settings.on_busy == "wait"
 
     def write_again(self, save: Save, job: PendingSnapshot) -> None:
         """It is in memory already, perhaps on its way to a tier: write it to the tiers that it misses."""

@@ -78,6 +78,10 @@ async def serve(
 def _be_modest() -> None:
     """Low priority: training comes first."""
     os.nice(NICE)
+    with contextlib.suppress(OSError):  # Linux may share cores out by session first: then `nice` counts only within one
+        os.setsid()  # whoever started us made this one, and may be in it
+        with open("/proc/self/autogroup", "w") as group:
+            group.write(str(NICE))
     os.chdir("/")  # do not keep a folder or a mount busy
     with contextlib.suppress(psutil.Error, OSError, AttributeError):
         psutil.Process().ionice(psutil.IOPRIO_CLASS_BE, 7)

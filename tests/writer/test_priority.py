@@ -1,0 +1,35 @@
+"""Training comes first: the writer takes what the trainer leaves of the cores."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+import ckpt
+from ckpt.writer.main import NICE
+from processes import writers
+
+SWITCH = Path("/proc/sys/kernel/sched_autogroup_enabled")
+
+
+def autogroup_nice(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/autogroup").read_text().split()[-1])
+
+
+def test_the_writer_gives_way_to_its_trainer(tmp_path: Path) -> None:
+    """By its own niceness, and where Linux shares cores out by session, by that of its session, which is not the
+    trainer's: else a writer at work would take half of the cores that a training uses."""
+    before = os.nice(0)
+    model = torch.nn.Linear(4, 4)
+    with ckpt.Checkpointer({"model": model}, [ckpt.Memory(linger_s=0), ckpt.Tier(str(tmp_path / "run"))]) as cp:
+        cp.restore(default=0)
+        cp.save(1).committed()
+        (writer,) = writers(Path(os.environ["CKPT_RUNTIME_DIR"]))
+        assert writer.nice() == min(19, before + NICE) and os.getsid(writer.pid) != os.getsid(0)
+        if not SWITCH.exists() or SWITCH.read_text().strip() != "1":
+            pytest.skip("this system does not share cores out by session")
+        assert autogroup_nice(writer.pid) == NICE
+        assert autogroup_nice(os.getpid()) != NICE

@@ -6,7 +6,7 @@ JOBS ?= 2
 PART ?= quick
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-long test-gpu test-s3 bench first-contact bench-gpu bench-ranks bench-faults bench-storage bench-codecs bench-offline bench-scale bench-chaos bench-ledger bench-callbacks bench-waits lint format clean
+.PHONY: demo test test-long test-gpu test-s3 bench first-contact bench-gpu bench-ranks bench-faults bench-storage bench-codecs bench-offline bench-scale bench-chaos bench-ledger bench-callbacks bench-waits lint docs wheel format clean
 
 $(READY): pyproject.toml constraints.txt hatch_build.py ckpt/format/kernels.c
 	$(PYTHON) -m venv $(VENV)
@@ -80,6 +80,16 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	PYTHONPATH=backends $(BIN)/lint-imports
+
+$(VENV)/.docs: $(READY)
+	$(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev,docs]'
+	touch $@
+
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build -q --strict --site-dir dist/site
+
+wheel: $(READY)
+	$(BIN)/pip wheel -q --disable-pip-version-check --no-deps -w dist .
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

@@ -135,6 +135,7 @@ class Checkpointer:
 
     @property
     def stats(self) -> Stats:
+        """What saving has cost this process so far."""
         return self._session.stalls.stats
 
     @property

@@ -1,20 +1,23 @@
-"""What the documents for contributors name is there: files, modules, and what is in them."""
+"""What the documents name is there: files, modules and what is in them; names, arguments, commands and options."""
 
 from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+import documents
+from documents import PAGES, Block, blocks, named, prose_problems, python_problems, shell_problems
 from processes import REPO
 
-DOCUMENTS = ("CONTRIBUTING.md", "docs/design.md", "docs/protocol.md", "docs/format.md", "README.md")
+INSIDE = ("CONTRIBUTING.md", "docs/design.md", "docs/protocol.md", "docs/format.md")  # whose dotted names are modules
 BELOW = ("", "ckpt", "backends/ckpt_backends", "tests")  # what a path in a document is relative to
 FILE = re.compile(r"(?<![\w/.*<])((?:[a-z_]+/)+[a-z_0-9]+\.py)\b")
 NAME = re.compile(r"`((?:[a-z_]+\.)+)(?!py`)(\w+)(?:\.(\w+))?(?:\(\))?`")
-OF_USERS = "README.md"  # its dotted names are those of scripts
 
 
 def missing(text: str) -> set[str]:
@@ -45,11 +48,11 @@ def _has(file: Path, name: str, member: str | None) -> bool:
     return False
 
 
-@pytest.mark.parametrize("name", DOCUMENTS)
-def test_what_a_document_names_is_there(name: str) -> None:
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_what_a_document_names_is_there(page: Path) -> None:
     """Whoever moves something moves it in the documents too."""
-    gone = missing((REPO / name).read_text())
-    assert {word for word in gone if "/" in word or name != OF_USERS} == set()
+    gone = missing(page.read_text())
+    assert {word for word in gone if "/" in word or named(page) in INSIDE} == set()
 
 
 def test_negative_control_what_is_gone_is_seen() -> None:
@@ -57,3 +60,80 @@ def test_negative_control_what_is_gone_is_seen() -> None:
         "`ckpt/format/nothing.py` and `runlog.log.RunLog.nothing`, `runlog.log.Nothing`; `runlog.log.RunLog` is there"
     )
     assert missing(text) == {"ckpt/format/nothing.py", "runlog.log.RunLog.nothing", "runlog.log.Nothing"}
+
+
+# -- blocks --
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_every_block_and_every_command_names_what_is_there(page: Path) -> None:
+    """Each block is Python whose names and arguments are there, or commands that exist, with such options; or text that
+    is neither. Sentences name commands, targets and files that are there."""
+    problems = prose_problems(page)
+    for block in blocks(page):
+        problems += [f"line {block.line}: {problem}" for problem in problems_of(block)]
+    assert problems == []
+
+
+def problems_of(block: Block) -> list[str]:
+    if block.language == "python":
+        return python_problems(block.text)
+    if block.language in ("console", "bash"):
+        return shell_problems(block)
+    return re.findall(r"^(?:\$ .*|(?:import|from) ckpt.*)$", block.text, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("language", "line"),
+    [
+        ("python", "ckpt.Tier('runs', evry=3)"),
+        ("python", "cp.steps(3)"),
+        ("python", "from ckpt import Nothing"),
+        ("python", "ckpt.load('runs').nothing"),
+        ("console", "$ ckpt ls runs --nothing"),
+        ("console", "$ ckpt copy runs"),
+        ("console", "$ ckpt nothing runs"),
+        ("console", "$ true && ckpt ls runs"),
+        ("console", "$ make nothing"),
+        ("console", "$ make test NOTHING=1"),
+        ("console", "$ pip install 'everystep[nothing]'"),
+        ("console", "$ python examples/nothing.py"),
+        ("console", "$ python examples/plain.py --nothing"),
+        ("console", "$ torchrun --nothing train.py"),
+        ("bash", "if true; then"),
+        ("bash", "code=$(ckpt faults runs --nothing)"),
+        ("text", "$ ckpt ls runs"),
+    ],
+)
+def test_negative_control_a_block_that_names_nothing_is_seen(language: str, line: str) -> None:
+    assert problems_of(Block(REPO / "README.md", 1, language, "", f"{line}\n")) != []
+
+
+def test_negative_control_a_block_of_another_language_is_not_passed_over(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("```\nckpt ls\n```\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(documents, "REPO", tmp_path)
+        with pytest.raises(AssertionError, match="is none of"):
+            blocks(page)
+
+
+MARK = "<!-- from benchmarks/figures.py --report benchmarks/results/figures.json --markdown -->\n\n"
+
+
+def test_tables_of_figures_are_those_of_the_results() -> None:
+    """Nobody types a figure of `make bench`: README and docs/figures.md have the tables of the stored results."""
+    words = [sys.executable, "benchmarks/figures.py", "--report", "benchmarks/results/figures.json", "--markdown"]
+    report = subprocess.run(words, cwd=REPO, capture_output=True, text=True, check=True).stdout
+    tables = [
+        part.partition("\n\n")[0]
+        for page in ("README.md", "docs/figures.md")
+        for part in (REPO / page).read_text().split(MARK)[1:]
+    ]
+    assert len(tables) == 4
+    assert [table for table in tables if table not in report] == []
+
+
+def test_the_first_screen_stays_short() -> None:
+    """README says what this is and leads on: what is longer belongs into docs/."""
+    assert len((REPO / "README.md").read_text().splitlines()) <= 200

@@ -17,6 +17,7 @@ from typing import Any, TypeVar, overload
 
 import torch
 
+from ckpt.checkpoint.retention import Keep
 from ckpt.errors import CheckpointError, SkippedError, UsageError
 from ckpt.events import log
 from ckpt.faults.report import Fault
@@ -49,8 +50,8 @@ class Checkpointer:
     `state`: a dict of modules, optimizers, anything with state_dict and load_state_dict, tensors and plain values. What
     an object's state_dict() does not say, though its load_state_dict() needs it, is not saved: nobody else can know it.
     `tiers`: a folder or URL, or a list of `Memory` and `Tier`; None keeps snapshots in memory only, found again by
-    `name`. `every`: "auto" has it found out how often to save, see `ckpt.Auto`; without it, memory is saved at every
-    step, and a tier that is given as a string at every 100th.
+    `name`. `every` and `keep` are of a tier that is given as a string: steps between checkpoints (100), a time such as
+    "10min", or "auto", see `ckpt.Auto`; and how many stay ("all"), see `ckpt.Tier`. Memory is saved at every step.
     `on_busy`: whether a step waits for a free slot ("wait", at most `busy_timeout_s`) or is not saved ("skip").
     `on_error`: "raise" lets the next call raise what went wrong in the background, "warn" only logs it.
     `agree_timeout_s`: how long the other ranks are waited for where all must come: here, in restore() and in close().
@@ -71,7 +72,8 @@ class Checkpointer:
         tiers: object = None,
         *,
         name: str | None = None,
-        every: str | Auto | None = None,
+        every: int | str | Auto | None = None,
+        keep: Keep | int | str | None = None,
         on_busy: str = "wait",
         on_error: str = "raise",
         busy_timeout_s: float = 600.0,
@@ -83,7 +85,7 @@ class Checkpointer:
         takeover: bool = False,
     ) -> None:
         wanted, timeouts_s = as_triggers(triggers), (busy_timeout_s, close_timeout_s, agree_timeout_s)
-        self._settings = Settings.checked(tiers, name, every, (on_busy, on_error), timeouts_s, metrics)
+        self._settings = Settings.checked(tiers, name, every, keep, (on_busy, on_error), timeouts_s, metrics)
         with contextlib.ExitStack() as undo:  # whatever comes in between, Ctrl-C too
             self._reserve(undo)
             self._start(undo, Session(self._settings, state, takeover, undo), wanted, on_fault)

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from ckpt.checkpoint.retention import Keep, as_keep
 from ckpt.errors import UsageError
-from ckpt.goodput.cadence import FIRST_DURABLE, Auto, as_every
+from ckpt.goodput.cadence import FIRST_DURABLE, Auto, as_every, is_auto
 from ckpt.store import folder_of, normalise, remember_options
 
 COMPRESSION = ("auto", "none", "zstd")
@@ -26,7 +26,8 @@ STAGES = ("auto", "overlap", "paced", "wait", "device")
 class Memory:
     """Host memory, held by the writer process, so that it survives the trainer.
 
-    `every`: steps between snapshots; "auto": as often as 1 % of the training time allows, see `ckpt.Auto`.
+    `every`: steps between snapshots; "30s", "10min" or "2h": as many as last so long, see `ckpt.Auto`; "auto": as often
+    as 1 % of the training time allows.
     `keep`: snapshots held (each takes as much memory as the state; one more per durable tier is added for the write in
     flight; fewer where memory is short).
     `linger_s`: how long the memory is held after the trainer has died. `replicas`: 2 has a writer on another
@@ -63,9 +64,9 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """A durable tier: a folder or URL. `every`: steps between checkpoints; "auto": what loses least, by what a save
-    costs and how often the place is needed, see `ckpt.Auto`. `keep`: "all" of them stay; a number: so many of the
-    newest; or a `Keep`.
+    """A durable tier: a folder or URL. `every`: steps between checkpoints; "30s", "10min" or "2h": as many as last so
+    long; "auto": what loses least, by what a save costs and how often the place is needed, see `ckpt.Auto`. `keep`:
+    "all" of them stay; a number: so many of the newest; or a `Keep`.
 
     For object stores: `storage_options` are those of fsspec (`endpoint_url`, `key`, `profile`, ...), beside what the
     environment and configuration files say; `max_mib_s` throttles what is sent and read, and at most `max_inflight_mib`
@@ -168,9 +169,7 @@ class Tier:
     def steps(self) -> int:
         """Between two checkpoints, where that is fixed. UsageError where it is to be found out."""
         if not isinstance(self.every, int):
-            raise UsageError(
-                f'{self.url}: every="auto" is for a Checkpointer, which sees the steps: give a number here'
-            )
+            raise UsageError(f"{self.url}: a Checkpointer sees how long steps take. Here every= is a number of them")
         return self.every
 
     @property
@@ -179,41 +178,25 @@ class Tier:
         return self.keep
 
 
-def spread(tiers: object, every: int | str | Auto | None) -> object:
-    """What the user passed, with `every` at each tier that is given as a string; and memory beside them, as nobody who
-    says how often to save to a folder wants the steps between lost."""
-    if every is None:
-        return tiers
-    words = [tiers] if isinstance(tiers, (str, Path)) else tiers
-    if not isinstance(words, (list, tuple)) or not any(isinstance(one, (str, Path)) for one in words):
-        raise UsageError("every= is for tiers that are given as a string: say Tier(url, every=200) here")
-    found = [Tier(str(one), every=every) if isinstance(one, (str, Path)) else one for one in words]
-    if any(isinstance(one, Memory) for one in found):
-        return found
-    return [Memory() if isinstance(every, int) else Memory(every=every), *found]
-
-
-def as_tiers(tiers: object, every: object = None) -> tuple[Memory | None, list[Tier]]:
+def as_tiers(tiers: object, every: object = None, keep: object = None) -> tuple[Memory | None, list[Tier]]:
     """What the user passed, as at most one memory tier and the durable ones in order, nearest first.
 
-    `every`: "auto" or an `Auto`, for tiers that are given as a string, and the memory that comes with them.
+    `every` and `keep` are of the tiers that are given as a string. Memory comes with such a tier, but for a list about
+    which nothing is said: who says how often to save to a folder does not want to lose the steps between. It is saved
+    at every step, or as often as "auto" finds out; where it is all there is, `every` is of it.
     """
-    if every is not None and not isinstance(every := as_every(every), Auto):
-        raise UsageError('every= is "auto" or ckpt.Auto(...) here: a number of steps belongs to a Memory or a Tier')
-    auto: dict[str, Any] = {} if every is None else {"every": every}
-    if tiers is None:
-        return Memory(**auto), []
-    if isinstance(tiers, (str, Path)):
-        return Memory(**auto), [Tier(str(tiers), **auto)]
-    given = [tiers] if isinstance(tiers, (Memory, Tier)) else tiers
+    said: dict[str, Any] = {name: value for name, value in (("every", every), ("keep", keep)) if value is not None}
+    given = [] if tiers is None else [tiers] if isinstance(tiers, (str, Path, Memory, Tier)) else tiers
     if not isinstance(given, (list, tuple)) or not all(isinstance(t, (Memory, Tier, str, Path)) for t in given):
         raise UsageError(f"tiers must be a folder, a URL, or a list of Memory and Tier, not {tiers!r}")
-    memory = [t for t in given if isinstance(t, Memory)]
-    if auto and not any(isinstance(t, (str, Path)) for t in given):
-        raise UsageError('every= is for tiers that are given as a string: say Tier(url, every="auto") here')
-    durable = [t if isinstance(t, Tier) else Tier(str(t), **auto) for t in given if not isinstance(t, Memory)]
-    if len(memory) > 1 or len({t.url for t in durable}) != len(durable) or not given:
+    words, memory = [t for t in given if isinstance(t, (str, Path))], [t for t in given if isinstance(t, Memory)]
+    if (keep is not None and not words) or (said and given and not words):
+        raise UsageError(f"{' and '.join(said)}: of tiers that are given as a string. Say Tier(url, every=50, keep=10)")
+    durable = [t if isinstance(t, Tier) else Tier(str(t), **said) for t in given if not isinstance(t, Memory)]
+    if len(memory) > 1 or len({t.url for t in durable}) != len(durable) or (tiers is not None and not given):
         raise UsageError("tiers must name at least one tier, at most one Memory, and each URL once")
+    if not memory and (not isinstance(tiers, (list, tuple, Tier)) or said):
+        memory = [Memory() if every is None or (given and not is_auto(every)) else Memory(every=as_every(every))]
     for tier in durable:
         remember_options(tier.url, tier.storage_options)
     return (memory[0] if memory else None), durable

@@ -214,10 +214,11 @@ def test_saves_are_told_as_they_are(heard: list[Event], run_dir: str, caplog: py
     assert [event.kind for event in heard] == ["restored", "closed"]
 
 
-def test_a_cadence_that_is_decided_is_told(heard: list[Event], run_dir: str) -> None:
-    """With where, how often, and why."""
+@pytest.mark.parametrize("every", ["auto", "1h"])
+def test_a_cadence_that_is_decided_is_told(heard: list[Event], run_dir: str, every: str) -> None:
+    """With where, how often, and why; a time is as many steps as last so long, with memory at every step."""
     of = state()
-    with ckpt.Checkpointer(of, run_dir, every="auto") as cp:
+    with ckpt.Checkpointer(of, run_dir, every=every) as cp:
         cp.restore(default=0)
         step = 0
 
@@ -232,6 +233,8 @@ def test_a_cadence_that_is_decided_is_told(heard: list[Event], run_dir: str) -> 
         assert eventually(go_on, WAIT_S)
     decided = next(event for event in heard if event.kind == "decided")
     assert f"file://{run_dir}" in (decided.every or {}) and set(decided.why or {}) <= set(decided.every or {})
+    if every == "1h":
+        assert decided.every and decided.every["memory"] == 1 and decided.every[f"file://{run_dir}"] > 1000
 
 
 FAILING = """

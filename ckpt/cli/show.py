@@ -63,7 +63,7 @@ def show(url: str, step: Which, only: str | None, as_json: bool) -> int:
 def saving_lines(found: dict[str, Any]) -> Iterator[str]:
     """How often the run saves now, where that was found out, and why."""
     if found["cadence"]:
-        yield 'saved, as every="auto" has found out:'
+        yield "saved, as has been found out:"
         yield from (f"  {line}" for line in found["cadence"])
 
 

@@ -16,6 +16,7 @@ tries out what saving costs. Everything here is pure.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -33,6 +34,7 @@ SNAPSHOTS = 12
 UNSURE = 2.0  # standard errors, within which what is may be right
 SEVERAL = 2  # faults, from which on a run tells something about the time between them
 SLACK = 1.2  # a round number of steps may be below a bound by so much: costs are not known better
+TIMED = 0.1  # by which a cadence may be off the time that it was asked for
 CHANGE = 2.2  # a new cadence has to differ by this factor: the sum of both losses is flat around its least
 
 
@@ -40,29 +42,48 @@ CHANGE = 2.2  # a new cadence has to differ by this factor: the sum of both loss
 class Auto:
     """A cadence that is found out. `budget`: the share of training time that snapshots may cost, unless faults cost
     more, and at most as much again what is kept of the steps between, so that a hang, an exception or a signal loses
-    none; `mtbf_s`: seconds between faults, where that is known better than a run can see by itself."""
+    none; `mtbf_s`: seconds between faults, where that is known better than a run can see by itself. `every_s`: as many
+    steps as last so many seconds, whatever that costs. What is no step, such as an evaluation, does not count; ranks
+    always save the same steps, so that it is a number of steps which follows what steps take."""
 
     budget: float = 0.01
     mtbf_s: float | None = None
+    every_s: float | None = None
 
     def __post_init__(self) -> None:
-        for name, value, most in (("budget", self.budget, 1.0), ("mtbf_s", self.mtbf_s, math.inf)):
-            if value is None and name == "mtbf_s":
+        seconds = (("mtbf_s", self.mtbf_s, math.inf), ("every_s", self.every_s, math.inf))
+        for name, value, most in (("budget", self.budget, 1.0), *seconds):
+            if value is None and name != "budget":
                 continue
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < most:
                 least = "above 0" + (" and below 1" if most == 1.0 else ", in seconds")
                 raise UsageError(f"Auto({name}={value!r}): it has to be a number {least}")
 
 
+_TIME = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?(s|min|h)")  # "30s", "1.5 h"
+_SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}
+
+
 def as_every(every: object) -> int | Auto:
-    """What the user says of a cadence: a number of steps, "auto" or an `Auto`. UsageError else."""
+    """What the user says of a cadence: a number of steps, a time, "auto" or an `Auto`. UsageError else."""
     if every == "auto":
         return Auto()
     if isinstance(every, Auto):
         return every
+    if isinstance(every, str) and (time := _TIME.fullmatch(every)) and float(time[1]):
+        return Auto(every_s=float(time[1]) * _SECONDS[time[2]])
     if type(every) is not int or every < 1:
-        raise UsageError(f'every={every!r} makes no sense: it is a number of steps from 1, "auto" or ckpt.Auto(...)')
+        raise UsageError(
+            f'every={every!r} makes no sense: it is a number of steps from 1, a time such as "30s", "10min" or "2h", '
+            '"auto" or ckpt.Auto(...)'
+        )
     return every
+
+
+def is_auto(every: object) -> bool:
+    """Whether it is to be found out what is best, and not only how many steps a time has."""
+    found = as_every(every)
+    return isinstance(found, Auto) and found.every_s is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +208,9 @@ def decide(
     for place in places:
         every, why = place.now, "as it was asked for"
         cost = sure.get(place.name)
-        if isinstance(place.every, Auto):
+        if isinstance(place.every, Auto) and place.every.every_s is not None:
+            every, why = _timed(place.now, place.every.every_s, step_s)
+        elif isinstance(place.every, Auto):
             if cost is None and held is not None and place.name in held.costs:
                 every, why = _as_long(place.now, held.step_s, step_s), held.why.get(place.name, "")
                 decision.costs[place.name] = held.costs[place.name]
@@ -197,10 +220,9 @@ def decide(
             else:
                 at = durable.index(place.name)
                 further = sum(known.served.get(name, 0) for name in durable[at:])
-                given = place.every.mtbf_s
-                mtbf_s = given if given is not None else expected_mtbf(known, world, further, at)
+                mtbf_s = place.every.mtbf_s or expected_mtbf(known, world, further, at)
                 decision.mtbf_s[place.name] = mtbf_s
-                every, why = _durable(place, step_s, cost, mtbf_s, further, given is not None)
+                every, why = _durable(place, step_s, cost, mtbf_s, further, place.every.mtbf_s is not None)
             if place.name == MEMORY and MEMORY in decision.costs:
                 mtbf_s = _mtbf_of_snapshots(place.every, known, world)
                 often = _against_faults(decision.costs[MEMORY], mtbf_s, step_s)
@@ -209,6 +231,14 @@ def decide(
                     decision.mtbf_s[MEMORY] = mtbf_s
         decision.every[place.name], decision.why[place.name] = every, why
     return decision
+
+
+def _timed(now: int, every_s: float, step_s: float) -> tuple[int, str]:
+    """As many steps as last so long, to two digits; what is within a tenth of that is left alone."""
+    steps = max(1.0, every_s / max(step_s, 1e-6))
+    if abs(now - steps) > TIMED * steps:
+        now = max(1, int(float(f"{steps:.2g}")))
+    return now, f"{_long(every_s)}, in steps of {_ms(step_s)}"
 
 
 def _as_long(every: int, then_s: float, now_s: float) -> int:
@@ -284,6 +314,10 @@ def _durable(
 def differs(decision: Decision, places: Sequence[TierCadence]) -> bool:
     """Whether it is worth a change."""
     for place in places:
+        if isinstance(place.every, Auto) and place.every.every_s is not None:
+            if decision.every[place.name] != place.now:
+                return True
+            continue
         ratio = decision.every[place.name] / max(1, place.now)
         if ratio >= CHANGE or ratio <= 1 / CHANGE:
             return True

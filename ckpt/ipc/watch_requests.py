@@ -27,10 +27,10 @@ class RestoreDone(Request[None], frozen=True):
 
 
 class CadenceOf(Body, frozen=True):
-    """How often a tier, or memory, is saved to: steps, or budget and mtbf_s of an `Auto`; and `now`."""
+    """How often a tier, or memory, is saved to: steps, or the fields of an `Auto`; and `now`."""
 
     name: str
-    every: int | tuple[float, float | None]
+    every: int | tuple[float, float | None, float | None]
     now: int
     remote: bool
 

@@ -31,6 +31,7 @@ import inspect
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ckpt.checkpoint.retention import Keep
 from ckpt.checkpointer import Checkpointer
 from ckpt.errors import CheckpointError, UsageError
 from ckpt.goodput.cadence import Auto
@@ -43,7 +44,7 @@ from ckpt.lightning.trainer_state import Monitored, TrainerState, scaler_of
 from ckpt.loading import Loaded, load
 from ckpt.save import Save
 from ckpt.state.stateful import RNG
-from ckpt.tiers import Tier, as_tiers, spread
+from ckpt.tiers import Memory, Tier, as_tiers
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback as Base
@@ -57,9 +58,10 @@ NOT_OURS = ("DeepSpeedStrategy", "XLAStrategy", "XLAFSDPStrategy")
 class CheckpointCallback(Base):
     """Saves a Lightning training as it goes, and brings it back when the same script starts again.
 
-    `tiers`: a folder or URL, or a list of `ckpt.Memory`, `ckpt.Tier` and such words, nearest first. `every`: optimizer
-    steps between the checkpoints of tiers that are given as a string, or "auto". All other keywords are those of
-    `ckpt.Checkpointer`: `name`, `on_busy`, `on_error`, `triggers`, `on_fault` and the time-outs.
+    `tiers`: a folder or URL, or a list of `ckpt.Memory`, `ckpt.Tier` and such words, nearest first. `every` and `keep`
+    are of tiers that are given as a string: optimizer steps between checkpoints, a time ("10min") or "auto"; and how
+    many stay. All other keywords are those of `ckpt.Checkpointer`: `name`, `on_busy`, `on_error`, `triggers`,
+    `on_fault` and the time-outs.
 
     `monitor`: a logged metric, such as "val_loss": the `top_k` best of the steps it was measured at (smallest with
     `mode="min"`, or "max") are saved to every tier and kept there, however old they get. `best_step`, `best_score` and
@@ -84,6 +86,7 @@ class CheckpointCallback(Base):
         tiers: object = None,
         *,
         every: int | str | Auto | None = None,
+        keep: Keep | int | str | None = None,
         monitor: str | None = None,
         mode: str = "min",
         top_k: int = 1,
@@ -91,8 +94,8 @@ class CheckpointCallback(Base):
         **arguments: Any,
     ) -> None:
         super().__init__()
-        self._places = spread(tiers, every)
-        as_tiers(self._places)
+        memory, durable = as_tiers(tiers, every, keep)
+        self._places: list[Memory | Tier] = [*([] if memory is None else [memory]), *durable]
         inspect.signature(Checkpointer).bind({}, self._places, **arguments)  # a misspelt keyword is said now
         self._arguments, self._strict = arguments, strict
         self._best = None if monitor is None else Best(monitor, mode, top_k)

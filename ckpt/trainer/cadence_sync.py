@@ -209,5 +209,5 @@ def _first(every: Any, known: Any, default: int) -> int:
     return known if type(known) is int and known >= 1 else default
 
 
-def _wire(every: Any) -> int | tuple[float, float | None]:
-    return (every.budget, every.mtbf_s) if isinstance(every, cadence.Auto) else int(every)
+def _wire(every: Any) -> int | tuple[float, float | None, float | None]:
+    return (every.budget, every.mtbf_s, every.every_s) if isinstance(every, cadence.Auto) else int(every)

@@ -57,7 +57,8 @@ class Settings:
         cls,
         tiers: object,
         name: str | None,
-        every: str | Auto | None,
+        every: int | str | Auto | None,
+        keep: object,
         modes: tuple[str, str],
         timeouts_s: tuple[float, float, float],
         metrics: object,
@@ -75,7 +76,7 @@ class Settings:
             )
         if wanted is not None:
             wanted.port(world.local_rank)
-        memory, durable = as_tiers(tiers, every)
+        memory, durable = as_tiers(tiers, every, keep)
         if not durable and name is None:
             raise UsageError("a run that is kept in memory only needs name=, by which it is found again")
         url = durable[0].url if durable else f"memory:{name}"

@@ -27,6 +27,7 @@ try:
 except ImportError as missing:
     raise ImportError("ckpt.transformers needs transformers: pip install 'everystep[transformers]'") from missing
 
+from ckpt.checkpoint.retention import Keep
 from ckpt.checkpointer import Checkpointer
 from ckpt.errors import CheckpointError, UsageError
 from ckpt.goodput.cadence import Auto
@@ -34,7 +35,7 @@ from ckpt.restore.restore_first import Restored
 from ckpt.save import Save
 from ckpt.state.sharding import ModulePart, unwrap
 from ckpt.state.stateful import RNG
-from ckpt.tiers import Memory, spread
+from ckpt.tiers import Memory, Tier, as_tiers
 from ckpt.transformers import trainer_internals
 from ckpt.transformers.pretrained import Pretrained, digest, is_adapter, nbytes, pretrained, trained
 from ckpt.transformers.trainer_internals import say
@@ -51,9 +52,10 @@ __all__ = ["CheckpointCallback"]
 class CheckpointCallback(TrainerCallback):
     """Saves a Trainer's run as it goes, and brings it back when the same script is started again.
 
-    `tiers`: where to, as of `ckpt.Checkpointer`. `every`: steps between two saves to a tier that is given as a string
-    (100 by default), or "auto". `only_trained`: whether frozen parameters are left out, which `from_pretrained` brings
-    again; a digest of them is kept, and another base is refused. By default so where the model is a PeftModel.
+    `tiers`: where to, as of `ckpt.Checkpointer`. `every` and `keep` are of a tier that is given as a string: steps
+    between two saves (100 by default), a time ("10min") or "auto"; and how many stay ("all"). `only_trained`: whether
+    frozen parameters are left out, which `from_pretrained` brings again; a digest of them is kept, and another base is
+    refused. By default so where the model is a PeftModel.
     `strict=False` goes on where model, optimizer or data have changed. Further arguments go to `ckpt.Checkpointer`.
     Callbacks that have a state (`ExportableState`) get it back; what they were made with, and training did not change,
     stays as this start says, unless TrainingArguments say `restore_callback_states_from_checkpoint=True`.
@@ -68,11 +70,13 @@ class CheckpointCallback(TrainerCallback):
         tiers: object,
         *,
         every: int | str | Auto | None = None,
+        keep: Keep | int | str | None = None,
         strict: bool = True,
         only_trained: bool | None = None,
         **arguments: Any,
     ) -> None:
-        self._tiers = spread(tiers, every)
+        memory, durable = as_tiers(tiers, every, keep)
+        self._tiers: list[Memory | Tier] = [*([] if memory is None else [memory]), *durable]
         self._strict, self._only_trained, self._arguments = strict, only_trained, arguments
         self.checkpointer: Checkpointer | None = None
         self.restored: Restored | None = None
@@ -192,8 +196,7 @@ class CheckpointCallback(TrainerCallback):
         self._rewind = trainer_internals.Rewind(trainer, theirs // each, epoch, batches)
 
     def _where(self) -> str:
-        given = self._tiers if isinstance(self._tiers, (list, tuple)) else [self._tiers]
-        return str(next((getattr(one, "url", one) for one in given if not isinstance(one, Memory)), "memory"))
+        return next((one.url for one in self._tiers if isinstance(one, Tier)), "memory")
 
     # -- every step --
 

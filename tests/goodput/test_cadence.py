@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 import ckpt
 from ckpt.errors import UsageError
 from ckpt.goodput import cadence
-from ckpt.goodput.cadence import Auto, Change, History, SaveCost, Schedule, TierCadence, decide
+from ckpt.goodput.cadence import Auto, Change, History, SaveCost, Schedule, TierCadence, decide, differs
 from ckpt.goodput.ledger import Account, Decision, End, Restore, SeenFault, StepRow
 from ckpt.goodput.overhead import Meter
 from ckpt.tiers import as_tiers
@@ -33,7 +34,7 @@ def place(name: str, now: int, every: Any = None, *, remote: bool = False) -> Ti
 def test_a_cadence_that_makes_no_sense_is_refused(wrong: Any) -> None:
     """By Memory and by Tier alike, and the error says what is right."""
     for make in (lambda: ckpt.Memory(every=wrong), lambda: ckpt.Tier("/tmp/x", every=wrong)):
-        with pytest.raises(UsageError, match='steps from 1, "auto"'):
+        with pytest.raises(UsageError, match=r'steps from 1.*10min.*"auto"'):
             make()
 
 
@@ -57,13 +58,45 @@ def test_auto_for_places_that_are_only_named() -> None:
     for where in ("/tmp/x", None):
         memory, durable = as_tiers(where, "auto")
         assert memory is not None and memory.every == Auto() and all(tier.every == Auto() for tier in durable)
-    _, (first, second) = as_tiers([ckpt.Tier("/tmp/x", every=7), "/tmp/y"], Auto(budget=0.05))
-    assert (first.every, second.every) == (7, Auto(budget=0.05))
-    for tiers, every in (("/tmp/x", 50), ([ckpt.Memory(), ckpt.Tier("/tmp/x")], "auto"), ("/tmp/x", "always")):
+    given, (first, second) = as_tiers([ckpt.Tier("/tmp/x", every=7), "/tmp/y"], Auto(budget=0.05))
+    assert given is not None and (first.every, second.every, given.every) == (7, Auto(budget=0.05), Auto(budget=0.05))
+    for tiers, every in (([ckpt.Memory(), ckpt.Tier("/tmp/x")], "auto"), ("/tmp/x", "always")):
         with pytest.raises(UsageError, match="every="):
             as_tiers(tiers, every)
     memory, (tier,) = as_tiers("/tmp/x")  # negative control
     assert memory is not None and (memory.every, tier.every) == (1, 100)
+
+
+def test_a_number_or_a_time_is_of_the_folder() -> None:
+    """Memory beside it is saved at every step all the same; where memory is all there is, it is of memory."""
+    for where in ("/tmp/x", ["/tmp/x"]):
+        for every, found in ((50, 50), ("10min", Auto(every_s=600))):
+            memory, (tier,) = as_tiers(where, every, 10)
+            assert memory == ckpt.Memory() and (tier.every, tier.keeping.last) == (found, 10)
+    memory, (tier,) = as_tiers([ckpt.Memory(every=4), "/tmp/x"], keep=3)
+    assert memory is not None and (memory.every, tier.every, tier.keeping.last) == (4, 100, 3)
+    assert as_tiers(None, 5) == (ckpt.Memory(every=5), [])
+    assert as_tiers(["/tmp/x", "/tmp/y"])[0] is None  # a list says all there is
+    for tiers, words in ((None, {"keep": 3}), ([ckpt.Tier("/tmp/x")], {"keep": 3}), (ckpt.Memory(), {"every": 5})):
+        with pytest.raises(UsageError, match="given as a string"):
+            as_tiers(tiers, **words)
+    for tiers in ([], ["/tmp/x", "/tmp/x"], [ckpt.Memory(), ckpt.Memory()]):
+        with pytest.raises(UsageError, match="at least one"):
+            as_tiers(tiers)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("30s", 30), ("10min", 600), ("2h", 7200), ("1.5 h", 5400), ("0.5s", 0.5)]
+)
+def test_a_time_has_a_unit(text: str, seconds: float) -> None:
+    assert ckpt.Tier("/tmp/x", every=text).every == Auto(every_s=seconds)
+
+
+@pytest.mark.parametrize("text", ["10", "10m", "0s", "-5min", "min", "1h30min", "10 minutes", "1e3s", "", "10MIN"])
+def test_other_times_are_refused(text: str) -> None:
+    """With those that are known."""
+    with pytest.raises(UsageError, match="10min"):
+        ckpt.Tier("/tmp/x", every=text)
 
 
 # -- which steps are due --
@@ -169,6 +202,20 @@ def test_a_place_is_not_busy_all_the_time() -> None:
     places = [place(FOLDER, 7, Auto(mtbf_s=10)), place(BUCKET, 7, Auto(mtbf_s=10), remote=True)]
     found = decide(places, 9, 1.0, costs, History(), 1)
     assert found.every == {FOLDER: 20, BUCKET: 50}
+
+
+@pytest.mark.parametrize(("step_s", "every"), [(0.25, 2400), (1.0, 600), (7.0, 86), (599.0, 1), (4000.0, 1)])
+def test_a_time_is_as_many_steps_as_last_so_long(step_s: float, every: int) -> None:
+    """Whatever a save costs. What is nearly right is left alone, what is not is a change, also a small one."""
+    place = TierCadence("/x", Auto(every_s=600), 100)
+    found = decide([place], 10, step_s, {}, History(), 1)
+    assert found.every["/x"] == every and "10.0 minutes" in found.why["/x"]
+    assert differs(found, [place]) == (every != 100)
+    settled = replace(place, now=every)
+    for drift in (0.97, 1.0, 1.03):
+        assert not differs(decide([settled], 20, step_s * drift, {}, History(), 1), [settled])
+    if every > 10:
+        assert differs(decide([settled], 20, step_s * 1.2, {}, History(), 1), [settled])
 
 
 def test_a_number_stays_what_it_is() -> None:

@@ -23,6 +23,8 @@ def right(model: nn.Module, state: dict[str, Any]) -> None:
         assert_type(save, ckpt.Save)
         assert_type(save.committed(5.0), ckpt.Checkpoint)
         assert_type(cp.last_restore, ckpt.Restored | None)
+    ckpt.Checkpointer(state, "runs/a", every=50, keep=10)
+    ckpt.Checkpointer(state, "runs/a", every="10min", keep="all")
     assert_type(ckpt.load("runs/a", only="model.*")["model.w"], Tensor)
     for _ in ckpt.Loader([1, 2], batch_size=2, num_workers=1):
         pass

@@ -22,7 +22,7 @@ from ckpt.checkpoint.retention import Keep
 from ckpt.cli import cli
 from ckpt.errors import SaveError, StoreError, UsageError
 from ckpt.store import open_store
-from ckpt.tiers import as_tiers, spread
+from ckpt.tiers import as_tiers
 from model_disk import volume
 from processes import eventually, killed, run_script
 
@@ -150,9 +150,9 @@ def test_what_is_given_by_a_word_keeps_everything(tmp_path: Path) -> None:
     folder, three = str(tmp_path / "run"), ckpt.Tier(str(tmp_path / "run"), keep=3)
     for kept, given in ((True, folder), (False, three)):
         words: Any = [given]
-        places = [as_tiers(words)[1], as_tiers(spread(words, None))[1], dcp.storage._tiers(words)]
+        places = [as_tiers(words)[1], dcp.storage._tiers(words)]
         if kept:
-            places += [as_tiers(words, "auto")[1], as_tiers(spread(words, 20))[1]]
+            places += [as_tiers(words, "auto")[1], as_tiers(words, 20)[1], as_tiers(words, "10min")[1]]
         assert [tier.keeping.all for (tier,) in places] == [kept] * len(places)
         assert all(tier.keeping.last == 3 for (tier,) in places)
 
@@ -288,3 +288,17 @@ def steps_of(run: str | Path) -> list[int]:
 
 def told(*words: object) -> Any:
     return CliRunner().invoke(cli, [str(word) for word in words])
+
+
+def test_how_often_and_how_many_is_said_of_a_folder(run_dir: str) -> None:
+    """`Checkpointer(state, folder, every=, keep=)` is a `Tier` of these, with memory beside it."""
+    state = toy.build()
+    with ckpt.Checkpointer(state, run_dir, every=2, keep=2) as cp:
+        for step in range(1, 12):
+            toy.train_step(state)
+            if (save := cp.step(step)) is not None and step % 2 == 0:
+                save.committed(60)
+        assert steps_of(run_dir)[-1] == 10
+    assert steps_of(run_dir)[-2:] == [10, 11] and 6 not in steps_of(run_dir)
+    with pytest.raises(UsageError, match="given as a string"):
+        ckpt.Checkpointer(state, ckpt.Tier(run_dir), every=2)

@@ -1,4 +1,4 @@
-"""Compiles ckpt/format/kernels.c for a wheel, or in place for an editable install.
+"""Compiles the C of ckpt/format for a wheel, or in place for an editable install.
 
 Where that fails, for whatever reason, the install goes on without it: ckpt/format/kernels.py then has numpy do it.
 By hand, in place: python hatch_build.py
@@ -23,7 +23,7 @@ try:
 except ImportError:  # by hand it is not needed
     BuildHookInterface = object
 
-SOURCE = Path(__file__).parent / "ckpt" / "format" / "kernels.c"
+FOLDER = Path(__file__).parent / "ckpt" / "format"
 # Sums and products of floats stay two roundings, as in numpy; what signals and errno would tell nobody asks.
 FLAGS = "-O3 -fPIC -shared -std=gnu11 -fvisibility=hidden -ffp-contract=off -fno-math-errno -fno-trapping-math -s"
 WAYS = ("", "-DNO_CLONES")  # the second for where functions cannot be chosen at the start
@@ -32,7 +32,12 @@ LIMIT_S = 120
 
 def library_name() -> str:
     """As ckpt/format/kernels.py looks for it: one of another source is never taken."""
-    return f"kernels-{platform.machine()}-{hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:12]}.so"
+    source = b"".join(path.read_bytes() for path in sources())
+    return f"kernels-{platform.machine()}-{hashlib.sha256(source).hexdigest()[:12]}.so"
+
+
+def sources() -> list[Path]:
+    return sorted(FOLDER.glob("*.c"))
 
 
 def compiled(folder: Path) -> Path:
@@ -44,7 +49,7 @@ def compiled(folder: Path) -> Path:
     unfinished = folder / f".{library_name()}.{os.getpid()}"
     said = ""
     for way in WAYS:
-        command = [*compiler, *FLAGS.split(), *way.split(), str(SOURCE), "-o", str(unfinished)]
+        command = [*compiler, *FLAGS.split(), *way.split(), *map(str, sources()), "-o", str(unfinished)]
         ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
         if ended.returncode == 0:
             return unfinished.rename(folder / library_name())
@@ -53,8 +58,8 @@ def compiled(folder: Path) -> Path:
 
 
 def compile_in_place() -> Path:
-    made = compiled(SOURCE.parent)
-    for old in SOURCE.parent.glob(f"kernels-{platform.machine()}-*.so"):
+    made = compiled(FOLDER)
+    for old in FOLDER.glob(f"kernels-{platform.machine()}-*.so"):
         if old != made:
             old.unlink(missing_ok=True)
     return made

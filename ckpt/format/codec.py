@@ -12,7 +12,7 @@
 Why planes: the exponents of a tensor are much alike, the low bits of its mantissas are noise. A plane is compressed by
 itself, or left alone where samples say that nothing is to be gained (ckpt/format/frames.py). How fast that is:
 benchmarks/results/codecs.json. All of it lets go of the interpreter's lock but for joining the stored planes, and any
-number of threads may call it; each keeps room for the planes of one blob.
+number of threads may call it; each keeps room for two blobs.
 
 Stored form of all but `raw` and `bf16`: one byte, the size of a word (1, 2, 4 or 8); for every plane its stored length,
 32 bits little-endian; then the planes. One that is stored in as many bytes as it has is raw, any other is exactly one
@@ -108,9 +108,9 @@ def encode(codec: int, plain: Buffer, word: int, base: Buffer | None = None) -> 
     if word not in UNSIGNED or length % word:
         raise UsageError(f"{length} bytes are not words of {word}")
     words = _words(plain, word)
-    planes = _local.planes(word, len(words))
+    planes, rooms = (_local.rows(name, word, len(words)) for name in ("planes", "frames"))
     byteplanes.cut(codec, words, None if base is None else _words(base, word), planes)
-    stored = [frames.compress(plane) for plane in planes]
+    stored = [frames.compress(plane, room) for plane, room in zip(planes, rooms, strict=True)]
     return b"".join([struct.pack(f"<B{word}I", word, *map(len, stored)), *stored])
 
 
@@ -136,7 +136,7 @@ def decode(codec: int, stored: Buffer, length: int, base: Buffer | None, into: m
         byteplanes.round_to_bf16(_words(base, 4), out.view(UNSIGNED[2]))
     else:
         word, stored_planes = _taken_apart(view, length)
-        rows = _local.planes(word, length // word)
+        rows = _local.rows("planes", word, length // word)
         planes = [frames.decompress(one, row) for one, row in zip(stored_planes, rows, strict=True)]
         byteplanes.join(codec, planes, None if base is None else _words(base, word), out.view(UNSIGNED[word]))
 
@@ -201,21 +201,21 @@ def _taken_apart(stored: memoryview, length: int) -> tuple[int, list[memoryview]
     return word, views
 
 
-class _Room(threading.local):
+class _Rooms(threading.local):
     """What each thread has for itself: fresh memory costs page faults."""
 
     def __init__(self) -> None:
-        self._kept = np.empty(0, np.uint8)
+        self._kept = {name: np.empty(0, np.uint8) for name in ("planes", "frames")}
 
-    def planes(self, word: int, count: int) -> Array:
-        """Room for the planes of a blob, until the next call. Were they pages apart, all of them would contend for the
-        same few lines of a cache: that costs half of the speed."""
+    def rows(self, name: str, word: int, count: int) -> Array:
+        """Room for the planes of a blob, or their frames, until the next call. Were they pages apart, all of them would
+        contend for the same few lines of a cache: that costs half of the speed."""
         apart = -(-count // 4096) * 4096 + 192
         size = word * apart
-        if self._kept.nbytes < size <= _KEPT:
-            self._kept = np.empty(min(_KEPT, 2 * size), np.uint8)
-        room = self._kept[:size] if size <= _KEPT else np.empty(size, np.uint8)
+        if self._kept[name].nbytes < size <= _KEPT:
+            self._kept[name] = np.empty(min(_KEPT, 2 * size), np.uint8)
+        room = self._kept[name][:size] if size <= _KEPT else np.empty(size, np.uint8)
         return room.reshape(word, apart)[:, :count]
 
 
-_local = _Room()
+_local = _Rooms()

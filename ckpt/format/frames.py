@@ -1,22 +1,27 @@
 """One byte plane as it is stored: as it is, or as one zstd frame that says its content size. Pure functions, no I/O.
 
-Whether it pays, and by which parameters, samples say. Which parameters made a frame does not matter for reading it; it
-is read only if it is exactly one frame, of the size that is expected, and asks for no more memory than that.
+Whether it pays, and which way, samples say: by zstd, or by a compiled kernel, huffman.c, which is faster on exponents.
+How a frame was made does not matter for reading it; it is read only if it is exactly one frame, of the size that is
+expected, and asks for no more memory than that.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 
 import numpy as np
 import zstandard
 
 from ckpt.errors import CorruptError
+from ckpt.format import kernels
 from ckpt.format.byteplanes import Array
 from ckpt.store import Buffer
 
 _NOISE = 7.85  # bits a byte; a plane above it is left alone
 _REPEATS = 0.9  # zstd that looks for repeats is half as fast: it must make a plane so much smaller
+_FEW = 1.5  # bits a byte; below, zstd may find repeats where no sample was taken, and no code alone goes below 1
+_CODED = 1.03  # the kernel describes its code in more bytes than zstd does, which a sample makes much of
 PLACES = 8  # where samples are taken, spread evenly
 _SAMPLE = 1 << 10  # bytes of a plane, each
 _MAX_WINDOW = 1 << 23  # bytes; what any zstd reader takes without being asked
@@ -33,14 +38,15 @@ class _Contexts(threading.local):
         )  # fmt: skip
         self.entropy = zstandard.ZstdCompressor(compression_params=entropy)
         self.repeats = zstandard.ZstdCompressor(level=1, write_content_size=True, write_checksum=False)
+        self.work = np.empty(kernels.WORK, np.uint8)
         self.reader = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW)
 
 
 _local = _Contexts()
 
 
-def compress(plane: Array) -> Buffer:
-    """A plane as it is stored."""
+def compress(plane: Array, room: Array) -> Buffer:
+    """A plane as it is stored: itself, or in `room`, as many bytes, or new."""
     sample = _sampled(plane)
     bits = _entropy(sample)
     if bits > _NOISE:
@@ -50,9 +56,38 @@ def compress(plane: Array) -> Buffer:
     other = _local.repeats.compress(sample.data)
     if len(other) < _REPEATS * len(found):
         way, found = _local.repeats, other
-    if sample is not plane:
-        found = way.compress(plane.data)
+    if sample is plane:
+        return found if len(found) < len(plane) else plane.data
+    if bits > _FEW and (library := _library()) is not None:
+        on_sample = library.huffman(sample, room, _local.work)
+        size = library.huffman(plane, room, _local.work) if 0 < on_sample < _CODED * len(found) else 0
+        if size:
+            return room[:size].data
+    found = way.compress(plane.data)
     return found if len(found) < len(plane) else plane.data
+
+
+@functools.cache
+def _library() -> kernels.Kernels | None:
+    return kernels.trusted("make frames", _makes_frames)
+
+
+def _makes_frames(library: kernels.Kernels) -> bool:
+    """Which zstd reads: of all kinds of codes, and blocks; and nothing is written beside them."""
+    dice = np.random.default_rng(0)
+    for size in (1, 300, 5003, 131_072, 140_001):
+        for spread in (0.01, 1, 7, 30, 200):
+            plane = np.minimum(dice.exponential(spread, size), 128).astype(np.uint8)
+            room = np.full(size + 300, 0xA5, np.uint8)
+            made = library.huffman(plane, room[: size + 200], _local.work)
+            if not made or (room[size + 200 :] != 0xA5).any():
+                return False
+            try:
+                if zstandard.decompress(room[:made].data) != plane.tobytes():
+                    return False
+            except zstandard.ZstdError:
+                return False
+    return True
 
 
 def _sampled(plane: Array) -> Array:

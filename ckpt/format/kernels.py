@@ -1,4 +1,4 @@
-"""Loops over large memory in C, kernels.c, or by numpy where that was not compiled: always the same bytes.
+"""Loops over large memory in C, or by numpy where that was not compiled: always the same bytes.
 
     copy(into, data, streamed=True)           a copy
     copy_digest(into, data, streamed=True)    a copy, and the digest of what was copied, in one pass over memory
@@ -37,6 +37,7 @@ Array = np.ndarray[Any, Any]
 
 SMALL = 4096  # bytes; less is done without the library, which takes digests of more than 240
 PIECE = 256 << 10  # bytes that stay in a core's own cache from the copy to the digest
+WORK = 256 << 10  # bytes that `Kernels.huffman` works in
 SHARE = 4 << 20  # bytes at least that are worth a thread of their own
 
 _TRIED = (241, 256, 1024, 1025, 2048, 4099, 12345)  # bytes
@@ -106,6 +107,7 @@ class Kernels:
         self._join = _declared(loaded.everystep_join, pointer, pointer, size, number, number, pointer)
         self._round = _declared(loaded.everystep_round, pointer, size, pointer)
         self._is_rounded = _declared(loaded.everystep_is_rounded, pointer, size, pointer, gives=number)
+        self._huffman = _declared(loaded.everystep_huffman, pointer, size, pointer, size, pointer, gives=size)
         three, four = [ctypes.c_float] * 3, [ctypes.c_float] * 4
         self._second_moment = _declared(loaded.everystep_second_moment, *[pointer] * 3, size, *three, pointer)
         self._weights = _declared(loaded.everystep_weights, *[pointer] * 3, size, *four, pointer)
@@ -140,6 +142,11 @@ class Kernels:
     def is_rounded(self, words: Array, found: Array) -> bool:
         """Whether `round` would fill it with just that."""
         return bool(self._is_rounded(words.ctypes.data, words.nbytes // 4, found.ctypes.data))
+
+    def huffman(self, plane: Array, into: Array, work: Array) -> int:
+        """Fill `into` with a zstd frame of a plane, and say how many bytes it has: 0 if it does not fit, or there are
+        bytes above 128. `work`: WORK bytes."""
+        return int(self._huffman(plane.ctypes.data, len(plane), into.ctypes.data, len(into), work.ctypes.data))
 
     def second_moment(self, m: Array, m_next: Array, v: Array, numbers: Sequence[float], into: Array) -> None:
         self._second_moment(m.ctypes.data, m_next.ctypes.data, v.ctypes.data, len(into), *numbers, into.ctypes.data)
@@ -181,12 +188,9 @@ def _checked(library: Kernels, task: str, does_right: Callable[[Kernels], bool])
 
 def library_path() -> Path:
     """Where it is, if it was compiled."""
-    source = Path(__file__).with_suffix(".c")
-    try:
-        made_of = hashlib.sha256(source.read_bytes()).hexdigest()[:12]
-    except OSError:
-        made_of = "none"
-    return source.with_name(f"kernels-{platform.machine()}-{made_of}.so")
+    folder = Path(__file__).parent
+    source = b"".join(path.read_bytes() for path in sorted(folder.glob("*.c")))
+    return folder / f"kernels-{platform.machine()}-{hashlib.sha256(source).hexdigest()[:12]}.so"
 
 
 def does_as_python(library: Kernels) -> bool:

@@ -21,7 +21,6 @@ from ckpt.store import Buffer
 _NOISE = 7.85  # bits a byte; a plane above it is left alone
 _REPEATS = 0.9  # zstd that looks for repeats is half as fast: it must make a plane so much smaller
 _FEW = 1.5  # bits a byte; below, zstd may find repeats where no sample was taken, and no code alone goes below 1
-_CODED = 1.03  # the kernel describes its code in more bytes than zstd does, which a sample makes much of
 PLACES = 8  # where samples are taken, spread evenly
 _SAMPLE = 1 << 10  # bytes of a plane, each
 _MAX_WINDOW = 1 << 23  # bytes; what any zstd reader takes without being asked
@@ -51,19 +50,17 @@ def compress(plane: Array, room: Array) -> Buffer:
     bits = _entropy(sample)
     if bits > _NOISE:
         return plane.data
-    way = _local.entropy
-    found = way.compress(sample.data)
-    other = _local.repeats.compress(sample.data)
-    if len(other) < _REPEATS * len(found):
-        way, found = _local.repeats, other
-    if sample is plane:
-        return found if len(found) < len(plane) else plane.data
-    if bits > _FEW and (library := _library()) is not None:
-        on_sample = library.huffman(sample, room, _local.work)
-        size = library.huffman(plane, room, _local.work) if 0 < on_sample < _CODED * len(found) else 0
+    repeats = _local.repeats.compress(sample.data)
+    by_code = len(repeats) >= _REPEATS * bits / 8 * len(sample)
+    if by_code and bits > _FEW and sample is not plane and (library := _library()) is not None:
+        size = library.huffman(plane, room, _local.work)
         if size:
             return room[:size].data
-    found = way.compress(plane.data)
+    way, found = _local.entropy, _local.entropy.compress(sample.data)
+    if len(repeats) < _REPEATS * len(found):
+        way, found = _local.repeats, repeats
+    if sample is not plane:
+        found = way.compress(plane.data)
     return found if len(found) < len(plane) else plane.data
 
 

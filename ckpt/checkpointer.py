@@ -154,7 +154,8 @@ class Checkpointer:
         `finite`: False if the training has gone wrong, as `torch.isfinite(loss)` says. Such a step is saved to be
         looked at, never displaces the last one that was not, and is only restored by its number. (On an accelerator,
         to look at a tensor waits for it.) The handle says when the step is staged and committed; None if nothing was
-        due.
+        due. Memory is made in the background: a step that is due in no tier may be left out until it is there, and
+        `staged()` of its handle raises SkippedError then; what is due makes the next update wait.
         """
         with self._progress.in_turn():
             return self._step(step, None if finite is None else bool(finite))

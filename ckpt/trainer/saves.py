@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 
 from ckpt.errors import CheckpointError, DeadlineError, FencedError, SaveError, SkippedError
 from ckpt.events import log
@@ -20,6 +21,7 @@ from ckpt.trainer.cadence_sync import TOO_LATE
 from ckpt.trainer.progress import Progress, Staged, StagedStep
 from ckpt.trainer.replica_check import ReplicaCheck
 from ckpt.trainer.session import Session
+from ckpt.trainer.staging.awaited_memory import AwaitedMemory
 from ckpt.trainer.staging.snapshot import DeferredStep, PendingSnapshot
 from ckpt.trainer.supervise.writes import WriteInFlight
 from ckpt.units import decimal, duration
@@ -113,7 +115,7 @@ class TierWrites:
 
 
 SURELY_NEWER = 2  # snapshots of a rank: another may be one step behind
-FIRST_ARENA_S = 2.0  # the first save may wait this long for its memory, once
+ASK_S, PAUSE_S = 0.02, 0.002  # between two looks at whether memory has been made
 
 Settings = list[list[float] | None]  # of optimizers, as the redo log wants them
 
@@ -129,7 +131,7 @@ class Saves:
         self._dropped = False  # whether the last snapshot was: the next step is saved instead, due or not
         self._exposed: set[str] = set()  # tensors that others than optimizers write to; replaced, never changed
         self._written: deque[int] = deque(maxlen=256)  # steps that went to a durable tier, or were to
-        self._said_paused = False
+        self._said_left_out = False
 
     def is_sent(self, step: int) -> bool:
         """Whether it goes to a durable tier in any case."""
@@ -163,14 +165,13 @@ class Saves:
     ) -> Save:
         """`taken`: what the state was at that step, if that is not what it is now. `timeout_s`: given by close()."""
         started = time.perf_counter()
-        wait_s = self._session.settings.busy_timeout_s if timeout_s is None else timeout_s
         self._progress.deferred = None
         save, attempt = self.new(step, tiers)
         save.told = asked and not self._session.cadence.schedule.tiers_due(step)  # a best effort is no error
         try:
             reading, values, settings = self._read(save, taken)
-            must = explicit or bool(tiers) or self._is_never_skipped
-            self._ready_memory(step, reading, len(values), wait_s, must=must)
+            sizes, must = (reading.layout.arrangement.data_size, len(values)), explicit or bool(tiers)
+            memory = self._memory_for(step, sizes, must=must or self._is_never_skipped)
         except BaseException as error:
             what = error if isinstance(error, CheckpointError) else SaveError(f"step {step} was not saved: {error!r}")
             save.set_failed(what)
@@ -182,9 +183,10 @@ class Saves:
             values=values,
             finite=self._progress.finite,
             busy="wait" if explicit else self._session.settings.on_busy,
-            deadline=time.monotonic() + wait_s,
+            deadline=time.monotonic() + (self._session.settings.busy_timeout_s if timeout_s is None else timeout_s),
             on_eager=lambda job: self._writes.announce(job, tiers),
             on_end=lambda job: self.on_ended(save, job, tiers, settings),
+            memory=memory,
             taken=taken,
         )
         if timeout_s is None:  # else nobody comes to compare any more
@@ -236,37 +238,48 @@ class Saves:
         save.stalled_s = time.perf_counter() - started
         self._session.stalls.count(save.stalled_s)
 
-    def _ready_memory(self, step: int, reading: Reading, values_size: int, timeout_s: float, *, must: bool) -> None:
-        session, data_size = self._session, reading.layout.arrangement.data_size
-        if not session.fits(data_size, values_size):
-            first = session.stager.arena is None and not self._said_paused
-            end = time.monotonic() + (timeout_s if must else FIRST_ARENA_S if first else 0.0)
-            self._make_memory(data_size, values_size, end, must=must)
-            if not session.fits(data_size, values_size) and not self._said_paused:
-                self._said_paused = True
-                log.warning("memory for snapshots is being prepared; until it is ready, steps are not kept in memory")
+    def _memory_for(self, step: int, sizes: tuple[int, int], *, must: bool) -> AwaitedMemory | None:
+        """What a snapshot of this size waits for; None if its memory is there. Of several ranks none leaves a step out
+        alone: that would leave none that all have."""
+        session, arena = self._session, self._session.stager.arena
+        if not (fits := session.fits(*sizes)):
+            self._have_made(sizes, must=must)
         if not (must or session.redo is not None or session.supervisor.memory.rings):
             raise SkippedError(f"step {step} was not saved: memory is short, and it was due nowhere else")
+        if fits and arena is not None and arena.ready == arena.slots:
+            return None
+        ask = partial(self._ask, step, sizes, must=must)
+        return AwaitedMemory(ask, may_be_left_out=not must and session.world.size == 1)
 
-    def _make_memory(self, data_size: int, values_size: int, end: float, *, must: bool) -> None:
-        supervisor = self._session.supervisor
-        while True:
-            if self._progress.closed:  # by a signal handler
-                self._progress.check_usable()
-            supervisor.memory.next.prepare(data_size, values_size, again=must)
-            try:
-                supervisor.memory.take_prepared(max(0.0, end - time.monotonic()))
-            except CheckpointError as error:
-                if must or isinstance(error, SkippedError):
-                    raise
-                self._session.errors.note(error)
-                return
-            if not must and supervisor.memory.next.refused(data_size + values_size):
-                raise SkippedError("memory is short")
-            ready = self._session.fits(data_size, values_size)
-            if ready or supervisor.failure is not None or time.monotonic() >= end:
-                return
-            time.sleep(0.02)  # the writer died meanwhile, and the next one is asked
+    def _have_made(self, sizes: tuple[int, int], *, must: bool) -> None:
+        """SkippedError if that was refused."""
+        progress, following = self._progress, self._session.supervisor.memory.next
+        following.prepare(*sizes, again=must)
+        if progress.closed:  # by a signal handler
+            progress.check_usable()
+        try:
+            following.wait(0.0)
+        except SkippedError:
+            raise
+        except CheckpointError as error:
+            if must:
+                raise
+            self._session.errors.note(error)
+        if not must and following.refused(sum(sizes)):
+            raise SkippedError("memory is short")
+
+    def _ask(self, step: int, sizes: tuple[int, int], *, must: bool) -> None:
+        """In the staging thread: see `AwaitedMemory`."""
+        supervisor, session = self._session.supervisor, self._session
+        if self._progress.closed or supervisor.failure is not None:
+            why = "closed before it had memory" if self._progress.closed else str(supervisor.failure)
+            raise SkippedError(f"step {step} was not saved: {why}")
+        if not session.fits(*sizes):
+            supervisor.memory.next.prepare(*sizes, again=must)  # the writer may have died meanwhile
+            supervisor.memory.take_prepared(ASK_S)
+            if not (must or session.redo is not None or supervisor.memory.rings):
+                raise SkippedError(f"step {step} was not saved: there is room for one snapshot, and it was due nowhere")
+        time.sleep(PAUSE_S)  # it may be touched yet
 
     # -- events, from the staging thread and the receiving thread --
 
@@ -281,7 +294,7 @@ class Saves:
         assert job.place is not None
         self._staged.newest = StagedStep(save, job.attempt, job.place)
         self._owed.difference_update(tiers)
-        self._dropped = False
+        self._dropped = self._said_left_out = False
         sound, supervisor = job.finite is not False, self._session.supervisor
         if sound:  # else what was there before is needed yet
             self._supersede(job)
@@ -303,11 +316,16 @@ class Saves:
     def _on_dropped(self, save: Save, job: PendingSnapshot, error: CheckpointError, tiers: list[int]) -> None:
         if job.written_by_others or isinstance(error, SkippedError):
             alone = self._session.world.size == 1
-            if alone:  # the next step makes up for it; other ranks would not save that one
+            short = job.memory is not None and self._session.supervisor.memory.next.refused_any
+            if alone and not short:  # the next step makes up for it; other ranks would not save that one
                 self._owed.update(tiers)
             self._dropped = alone and bool(job.written_by_others)
             self._stats.skipped += 1
-            log.warning("%s", error)
+            if job.memory is None or not job.memory.left_out:
+                log.warning("%s", error)
+            elif not self._said_left_out:
+                self._said_left_out = True
+                log.info("%s. So are those after it, until it is there", error)
         else:
             self._session.errors.note(error, save)
         self._retract(job.attempt, tiers, error)

@@ -241,5 +241,6 @@ class StepKeeper:
         if not self._session.fits(*sizes):
             self._session.supervisor.memory.next.prepare(*sizes)
             with contextlib.suppress(CheckpointError):  # the next save says so
-                self._session.supervisor.memory.take_prepared(0.0)
+                if self._session.supervisor.memory.next.wait(0.0) is not None:
+                    self._session.stager.do(lambda: self._session.supervisor.memory.take_prepared(0.0))
         return self._session.fits(*sizes)

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from ckpt.checkpoint.write import digest_blobs
 from ckpt.errors import SkippedError
+from ckpt.events import log
 from ckpt.faults.memory_pressure import room
 from ckpt.format.digest import blob_digest
 from ckpt.format.layout import Layout
@@ -57,16 +59,28 @@ def check_room(slots: int, slot_size: int) -> None:
 
 
 def make_arena(slots: int, slot_size: int, least: int, *, ranks: int = 1, node: int | None = None) -> Arena:
-    """Of as many slots as there is memory for, at most `slots`. Takes a while. SkippedError if `least` do not fit.
-    `ranks`, `node`: see `MakeArena`."""
+    """Of as many slots as there is memory for, at most `slots`; the first one is ready. SkippedError if `least` do not
+    fit. `ranks`, `node`: see `MakeArena`."""
     slots = room_for(slots, slot_size, least, max(1, ranks))
     while True:
         try:
-            return Arena.create(slots, slot_size, node=node)
+            return Arena.create(slots, slot_size, ready=1, node=node)
         except (MemoryError, OSError) as error:  # others were quicker, or it must not be locked, say
             if slots == least:
                 raise SkippedError(f"there is no memory for {slots} snapshots: {error}") from error
             slots -= 1
+
+
+def _make_ready(arena: Arena) -> None:
+    """Beside everything else: the trainer fills the first slot meanwhile."""
+
+    def work() -> None:
+        try:
+            arena.make_ready()
+        except MemoryError as error:
+            log.warning("%d snapshots are held, and no more: %s", arena.slots, error)
+
+    threading.Thread(target=work, name="ckpt-ready", daemon=True).start()
 
 
 class HeldMemory:
@@ -201,6 +215,7 @@ class HeldMemory:
             raise SkippedError("the trainer that asked for this memory has lost the run, or died")
         self.add(arena)
         await self._kept(arena.id.hex())
+        _make_ready(arena)
         return Answer(arena.id.hex(), (arena.fd,))
 
     @handles(requests.KeepArena)
@@ -217,7 +232,10 @@ class HeldMemory:
 
     @handles(requests.AttachArena)
     def attach(self, request: requests.AttachArena, caller: Caller) -> None:
-        self.add(Arena.attach(caller.fds[0]), foreign=request.foreign)
+        arena = Arena.attach(caller.fds[0])
+        self.add(arena, foreign=request.foreign)
+        if not request.foreign:  # the writer before may not have come to its end
+            _make_ready(arena)
 
     @handles(requests.KnowLayout)
     def know_layout(self, request: requests.KnowLayout) -> None:

@@ -173,7 +173,7 @@ def other_work_until_copies_have_ended(patch: pytest.MonkeyPatch) -> None:
 
 @wait
 def end_until_copies_have_ended(patch: pytest.MonkeyPatch) -> None:
-    _not_landed(patch, "_end_thread")
+    _not_landed(patch, "_leave")
 
 
 @wait

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -32,9 +33,18 @@ def open_run() -> Iterator[Callable[..., ckpt.Checkpointer]]:
             cp = ckpt.Checkpointer(state, name="staging", **settings)
             stack.callback(close, cp)
             cp.restore(default=0)
+            memory_ready(cp)
             return cp
 
         yield open_run
+
+
+def memory_ready(cp: ckpt.Checkpointer) -> None:
+    """What is being made has been: no step is left out for that."""
+    cp._session.supervisor.memory.take_prepared(30.0)
+    end = time.monotonic() + 30.0
+    while (arena := cp._session.stager.arena) is not None and arena.ready < arena.slots and time.monotonic() < end:
+        time.sleep(0.002)
 
 
 def close(cp: ckpt.Checkpointer) -> None:
@@ -91,7 +101,7 @@ def check_boundaries(cp: ckpt.Checkpointer, run: Run, steps: int, *, first: int 
         try:
             save.staged(30.0)
         except ckpt.SkippedError:  # more memory, for optimizer state, is on its way
-            cp._session.supervisor.memory.take_prepared(30.0)
+            memory_ready(cp)
             skipped += 1
         except SaveError as error:
             found.append(f"step {step} dropped: {error}")

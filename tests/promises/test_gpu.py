@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import ckpt
-from boundaries import Run, check_boundaries, close, gradients, read_back
+from boundaries import Run, check_boundaries, close, gradients, memory_ready, read_back
 from ckpt.state.capture import Capture
 from ckpt.state.tensors import DTYPE_NAME
 from ckpt.trainer.staging import device, snapshot
@@ -42,6 +42,7 @@ def open_run() -> Iterator[Callable[..., ckpt.Checkpointer]]:
             cp = ckpt.Checkpointer(state, name="gpu", **settings)
             stack.callback(close, cp)
             cp.restore(default=0)
+            memory_ready(cp)
             return cp
 
         yield open_run

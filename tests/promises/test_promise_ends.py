@@ -26,7 +26,6 @@ from ckpt.trainer.saves import TierWrites
 from ckpt.trainer.session import Session
 from ckpt.trainer.staging.stage import Stager
 from ckpt.trainer.step_keeper import StepKeeper
-from ckpt.trainer.supervise.memory import SnapshotMemory
 from ckpt.trainer.supervise.next_arena import NextArena
 from ckpt.trainer.supervise.writes import KnownLayouts
 from parallel import free_port, launch
@@ -366,7 +365,10 @@ def train(step):
     weight.grad = torch.full_like(weight, -1.0)
     optim.step()
     save = cp.step(step)
-    found.append(save and (save.staged(60).tier, *(save.committed(60, tier=t).step for t in save.tiers)))
+    try:
+        found.append(save and (save.staged(60).tier, *(save.committed(60, tier=t).step for t in save.tiers)))
+    except ckpt.SkippedError:  # it was not known yet how much memory there is
+        found.append(None)
 
 with ckpt.Checkpointer({"w": weight, "opt": optim}, [ckpt.Memory(), tier] if memory == "memory" else tier) as cp:
     start = cp.restore(default=0)
@@ -495,7 +497,6 @@ def interrupt(*_: Any, **__: Any) -> None:
     ("owner", "method"),
     [
         (NextArena, "prepare"),
-        (SnapshotMemory, "take_prepared"),
         (KnownLayouts, "tell"),
         (Stager, "submit"),  # what comes then is another thread's, to which no signal comes
     ],

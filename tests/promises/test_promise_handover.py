@@ -217,7 +217,7 @@ def test_an_error_in_the_staging_thread_is_no_death() -> None:
     """Something fails in the thread that copies. The trainer lives: it is not taken for dead, and goes on saving."""
     with Rank(3) as first:
         first.trained()
-        assert first.do("cp._session.stager._queue.put(lambda: 1 / 0)") == "done 3"
+        assert first.do("cp._session.stager._worker.put(lambda: 1 / 0)") == "done 3"
         with Rank() as second:
             assert f"InUseError: process {first.process.pid}" in second.line()
         assert [first.do("train()"), first.do("train()")] == ["done 4", "done 5"]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import ckpt
-from boundaries import LARGE, Run, adamw, check_boundaries, close, gate, gradients, open_run, read_back
+from boundaries import LARGE, Run, adamw, check_boundaries, close, gate, gradients, memory_ready, open_run, read_back
 from ckpt.errors import CheckpointError, SaveError
 from ckpt.ipc.arena import Arena
 from ckpt.state.capture import Capture
@@ -200,7 +200,7 @@ def test_buffers_of_the_next_forward_stay_out(open_run: Any) -> None:
 def busy(cp: ckpt.Checkpointer) -> threading.Event:
     """The staging thread does nothing until this is set."""
     opened = threading.Event()
-    cp._session.stager._queue.put(lambda: opened.wait(30.0))
+    cp._session.stager._worker.put(lambda: opened.wait(30.0))
     return opened
 
 
@@ -486,7 +486,7 @@ def test_a_layout_that_changes_every_step(open_run: Any) -> None:
         try:
             save.staged(30.0)
         except ckpt.SkippedError:
-            cp._session.supervisor.memory.take_prepared(30.0)  # memory for more was on its way
+            memory_ready(cp)  # for more was on its way
             continue
         staged += 1
         assert differences(read_back(cp, step, build(step)), boundary) == []

@@ -21,7 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from torch import Tensor, nn
 
 import ckpt
-from boundaries import Run, check_boundaries, close, gradients, read_back
+from boundaries import Run, check_boundaries, close, gradients, memory_ready, read_back
 from ckpt.errors import SaveError
 from ckpt.format.digest import blob_digest
 from ckpt.format.layout import Layout, pages
@@ -48,6 +48,7 @@ def open_run() -> Iterator[Callable[..., ckpt.Checkpointer]]:
             cp = ckpt.Checkpointer(state, name="frozen", **settings)
             stack.callback(close, cp)
             cp.restore(default=0)
+            memory_ready(cp)
             return cp
 
         yield open_run
@@ -82,7 +83,7 @@ def follow(cp: ckpt.Checkpointer, state: State, twin: State, steps: range, move:
         try:
             save.staged(30.0)
         except ckpt.SkippedError:  # more memory, for optimizer state, is on its way
-            cp._session.supervisor.memory.take_prepared(30.0)
+            memory_ready(cp)
             continue
         found += [f"step {step}: {d}" for d in differences(read_back(cp, step, twin), freeze(state))]
     return found

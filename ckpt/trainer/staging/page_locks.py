@@ -19,6 +19,7 @@ import torch
 from ckpt.events import log
 from ckpt.ipc.arena import LOCK, Arena
 from ckpt.trainer.staging import device
+from ckpt.trainer.staging.slots import ready_slots
 
 LEAST_PAUSE_S = 0.001  # between two: whoever waits for its turn gets it
 STOP_S = 10.0  # for the piece that is being locked
@@ -66,7 +67,7 @@ class PageLocks:
     def _lock(self, arena: Arena, where: torch.device, stopped: threading.Event) -> None:
         device.begin_thread([where])
         began = time.monotonic()
-        for slot in range(arena.slots):
+        for slot in ready_slots(arena, stopped):
             for start in range(0, arena.slot_size, LOCK):
                 started = time.monotonic()
                 if not self._lock_piece(arena, slot, start, where, stopped):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Container
+from collections.abc import Container, Iterator
 
 from ckpt.errors import DeadlineError, SkippedError
 from ckpt.ipc.arena import Arena
 from ckpt.trainer.staging.snapshot import PendingSnapshot
+
+READY_S = 0.01  # between two looks at whether another slot is ready
 
 Slot = tuple[Arena, int]
 
@@ -44,7 +46,7 @@ class Slots:
 
     def unpinned(self, arena: Arena) -> list[int]:
         with self._changed:
-            return [slot for slot in range(arena.slots) if self._pinned.get((arena.id, slot), 0) <= 0]
+            return [slot for slot in range(arena.ready) if self._pinned.get((arena.id, slot), 0) <= 0]
 
     def free(self, arena: Arena, flying: Container[Slot | None]) -> int | None:
         """The emptiest or oldest slot, None if there is none. Never one being written, nor one that a device copies
@@ -65,7 +67,7 @@ class Slots:
 
     def take(self, arena: Arena, flying: Container[Slot | None], job: PendingSnapshot) -> int:
         """A slot for this snapshot, waited for if it may. SkippedError, DeadlineError."""
-        if not arena.fits(job.reading.layout.arrangement.data_size, len(job.values)):
+        if not job.fits(arena):
             raise SkippedError(f"step {job.attempt.step} was not saved: memory for its new layout is not ready yet")
         with self._changed:
             while (slot := self.free(arena, flying)) is None:
@@ -81,25 +83,45 @@ class Slots:
         return slot
 
 
+def ready_slots(arena: Arena, stopped: threading.Event) -> Iterator[int]:
+    """All of them in turn, each when it is ready; ends early when `stopped` is set."""
+    slot = 0
+    while slot < arena.slots and not stopped.is_set():
+        if slot < arena.ready:
+            yield slot
+            slot += 1
+        else:
+            stopped.wait(READY_S)
+
+
 class SlotToucher:
-    """Touches an arena before it is used, slot by slot, in a thread of its own: the copies are quicker then."""
+    """Touches an arena before it is used, each slot as it gets ready, in a thread of its own: the copies are quicker
+    then."""
 
     def __init__(self) -> None:
+        self._touched = 0  # so many, the first ones
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
 
     def start(self, arena: Arena) -> None:
         self.stop()
         self._stopped = stopped = threading.Event()
+        self._touched = 0
 
         def touch() -> None:
-            for slot in range(arena.slots):
+            for slot in ready_slots(arena, stopped):
                 arena.touch(slot, lambda: not stopped.is_set())
+                self._touched = slot + 1
 
         thread = threading.Thread(target=touch, name="ckpt-touch", daemon=True)
         with contextlib.suppress(RuntimeError):  # Python 3.12 starts none at the end of the interpreter: no matter
             thread.start()
             self._thread = thread
+
+    def has_touched(self, slot: int) -> bool:
+        """Or nobody will."""
+        thread = self._thread
+        return slot < self._touched or thread is None or not thread.is_alive()
 
     def stop(self) -> None:
         """What is touched after it was given back would be taken again."""

@@ -28,6 +28,7 @@ from ckpt.ipc.arena import Arena, Label
 from ckpt.state.capture import Capture, Reading
 from ckpt.state.fingerprint import Fingerprint, SampledPlaces
 from ckpt.state.tensors import Versioned, version_of
+from ckpt.trainer.staging.awaited_memory import AwaitedMemory
 from ckpt.trainer.staging.device import PerDevice, compute_streams, events_behind
 from ckpt.trainer.staging.packed import Pack, Packs
 
@@ -141,6 +142,7 @@ class PendingSnapshot:
     deadline: float = float("inf")  # of waiting for a slot, monotonic
     on_eager: Callable[[PendingSnapshot], None] = lambda job: None  # `slot` says EAGER: what is left comes in its order
     on_end: Callable[[PendingSnapshot], None] = lambda job: None
+    memory: AwaitedMemory | None = None  # what it waits for, if its memory may not be there yet
     beside: Callable[[], None] | None = None  # to be done as well while the guarded tensors do not change
     submitted: bool = False  # or just about to be
     begun: bool = False  # by the staging thread
@@ -196,7 +198,8 @@ class PendingSnapshot:
         """Clone what may change before the next optimizer step, where it is, if it is little; whether that is done.
         `all_of_it`: what is on devices in any case, for then an optimizer need not wait for copies."""
         sizes, guarded = self.reading.layout.sizes, self.reading.guarded
-        if not self.streams and sum(sizes[n] for n in self.reading.early) > LITTLE:
+        little = LITTLE if self.memory is None else MOST  # a copy takes less time than memory that is being made
+        if not self.streams and sum(sizes[n] for n in self.reading.early) > little:
             return False
         if not self.streams:
             self.sources = list(self.sources)
@@ -205,7 +208,7 @@ class PendingSnapshot:
             return True
         here = [n for n, one in enumerate(self.sources) if one.device.type == "cpu" and not guarded[n]]
         there = [n for n, one in enumerate(self.sources) if one.device.type != "cpu" and (all_of_it or not guarded[n])]
-        if sum(sizes[n] for n in here) > LITTLE:
+        if sum(sizes[n] for n in here) > little:
             return False
         if not all_of_it and sum(sizes[n] for n in there) > MOST:
             return False
@@ -235,6 +238,13 @@ class PendingSnapshot:
             self.detached = True
             self.check_versions()
         return True
+
+    def fits(self, arena: Arena) -> bool:
+        return arena.fits(self.reading.layout.arrangement.data_size, len(self.values))
+
+    def leave_out(self) -> bool:
+        """See `AwaitedMemory`."""
+        return self.memory is not None and self.memory.leave_out()
 
     def mark_ready(self) -> None:
         """What is on the caller's streams by now comes before the copies."""

@@ -10,16 +10,12 @@ else it waits for `eager_done`, when it is in the slot. The rest is copied durin
 from __future__ import annotations
 
 import contextlib
-import queue
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 
-import torch
-
-from ckpt.errors import CheckpointError, ClosedError, DeadlineError, SaveError, SkippedError, WriterError
+from ckpt.errors import CheckpointError, ClosedError, SaveError, SkippedError, WriterError
 from ckpt.events import log
 from ckpt.failpoints import point
 from ckpt.ipc.arena import EAGER, EMPTY, FILLING, SEALED, Arena, Label
@@ -32,8 +28,10 @@ from ckpt.trainer.staging.slots import Slots, SlotToucher
 from ckpt.trainer.staging.snapshot import PendingSnapshot
 from ckpt.trainer.staging.stage_mode import StageMode
 from ckpt.trainer.staging.update_gate import UpdateGate
+from ckpt.trainer.staging.worker import Worker
 
 LEAST_SLOTS = 2  # one to hold the newest snapshot, one to take the next
+FIRST_S = 2.0  # for memory that is being made, if a step cannot be cloned and could be left out
 LEAVING_S = 30.0  # for a writer to let go of the mutex of a trainer that has died
 
 
@@ -50,14 +48,11 @@ class Stager:
         self._mode, self._bus_share = StageMode(stage), bus_share
         self._toucher = SlotToucher()
         self._gate = UpdateGate()
-        self._queue: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._arena: Arena | None = None
         self._flying: deque[PendingSnapshot] = deque()  # all queued, and not all copied; for the staging thread only
         self._order = 0
         self._stopped = False  # nobody would do what is queued
-        self._ended = False
-        self._thread = threading.Thread(target=self._run, name="ckpt-stage", daemon=True)
-        self._thread.start()
+        self._worker = Worker(self._leave)
 
     # -- from any thread --
 
@@ -76,21 +71,22 @@ class Stager:
         before, self._gate.job = self._gate.job, job
         mode = self._mode.next(job.attempt.step) if job.streams else ""
         try:
-            idle = before is None or before.copied.is_set()  # else clones would pile up
+            # Else clones would pile up.
+            idle = before is None or before.copied.is_set() or before.leave_out()
             taken = idle and job.take(self._packs, all_of_it=mode == "device")
             job.bus_share = self._bus_share if mode == "paced" else 1.0
             job.mark_ready()
             job.submitted = True
-            self._queue.put(lambda: self._stage(job))
-            if not taken:
+            self._worker.put(lambda: self._stage(job))
+            if not taken and not (job.eager_done.wait(None if job.memory is None else FIRST_S) or job.leave_out()):
                 job.eager_done.wait()
         except BaseException:  # Ctrl-C: whether it was begun or not, nobody shall wait for it
             job.error = job.error or SaveError(f"saving step {job.attempt.step} was interrupted")
-            self._queue.put(lambda: _end(job))
+            self._worker.put(lambda: _end(job))
             raise
         if before is not None:
             self._gate.follow(before)
-        if mode == "wait":
+        if mode == "wait" and job.memory is None:  # else an update waits, and for no longer than it has to
             job.enqueued.wait()
             self._gate.follow(job)
 
@@ -103,7 +99,7 @@ class Stager:
         self._check_running()
         job.postponed = True
         job.mark_ready()
-        self._queue.put(lambda: self._stage(job))
+        self._worker.put(lambda: self._stage(job))
         job.eager_done.wait()
 
     def complete(self, job: PendingSnapshot, untouched: Callable[[], bool], timeout_s: float) -> bool:
@@ -120,7 +116,7 @@ class Stager:
             finally:
                 opened.set()
 
-        self._queue.put(run)
+        self._worker.put(run)
         return opened.wait(timeout_s) and job.place is not None
 
     def held(self) -> contextlib.AbstractContextManager[None]:
@@ -130,7 +126,7 @@ class Stager:
     def before_update(self, timeout_s: float = 600.0) -> float:
         """Called before an optimizer changes anything; returns the seconds it waited. A copy that does not end in time
         costs the snapshot, never the training."""
-        return 0.0 if threading.current_thread() is self._thread else self._gate.wait(timeout_s)
+        return 0.0 if self._worker.is_here else self._gate.wait(timeout_s)
 
     def give_up_slot(self, least: int = LEAST_SLOTS) -> int:
         """Return the memory of one slot to the system, for as long as this arena lives, unless only `least` are left;
@@ -172,46 +168,28 @@ class Stager:
     def do(self, work: Callable[[], None], timeout_s: float = 60.0) -> None:
         """Run something in the staging thread, between two jobs, and wait for it."""
         self._check_running()
-        finished = threading.Event()
-        failure: list[BaseException] = []
 
         def run() -> None:
-            try:
-                self._land(wait=True)
-                work()
-            except BaseException as error:
-                failure.append(error)
-            finished.set()
+            self._land(wait=True)
+            work()
 
-        self._queue.put(run)
-        if not finished.wait(timeout_s):
-            raise DeadlineError(f"the staging thread did not answer within {timeout_s:g} s")
-        if failure:
-            raise failure[0]
+        self._worker.do(run, timeout_s)
 
     def stop(self, timeout_s: float = 60.0) -> None:
         """Let go of the mutex and of the memory, and end. Jobs submitted before are done first."""
         self._stopped = True
-        self._queue.put(self._end_thread)
-        self._thread.join(timeout_s)
+        self._worker.end(timeout_s)
         self._filler.clear()
         self._gate.job = None
 
     # -- in the staging thread --
 
-    def _run(self) -> None:
-        with torch.no_grad():
-            while not self._ended:
-                try:
-                    self._queue.get()()
-                except BaseException:  # else the mutex that this thread holds would say that the trainer has died
-                    log.exception("something failed in the staging thread, which goes on")
-            self._unlock()
-
-    def _end_thread(self) -> None:
-        self._ended = True
+    def _leave(self) -> None:
         self._waiter.stop()
-        self._land(wait=True)
+        try:
+            self._land(wait=True)
+        finally:
+            self._unlock()
 
     def _land(self, *, wait: bool) -> None:
         """Label and seal what devices have copied by now, in turn; `wait`: all that is on its way."""
@@ -242,6 +220,8 @@ class Stager:
         job.begun = True
         self._land(wait=False)
         with self._ending(job):
+            if job.memory is not None:
+                job.memory.await_room(job, self._has_room)
             arena = self._arena
             if arena is None:
                 raise SkippedError(f"step {job.attempt.step} was not saved: no memory is ready yet")
@@ -302,6 +282,15 @@ class Stager:
         self._packs.give_back([*job.early, *job.late])
         job.end()
 
+    def _has_room(self, job: PendingSnapshot) -> bool:
+        """Whether a slot is free for it and touched, or all that will be are in use."""
+        self._land(wait=False)
+        arena = self._arena
+        if arena is None or not job.fits(arena):
+            return False
+        slot = self._free_slot(arena)
+        return arena.ready == arena.slots if slot is None else self._toucher.has_touched(slot)
+
     def _free_slot(self, arena: Arena) -> int | None:
         return self.slots.free(arena, {job.slot for job in self._flying})
 
@@ -324,7 +313,7 @@ class Stager:
         if job.streams:
             self._flying.append(job)
             for events, there in ((job.eager, job.eager_there), (job.done, job.all_there)):
-                self._waiter.when_reached(events, there, lambda: self._queue.put(partial(self._land, wait=False)))
+                self._waiter.when_reached(events, there, lambda: self._worker.put(partial(self._land, wait=False)))
         job.enqueued.set()
 
     def _seal(self, arena: Arena, slot: int, job: PendingSnapshot) -> None:

@@ -62,7 +62,7 @@ class UpdateGate:
         job = self.job
         if job is None:
             return time.perf_counter() - started
-        if job.detached:
+        if job.detached or job.leave_out():
             in_time = True
         elif job.streams:
             in_time = job.enqueued.wait(timeout_s)

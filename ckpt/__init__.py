@@ -10,6 +10,8 @@ Names are imported when they are used: `import ckpt` alone does not import torch
 
 from __future__ import annotations
 
+__distribution__ = "everystep"  # by which ckpt.version knows that this file is ours
+
 import importlib
 from typing import TYPE_CHECKING, Any
 

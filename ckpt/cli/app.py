@@ -13,10 +13,10 @@ from collections.abc import Sequence
 
 import click
 
-from ckpt import __version__
 from ckpt.cli.terminal import SAYING, say
 from ckpt.errors import CheckpointError
 from ckpt.events import log as logger
+from ckpt.version import VERSION
 
 COMMANDS = (
     "copy", "diff", "doctor", "faults", "gc", "import", "keep", "ls", "plan", "prune", "repair", "report", "restore",
@@ -39,7 +39,7 @@ class Commands(click.Group):
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(__version__, prog_name="ckpt")
+@click.version_option(VERSION, prog_name="ckpt")
 def cli() -> None:
     """Look at runs of everystep. RUN is what a Checkpointer was given: a folder, or a URL such as s3://bucket/run1.
     RUN@500 is its checkpoint of step 500, RUN@latest the newest."""

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 
 import click
 
-from ckpt import __version__
 from ckpt.cli.arguments import run_argument
 from ckpt.cli.reading import read_faults, read_ledger
 from ckpt.cli.terminal import SHOWN, example, look_options, opened, print_json, print_table, safe, say
@@ -25,6 +24,7 @@ from ckpt.report.chronicle import chronicle
 from ckpt.report.figures import INTERRUPTION, interruption, parts, summary
 from ckpt.report.page import PARTS_OF, Subject, page
 from ckpt.runlog.records import RunState
+from ckpt.version import VERSION
 
 
 @click.command(epilog=example("ckpt report runs/exp1", "ckpt report runs/exp1 --json | jq .effective",
@@ -70,7 +70,7 @@ def report(
     if output is not None:
         problems = tuple(problems_of(url, damaged, state, there=bool(accounts)))
         steps = tuple(sorted(attempt.step for attempt in state.commits))
-        subject = Subject(url, found, chronicle(run, faults), steps, problems, now, __version__)
+        subject = Subject(url, found, chronicle(run, faults), steps, problems, now, VERSION)
         write_page(output, page(subject))
     elif as_json:
         print_json({"url": url, "damaged": damaged, **found.to_json()})

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from ckpt.checkpoint.losses import Loss
 from ckpt.errors import CorruptError, NoCheckpointError
-from ckpt.events import log
+from ckpt.events import log, tell
+from ckpt.faults.report import Fault
 from ckpt.ipc.heartbeat import OPENING, RESTORING
 from ckpt.ipc.watch_requests import RestoreDone, Show
 from ckpt.ranks.world import together
@@ -128,7 +130,8 @@ class Restoring:
         if newest is not None and not supervisor.memory.rings:  # its slot is needed again
             self._writes.write_missing(newest, session.settings.everywhere[:1])
         result.seconds = time.monotonic() - began
-        _say_restored(result)
+        say = tell if session.world.rank == 0 else log.info
+        say(_line(result, session.supervisor.faults))
         reading = session.capture.read()
         supervisor.memory.next.prepare(reading.layout.arrangement.data_size, len(json.dumps(reading.values)))
 
@@ -159,11 +162,16 @@ class Restoring:
             publish("restored", result.step, **facts)
 
 
-def _say_restored(result: Restored) -> None:
+def _line(result: Restored, faults: Sequence[Fault]) -> str:
+    """What was restored from where, and what is lost with it, as far as that is known."""
     how = "" if result.verified else ", not yet verified by a digest"
     if result.redone:
         how = f": step {result.base_step} was loaded, and {result.redone} steps after it redone{how}"
-    log.info("restored step %d from %s in %.2f s%s", result.step, result.tier, result.seconds, how)
+    step = result.step or 0
+    reached = max((at for fault in faults for at in fault.steps.values()), default=step)
+    lost = f"; training had come to step {reached}: {reached - step} steps are lost" if reached > step else ""
+    newer = f"; passed over: {len(result.skipped)}, as was said" if result.skipped else ""
+    return f"restored step {step} from {result.tier} in {result.seconds:.2f} s{how}{lost}{newer}"
 
 
 def _first_reason(result: Restored) -> str:

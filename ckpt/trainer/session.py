@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
-from ckpt import __version__
 from ckpt.errors import CheckpointError, FencedError, SaveError, UsageError
 from ckpt.events import log
 from ckpt.format.partition import Seat
@@ -33,6 +32,7 @@ from ckpt.trainer.staging.device import memory_node, traced
 from ckpt.trainer.staging.stage import Stager
 from ckpt.trainer.staging.update_gate import UpdateHook
 from ckpt.trainer.supervise.writer_supervisor import WriterSupervisor
+from ckpt.version import VERSION
 
 if TYPE_CHECKING:
     from ckpt.trainer.redo import RedoClient
@@ -279,7 +279,7 @@ class Session:
             opening=self.began,
             opened=time.monotonic(),
             places=self.cadence.places(),
-            versions={"everystep": __version__, "torch": torch.__version__, "python": platform.python_version()},
+            versions={"everystep": VERSION, "torch": torch.__version__, "python": platform.python_version()},
             decides=self.world.rank == 0,
             cadence=self.cadence.began,
         )

@@ -27,7 +27,7 @@ DEFER_AGAIN = 1000  # steps, after which it is measured again
 LEAST_S = 1.0  # for a copy, however little time there is: most take less
 NO_TIME = "there was no time to copy it"
 KEEP_S, KEEP_SHARE, KEEP_MOST_S = 0.001, 0.05, 0.002  # of the CPU, to keep at each step what that is made of
-KEEP_TRIES = 3  # that have to cost more, one after the other: one alone may just have been held up
+KEEP_TRIES = 3  # that have to cost too much, one after the other: one alone may just have been held up
 
 
 class StepKeeper:
@@ -40,7 +40,7 @@ class StepKeeper:
         self._moments = DeferredSteps(math.inf if self._between else MOST)
         self._dear = 0  # how often running it cost too much to keep that
         self._keep_after = 0  # steps that are not due, until it is tried again
-        self._defer_s = 0.0  # what it cost the last time
+        self._defer_dear = 0  # how often running deferring cost too much
         self._not_due = 0
 
     def keep(self, step: int) -> None:
@@ -49,8 +49,9 @@ class StepKeeper:
         if self._for_faults and self._session.supervisor.memory.rings and self._may_defer():
             began = time.perf_counter()
             self._defer(step)
-            self._defer_s = time.perf_counter() - began
-            stats.stalled_s += self._defer_s
+            taken_s, usual_s = time.perf_counter() - began, self._session.heartbeat.usual_s
+            self._defer_dear = self._defer_dear + 1 if usual_s and taken_s > self._defer_share * usual_s else 0
+            stats.stalled_s += taken_s
         elif self._between is False:
             return
         elif self._keep_after > 0 and not self._between:
@@ -202,9 +203,8 @@ class StepKeeper:
         """Whether that is worth it: measured now and then."""
         if self._between is not None:
             return self._between
-        usual_s = self._session.heartbeat.usual_s
         self._not_due += 1
-        return usual_s == 0 or self._defer_s <= self._defer_share * usual_s or self._not_due % DEFER_AGAIN == 0
+        return self._defer_dear < KEEP_TRIES or self._not_due % DEFER_AGAIN == 0
 
     @property
     def _defer_share(self) -> float:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ import ckpt
 from ckpt.ipc.watch_requests import Report
 from ckpt.runlog.log import RunLog
 from ckpt.store import open_store
+from ckpt.trainer.step_keeper import KEEP_TRIES
 
 
 def durable(run: str) -> list[int]:
@@ -80,6 +83,51 @@ def test_a_copy_is_not_made_once_an_optimizer_has_begun(run_dir: str, trained: A
             cp.step(step)
         update(weight, optimizer, 16.0)
         assert cp._live.copy_live() is None
+
+
+class Slow:
+    """A part of the state that takes its time to be read."""
+
+    pause_s = 0.0
+
+    def state_dict(self) -> dict[str, int]:
+        time.sleep(self.pause_s)
+        return {"value": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None: ...
+
+
+@pytest.mark.parametrize(("times", "kept"), [(1, True), (KEEP_TRIES, False)], ids=["once", "always"])
+def test_a_step_that_was_held_up_does_not_end_what_is_kept_between(
+    run_dir: str, trained: Any, times: int, kept: bool
+) -> None:
+    """Steps that are not due can be copied at a fault, by a thread that is not the training's, although it once took
+    long to read the state: only if it goes on taking long it is too dear."""
+    weight, optimizer = trained
+    slow = Slow()
+    tiers = [ckpt.Memory(every=ckpt.Auto(budget=0.9)), ckpt.Tier(run_dir, every=10_000)]
+    with ckpt.Checkpointer({"w": weight, "opt": optimizer, "slow": slow}, tiers, triggers=[ckpt.on_hang()]) as cp:
+        cp.restore(default=0)
+        step = 0
+
+        def train(count: int, pause_s: float = 0.0) -> None:
+            """So many steps that are not due, in which reading takes so long, and those that are due between them."""
+            nonlocal step
+            while count:
+                step += 1
+                update(weight, optimizer, float(step))
+                time.sleep(0.05)
+                due = cp._session.cadence.schedule.memory_due(step)
+                slow.pause_s, count = 0.0 if due else pause_s, count - (not due)
+                cp.step(step)
+
+        train(15)  # too few for the cadence to be changed
+        assert cp._session.heartbeat.usual_s
+        train(times, pause_s=0.5)
+        train(3)
+        with ThreadPoolExecutor(1) as other:
+            found = other.submit(cp._live.copy_live).result()
+        assert found == (step if kept else None)
 
 
 def test_the_newest_sound_step_is_made_durable_beside_the_newest(run_dir: str, trained: Any) -> None:

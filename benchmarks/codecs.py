@@ -1,6 +1,6 @@
 """What compression and increments are worth, on states of real trainings, beside zstd, blosc2 and ZipNN.
 
-    make bench-codecs     or: python benchmarks/codecs.py [--quick] [--part 1 2 3 4] [--states DIR] [--json FILE]
+    make bench-codecs     or: python benchmarks/codecs.py [--quick] [--part 1 2 3 4 5] [--states DIR] [--json FILE]
 
 The states (benchmarks/states.py) are trained first, for a few minutes, and kept in DIR if it is given: 4 GB. Another
 3 GB of disk and 5 GB of memory are needed meanwhile.
@@ -9,6 +9,7 @@ The states (benchmarks/states.py) are trained first, for a few minutes, and kept
   2  increments against a base that is 1, 10 and 100 steps older, by the codec alone
   3  the same through a Checkpointer and a folder: bytes of packs, and the time to restore a full one and an increment
   4  training time that a save takes, with compression and without
+  5  the compiled kernels by themselves, beside memcpy and numpy: benchmarks/kernel_speeds.py
 
 Ratios are exact, and everything that was encoded is decoded and compared. Tensors are cut into blobs as the library
 cuts them, of 4 MiB at most. "entropy" is the least for a coder that takes every byte of a blob's planes by itself
@@ -52,6 +53,7 @@ import states
 from ckpt.format import codec
 from ckpt.format.layout import BLOB
 from ckpt.state.tensors import DTYPE_NAME
+from kernel_speeds import kernel_speeds
 from states import LAGS, Size, Tensors
 
 Json = dict[str, Any]
@@ -90,7 +92,7 @@ QUICK = Plan(
     states.QUICK,
     ("adamw", "mixed", "lora", "sparse"),
     timed_mib=4,
-    rounds=3,
+    rounds=9,
     copies=2,
     restores=3,
     windows=2,
@@ -861,6 +863,16 @@ def show_lost(found: Json) -> None:
     )
 
 
+def show_kernels(found: Json) -> None:
+    rows = [
+        [name, *(ratio(f[key], 2) for key in ("gb_s", "times_memcpy")), goal(f["goal_times_memcpy"])]
+        + [ratio(f[key], 2) for key in ("numpy_gb_s", "numpy_times_memcpy")]
+        for name, f in found.items()
+    ]
+    title = "Kernels: GB/s of one core; seconds over those of the fastest plain copy of as many bytes (1 = as fast)"
+    show(title, ["", "GB/s", "times memcpy", "goal", "by numpy", "times memcpy"], rows)
+
+
 # -- main --
 
 
@@ -885,13 +897,17 @@ def measure(plan: Plan, parts: list[int], folder: Path, scratch: Path) -> Json:
     if 4 in parts:
         found["lost"] = training_lost(plan, scratch)
         show_lost(found["lost"])
+    if 5 in parts:
+        with pinned():
+            found["kernels"] = kernel_speeds(3 * plan.rounds)
+        show_kernels(found["kernels"])
     return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="smaller and fewer states, little trained: a minute")
-    parser.add_argument("--part", type=int, nargs="+", choices=(1, 2, 3, 4), default=[1, 2, 3, 4], help="only these")
+    parser.add_argument("--part", type=int, nargs="+", choices=range(1, 6), default=[1, 2, 3, 4, 5], help="only these")
     parser.add_argument("--states", metavar="DIR", help="where the trained states are kept; default: thrown away")
     parser.add_argument("--folder", metavar="DIR", help="where checkpoints are written; default: a temporary folder")
     parser.add_argument("--json", metavar="FILE", help="write all figures there as well")

@@ -22,7 +22,7 @@ _NOISE = 7.85  # bits a byte; a plane above it is left alone
 _REPEATS = 0.9  # zstd that looks for repeats is half as fast: it must make a plane so much smaller
 _FEW = 1.5  # bits a byte; below, zstd may find repeats where no sample was taken, and no code alone goes below 1
 PLACES = 8  # where samples are taken, spread evenly
-_SAMPLE = 1 << 10  # bytes of a plane, each
+_SAMPLE = 1 << 9  # bytes of a plane, each
 _MAX_WINDOW = 1 << 23  # bytes; what any zstd reader takes without being asked
 _MAGIC = b"\x28\xb5\x2f\xfd"  # of a zstd frame
 

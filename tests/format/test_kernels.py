@@ -71,11 +71,8 @@ def test_a_copy_is_right_and_nothing_beside_it_is_touched(size: int, start: int,
 @pytest.mark.parametrize(
     "size", [241, 255, 256, 257, 1023, 1024, 1025, 1087, 1088, 1089, 2048, 8192, 8193, 9216, 70_001]
 )
-def test_the_digest_at_the_edges_of_blocks_and_stripes(size: int) -> None:
+def test_the_digest_at_the_edges_of_blocks_and_stripes(size: int, library: kernels.Kernels) -> None:
     """The library's own digest, whatever `SMALL` is, from a last byte alone to whole blocks."""
-    library = compiled_kernels()
-    if library is None:
-        pytest.skip("no C compiler")
     for start in range(70):
         for streamed in (False, True):
             data, room = NOISE[start : start + size], np.zeros(size, np.uint8)
@@ -114,9 +111,10 @@ def test_what_does_not_fit_is_refused() -> None:
 COUNTS = (0, 1, 2, 3, 7, 31, 33, 1023, 1024, 1025, 2049, 4097, 8191, 8193, 20_001)
 
 
-@pytest.fixture
-def library() -> kernels.Kernels:
-    found = compiled_kernels()
+@pytest.fixture(params=["this one", "an old one"])
+def library(request: pytest.FixtureRequest) -> kernels.Kernels:
+    """By processor: a wheel that was made on one must run on another."""
+    found = compiled_kernels(request.param)
     if found is None:
         pytest.skip("no C compiler")
     return found

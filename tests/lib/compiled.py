@@ -5,9 +5,11 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.util
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from ckpt.format import kernels
 from processes import REPO
@@ -22,11 +24,16 @@ def build() -> Any:
     return module
 
 
+OLD = "-DNO_CLONES '-D__builtin_cpu_supports(x)=0'"  # every question of what the processor can is answered with no
+
+
 @functools.cache
-def compiled_kernels() -> kernels.Kernels | None:
-    """None without a compiler. A source that does not compile is an error."""
+def compiled_kernels(processor: str = "this one") -> kernels.Kernels | None:
+    """None without a compiler. A source that does not compile is an error. "an old one": as such a one runs it."""
+    compiler = os.environ.get("CC", "cc") + (f" {OLD}" if processor == "an old one" else "")
     try:
-        made = build().compiled(Path(tempfile.mkdtemp(prefix="kernels-")))
+        with mock.patch.dict(os.environ, CC=compiler):
+            made = build().compiled(Path(tempfile.mkdtemp(prefix="kernels-")))
     except FileNotFoundError:
         return None
     found = kernels.Kernels(ctypes.CDLL(str(made)))

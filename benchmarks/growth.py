@@ -33,6 +33,7 @@ from ckpt.checkpoint.write import RankSnapshot, write_part
 from ckpt.format.layout import Layout
 from ckpt.format.manifest import Attempt, Part
 from ckpt.format.partition import Seat
+from ckpt.runlog.archiving import Archivist
 from ckpt.runlog.log import RunLog
 from ckpt.state.capture import Capture
 from ckpt.store import Store, open_store
@@ -41,6 +42,7 @@ Json = dict[str, Any]
 NONCE = "0badcafe"
 MIB = 1 << 20
 STEPS, SAVES = 12, 3
+RECENT = 500  # saves, over which archiving is taken together: it comes now and then
 FASTER = 1.25  # times the growth of the work, between the last two points, is more than noise
 
 
@@ -129,17 +131,25 @@ async def begun(root: Path) -> tuple[Store, RunLog, Any]:
 
 
 def checkpoints(marks: list[int]) -> dict[str, Json]:
-    """One run, all of whose checkpoints are kept; looked at when it has so many."""
+    """One run, all of whose checkpoints are kept, and its log archived as a writer does; looked at when it has so
+    many. `save_s`: without the archiving, which is done beside saves."""
 
     async def work(root: Path) -> dict[str, Json]:
         store, log, mine = await begun(root)
-        (layout, values), found, times = a_layout(8), dict[str, Json](), list[float]()
+        (layout, values), found, times, archiving = a_layout(8), dict[str, Json](), list[float](), list[float]()
+        archivist = Archivist()
         for step in range(1, max(marks) + 1):
             began = time.perf_counter()
             await whole_save(store, log, mine, step, layout, values)
             times.append(time.perf_counter() - began)
+            began = time.perf_counter()
+            await archivist.step(log, mine)
+            archiving.append(time.perf_counter() - began)
             if step in marks:
-                found[str(step)] = {"save_s": statistics.median(times[-20:]), **await looked_at(root)}
+                archived_s = sum(archiving[-RECENT:]) / len(archiving[-RECENT:])
+                found[str(step)] = {
+                    "save_s": statistics.median(times[-20:]), "archiving_s": archived_s, **await looked_at(root),
+                }  # fmt: skip
         await store.aclose()
         return found
 
@@ -157,7 +167,7 @@ async def looked_at(root: Path) -> Json:
     await log.store.aclose()
     return {
         "open_s": opened_s, "newest_s": time.perf_counter() - began,
-        "log_bytes": sum(path.stat().st_size for path in (root / "log").iterdir()),
+        "log_bytes": sum(path.stat().st_size for path in (root / "log").rglob("*") if path.is_file()),
     }  # fmt: skip
 
 

@@ -2,7 +2,9 @@
 
     python benchmarks/own.py --folder DIR [--size full]
 
-- `start`: how long after the first optimizer step memory is ready; until then `step()` skips, and says so.
+- `start`: how long after the first optimizer step all memory is ready: a step is staged when the first slot is.
+- `first save`: what the first one takes from training, in step() and before the next update, and what others take;
+  in a tier, where the update waits for its copy, and in memory alone, where it may be left out.
 - `every step`: a training that saves every step to memory, against the same one that does not, in alternating blocks,
   so that what else the machine does hits both. `step()` blocks: all of them, for a 99th percentile.
 - `alone`: staging and writing while nothing is trained: bytes a second from `staged()` to `committed()`.
@@ -19,6 +21,7 @@ import gc
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import statistics
 import sys
@@ -49,7 +52,7 @@ def state_of(training: Training) -> dict[str, Any]:
 
 
 def start(size: Size, folder: Path) -> None:
-    """From the end of the first optimizer step until a step is staged, with the training going on."""
+    """From the end of the first optimizer step until a step is staged and the arena is whole."""
     training = Training.build(size)
     tiers = [ckpt.Memory(), ckpt.Tier(str(folder / "start"), every=10**6, keep=3)]
     with ckpt.Checkpointer(state_of(training), tiers) as checkpointer:
@@ -65,9 +68,47 @@ def start(size: Size, folder: Path) -> None:
                 save.staged(60.0)
                 break
             training.step()
+        while (arena := checkpointer._session.stager.arena) is not None and arena.ready < arena.slots:
+            time.sleep(0.001)
         ready = time.perf_counter() - began
         slots = shared("ckpt-arena")
     say("start", ready_s=ready, skipped=step - 1, longest_block_s=max(blocked), arena_bytes=slots)
+
+
+def first_save(mib: int, folder: Path, *, due: bool) -> None:
+    """Three openings, each with 0.1 s of work that is no update before each of its steps."""
+    firsts: list[float] = []
+    steps: list[float] = []
+    others: list[float] = []
+    model = nn.Sequential(*(nn.Linear(1024, mib * 2**20 // (8 * 12 * 1024), bias=False) for _ in range(8)))
+    optim = torch.optim.AdamW(model.parameters(), foreach=True)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 1e-3)
+    for number in range(3):
+        place = folder / f"first-{mib}-{due}-{number}"
+        tiers = [ckpt.Memory(), ckpt.Tier(str(place), every=1 if due else 10**6, keep=2, compression="none")]
+        with ckpt.Checkpointer({"model": model, "optim": optim}, tiers) as checkpointer:
+            checkpointer.restore(default=0)
+            for step in range(1, 9):
+                time.sleep(0.1)
+                optim.step()
+                began = time.perf_counter()
+                checkpointer.step(step)
+                if step == 1:
+                    steps.append(time.perf_counter() - began)
+            checkpointer.wait(60.0)
+            stalls = list(checkpointer.stats.stalls)
+        firsts.append(stalls[0])
+        others += stalls[1:]
+        shutil.rmtree(place)
+    say(
+        "first save",
+        mib=mib,
+        due=due,
+        first_step_s=statistics.median(steps),
+        first_s=statistics.median(firsts),
+        others_s=statistics.median(others),
+    )
 
 
 def every_step(size: Size, folder: Path) -> None:
@@ -282,11 +323,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--size", choices=SIZES, default="full")
-    parser.add_argument("--only", nargs="*", help="start, every, alone, death, tensors, fingerprint")
+    parser.add_argument("--only", nargs="*", help="start, first, every, alone, death, tensors, fingerprint")
     arguments = parser.parse_args()
     size, folder = SIZES[arguments.size], arguments.folder
     work = {
         "start": lambda: start(size, folder),
+        "first": lambda: [first_save(mib, folder, due=due) for mib in (256, 1024) for due in (True, False)],
         "every": lambda: every_step(size, folder),
         "alone": lambda: alone(size, folder),
         "death": lambda: after_death(arguments.size, folder),

@@ -11,7 +11,7 @@ are exposed alike. Every second from the first step to the last belongs to one p
 - *perceive*: from the fault until the process is gone. For peers a watchdog of this benchmark ends what hangs, since
   they have nothing that would; ours has `on_hang(action="exit")`. Ours also saves and leaves in this time.
 - *restart*: from then to the first new step, without the restore: torchrun, imports, the model, opening what saves, and
-  how much longer than usual the first step takes.
+  how much longer than usual the first step takes. A table of its own tells these apart, and what takes time in saving.
 - *restore*. *recompute*: the step that the fault cut off, and the steps that are done again, at the usual time of one.
 - *saving*: how long calls to save take, and how much longer than usual the steps are that run beside a save, or up to
   two steps after one.
@@ -39,6 +39,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -52,7 +53,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,9 @@ TAIL_S = 5.0  # of training after the last fault, at least
 START_S = 120.0  # for a process to come to its first step
 REFERENCE_S = 3600.0
 PARTS = ("perceive", "restart", "restore", "recompute", "saving", "other")
+STAGES = ("launcher", "imports", "model", "opening", "loop", "first step")  # of a restart
+SAVING = ("calls", "soon after a start", "later")  # what saving took: calls themselves, and the steps beside saves
+SOON = 8  # steps
 FIGURE = ("restore", "recompute", "saving")  # what the way of saving answers for
 AT_MOST = 0.2  # of the best peer's figure
 LEDGER_WITHIN = 0.02
@@ -159,7 +163,8 @@ class Hit:
 
 @dataclass
 class Interruption:
-    """What one fault cost, in seconds. `step`: the last one done before; `lost`: those to be done again."""
+    """What one fault cost, in seconds. `step`: the last one done before; `lost`: those to be done again; `stages`: the
+    restart from stage to stage."""
 
     kind: str
     by: str
@@ -170,6 +175,7 @@ class Interruption:
     restart: float
     restore: float
     recompute: float
+    stages: dict[str, float] = field(default_factory=dict)
 
     @property
     def lost(self) -> int:
@@ -179,7 +185,8 @@ class Interruption:
 @dataclass
 class Bill:
     """Who answers for every second of a contender's run. `training` + the parts = `wall`. `usual_s`: of a step;
-    `quiet`: how many quiet steps there were in it, with their median `own_s`."""
+    `quiet`: how many quiet steps there were in it, with their median `own_s`; `saving_in`: what saving took, by
+    `SAVING`."""
 
     steps: int
     usual_s: float
@@ -191,6 +198,7 @@ class Bill:
     saves: int = 0
     quiet: int = 0
     own_s: float | None = None
+    saving_in: dict[str, float] = field(default_factory=dict)
 
     @property
     def invalid(self) -> float:
@@ -221,7 +229,7 @@ def bill_of(events: Sequence[Json], hits: Sequence[Hit], usual_s: float) -> Bill
     lives = lives_of(events)
     if len(lives) != len(hits) + 1 or not all(steps_of(life) for life in lives):
         raise Failed(f"{len(hits)} faults, and {len(lives)} processes, of which not all came to a step")
-    parts, training = dict.fromkeys(PARTS, 0.0), 0.0
+    parts, saving, training = dict.fromkeys(PARTS, 0.0), dict.fromkeys(SAVING, 0.0), 0.0
     interruptions: list[Interruption] = []
     mark, clock, saves = 0, steps_of(lives[0])[0]["begin"], 0
     begun = clock
@@ -242,8 +250,12 @@ def bill_of(events: Sequence[Json], hits: Sequence[Hit], usual_s: float) -> Bill
                 parts["restart" if number else "other"] += beyond
                 if number:
                     interruptions[-1].restart += beyond
+                    interruptions[-1].stages["first step"] = beyond
+            elif step["load"] in ("busy", "after"):
+                parts["saving"] += beyond
+                saving["soon after a start" if index < SOON else "later"] += beyond
             else:
-                parts["saving" if step["load"] in ("busy", "after") else "other"] += beyond
+                parts["other"] += beyond
             if step["step"] <= mark:
                 parts["recompute"] += usual_s
                 interruptions[-1].recompute += usual_s
@@ -259,7 +271,8 @@ def bill_of(events: Sequence[Json], hits: Sequence[Hit], usual_s: float) -> Bill
     quiet = quiet_of(events)
     own = statistics.median(quiet) if quiet else None
     first = begun - lives[0][0]["born"]
-    return Bill(mark, usual_s, wall, training, parts, interruptions, first, saves, len(quiet), own)
+    saving["calls"] = parts["saving"] - sum(saving.values())
+    return Bill(mark, usual_s, wall, training, parts, interruptions, first, saves, len(quiet), own, saving)
 
 
 def interruption(
@@ -282,7 +295,17 @@ def interruption(
         parts[name] += value
     lost_s = 0.0 if in_save else cut
     source = restored["source"] or "nothing"
-    return Interruption(hit.kind, hit.by, mark, restored["step"], source, perceive, restart, restore, lost_s)
+    stages = stages_of(hit.gone, after)
+    return Interruption(hit.kind, hit.by, mark, restored["step"], source, perceive, restart, restore, lost_s, stages)
+
+
+def stages_of(gone: float, life: Sequence[Json]) -> dict[str, float]:
+    """A restart from stage to stage, but for its first step."""
+    born, restored, first = one(life, "born"), one(life, "restored"), steps_of(life)[0]
+    built = next((event["at"] for event in life if event["what"] == "built"), born["at"])
+    marks = [gone, born["born"], born["at"], built, restored["began"]]
+    took = [after - before for before, after in itertools.pairwise(marks)]
+    return dict(zip(STAGES, [*took, first["begin"] - restored["at"]], strict=False))
 
 
 def steps_of(life: Sequence[Json]) -> list[Json]:
@@ -761,6 +784,19 @@ def every_of(one: Json) -> str:
     return "memory 1, folder 100"
 
 
+def stage_table(told: Json, found: Json, *, markdown: bool = False) -> str:
+    """Where the seconds of restarts and of saving are."""
+    rows, faults = [], found["faults"]
+    for name in found["rows"]:
+        bill = told["contenders"][name]["bill"]
+        if not bill.get("saving_in"):
+            continue  # measured before these were told apart
+        stages = [sum(one["stages"].get(stage, 0.0) for one in bill["interruptions"]) / faults for stage in STAGES]
+        rows.append([name, *map(amount, stages), *(amount(bill["saving_in"][key] / faults) for key in SAVING)])
+    head = ["", *STAGES, *(f"saving: {key}" for key in SAVING)]
+    return "" if not rows else table("Restart and saving in detail, seconds a fault", head, rows, markdown=markdown)
+
+
 def fault_table(told: Json, found: Json, *, markdown: bool = False) -> str:
     """Each kind of fault, means over its interruptions."""
     rows = []
@@ -824,8 +860,8 @@ def about(told: Json) -> str:
 
 
 def report(told: Json, found: Json, *, markdown: bool = False) -> str:
-    makers = (part_table, fault_table, step_table, ledger_table)
-    parts = [about(told), *(make(told, found, markdown=markdown) for make in makers)]
+    makers = (part_table, stage_table, fault_table, step_table, ledger_table)
+    parts = [about(told), *(shown for make in makers if (shown := make(told, found, markdown=markdown)))]
     parts.append(goal_table(found, markdown=markdown))
     parts += [f"{name} was left out: {why}" for name, why in told["skipped"].items()]
     parts += [f"Too noisy: {why}" for why in noisy(told, found)]

@@ -100,6 +100,10 @@ def test_every_second_belongs_to_one_part() -> None:
     only = bill.interruptions[0]
     assert (only.kind, only.step, only.restored, only.lost, only.source) == ("SIGKILL", 4, 2, 2, "folder")
     assert (only.perceive, only.restart, only.restore, only.recompute) == (0.5, 2.75, 0.25, 2.375)
+    assert sum(only.stages.values()) == only.restart
+    assert only.stages | {"model": 0.0, "imports": 0.0} == only.stages
+    assert [only.stages[name] for name in ("launcher", "opening", "loop", "first step")] == [1.0, 1.0, 0.25, 0.5]
+    assert bill.saving_in == {"calls": 0.25, "soon after a start": 0.25, "later": 0.0}
 
 
 def test_killed_again_before_everything_was_done_again() -> None:
@@ -122,7 +126,7 @@ def test_a_fault_in_the_middle_of_a_save_costs_saving() -> None:
     """The call to save never came back: what it had taken until then is no lost step."""
     first = [*FIRST[:-1], stepped(4, 5.0, 6.125, due=True)]
     bill = chaos.bill_of([*first, *SECOND], [KILLED], 1.0)
-    assert bill.parts["saving"] == 0.5 + 0.375
+    assert bill.parts["saving"] == 0.5 + 0.375 == bill.saving_in["calls"] + bill.saving_in["soon after a start"]
     assert bill.parts["recompute"] == 2.0
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from ckpt.checkpoint.concurrent import of_each
@@ -32,6 +33,7 @@ from ckpt.store import Store, get_small
 
 FEW = 4  # packs, each of which is asked for by itself
 AT_ONCE = 16  # parts with their tables
+NO_SIZES: Mapping[str, int] = MappingProxyType({})
 MANY = 64  # ranks: what their parts say alike is kept once
 
 
@@ -56,13 +58,20 @@ async def read_header(store: Store, pack: PackInfo) -> memoryview:
 
 
 async def load_part(
-    store: Store, attempt: Attempt, rank: int, number: int, *, expected: str | None = None, slim: Slim | None = None
+    store: Store,
+    attempt: Attempt,
+    rank: int,
+    number: int,
+    *,
+    expected: str | None = None,
+    sizes: Mapping[str, int] = NO_SIZES,
+    slim: Slim | None = None,
 ) -> WrittenPart:
     """A part and its table, checked against their digests, and its packs against their sizes.
 
-    `slim`: of both only what a directory needs.
+    `sizes`: of packs, as far as they are known. `slim`: of both only what a directory needs.
     """
-    part, digest = await read_part(store, attempt, rank, number, expected=expected, slim=slim)
+    part, digest = await read_part(store, attempt, rank, number, expected=expected, sizes=sizes, slim=slim)
     key = table_key(attempt, rank, number)
     table = await load_table(store, key, part.table)
     if not {pack.key for pack in part.packs}.issuperset(table.packs):
@@ -73,7 +82,14 @@ async def load_part(
 
 
 async def read_part(
-    store: Store, attempt: Attempt, rank: int, number: int, *, expected: str | None = None, slim: Slim | None = None
+    store: Store,
+    attempt: Attempt,
+    rank: int,
+    number: int,
+    *,
+    expected: str | None = None,
+    sizes: Mapping[str, int] = NO_SIZES,
+    slim: Slim | None = None,
 ) -> tuple[Part, str]:
     """A part and its digest, without its table."""
     raw = await get_small(store, part_key(attempt, rank, number), MAX_JSON)
@@ -84,17 +100,22 @@ async def read_part(
     part = Part.from_bytes(raw, what, unpress if slim is None else slim.layout)
     if (part.attempt, part.rank, part.number) != (str(attempt), rank, number):
         raise CorruptError(f"{what} says it is a part of {part.attempt}")
-    sizes = await _sizes(store, part)
+    there = await _sizes(store, part, sizes)
     for pack in part.packs:
-        if sizes[pack.key] != pack.size:
-            raise CorruptError(f"{pack.key} holds {sizes[pack.key]} bytes, not {pack.size}")
+        if there[pack.key] != pack.size:
+            raise CorruptError(f"{pack.key} holds {there[pack.key]} bytes, not {pack.size}")
     return part, digest
 
 
-async def _sizes(store: Store, part: Part) -> dict[str, int]:
+async def sizes_of_many(store: Store, attempt: Attempt, ranks: int) -> Mapping[str, int]:
+    """Of all packs of an attempt, if so many parts are to be read: a listing says as much as thousands of questions."""
+    return {info.key: info.size async for info in store.list(f"packs/{attempt}.")} if ranks > MANY else NO_SIZES
+
+
+async def _sizes(store: Store, part: Part, known: Mapping[str, int]) -> dict[str, int]:
     """Of all packs of a part. NotFoundError if one is not there."""
-    keys = [pack.key for pack in part.packs]
-    found: dict[str, int] = {}
+    found = {pack.key: known[pack.key] for pack in part.packs if pack.key in known}
+    keys = [pack.key for pack in part.packs if pack.key not in found]
     if store.remote and len(keys) > FEW:  # an answer to a listing says as much as many to single questions
         for of in sorted({of for key in keys if (of := owner(key)) is not None}):
             found |= {info.key: info.size async for info in store.list(f"packs/{of}.{part.rank}.")}
@@ -156,23 +177,26 @@ async def sound_parts(
         if rank not in newest:
             found.setdefault(rank, []).append(number)
     slim = Slim() if len(newest) + len(found) > MANY and not partial else None
-    read = await of_each(list(found.items()), functools.partial(_newest, store, attempt, slim), AT_ONCE)
+    sizes = await sizes_of_many(store, attempt, len(found))
+    read = await of_each(list(found.items()), functools.partial(_newest, store, attempt, sizes, slim), AT_ONCE)
     return newest | {written.part.rank: written for written in read if written is not None}
 
 
 async def _newest(
-    store: Store, attempt: Attempt, slim: Slim | None, there: tuple[int, Iterable[int]]
+    store: Store, attempt: Attempt, sizes: Mapping[str, int], slim: Slim | None, there: tuple[int, Iterable[int]]
 ) -> WrittenPart | None:
     """The first of these tries of a rank that is sound."""
     rank, numbers = there
     for number in numbers:
         try:
             try:
-                return await load_part(store, attempt, rank, number, slim=slim)
+                return await load_part(store, attempt, rank, number, sizes=sizes, slim=slim)
             except CorruptError:
                 if not store.remote:
                     raise
-                return await load_part(store, attempt, rank, number, slim=slim)  # perhaps damaged on its way
+                return await load_part(
+                    store, attempt, rank, number, sizes=sizes, slim=slim
+                )  # perhaps damaged on its way
         except (CorruptError, FormatError, NotFoundError) as error:
             logger.warning("attempt %s, rank %d, try %d does not count: %s", attempt, rank, number, error)
     return None

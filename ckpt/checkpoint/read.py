@@ -30,6 +30,7 @@ from ckpt.checkpoint.parts import (
     load_values,
     read_header,
     read_part,
+    sizes_of_many,
 )
 from ckpt.checkpoint.spelling import Which, number
 from ckpt.errors import CorruptError, NoCheckpointError, NotFoundError, StoreError
@@ -173,7 +174,8 @@ async def load_manifest(store: Store, commit: Commit, index: Table | Directory |
     it has been read already.
     """
     attempt = commit.attempt
-    read = await of_each(commit.parts, lambda part: read_part(store, attempt, part[0], part[1], expected=part[2]))
+    sizes = await sizes_of_many(store, attempt, len(commit.parts))
+    read = await of_each(commit.parts, lambda p: read_part(store, attempt, p[0], p[1], expected=p[2], sizes=sizes))
     parts = tuple(part for part, _ in read)
     if any(part.world != commit.world for part in parts):
         raise CorruptError(f"the parts of step {commit.step} are of another number of ranks than its record says")

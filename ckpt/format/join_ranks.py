@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from ckpt.format.manifest import Part, canonical
 from ckpt.format.partition import GLOBAL
 from ckpt.format.rank_index import ALL, COLUMNS, OWN, Directory, Key, Pattern, check_cover, read_views
 from ckpt.format.saved_nodes import JOINED_KIND
-from ckpt.format.shards import DTYPES, SavedShards
+from ckpt.format.shards import DTYPES
 from ckpt.format.slim import PieceRows, RankPieces, SharedNames, relative
 from ckpt.format.table import Table
 
@@ -140,8 +141,8 @@ def _divide(
     forms: dict[str, tuple[str, Dims]] = {}
     for rows in _blocks(len(names), name_of_row, tables):
         for name, instance, of in rows.tensors():
-            box, dtype, shape = _alike(rows.shards, of, names[name])
-            there = rows.shards.rank[of] - max(0, instance)
+            box, dtype, shape = _alike(rows, of, names[name])
+            there = rows.rank[of] - max(0, instance)
             if there[0] < 0:  # rows are in the order of the ranks
                 raise CorruptError(f"{names[name]}: a rank has a piece of what belongs to higher ranks only")
             tensors.append((name, instance, dtype, patterns.add(names[name], shape, there, box)))
@@ -175,20 +176,23 @@ def _blocks(
         yield PieceRows.of(tables, rows, named)
 
 
-def _alike(shards: SavedShards, rows: I64, name: str) -> tuple[I64, int, Dims]:
+def _alike(rows: PieceRows, of: I64, name: str) -> tuple[I64, int, Dims]:
     """Boxes, dtype and shape of the pieces of one tensor. CorruptError if they are not of one."""
-    lengths = shards.dim_starts[rows + 1] - shards.dim_starts[rows]
+    starts = rows.starts[of]
+    lengths = rows.starts[of + 1] - starts
     length = int(lengths[0])
-    dtype, k = int(shards.dtype[rows[0]]), length // 3
-    wrong = (lengths != length) | (shards.dtype[rows] != dtype)
+    dtypes, k = rows.dtype[of], length // 3
+    dtype = int(dtypes[0])
+    wrong = (lengths != length) | (dtypes != dtype)
     if not wrong.any():
-        dims = shards.dims[shards.dim_starts[rows][:, None] + np.arange(length)]
+        dims = rows.dims[starts[:, None] + np.arange(length)]
         wrong = (dims[:, :k] != dims[0, :k]).any(1)
     if wrong.any():
-        one, other = shards[int(rows[0])], shards[int(rows[int(np.argmax(wrong))])]
+        one, other = int(of[0]), int(of[int(np.argmax(wrong))])
+        shapes = [dims[: len(dims) // 3] for dims in (rows.dims_of(one), rows.dims_of(other))]
         raise CorruptError(
-            f"{name} is of shape {list(one.global_shape)} and dtype {one.dtype} for one rank, and of "
-            f"{list(other.global_shape)} and {other.dtype} for rank {other.rank}: they disagree"
+            f"{name} is of shape {shapes[0]} and dtype {DTYPES[dtype]} for one rank, and of "
+            f"{shapes[1]} and {DTYPES[rows.dtype[other]]} for rank {rows.rank[other]}: they disagree"
         )
     return np.ascontiguousarray(dims[:, k:]), dtype, tuple(dims[0, :k].tolist())
 
@@ -198,10 +202,16 @@ def _content(dtype: str, shape: Dims, box: I64, of: I64, rows: PieceRows) -> byt
     k = len(shape)
     order = np.lexsort(box[:, :k].T[::-1]) if k else np.arange(len(of))
     counts, first = rows.blobs[of[order]], rows.first[of[order]]
-    head = canonical([dtype, list(shape)])
     return blob_digest(
-        b"".join((head, box[order].tobytes(), counts.tobytes(), rows.digest[spans(first, counts)].tobytes()))
+        b"".join(
+            (_head(dtype, shape), box[order].tobytes(), counts.tobytes(), rows.digest[spans(first, counts)].tobytes())
+        )
     )
+
+
+@lru_cache(1024)
+def _head(dtype: str, shape: Dims) -> bytes:
+    return canonical([dtype, list(shape)])
 
 
 def _check_parts(parts: Sequence[Part], divided: _Divided, number: dict[Key, int]) -> None:

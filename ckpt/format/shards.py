@@ -162,13 +162,6 @@ class SavedShards(Sequence[SavedShard]):
             found[rows] = (dims[:, k : 2 * k] == 0).all(1) & (dims[:, 2 * k :] == dims[:, :k]).all(1)
         return found
 
-    def nbytes(self) -> I64:
-        """Of each, -1 where it is beyond all measure."""
-        found = np.zeros(len(self), np.int64)
-        for k, rows, dims in self.by_dims():
-            found[rows] = volume(dims[:, 2 * k :], self.item_sizes[rows])
-        return found
-
 
 def volume(sizes: I64, item: I64) -> I64:
     """Bytes of boxes of these sizes, one a row, with items of so many bytes; -1 where it is beyond all measure."""
@@ -185,16 +178,19 @@ def _shard(name: str, dtype: int, row: list[int], rank: int, instance: int) -> S
     return SavedShard(name, DTYPES[dtype], tuple(row[:k]), tuple(row[k : 2 * k]), tuple(row[2 * k :]), rank, instance)
 
 
-def check_shards(shards: SavedShards, what: str) -> None:
-    """Every shard is a box inside its tensor."""
+def check_shards(shards: SavedShards, what: str) -> I64:
+    """Every shard is a box inside its tensor. The bytes of each, -1 where that is beyond all measure."""
     lengths = np.diff(shards.dim_starts)
     odd = (lengths % 3 != 0) | (lengths > 3 * MAX_DIMS)
     impossible = np.flatnonzero((shards.dims < 0) | (shards.dims >= MAX_DIM))[:1]
     odd[np.searchsorted(shards.dim_starts, impossible, "right") - 1] = True
     if odd.any():
         raise CorruptError(f"{what}: impossible shape of shard {int(np.argmax(odd))}")
+    sizes = np.zeros(len(shards), np.int64)
     for k, rows, dims in shards.by_dims():
         outside = (dims[:, k : 2 * k] + dims[:, 2 * k :] > dims[:, :k]).any(1)
         if outside.any():
             i = int(rows[np.argmax(outside)])
             raise CorruptError(f"{what}: shard {i}, of {shards.names[i]}, lies outside its tensor")
+        sizes[rows] = volume(dims[:, 2 * k :], shards.item_sizes[rows])
+    return sizes

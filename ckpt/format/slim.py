@@ -21,7 +21,6 @@ from ckpt.format.manifest import MAX_WORLD, Part, parsed, unpressed
 from ckpt.format.partition import GLOBAL
 from ckpt.format.rank_index import OWN
 from ckpt.format.saved_nodes import JOINED_KIND
-from ckpt.format.shards import SavedShards
 from ckpt.format.table import Table
 
 T = TypeVar("T")
@@ -51,7 +50,6 @@ class _Row(msgspec.Struct, array_like=True, gc=False):
     instance: int = GLOBAL
 
 
-_ODD = (b"\\", b" ", b"\t", b"\r", b"\n", b',":', b'{":')
 _FIELDS, _ROWS = msgspec.json.Decoder(_Fields), msgspec.json.Decoder(list[_Row])
 
 
@@ -64,6 +62,7 @@ class Slim:
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, bytes], Any] = {}
+        self._accelerated: dict[frozenset[tuple[str, int]], Any] = {}
         self._names = SharedNames()
 
     def layout(self, text: str) -> dict[str, Any]:
@@ -71,7 +70,7 @@ class Slim:
         plain = unpressed(text)
         try:
             said = _FIELDS.decode(plain)
-            rows = {(row.name, row.instance) for row in _ROWS.decode(said.tensors) if row.accelerator}
+            rows = frozenset([(row.name, row.instance) for row in _ROWS.decode(said.tensors) if row.accelerator])
         except msgspec.MsgspecError:  # stricter than JSON as Python has it: what is odd is read at leisure
             return self._odd(parsed(plain))
         return {
@@ -85,7 +84,7 @@ class Slim:
 
     def _odd(self, layout: Any) -> dict[str, Any]:
         try:
-            rows = {(row[0], row[6] if len(row) > 6 else GLOBAL) for row in layout["tensors"] if row[3]}
+            rows = frozenset((row[0], row[6] if len(row) > 6 else GLOBAL) for row in layout["tensors"] if row[3])
             instances = relative(layout["instances"], layout["rank"])
             return {**layout, "tensors": self._rows(rows), "instances": instances}
         except ODD as error:
@@ -98,20 +97,16 @@ class Slim:
 
     def _instances(self, text: bytes, rank: int) -> Any:
         """As a view has them, so that ranks that hold the same say the same."""
-        if not any(odd in text for odd in _ODD):  # then what looks like a number of ours is one
-            own, end = b'":%d' % rank, b'":%d}' % rank
-            ours = text[: -len(end)] + b'":%d}' % OWN if text.endswith(end) else text
-            found = self._once("instances", ours.replace(own + b',"', b'":%d,"' % OWN), _numbers)
-            if found is not None:
-                return found
-        return relative(parsed(text), rank)
+        own, end = b'":%d' % rank, b'":%d}' % rank
+        ours = text[: -len(end)] + b'":%d}' % OWN if text.endswith(end) else text
+        found = self._once("instances", ours.replace(own + b',"', b'":%d,"' % OWN), _plain_instances)
+        return relative(parsed(text), rank) if found is None or rank in found.values() else found
 
-    def _rows(self, rows: set[tuple[str, int]]) -> Any:
+    def _rows(self, rows: frozenset[tuple[str, int]]) -> Any:
         """As in a layout, each tensor once."""
-        key = ("tensors", repr(sorted(rows)).encode()) if rows else ("tensors", b"")
-        if key not in self._known:
-            self._known[key] = [[name, "", [], True, None, [], instance] for name, instance in sorted(rows)]
-        return self._known[key]
+        if rows not in self._accelerated:
+            self._accelerated[rows] = [[name, "", [], True, None, [], instance] for name, instance in sorted(rows)]
+        return self._accelerated[rows]
 
     def part(self, part: Part) -> Part:
         """Of which the layout is one of ours. CorruptError if that is of another rank."""
@@ -127,10 +122,14 @@ class Slim:
         return RankPieces.of(table, self._names)
 
 
-def _numbers(text: bytes) -> Any:
-    """An object of whole numbers; None if it is something else."""
+def _plain_instances(text: bytes) -> Any:
+    """None unless each number in it is one, whatever was put in the place of some: no name looks like the end of one
+    and a number."""
     found = parsed(text)
-    return found if type(found) is dict and all(type(n) is int for n in found.values()) else None
+    if type(found) is not dict:
+        raise ValueError("no object")
+    plain = all(type(n) is int and name[:1] != ":" and '"' not in name for name, n in found.items())
+    return found if plain else None
 
 
 def relative(instances: dict[str, int], rank: int) -> dict[str, int]:
@@ -190,11 +189,15 @@ class RankPieces:
 
 @dataclass(frozen=True, slots=True)
 class PieceRows:
-    """Some rows of the pieces of several ranks, rank after rank: shards, the numbers of their names, and where the
-    digests of each begin."""
+    """Some rows of the pieces of several ranks, rank after rank. `names`: by number; `dims`, `digest`: of row i they
+    begin at `starts[i]` and `first[i]`."""
 
     names: I64
-    shards: SavedShards
+    rank: I64
+    dtype: I64
+    instance: I64
+    dims: I64
+    starts: I64
     blobs: I64
     first: I64
     digest: Bytes
@@ -208,21 +211,26 @@ class PieceRows:
         dims = [one.dims[spans(one.starts[r], n)] for (one, r), n in zip(both, lengths, strict=True)]
         digests = [one.digest[spans(one.blobs[r], n)] for (one, r), n in zip(both, counts, strict=True)]
         blobs = np.concatenate([NONE, *counts])
-        shards = SavedShards(
-            tuple(one.names[i] for one, chosen in both for i in chosen.tolist()),
-            np.concatenate([NONE, *(one.dtype[chosen] for one, chosen in both)]),
+        return cls(
+            names,
             np.repeat([one.rank for one, _ in both], [len(chosen) for _, chosen in both]),
+            np.concatenate([NONE, *(one.dtype[chosen] for one, chosen in both)]),
             np.concatenate([NONE, *(one.instance[chosen] for one, chosen in both)]),
             np.concatenate([NONE, *dims]),
             starts_of(np.cumsum(np.concatenate([NONE, *lengths]))),
+            blobs,
+            np.cumsum(blobs) - blobs,
+            np.concatenate([np.zeros((0, DIGEST_SIZE), np.uint8), *digests]),
         )
-        digest = np.concatenate([np.zeros((0, DIGEST_SIZE), np.uint8), *digests])
-        return cls(names, shards, blobs, np.cumsum(blobs) - blobs, digest)
 
     def tensors(self) -> Iterator[tuple[int, int, I64]]:
         """(name, instance, rows) of each, ascending."""
-        which = self.names * (MAX_WORLD + 2) + self.shards.instance + 1
+        which = self.names * (MAX_WORLD + 2) + self.instance + 1
         order = np.argsort(which, kind="stable")
         cuts = np.flatnonzero(np.diff(which[order], prepend=-1))
         for rows in np.split(order, cuts[1:]) if len(order) else ():
-            yield int(self.names[rows[0]]), int(self.shards.instance[rows[0]]), rows
+            yield int(self.names[rows[0]]), int(self.instance[rows[0]]), rows
+
+    def dims_of(self, row: int) -> list[int]:
+        found: list[int] = self.dims[self.starts[row] : self.starts[row + 1]].tolist()
+        return found

@@ -219,9 +219,9 @@ def _checked(raw: dict[str, npt.NDArray[Any]], what: str) -> Table:
         dims,
         starts_of(columns.ends("dim_ends", shards, dims.size)),
     )
-    check_shards(rows, what)
+    sizes = check_shards(rows, what)
     codec, digest = columns.numbers("codec", blobs, RAW, 255), columns.digests("digest", blobs)
-    if unknown := sorted(set(distinct(codec).tolist()) - CODECS.keys()):
+    if codec.any() and (unknown := sorted(set(distinct(codec).tolist()) - CODECS.keys())):
         raise FormatError(
             f"{what} uses codec {unknown[0]}, which this version does not know: upgrade with `pip install -U everystep`"
         )
@@ -240,16 +240,16 @@ def _checked(raw: dict[str, npt.NDArray[Any]], what: str) -> Table:
         stored_digest=stored_digest,
         packs=packs,
     )
-    _check_sums(table, what)
+    _check_sums(table, sizes, what)
     _check_forms(table, what)
     return table
 
 
-def _check_sums(table: Table, what: str) -> None:
-    """The blobs of a shard hold exactly its bytes, and each a whole number of elements."""
+def _check_sums(table: Table, sizes: I64, what: str) -> None:
+    """The blobs of a shard hold exactly its bytes (`sizes`), and each a whole number of elements."""
     sums = starts_of(np.cumsum(table.length))
     held = sums[table.starts[1:]] - sums[table.starts[:-1]]
-    wrong = np.flatnonzero(held != table.columns.nbytes())
+    wrong = np.flatnonzero(held != sizes)
     if wrong.size:
         name = table.columns.names[int(wrong[0])]
         raise CorruptError(f"{what}: the blobs of {name} do not add up to its size")

@@ -222,14 +222,19 @@ def given_up(state: RunState, attempt: Attempt) -> SaveError:
     return kind(f"step {attempt.step} was given up: {why}")
 
 
+async def commit_fitting(
+    log: RunLog, mine: Acquire | None, parts: list[WrittenPart], *, kind: str = "COMMIT"
+) -> Commit:
+    """`commit`, of parts that are checked first. SaveError also if they cannot be a checkpoint."""
+    if len(parts) > 1 and kind == "COMMIT" and not commit_checks.is_large(parts, kind):
+        await asyncio.to_thread(check_fit, parts)  # to make a directory is to check it
+    return await commit(log, mine, parts, kind=kind)
+
+
 async def commit_or_end(log: RunLog, mine: Acquire, parts: list[WrittenPart], *, kind: str) -> None:
     """SaveError, and the attempt is ended, if these parts cannot be a checkpoint."""
     try:
-        if (
-            len(parts) > 1 and kind == "COMMIT" and not commit_checks.is_large(parts, kind)
-        ):  # to make a directory is to check it
-            await asyncio.to_thread(check_fit, parts)
-        await commit(log, mine, parts, kind=kind)
+        await commit_fitting(log, mine, parts, kind=kind)
     except SaveError as error:
         await abort(log, mine, Attempt.parse(parts[0].part.attempt), str(error))
         raise

@@ -147,14 +147,13 @@ def entries_of(saved: SavedState) -> Entries:
     """What the state consists of, by path; of other ranks than the first only what differs from its entries."""
     found: Entries = {}
     try:
-        for rank, view in enumerate(saved.views):
-            for component, raw in zip(view.components, view.values, strict=True):
-                facts = {key: value for key, value in component.items() if key != "names"}
-                path = values.show(tuple(component["path"]))
-                if path not in found:
-                    found[path] = (facts, raw)
-                elif canonical(raw) != canonical(found[path][1]):
-                    found[f"{path} (rank {rank})"] = (facts, raw)
+        for rank, component, raw in saved.said():
+            facts = {key: value for key, value in component.items() if key != "names"}
+            path = values.show(tuple(component["path"]))
+            if path not in found:
+                found[path] = (facts, raw)
+            elif canonical(raw) != canonical(found[path][1]):
+                found[f"{path} (rank {rank})"] = (facts, raw)
     except (KeyError, TypeError, ValueError) as error:
         raise CorruptError(f"its layout is damaged: {error}") from None
     return found

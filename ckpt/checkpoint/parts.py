@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -71,7 +71,8 @@ async def load_part(
 
     `sizes`: of packs, as far as they are known. `slim`: of both only what a directory needs.
     """
-    part, digest = await read_part(store, attempt, rank, number, expected=expected, sizes=sizes, slim=slim)
+    layout_of = unpress if slim is None else slim.layout
+    part, digest = await read_part(store, attempt, rank, number, expected=expected, sizes=sizes, layout_of=layout_of)
     key = table_key(attempt, rank, number)
     table = await load_table(store, key, part.table)
     if not {pack.key for pack in part.packs}.issuperset(table.packs):
@@ -79,6 +80,18 @@ async def load_part(
     if slim is not None:
         return WrittenPart(slim.part(part), digest, EMPTY, slim.pieces(table))
     return WrittenPart(part, digest, table)
+
+
+async def load_parts(store: Store, attempt: Attempt, wanted: Sequence[tuple[int, int, str]]) -> list[WrittenPart]:
+    """Those of all ranks, each by its rank, try and digest. Of very many, only what a directory of them needs."""
+    sizes = await sizes_of_many(store, attempt, len(wanted))
+    slim = Slim() if len(wanted) > MANY else None
+
+    async def load(one: tuple[int, int, str]) -> WrittenPart:
+        rank, number, digest = one
+        return await load_part(store, attempt, rank, number, expected=digest, sizes=sizes, slim=slim)
+
+    return await of_each(wanted, load)
 
 
 async def read_part(
@@ -89,15 +102,15 @@ async def read_part(
     *,
     expected: str | None = None,
     sizes: Mapping[str, int] = NO_SIZES,
-    slim: Slim | None = None,
+    layout_of: Callable[[str], dict[str, Any]] = unpress,
 ) -> tuple[Part, str]:
-    """A part and its digest, without its table."""
+    """A part and its digest, without its table. `layout_of`: see `Part.from_bytes`."""
     raw = await get_small(store, part_key(attempt, rank, number), MAX_JSON)
     digest = file_digest(raw)
     what = part_key(attempt, rank, number)
     if expected is not None and digest != expected:
         raise CorruptError(f"{what} is not the part that was committed: its digest differs")
-    part = Part.from_bytes(raw, what, unpress if slim is None else slim.layout)
+    part = Part.from_bytes(raw, what, layout_of)
     if (part.attempt, part.rank, part.number) != (str(attempt), rank, number):
         raise CorruptError(f"{what} says it is a part of {part.attempt}")
     there = await _sizes(store, part, sizes)
@@ -144,9 +157,13 @@ async def load_tables(store: Store, commit: Commit, directory: Directory, ranks:
 async def load_values(store: Store, commit: Commit, directory: Directory, ranks: Sequence[int]) -> dict[int, list[Any]]:
     """The plain values of some ranks, out of their parts."""
     known = {rank: (number, digest) for rank, number, digest in commit.parts}
+    sizes = await sizes_of_many(store, commit.attempt, len(ranks))
 
     async def values(rank: int) -> list[Any]:
-        part, _ = await read_part(store, commit.attempt, rank, known[rank][0], expected=known[rank][1])
+        number, digest = known[rank]
+        part, _ = await read_part(
+            store, commit.attempt, rank, number, expected=digest, sizes=sizes, layout_of=lambda text: {}
+        )
         if part.world != commit.world or part.table != directory.table_digest(rank):
             raise CorruptError(f"the part of rank {rank} at step {commit.step} is not what its index says")
         return part.values

@@ -124,11 +124,14 @@ async def load_saved(
     others: Sequence[str] = (),
     note: Callable[[str], None] = lambda text: None,
     known: Layout | None = None,
+    *,
+    keep: bool = False,
 ) -> SavedState:
     """A checkpoint as one state. What a directory leaves to further files is read when it is wanted.
 
     `others`: URLs of places that have the same checkpoint, for such files that are lost here; `note` is told then.
-    `known`: a layout that need not be read once more if it is that of a part.
+    `known`: a layout that need not be read once more if it is that of a part. `keep`: tables that were wanted last are
+    kept, for who will want most of them again.
     """
     try:
         index = await load_index(store, commit)
@@ -141,8 +144,16 @@ async def load_saved(
     def values(ranks: Sequence[int]) -> dict[int, list[Any]]:
         return run(_from_any(urls, lambda place: load_values(place, commit, directory, ranks), note)) if ranks else {}
 
+    kept: dict[int, Table] = {}
+
     def tables(ranks: Sequence[int]) -> dict[int, Table]:
-        return run(_from_any(urls, lambda place: load_tables(place, commit, directory, ranks), note)) if ranks else {}
+        nonlocal kept
+        new, found = [rank for rank in ranks if rank not in kept], kept
+        if new:
+            found = kept | run(_from_any(urls, lambda place: load_tables(place, commit, directory, new), note))
+        found = {rank: found[rank] for rank in ranks}
+        kept = found if keep else {}
+        return found
 
     return SavedState.listed(directory, values, tables)
 
@@ -209,12 +220,27 @@ async def packs_of(store: Store, commit: Commit) -> frozenset[str]:
 
 async def manifest_of(log: RunLog, step: Which) -> Manifest:
     commit = choose(log, step)
+    async with _there(log, commit):
+        return await load_manifest(log.store, commit)
+
+
+async def saved_of(
+    log: RunLog, step: Which, others: Sequence[str] = (), note: Callable[[str], None] = lambda text: None
+) -> tuple[Commit, SavedState]:
+    """A checkpoint as one state, see `load_saved`; tables are kept."""
+    commit = choose(log, step)
+    async with _there(log, commit):
+        return commit, await load_saved(log.store, commit, others, note, keep=True)
+
+
+@contextlib.asynccontextmanager
+async def _there(log: RunLog, commit: Commit) -> AsyncIterator[None]:
+    """CorruptError says what it means that a checkpoint cannot be read."""
     try:
-        manifest = await load_manifest(log.store, commit)
+        yield
     except (CorruptError, NotFoundError) as error:
         what = f"is damaged ({error})" if await still_live(log, commit) else "was retired while it was read"
         raise CorruptError(f"step {commit.step} {what}: choose another, see `ckpt ls`") from None
-    return manifest
 
 
 async def still_live(log: RunLog, commit: Commit) -> bool:
@@ -253,12 +279,12 @@ async def verify(
             note(error)
         return None
 
-    manifest = await check(load_manifest(store, commit))
-    if manifest is None:
+    index = await check(load_index(store, commit))
+    if (manifest := await check(load_manifest(store, commit, index))) is None:
         return problems
-    await check(load_index(store, commit))
     for part in manifest.parts:
-        await check(load_table(store, table_key(commit.attempt, part.rank, part.number), part.table))
+        if isinstance(index, Table):  # else it was made of these
+            await check(load_table(store, table_key(commit.attempt, part.rank, part.number), part.table))
         for pack in part.packs:
             if not new or owner(pack.key) == commit.attempt:
                 await check(read_header(store, pack))

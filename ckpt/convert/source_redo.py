@@ -18,6 +18,7 @@ from ckpt.convert.source_run import SavedOrigin
 from ckpt.errors import CheckpointError, CorruptError, FormatError, StoreError, UsageError
 from ckpt.events import log as logger
 from ckpt.format.manifest import Attempt
+from ckpt.format.table import Table
 from ckpt.restore.redo_logs import Logs, look
 from ckpt.restore.redo_source import RedoSource
 from ckpt.runlog.log import RunLog, in_history
@@ -39,7 +40,7 @@ class RedoneOrigin(SavedOrigin):
         note = f"step {self.step} comes from the redo log: step {self._source.base_step} was loaded, and {steps} redone"
         return replace(found, notes=(*found.notes, note))
 
-    async def fetch(self, blobs: Sequence[int], sink: Sink, room: Room) -> None:
+    async def fetch(self, table: Table, blobs: Sequence[int], sink: Sink, room: Room) -> None:
         await asyncio.to_thread(self._source.read, blobs, sink, room)
 
     async def aclose(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -18,16 +18,21 @@ from msgspec import structs
 from ckpt.checkpoint import read, read_repair
 from ckpt.checkpoint.describe import Entries, entries_of
 from ckpt.checkpoint.put import Room, address_of
-from ckpt.checkpoint.read import Manifest, Sink
+from ckpt.checkpoint.read import Sink
 from ckpt.checkpoint.spelling import Which
 from ckpt.convert.source import Assembly, Origin, OriginEntry, RankView, Want, canonical_names
 from ckpt.errors import CorruptError
 from ckpt.format.columns import I64
 from ckpt.format.manifest import Attempt
-from ckpt.format.saved_state import SavedState
+from ckpt.format.saved_nodes import SHARED_KINDS
+from ckpt.format.saved_state import Key, SavedState
+from ckpt.format.table import Table
+from ckpt.format.values import show
 from ckpt.runlog.log import RunLog
+from ckpt.runlog.records import Commit
 
 DCP = "dcp"  # the kind of the one entry of a checkpoint that torch's DCP has saved (`ckpt.dcp`)
+MOST_ROWS = 1 << 19  # blobs of tables that are kept for what is wanted next
 KEEP = 32 << 20  # bytes of pieces that the next readings are likely to want the rest of
 
 
@@ -78,18 +83,28 @@ class SavedOrigin(ABC):
         return RankView(tuple(kept), tensors, aliases, tuple(self._notes(own, world)), self.step)
 
     def _notes(self, own: list[str], world: int) -> list[str]:
-        apart = [path.partition(" (rank ")[0] for path in self.plain() if path.endswith(")") and " (rank " in path]
-        what = list(dict.fromkeys([*own, *apart]))
-        if self.saved.world == world or not what:
+        if self.saved.world == world:
+            return []
+        what = list(dict.fromkeys([*own, *self._apart()]))
+        if not what:
             return []
         named = ", ".join([*what[:4], *(f"{len(what) - 4} more" for _ in what[4:5])])
+        had = "had" if self.saved.directory is None else "may have had"
         if world == 1:
-            return [f"ranks had values of their own of {named}: those of the lowest rank that has any are taken"]
+            return [f"ranks {had} values of their own of {named}: those of the lowest rank that has any are taken"]
         return [
-            f"ranks had values of their own of {named}: each of the {world} takes those of one of the "
+            f"ranks {had} values of their own of {named}: each of the {world} takes those of one of the "
             f"{self.saved.world}, so ranks may draw the same random numbers, or read the same data. Where that "
             "matters, restore the run itself: a Checkpointer divides them anew"
         ]
+
+    def _apart(self) -> Iterator[str]:
+        """The entries whose plain values differ from rank to rank; of very many ranks, whose may."""
+        if self.saved.directory is None:
+            yield from (p.partition(" (rank ")[0] for p in self.plain() if p.endswith(")") and " (rank " in p)
+        else:  # to compare them all would be to read the parts of all ranks
+            said = (component for view in self.saved.views for component in view.components)
+            yield from (show(tuple(c["path"])) for c in said if c["kind"] not in SHARED_KINDS)
 
     def same(self, label: str, other: Origin, theirs: str) -> bool:
         if not isinstance(other, SavedOrigin):
@@ -98,7 +113,8 @@ class SavedOrigin(ABC):
 
     async def read(self, wants: Sequence[Want]) -> None:
         """Pieces of which only a part is wanted are kept for the next readings, within bounds."""
-        saved, table, assembly = self.saved, self.saved.table, Assembly()
+        saved, assembly = await asyncio.to_thread(self.narrowed, [want.label for want in wants]), Assembly()
+        table = saved.table
         for want in wants:
             for number in saved.tensors[self.keys[want.label]].shards:
                 assembly.meet(number, table.shards[number].box, want)
@@ -109,14 +125,14 @@ class SavedOrigin(ABC):
                 start = int(saved.position[blob])
                 stop = start + int(table.length[blob])
                 if start < high and stop > low and assembly.needs(number, start, stop):
-                    (kept if blob in self._kept else missing).append(blob)
+                    (kept if int(saved.numbers[blob]) in self._kept else missing).append(blob)
                     if start < low or stop > high:
                         partly.add(blob)
 
         def add(blob: int, data: memoryview) -> None:
             assembly.add(int(saved.shard_of_blob[blob]), int(saved.position[blob]), data)
             if blob in partly:
-                self._keep(blob, bytes(data))
+                self._keep(int(saved.numbers[blob]), bytes(data))
 
         def place(blob: int) -> int:
             start = int(saved.position[blob])
@@ -129,19 +145,24 @@ class SavedOrigin(ABC):
 
         def again() -> None:
             for blob in kept:
-                assembly.add(int(saved.shard_of_blob[blob]), int(saved.position[blob]), memoryview(self._kept[blob]))
+                data = self._kept[int(saved.numbers[blob])]
+                assembly.add(int(saved.shard_of_blob[blob]), int(saved.position[blob]), memoryview(data))
 
         await asyncio.to_thread(again)
         if missing:
-            await self.fetch(missing, add, room)
+            await self.fetch(table, missing, add, room)
+
+    def narrowed(self, labels: Sequence[str]) -> SavedState:
+        """With all that is known of these tensors."""
+        return self.saved
 
     @abstractmethod
-    async def fetch(self, blobs: Sequence[int], sink: Sink, room: Room) -> None:
-        """Verified blobs, each handed over or put where there is room for it."""
+    async def fetch(self, table: Table, blobs: Sequence[int], sink: Sink, room: Room) -> None:
+        """Verified blobs of a table, each handed over or put where there is room for it."""
 
-    def _keep(self, blob: int, data: bytes) -> None:
+    def _keep(self, number: int, data: bytes) -> None:
         with self._lock:
-            self._kept[blob] = data
+            self._kept[number] = data
             held = sum(map(len, self._kept.values()))
             while held > self.keep:
                 oldest = next(iter(self._kept))
@@ -155,28 +176,52 @@ class SavedOrigin(ABC):
 
 
 class RunOrigin(SavedOrigin):
-    """`others`: URLs of places that may have what is damaged here."""
+    """`others`: URLs of places that may have what is damaged here. Of very many ranks, the tables of those are read
+    that have what is wanted, and kept for what is wanted next."""
 
-    def __init__(self, log: RunLog, manifest: Manifest, others: Sequence[str] = ()) -> None:
-        store, saved = log.store, manifest.saved()
-        super().__init__(store.url, manifest.attempt, saved, far=store.remote, finite=manifest.commit.finite)
-        self._log, self._attempt, self._others = log, manifest.attempt, others
+    def __init__(self, log: RunLog, commit: Commit, saved: SavedState, others: Sequence[str] = ()) -> None:
+        super().__init__(log.store.url, commit.attempt, saved, far=log.store.remote, finite=commit.finite)
+        self._log, self._attempt, self._others = log, commit.attempt, others
+        self._ranks: frozenset[int] = frozenset()  # whose tables `_narrowed` has
+        self._narrowed = saved
+        self._has: Set[Key] = frozenset()
+        self._narrowing = threading.Lock()
 
-    async def fetch(self, blobs: Sequence[int], sink: Sink, room: Room) -> None:
-        await asyncio.to_thread(self._announce, blobs)
+    def narrowed(self, labels: Sequence[str]) -> SavedState:
+        if self.saved.directory is None:
+            return self.saved
+        with self._narrowing:
+            wanted = {self.keys[label] for label in labels}
+            if not wanted <= self._has:
+                self._widen(wanted)
+            return self._narrowed
+
+    def _widen(self, wanted: Set[Key]) -> None:
+        saved = self.saved
+        assert saved.directory is not None
+        ranks = frozenset(rank for key in wanted for rank in saved.holders(key).tolist())
+        both = ranks | self._ranks
+        if int(saved.directory.columns["owned"][sorted(both)].sum()) <= MOST_ROWS:
+            ranks = both
+        there = np.zeros(saved.world, np.bool_)
+        there[sorted(ranks)] = True
+        has = {key: saved.tensors[key].spec.shape for key in saved.tensors if there[saved.holders(key)].all()}
+        self._narrowed = saved.narrowed({key: [((0,) * len(shape), shape)] for key, shape in has.items()})
+        self._ranks, self._has = ranks, has.keys()
+
+    async def fetch(self, table: Table, blobs: Sequence[int], sink: Sink, room: Room) -> None:
+        await asyncio.to_thread(self._announce, table, blobs)
         try:
-            found = await read_repair.fetch(
-                self._log.store, self._attempt, self.saved.table, blobs, sink, self._others, room
-            )
+            found = await read_repair.fetch(self._log.store, self._attempt, table, blobs, sink, self._others, room)
         except CorruptError as error:
             raise CorruptError(
                 f"{error}. Give another location that has it (--from), an older step (RUN@STEP), or see `ckpt repair`"
             ) from error
         self.repaired += found.repaired
 
-    def _announce(self, blobs: Sequence[int]) -> None:
+    def _announce(self, table: Table, blobs: Sequence[int]) -> None:
         """What follows in the same files is likely to be wanted next."""
-        soon, table = getattr(self._log.store, "soon", None), self.saved.table
+        soon = getattr(self._log.store, "soon", None)
         if soon is None:
             return
         packs = table.pack[list(blobs)]
@@ -191,7 +236,10 @@ class RunOrigin(SavedOrigin):
 
 async def checkpoint_of(log: RunLog, step: Which, others: Sequence[str] = ()) -> Origin:
     """A checkpoint of a run whose log is open, the newest without `step`; what torch's DCP has saved, in our terms."""
-    run = RunOrigin(log, await read.manifest_of(log, step), others)
+    repaired: list[str] = []
+    commit, saved = await read.saved_of(log, step, others, repaired.append)
+    run = RunOrigin(log, commit, saved, others)
+    run.repaired = repaired
     if {one["kind"] for view in run.saved.views for one in view.components} != {DCP}:
         return run
     from ckpt.convert.source_dcp_run import untangled  # which needs torch

@@ -5,16 +5,15 @@ Nothing is kept open between two saves. Who this job is, and what is remembered:
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from ckpt.checkpoint import commit, retention
-from ckpt.checkpoint.concurrent import of_each
 from ckpt.checkpoint.in_use import check_free
 from ckpt.checkpoint.open_tier import LIST_EVERY, READ_BACK_EVERY
+from ckpt.checkpoint.parts import load_parts
 from ckpt.checkpoint.write import WrittenPart
 from ckpt.dcp import rank_write
 from ckpt.dcp.incarnation import Incarnation, Known, forget, known, note_owner, owner_known
@@ -350,31 +349,23 @@ async def _commit(tier: Tier, saving: Saving, receipts: Sequence[Receipt]) -> No
     if sorted(r.rank for r in receipts) != list(range(saving.world)):
         raise SaveError(f"only {len(receipts)} of {saving.world} ranks say what they wrote")
     async with opened(tier) as log:
-        parts = await _parts(log.store, attempt, receipts, url)
-        await asyncio.to_thread(commit.check_fit, parts)
-        await commit.commit(log, saving.owner, parts)
+        try:
+            parts = await load_parts(log.store, attempt, [(r.rank, TRY, r.parts[url]) for r in receipts])
+        except NotFoundError as error:
+            raise SaveError(
+                f"{error}: what a rank wrote to {url} cannot be seen from here. DCP needs a place that all ranks "
+                "share, not a disk of each node"
+            ) from None
+        await commit.commit_fitting(log, saving.owner, parts)
         place = known(url)
         place.open.discard(attempt)
-        retention.remember_packs(log, attempt, [key for written in parts for key in written.table.packs])
+        retention.remember_packs(log, attempt, [key for written in parts for key in written.packs])
         if all(url in receipt.read_back for receipt in receipts):
             place.verified = {attempt}
         try:
             await _tidy(log, saving.owner, tier, place)
         except Exception as error:  # the checkpoint is there; a newer job that took over says so at the next save
             logger.warning("clean-up of %s has to wait: %s", url, error)
-
-
-async def _parts(store: Store, attempt: Attempt, receipts: Sequence[Receipt], url: str) -> list[WrittenPart]:
-    async def of(receipt: Receipt) -> WrittenPart:
-        try:
-            return await commit.load_part(store, attempt, receipt.rank, TRY, expected=receipt.parts[url])
-        except NotFoundError:
-            raise SaveError(
-                f"what rank {receipt.rank} wrote to {url} cannot be seen from here: DCP needs a place that all ranks "
-                "share, not a disk of each node"
-            ) from None
-
-    return await of_each(receipts, of)
 
 
 async def _tidy(log: RunLog, mine: Acquire, tier: Tier, place: Known) -> None:

@@ -88,8 +88,7 @@ async def _find(urls: Sequence[str], step: int | None) -> Found:
         for url in having:
             try:
                 async with read.opened(url) as store:
-                    manifest = await read.load_manifest(store, states[url].commits[attempt])
-                saved = manifest.saved()
+                    saved = await read.load_saved(store, states[url].commits[attempt], [u for u in having if u != url])
             except CheckpointError as error:
                 first = first or error
                 if isinstance(error, StoreError) and not isinstance(error, NotFoundError):
@@ -207,8 +206,7 @@ def _path(path: Any, longest: int) -> tuple[str | int, ...]:
 def _entry(saved: SavedState, key: Key, spec: TensorSpec) -> TensorStorageMetadata:
     if spec.dtype not in TORCH_DTYPE:
         raise FormatError(f"{spec.name} has dtype {spec.dtype}, which this version of torch does not know")
-    shards = [saved.table.shards[number] for number in saved.tensors[key].shards]
-    chunks = [ChunkStorageMetadata(torch.Size(s.offsets), torch.Size(s.sizes)) for s in shards]
+    chunks = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in saved.boxes(key)]
     return TensorStorageMetadata(TensorProperties(TORCH_DTYPE[spec.dtype]), torch.Size(spec.shape), chunks)
 
 

@@ -14,7 +14,7 @@ import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -150,6 +150,18 @@ class SavedState:
         found.attach(self._fetch_tables(found.missing(wanted)))
         return found
 
+    def boxes(self, key: Key) -> list[Box]:
+        """The pieces of a tensor, in the order of the ranks that have them."""
+        if self.directory is None:
+            return [self.table.shards[number].box for number in self.tensors[key].shards]
+        return [box for _, box in self.directory.pieces(self.directory.number[key])]
+
+    def holders(self, key: Key) -> I64:
+        """The ranks whose tables have something of a tensor, where a directory says so."""
+        assert self.directory is not None
+        number = self.directory.number[key]
+        return self.directory.pattern_of(number).ranks + self.directory.base_rank(number)
+
     def missing(self, wanted: Mapping[Key, Iterable[Box]]) -> list[int]:
         """The ranks whose tables have these boxes of these tensors.
 
@@ -284,14 +296,18 @@ class SavedState:
 
     def values_of(self, path: Path) -> Iterator[tuple[int, Json]]:
         """The plain values that each rank saved for one entry."""
-        has = [any(tuple(one["path"]) == path for one in view.components) for view in self.views]
+        yield from ((rank, value) for rank, _, value in self.said(path))
+
+    def said(self, path: Path | None = None) -> Iterator[tuple[int, dict[str, Any], Json]]:
+        """What each rank says of each entry of the state, or of one, with its plain values."""
+        mine = [[i for i, c in enumerate(v.components) if path in (None, tuple(c["path"]))] for v in self.views]
         if self.directory is not None:
-            self._read_values([rank for rank in range(self.world) if has[self._view_of[rank]]])
+            self._read_values([rank for rank in range(self.world) if mine[self._view_of[rank]]])
         for rank in range(self.world):
             view = self._view(rank)
-            for i, component in enumerate(view.components):
-                if tuple(component["path"]) == path:
-                    yield rank, view.values[i] if self.directory is None else self._value(rank, i)
+            for i in mine[self._view_of[rank]]:
+                value = view.values[i] if self.directory is None else self._fetched[rank][i]
+                yield rank, view.components[i], value
 
     def _value(self, rank: int, component: int) -> Json:
         """Out of the part of a rank."""

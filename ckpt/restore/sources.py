@@ -6,6 +6,7 @@ no rank can see all of a checkpoint by itself (memory, and disks of single nodes
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import os
@@ -331,6 +332,8 @@ async def fill_from_store(
     """Where there is no job whose ranks have to agree: read what these targets want of a checkpoint in a store,
     verified; `others`: as of `StoreSource`. CorruptError
     names the tensor that cannot be had anywhere; what came before it is filled by then."""
+    boxes = {key: [target.box for target in targets] for key, targets in fills.items()}
+    saved = await asyncio.to_thread(saved.narrowed, boxes)
     filler = Filler(saved, fills)
     async with read.opened(url) as store:
         await read_repair.fetch(store, attempt, saved.table, filler.blobs, filler.add, others, filler.places)

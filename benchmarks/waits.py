@@ -47,7 +47,7 @@ def measure(checkpoints: int, rounds: int) -> dict[str, dict[str, float]]:
         commands = {
             "python -c pass": ("-c", "pass"),
             "import ckpt": ("-c", "import ckpt"),
-            "ckpt ls": ("-m", "ckpt.cli", "ls", folder),
+            "ckpt ls": ("-m", "ckpt", "ls", folder),
         }
         taken: dict[str, list[float]] = {name: [] for name in commands}
         for _ in range(rounds):

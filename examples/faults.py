@@ -615,7 +615,7 @@ class Faults:
 
     def ask(self, *words: str) -> None:
         """Start the command `ckpt`, and do not wait for it."""
-        command = [sys.executable, "-m", "ckpt.cli", *words]
+        command = [sys.executable, "-m", "ckpt", *words]
         with self._log.open("ab") as log:
             found = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self.environment, start_new_session=True

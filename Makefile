@@ -86,7 +86,7 @@ $(VENV)/.docs: $(READY)
 	touch $@
 
 docs: $(VENV)/.docs
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build -q --strict --site-dir dist/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --site-dir dist/site
 
 wheel: $(READY)
 	$(BIN)/pip wheel -q --disable-pip-version-check --no-deps -w dist .

@@ -30,6 +30,7 @@ _HOMES = {
     "Metrics": "metrics",
     "RNG": "state.stateful",
     "Restored": "restore.restore_first",
+    "Run": "run",
     "Save": "save",
     "Shard": "state.shards",
     "Shards": "state.shards",
@@ -104,6 +105,7 @@ if TYPE_CHECKING:
     from ckpt.loading import load as load
     from ckpt.metrics import Metrics as Metrics
     from ckpt.restore.restore_first import Restored as Restored
+    from ckpt.run import Run as Run
     from ckpt.save import Checkpoint as Checkpoint
     from ckpt.save import Save as Save
     from ckpt.state.shards import Shard as Shard
@@ -119,6 +121,10 @@ if TYPE_CHECKING:
     from ckpt.triggers import on_oom as on_oom
     from ckpt.triggers import on_preemption as on_preemption
     from ckpt.triggers import on_signal as on_signal
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *_PARTS, "__version__"})
 
 
 if not TYPE_CHECKING:  # a type checker should know a wrong name as one

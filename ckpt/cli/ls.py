@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from datetime import UTC, datetime
+from dataclasses import asdict
+from datetime import datetime
 from typing import Any
 
 import click
@@ -18,7 +18,6 @@ from ckpt.cli.terminal import (
     example,
     human,
     look_options,
-    newest_first,
     opened,
     print_few,
     print_json,
@@ -26,13 +25,9 @@ from ckpt.cli.terminal import (
     redo_lines,
     redo_of,
     safe,
-    say,
 )
-from ckpt.errors import CheckpointError, CorruptError, FormatError, StoreError
-from ckpt.format.digest import file_digest
-from ckpt.format.manifest import MAX_JSON, owner, part_key, rank_and_try
-from ckpt.runlog.log import Commit, RunLog
-from ckpt.store import get_small, normalise
+from ckpt.errors import CheckpointError, FormatError
+from ckpt.store import normalise
 
 
 @click.command(
@@ -79,6 +74,7 @@ def when_text(created: str | None) -> str:
 
 async def _runs_below(url: str) -> list[dict[str, Any]]:
     from ckpt.maintain.find_runs import runs_below
+    from ckpt.maintain.listing import created_at
 
     top = normalise(url)
 
@@ -117,72 +113,15 @@ def show_checkpoints(found: dict[str, Any]) -> None:
 
 
 async def _ls(url: str) -> dict[str, Any]:
+    from ckpt.maintain.listing import checkpoints_of
+
     async with opened(url) as log:
-        commits = newest_first(log)
-        created = await of_each(commits, lambda commit: created_at(log, commit))
-        history = {c.attempt: i for i, c in enumerate(log.state.lineage())}
-        sizes, in_files = await sizes_of(log, commits)
-        rows = [
-            {
-                "step": c.step,
-                "attempt": str(c.attempt),
-                "created": when,
-                "bytes": size or 0,
-                "gone": size is None,
-                "full": c.full,
-                "ranks": c.world,
-                "reason": c.reason,
-                "finite": c.finite,
-                "newest": history.get(c.attempt) == 0,
-                "in_history": c.attempt in history,
-                "kept": log.state.kept.get(c.attempt),
-            }
-            for c, when, size in zip(commits, created, sizes, strict=True)
-            if c.attempt in log.state.commits  # not retired while we looked
-        ]
+        rows, in_files = await checkpoints_of(log)
         return {
             "url": log.store.url,
             "damaged_records": log.state.damaged,
             "may_be_lost": sorted({a.step for one in await losses.of_log(log) for a in one.attempts}),
             "bytes_in_files": in_files,
-            "checkpoints": rows,
+            "checkpoints": [asdict(row) for row in rows],
             "redo": redo_of(log),
         }
-
-
-async def created_at(log: RunLog, commit: Commit) -> str | None:
-    """When rank 0 finished its part, in UTC; None, and a word about it, if the part cannot tell."""
-    try:
-        rank, number, digest = commit.parts[0]
-        key = part_key(commit.attempt, rank, number)
-        raw = await get_small(log.store, key, MAX_JSON)
-        if file_digest(raw) != digest:  # with the right digest, the part needs no check field by field
-            raise CorruptError(f"{key} is not the part that was committed: its digest differs")
-        return datetime.fromtimestamp(json.loads(bytes(raw))["created"], UTC).isoformat(timespec="seconds")
-    except (StoreError, CorruptError, LookupError, OSError, OverflowError, TypeError, ValueError) as error:
-        from ckpt.checkpoint.read import still_live
-
-        if await still_live(log, commit):
-            say(f"WARNING: step {commit.step} is damaged: {error}. `ckpt verify --all` says more")
-        return None
-
-
-async def sizes_of(log: RunLog, commits: list[Commit]) -> tuple[list[int | None], int]:
-    """Bytes of the packs that each checkpoint wrote: not those of older ones that it uses, nor of tries that failed.
-
-    None if a full one has no pack of some part any more. And the bytes of all packs there are.
-    """
-    sizes = {(c.attempt, rank, number): 0 for c in commits for rank, number, _ in c.parts}
-    there, total = set(), 0
-    async for info in log.store.list("packs/"):
-        attempt = owner(info.key)
-        total += info.size
-        if attempt is not None and (key := (attempt, *rank_and_try(info.key))) in sizes:
-            sizes[key] += info.size
-            there.add(key)
-    found: list[int | None] = []
-    for commit in commits:
-        mine = [(commit.attempt, rank, number) for rank, number, _ in commit.parts]
-        gone = commit.full and not there.issuperset(mine)
-        found.append(None if gone else sum(sizes[key] for key in mine))
-    return found, total

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -20,7 +21,7 @@ from ckpt.cli.terminal import (
     progress,
     safe,
 )
-from ckpt.cli.upkeep import TITLES, Found, cells, delete_files, grace_option, item_json, patience_text, show_end, sum_of
+from ckpt.cli.upkeep import TITLES, Found, cells, grace_option, item_json, patience_text, show_end, sum_of, told
 
 if TYPE_CHECKING:  # what `ls` need not wait for is imported where it is used
     from ckpt.maintain.prune import PrunePlan
@@ -88,7 +89,7 @@ def show_prune(found: Found) -> None:
 async def _prune(
     url: str, last: int | str, every: int | None, grace_s: float | None, yes: bool, as_json: bool
 ) -> Found:
-    from ckpt.checkpoint import read, retention
+    from ckpt.checkpoint import retention
     from ckpt.maintain import prune as upkeep
 
     async with opened(url) as log:
@@ -101,13 +102,12 @@ async def _prune(
             show_prune(found)
         if not yes or not (plan.give_up or plan.delete):
             return found
-        total = sum(stock.sizes.get(key, 0) for key in stock.used[plan.check.attempt])
-        with progress("reading back", total) as on_bytes:
-            found["problems"] = await read.verify(log.store, plan.check, on_bytes=on_bytes)
+        land = partial(upkeep.prune, log, stock, keep, plan.check.attempt)
+        found["problems"], landed = await upkeep.carry_out(
+            log, stock, plan.check, land, grace_s=patience, on_wait=told, watch=progress
+        )
         if found["problems"]:
             return found
-        landed = await upkeep.prune(log, stock, keep, plan.check.attempt)
-        await delete_files(log, landed.delete, stock.sizes, patience)
         given_up = sorted(map(str, landed.retire))
         return {**found, "done": {"given_up": given_up, **sum_of(landed.delete, stock.sizes)}}
 

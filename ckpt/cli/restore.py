@@ -160,9 +160,9 @@ async def make(
 
 def tensor_rows(tensors: Mapping[str, TensorSpec], output: Output, dtypes: Mapping[str, str]) -> Iterator[Found]:
     """What is written of each tensor, in the order of the files."""
-    from ckpt.convert.output import Run
+    from ckpt.convert.output import TensorRun
 
-    seen = dict.fromkeys(p.label for file in output.files for p in file.parts if isinstance(p, Run))
+    seen = dict.fromkeys(p.label for file in output.files for p in file.parts if isinstance(p, TensorRun))
     for label in seen:
         spec = tensors[label]
         yield {"name": label, "shape": list(spec.shape), "dtype": spec.dtype, "written_as": dtypes[label]}

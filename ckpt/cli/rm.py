@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import click
@@ -21,7 +22,7 @@ from ckpt.cli.terminal import (
     progress,
     safe,
 )
-from ckpt.cli.upkeep import TITLES, Found, cells, delete_files, grace_option, item_json, patience_text, show_end, sum_of
+from ckpt.cli.upkeep import TITLES, Found, cells, grace_option, item_json, patience_text, show_end, sum_of, told
 
 if TYPE_CHECKING:  # what `ls` need not wait for is imported where it is used
     from ckpt.maintain.remove import RemovalPlan
@@ -76,14 +77,11 @@ async def _rm(url: str, step: Which, grace_s: float | None, yes: bool, as_json: 
             show_rm(found)
         if not yes:
             return found
-        total = sum(stock.sizes.get(key, 0) for key in stock.used[plan.check.attempt])
-        with progress("reading back", total) as on_bytes:
-            found["problems"] = await read.verify(log.store, plan.check, on_bytes=on_bytes)
-        if found["problems"]:
-            return found
-        landed = await remove(log, stock, commit.attempt, plan.check.attempt)
-        await delete_files(log, landed.delete, stock.sizes, patience)
-        return {**found, "done": sum_of(landed.delete, stock.sizes)}
+        land = partial(remove, log, stock, commit.attempt, plan.check.attempt)
+        found["problems"], landed = await upkeep.carry_out(
+            log, stock, plan.check, land, grace_s=patience, on_wait=told, watch=progress
+        )
+        return found if found["problems"] else {**found, "done": sum_of(landed.delete, stock.sizes)}
 
 
 def _rm_json(url: str, plan: RemovalPlan, grace_s: float) -> Found:

@@ -57,14 +57,16 @@ def sum_of(keys: Sequence[str], sizes: dict[str, int]) -> Found:
     return {"files": len(keys), "bytes": sum(sizes.get(key, 0) for key in keys)}
 
 
+def told(seconds: float) -> None:
+    """Before what a PLAN names is deleted."""
+    say(
+        f"the log says what goes. Waiting {seconds:g} s for those who are reading it; if this is stopped, the next "
+        "`ckpt gc` deletes it"
+    )
+
+
 async def delete_files(log: RunLog, keys: Sequence[str], sizes: dict[str, int], grace_s: float) -> None:
     from ckpt.maintain import prune as upkeep
-
-    def told(seconds: float) -> None:
-        say(
-            f"the log says what goes. Waiting {seconds:g} s for those who are reading it; if this is stopped, the next "
-            "`ckpt gc` deletes it"
-        )
 
     files = [(key, sizes.get(key, 0)) for key in keys]
     with progress("deleting", sum(size for _, size in files)) as on_bytes:

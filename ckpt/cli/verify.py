@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 import click
@@ -15,7 +15,6 @@ from ckpt.checkpoint import losses, read, spelling
 from ckpt.checkpoint.spelling import Which
 from ckpt.cli.arguments import checkpoint_argument
 from ckpt.cli.terminal import (
-    OnBytes,
     example,
     look_options,
     newest_first,
@@ -26,14 +25,12 @@ from ckpt.cli.terminal import (
     progress,
     safe,
 )
-from ckpt.errors import CorruptError, NotFoundError, StoreError
+from ckpt.errors import CorruptError, StoreError
 from ckpt.format.manifest import read_format
+from ckpt.maintain.examine import examine
 from ckpt.maintain.prune import some
 from ckpt.redo import has_logs
 from ckpt.runlog.log import Commit, RunLog
-from ckpt.store import Store
-
-NAMED = re.compile(r"\b(packs|parts|index)/[\w.-]+\.(safetensors|json)\b")  # a file of a checkpoint, in a message
 
 
 @click.command(epilog=example("ckpt verify runs/exp1@500", "ckpt verify runs/exp1 --all --json"))
@@ -92,7 +89,7 @@ async def _verify(url: str, step: Which, every: bool, data: bool) -> dict[str, A
         commits = to_verify(log, step, every)
         total = await bytes_to_read(log, commits) if data and sys.stderr.isatty() else 0
         with progress("verifying", total) if total else contextlib.nullcontext() as on_bytes:
-            checkpoints = [await examine(log, commit, on_bytes, data=data) for commit in commits]
+            checkpoints = [asdict(await examine(log, commit, on_bytes, data=data)) for commit in commits]
         return {"url": log.store.url, "data": data, "problems": problems, "checkpoints": checkpoints}
 
 
@@ -122,30 +119,3 @@ async def bytes_to_read(log: RunLog, commits: list[Commit]) -> int:
             table = (await read.load_manifest(log.store, commit)).table
             total += sum(b.nbytes for b in read.plan_reads(table, range(table.owned), far=log.store.remote))
     return total
-
-
-async def examine(log: RunLog, commit: Commit, on_bytes: OnBytes = None, *, data: bool = True) -> dict[str, Any]:
-    """One checkpoint's verdict: sound, damaged, or retired while we looked."""
-    problems = await read.verify(log.store, commit, data=data, on_bytes=on_bytes)
-    verdict = "damaged" if problems else "sound"
-    if problems and not await read.still_live(log, commit):
-        problems, verdict = [], "retired"
-    problems = await plainly(log.store, problems)
-    return {"step": commit.step, "attempt": str(commit.attempt), "verdict": verdict, "problems": problems}
-
-
-async def plainly(store: Store, problems: list[str]) -> list[str]:
-    """The same, but of a file that is not there only that."""
-    found, gone = list[str](), dict[str, bool]()
-    for problem in problems:
-        if named := NAMED.search(problem):
-            key = named[0]
-            if key not in gone:
-                try:
-                    await store.head(key)
-                    gone[key] = False
-                except StoreError as error:
-                    gone[key] = isinstance(error, NotFoundError)
-            problem = f"{key} is gone" if gone[key] else problem
-        found.append(problem)
-    return list(dict.fromkeys(found))

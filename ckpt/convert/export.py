@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from ckpt.convert.cast import cast
-from ckpt.convert.output import Literal, OutFile, Output, Run
+from ckpt.convert.output import Literal, OutFile, Output, TensorRun
 from ckpt.convert.partial import Workshop, check_target, failed
 from ckpt.convert.source import Bytes, Origin, Want
 from ckpt.errors import CorruptError, UsageError
@@ -134,7 +134,7 @@ def identity(origin: Origin, output: Output) -> str:
     return file_digest(canonical([origin.identity, output.kind, output.single, files]))
 
 
-def _said(part: Literal | Run) -> list[Any]:
+def _said(part: Literal | TensorRun) -> list[Any]:
     if isinstance(part, Literal):
         return [part.at, part.size, file_digest(part.data)]
     return [part.at, part.label, part.box, part.dtype]
@@ -255,7 +255,7 @@ def _cast_all(casts: Sequence[tuple[Bytes, str, str, Bytes]]) -> None:
         cast(raw, dtype, to, place)
 
 
-def _parts(file: OutFile, window: FileWindow) -> Iterator[Literal | Run]:
+def _parts(file: OutFile, window: FileWindow) -> Iterator[Literal | TensorRun]:
     """Those that lie in a window."""
     first = max(0, bisect_right(file.parts, window.start, key=lambda part: part.at) - 1)
     for part in file.parts[first:]:

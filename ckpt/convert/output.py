@@ -32,7 +32,7 @@ class Literal:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class TensorRun:
     """A box of a tensor of the origin, by its label, in row-major order as `dtype`.
 
     `at` is a multiple of the bytes of an element.
@@ -55,7 +55,7 @@ class OutFile:
 
     name: str
     size: int
-    parts: tuple[Literal | Run, ...]
+    parts: tuple[Literal | TensorRun, ...]
     sums: tuple[tuple[int, int], ...] = ()
 
     def check(self) -> None:
@@ -63,7 +63,7 @@ class OutFile:
         at = 0
         for part in self.parts:
             assert part.at == at, (self.name, part.at, at)
-            assert not isinstance(part, Run) or part.at % (BITS[part.dtype] // 8) == 0, (self.name, part.label)
+            assert not isinstance(part, TensorRun) or part.at % (BITS[part.dtype] // 8) == 0, (self.name, part.label)
             at += part.size
         assert at == self.size, (self.name, at, self.size)
 

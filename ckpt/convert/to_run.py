@@ -15,7 +15,7 @@ from pathlib import Path
 from ckpt.checkpoint import read
 from ckpt.checkpoint.commit import acquire, commit
 from ckpt.checkpoint.write import RankSnapshot, WrittenPart, build_table, finish_part
-from ckpt.convert.output import Literal, OutFile, Output, Run, Sums
+from ckpt.convert.output import Literal, OutFile, Output, Sums, TensorRun
 from ckpt.convert.source import Origin, OriginEntry, RankView
 from ckpt.errors import UsageError
 from ckpt.format.boxes import Box, Dims
@@ -101,11 +101,11 @@ def chunk(shape: Dims, rank: int, world: int) -> Box | None:
 def _pack(layout: Layout, labels: list[str], attempt: Attempt) -> OutFile:
     arrangement = layout.arrangement
     first = len(arrangement.header)
-    parts: list[Literal | Run] = [Literal(0, arrangement.header)]
+    parts: list[Literal | TensorRun] = [Literal(0, arrangement.header)]
     for i in arrangement.order:
         spec = layout.tensors[i]
         if spec.nbytes:
-            parts.append(Run(first + arrangement.offsets[i], labels[i], (spec.at, spec.shape), spec.dtype))
+            parts.append(TensorRun(first + arrangement.offsets[i], labels[i], (spec.at, spec.shape), spec.dtype))
     sums = ((first + b.offset, first + b.offset + b.length) for b in arrangement.blobs)
     key = pack_key(attempt, layout.rank, 0)
     return OutFile(key, first + arrangement.data_size, tuple(parts), tuple(sums))

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckpt.convert.cast import FLOATS, dtype_called
-from ckpt.convert.output import Literal, OutFile, Output, Run, Sums
+from ckpt.convert.output import Literal, OutFile, Output, Sums, TensorRun
 from ckpt.convert.source import Origin, RankView
 from ckpt.errors import UsageError
 from ckpt.format.layout import BITS, MAX_HEADER, NATIVE, pages
@@ -140,7 +140,7 @@ def _file(
         raise UsageError(f"{len(labels)} tensors are too many for one safetensors file: choose a smaller --shard-size")
     first = pages(8 + len(text))
     head = Literal(0, struct.pack("<Q", first - 8) + text.ljust(first - 8))
-    parts = [Run(first + place, label, _all(origin, label), dtypes[label]) for place, label in runs]
+    parts = [TensorRun(first + place, label, _all(origin, label), dtypes[label]) for place, label in runs]
     return OutFile(name, first + at, (head, *(part for part in parts if part.size)))
 
 
@@ -152,6 +152,6 @@ def _all(origin: Origin, label: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def _index(files: list[OutFile], groups: list[list[str]], called: Mapping[str, str]) -> bytes:
     """Which file has which tensor. Of tied ones only the copy that is there, as `save_pretrained` does."""
     where = {called[n]: file.name for file, names in zip(files, groups, strict=True) for n in names}
-    total = sum(part.size for file in files for part in file.parts if isinstance(part, Run))
+    total = sum(part.size for file in files for part in file.parts if isinstance(part, TensorRun))
     data = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
     return (json.dumps(data, indent=2) + "\n").encode()

@@ -19,7 +19,7 @@ import torch
 from msgspec import structs
 from torch import Tensor
 
-from ckpt.convert.output import Literal, OutFile, Run
+from ckpt.convert.output import Literal, OutFile, TensorRun
 from ckpt.convert.source import DESCRIPTION, MAX_DESCRIPTION, Origin, OriginEntry, RankView, describe, fingerprint
 from ckpt.errors import CorruptError, UsageError
 from ckpt.format.values import Json, decode, plain_dtype, show, splitter
@@ -39,10 +39,10 @@ Place = tuple[str | int, ...]
 
 def stage(origin: Origin, view: RankView, dtypes: Mapping[str, str], name: str = "") -> OutFile:
     """A file of the bytes of all tensors of a view, one behind the other."""
-    parts, at = list[Literal | Run](), 0
+    parts, at = list[Literal | TensorRun](), 0
     for label in dict.fromkeys(view.tensors.values()):
         shape = origin.tensors[label].shape
-        run = Run(at, label, ((0,) * len(shape), shape), dtypes[label])
+        run = TensorRun(at, label, ((0,) * len(shape), shape), dtypes[label])
         gap = Literal(at + run.size, bytes(-run.size % ALIGN))
         parts += [part for part in (run, gap) if part.size]
         at += run.size + gap.size
@@ -61,7 +61,7 @@ class Tensors:
         self._bytes: dict[str, np.ndarray[Any, Any]] | None = None
         self._mapped: mmap.mmap | None = None
         if staged is not None and file is not None:
-            runs = [part for part in file.parts if isinstance(part, Run)]
+            runs = [part for part in file.parts if isinstance(part, TensorRun)]
             if runs:  # torch wants memory that it could write to
                 with staged.open("rb") as stream:
                     self._mapped = mmap.mmap(stream.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)

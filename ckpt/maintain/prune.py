@@ -10,7 +10,8 @@ and nobody has deleted yet is found by the next `gc`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Awaitable, Callable, Iterable, Sequence, Set
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -135,6 +136,38 @@ async def delete(
         point("sweep.deleted")
         if on_bytes is not None:
             on_bytes(sum(size for _, size in files[start : start + batch]))
+
+
+Watch = Callable[[str, int], AbstractContextManager[OnBytes]]
+"""What shows how far something is: called with what is done, and how many bytes that takes."""
+
+
+def unwatched(what: str, total: int) -> AbstractContextManager[OnBytes]:
+    return nullcontext()
+
+
+async def carry_out(
+    log: RunLog,
+    stock: RunFiles,
+    check: Commit,
+    land: Callable[[], Awaitable[Sweep]],
+    *,
+    grace_s: float,
+    on_wait: Callable[[float], None] = lambda seconds: None,
+    watch: Watch = unwatched,
+) -> tuple[list[str], Sweep]:
+    """Read `check` back, land the PLAN, delete what it names. The problems of what was read back come first: if there
+    are any, nothing was done."""
+    total = sum(stock.sizes.get(key, 0) for key in stock.used[check.attempt])
+    with watch("reading back", total) as on_bytes:
+        problems = await read.verify(log.store, check, on_bytes=on_bytes)
+    if problems:
+        return problems, Sweep()
+    landed = await land()
+    files = [(key, stock.sizes.get(key, 0)) for key in landed.delete]
+    with watch("deleting", sum(size for _, size in files)) as on_bytes:
+        await delete(log.store, files, grace_s=grace_s, on_wait=on_wait, on_bytes=on_bytes)
+    return [], landed
 
 
 # -- prune --

@@ -24,6 +24,7 @@ from ckpt.checkpoint.commit import acquire
 from ckpt.cli import app, show, terminal, verify
 from ckpt.format.digest import file_digest
 from ckpt.format.manifest import MAJOR, Attempt, canonical, new_nonce, press, seal, unpress
+from ckpt.maintain.examine import examine
 from ckpt.runlog.log import Record, RunLog
 from ckpt.store import open_store
 from commands import attempt_of, call, flip, increments, save
@@ -221,7 +222,7 @@ def test_verify_reads_older_files_too_unless_it_is_told_not_to(increments: Path,
         await log.open()
         commits, seen = terminal.newest_first(log), list[int]()
         for commit in commits:
-            await verify.examine(log, commit, seen.append)
+            await examine(log, commit, seen.append)
         total = await verify.bytes_to_read(log, commits)
         await log.store.aclose()
         return sum(seen), total
@@ -303,7 +304,7 @@ def test_what_is_retired_meanwhile_is_not_called_damaged(run: Path) -> None:
             record = Record("PLAN", {"retire": [str(commit.attempt)], "delete": []}, "plan")
             await other.append(lambda _: record, owner=other.state.acquires[-1])
         await other.store.delete(f"packs/{commit.attempt}.0.0.safetensors")
-        verdict = (await verify.examine(log, commit))["verdict"]
+        verdict = (await examine(log, commit)).verdict
         await log.store.aclose()
         await other.store.aclose()
         return str(verdict)

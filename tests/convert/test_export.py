@@ -23,7 +23,7 @@ from torch import nn
 import ckpt
 from ckpt.cli import restore
 from ckpt.convert import export, partial, to_run
-from ckpt.convert.output import Literal, OutFile, Output, Run
+from ckpt.convert.output import Literal, OutFile, Output, TensorRun
 from ckpt.errors import CheckpointError, FullError, StoreError, UsageError
 from commands import call, flip, increments
 from memory_origin import MemoryOrigin
@@ -542,7 +542,7 @@ def output_of(origin: MemoryOrigin, draw: random.Random) -> tuple[Output, dict[s
     """Files of literals and tensors in any mixture, and what has to come out."""
     files, expected = [], {}
     for number in range(draw.randrange(1, 4)):
-        parts, raw = list[Literal | Run](), b""
+        parts, raw = list[Literal | TensorRun](), b""
         for _ in range(draw.randrange(1, 9)):
             if draw.random() < 0.4 or not origin.tensors:
                 data = bytes(4 * draw.randrange(1, 4000))
@@ -553,7 +553,7 @@ def output_of(origin: MemoryOrigin, draw: random.Random) -> tuple[Output, dict[s
                 shape = origin.tensors[label].shape
                 at = tuple(draw.randrange(n) for n in shape)
                 sizes = tuple(draw.randrange(1, n - i + 1) for i, n in zip(at, shape, strict=True))
-                parts.append(Run(len(raw), label, (at, sizes), "F32"))
+                parts.append(TensorRun(len(raw), label, (at, sizes), "F32"))
                 raw += origin.part(label, (at, sizes)).numpy().tobytes()
         ends = sorted(draw.sample(range(1, len(raw)), min(3, len(raw) - 1)))
         sums = tuple(zip(ends, [*ends[1:], len(raw)], strict=True))

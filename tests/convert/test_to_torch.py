@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_leaves
 import ckpt
 import parallel
 from ckpt.convert import to_dcp, to_torch
-from ckpt.convert.output import Literal, Output, Run
+from ckpt.convert.output import Literal, Output
 from ckpt.convert.source import DESCRIPTION, OriginEntry, RankView, canonical_names, described
 from ckpt.errors import CorruptError, UsageError
 from ckpt.format.layout import BITS, TensorSpec
@@ -50,7 +50,7 @@ class Here:
     def __init__(self, live: Mapping[str, Tensor], specs: Mapping[str, TensorSpec]) -> None:
         self.live, self.tensors = live, specs
 
-    def bytes_of(self, run: Run) -> bytes:
+    def bytes_of(self, run: TensorRun) -> bytes:
         box = tuple(slice(at, at + n) for at, n in zip(*run.box, strict=True))
         part = self.live[run.label][box].contiguous()
         if part.dtype != TORCH_DTYPE[run.dtype]:

@@ -1,0 +1,52 @@
+"""Whether a checkpoint is sound, in words that name each problem once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ckpt.checkpoint import read
+from ckpt.errors import NotFoundError, StoreError
+from ckpt.runlog.log import Commit, RunLog
+from ckpt.store import Store
+
+NAMED = re.compile(r"\b(packs|parts|index)/[\w.-]+\.(safetensors|json)\b")  # a file of a checkpoint, in a message
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """`verdict`: "sound", "damaged", or "retired" while it was looked at; `problems`: what is damaged, in words."""
+
+    step: int
+    attempt: str
+    verdict: str
+    problems: list[str]
+
+
+async def examine(
+    log: RunLog, commit: Commit, on_bytes: Callable[[int], None] | None = None, *, data: bool = True
+) -> Verdict:
+    """Read a checkpoint back; without `data` only what describes it."""
+    problems = await read.verify(log.store, commit, data=data, on_bytes=on_bytes)
+    verdict = "damaged" if problems else "sound"
+    if problems and not await read.still_live(log, commit):
+        problems, verdict = [], "retired"
+    return Verdict(commit.step, str(commit.attempt), verdict, await plainly(log.store, problems))
+
+
+async def plainly(store: Store, problems: list[str]) -> list[str]:
+    """The same, but of a file that is not there only that."""
+    found, gone = list[str](), dict[str, bool]()
+    for problem in problems:
+        if named := NAMED.search(problem):
+            key = named[0]
+            if key not in gone:
+                try:
+                    await store.head(key)
+                    gone[key] = False
+                except StoreError as error:
+                    gone[key] = isinstance(error, NotFoundError)
+            problem = f"{key} is gone" if gone[key] else problem
+        found.append(problem)
+    return list(dict.fromkeys(found))

@@ -1,0 +1,116 @@
+"""`ckpt.Run`, and what of the public classes a user gets to see."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import ckpt
+from ckpt.checkpoint import retention
+from ckpt.errors import CorruptError, FormatError, NoCheckpointError, UsageError
+from commands import attempt_of, call, flip, increments
+from trees import tree
+
+__all__ = ["call", "increments"]  # fixtures
+
+
+@pytest.fixture
+def run(increments: Path, tmp_path: Path) -> ckpt.Run:
+    """A copy of a run with the steps 1 to 5: 1, 2 and 5 full, 3 and 4 built on them."""
+    retention._cache.clear()
+    return ckpt.Run(shutil.copytree(increments, tmp_path / "run"))
+
+
+def folder(run: ckpt.Run) -> Path:
+    return Path(run.url.removeprefix("file://"))
+
+
+def steps(run: ckpt.Run) -> list[int]:
+    return [one.step for one in run.list()]
+
+
+def test_it_lists_what_ls_does(run: ckpt.Run, call: Any) -> None:
+    told = call("ls", folder(run), "--json").json["checkpoints"]
+    assert [{name: getattr(one, name) for name in told[0]} for one in run.list()] == told
+    newest, *rest = run.list()
+    assert newest.step == 5 and newest.newest and newest.full and not any(one.newest for one in rest)
+
+
+def test_keep_prune_and_delete(run: ckpt.Run) -> None:
+    """As the commands do: what is kept stays until it is let go, and what is left is whole."""
+    run.keep(1, "as published")
+    assert {one.step: one.kept for one in run.list()} == {5: None, 4: None, 3: None, 2: None, 1: "as published"}
+    assert run.prune(2) == (3,)  # the newest two, the newest two full ones, and what is kept
+    with pytest.raises(UsageError, match="as published"):
+        run.delete(1)
+    run.let_go(1)
+    run.delete(1)
+    run.delete("latest")
+    assert steps(run) == [4, 2]
+    assert all(one.verdict == "sound" for one in run.verify())
+    assert run.prune("all") == ()
+    for gone in (1, 5, 99):
+        with pytest.raises(NoCheckpointError):
+            run.delete(gone)
+
+
+def test_nothing_goes_while_what_stays_is_damaged(run: ckpt.Run) -> None:
+    pack = next((folder(run) / "packs").glob(f"{attempt_of(folder(run), 5)}.*"))
+    flip(pack, pack.stat().st_size // 2)
+    before = tree(folder(run))
+    for work in (lambda: run.prune(2), lambda: run.delete(3)):
+        with pytest.raises(CorruptError, match="nothing was done: step 5"):
+            work()
+    assert tree(folder(run)) == before
+    five, *others = run.verify()
+    assert (five.step, five.verdict, bool(five.problems)) == (5, "damaged", True)
+    assert all(one.verdict == "sound" for one in others)
+    assert [one.verdict for one in run.verify("latest")] == ["damaged"]
+
+
+def test_export(run: ckpt.Run, tmp_path: Path) -> None:
+    """The bytes of that step, in the form that the name says or that is asked for; never over what is there."""
+    wanted = ckpt.load(f"{folder(run)}@3")
+    run.export(tmp_path / "all.safetensors", step=3, only=["master"])
+    found = load_file(tmp_path / "all.safetensors")
+    assert found.keys() == {"master"} and torch.equal(found["master"], wanted["master"])
+    with pytest.raises(UsageError, match="exists"):
+        run.export(tmp_path / "all.safetensors", step=3)
+    run.export(tmp_path / "other", step="latest", form="run")
+    assert torch.equal(ckpt.load(tmp_path / "other")["noise"], ckpt.load(folder(run))["noise"])
+
+
+def test_what_is_no_run(tmp_path: Path) -> None:
+    with pytest.raises(FormatError):
+        ckpt.Run(tmp_path).list()
+    with pytest.raises(UsageError, match="whole run"):
+        ckpt.Run(f"{tmp_path}/run@5")
+
+
+# -- what there is to see --
+
+
+def test_only_what_a_user_may_call_is_seen() -> None:
+    """`dir()` is how people look around: of the classes that a script holds, and of the package."""
+    seen = {name for name in dir(ckpt.Checkpointer) if not name.startswith("_")}
+    assert seen == {
+        "step", "save", "stage", "restore", "wait", "close", "request", "fence", "pause", "keep_steps",
+        "stats", "last_restore", "writer_pid",
+    }  # fmt: skip
+    assert {name for name in dir(ckpt.Run) if not name.startswith("_")} == {
+        "list", "keep", "let_go", "prune", "delete", "verify", "export",
+    }  # fmt: skip
+    assert {name for name in dir(ckpt) if not name.startswith("_")} == {
+        *ckpt.__all__, "dcp", "events", "lightning", "transformers",
+    }  # fmt: skip
+
+
+def test_an_open_checkpointer_shows_no_more(run_dir: str) -> None:
+    with ckpt.Checkpointer({"w": torch.zeros(3)}, run_dir) as cp:
+        assert {name for name in vars(cp) if not name.startswith("_")} == {"faults"}
+        cp.restore(default=0)

@@ -21,6 +21,7 @@ __version__ = VERSION
 
 _HOMES = {
     "Auto": "goodput.cadence",
+    "Best": "best",
     "Checkpoint": "save",
     "Checkpointer": "checkpointer",
     "Keep": "checkpoint.retention",
@@ -76,6 +77,7 @@ if TYPE_CHECKING:
     from ckpt import events as events
     from ckpt import lightning as lightning
     from ckpt import transformers as transformers
+    from ckpt.best import Best as Best
     from ckpt.checkpoint.retention import Keep as Keep
     from ckpt.checkpointer import Checkpointer as Checkpointer
     from ckpt.errors import CheckpointError as CheckpointError

@@ -143,18 +143,22 @@ def load(
     url: str | Path,
     *,
     step: int | None = None,
+    best: bool = False,
     only: str | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Loaded:
     """The newest checkpoint of a run, or that of `step`, as tensors by name, however many ranks saved it.
 
-    `url`: the run, or one checkpoint of it as `RUN@STEP`, as commands take it.
+    `url`: the run, or one checkpoint of it as `RUN@STEP`, as commands take it; `best`: as `ckpt.Best` scored.
     `only`: a shell pattern such as "model.*". A tensor that ranks have for themselves, and not alike, is called
     `name#rank`. `storage_options`: as of `ckpt.Tier`. Raises FormatError if there is no run, NoCheckpointError if there
     is no such checkpoint, CorruptError if what is read is damaged. What damage has taken away that was newer is said,
     and in `skipped`.
     """
     url, which = spelling.split(url, step)
+    if best and which not in (None, spelling.BEST):
+        raise UsageError("best=True or a step: one of them")
+    which = spelling.BEST if best else which
     place = normalise(url)
     remember_options(place, storage_options)
     commit, saved, skipped = read.run(_open(place, which))

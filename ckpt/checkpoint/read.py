@@ -32,7 +32,7 @@ from ckpt.checkpoint.parts import (
     read_part,
     sizes_of_many,
 )
-from ckpt.checkpoint.spelling import Which, number
+from ckpt.checkpoint.spelling import BEST, Which, number
 from ckpt.errors import CorruptError, NoCheckpointError, NotFoundError, StoreError
 from ckpt.events import log as logger
 from ckpt.format.codec import RAW
@@ -42,7 +42,7 @@ from ckpt.format.rank_index import Directory
 from ckpt.format.saved_state import SavedState
 from ckpt.format.table import Table, merge
 from ckpt.runlog.log import RunLog
-from ckpt.runlog.records import Commit
+from ckpt.runlog.records import MARK, THE_BEST, Commit
 from ckpt.store import Store, open_store
 
 T = TypeVar("T")
@@ -105,7 +105,9 @@ async def opened(url: str) -> AsyncIterator[Store]:
 
 
 def choose(log: RunLog, step: Which = None) -> Commit:
-    """The newest checkpoint that nobody called broken, or that of a step. NoCheckpointError names what there is."""
+    """The newest checkpoint that nobody called broken, that of a step, or the best. Else NoCheckpointError."""
+    if step == BEST:
+        return _best(log)
     history = log.state.lineage()
     sound = [commit for commit in history if commit.finite is not False]
     if number(step) is None and sound:
@@ -116,6 +118,16 @@ def choose(log: RunLog, step: Which = None) -> Commit:
     steps = ", ".join(str(c.step) for c in history[:20]) or "none"
     wanted = "a checkpoint" if number(step) is None else f"step {step}"
     raise NoCheckpointError(f"{log.store.url} does not hold {wanted} (steps there: {steps})")
+
+
+def _best(log: RunLog) -> Commit:
+    state = log.state
+    scored = [a for a, note in state.kept.items() if note.startswith(MARK + THE_BEST) and a in state.commits]
+    if not scored:
+        raise NoCheckpointError(
+            f"no checkpoint of {log.store.url} is known as the best: `ckpt.Best` or a callback says which is"
+        )
+    return state.commits[max(scored)]
 
 
 async def load_saved(

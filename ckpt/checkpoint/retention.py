@@ -16,10 +16,10 @@ from ckpt.events import log as logger
 from ckpt.failpoints import point
 from ckpt.format.manifest import Attempt, index_key, part_key, table_key
 from ckpt.runlog.log import RunLog
+from ckpt.runlog.records import MARK as MARK
 from ckpt.runlog.records import Acquire, Commit, Record, RunState, live_packs
 from ckpt.store import Store
 
-MARK = "kept by training: "  # so begin notes of `keep_steps`; those of others are left alone
 ALWAYS = 2  # so that one bad file can never be fatal
 READER_GRACE_S = 600.0  # in a remote place, between a PLAN and its deletions: they take files away from who reads them
 

@@ -1,6 +1,7 @@
 """RUN@STEP: how a checkpoint is named, the same in every command and in `ckpt.load`.
 
-RUN is a folder or URL. RUN@500 is its checkpoint of step 500, RUN@latest the newest one. Only a last @ before digits or
+RUN is a folder or URL. RUN@500 is its checkpoint of step 500, RUN@latest the newest one, RUN@best the
+best of those that were scored (`ckpt.Best`). Only a last @ before digits or
 one of those words counts: that of a user or a bucket's key elsewhere in a URL does not. A folder whose own name ends
 like that is meant where there is one; a place in a bucket with such a name is given with a slash behind it.
 """
@@ -13,8 +14,8 @@ from pathlib import Path
 from ckpt.errors import UsageError
 from ckpt.store import folder_of, normalise
 
-LATEST = "latest"
-WORDS = (LATEST,)
+LATEST, BEST = "latest", "best"
+WORDS = (LATEST, BEST)
 
 Which = int | str | None
 """A step, one of `WORDS`, or None where nothing was said."""

@@ -31,12 +31,12 @@ import inspect
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ckpt import best
+from ckpt.best import Best
 from ckpt.checkpoint.retention import Keep
 from ckpt.checkpointer import Checkpointer
 from ckpt.errors import CheckpointError, UsageError
 from ckpt.goodput.cadence import Auto
-from ckpt.lightning import best
-from ckpt.lightning.best import Best
 from ckpt.lightning.checkpoint_io import CheckpointIO as CheckpointIO
 from ckpt.lightning.checkpoint_io import with_bases
 from ckpt.lightning.loop_hooks import LoopHooks, State, say

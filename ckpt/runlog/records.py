@@ -29,6 +29,9 @@ MAX_DOUBTS = 10_000
 MAX_REASONS = 64  # why attempts ended, of so many of the last ones, in a SNAPSHOT
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
+MARK = "kept by training: "  # so begin notes of KEEP records that a training has written; others are left alone
+THE_BEST = "best, "  # and then so the note of the best of those that were scored
+
 
 @dataclass(frozen=True, slots=True)
 class Record:

@@ -18,6 +18,7 @@ ahead, and in workers; that is warned of. A stream (IterableDataset) is read aga
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import threading
 from typing import Any
@@ -27,6 +28,7 @@ try:
 except ImportError as missing:
     raise ImportError("ckpt.transformers needs transformers: pip install 'everystep[transformers]'") from missing
 
+from ckpt.best import Best
 from ckpt.checkpoint.retention import Keep
 from ckpt.checkpointer import Checkpointer
 from ckpt.errors import CheckpointError, UsageError
@@ -55,7 +57,8 @@ class CheckpointCallback(TrainerCallback):
     `tiers`: where to, as of `ckpt.Checkpointer`. `every` and `keep` are of a tier that is given as a string: steps
     between two saves (100 by default), a time ("10min") or "auto"; and how many stay ("all"). `only_trained`: whether
     frozen parameters are left out, which `from_pretrained` brings again; a digest of them is kept, and another base is
-    refused. By default so where the model is a PeftModel.
+    refused. By default so where the model is a PeftModel. `best`: a `ckpt.Best("eval_loss", keep=3)`: the best of the
+    steps that were evaluated stay.
     `strict=False` goes on where model, optimizer or data have changed. Further arguments go to `ckpt.Checkpointer`.
     Callbacks that have a state (`ExportableState`) get it back; what they were made with, and training did not change,
     stays as this start says, unless TrainingArguments say `restore_callback_states_from_checkpoint=True`.
@@ -71,6 +74,7 @@ class CheckpointCallback(TrainerCallback):
         *,
         every: int | str | Auto | None = None,
         keep: Keep | int | str | None = None,
+        best: Best | None = None,
         strict: bool = True,
         only_trained: bool | None = None,
         **arguments: Any,
@@ -78,6 +82,7 @@ class CheckpointCallback(TrainerCallback):
         memory, durable = as_tiers(tiers, every, keep)
         self._tiers: list[Memory | Tier] = [*([] if memory is None else [memory]), *durable]
         self._strict, self._only_trained, self._arguments = strict, only_trained, arguments
+        self._best, self._score = best, math.nan  # what the step that is not saved yet has scored
         self.checkpointer: Checkpointer | None = None
         self.restored: Restored | None = None
         self.full_bytes = self.stored_bytes = 0
@@ -268,6 +273,10 @@ class CheckpointCallback(TrainerCallback):
         if summary and args.load_best_model_at_end and self._latest is not None:
             self._latest.settle()  # those weights are about to take the place of the last ones
 
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
+        if self._best is not None:
+            self._score = float(given.get("metrics", {}).get(self._best.monitor, math.nan))
+
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if self._pending:
             self._save(state.global_step)
@@ -283,6 +292,9 @@ class CheckpointCallback(TrainerCallback):
         self._pending = False
         if self.checkpointer is not None:
             self._latest = self.checkpointer.step(step) or self._latest
+            if self._best is not None and not math.isnan(self._score):
+                self._best.score(self.checkpointer, step, self._score)
+            self._score = math.nan
 
     def _end(self) -> None:
         self._paused.close()

@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_leaves
 import ckpt
 import parallel
 from ckpt.convert import to_dcp, to_torch
-from ckpt.convert.output import Literal, Output
+from ckpt.convert.output import Literal, Output, TensorRun
 from ckpt.convert.source import DESCRIPTION, OriginEntry, RankView, canonical_names, described
 from ckpt.errors import CorruptError, UsageError
 from ckpt.format.layout import BITS, TensorSpec

@@ -32,8 +32,8 @@ from lightning.pytorch.callbacks import (
 )
 
 import lightning_toy as toy
+from ckpt.best import END, Best, kept
 from ckpt.lightning import CheckpointCallback, CheckpointIO
-from ckpt.lightning.best import END, Best, kept
 from ckpt.lightning.loop_hooks import BatchFeed
 
 pytestmark = pytest.mark.filterwarnings("ignore")

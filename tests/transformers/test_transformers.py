@@ -371,3 +371,16 @@ def test_the_examples(run_dir: str, script: str) -> None:
     alone = start(EXAMPLES / script, f"{run_dir}-2", *short)
     assert lines(resumed, "weights") == lines(alone, "weights") != []
     assert lines(resumed, "loss")[-1] == lines(alone, "loss")[-1]
+
+
+def test_the_best_by_evaluation_stay(run_dir: str) -> None:
+    """Whatever `keep` says; by the numbers of the Trainer's own log."""
+    found = hf_toy.run(run_dir, every=1, callback={"keep": 2, "best": ckpt.Best("eval_loss", keep=2)})
+    scores = {one["step"]: one["eval_loss"] for one in found["log"] if "eval_loss" in one}
+    first, second = sorted(scores, key=lambda step: scores[step])[:2]
+    kept = {one.step: one.kept for one in ckpt.Run(run_dir).list() if one.kept}
+    assert len(scores) > 2 and kept == {
+        first: f"kept by training: best, eval_loss={scores[first]!r}",
+        second: f"kept by training: eval_loss={scores[second]!r}",
+    }
+    assert ckpt.load(run_dir, best=True).step == first

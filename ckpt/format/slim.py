@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -23,19 +23,7 @@ from ckpt.format.rank_index import OWN
 from ckpt.format.saved_nodes import JOINED_KIND
 from ckpt.format.table import Table
 
-T = TypeVar("T")
 SMALL = np.iinfo(np.int32).max
-
-
-class _Fields(msgspec.Struct):
-    """Of a layout, each as its text."""
-
-    aliases: msgspec.Raw
-    components: msgspec.Raw
-    elsewhere: msgspec.Raw
-    instances: msgspec.Raw
-    rank: int
-    tensors: msgspec.Raw
 
 
 class _Row(msgspec.Struct, array_like=True, gc=False):
@@ -50,7 +38,18 @@ class _Row(msgspec.Struct, array_like=True, gc=False):
     instance: int = GLOBAL
 
 
-_FIELDS, _ROWS = msgspec.json.Decoder(_Fields), msgspec.json.Decoder(list[_Row])
+class _Fields(msgspec.Struct):
+    """Of a layout, most of them as their text."""
+
+    aliases: msgspec.Raw
+    components: msgspec.Raw
+    elsewhere: msgspec.Raw
+    instances: msgspec.Raw
+    rank: int
+    tensors: list[_Row]
+
+
+_FIELDS = msgspec.json.Decoder(_Fields)
 
 
 class Slim:
@@ -70,7 +69,7 @@ class Slim:
         plain = unpressed(text)
         try:
             said = _FIELDS.decode(plain)
-            rows = frozenset([(row.name, row.instance) for row in _ROWS.decode(said.tensors) if row.accelerator])
+            rows = frozenset([(row.name, row.instance) for row in said.tensors if row.accelerator])
         except msgspec.MsgspecError:  # stricter than JSON as Python has it: what is odd is read at leisure
             return self._odd(parsed(plain))
         return {

@@ -183,7 +183,8 @@ def test_negative_control_an_open_one_is_seen(run_dir: str, own_sockets: Path) -
     me = psutil.Process()
     gc.collect()
     before = threading.active_count(), me.num_fds(), len(writers(own_sockets))
-    with ckpt.Checkpointer(toy.build(), run_dir):
+    with ckpt.Checkpointer(toy.build(), run_dir) as cp:
+        cp.restore(default=0)
         during = threading.active_count(), me.num_fds(), len(writers(own_sockets))
         assert _global_optimizer_pre_hooks
     assert all(now > then for now, then in zip(during, before, strict=True))
@@ -335,8 +336,12 @@ def test_place_that_is_not_ours(
         return {str(p): p.read_bytes() for p in [root, *root.rglob("*")] if p.is_file()}
 
     before = content()
+    cp = ckpt.Checkpointer(toy.build(), run_dir)
     with pytest.raises(error):
-        ckpt.Checkpointer(toy.build(), run_dir)
+        cp.restore(default=0)
+    with pytest.raises(ckpt.ClosedError):  # that was said
+        cp.step(1)
+    cp.close()
     assert content() == before
     assert eventually(lambda: not writers(own_sockets)), "a process is left"
     assert not _global_optimizer_pre_hooks
@@ -352,7 +357,7 @@ def test_place_that_is_read_only(run_dir: str, own_sockets: Path) -> None:
         if os.access(run_dir, os.W_OK):
             pytest.skip("read-only mounts do not work here")
         with pytest.raises(ckpt.StoreError, match="read-only"):
-            ckpt.Checkpointer(toy.build(), run_dir)
+            ckpt.Checkpointer(toy.build(), run_dir).restore(default=0)
     finally:
         subprocess.run(["umount", run_dir], check=True)
     assert eventually(lambda: not writers(own_sockets)), "a process is left"
@@ -754,6 +759,7 @@ def test_failure_is_raised_at_the_next_call_and_later_saves_succeed(run_dir: str
     state = toy.build()
     packs = Path(run_dir, "packs")
     with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run_dir, every=1, keep=50)]) as cp:
+        cp.restore(default=0)
         packs.write_text("in the way")
         told: list[str] = []
         for step in (1, 2):
@@ -786,6 +792,7 @@ def test_failed_step_can_be_saved_again(run_dir: str) -> None:
     state = toy.build()
     packs = Path(run_dir, "packs")
     with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run_dir, every=1)]) as cp:
+        cp.restore(default=0)
         packs.write_text("in the way")
         toy.train_step(state)
         with pytest.raises(ckpt.SaveError):
@@ -800,6 +807,7 @@ def test_failure_that_was_told_is_not_told_again(run_dir: str) -> None:
     state = toy.build()
     packs = Path(run_dir, "packs")
     with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run_dir, every=1)]) as cp:
+        cp.restore(default=0)
         packs.write_text("in the way")
         toy.train_step(state)
         with pytest.raises(ckpt.SaveError):
@@ -814,6 +822,7 @@ def test_failures_can_be_warnings(run_dir: str, caplog: pytest.LogCaptureFixture
     packs = Path(run_dir, "packs")
     with caplog.at_level(logging.WARNING, "ckpt"):
         with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run_dir, every=1)], on_error="warn") as cp:
+            cp.restore(default=0)
             packs.write_text("in the way")
             toy.train_step(state)
             cp.step(1)

@@ -627,14 +627,14 @@ def test_ctrl_c_while_it_is_made(run_dir: str, monkeypatch: pytest.MonkeyPatch) 
         toy.train_step(state)
         cp.step(1)
     for owner, method in (
-        (Session, "introduce"),
+        (Session, "_introduce"),
         (Session, "_show"),
         (Session, "_prepare"),
         (FaultHandler, "start"),
     ):
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(owner, method, interrupt)
-            ckpt.Checkpointer(state, run_dir)
+            ckpt.Checkpointer(state, run_dir).restore()
         began = time.monotonic()
         assert restored(run_dir) == (1, toy.reference(1)), method
         assert time.monotonic() - began < 20, method

@@ -319,9 +319,10 @@ class Saves:
             short = job.memory is not None and self._session.supervisor.memory.next.refused_any
             if alone and not short:  # the next step makes up for it; other ranks would not save that one
                 self._owed.update(tiers)
-            self._dropped = alone and bool(job.written_by_others)
+            left_out = job.memory is not None and job.memory.left_out
+            self._dropped = alone and (left_out or bool(job.written_by_others))
             self._stats.skipped += 1
-            if job.memory is None or not job.memory.left_out:
+            if not left_out:
                 log.warning("%s", error)
             elif not self._said_left_out:
                 self._said_left_out = True

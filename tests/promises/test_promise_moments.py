@@ -59,7 +59,8 @@ state = toy.build()
 cp = ckpt.Checkpointer(state, [ckpt.Memory(every=10, between=False), ckpt.Tier(sys.argv[1], every=1000)])
 for step in range(cp.restore(default=0), 25):
     toy.train_step(state)
-    cp.step(step + 1)
+    if (save := cp.step(step + 1)) is not None:
+        save.staged(60)
 state["model"](torch.randn(8, toy.WIDTH))
 sys.exit(0)
 """

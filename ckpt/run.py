@@ -12,7 +12,7 @@ from ckpt.checkpoint import read, retention, spelling
 from ckpt.checkpoint.retention import Keep, as_keep
 from ckpt.checkpoint.spelling import Which
 from ckpt.convert.export import Exported, export
-from ckpt.convert.forms import Wanted, form_of, plan_output
+from ckpt.convert.forms import Wanted, form_for, plan_output
 from ckpt.convert.output import local_path
 from ckpt.convert.partial import check_target
 from ckpt.convert.source_run import checkpoint_of
@@ -116,8 +116,7 @@ class Run:
         `only`: shell patterns of names; `dtype`: "bf16", "fp16", "fp32" or "fp64", for weights.
         """
         path = local_path(str(to))
-        chosen = form or form_of(path) or ("run" if world else "safetensors")
-        wanted = Wanted(path, chosen, world or 1, tuple(only), dtype)
+        wanted = Wanted(path, form_for(path, form, world), world or 1, tuple(only), dtype)
 
         async def do(log: RunLog) -> Exported:
             check_target(path)

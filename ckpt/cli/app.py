@@ -23,6 +23,8 @@ COMMANDS = (
     "rm", "show", "top", "trigger", "verify",
 )  # fmt: skip
 
+WHOLE = 1000  # characters of a sentence
+
 
 class Commands(click.Group):
     """Each is imported when it is asked for: `ls` should not wait for the others."""
@@ -37,12 +39,18 @@ class Commands(click.Group):
         command: click.Command = getattr(importlib.import_module(f"ckpt.cli.{called}"), called)
         return command
 
+    def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        """Each with its first sentence, all of it: in several lines where it is long."""
+        commands = ((name, self.get_command(context, name)) for name in COMMANDS)
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, one.get_short_help_str(WHOLE)) for name, one in commands if one is not None])
+
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(VERSION, prog_name="ckpt")
 def cli() -> None:
     """Look at runs of everystep. RUN is what a Checkpointer was given: a folder, or a URL such as s3://bucket/run1.
-    RUN@500 is its checkpoint of step 500, RUN@latest the newest."""
+    RUN@500 is its checkpoint of step 500, RUN@latest the newest, RUN@best the best that was scored."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -64,8 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at exit fails as well
         return 141
-    except OSError as error:  # of stdout: stores have errors of their own
-        say(f"cannot write: {error.strerror or error}")
+    except OSError as error:  # of a file by name, or of stdout: stores have errors of their own
+        say(f"{error.filename or 'cannot write'}: {error.strerror or error}")
     except CheckpointError as error:
         say(str(error))
         if error.advice:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -9,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckpt.cli.origins import as_option, only_option, open_either
-from ckpt.cli.terminal import act, example, look_options, print_json, print_table, progress, short
+from ckpt.cli.terminal import act, count_of, example, look_options, print_json, print_table, progress, short
 from ckpt.errors import UsageError
 
 if TYPE_CHECKING:  # what `ls` need not wait for is imported where it is used
     from ckpt.convert.source import Origin
 
 Found = dict[str, Any]
+WORST = 10  # differences that a person gets to see unasked
 
 
 @click.command(
@@ -28,21 +30,25 @@ Found = dict[str, Any]
 @click.argument("b")
 @only_option
 @as_option
+@click.option("--all", "every", is_flag=True, help=f"All differences, not only the {WORST} largest.")
 @look_options
-def diff(a: str, b: str, only: tuple[str, ...], at: tuple[str, ...], as_json: bool) -> int:
+def diff(a: str, b: str, only: tuple[str, ...], at: tuple[str, ...], every: bool, as_json: bool) -> int:
     """Compare two checkpoints, each given as RUN or RUN@STEP, or files as `ckpt import` takes them.
 
     For each tensor that differs: how many elements do, the largest absolute difference, the largest one relative to
     the larger of the two, and the cosine of the angle between both, also across dtypes. Exit code 1 if anything
-    differs. Only tensors whose digests differ are read, in pieces.
+    differs. Only tensors whose digests differ are read, in pieces. A summary comes first, then the largest differences.
     """
     found = act(_diff(a, b, only, at))
     if as_json:
         print_json(found)
     else:
-        if not found["equal"]:
-            print_table(("difference", "name", "A", "B", "relative", "cosine"), list(diff_rows(found)))
-        print("equal" if found["equal"] else "different")
+        print(summary(found))
+        rows = list(diff_rows(found))
+        if rows:
+            print_table(("difference", "name", "A", "B", "relative", "cosine"), rows if every else rows[:WORST])
+        if len(rows) > WORST and not every:
+            print(f"and {len(rows) - WORST} more: --all shows them")
     return 0 if found["equal"] else 1
 
 
@@ -103,14 +109,34 @@ def sides_of(origin: Origin, only: Sequence[str]) -> tuple[dict[str, Any], dict[
     return tensors, entries
 
 
+def summary(found: Found) -> str:
+    """Whether they are equal, and if not, how many of which kind differ."""
+    counts = {
+        "only in A": len(found["only_in_a"]),
+        "only in B": len(found["only_in_b"]),
+        "of another shape or dtype": len(found["changed"]),
+        "with other bytes": len(found["tensors"]),
+    }
+    parts = [f"{count_of(count, 'tensor')} {what}" for what, count in counts.items() if count]
+    if found["values"]:
+        parts.append(f"{count_of(len(found['values']), 'plain value')} not alike")
+    return "equal" if found["equal"] else f"different: {', '.join(parts)}"
+
+
+def worst_first(row: dict[str, Any]) -> float:
+    """Those whose difference is no number come first of all."""
+    most = row["max_abs_difference"]
+    return -float(most) if isinstance(most, (int, float)) else -math.inf
+
+
 def diff_rows(found: Found) -> Iterator[tuple[object, ...]]:
     """What a person reads: difference, name, A, B, and how much."""
     yield from (("only in A", name, "", "", "", "") for name in found["only_in_a"])
     yield from (("only in B", name, "", "", "", "") for name in found["only_in_b"])
     for row in found["changed"]:
         yield "changed", row["name"], *(f"{t['dtype']} {t['shape']}" + same_as(t) for t in (row["a"], row["b"])), "", ""
-    for row in found["tensors"]:
-        most = "" if row["max_abs_difference"] is None else f"by at most {row['max_abs_difference']}"
+    for row in sorted(found["tensors"], key=worst_first):
+        most = "" if row["max_abs_difference"] is None else f"by at most {brief(row['max_abs_difference'])}"
         more = ("" if row[key] is None else row[key] for key in ("max_rel_difference", "cosine"))
         yield "bytes", row["name"], f"{row['differing']} of {row['elements']} elements", most, *map(brief, more)
     for row in found["values"]:
@@ -119,7 +145,7 @@ def diff_rows(found: Found) -> Iterator[tuple[object, ...]]:
 
 
 def brief(number: object) -> str:
-    return f"{number:.6g}" if isinstance(number, float) else str(number)
+    return f"{number:.4g}" if isinstance(number, float) else str(number)
 
 
 def same_as(tensor: dict[str, Any]) -> str:

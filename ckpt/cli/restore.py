@@ -30,7 +30,7 @@ from ckpt.cli.terminal import (
     progress,
     safe,
 )
-from ckpt.convert.forms import FORMS, Wanted, form_of, plan_output
+from ckpt.convert.forms import FORMS, Wanted, form_for, form_of, plan_output
 from ckpt.convert.output import local_path
 
 if TYPE_CHECKING:  # what `ls` need not wait for is imported where it is used
@@ -113,7 +113,7 @@ def restore(
     safetensors leave out what is not a weight.
     """
     path = local_path(target)
-    chosen = kind or form_of(path) or ("run" if world else "safetensors")
+    chosen = form_for(path, kind, world)
     if world and not FORMS[chosen].divided:
         raise click.UsageError(f"--world-size is for runs, and {target} is to be {chosen}: add --format run")
     if shard_size and (chosen != "safetensors" or form_of(path)):

@@ -10,9 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ckpt.errors import UsageError
+
 if TYPE_CHECKING:  # which one is needed is known when it is asked for
     from ckpt.convert.output import Output
     from ckpt.convert.source import Origin, RankView
+
+
+OTHERS = (".gguf", ".ggml", ".onnx", ".h5", ".npz", ".npy", ".msgpack", ".tflite", ".pkl", ".zip", ".tar")  # files
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,18 @@ class Form:
 def form_of(path: Path) -> str:
     """By what a file is called; "" for a folder."""
     return next((name for name, form in FORMS.items() if path.suffix in form.suffixes), "")
+
+
+def form_for(path: Path, given: str | None, world: int | None) -> str:
+    """The form that was asked for, or that a name means: a folder of safetensors, if it is of none. UsageError for a
+    file of a form that cannot be written."""
+    if path.suffix.lower() in OTHERS and given is None:
+        suffixes = ", ".join(f"{name} ({', '.join(form.suffixes)})" for name, form in FORMS.items() if form.suffixes)
+        raise UsageError(
+            f"{path.name}: {path.suffix} is no form that can be written. Files can be {suffixes}, folders safetensors, "
+            "dcp or run: other programs make theirs of safetensors"
+        )
+    return given or form_of(path) or ("run" if world else "safetensors")
 
 
 def plan_output(origin: Origin, wanted: Wanted) -> Planned:

@@ -342,8 +342,21 @@ def test_diff_of_two_steps(made: Path, call: Any) -> None:
     values = {v["path"]: (v["a"], v["b"], v["only_in"]) for v in found.json["values"]}
     assert values["sched.last_epoch"] == (4, 6, None) and values["meta.losses.5"][2] == "b"
     assert "odd.nan" not in values and "meta.losses.0" not in values
-    text = call("diff", f"{made}@4", f"{made}@6").out
-    assert re.search(r"^value +sched\.last_epoch +4 +6$", text, re.MULTILINE) and text.endswith("different\n")
+    text = call("diff", f"{made}@4", f"{made}@6", "--all").out
+    assert re.search(r"^value +sched\.last_epoch +4 +6$", text, re.MULTILINE)
+
+
+def test_diff_begins_with_what_it_comes_to(tmp_path: Path, call: Any) -> None:
+    """One line, and the ten largest differences in four digits; the others where they are asked for."""
+    for name, by in (("one", 0.0), ("two", 1 / 3)):
+        state = {f"t{i:02}": torch.full((4,), 1.0 + by * i) for i in range(15)} | {"v": {"n": by}}
+        save(tmp_path / name, state, range(1, 2), every=1)
+    text = call("diff", tmp_path / "one", tmp_path / "two").out
+    assert text.splitlines()[0] == "different: 14 tensors with other bytes, 1 plain value not alike"
+    assert re.findall(r"^bytes +(t\d\d)", text, re.MULTILINE) == [f"t{i:02}" for i in range(14, 4, -1)]
+    assert "by at most 4.667 " in text and "and 5 more: --all shows them" in text
+    everything = call("diff", tmp_path / "one", tmp_path / "two", "--all").out
+    assert "t01" in everything and re.search(r"^value +v\.n ", everything, re.MULTILINE)
 
 
 def test_diff_of_other_layouts_and_dtypes(tmp_path: Path, call: Any) -> None:
@@ -391,6 +404,13 @@ def test_help_has_an_example(command: str, call: Any) -> None:
     found = call(command, "--help")
     assert found.code == 0 and f"ckpt {command} " in found.out.partition("Example:")[2]
     assert f"\n  {command} " in call("--help").out and ckpt.__version__ in call("--version").out
+
+
+def test_help_cuts_nothing_off(call: Any) -> None:
+    """Each command with a whole sentence, in 80 columns."""
+    told = call("--help").out
+    assert "..." not in told.partition("Commands:")[2] and max(map(len, told.splitlines())) <= 80
+    assert "Compare two checkpoints, each given as RUN or RUN@STEP" in " ".join(told.split())
 
 
 @pytest.mark.parametrize("command", COMMANDS)

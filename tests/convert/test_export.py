@@ -524,6 +524,17 @@ def test_wrong_words_are_refused(made: Path, tmp_path: Path, call: Any) -> None:
     assert left_in(tmp_path) == []
 
 
+def test_a_form_that_cannot_be_written_is_refused(made: Path, tmp_path: Path, call: Any) -> None:
+    """With those that can; a name that only looks like one is a folder, and --format has the last word."""
+    refused = call("restore", made, "--to", tmp_path / "x.gguf")
+    assert refused.code == 2 and "safetensors (.safetensors)" in refused.err and ".pt" in refused.err
+    with pytest.raises(ckpt.UsageError, match="gguf"):
+        ckpt.Run(made).export(tmp_path / "x.gguf")
+    assert not (tmp_path / "x.gguf").exists()
+    assert call("restore", made, "--to", tmp_path / "exp1.5").code == 0 and (tmp_path / "exp1.5").is_dir()
+    assert call("restore", made, "--to", tmp_path / "x.zip", "--format", "torch").code == 0
+
+
 def test_dtypes_that_safetensors_cannot_hold(tmp_path: Path, call: Any) -> None:
     """complex128 is refused by the name of its tensor for safetensors, and goes into a run."""
     model = nn.ParameterDict({"z": nn.Parameter(torch.randn(3, dtype=torch.complex128))})

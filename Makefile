@@ -6,7 +6,7 @@ JOBS ?= 2
 PART ?= quick
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-long test-gpu test-s3 bench first-contact bench-gpu bench-ranks bench-faults bench-storage bench-codecs bench-offline bench-scale bench-chaos bench-ledger bench-callbacks bench-waits lint docs wheel format clean
+.PHONY: demo test test-long test-gpu test-s3 bench first-contact bench-gpu bench-ranks bench-faults bench-storage bench-codecs bench-offline bench-scale bench-chaos bench-ledger bench-callbacks bench-deepspeed bench-waits lint docs wheel format clean
 
 $(READY): pyproject.toml constraints.txt hatch_build.py $(wildcard ckpt/format/*.c)
 	$(PYTHON) -m venv $(VENV)
@@ -64,6 +64,9 @@ bench-redo: $(READY)
 bench-callbacks: $(READY)
 	$(BIN)/python benchmarks/callbacks.py $(ARGS)
 	$(BIN)/python benchmarks/callbacks_hf.py $(ARGS)
+
+bench-deepspeed: $(READY)
+	$(BIN)/python benchmarks/deepspeed_saves.py $(ARGS)
 
 bench-waits: $(READY)
 	$(BIN)/python benchmarks/waits.py $(ARGS)

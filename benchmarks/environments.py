@@ -37,13 +37,18 @@ def python_for(name: str) -> Path:
     peer = peer_class(name)
     if not peer.requires:
         return Path(sys.executable)
-    folder = ENVIRONMENTS / (peer.__name__.lower() if peer.alone else "shared")
+    return environment(peer.__name__.lower() if peer.alone else "shared", peer.requires, name)
+
+
+def environment(folder: str, requires: tuple[str, ...], what: str) -> Path:
+    """The interpreter of an environment of this name that has all that is required. NotInstalled, of `what`."""
+    place = ENVIRONMENTS / folder
     try:
-        _make(folder)
-        _install(folder, peer.requires)
+        _make(place)
+        _install(place, requires)
     except subprocess.CalledProcessError as error:
-        raise NotInstalled(f"{name} is not installed: {_said(error)}") from error
-    return _python(folder)
+        raise NotInstalled(f"{what} is not installed: {_said(error)}") from error
+    return _python(place)
 
 
 def _make(folder: Path) -> None:

@@ -68,12 +68,13 @@ _HOMES = {
     "WriterError": "errors",
 }
 
-_PARTS = ("dcp", "events", "lightning", "transformers")  # modules of their own; some need an extra
+_PARTS = ("dcp", "deepspeed", "events", "lightning", "transformers")  # modules of their own; some need an extra
 
 __all__ = sorted(_HOMES)  # not those: `import *` should not need an extra
 
 if TYPE_CHECKING:
     from ckpt import dcp as dcp
+    from ckpt import deepspeed as deepspeed
     from ckpt import events as events
     from ckpt import lightning as lightning
     from ckpt import transformers as transformers

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from operator import is_
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -48,12 +47,17 @@ class Shard:
     replicas: tuple[int, ...] | None = None
 
 
+Pieces = Mapping[str, Shard | Sequence[Shard] | Tensor]
+
+
 class Shards:
     """Named tensors of which every rank holds some pieces: an entry of the state, `{"masters": ckpt.Shards(pieces)}`.
 
     pieces: by the name of a tensor what this rank has of it: one `Shard` or several, or an empty list for nothing. Or a
-        function that returns this; it is called at every step, so memory may move. All ranks name the same tensors,
-        and their pieces together cover each exactly once, replicas counted as one: else the save fails.
+        function that returns this; it is called at every step, so memory may move (a dict that it returns again is
+        taken to be unchanged). All ranks name the same tensors, and their pieces together cover each exactly once,
+        replicas counted as one: else the save fails. A plain tensor is this rank's own, as elsewhere in the state. Two
+        names of one `Shard` object are one tensor.
     optimizer: whose `step()` alone changes them: their copy may then go beside the next forward and backward. None:
         they are copied before `cp.step()` returns.
     restored: called without arguments when all tensors of the state have been filled, to derive what follows from them.
@@ -64,7 +68,7 @@ class Shards:
 
     def __init__(
         self,
-        pieces: Mapping[str, Shard | Sequence[Shard]] | Callable[[], Mapping[str, Shard | Sequence[Shard]]],
+        pieces: Pieces | Callable[[], Pieces],
         *,
         optimizer: torch.optim.Optimizer | None = None,
         restored: Callable[[], object] | None = None,
@@ -74,7 +78,7 @@ class Shards:
         self.optimizer, self.restored = optimizer, restored
         self.ranks = None if ranks is None else tuple(sorted(ranks))
 
-    def pieces(self) -> Mapping[str, Shard | Sequence[Shard]]:
+    def pieces(self) -> Pieces:
         """As they are now."""
         return self._pieces() if callable(self._pieces) else self._pieces
 
@@ -87,55 +91,69 @@ class ShardsNode:
     def __init__(self, path: Path, target: Shards) -> None:
         self.path, self.target = path, target
         self.unguarded = False  # the optimizer's steps run no hooks
-        self._names, self._shards = list[str](), list[Shard]()
+        self._said: Pieces | None = None
         self._forms: list[object] = []
         self._memories = Memories()
         self._contents: Contents | None = None
-        self._here: dict[str, StateEntry] = {}  # of which this rank has said something
+        self._here: dict[str, StateEntry] = {}  # by its name in the state: of which this rank has something
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
         return self.target.optimizer
 
     def read(self, names: Names) -> Contents:
-        said = self._said()
-        listed = [name for name, shards in said.items() for _ in shards or (None,)]
-        shards = [one for each in said.values() for one in each]
-        same = listed == self._names and len(shards) == len(self._shards) and all(map(is_, shards, self._shards))
-        if self._contents is None or not same or self._memories.changed():
-            for name, each in said.items():
-                _check_memory(each, (*self.path, name))
-            forms = [_form(one) for one in shards]
-            if self._contents is None or listed != self._names or forms != self._forms:
+        said = self.target.pieces()
+        if self._contents is None or said is not self._said or self._memories.changed():
+            pieces = self._checked(said)
+            owners: dict[tuple[int, ...], str] = {}  # of which a name is another one
+            forms: list[object] = [
+                (name, owners.setdefault(tuple(map(id, own)), name), [_form(one) for one in own])
+                for name, own in pieces.items()
+            ]
+            if self._contents is None or forms != self._forms:
                 self._contents = None  # should it fail half-way
-                self._contents = self._divide(said)
-            self._names, self._forms, self._shards = listed, forms, shards
-            self._memories = Memories([one.tensor for one in shards])
+                self._contents = self._divide(pieces)
+            self._said, self._forms = said, forms
+            self._memories = Memories([_memory(one) for own in pieces.values() for one in own])
         return self._contents
 
-    def _divide(self, said: Mapping[str, Sequence[Shard]]) -> Contents:
-        nothing = [name for name, shards in said.items() if not shards]
-        self._here = {name: self._entry(name, shards) for name, shards in said.items() if shards}
-        listed = [StateEntry(self._name(name), _NOTHING, alike=Division((0,), ())) for name in nothing]
+    def _divide(self, pieces: Mapping[str, Sequence[Shard | Tensor]]) -> Contents:
+        known: dict[tuple[int, ...], StateEntry] = {}
+        self._here = {}
+        for name, own in pieces.items():
+            if own:
+                same = known.setdefault(tuple(map(id, own)), self._entry(name, own))
+                self._here[self._name(name)] = replace(same, name=self._name(name))
+        nothing = [self._name(name) for name, own in pieces.items() if not own]
+        listed = [StateEntry(name, _NOTHING, alike=Division((0,), ())) for name in nothing]
         return Contents([*self._here.values(), *listed])
 
     def _name(self, name: str) -> str:
         return show((*self.path, name))
 
-    def _said(self) -> dict[str, Sequence[Shard]]:
-        found: dict[str, Sequence[Shard]] = {}
-        said = self.target.pieces()
+    def _checked(self, said: Pieces) -> dict[str, Sequence[Shard | Tensor]]:
+        """What this rank has of each, as a list. StateError if it is none, or of memory that cannot be saved."""
+        found: dict[str, Sequence[Shard | Tensor]] = {}
         if not isinstance(said, Mapping):
             raise StateError(f"{show(self.path)}: the pieces of a Shards are a dict by name, not {type(said)}")
         for name, each in said.items():
-            own = [each] if isinstance(each, Shard) else each
-            if type(name) is not str or not isinstance(own, Sequence) or not all(isinstance(s, Shard) for s in own):
+            own = [each] if isinstance(each, Shard | Tensor) else each
+            odd = not isinstance(own, Sequence) or not all(isinstance(s, Shard) for s in own if s is not each)
+            if type(name) is not str or odd:
                 raise StateError(f"{show(self.path)}: {name!r} must be a str, with a ckpt.Shard or a list of them")
+            for one in own:
+                if is_dtensor(memory := _memory(one)):
+                    raise StateError(f"{self._name(name)}: a DTensor says itself where it lies: put it into the state")
+                check(memory, (*self.path, name))
             found[name] = own
         return found
 
-    def _entry(self, name: str, shards: Sequence[Shard]) -> StateEntry:
-        path, first = (*self.path, name), shards[0]
+    def _entry(self, name: str, own: Sequence[Shard | Tensor]) -> StateEntry:
+        path = (*self.path, name)
+        if isinstance(own[0], Tensor):
+            return StateEntry(show(path), own[0])
+        shards = [one for one in own if isinstance(one, Shard)]
+        first = shards[0]
         for one in shards:
             if one.tensor.dtype != first.tensor.dtype or tuple(one.shape) != tuple(first.shape):
                 raise StateError(
@@ -151,18 +169,20 @@ class ShardsNode:
         return StateEntry(show(path), first.tensor.detach(), self.optimizer is not None, division)
 
     def prepare(self, saved: SavedNode, placement: Placement) -> None:
-        self.read(Names())
-        start = len(self._name(""))
-        nothing = self._names_without_pieces()
-        names = [name for name in saved.names if name[start:] not in nothing or placement.alone]
-        here = {entry.name: entry for entry in self._here.values()}
-        for name in placement.compare(self.path, names, here):
-            placement.fill(name, here[name])
+        contents = self.read(Names())
+        nothing = set(contents.names) - self._here.keys()
+        names = [name for name in saved.names if name not in nothing or placement.alone]
+        found = placement.compare(self.path, names, self._here)
+        keys = {name: placement.key(name) for name in found}
+        owners: dict[int, str] = {}
+        for name in found:
+            division = self._here[name].alike
+            if (owner := owners.setdefault(id(division), name)) == name or division is None:
+                placement.fill(name, self._here[name])
+            elif keys[name] != keys[owner]:
+                placement.problem(f"{owner} and {name} are one tensor here, and were not when they were saved")
         if self.target.restored is not None:
             placement.finish(self.path, self.target.restored)
-
-    def _names_without_pieces(self) -> set[str]:
-        return set(self._names) - self._here.keys()
 
     def prepare_as_saved(self, saved: SavedNode, placement: Placement) -> bool:
         return False  # one name may have several pieces
@@ -171,18 +191,16 @@ class ShardsNode:
 _NOTHING = torch.empty(0)
 
 
-def _form(one: Shard) -> object:
+def _memory(one: Shard | Tensor) -> Tensor:
+    return one.tensor if isinstance(one, Shard) else one
+
+
+def _form(one: Shard | Tensor) -> object:
     """Equal for the same claim on the same memory."""
-    tensor = one.tensor
+    tensor = _memory(one)
     memory = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
-    return memory, one.shape, one.offsets, one.within, one.start, one.replicas
-
-
-def _check_memory(shards: Sequence[Shard], path: Path) -> None:
-    for one in shards:
-        if is_dtensor(one.tensor):
-            raise StateError(f"{show(path)}: a DTensor says itself where it lies: put it into the state as it is")
-        check(one.tensor, path)
+    place = (one.shape, one.offsets, one.within, one.start, one.replicas) if isinstance(one, Shard) else None
+    return memory, place
 
 
 def _boxes(one: Shard, path: Path) -> Iterator[tuple[Tensor, Dims]]:

@@ -199,7 +199,8 @@ def _shared(entries: Sequence[StateEntry]) -> tuple[dict[Memory | int, str], dic
         if entry.name in seen or entry.name == "__metadata__" or not is_text(entry.name):
             raise StateError(f"{entry.name!r}: two entries of the state get this name, or it is reserved")
         seen.add(entry.name)
-        key = None if isinstance(entry.alike, Division) else _memory_of(entry.tensor)
+        divided = isinstance(entry.alike, Division)  # told from others by what it is called, not by its memory
+        key = id(entry.alike) if divided else _memory_of(entry.tensor)
         owner = entry.name if key is None else memory.setdefault(key, entry.name)
         if owner != entry.name:
             aliases[entry.name] = owner

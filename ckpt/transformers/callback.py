@@ -134,6 +134,8 @@ class CheckpointCallback(TrainerCallback):
             raise
 
     def _state(self, trainer: Trainer, progress: trainer_internals.TrainerProgress) -> dict[str, Any]:
+        if trainer.is_deepspeed_enabled:
+            return self._deepspeed_state(trainer, progress)
         whole = trainer.model_wrapped
         model = unwrap(whole)[0]
         parameters = dict(model.named_parameters())
@@ -159,6 +161,20 @@ class CheckpointCallback(TrainerCallback):
         if trainer.accelerator.scaler is not None:
             state["scaler"] = trainer.accelerator.scaler
         return state
+
+    def _deepspeed_state(self, trainer: Trainer, progress: trainer_internals.TrainerProgress) -> dict[str, Any]:
+        """Weights and optimizer are in the engine, and so is the schedule."""
+        from ckpt.deepspeed.attach import entries
+
+        if self._only_trained:
+            raise UsageError("only_trained is not there under DeepSpeed: leave it out, and frozen parameters are saved")
+        engine: Any = trainer.model_wrapped
+        first, model = trainer.is_world_process_zero(), engine.module
+        about = pretrained(model, trainer.processing_class) if first else Pretrained({})
+        self.full_bytes = self.stored_bytes = sum(
+            getattr(p, "ds_numel", p.numel()) * p.element_size() for p in model.parameters()
+        ) + nbytes(dict(model.named_buffers()))
+        return {**entries(engine)[1], "rng": RNG(), "trainer": progress, "pretrained": about}
 
     def _resume(
         self,

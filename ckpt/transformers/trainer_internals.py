@@ -62,8 +62,6 @@ def check(trainer: Trainer) -> None:
     missing = [name for name in PRIVATE if not hasattr(trainer, name)]
     if missing:
         raise UsageError(f"the Trainer of this version of transformers has no {', '.join(missing)}: use 5.23")
-    if trainer.is_deepspeed_enabled:
-        raise UsageError("DeepSpeed keeps weights and optimizer for itself: use FSDP2, or its own checkpoints")
     if trainer.state.is_hyper_param_search:
         raise UsageError("the trials of a hyperparameter search would go on from each other: leave the callback out")
 

@@ -50,7 +50,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     ),
     "replicas without this rank": (ckpt.Shard(FULL, (20,), replicas=(1,)), "replicas=[1] must be ranks of [0, 1]"),
     "replicas beyond the ranks": (ckpt.Shard(FULL, (20,), replicas=(0, 2)), "replicas=[0, 2] must be ranks of"),
-    "no shard": (FULL, "must be a str, with a ckpt.Shard or a list of them"),
+    "no shard": ([FULL], "must be a str, with a ckpt.Shard or a list of them"),
     "sparse": (ckpt.Shard(FULL.to_sparse(), (20,)), "s.w: this tensor is torch.sparse_coo"),
 }
 
@@ -95,6 +95,48 @@ def test_a_copy_waits_for_the_optimizer_that_is_named() -> None:
     both = Capture({"s": ckpt.Shards({"w": ckpt.Shard(param, (20,))}, optimizer=optim), "optim": optim})
     assert both.optimizers == [optim]
     both.read()
+
+
+def test_new_shards_of_the_same_memory_are_no_news() -> None:
+    """A function may make them anew at every step; a dict that it returns again is not even looked through."""
+    flat = torch.arange(20.0)
+    anew = Capture({"s": ckpt.Shards(lambda: {"w": ckpt.Shard(flat[2:9], (20,), start=2), "v": []})}, Seat(0, 2))
+    assert anew.read().layout is anew.read().layout
+    held = {"w": ckpt.Shard(flat[2:9], (20,), start=2)}
+    again = Capture({"s": ckpt.Shards(lambda: held)}, Seat(0, 2))
+    assert again.read().layout is again.read().layout
+
+
+def test_two_names_of_one_shard_are_one_tensor(run_dir: str) -> None:
+    """Stored once; tied and untied states are told apart."""
+    flat = torch.arange(20.0)
+    one = ckpt.Shard(flat, (4, 5), start=0)
+    with ckpt.Checkpointer({"s": ckpt.Shards({"w": one, "tied": one})}, run_dir) as cp:
+        cp.save(1).committed()
+        flat.zero_()
+        assert cp.restore() == 1 and flat.tolist() == [*range(20)]
+    assert stored(Path(run_dir)) == 80
+    assert torch.equal(ckpt.load(run_dir)["s.tied"], flat.view(4, 5))
+    with ckpt.Checkpointer({"s": ckpt.Shards({"w": ckpt.Shard(flat, (4, 5), start=0)})}, run_dir + "2") as cp:
+        cp.save(1).committed()
+    with ckpt.Checkpointer({"s": ckpt.Shards({"w": one, "tied": one})}, run_dir + "2") as cp:
+        with pytest.raises(MismatchError, match=r"s\.tied is not in the checkpoint"):
+            cp.restore()
+    apart = {"w": ckpt.Shard(flat, (4, 5), start=0), "tied": ckpt.Shard(flat + 1, (4, 5), start=0)}
+    with ckpt.Checkpointer({"s": ckpt.Shards(apart)}, run_dir + "3") as cp:
+        cp.save(1).committed()
+    with ckpt.Checkpointer({"s": ckpt.Shards({"w": one, "tied": one})}, run_dir + "3") as cp:
+        with pytest.raises(MismatchError, match=r"s\.w and s\.tied are one tensor here"):
+            cp.restore()
+
+
+def test_a_plain_tensor_is_the_ranks_own() -> None:
+    """Beside shards, and copied early, as anything else may write to it."""
+    pieces = {"w": ckpt.Shard(FULL[:10], (20,), start=0), "count": torch.ones(3)}
+    optim = torch.optim.SGD([nn.Parameter(torch.zeros(1))], 0.1)
+    reading = Capture({"s": ckpt.Shards(pieces, optimizer=optim)}, Seat(0, 2)).read()
+    assert {t.name: t.instance for t in reading.layout.tensors} == {"s.w": -1, "s.count": 0}
+    assert reading.guarded == [True, False]
 
 
 def test_shards_and_a_module_of_the_same_names_restore_each_other(run_dir: str) -> None:

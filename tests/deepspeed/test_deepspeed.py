@@ -1,0 +1,238 @@
+"""`ckpt.deepspeed` under the real DeepSpeed, on CPU ranks: killed and gone on, other stages, other numbers of ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import ckpt
+from commands import spawn
+from parallel import free_port
+from processes import PYTHONPATH, REPO
+
+sys.path.insert(0, str(REPO / "benchmarks"))
+
+from environments import NotInstalled, environment
+
+MAIN = "import deepspeed_toy; deepspeed_toy.main()"
+KILLED, STEPS = 4, 7  # as in deepspeed_toy
+CASES = (
+    "0-fp32",
+    "0-bf16",
+    "0-fp16",
+    "1-bf16",
+    "1-bf16-fp32-sums",
+    "2-fp16-twice",
+    "2-bf16-offload",
+    "2-fp32",
+    "3-bf16",
+    "3-fp16",
+    "3-fp32-offload",
+)
+OTHERS = {  # what each is taken over by
+    "0-fp32": "3-fp32-offload",
+    "0-bf16": "2-bf16-offload",
+    "1-bf16": "3-bf16",
+    "1-bf16-fp32-sums": "0-bf16",
+    "2-fp32": "0-fp32",
+    "2-fp16-twice": "3-fp16",
+    "3-bf16": "1-bf16",
+    "3-fp16": "0-fp16",
+    "3-fp32-offload": "2-fp32",
+}
+
+
+@pytest.fixture(scope="module")
+def python() -> Path:
+    """An interpreter that has DeepSpeed beside our packages: transformers and Lightning are not the same with it."""
+    try:
+        return environment("deepspeed", ("deepspeed",), "DeepSpeed")
+    except NotInstalled as error:
+        pytest.skip(str(error))
+
+
+def launch(python: Path, world: int, *words: object, main: str = MAIN) -> tuple[list[int], list[dict[str, Any]]]:
+    """The exit codes of the ranks, and what the first one printed."""
+    base = {
+        **os.environ,
+        "PYTHONPATH": PYTHONPATH,
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "OMP_WAIT_POLICY": "passive",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+    }
+    ranks = [
+        subprocess.Popen(
+            [str(python), "-c", main, *map(str, words)],
+            env={**base, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    try:
+        said = [rank.communicate(timeout=280)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    codes = [rank.returncode for rank in ranks]
+    assert set(codes) <= {0, -signal.SIGKILL}, said[0][-6000:]
+    return codes, [json.loads(line) for line in said[0].splitlines() if line.startswith('{"')]
+
+
+@pytest.fixture(scope="module")
+def folder(python: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("deepspeed")
+
+
+@pytest.fixture(scope="module")
+def untouched(python: Path, folder: Path) -> list[dict[str, Any]]:
+    """What two ranks said in runs without everystep; after them all cases were killed in the middle of step 5."""
+    codes, said = launch(python, 2, "kill", folder, *CASES)
+    assert codes == [-signal.SIGKILL] * 2
+    assert [one["case"] for one in said if "killed" in one] == list(CASES)
+    return [one for one in said if "step" in one]
+
+
+@pytest.fixture(scope="module")
+def resumed(python: Path, folder: Path, untouched: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return launch(python, 2, "go_on", folder, *CASES)[1]
+
+
+def of(said: list[dict[str, Any]], case: str) -> list[dict[str, Any]]:
+    return [one for one in said if one["case"] == case]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_killed_it_goes_on_as_if_nothing_had_been(case: str, untouched: Any, resumed: Any) -> None:
+    """From the last step before SIGKILL, out of memory: fp32 weights, moments, what the model computes with them,
+    counts, learning rate and loss scale are equal then, and losses and all of these at every step after it."""
+    first, *later = of(resumed, case)
+    alone = of(untouched, case)
+    assert first["restored"] == KILLED and first["tier"] == "memory"
+    for key in ("high", "low", "counts"):
+        assert first[key] == alone[KILLED - 1][key], key
+    assert later == alone[KILLED:]
+    assert len({one["high"] for one in alone}) > 3
+
+
+def test_loss_scales_moved_in_these_runs(untouched: Any) -> None:
+    """What was compared would tell nothing of them if no step had been skipped, and no scale had grown."""
+    for case in [case for case in CASES if "-fp16" in case]:
+        assert len({json.loads(one["counts"])[3] for one in of(untouched, case)}) > 1
+    assert any(json.loads(one["counts"])[1] for one in untouched)
+
+
+@pytest.fixture(scope="module")
+def by_three(python: Path, folder: Path, resumed: Any) -> list[dict[str, Any]]:
+    """Three ranks, in other ways."""
+    return launch(python, 3, "take_over", folder, *(f"{case}={other}" for case, other in OTHERS.items()))[1]
+
+
+@pytest.fixture(scope="module")
+def by_one(python: Path, folder: Path, by_three: Any) -> list[dict[str, Any]]:
+    """One rank after them, in the ways of the beginning."""
+    return launch(python, 1, "take_over", folder, *(f"{case}={case}" for case in OTHERS))[1]
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_other_ranks_and_stages_take_over(case: str, resumed: Any, by_three: Any, by_one: Any) -> None:
+    """Weights, moments and counts are those with which the last ones ended, as DeepSpeed itself gathers them, and so
+    is what the model computes with them where the precision is the same; and it trains on."""
+    ended = of(resumed, case)[-1]
+    for step, said in ((STEPS, by_three), (STEPS + 1, by_one)):
+        restored, later = of(said, case)
+        assert restored["restored"] == step and later["step"] == step + 1
+        assert restored["high"] == ended["high"]
+        skipped = json.loads(later["counts"])[1] > json.loads(restored["counts"])[1]  # for its loss scale
+        assert skipped == (later["high"] == restored["high"])
+        assert json.loads(restored["counts"])[:3] == json.loads(ended["counts"])[:3]
+        if case.split("-")[1] == ended.get("other", case).split("-")[1] == restored["other"].split("-")[1]:
+            assert restored["low"] == ended["low"]
+        ended = later
+
+
+READ_BY_THEIRS = [case for case in CASES if not case.startswith("0") and case != "1-bf16-fp32-sums"]  # not those
+
+
+@pytest.mark.parametrize("case", READ_BY_THEIRS)
+def test_what_is_restored_to_a_file_is_what_zero_to_fp32_makes(
+    case: str, python: Path, folder: Path, resumed: Any, tmp_path: Path
+) -> None:
+    """Of DeepSpeed's own checkpoint of the same step: the same names, shapes and numbers. A file of safetensors has
+    tied weights once; frozen ones are in it, which DeepSpeed leaves out of checkpoints of ZeRO-1."""
+    code = (
+        "import sys, torch; from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint as get;"
+        "torch.save({k: v.clone() for k, v in get(sys.argv[1]).items()}, sys.argv[2])"
+    )
+    theirs = tmp_path / "theirs.pt"
+    subprocess.run([python, "-c", code, f"{folder}/{case}-deepspeed", theirs], check=True, capture_output=True)
+    expected = torch.load(theirs, weights_only=True)
+    done = spawn("restore", f"{folder}/{case}@{STEPS}", "--to", tmp_path / "ours.safetensors")
+    assert done.returncode == 0, done.stderr
+    found = load_file(tmp_path / "ours.safetensors")
+    model = {name.removeprefix("model."): one for name, one in found.items() if name.startswith("model.")}
+    assert model.keys() - {name for name in model if "frozen" in name} == expected.keys() - {
+        "again.weight",
+        *(name for name in expected if "frozen" in name),
+    }
+    assert {"frozen.weight", "frozen.bias"} <= model.keys()
+    for name, one in expected.items():
+        own = model["last.weight" if name == "again.weight" else name]
+        assert torch.equal(own.float(), one.float()), name
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_hugging_faces_trainer_in_its_deepspeed_mode(stage: int, python: Path, tmp_path: Path) -> None:
+    """By the callback alone: killed as step 6 of 8 begins, it goes on from memory at step 5
+    with the losses, gradient norms and learning rates of a run that nobody killed, dropout and all."""
+    main = "import deepspeed_hf_toy; deepspeed_hf_toy.main()"
+    untouched = launch(python, 2, tmp_path / "untouched", stage, -1, main=main)[1]
+    codes, killed = launch(python, 2, tmp_path / "run", stage, 5, main=main)
+    assert codes == [-signal.SIGKILL] * 2
+    resumed = launch(python, 2, tmp_path / "run", stage, -1, main=main)[1]
+    assert resumed[-1] == {"restored": [5, "memory"]} and untouched[-1] == {"restored": [None, None]}
+
+    def steps(said: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [one for one in said if "loss" in one]
+
+    assert len(steps(untouched)) == 8
+    assert steps(killed) == steps(untouched)[:5]
+    # The log of step 5 was written after the step was saved, or before: what follows is the same.
+    assert steps(resumed)[-3:] == steps(untouched)[5:]
+
+
+def test_what_it_does_not_know_is_refused(python: Path) -> None:
+    """Another version at import, with the range that is known; and where there is none, what to install."""
+    code = """
+import deepspeed, sys
+deepspeed.__version__ = sys.argv[1]
+try:
+    import ckpt.deepspeed
+except ImportError as error:
+    print(error)
+"""
+    for version in ("0.17.6", "0.20.0", "1.0.0"):
+        ended = subprocess.run(
+            [python, "-c", code, version],
+            env={**os.environ, "PYTHONPATH": PYTHONPATH, "DS_ACCELERATOR": "cpu"},
+            capture_output=True,
+            text=True,
+        )
+        assert f"knows DeepSpeed from 0.18 and below 0.20, and this is {version}" in ended.stdout, ended.stderr
+    with pytest.raises(ImportError, match=r"pip install 'everystep\[deepspeed\]'"):
+        ckpt.deepspeed  # noqa: B018

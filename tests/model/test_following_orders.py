@@ -184,11 +184,12 @@ async def play(seed: int, *, early: bool = False) -> tuple[Told, int]:
         trainer.advance(1)
         for _ in range(dice.randrange(20)):
             await asyncio.sleep(0.001 if dice.random() < 0.02 else 0)  # its threads get somewhere
-    await asyncio.wait_for(asyncio.gather(*tasks), 20)
+    ends = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 20)
     async with asyncio.timeout(20):
         while persister.parts.following or persister.parts.reads or tier.busy.locked():
             await asyncio.sleep(0.001)
-    return await problems(store, log.state.commits, trainer), followed
+    failed = [f"a write ended with {end!r}" for end in ends if isinstance(end, BaseException)]
+    return failed + await problems(store, log.state.commits, trainer), followed
 
 
 async def problems(store: SlowStore, commits: dict[Attempt, Commit], trainer: Trainer) -> Told:

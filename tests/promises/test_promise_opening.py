@@ -15,6 +15,7 @@ import pytest
 import ckpt
 import toy
 from ckpt.checkpoint import read
+from ckpt.goodput.ledger import Account
 from ckpt.runlog.log import Acquire
 from ckpt.trainer.supervise import opening
 from ckpt.trainer.supervise.writer_client import WriterClient
@@ -232,6 +233,12 @@ def test_what_was_read_ahead_is_never_taken_for_the_newest(
     assert epochs == sorted(set(epochs)), "each took over from the one before"
 
 
+def of_its_epoch(run_dir: str, pid: int) -> bool:
+    """Whether the ledger says that this process has restored, by which it owns the run."""
+    found = (Account.from_bytes(path.read_bytes()) for path in Path(run_dir, "ledger").glob("*.json"))
+    return any(account.pid == pid and account.restores for account in found)
+
+
 def test_a_run_that_somebody_else_trains_by_the_first_call_is_refused(
     run_dir: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -254,7 +261,7 @@ with ckpt.Checkpointer(state, {run_dir!r}) as cp:
     with subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True) as other:
         try:
             assert other.stdout is not None and other.stdout.readline() == "trains\n"
-            assert eventually((Path(run_dir) / "ledger").exists)
+            assert eventually(lambda: of_its_epoch(run_dir, other.pid))
             with pytest.raises(ckpt.InUseError, match=str(other.pid)):
                 cp.restore()
         finally:

@@ -24,6 +24,11 @@ from ckpt.convert.output import local_path
 @as_option
 @world_option
 @only_option
+@click.option(
+    "--skip-objects",
+    is_flag=True,
+    help="Leave out, and name, what only code could make again: an argparse.Namespace, an object of a class.",
+)
 @dtype_option
 @click.option("--max-memory", metavar="SIZE", type=ByteSize(), help="What this process may need at most, as 256MiB.")
 @dry_option
@@ -35,6 +40,7 @@ def import_(
     at: tuple[str, ...],
     world: int | None,
     only: tuple[str, ...],
+    skip_objects: bool,
     dtype: str | None,
     max_memory: int | None,
     dry_run: bool,
@@ -43,8 +49,10 @@ def import_(
     """Make a run of what another library has saved: a training goes on, or starts, from there with `restore()`.
 
     SRC: safetensors (a file, or a folder with or without an index), a torch.save file, or a folder of torch's
-    distributed checkpoints. Nothing in it is run: files that hold code are refused. What another library wrote has no
-    digests; from here on it has.
+    distributed checkpoints. Nothing in it is run: objects that only code could make again are named and refused, unless
+    --only means something else or --skip-objects leaves them out. What another library wrote has no digests; from here
+    on it has.
     """
     wanted = Wanted(local_path(run), "run", world or 1, only, dtype, step=step)
-    return shown(act(make(open_files(src, at), wanted, max_memory, dry_run), SO_FAR), as_json)
+    opening = open_files(src, at, only, skip_objects=skip_objects)
+    return shown(act(make(opening, wanted, max_memory, dry_run), SO_FAR), as_json)

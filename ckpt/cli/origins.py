@@ -94,10 +94,13 @@ def _redone(
 
 
 @contextlib.asynccontextmanager
-async def open_files(src: str, at: tuple[str, ...]) -> AsyncIterator[Origin]:
-    """Files of another library. FormatError if they are not of one that is known."""
+async def open_files(
+    src: str, at: tuple[str, ...], only: Sequence[str] = (), *, skip_objects: bool = False
+) -> AsyncIterator[Origin]:
+    """Files of another library. FormatError if they are not of one that is known, UsageError if what is wanted of them
+    has objects in it."""
     from ckpt.convert import parse_dcp, parse_safetensors, parse_torch
-    from ckpt.convert.source_files import FilesOrigin, stamps_of
+    from ckpt.convert.source_files import FilesOrigin, admit, stamps_of
 
     path = local_path(src)
     if not path.exists():
@@ -111,11 +114,22 @@ async def open_files(src: str, at: tuple[str, ...]) -> AsyncIterator[Origin]:
             "folder of torch.distributed.checkpoint (it has a file called .metadata)"
         )
     before = stamps_of(path)
-    origin = FilesOrigin(parser.parse(path, at), before)
+    foreign = parser.parse(path, at)
+    with parse_torch.told(path):
+        foreign = admit(foreign, only, skip=skip_objects)
+    origin = FilesOrigin(foreign, before)
     try:
         yield origin
     finally:
         await origin.aclose()
+
+
+@contextlib.asynccontextmanager
+async def _noted(src: str, at: tuple[str, ...]) -> AsyncIterator[Origin]:
+    async with open_files(src, at, skip_objects=True) as origin:
+        for note in origin.view().notes:
+            say(f"{src}: {note}")
+        yield origin
 
 
 def open_either(text: str, at: tuple[str, ...]) -> contextlib.AbstractAsyncContextManager[Origin]:
@@ -124,5 +138,5 @@ def open_either(text: str, at: tuple[str, ...]) -> contextlib.AbstractAsyncConte
         path = local_path(text)
         run = (path / "FORMAT.json").exists() or (path / "log").exists()
         if not run and (path.is_file() or (path.is_dir() and any(path.iterdir()))):
-            return open_files(text, at)
+            return _noted(text, at)
     return open_run(*spelling.split(text))

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
-from ckpt.convert.parse_entries import AnyTensor, Chunks, TensorRef, Values, at_place, from_description
+from ckpt.convert.parse_entries import OBJECT, AnyTensor, Chunks, TensorRef, Values, at_place, from_description
 from ckpt.convert.parse_safetensors import check_inside
 from ckpt.convert.parse_state import from_state
 from ckpt.convert.parse_torch import load, opened, told
@@ -106,7 +106,7 @@ def parse(path: FilePath, at: Path = ("model",)) -> Foreign:
         paths = paths_of(list(metadata.state_dict_metadata), metadata.planner_data)
     items = _Items(folder, metadata, paths)
     values = items.read()
-    root = nested(values, paths)
+    root = nested(values, {name: paths[name] for name in values})
     with told(folder):
         if DESCRIPTION not in values:
             return from_state(WHAT, folder, root, at, items.plain)
@@ -237,6 +237,7 @@ class _Items:
             if isinstance(one, BytesStorageMetadata)
             else self._joined(name, one, found)
             for name, one in self._metadata.state_dict_metadata.items()
+            if not isinstance(one, BytesStorageMetadata) or MetadataIndex(name) in found
         }
 
     def _read_file(self, file: str, items: list[MetadataIndex]) -> dict[MetadataIndex, Any]:
@@ -252,7 +253,12 @@ class _Items:
                     if info.offset + info.length > size:
                         raise CorruptError("the file was cut off")
                     item = io.BufferedReader(_FileSection(stream.fileno(), info.offset, info.length))
-                    found[index] = self.plain.all_of(load(item, file, info.offset), self._paths[index.fqn])
+                    path = self._paths[index.fqn]
+                    value = self.plain.all_of(load(item, file, info.offset), path)
+                    if value is not OBJECT:
+                        found[index] = value
+                    elif type(path[-1]) is int:  # the others of a list keep their places
+                        found[index] = None
         return found
 
     def _joined(self, name: str, said: TensorStorageMetadata, found: Mapping[MetadataIndex, Any]) -> AnyTensor:

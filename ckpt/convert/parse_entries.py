@@ -113,6 +113,8 @@ class Parts:
 
 # -- as torch has read it --
 
+OBJECT = object()  # in the place of what is no tensor and no plain value
+
 
 @dataclass(frozen=True, slots=True)
 class Container:
@@ -127,12 +129,14 @@ class Container:
 
 @dataclass
 class Values:
-    """Turns what torch has read into plain values and TensorRef. UsageError names the path of what is neither.
+    """Turns what torch has read into plain values and TensorRef. UsageError names the path of a tensor that cannot be.
 
-    `changes`: what does not come back as what it was, and where.
+    `changes`: what does not come back as what it was, and where. `objects`: what is neither, by its path: it is not in
+    what comes back, or None if it was in a list.
     """
 
     changes: dict[str, list[Path]] = field(default_factory=dict)
+    objects: dict[Path, str] = field(default_factory=dict)
 
     def notes(self) -> tuple[str, ...]:
         return tuple(
@@ -144,6 +148,7 @@ class Values:
         self.changes.setdefault(text, []).append(path)
 
     def all_of(self, container: Container, path: Path = ()) -> Any:
+        """OBJECT if it is one itself."""
         return self._plain(container.root, path, container)
 
     def _plain(self, value: Any, path: Path, container: Container) -> Any:
@@ -153,11 +158,12 @@ class Values:
         if isinstance(value, torch.Tensor):
             return tensor_ref(value, path, container)
         if isinstance(value, (np.generic, np.ndarray)) and (value.dtype.hasobject or value.dtype.names):
-            raise refuse(path, "is a numpy value with objects or fields in it, which cannot be kept safely")
+            return self._object(path, "a numpy value with objects or fields in it")
         if value is None or kind in (bool, int, float, str, bytes) or isinstance(value, (np.generic, np.ndarray)):
             return value
         if kind in (list, tuple):
-            return kind(self._plain(part, (*path, i), container) for i, part in enumerate(value))
+            found = (self._plain(part, (*path, i), container) for i, part in enumerate(value))
+            return kind(None if one is OBJECT else one for one in found)
         if kind in (dict, OrderedDict, Counter):
             pairs = self._pairs(value, path, container)
             return (
@@ -169,13 +175,19 @@ class Values:
         if kind in (torch.device, torch.dtype):
             self.note(path, f"a torch.{kind.__name__} became its name")
             return str(value)
-        name = f"{kind.__module__}.{kind.__qualname__}"
-        raise refuse(path, f"is a {name}, which cannot be kept safely: save plain values instead")
+        if isinstance(value, type):
+            return self._object(path, f"the class {value.__module__}.{value.__qualname__}")
+        return self._object(path, f"an object of {kind.__module__}.{kind.__qualname__}")
+
+    def _object(self, path: Path, what: str) -> Any:
+        self.objects[path] = what
+        return OBJECT
 
     def _pairs(self, value: dict[Any, Any], path: Path, container: Container) -> list[tuple[Any, Any]]:
         if not all(type(key) in (str, int) for key in value):
             raise UsageError(f"{show(path)}: a key that is neither str nor int cannot be kept")
-        return [(key, self._plain(one, (*path, key), container)) for key, one in value.items()]
+        pairs = [(key, self._plain(one, (*path, key), container)) for key, one in value.items()]
+        return [(key, one) for key, one in pairs if one is not OBJECT]
 
 
 def tensor_ref(tensor: torch.Tensor, path: Path, container: Container) -> TensorRef:

@@ -51,7 +51,8 @@ class _Reading:
             self._entries[number] = self._optimizer(path, state)
         parts, notes, step = self._parts, self._values.notes(), _step(root)
         entries = tuple(self._entries)
-        return Foreign(self._what, self._folder, tuple(parts.pieces), parts.aliases, entries, notes, step, parts.held)
+        found = self._what, self._folder, tuple(parts.pieces), parts.aliases, entries, notes, step, parts.held
+        return Foreign(*found, self._values.objects)
 
     def _loose_module(self, root: Mapping[Any, Any]) -> Mapping[Any, Any]:
         """Some trainers put a model's tensors beside everything else: those go to `at`. The rest is returned."""

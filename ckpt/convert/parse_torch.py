@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ckpt.convert.parse_entries import Container, Values, at_place, from_description
+from ckpt.convert.parse_entries import OBJECT, Container, Values, at_place, from_description
 from ckpt.convert.parse_state import from_state
 from ckpt.convert.source import DESCRIPTION
 from ckpt.convert.source_files import Foreign
@@ -48,6 +48,22 @@ _ALSO: list[Any] = [
     *((made, f"numpy.{core}.multiarray.{name}") for core in ("core", "_core") for name, made in _NUMPY.items()),
     *((dict, f"{module}.AttributeDict") for module in _LIGHTNING),
 ]  # fmt: skip
+
+
+class _Object:
+    """In the place of an object that only code could make: takes whatever the file says of it, and keeps nothing."""
+
+    def __new__(cls, *args: Any) -> _Object:
+        return super().__new__(cls)
+
+    def __init__(self, *args: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+
+_KNOWN = ("torch._", "torch.distributed.")  # of what torch would say itself what it lacks
 _AGAIN = "load it where it can be trusted with torch.load(..., weights_only=True), and torch.save it again"
 
 
@@ -67,14 +83,18 @@ def sniff(path: FilePath) -> bool:
 def parse(path: FilePath, at: Path = ("model",)) -> Foreign:
     """What a file of torch.save holds. A bare state_dict goes to `at`.
 
-    CorruptError if it is damaged, FormatError if it names code or is not such a file, UsageError if something in it
-    cannot be kept; the message says where.
+    CorruptError if it is damaged, FormatError if it is nothing but code or is not such a file, UsageError if a tensor
+    in it cannot be kept; the message says where.
     """
     if path.suffix == ".distcp":
         raise UsageError(f"{path} is a part of a distributed checkpoint: give its folder, {path.parent}")
     what, values = "a torch.save file", Values()
     with opened(path) as file, told(path):
         root = values.all_of(load(file, path.name))
+        if root is OBJECT:
+            raise FormatError(
+                f"it holds nothing but {values.objects[()]}, which is code, and nothing of it was run: {_AGAIN}"
+            )
         if type(root) is dict and DESCRIPTION in root:
             rest = {key: value for key, value in root.items() if key != DESCRIPTION}
             return from_description(what, path.parent, root[DESCRIPTION], rest, lambda keys: at_place(root, keys))
@@ -85,15 +105,28 @@ def load(stream: IO[bytes], file: str, start: int = 0) -> Container:
     """What torch.save has written to a stream, which begins at byte `start` of a file. No byte of a tensor is read."""
     try:
         records = _records(stream)
-        stream.seek(0)
         with FakeTensorMode(), torch.serialization.safe_globals(_ALSO), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            root = torch.load(stream, map_location="cpu", weights_only=True)
+            stream.seek(0)
+            with torch.serialization.safe_globals(_stand_ins(stream)):
+                stream.seek(0)
+                root = torch.load(stream, map_location="cpu", weights_only=True)
     except (CorruptError, FormatError, UsageError):
         raise
     except Exception as error:  # whatever torch makes of bytes that it did not write
         raise _refused(error) from None
     return Container(root, file, start, records)
+
+
+def _stand_ins(stream: IO[bytes]) -> list[Any]:
+    """For each class or function that a file names and that is not allowed: a class of ours, called so. Nothing of what
+    is called so elsewhere is imported or run."""
+    made = list[Any]()
+    for full in torch.serialization.get_unsafe_globals_in_checkpoint(stream):
+        module, _, name = full.rpartition(".")
+        if not full.startswith(_KNOWN):
+            made.append((type(name, (_Object,), {"__module__": module, "__qualname__": name}), full))
+    return made
 
 
 def _records(stream: IO[bytes]) -> dict[int, int]:
@@ -130,7 +163,7 @@ def _refused(error: Exception) -> CorruptError | FormatError | UsageError:
         return UsageError(
             "it holds one rank's part of a DTensor: save .full_tensor(), or with torch.distributed.checkpoint"
         )
-    if named := re.search(r"(?:GLOBAL|function|got) (?:<\w+ ')?([\w.]*\w)", text):
+    if named := re.search(r"(?:GLOBAL|function|got) (?:<(?:\w+ ')?)?([\w.]*\w)", text):
         return FormatError(f"it names {named[1]}, which is code, and nothing of it was run: {_AGAIN}")
     if "quantized" in text:
         return UsageError("it holds a quantized tensor: save its parts")

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 
 from ckpt.convert.parse_dcp import MAX_OBJECT, nested, paths_of
-from ckpt.convert.parse_entries import TensorRef, Values
+from ckpt.convert.parse_entries import OBJECT, TensorRef, Values
 from ckpt.convert.parse_state import from_state
 from ckpt.convert.parse_torch import load, told
 from ckpt.convert.source import Origin, Want
-from ckpt.convert.source_files import FilesOrigin, Foreign
+from ckpt.convert.source_files import FilesOrigin, Foreign, admit
 from ckpt.convert.source_run import DCP, RunOrigin
 from ckpt.errors import CorruptError, FormatError, UsageError
 from ckpt.format.layout import TensorSpec
@@ -48,13 +48,17 @@ async def untangled(run: RunOrigin) -> DcpOrigin:
             try:
                 with told(Path(run.title), (name,)):
                     container = load(io.BytesIO(held[PICKLED + name]), PICKLED + name)
-                    found[name] = plain.all_of(container, paths[name])
+                    value = plain.all_of(container, paths[name])
+                if value is OBJECT:
+                    paths.pop(name)
+                else:
+                    found[name] = value
             except (FormatError, UsageError) as error:  # the weights beside it are not to be lost for it
                 plain.note(paths.pop(name), f"is left out: {error}")
         else:
             found[name] = TensorRef(spec.dtype, spec.shape, STORED + name, 0)
     with told(Path(run.title)):
-        foreign = from_state(run.title, Path(), nested(found, paths), ("model",), plain)
+        foreign = admit(from_state(run.title, Path(), nested(found, paths), ("model",), plain), skip=True)
     return DcpOrigin(run, foreign, held)
 
 

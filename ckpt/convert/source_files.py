@@ -13,22 +13,23 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field, replace
+from pathlib import Path as FilePath
 from typing import Any
 
 import numpy as np
 
-from ckpt.convert.source import Assembly, Bytes, Origin, OriginEntry, RankView, Want
+from ckpt.convert.source import Assembly, Bytes, Origin, OriginEntry, RankView, Want, matches
 from ckpt.errors import CorruptError, UsageError
 from ckpt.format.boxes import Box, Dims, TangledError, times_covered
 from ckpt.format.digest import file_digest
 from ckpt.format.layout import BITS, TensorSpec, check_components, check_tensors
 from ckpt.format.regular_file import open_regular
-from ckpt.format.values import Json, show
+from ckpt.format.values import Json, Path, show
 
 READ = 8 << 20  # bytes at once
 THREADS = 2
+SOME = 8  # objects that a message names
 CLOSE = 16 << 10  # bytes: elements that lie within so many are read at once
 CHANGED = "{} changed while it was read: let whoever writes it finish, and repeat this"
 
@@ -70,17 +71,38 @@ class Foreign:
 
     `entries` are in our terms: weights as kind "module", optimizers as kind "optimizer" and so on, so that a
     Checkpointer can restore from what is made of them. `notes`: what was left out or changed, and why. `held`: files
-    that are in memory, of bytes that lie in no file as they are, such as numpy arrays in a pickle.
+    that are in memory, of bytes that lie in no file as they are, such as numpy arrays in a pickle. `objects`: what is
+    in the files and not here, since only code could make it, by its path there; `admit` decides about them.
     """
 
     what: str
-    folder: Path
+    folder: FilePath
     pieces: tuple[FilePiece, ...]
     aliases: dict[str, str]
     entries: tuple[OriginEntry, ...]
     notes: tuple[str, ...] = ()
     step: int | None = None
     held: dict[str, bytes] = field(default_factory=dict)
+    objects: Mapping[Path, str] = field(default_factory=dict)
+
+
+def admit(foreign: Foreign, only: Sequence[str] = (), *, skip: bool = False) -> Foreign:
+    """With a note of each object that is left out. UsageError that names them, unless they are to be skipped or are
+    nothing that `only` means."""
+    wanted = {
+        path: what
+        for path, what in foreign.objects.items()
+        if not only or any(matches(show(path[:n]), only) for n in range(1, len(path) + 1))
+    }
+    told = [f"{show(path)} ({what})" for path, what in wanted.items()]
+    if told and not skip:
+        named = ", ".join(told[:SOME]) + (f" and {len(told) - SOME} more" if len(told) > SOME else "")
+        modules = [show(entry.path) for entry in foreign.entries if entry.kind == "module"]
+        raise UsageError(
+            f"what only code could make again cannot be kept safely, and nothing of it was run: {named}. Add "
+            f"--skip-objects to leave it out, or take a part without it, such as --only {(modules or ['model'])[0]}"
+        )
+    return replace(foreign, notes=(*foreign.notes, *(f"{one} is left out" for one in told)))
 
 
 class FilesOrigin:
@@ -224,7 +246,7 @@ def stamp_of(found: os.stat_result) -> Stamp:
     return found.st_size, found.st_mtime_ns, found.st_ino
 
 
-def stamps_of(path: Path) -> dict[str, Stamp]:
+def stamps_of(path: FilePath) -> dict[str, Stamp]:
     """Of a file, or of the small files of a folder that say what is in the others."""
     if not path.is_dir():
         return {path.name: stamp_of(path.stat())}
@@ -253,10 +275,10 @@ def refuse(path: tuple[str | int, ...], problem: str) -> UsageError:
 
 
 @contextmanager
-def _opened(folder: Path, name: str) -> Iterator[int]:
+def _opened(folder: FilePath, name: str) -> Iterator[int]:
     """Only files inside the folder: what a file says is not trusted. (A link that the user has put there may point
     anywhere: so do the caches of model hubs.)"""
-    if Path(name).is_absolute() or ".." in Path(name).parts or "\0" in name:
+    if FilePath(name).is_absolute() or ".." in FilePath(name).parts or "\0" in name:
         raise CorruptError(f"names a file outside its folder: {name!r}")
     try:
         fd = open_regular(folder / name)

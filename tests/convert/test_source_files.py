@@ -31,12 +31,12 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from ckpt.convert import parse_dcp, parse_safetensors, parse_torch
 from ckpt.convert.source import DESCRIPTION, OriginEntry, RankView, Want, describe
-from ckpt.convert.source_files import FilesOrigin, Foreign
+from ckpt.convert.source_files import FilesOrigin, Foreign, admit
 from ckpt.errors import CheckpointError, CorruptError, FormatError, UsageError
 from ckpt.format.layout import Layout
 from ckpt.format.saved_state import SavedState
 from ckpt.format.table import SavedShard, Table
-from ckpt.format.values import decode
+from ckpt.format.values import decode, show
 from ckpt.state import tensors
 from ckpt.state.capture import Capture
 from ckpt.state.filler import Filler
@@ -429,9 +429,9 @@ def refused_values() -> dict[str, tuple[Any, str]]:
         quantized = torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8)
     return {
         "set": ({1, 2}, r"a\.b.*builtins\.set"),
-        "object": (Mine(), r"names .*\.Mine, which is code"),
-        "class": (Mine, r"names .*\.Mine, which is code"),
-        "namespace": (__import__("argparse").Namespace(x=1), r"names argparse\.Namespace, which is code"),
+        "object": (Mine(), r"a\.b .an object of .*\.Mine"),
+        "class": (Mine, r"a\.b .the class .*\.Mine"),
+        "namespace": (__import__("argparse").Namespace(x=1), r"a\.b .an object of argparse\.Namespace.*--skip-o"),
         "sparse": (torch.eye(3).to_sparse(), r"a\.b.*to_dense"),
         "quantized": (quantized, "quantized"),
         "meta": (torch.empty(2, device="meta"), r"a\.b.*meta"),
@@ -452,7 +452,52 @@ def test_what_cannot_be_kept_is_refused_by_its_path(tmp_path: Path, what: str) -
     value, message = refused_values()[what]
     torch.save({"a": {"b": value}}, tmp_path / "x.pt")
     with pytest.raises((UsageError, FormatError), match=message):
+        admit(parse_torch.parse(tmp_path / "x.pt"))
+
+
+def test_objects_are_left_out_by_name_or_not_asked_for(tmp_path: Path) -> None:
+    """With `skip`, or where `only` means something else: all the rest comes, and nothing of an object is made."""
+    model = nn.Linear(2, 2)
+    state = {
+        "model": model.state_dict(),
+        "args": {"mine": Mine(), "lr": 0.1},
+        "seen": [Mine(), 2],
+        "rate": np.float64(2),
+    }
+    torch.save(state, tmp_path / "x.pt")
+    dcp.save(state, checkpoint_id=tmp_path / "dcp")
+    for foreign in (parse_torch.parse(tmp_path / "x.pt"), parse_dcp.parse(tmp_path / "dcp")):
+        assert set(foreign.objects) == {("args", "mine"), ("seen", 0)}
+        assert same(tensors_of(foreign)["model.weight"], model.weight)
+        values = {show(entry.path): decode(entry.values) for entry in foreign.entries if entry.kind != "module"}
+        assert values == {"args": {"lr": 0.1}, "seen": [None, 2], "rate": 2.0}
+        assert not admit(foreign, ["model"]).notes
+        assert [note for note in admit(foreign, skip=True).notes if "Mine" in note and "left out" in note]
+        for only in ((), ["args"], ["args.mine"], ["see?"], ["*"]):
+            with pytest.raises(UsageError, match="Mine"):
+                admit(foreign, only)
+
+
+class Armed:
+    """Makes a file if it is ever unpickled for real."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return subprocess.getoutput, (f"touch {self.path}",)
+
+
+def test_nothing_of_an_object_is_run(tmp_path: Path) -> None:
+    """A stand-in takes the place of what makes it. One that is all there is, is refused."""
+    torch.save({"w": torch.ones(2), "armed": Armed(tmp_path / "was-run")}, tmp_path / "x.pt")
+    assert list(parse_torch.parse(tmp_path / "x.pt").objects) == [("armed",)]
+    torch.save(Armed(tmp_path / "was-run"), tmp_path / "x.pt")
+    with pytest.raises(FormatError, match="nothing but"):
         parse_torch.parse(tmp_path / "x.pt")
+    assert not (tmp_path / "was-run").exists()
+    torch.load(tmp_path / "x.pt", weights_only=False)
+    assert (tmp_path / "was-run").exists()  # it was armed
 
 
 def test_other_containers_are_refused_with_advice(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,23 @@ def test_an_export_that_was_edited_is_not_taken_for_what_it_was(run: Path, tmp_p
     torch.save(unedited, tmp_path / "same.pt")
     assert call("import", tmp_path / "same.pt", tmp_path / "same").code == 0
     assert call("diff", run, tmp_path / "same").code == 0
+
+
+def test_a_file_with_an_object_in_it_is_imported_without_it(tmp_path: Path, call: Any) -> None:
+    """Refused by path and class, with two ways out, and each of them works; `diff` says what it does not compare."""
+    source, state = tmp_path / "s.pt", {"model": {"w": torch.ones(3)}, "cli": {"args": Namespace(lr=0.1), "seed": 1}}
+    torch.save(state, source)
+    refused = call("import", source, tmp_path / "no")
+    assert refused.code == 2 and "cli.args (an object of argparse.Namespace)" in refused.err
+    assert "--skip-objects" in refused.err and "--only model" in refused.err and not (tmp_path / "no").exists()
+    assert call("import", source, tmp_path / "part", "--only", "model").code == 0
+    all_but = call("import", source, tmp_path / "all-but", "--skip-objects")
+    assert all_but.code == 0 and "cli.args (an object of argparse.Namespace) is left out" in all_but.out
+    assert call("import", source, tmp_path / "no", "--only", "cli").code == 2
+    compared = call("diff", tmp_path / "all-but", source)
+    assert compared.code == 0 and "argparse.Namespace" in compared.err
+    values = {v["path"]: v["value"] for v in call("show", tmp_path / "all-but", "--json").json["values"]}
+    assert values == {"cli.seed": 1}, values
 
 
 def test_a_source_that_changes_while_it_is_read(tmp_path: Path, call: Any, monkeypatch: pytest.MonkeyPatch) -> None:

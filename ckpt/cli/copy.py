@@ -21,7 +21,7 @@ from ckpt.cli.terminal import (
     print_json,
     print_table,
     progress,
-    safe,
+    put,
 )
 from ckpt.cli.upkeep import TITLES, Found, cells, item_json, show_end
 from ckpt.errors import UsageError
@@ -62,6 +62,8 @@ def copy(
     Every byte is verified on the way. What is there already is not copied again, so an interrupted copy goes on where
     it stopped. A training that is started in a new DST goes on from there. With --all, what turns out damaged is left
     out, and the others are copied; exit code 1 if any was.
+
+    files, size: what is copied.
     """
     if every and step is not None:
         raise click.UsageError("one step and --all exclude each other")
@@ -74,20 +76,20 @@ def copy(
         print_json(found)
     elif found["copy"]:
         for one in found["done"]["failed"] if found["done"] else ():
-            print(safe(f"left out: {one['why']}"))
+            put(f"left out: {one['why']}")
         show_end(found, f"copied {len(found['done']['copied']) if found['done'] else 0}, verified on the way")
     return 1 if found["not_copied"] else 0
 
 
 def show_copy(found: Found) -> None:
-    print(safe(f"{found['source']} -> {found['target']}" + (", a new run" if found["new_run"] else "")))
+    put(f"{found['source']} -> {found['target']}" + (", a new run" if found["new_run"] else ""))
     rows = [(*cells(one), "to copy") for one in found["copy"]]
     rows += [(*cells(one), "already there") for one in found["already_there"]]
     rows += [(*cells(one), f"not copied: {one['why']}") for one in found["not_copied"]]
     print_table(TITLES, rows)
-    print(f"{len(found['copy'])} to copy: {count_of(found['files'], 'file')}, {human(found['bytes'])}")
+    put(f"{len(found['copy'])} to copy: {count_of(found['files'], 'file')}, {human(found['bytes'])}")
     if found["fences"]:
-        print("a job that trains in the target is fenced")
+        put("a job that trains in the target is fenced")
 
 
 async def _copy(src: str, dst: str, step: Which, every: bool, take_over: bool, yes: bool, as_json: bool) -> Found:

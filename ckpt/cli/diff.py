@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckpt.cli.origins import as_option, only_option, open_either
-from ckpt.cli.terminal import act, count_of, example, look_options, print_json, print_table, progress, short
+from ckpt.cli.terminal import act, count_of, example, look_options, print_json, print_table, progress, put, short
 from ckpt.errors import UsageError
 
 if TYPE_CHECKING:  # what `ls` need not wait for is imported where it is used
     from ckpt.convert.source import Origin
 
 Found = dict[str, Any]
-WORST = 10  # differences that a person gets to see unasked
+WORST = 10  # differences of a kind that a person gets to see unasked
+OTHERS = ("difference", "name", "A", "B")
+CHANGED = ("tensor", "elements", "differing", "largest", "relative", "cosine")
 
 
 @click.command(
@@ -38,17 +40,15 @@ def diff(a: str, b: str, only: tuple[str, ...], at: tuple[str, ...], every: bool
     For each tensor that differs: how many elements do, the largest absolute difference, the largest one relative to
     the larger of the two, and the cosine of the angle between both, also across dtypes. Exit code 1 if anything
     differs. Only tensors whose digests differ are read, in pieces. A summary comes first, then the largest differences.
+
+    elements: how many the tensor has; differing: how many of them differ; largest: the absolute difference; relative:
+    the largest one, from 0 to 2; cosine: 1 where both point the same way.
     """
     found = act(_diff(a, b, only, at))
     if as_json:
         print_json(found)
     else:
-        print(summary(found))
-        rows = list(diff_rows(found))
-        if rows:
-            print_table(("difference", "name", "A", "B", "relative", "cosine"), rows if every else rows[:WORST])
-        if len(rows) > WORST and not every:
-            print(f"and {len(rows) - WORST} more: --all shows them")
+        show(found, every)
     return 0 if found["equal"] else 1
 
 
@@ -129,19 +129,34 @@ def worst_first(row: dict[str, Any]) -> float:
     return -float(most) if isinstance(most, (int, float)) else -math.inf
 
 
-def diff_rows(found: Found) -> Iterator[tuple[object, ...]]:
-    """What a person reads: difference, name, A, B, and how much."""
-    yield from (("only in A", name, "", "", "", "") for name in found["only_in_a"])
-    yield from (("only in B", name, "", "", "", "") for name in found["only_in_b"])
+def show(found: Found, every: bool) -> None:
+    put(summary(found))
+    if not found["equal"]:
+        print()
+    more = 0
+    for titles, rows in ((OTHERS, list(other_rows(found))), (CHANGED, list(changed_rows(found)))):
+        if rows:
+            print_table(titles, rows if every else rows[:WORST])
+        more += 0 if every else len(rows[WORST:])
+    if more:
+        put(f"and {more} more: --all shows them")
+
+
+def other_rows(found: Found) -> Iterator[tuple[object, ...]]:
+    """What is not on both sides, or is something else there."""
+    yield from (("only in A", name, "", "") for name in found["only_in_a"])
+    yield from (("only in B", name, "", "") for name in found["only_in_b"])
     for row in found["changed"]:
-        yield "changed", row["name"], *(f"{t['dtype']} {t['shape']}" + same_as(t) for t in (row["a"], row["b"])), "", ""
-    for row in sorted(found["tensors"], key=worst_first):
-        most = "" if row["max_abs_difference"] is None else f"by at most {brief(row['max_abs_difference'])}"
-        more = ("" if row[key] is None else row[key] for key in ("max_rel_difference", "cosine"))
-        yield "bytes", row["name"], f"{row['differing']} of {row['elements']} elements", most, *map(brief, more)
+        yield "changed", row["name"], *(f"{t['dtype']} {t['shape']}" + same_as(t) for t in (row["a"], row["b"]))
     for row in found["values"]:
-        sides = ("" if row["only_in"] not in (None, side) else short(row[side]) for side in "ab")
-        yield "value", row["path"], *sides, "", ""
+        yield "value", row["path"], *("" if row["only_in"] not in (None, side) else short(row[side]) for side in "ab")
+
+
+def changed_rows(found: Found) -> Iterator[tuple[object, ...]]:
+    """Tensors that are alike but for what they hold, the largest difference first."""
+    for row in sorted(found["tensors"], key=worst_first):
+        numbers = (row[key] for key in ("max_abs_difference", "max_rel_difference", "cosine"))
+        yield row["name"], row["elements"], row["differing"], *("" if n is None else brief(n) for n in numbers)
 
 
 def brief(number: object) -> str:

@@ -10,7 +10,7 @@ import click
 
 from ckpt.cli.arguments import run_argument
 from ckpt.cli.reading import read_faults
-from ckpt.cli.terminal import example, look_options, opened, print_json, print_table, safe
+from ckpt.cli.terminal import example, look_options, opened, print_json, print_table, put
 from ckpt.faults.report import ADVICE, incidents
 
 
@@ -24,21 +24,26 @@ def faults(url: str, last: int | None, as_json: bool) -> int:
     """What went wrong in a run: who saw it first, where every rank stood, what was saved, what to do.
 
     Accounts of several ranks of the same incident come together, the earliest first.
+
+    when: in the time of this machine. saved step: the last one that is safe. by ranks: who told of it. Below: what
+    happened, and what to do.
     """
     found = asyncio.run(_faults(url))
     if last is not None:
         found["incidents"] = found["incidents"][-last:]
     if as_json:
         return print_json(found)
-    print(safe(found["url"]))
-    rows = []
+    put(found["url"])
+    rows, accounts = [], []
     for incident in found["incidents"]:
         first = incident[0]
         when = datetime.fromisoformat(first["time"]).astimezone().strftime("%F %T")
         durable = max((s["step"] for one in incident for s in one["saved"] if not s["error"]), default="nothing")
         ranks = " ".join(str(one["rank"]) for one in incident)
-        rows.append((when, first["kind"], ranks, durable, first["summary"], ADVICE.get(first["advice"], "")))
-    print_table(("when", "what", "ranks", "saved", "account", "advice"), rows)
+        rows.append((when, first["kind"], durable, ranks))
+        advice = ADVICE.get(first["advice"], "")
+        accounts.append(f"{first['summary']}{': ' if advice else ''}{advice}")
+    print_table(("when", "what", "saved step", "by ranks"), rows, below=accounts)
     return 0
 
 

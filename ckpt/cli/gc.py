@@ -17,7 +17,7 @@ from ckpt.cli.terminal import (
     print_few,
     print_json,
     print_table,
-    safe,
+    put,
 )
 from ckpt.cli.upkeep import TITLES, Found, cells, delete_files, grace_option, item_json, patience_text, show_end, sum_of
 
@@ -39,6 +39,8 @@ def gc(url: str, abort_open: bool, grace_s: float | None, yes: bool, as_json: bo
     """Delete files that no checkpoint needs: of attempts that have ended, and of those given up.
 
     A job may be training there. Attempts that may still become checkpoints stay, and so do files that are not ours.
+
+    files, size: what is deleted with it.
     """
     found = act(_gc(url, abort_open, grace_s, yes, as_json))
     if as_json:
@@ -52,7 +54,7 @@ def gc(url: str, abort_open: bool, grace_s: float | None, yes: bool, as_json: bo
 
 
 def show_gc(found: Found) -> None:
-    print(safe(found["url"]))
+    put(found["url"])
     rows = [(*cells(one), f"to delete: {one['why']}") for one in found["delete"]]
     for one in found["open"]:
         rows.append((*cells(one), f"{'to end' if one['ending'] else 'stays, open'}: {one['why']}"))
@@ -60,11 +62,11 @@ def show_gc(found: Found) -> None:
         print_table(TITLES, rows)
     print_few([f"not ours, stays: {key}" for key in found["foreign"]], " that are not ours")
     live, files = found["live"], count_of(found["files"], "file")
-    print(f"needed by checkpoints: {count_of(live['files'], 'file')}, {human(live['bytes'])}")
+    put(f"needed by checkpoints: {count_of(live['files'], 'file')}, {human(live['bytes'])}")
     uploads = count_of(found["uploads"], "unfinished upload")
-    print(f"to delete: {files}, {human(found['bytes'])}, and {uploads}")
+    put(f"to delete: {files}, {human(found['bytes'])}, and {uploads}")
     if found["files"]:
-        print(patience_text(found["grace_s"]))
+        put(patience_text(found["grace_s"]))
 
 
 async def _gc(url: str, abort_open: bool, grace_s: float | None, yes: bool, as_json: bool) -> Found:

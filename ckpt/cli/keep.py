@@ -6,7 +6,7 @@ import click
 
 from ckpt.checkpoint.spelling import Which
 from ckpt.cli.arguments import checkpoint_argument
-from ckpt.cli.terminal import act, example, opened, plan_options, print_json, safe
+from ckpt.cli.terminal import act, example, opened, plan_options, print_json, put
 from ckpt.cli.upkeep import Found, show_end
 
 BY_HAND = "by hand"
@@ -41,11 +41,11 @@ def keep(
 
 def show_keep(found: Found) -> None:
     was = "is not kept" if found["was"] is None else f"is kept: {found['was']}"
-    print(safe(f"step {found['step']} of {found['url']}, attempt {found['attempt']}, {was}"))
+    put(f"step {found['step']} of {found['url']}, attempt {found['attempt']}, {was}")
     if found["was"] != found["note"]:
-        print(safe("to let it go, as its age demands" if found["note"] is None else f"to keep it: {found['note']}"))
+        put("to let it go, as its age demands" if found["note"] is None else f"to keep it: {found['note']}")
     if found["partial"]:
-        print("this tier holds the parts of some ranks only: do the same in those of the other nodes")
+        put("this tier holds the parts of some ranks only: do the same in those of the other nodes")
 
 
 async def _keep(url: str, step: Which, note: str | None, yes: bool, as_json: bool) -> Found:

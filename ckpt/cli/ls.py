@@ -22,12 +22,14 @@ from ckpt.cli.terminal import (
     print_few,
     print_json,
     print_table,
+    put,
     redo_lines,
     redo_of,
-    safe,
 )
 from ckpt.errors import CheckpointError, FormatError
 from ckpt.store import normalise
+
+REASONS = {"ring": "rescued"}  # from memory, after the trainer died
 
 
 @click.command(
@@ -38,7 +40,9 @@ from ckpt.store import normalise
 def ls(url: str, as_json: bool) -> int:
     """List the checkpoints of a run, newest first; or the runs below a folder.
 
-    The size is what each wrote itself: an increment uses files of older ones besides.
+    size: what it wrote itself; an increment uses files of older ones besides. ranks: that it was saved by. why: due, by
+    the cadence, or rescued from memory after the trainer had died. history: the newest, what is kept for ever, what a
+    rollback undid. Of a folder of runs: the newest step of each, and when that was saved. Times are of this machine.
     """
     try:
         found = asyncio.run(_ls(url))
@@ -55,7 +59,7 @@ def ls(url: str, as_json: bool) -> int:
 def show_runs(url: str, runs: list[dict[str, Any]], as_json: bool) -> int:
     if as_json:
         return print_json({"url": normalise(url), "runs": runs})
-    print(safe(normalise(url)))
+    put(normalise(url))
     rows = [
         (one["name"], "" if one["newest"] is None else one["newest"], one["checkpoints"], when_text(one["created"]))
         for one in runs
@@ -102,14 +106,15 @@ def show_checkpoints(found: dict[str, Any]) -> None:
         kept = "" if row["kept"] is None else f"kept: {row['kept']}"
         history = ", ".join(part for part in (history, kept) if part)
         size, kind = "gone" if row["gone"] else human(row["bytes"]), "full" if row["full"] else "increment"
-        rows.append((row["step"], row["attempt"], when, size, kind, row["ranks"], row["reason"], history))
-    print(safe(found["url"]))
-    print_table(("step", "attempt", "when", "size", "kind", "ranks", "why", "history"), rows)
+        why = REASONS.get(row["reason"], row["reason"])
+        rows.append((row["step"], when, size, kind, row["ranks"], why, history))
+    put(found["url"])
+    print_table(("step", "when", "size", "kind", "ranks", "why", "history"), rows)
     written = human(sum(row["bytes"] for row in found["checkpoints"]))
     count = count_of(len(rows), "checkpoint")
-    print(f"{count}, {written} written, {human(found['bytes_in_files'])} in files")
+    put(f"{count}, {written} written, {human(found['bytes_in_files'])} in files")
     for line in redo_lines(found["redo"]):
-        print(line)
+        put(line)
 
 
 async def _ls(url: str) -> dict[str, Any]:

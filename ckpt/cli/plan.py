@@ -10,7 +10,7 @@ import click
 
 from ckpt.cli.quantity import Quantity
 from ckpt.cli.reading import read_ledger
-from ckpt.cli.terminal import example, json_option, opened, place_option, print_json, print_table, safe
+from ckpt.cli.terminal import example, json_option, opened, place_option, print_json, print_table, put
 from ckpt.errors import UsageError
 from ckpt.goodput import job_plan
 from ckpt.goodput.job_plan import MEMORY, NUMBERS, PARTS, REPLICA, SHARED, TIERS, Plan, PlannedJob
@@ -66,6 +66,9 @@ def plan(source: str | None, as_json: bool, **given: Any) -> int:
 
     A tier is memory (of the node, held by a process that survives the trainer), replica (of it, on another node, where
     there is one) or shared (a bucket or file system that all nodes reach).
+
+    steps, every: from one save to the next; save costs: time of training; safe after: until the tier has it; serves:
+    share of the faults that it is restored from; recompute: steps lost by such a fault, as time.
     """
     try:
         known = {} if source is None else asyncio.run(_measured(source))
@@ -141,16 +144,17 @@ def remarks(chosen: Plan, known: Mapping[str, float], sources: Mapping[str, str]
 
 def show(chosen: Plan, sources: Mapping[str, str], notes: Sequence[str]) -> None:
     job, n, seen = chosen.job, chosen.numbers, chosen.forecast
-    print(
+    put(
         f"{job.gpus:,} GPUs in {job.nodes:,} node{'s' * (job.nodes > 1)}, {decimal(job.state)} of state"
-        f" ({decimal(job.rank_bytes)} a GPU), steps of {duration(job.step_s)}, a fault every {duration(n['mtbf_s'])}\n"
+        f" ({decimal(job.rank_bytes)} a GPU), steps of {duration(job.step_s)}, a fault every {duration(n['mtbf_s'])}"
     )
+    print()
     rows = []
     for tier, one in zip(chosen.tiers, seen.tiers, strict=True):
         if tier.every:
             times = (duration(value) for value in (one.every_s, tier.cost_s, tier.write_s, tier.restore_s))
-            rows.append((tier.name, f"{tier.every:,} steps", *times, percent(one.served), duration(one.recompute_s)))
-    print_table(("tier", "every", "which is", "a save costs", "safe after", "restore", "serves", "recompute"), rows)
+            rows.append((tier.name, f"{tier.every:,}", *times, percent(one.served), duration(one.recompute_s)))
+    print_table(("tier", "steps", "every", "save costs", "safe after", "restore", "serves", "recompute"), rows)
     parts = [*seen.parts.items(), ("in all", seen.invalid_s)]
     cells = [(name, duration(value), percent(value / seen.wall_s)) for name, value in parts]
     print_table(("part", "per fault", "of the time"), cells)
@@ -163,10 +167,11 @@ def show(chosen: Plan, sources: Mapping[str, str], notes: Sequence[str]) -> None
     titles = (f"for {100 * chosen.goal:g} %, one of", "now", "wanted")
     cells = [(what, duration(now), duration(to) if to else "that alone is not enough") for what, now, to in wanted]
     print_table(titles, cells)
-    print(f"{tiers_line(chosen)}\n")
+    put(tiers_line(chosen))
+    print()
     print_table(("number", "is", "", "from"), numbers(chosen, sources))
     for note in notes:
-        print(safe(f"note: {note}"))
+        put(f"note: {note}")
 
 
 def numbers(chosen: Plan, sources: Mapping[str, str]) -> list[tuple[str, str, str, str]]:

@@ -19,7 +19,7 @@ from ckpt.cli.terminal import (
     print_json,
     print_table,
     progress,
-    safe,
+    put,
 )
 from ckpt.cli.upkeep import TITLES, Found, cells, grace_option, item_json, patience_text, show_end, sum_of, told
 
@@ -57,6 +57,8 @@ def prune(
 
     The newest one is read back first: nothing goes unless that is sound. Those of `ckpt keep`, the newest finite one
     and the newest two stay in any case. Exit code 1 if the newest one is damaged.
+
+    files, size: what is deleted with it.
     """
     found = act(_prune(url, keep_last, keep_every, grace_s, yes, as_json))
     if as_json:
@@ -64,7 +66,7 @@ def prune(
         return 1 if found["problems"] else 0
     if found["problems"]:
         print_few(found["problems"])
-        print(f"Nothing was done: step {found['check']} is damaged, and what is older may be needed")
+        put(f"Nothing was done: step {found['check']} is damaged, and what is older may be needed")
         return 1
     if not (found["files"] or found["give_up"]):
         return 0
@@ -73,17 +75,17 @@ def prune(
 
 
 def show_prune(found: Found) -> None:
-    print(safe(found["url"]))
+    put(found["url"])
     rows = [(*cells(one), "to give up") for one in found["give_up"]]
     rows += [(*cells(one), f"stays: {one['why']}") for one in found["keep"]]
     print_table(TITLES, rows)
     if found["leftovers"]:
-        print(f"{found['leftovers']} files of attempts that have ended go as well")
-    print(f"{len(found['give_up'])} to give up: {count_of(found['files'], 'file')}, {human(found['bytes'])}")
+        put(f"{found['leftovers']} files of attempts that have ended go as well")
+    put(f"{len(found['give_up'])} to give up: {count_of(found['files'], 'file')}, {human(found['bytes'])}")
     if found["partial"]:
-        print("this tier holds the parts of some ranks only: do the same in those of the other nodes")
+        put("this tier holds the parts of some ranks only: do the same in those of the other nodes")
     if found["files"] or found["give_up"]:
-        print(f"step {found['check']} is read back before anything goes; then {patience_text(found['grace_s'])}")
+        put(f"step {found['check']} is read back before anything goes; then {patience_text(found['grace_s'])}")
 
 
 async def _prune(

@@ -27,7 +27,7 @@ from ckpt.cli.terminal import (
     print_json,
     print_table,
     progress,
-    safe,
+    put,
     say,
 )
 from ckpt.store import normalise
@@ -55,6 +55,7 @@ def repair(url: str, others: Sequence[str], step: Which, yes: bool, as_json: boo
     Reads all that checkpoints need, or that of RUN@STEP, and says what is damaged and where each piece can be had: in
     the same file of another location, or wherever the same content is sound. With --yes the files are written again
     under their names, verified on the way; until a file is complete the old one stays. Log records are not repaired.
+    size: bytes of the damaged pieces, as stored. steps: of the checkpoints that need them.
     Exit code 1 if damage remains, or was found and --yes was not given.
     """
     places = [normalise(other) for other in others]
@@ -102,7 +103,7 @@ async def _repair(url: str, sources: Sequence[str], step: Which, yes: bool, quie
             if not quiet:
                 show_done(found)
         elif not quiet and found["damaged"]:
-            print("Nothing was done. With --yes it is." if found["bytes_to_write"] else "Nothing can be done.")
+            put("Nothing was done. With --yes it is." if found["bytes_to_write"] else "Nothing can be done.")
         return found
 
 
@@ -187,7 +188,7 @@ def _done(done: Repaired, found: AuditResult) -> Found:
 def show(found: Found) -> None:
     from ckpt.checkpoint.losses import one_by_one
 
-    print(safe(f"{found['url']}: {count_of(len(found['verdicts']), 'checkpoint')} read"))
+    put(f"{found['url']}: {count_of(len(found['verdicts']), 'checkpoint')} read")
     if not found["damaged"]:
         print("nothing is damaged")
         return
@@ -213,12 +214,12 @@ def show(found: Found) -> None:
         print_table(("tensor", "steps", "size", "pack", "can be had from"), rows[:SHOWN])
     more = max(0, len(files) - SHOWN) + max(0, len(rows) - SHOWN)
     if more:
-        print(f"and {more} more; --json shows all")
+        put(f"and {more} more; --json shows all")
     again = [pack for pack in found["packs"] if pack["write_again"]]
     ready = [f for f in found["files"] if f["repairable"]]
     lost = human(found["bytes_lost"])
-    print(f"damaged: {human(found['bytes_damaged'])} of tensors, of which {lost} cannot be had")
-    print(f"to write again: {count_of(len(again) + len(ready), 'file')}, {human(found['bytes_to_write'])}")
+    put(f"damaged: {human(found['bytes_damaged'])} of tensors, of which {lost} cannot be had")
+    put(f"to write again: {count_of(len(again) + len(ready), 'file')}, {human(found['bytes_to_write'])}")
 
 
 def show_verdicts(verdicts: Sequence[Found]) -> None:
@@ -229,7 +230,7 @@ def show_verdicts(verdicts: Sequence[Found]) -> None:
     sound = [one["step"] for one in verdicts if one["verdict"] == "sound"]
     print_few([f"step {one['step']}: {one['verdict']}" for one in bad], " that are damaged")
     if sound:
-        print(f"step{'s' * (len(sound) > 1)} {some(sound)}: sound")
+        put(f"step{'s' * (len(sound) > 1)} {some(sound)}: sound")
     print()
 
 
@@ -257,12 +258,12 @@ def show_done(found: Found) -> None:
     print_few([f"left out, since the run has given it up meanwhile: {key}" for key in done["given_up_meanwhile"]])
     print_few([f"failed, and is as it was: {one['key']}: {one['why']}" for one in done["failed"]])
     if done["zeros"]:
-        print(f"{done['zeros']} bytes that no checkpoint names could not be had, and are zeros now")
+        put(f"{done['zeros']} bytes that no checkpoint names could not be had, and are zeros now")
     if done["lost_zeros"]:
         steps = done["lost_zeros_steps"]
         stay = f"step {some(steps)} stays damaged" if len(steps) == 1 else f"steps {some(steps)} stay damaged"
         zeros = f"{done['lost_zeros']} bytes that nobody has are zeros now"
-        print(f"{zeros}: {stay}; `ckpt verify` sees it, --no-data does not")
-    print(f"wrote {count_of(len(done['files']) + len(done['packs']), 'file')} again, verified on the way")
+        put(f"{zeros}: {stay}; `ckpt verify` sees it, --no-data does not")
+    put(f"wrote {count_of(len(done['files']) + len(done['packs']), 'file')} again, verified on the way")
     if found["remains"]:
-        print("Damage remains: see above. `ckpt verify --all` says which checkpoints are sound")
+        put("Damage remains: see above. `ckpt verify --all` says which checkpoints are sound")

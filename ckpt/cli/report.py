@@ -14,7 +14,7 @@ import click
 
 from ckpt.cli.arguments import run_argument
 from ckpt.cli.reading import read_faults, read_ledger
-from ckpt.cli.terminal import SHOWN, example, look_options, opened, print_json, print_table, safe, say
+from ckpt.cli.terminal import SHOWN, example, look_options, opened, print_json, print_table, put, say
 from ckpt.errors import CheckpointError, CorruptError, FormatError
 from ckpt.faults.report import Fault
 from ckpt.goodput.accounting import settled
@@ -53,6 +53,9 @@ def report(
     paused, as with evaluations in pause(), and what is other (the first warm-up, closing) in it. Trained is what went
     into steps that stand, alone. The wall-clock time begins when the first start was ready to train, and ends when
     the job was last seen: time after that, and between jobs that were closed on purpose, is counted nowhere.
+
+    Of an interruption: step, at which it happened; lost, how many steps; and how long it took until it was noticed
+    (perceive), until training was started again (restart), to restore, and to do lost steps once more (recompute).
 
     It is measured by the job itself, in `ledger/` of the run; with --json all interruptions are in it. Exit code 1 if
     any of that is damaged: it is left out.
@@ -130,7 +133,7 @@ def write_page(output: str, text: str) -> None:
 
 
 def show(url: str, found: Statement) -> None:
-    print(safe(url))
+    put(url)
     print_table(("summary", ""), summary(found))
     print_table(PARTS_OF, parts(found))
     shown = found.interruptions[-SHOWN:]
@@ -139,6 +142,6 @@ def show(url: str, found: Statement) -> None:
     if hidden := len(found.interruptions) - len(shown):
         print(f"and {hidden} earlier; --json shows all\n")
     for note in found.notes[-SHOWN:]:
-        print(safe(f"note: {note}"))
+        put(f"note: {note}")
     if len(found.notes) > SHOWN:
-        print(f"and {len(found.notes) - SHOWN} earlier notes; --json shows all")
+        put(f"and {len(found.notes) - SHOWN} earlier notes; --json shows all")

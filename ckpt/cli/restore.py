@@ -28,7 +28,7 @@ from ckpt.cli.terminal import (
     print_json,
     print_table,
     progress,
-    safe,
+    put,
 )
 from ckpt.convert.forms import FORMS, Wanted, form_for, form_of, plan_output
 from ckpt.convert.output import local_path
@@ -172,7 +172,7 @@ def shown(found: Found, as_json: bool) -> int:
     if as_json:
         return print_json(found)
     done = found["done"]
-    print(safe(f"{found['source']} -> {found['format']}: {found['target']}"))
+    put(f"{found['source']} -> {found['format']}: {found['target']}")
     if done is None:
         rows = [
             (
@@ -185,13 +185,13 @@ def shown(found: Found, as_json: bool) -> int:
         print_table(("tensor", "dtype", "shape"), rows)
     print_table(("file", "size"), [(file["name"], human(file["bytes"])) for file in found["files"]])
     for note in (*found["notes"], *found["repaired"]):
-        print(safe(f"Note: {note}"))
+        put(f"Note: {note}")
     count = len(found["tensors"])
     what = f"{count_of(count, 'tensor')}, {human(found['bytes'])}"
     if done is None:
-        print(f"{what}. Nothing was made: leave out --dry-run, and it is.")
+        put(f"{what}. Nothing was made: leave out --dry-run, and it is.")
         return 0
     resumed = f", of which {human(done['resumed'])} were there from before" if done["resumed"] else ""
     rate = human(int((done["nbytes"] - done["resumed"]) / max(done["seconds"], 1e-9)))
-    print(f"{what}{resumed}, in {done['seconds']:.1f} s ({rate}/s)")
+    put(f"{what}{resumed}, in {done['seconds']:.1f} s ({rate}/s)")
     return 0

@@ -20,7 +20,7 @@ from ckpt.cli.terminal import (
     print_json,
     print_table,
     progress,
-    safe,
+    put,
 )
 from ckpt.cli.upkeep import TITLES, Found, cells, grace_option, item_json, patience_text, show_end, sum_of, told
 
@@ -38,6 +38,8 @@ def rm(url: str, step: Which, grace_s: float | None, yes: bool, as_json: bool) -
     The newest one that stays is read back first: nothing goes unless that is sound. One of `ckpt keep` stays, and so
     does the last one that a restore can take. Files that others use go with these. Exit code 1 if the one that was
     read back is damaged.
+
+    files, size: what is deleted with it.
     """
     if step is None:
         raise click.UsageError(f"say which one: {url}@STEP")
@@ -47,19 +49,19 @@ def rm(url: str, step: Which, grace_s: float | None, yes: bool, as_json: bool) -
         return 1 if found["problems"] else 0
     if found["problems"]:
         print_few(found["problems"])
-        print(f"Nothing was done: step {found['check']} is damaged, and this one may be needed")
+        put(f"Nothing was done: step {found['check']} is damaged, and this one may be needed")
         return 1
     return show_end(found, f"gave up step {found['remove']['step']}, deleted {count_of(found['files'], 'file')}")
 
 
 def show_rm(found: Found) -> None:
-    print(safe(found["url"]))
+    put(found["url"])
     print_table(TITLES, [(*cells(found["remove"]), "to give up")])
     if shared := found["shared"]["files"]:
-        print(f"{count_of(shared, 'file')} of it, {human(found['shared']['bytes'])}, stay: other checkpoints use them")
+        put(f"{count_of(shared, 'file')} of it, {human(found['shared']['bytes'])}, stay: other checkpoints use them")
     if found["partial"]:
-        print("this tier holds the parts of some ranks only: do the same in those of the other nodes")
-    print(f"step {found['check']} is read back before anything goes; then {patience_text(found['grace_s'])}")
+        put("this tier holds the parts of some ranks only: do the same in those of the other nodes")
+    put(f"step {found['check']} is read back before anything goes; then {patience_text(found['grace_s'])}")
 
 
 async def _rm(url: str, step: Which, grace_s: float | None, yes: bool, as_json: bool) -> Found:

@@ -21,9 +21,9 @@ from ckpt.cli.terminal import (
     opened,
     print_json,
     print_table,
+    put,
     redo_lines,
     redo_of,
-    safe,
     short,
 )
 from ckpt.errors import CheckpointError, NoCheckpointError
@@ -39,14 +39,15 @@ RECENT = 4  # incarnations
 def show(url: str, step: Which, only: str | None, as_json: bool) -> int:
     """Say what a checkpoint consists of, and how that is stored: tensors, plain values, files.
 
-    Stored: bytes that this checkpoint wrote for a tensor. Held: how its pieces are stored; raw, as planes (compressed),
+    stored: bytes that this checkpoint wrote for a tensor. held: how its pieces are stored; raw, as planes (compressed),
     as delta (the difference to an older one), derived (bf16 that is the rounding of fp32, which costs nothing), as
     reference to a file of an older checkpoint, or as another tensor, which has the same bytes.
+    used: what a restore reads of a pack.
     """
     found = asyncio.run(_show(url, step, only))
     if as_json:
         return print_json(found)
-    print(safe(f"step {found['step']} of {found['url']}, attempt {found['attempt']}, ranks: {found['ranks']}"))
+    put(f"step {found['step']} of {found['url']}, attempt {found['attempt']}, ranks: {found['ranks']}")
     titles = ("tensor", "dtype", "shape", "size", "stored", "held", "same memory as")
     print_table(titles, [tensor_row(t) for t in found["tensors"]])
     if only is None:
@@ -54,9 +55,9 @@ def show(url: str, step: Which, only: str | None, as_json: bool) -> int:
         print_table(("value", "type", "is"), [(v["path"], v["type"], short(v["value"])) for v in found["values"]])
         packs = [(p["key"], human(p["size"]), human(p["used"]), "" if p["own"] else p["step"]) for p in found["packs"]]
         print_table(("pack", "size", "used", "of step"), packs)
-    print(f"{found['distinct_tensors']} tensors, {human(found['tensor_bytes'])}")
+    put(f"{found['distinct_tensors']} tensors, {human(found['tensor_bytes'])}")
     for line in [*storage_lines(found), *saving_lines(found), *redo_lines(found["redo"])] if only is None else ():
-        print(safe(line))
+        put(line)
     return 0
 
 

@@ -12,6 +12,7 @@ import contextlib
 import json
 import logging
 import re
+import shutil
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from dataclasses import asdict
@@ -31,7 +32,11 @@ T = TypeVar("T")
 OnBytes = Callable[[int], None] | None
 
 PATIENCE_S = 10.0  # somebody waits
-NUMBERS = ("step", "size", "ranks")  # columns
+NUMBERS = (  # columns
+    "step", "size", "stored", "used", "files", "checkpoints", "ranks", "elements", "differing", "largest", "relative",
+    "cosine", "saved step", "steps",
+)  # fmt: skip
+NARROW = 20  # cells: a column is not wrapped to less
 SHOWN, WIDTH = 20, 60  # how many problems, and how much of a value, a person gets to see
 
 
@@ -183,7 +188,9 @@ def safe(text: object) -> str:
 
 
 def say(text: str) -> None:
-    click.echo(f"ckpt: {safe(text)}", err=True)
+    """On stderr: for a person in lines of whole words, in a log as one."""
+    line = f"ckpt: {safe(text)}"
+    click.echo("\n".join(wrapped(line, width())) if sys.stderr.isatty() else line, err=True)
 
 
 def count_of(number: int, what: str) -> str:
@@ -206,27 +213,105 @@ def print_json(found: dict[str, Any]) -> int:
     return 0
 
 
+def width() -> int:
+    """Cells of a line: of the terminal, or what COLUMNS says; 80 in pipes and files."""
+    return shutil.get_terminal_size((80, 24)).columns
+
+
+def put(text: object) -> None:
+    """A paragraph on stdout, without what a terminal would obey; as many lines as it needs, of whole words."""
+    print("\n".join(wrapped(safe(text), width())))
+
+
 def print_few(lines: Sequence[object], what: str = "") -> None:
     """As many lines as a person wants to read."""
-    print("".join(f"{safe(line)}\n" for line in lines[:SHOWN]), end="")
+    for line in lines[:SHOWN]:
+        put(line)
     if len(lines) > SHOWN:
-        print(f"and {len(lines) - SHOWN} more{what}; --json shows all")
+        put(f"and {len(lines) - SHOWN} more{what}; --json shows all")
+
+
+def wrapped(text: str, most: int, indent: str = "  ") -> list[str]:
+    """In lines of at most so many cells, further ones indented. A word is never cut: a name that is wider than a line
+    has one of its own, since half of it could not be copied."""
+    from rich.cells import cell_len
+
+    if cell_len(text) <= most:
+        return [text]
+    start = text[: len(text) - len(text.lstrip(" "))]
+    lines = [start]
+    for word in text.split():
+        fresh = lines[-1] in (start, start + indent)
+        if not fresh and cell_len(f"{lines[-1]} {word}") > most:
+            lines.append(f"{start}{indent}")
+            fresh = True
+        lines[-1] += word if fresh else f" {word}"
+    return lines
 
 
 def print_table(titles: Sequence[str], rows: Sequence[Sequence[object]], below: Sequence[str] = ()) -> None:
-    """A row is a line. `below`: a text under each row."""
+    """Each row in one line if that fits. If not, the widest cells are wrapped, and a column for which there is no room
+    even so is taken out: the first is put above the row, others below it. A column with nothing in it is left out.
+    `below`: a text under each row.
+    """
+    cells = [[safe(cell) for cell in row] for row in rows]
+    there = [i for i in range(len(titles)) if not rows or any(row[i] for row in cells)]
+    cells, names = [[row[i] for i in there] for row in cells], [titles[i] for i in there]
+    inside, room = list(range(len(names))), width()
+    columns = [[name, *(row[i] for row in cells)] for i, name in enumerate(names)]
+    while (widths := widths_for([columns[i] for i in inside], room)) is None:
+        out = max(inside, key=lambda i: least_width(columns[i]))
+        inside.remove(out)
+        room = width() - 2 * (0 not in inside)
+    above = "" if 0 in inside or not names else names[0]
+    lines = [*([above] if above else []), *_row([names[i] for i in inside], names, inside, widths, bool(above))]
+    for row, text in zip(cells, below or [""] * len(rows), strict=True):
+        lines += wrapped(row[0], width()) if above else []
+        lines += _row([row[i] for i in inside], names, inside, widths, bool(above))
+        others = [i for i in range(1, len(names)) if i not in inside and row[i]]
+        for told in (*(f"{names[i]}: {row[i]}" for i in others), *([safe(text)] if text else [])):
+            lines += wrapped(f"  {told}", width())
+    print("\n".join(lines), end="\n\n")
+
+
+def _row(
+    cells: Sequence[str], names: Sequence[str], inside: Sequence[int], widths: Sequence[int], indented: bool
+) -> list[str]:
+    """Lines of a row: as many as its highest cell has."""
     from rich.cells import cell_len
 
-    cells = [list(titles), *([safe(cell) for cell in row] for row in rows)]
-    widths = [max(cell_len(row[i]) for row in cells) for i in range(len(titles))]
+    parts = [wrapped(cell, most, "") for cell, most in zip(cells, widths, strict=True)]
     lines = []
-    for row, text in zip(cells, ["", *(below or [""] * len(rows))], strict=True):
+    for number in range(max(map(len, parts), default=0)):
         padded = []
-        for title, cell, width in zip(titles, row, widths, strict=True):
-            fill = " " * (width - cell_len(cell))
-            padded.append(fill + cell if title in NUMBERS else cell + fill)
-        lines += ["  ".join(padded).rstrip(), *([f"  {safe(text)}"] if text else [])]
-    print("\n".join(lines), end="\n\n")
+        for i, part, most in zip(inside, parts, widths, strict=True):
+            text = part[number] if number < len(part) else ""
+            fill = " " * (most - cell_len(text))
+            padded.append(fill + text if names[i] in NUMBERS else text + fill)
+        lines.append(("  " * indented + "  ".join(padded)).rstrip())
+    return lines
+
+
+def least_width(column: Sequence[str]) -> int:
+    """Of a column that is wrapped: its longest word, and a few of the usual ones."""
+    from rich.cells import cell_len
+
+    whole = max(map(cell_len, column))
+    return min(whole, max([NARROW, *(cell_len(word) for cell in column for word in cell.split())]))
+
+
+def widths_for(columns: Sequence[Sequence[str]], room: int) -> list[int] | None:
+    """What each gets of so many cells, the widest being the first to give way; None if there is no way to fit."""
+    from rich.cells import cell_len
+
+    widths, least = [max(map(cell_len, column)) for column in columns], [least_width(column) for column in columns]
+    over = sum(widths) + 2 * max(0, len(widths) - 1) - room
+    if over > sum(widths) - sum(least):
+        return None if len(widths) > 1 else [room]
+    for _ in range(over):
+        widest = max((i for i in range(len(widths)) if widths[i] > least[i]), key=lambda i: widths[i])
+        widths[widest] -= 1
+    return widths
 
 
 @contextlib.contextmanager

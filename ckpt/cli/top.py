@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import sys
 import time
@@ -15,7 +14,7 @@ import click
 from rich.console import Console, Group
 from rich.live import Live
 
-from ckpt.cli.terminal import SAYING, example, look_options, print_json
+from ckpt.cli.terminal import SAYING, example, look_options, print_json, width
 from ckpt.cli.top_data import RunWatch
 from ckpt.cli.top_view import TopView, lines
 from ckpt.events import log as logger
@@ -55,10 +54,10 @@ def top(run: str, once: bool, interval_s: float, as_json: bool) -> int:
 
 def show(view: TopView) -> None:
     """One look, as text without colours."""
-    width = shutil.get_terminal_size((120, 24)).columns
-    console = Console(width=width, color_system=None)
+    columns = width()
+    console = Console(width=columns, color_system=None)
     with console.capture() as captured:
-        console.print(Group(*lines(view, width)))
+        console.print(Group(*lines(view, columns)))
     print("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 from msgspec import structs
 
-from ckpt.cli.terminal import example, json_option, print_json
+from ckpt.cli.terminal import example, json_option, print_json, put
 from ckpt.errors import CheckpointError
 from ckpt.ipc import channel
 from ckpt.ipc.watch_requests import TriggerSave
@@ -36,7 +36,7 @@ def trigger(run: str, why: str, as_json: bool) -> int:
         if heard is not None:
             if as_json:
                 return print_json(structs.asdict(heard))
-            print(f"told rank {heard.rank} (process {heard.pid}), which is at step {heard.step}")
+            put(f"told rank {heard.rank} (process {heard.pid}), which is at step {heard.step}")
             return 0
     raise click.ClickException(
         f"{place}: {problem}. Give the first tier of a Checkpointer that trains here, and run this as the same user"

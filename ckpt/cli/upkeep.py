@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckpt.cli.terminal import human, progress, safe, say
+from ckpt.cli.terminal import human, progress, put, say
 
 if TYPE_CHECKING:  # what `ls` need not wait for is imported where it is used
     from ckpt.maintain.prune import Item
@@ -31,7 +31,7 @@ grace_option = click.option(
 
 def show_end(found: Found, done: str) -> int:
     """The last line of a plan that is not empty."""
-    print(safe(done) if found["done"] else "Nothing was done. With --yes it is.")
+    put(done if found["done"] else "Nothing was done. With --yes it is.")
     return 0
 
 

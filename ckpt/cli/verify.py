@@ -23,7 +23,7 @@ from ckpt.cli.terminal import (
     print_json,
     print_table,
     progress,
-    safe,
+    put,
 )
 from ckpt.errors import CorruptError, StoreError
 from ckpt.format.manifest import read_format
@@ -47,7 +47,8 @@ from ckpt.runlog.log import Commit, RunLog
 def verify(url: str, step: Which, every: bool, data: bool, as_json: bool) -> int:
     """Read every byte of a checkpoint and check it. Exit code 1 if anything is damaged, the log included.
 
-    `ckpt repair` puts right what it finds, as far as that can be had somewhere.
+    The verdict is of all that a restore of the step would read. `ckpt repair` puts right what is damaged, as far as
+    that can be had somewhere.
     """
     if every and step is not None:
         raise click.UsageError("one step and --all exclude each other")
@@ -59,7 +60,7 @@ def verify(url: str, step: Which, every: bool, data: bool, as_json: bool) -> int
         for problems in (found["problems"], list(by_problem(found["checkpoints"]))):
             print_few(problems)
         if any(c["problems"] for c in found["checkpoints"]) or any(map(mendable, found["problems"])):
-            print(safe(f"`ckpt repair {found['url']}` may mend it"))
+            put(f"`ckpt repair {found['url']}` may mend it")
     return 1 if found["problems"] or any(c["problems"] for c in found["checkpoints"]) else 0
 
 

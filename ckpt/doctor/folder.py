@@ -80,7 +80,7 @@ def space(path: str) -> list[Finding]:
     rows = [judge("free space", f"{free / GB:.1f} of {total / GB:.1f} GB", tight, advice, free)]
     if found.f_files:
         advice = "Free some: each checkpoint takes a few files for each rank"
-        rows.append(judge("free inodes", f"{found.f_favail}", found.f_favail < 10_000, advice))
+        rows.append(judge("free inodes", f"{found.f_favail / 1e6:.1f} million", found.f_favail < 10_000, advice))
     return rows
 
 

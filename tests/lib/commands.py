@@ -78,8 +78,9 @@ class Result:
 
 
 @pytest.fixture
-def call(capsys: pytest.CaptureFixture[str]) -> Any:
-    """Run a command in this process."""
+def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Run a command in this process, on a terminal so wide that no line is wrapped."""
+    monkeypatch.setenv("COLUMNS", "1000")
 
     def run_command(*arguments: object) -> Result:
         code = app.main([str(a) for a in arguments])

@@ -1,0 +1,120 @@
+"""What a person reads fits the terminal, and no word of it is cut."""
+
+from __future__ import annotations
+
+import random
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.cells import cell_len
+
+import toy
+from ckpt.cli import terminal
+from commands import call, flip, save
+
+__all__ = ["call"]  # a fixture
+
+NAMES = [
+    "ls", "show", "verify", "prune", "gc", "rm", "keep", "report", "faults", "top", "diff", "plan", "copy", "restore",
+    "repair", "doctor",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A run whose folder has a long name, and a copy of it in which a tensor is damaged."""
+    folder = tmp_path_factory.mktemp("runs") / "experiments-of-a-group-with-a-long-name"
+    patch = pytest.MonkeyPatch()
+    patch.setenv("CKPT_RUNTIME_DIR", str(folder.parent))
+    save(folder / "run", toy.build(), range(1, 7))
+    patch.undo()
+    hurt = Path(shutil.copytree(folder / "run", folder / "hurt"))
+    for pack in (hurt / "packs").iterdir():
+        flip(pack, pack.stat().st_size // 2)
+    return folder / "run", hurt
+
+
+def commands(run: Path, hurt: Path, fresh: Path) -> dict[str, list[list[object]]]:
+    """Calls of each command that prints a table."""
+    return {
+        "ls": [[run], [run.parent]],
+        "show": [[run], [run, "--only", "*.weight"]],
+        "verify": [[run, "--all"], [hurt, "--all"]],
+        "prune": [[run, "--keep-last", 2]],
+        "gc": [[run]],
+        "rm": [[f"{run}@2"]],
+        "keep": [[f"{run}@2", "--note", "a long note " * 9]],
+        "report": [[run]],
+        "faults": [[run]],
+        "top": [[run, "--once"]],
+        "diff": [[f"{run}@2", f"{run}@4", "--all"]],
+        "plan": [["--gpus", 16384, "--params", "405B", "--step-s", 5.9], ["--costs", run, "--gpus", 64]],
+        "copy": [[run, fresh / "copy", "--all"]],
+        "restore": [[run, "--to", fresh / "hf", "--dtype", "bf16", "--dry-run"]],
+        "repair": [[hurt], [hurt, "--from", run]],
+        "doctor": [[fresh / "new", "--size", 1, "--state-gb", 14, "--step-s", 1]],
+    }
+
+
+def squeezed(text: str) -> set[str]:
+    return set(text.split())
+
+
+@pytest.mark.parametrize("command", NAMES)
+def test_all_fits_80_columns(
+    runs: tuple[Path, Path], tmp_path: Path, call: Any, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    """On a terminal of 80 columns and in a pipe, no line is wider, but for a word that is: that stands alone. All words
+    of a wide terminal are there, whole."""
+    for number, arguments in enumerate(commands(*runs, tmp_path)[command]):
+        wide = call(command, *arguments).out
+        for columns in ("80", None):
+            monkeypatch.delenv("COLUMNS") if columns is None else monkeypatch.setenv("COLUMNS", columns)
+            if columns is None:
+                monkeypatch.setattr(terminal.sys, "__stdout__", None)  # what get_terminal_size asks
+            told = call(command, *arguments).out
+            long = [line for line in told.splitlines() if cell_len(line) > 80 and len(line.split()) > 1]
+            assert told and not long, (number, long)
+            if command not in ("doctor", "top"):  # which measure each time
+                # What is taken out of the table has its title with a colon.
+                missing = squeezed(wide) - squeezed(re.sub(r":(\s)", r" \1", told)) - squeezed(told)
+                assert not missing, (number, missing)
+        monkeypatch.undo()
+        monkeypatch.setenv("COLUMNS", "1000")
+
+
+def test_a_table_of_any_cells_fits(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is in it, in letters of one cell or two: what fits stays a line a row, and what does not is wrapped."""
+    draw = random.Random(0)
+    for columns in (40, 80, 200):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        for _ in range(100):
+            titles = [f"title{i}" for i in range(draw.randint(1, 8))]
+            word = [draw.choice(("a", "模", "-")) * draw.randint(1, 30) for _ in range(20)]
+            rows = [[" ".join(draw.choices(word, k=draw.randint(0, 4))) for _ in titles] for _ in range(4)]
+            terminal.print_table(titles, rows)
+            told = capsys.readouterr().out
+            assert not [line for line in told.splitlines() if cell_len(line) > columns and len(line.split()) > 1]
+            assert squeezed(" ".join(cell for row in rows for cell in row)) <= squeezed(told)
+    monkeypatch.setenv("COLUMNS", "80")
+    terminal.print_table(("step", "what"), [(1, "a"), (20, "b")])
+    assert capsys.readouterr().out == "step  what\n   1  a\n  20  b\n\n"
+    terminal.print_table(("name", "size", "none"), [("n" * 75, "1 MB", "")])
+    assert capsys.readouterr().out == f"name\n  size\n{'n' * 75}\n  1 MB\n\n"
+
+
+@pytest.mark.parametrize("command", ["ls", "show", "diff", "report", "faults", "repair", "plan", "doctor"])
+def test_help_explains_columns(call: Any, command: str) -> None:
+    """What a heading does not say by itself is in --help."""
+    wanted = {
+        "ls": ("size", "ranks", "why", "history"), "show": ("stored", "held", "used"),
+        "diff": ("elements", "differing", "largest", "relative", "cosine"),
+        "report": ("lost", "perceive", "restart", "recompute"), "faults": ("saved step", "by ranks"),
+        "repair": ("size", "steps"), "plan": ("save costs", "safe after", "serves", "recompute"),
+        "doctor": ("under 1 % from every", "steps"),
+    }[command]  # fmt: skip
+    told = " ".join(call(command, "--help").out.split())
+    assert not [title for title in wanted if title not in told]

@@ -39,13 +39,7 @@ from ckpt.version import VERSION
                    "- is stdout.")  # fmt: skip
 @click.option("--force", is_flag=True, help="Replace FILE if it is there.")
 @look_options
-def report(
-    url: str,
-    idle_after_h: float | None,
-    output: str | None,
-    force: bool,
-    as_json: bool,
-) -> int:
+def report(url: str, idle_after_h: float | None, output: str | None, force: bool, as_json: bool) -> int:
     """Where the time of a run went: training, saving, and what each interruption cost.
 
     Invalid is what interruptions took (until they were noticed, until training was started again, restoring, steps

@@ -10,8 +10,6 @@
 - `alone`: staging and writing while nothing is trained: bytes a second from `staged()` to `committed()`.
 - `after death`: a new process restores from the memory that a killed one left, and goes on.
 - `tensors`: what a step costs a tensor, at 1,000 and at 10,000 small ones.
-- `opening`: making a Checkpointer, and its first `restore()`: at once, and after a second in which the script does
-  something else, which is what the writer starts beside. Of an empty run, and of one that has 1,000 checkpoints.
 - `fingerprint`: what looking at some elements of 1,000 parameters and their moments costs `step()`, after an update.
 """
 
@@ -43,7 +41,6 @@ from workload import SIZES, Size, Training
 
 BLOCK = 8  # steps with, and as many without
 LEAST_SAVES = 208
-OPENINGS = 9
 
 
 def say(figure: str, **what: Any) -> None:
@@ -285,38 +282,6 @@ def many_tensors(count: int, folder: Path) -> None:
     )
 
 
-def opening(checkpoints: int, folder: Path) -> None:
-    """Of a small state, so that no tensor counts; the first opening of a process, which imports more, is left out."""
-    model = nn.Linear(8, 8)
-    tiers = [ckpt.Memory(), ckpt.Tier(str(folder / f"opening-{checkpoints}"), every=1, keep=max(1, checkpoints))]
-    with ckpt.Checkpointer({"model": model}, tiers) as checkpointer:
-        for step in range(checkpointer.restore(default=0) + 1, checkpoints + 1):
-            checkpointer.save(step).committed(60.0)
-    made: list[float] = []
-    restored: dict[float, list[float]] = {0.0: [], 1.0: []}
-    for number in range(2 * OPENINGS):
-        own_s = float(number % 2)
-        began = time.perf_counter()
-        checkpointer = ckpt.Checkpointer({"model": model}, tiers)
-        made.append(time.perf_counter() - began)
-        time.sleep(own_s)
-        began = time.perf_counter()
-        checkpointer.restore(default=0)
-        restored[own_s].append(time.perf_counter() - began)
-        checkpointer.close()
-    say(
-        "opening",
-        checkpoints=checkpoints,
-        made_s=quartiles(made),
-        restore_at_once_s=quartiles(restored[0.0]),
-        restore_later_s=quartiles(restored[1.0]),
-    )
-
-
-def quartiles(values: list[float]) -> list[float]:
-    return [round(one, 4) for one in statistics.quantiles(values, n=4)]
-
-
 def fingerprint(count: int, width: int) -> None:
     """Of parameters of `width` numbers each under AdamW, which has just gone through all of them."""
     torch.manual_seed(0)
@@ -358,7 +323,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--size", choices=SIZES, default="full")
-    parser.add_argument("--only", nargs="*", help="start, first, every, alone, death, tensors, opening, fingerprint")
+    parser.add_argument("--only", nargs="*", help="start, first, every, alone, death, tensors, fingerprint")
     arguments = parser.parse_args()
     size, folder = SIZES[arguments.size], arguments.folder
     work = {
@@ -368,7 +333,6 @@ def main() -> None:
         "alone": lambda: alone(size, folder),
         "death": lambda: after_death(arguments.size, folder),
         "tensors": lambda: [many_tensors(count, folder) for count in (1_000, 10_000)],
-        "opening": lambda: [opening(count, folder) for count in (0, 1_000)],
         "fingerprint": lambda: [fingerprint(1_000, width) for width in (16, 4_096)],
     }
     for name in arguments.only or work:

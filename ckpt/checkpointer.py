@@ -1,6 +1,5 @@
 """What the user holds: `Checkpointer`.
 
-    made -> a writer starts beside the script -> the first call that needs the run opens it
     step() -> read the state -> stage it -> (sealed) -> have it written to the tiers that are due
     restore() -> newest source in the history -> fill -> open a new epoch that continues from it
 
@@ -62,9 +61,9 @@ class Checkpointer:
     `metrics`: a port for Prometheus, or `ckpt.Metrics`, which has TensorBoard too.
     `takeover`: open a run that another process trains. That one is told, and saves no more.
 
-    Raises StateError for a state that cannot be saved, InUseError for a run that is trained on this machine. The first
-    call opens the run, and raises FormatError or StoreError for a tier that cannot be used, InUseError for a run that
-    is trained elsewhere. Use it as a context manager, or call `close()`.
+    Raises StateError for a state that cannot be saved, FormatError or StoreError for a tier that cannot be used,
+    InUseError for a run that another process trains.
+    Use it as a context manager, or call `close()`.
     """
 
     def __init__(
@@ -90,7 +89,7 @@ class Checkpointer:
         with contextlib.ExitStack() as undo:  # whatever comes in between, Ctrl-C too
             self._reserve(undo)
             self._start(undo, Session(self._settings, state, takeover, undo), wanted, on_fault)
-            self._progress.opening.undo = undo.pop_all()
+            undo.pop_all()
 
     def _reserve(self, undo: contextlib.ExitStack) -> None:
         """UsageError if there is another one of this run in this process, also one that is just being made."""
@@ -128,11 +127,13 @@ class Checkpointer:
             self._fault_handler.tell(fault)
         session.ends.callback(_open.pop, self._settings.url, None)
         session.ends.callback(ProcessEnd(self._close_at_exit, self._after_fork).cancel)
+        session.introduce()
 
     @property
     def writer_pid(self) -> int:
         """The process that holds this one's snapshots, writes them, and outlives it; 0 if there is none just now."""
-        return self._session.supervisor.pid
+        client = self._session.supervisor.client
+        return client.pid if client.alive else 0
 
     @property
     def stats(self) -> Stats:
@@ -249,11 +250,10 @@ class Checkpointer:
         What an earlier call has named and this one does not may go again. Say it before the `save()` of such a step
         and no later checkpoint pushes it out. All ranks call this alike; it returns at once.
         """
-        with self._progress.in_turn():
-            self._progress.check_usable()
-            if not all(type(step) is int and isinstance(note, str) for step, note in notes.items()):
-                raise UsageError(f"keep_steps wants {{step: why}}, not {notes!r}")
-            self._session.supervisor.writes.keep_steps(notes)
+        self._progress.check_usable()
+        if not all(type(step) is int and isinstance(note, str) for step, note in notes.items()):
+            raise UsageError(f"keep_steps wants {{step: why}}, not {notes!r}")
+        self._session.supervisor.writes.keep_steps(notes)
 
     # -- restoring --
 

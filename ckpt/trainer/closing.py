@@ -45,15 +45,11 @@ class Closing:
         progress = self._progress
         if progress.closed or progress.forked:
             return
-        if self._progress.opening.unfinished and (self._progress.opening.under_way or not clean):
-            self._progress.opening.give_up()
-            return
         timeout_s = self._session.settings.close_timeout_s if timeout_s is None else timeout_s
         if not progress.turn.acquire(timeout=timeout_s):
             raise DeadlineError("another thread has been in step(), save() or restore() all the time")
         try:
             if not progress.closed:
-                self._progress.opening.finish()
                 self._close(time.monotonic() + timeout_s, clean)
         finally:
             progress.turn.release()
@@ -92,9 +88,6 @@ class Closing:
         """Leave everything to the writer, as if this process had died, but for the last step, which memory gets."""
         session, progress, timeout_s = self._session, self._progress, self._session.settings.close_timeout_s
         if progress.closed or progress.forked:
-            return
-        if self._progress.opening.unfinished:
-            self._progress.opening.give_up()
             return
         in_turn, why = False, "it was interrupted"
         try:

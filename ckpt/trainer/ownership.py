@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -43,36 +42,40 @@ class Ownership:
         self.cadence: dict[str, Any] = {}  # what the last incarnation saved by
         self.supervisor: WriterSupervisor
 
-    def begin(self, make: Callable[[], WriterSupervisor]) -> WriterSupervisor:
-        """Have a writer, which may not be up yet, and what is wrong here agreed with the other ranks."""
+    def open(self, make: Callable[[], WriterSupervisor]) -> WriterSupervisor:
+        """Find out what there is, agree with the other ranks, and take the run over."""
+        world = self._world
         made: list[WriterSupervisor] = []
 
         def prepare() -> Any:
             made.append(make())
+            opened = made[0].opened
             settings: list[Any] = [[tier.url, str(tier.every)] for tier in self._tiers]
-            return [*settings, [self._place, str(self._memory.every if self._memory else 0)]]
+            settings.append([self._place, str(self._memory.every if self._memory else 0)])
+            return {
+                "settings": settings,
+                "roots": opened.roots,
+                "epoch": opened.epoch,
+                "has": opened.has_checkpoints,
+                "cadence": opened.cadence,
+            }
 
         try:
-            together(self._world, "begin", prepare, _check_alike)
+            found = together(world, "open", prepare, _open_together)
+            self.supervisor = made[0]
+            self.roots, self.has_checkpoints = found["roots"], found["has"]
+            self.cadence = found["cadence"]
+            for i, roots in enumerate(self.roots):
+                group = [rank for rank in range(world.size) if roots[rank] == roots[world.rank]]
+                self.supervisor.run.roles[i] = Role(tuple(group), group.index(world.rank), world.size)
+            self.supervisor.hear(HeldNote, self._on_held)
+            self.take_over(found["epoch"], None)
+            self._find_partner()
         except BaseException:
             for supervisor in made:
                 supervisor.give_up()
             raise
-        self.supervisor = made[0]
         return self.supervisor
-
-    def open(self) -> None:
-        """Find out what there is, agree with the other ranks, and take the run over."""
-        world = self._world
-        found = together(world, "open", lambda: asdict(self.supervisor.open()), _open_together)
-        self.roots, self.has_checkpoints = found["roots"], found["has_checkpoints"]
-        self.cadence = found["cadence"]
-        for i, roots in enumerate(self.roots):
-            group = [rank for rank in range(world.size) if roots[rank] == roots[world.rank]]
-            self.supervisor.run.roles[i] = Role(tuple(group), group.index(world.rank), world.size)
-        self.supervisor.hear(HeldNote, self._on_held)
-        self.take_over(found["epoch"], None)
-        self._find_partner()
 
     def _find_partner(self) -> None:
         """With `Memory(replicas=2)` a writer on another node keeps a copy of this rank's memory."""
@@ -159,27 +162,23 @@ class Ownership:
             return self._post
 
 
-def _check_alike(posts: list[Any]) -> None:
-    """UsageError where ranks save elsewhere, or at other steps. Pure."""
+def _open_together(posts: list[Any]) -> dict[str, Any]:
+    """What the ranks found, as one: of each tier, for every rank the lowest rank that sees the same place. Pure."""
     for rank, post in enumerate(posts):
-        for theirs, ours in zip(post, posts[0], strict=False):
+        for theirs, ours in zip(post["settings"], posts[0]["settings"], strict=False):
             if theirs != ours:
                 raise UsageError(
                     f"rank {rank} saves to {theirs[0]} every {theirs[1]} steps, rank 0 to {ours[0]} every {ours[1]}"
                 )
-        if len(post) != len(posts[0]):
-            raise UsageError(f"rank {rank} saves to {len(post) - 1} tiers, rank 0 to another number")
-
-
-def _open_together(posts: list[Any]) -> dict[str, Any]:
-    """What the ranks found, as one: of each tier, for every rank the lowest rank that sees the same place. Pure."""
+        if len(post["settings"]) != len(posts[0]["settings"]):
+            raise UsageError(f"rank {rank} saves to {len(post['settings']) - 1} tiers, rank 0 to another number")
     tiers = len(posts[0]["roots"])
     ids = [[post["roots"][i] for post in posts] for i in range(tiers)]
     roots = [[mine.index(root) for root in mine] for mine in ids]
     return {
         "roots": roots,
         "epoch": max(p["epoch"] for p in posts),
-        "has_checkpoints": any(p["has_checkpoints"] for p in posts),
+        "has": any(p["has"] for p in posts),
         "cadence": posts[0]["cadence"],
     }
 

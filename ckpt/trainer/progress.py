@@ -13,7 +13,6 @@ from ckpt.format.manifest import Attempt
 from ckpt.ipc.arena import Arena
 from ckpt.ipc.heartbeat import PAUSED
 from ckpt.save import Save
-from ckpt.trainer.opening import Opening
 from ckpt.trainer.session import Session
 from ckpt.trainer.staging.snapshot import DeferredStep, PendingSnapshot
 
@@ -24,7 +23,7 @@ class Progress:
     """Of one Checkpointer. Changed by the thread that trains; read by any."""
 
     def __init__(self, session: Session) -> None:
-        self._session, self.opening = session, Opening(session)
+        self._session = session
         self.step: int | None = None
         self.stepped = False  # whether that is a step that was done since the last restore
         self.thread = 0  # that did it
@@ -73,8 +72,7 @@ class Progress:
 
     @contextlib.contextmanager
     def in_turn(self, *, alone: bool = False) -> Iterator[None]:
-        """One thread at a time; the first has the run opened. Whoever closes us may wait for a thread that waits here,
-        such as that of `on_fault`.
+        """One thread at a time. Whoever closes us may wait for a thread that waits here, such as that of `on_fault`.
 
         `alone`: UsageError if a signal handler comes with it into another call, which would go on with another state.
         """
@@ -86,8 +84,6 @@ class Progress:
             if alone and outer:
                 raise UsageError("restore() cannot come into step(), save() or close(), as from a signal handler")
             self._inside = True
-            if not (self.closed or self.forked):
-                self.opening.finish()
             yield
         finally:
             self._inside = outer

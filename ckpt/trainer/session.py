@@ -204,34 +204,26 @@ class Session:
     def __init__(self, settings: Settings, state: dict[str, Any], takeover: bool, undo: contextlib.ExitStack) -> None:
         self.settings, self.world = settings, settings.world
         self.memory, self.tiers = settings.memory, settings.tiers
-        self._began = time.monotonic()
+        self.began = time.monotonic()
         self.ends = undo.enter_context(contextlib.ExitStack())  # what is stopped when this is closed
         self.errors = BackgroundErrors(settings.on_error)
         self.heartbeat = Heartbeat.create()
         self.stager = Stager(settings.stage, settings.bus_share)
         undo.callback(self.stager.stop)
         self.ownership = Ownership(self.world, self.tiers, self.memory, settings.url, settings.busy_timeout_s)
-        self.supervisor = self.ownership.begin(lambda: self._prepare(state, takeover))
+        self.supervisor = self.ownership.open(lambda: self._prepare(state, takeover))
         undo.callback(self.supervisor.give_up)
         self.supervisor.hear(DamagedNote, self._on_damaged)
         self.supervisor.on_failure = self.errors.note
-        self.errors.fenced = self.supervisor.writer.lost  # while it was met
-        self.stalls = Stalls(self.stager, self.heartbeat, settings.busy_timeout_s)
-        self.hook = UpdateHook(self.stalls.before_update, self.capture.unguard, self.capture.concerns)
-        self.ends.callback(self.hook.remove)
-        self.redo = self._redo()
-        self._took = time.monotonic() - self._began
-
-    def open(self) -> None:
-        """The other half, once somebody needs the run: it is opened and taken over, by all ranks. What is wrong with it
-        is raised; `undo` ends everything then."""
-        self._began = time.monotonic() - self._took  # for the ledger: what came between was no part of opening
-        self.ownership.open()
+        self.errors.fenced = self.supervisor.writer.lost  # while it was opened
         self.cadence = CadenceSync(
             self.world, self.supervisor, self.heartbeat, self.memory, self.tiers, self.ownership.cadence
         )
         self.ends.callback(self.cadence.stop)
-        self._introduce()
+        self.stalls = Stalls(self.stager, self.heartbeat, settings.busy_timeout_s)
+        self.hook = UpdateHook(self.stalls.before_update, self.capture.unguard, self.capture.concerns)
+        self.ends.callback(self.hook.remove)
+        self.redo = self._redo()
 
     def _prepare(self, state: dict[str, Any], takeover: bool) -> WriterSupervisor:
         self.capture = Capture(state, Seat(self.world.rank, self.world.size))
@@ -255,7 +247,7 @@ class Session:
         arena = self.stager.arena
         return arena is not None and arena.fits(data_size, values_size)
 
-    def _introduce(self) -> None:
+    def introduce(self) -> None:
         """Have the writer keep the ledger, say what we do to whoever asks, and make memory."""
         self._keep_books()
         self._show()
@@ -268,7 +260,7 @@ class Session:
         request = Show(
             self.settings.url,
             *seat,
-            opening=self._began,
+            opening=self.began,
             opened=time.monotonic(),
             metrics=None if metrics is None else metrics.to_json(),
         )
@@ -284,7 +276,7 @@ class Session:
             rank=self.world.rank,
             world=self.world.size,
             url=self.settings.url,
-            opening=self._began,
+            opening=self.began,
             opened=time.monotonic(),
             places=self.cadence.places(),
             versions={"everystep": VERSION, "torch": torch.__version__, "python": platform.python_version()},

@@ -91,7 +91,6 @@ def test_every_request_has_a_handler_that_answers_what_it_should() -> None:
 def test_every_note_is_heard(run_dir: str) -> None:
     """By a Checkpointer that has triggers and keeps books."""
     with ckpt.Checkpointer(toy.build(), [ckpt.Memory(), ckpt.Tier(run_dir, every=1)]) as cp:
-        cp.restore(default=0)
         assert set(cp._session.supervisor._hears) == set(NOTES)
     assert table(NOTES) == writer_client.NOTES
 

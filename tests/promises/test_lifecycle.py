@@ -183,8 +183,7 @@ def test_negative_control_an_open_one_is_seen(run_dir: str, own_sockets: Path) -
     me = psutil.Process()
     gc.collect()
     before = threading.active_count(), me.num_fds(), len(writers(own_sockets))
-    with ckpt.Checkpointer(toy.build(), run_dir) as cp:
-        cp.restore(default=0)
+    with ckpt.Checkpointer(toy.build(), run_dir):
         during = threading.active_count(), me.num_fds(), len(writers(own_sockets))
         assert _global_optimizer_pre_hooks
     assert all(now > then for now, then in zip(during, before, strict=True))
@@ -336,12 +335,8 @@ def test_place_that_is_not_ours(
         return {str(p): p.read_bytes() for p in [root, *root.rglob("*")] if p.is_file()}
 
     before = content()
-    cp = ckpt.Checkpointer(toy.build(), run_dir)
     with pytest.raises(error):
-        cp.restore(default=0)
-    with pytest.raises(ckpt.ClosedError):  # that was said
-        cp.step(1)
-    cp.close()
+        ckpt.Checkpointer(toy.build(), run_dir)
     assert content() == before
     assert eventually(lambda: not writers(own_sockets)), "a process is left"
     assert not _global_optimizer_pre_hooks
@@ -357,7 +352,7 @@ def test_place_that_is_read_only(run_dir: str, own_sockets: Path) -> None:
         if os.access(run_dir, os.W_OK):
             pytest.skip("read-only mounts do not work here")
         with pytest.raises(ckpt.StoreError, match="read-only"):
-            ckpt.Checkpointer(toy.build(), run_dir).restore(default=0)
+            ckpt.Checkpointer(toy.build(), run_dir)
     finally:
         subprocess.run(["umount", run_dir], check=True)
     assert eventually(lambda: not writers(own_sockets)), "a process is left"
@@ -759,7 +754,6 @@ def test_failure_is_raised_at_the_next_call_and_later_saves_succeed(run_dir: str
     state = toy.build()
     packs = Path(run_dir, "packs")
     with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run_dir, every=1, keep=50)]) as cp:
-        cp.restore(default=0)
         packs.write_text("in the way")
         told: list[str] = []
         for step in (1, 2):
@@ -792,7 +786,6 @@ def test_failed_step_can_be_saved_again(run_dir: str) -> None:
     state = toy.build()
     packs = Path(run_dir, "packs")
     with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run_dir, every=1)]) as cp:
-        cp.restore(default=0)
         packs.write_text("in the way")
         toy.train_step(state)
         with pytest.raises(ckpt.SaveError):
@@ -807,7 +800,6 @@ def test_failure_that_was_told_is_not_told_again(run_dir: str) -> None:
     state = toy.build()
     packs = Path(run_dir, "packs")
     with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run_dir, every=1)]) as cp:
-        cp.restore(default=0)
         packs.write_text("in the way")
         toy.train_step(state)
         with pytest.raises(ckpt.SaveError):
@@ -822,7 +814,6 @@ def test_failures_can_be_warnings(run_dir: str, caplog: pytest.LogCaptureFixture
     packs = Path(run_dir, "packs")
     with caplog.at_level(logging.WARNING, "ckpt"):
         with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run_dir, every=1)], on_error="warn") as cp:
-            cp.restore(default=0)
             packs.write_text("in the way")
             toy.train_step(state)
             cp.step(1)

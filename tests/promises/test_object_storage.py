@@ -275,7 +275,7 @@ def test_a_bucket_that_is_not_there_is_refused_at_once(moto: MotoServer, tmp_pat
     """Before the training begins, with what to do about it; it is not created, and no process is left."""
     place = tier("s3://nobodys/run", moto)
     with pytest.raises(AccessError, match="nobodys"):
-        ckpt.Checkpointer(toy.build(), [ckpt.Memory(), ckpt.Tier(str(tmp_path / "run")), place]).restore()
+        ckpt.Checkpointer(toy.build(), [ckpt.Memory(), ckpt.Tier(str(tmp_path / "run")), place])
     assert not eventually_left()
 
 
@@ -298,7 +298,7 @@ def test_somebody_elses_files_are_not_touched(moto: MotoServer, url: str) -> Non
 
     read.run(put("notes/mine.txt"))
     with pytest.raises(ckpt.FormatError, match="not empty"):
-        ckpt.Checkpointer(toy.build(), [ckpt.Memory(), tier(url, moto)]).restore()
+        ckpt.Checkpointer(toy.build(), [ckpt.Memory(), tier(url, moto)])
     assert keys_at(url) == ["notes/mine.txt"]
     other = f"{url}-other"
     state = toy.build()

@@ -627,14 +627,14 @@ def test_ctrl_c_while_it_is_made(run_dir: str, monkeypatch: pytest.MonkeyPatch) 
         toy.train_step(state)
         cp.step(1)
     for owner, method in (
-        (Session, "_introduce"),
+        (Session, "introduce"),
         (Session, "_show"),
         (Session, "_prepare"),
         (FaultHandler, "start"),
     ):
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(owner, method, interrupt)
-            ckpt.Checkpointer(state, run_dir).restore()
+            ckpt.Checkpointer(state, run_dir)
         began = time.monotonic()
         assert restored(run_dir) == (1, toy.reference(1)), method
         assert time.monotonic() - began < 20, method

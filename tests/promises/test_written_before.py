@@ -139,7 +139,7 @@ def test_another_format_is_refused(place: Place) -> None:
     state = make_runs.build(16)
     before = freeze(state)
     with pytest.raises(ckpt.FormatError, match=r"format 1\."):
-        ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(place("folder", older))]).restore()
+        ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(place("folder", older))])
     assert differences(freeze(state), before) == []
 
 

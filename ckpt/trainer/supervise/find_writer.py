@@ -6,7 +6,6 @@ import contextlib
 import os
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 
 from ckpt.checkpoint.in_use import check_places
 from ckpt.checkpoint.read import run
@@ -54,14 +53,12 @@ class WriterFinder:
     ) -> None:
         self._writer, self._run, self._on_spawned = writer, run, on_spawned
         self._key, self._claim, self._tiers, self._takeover = key, claim, tiers, takeover
-        self._greeting: Future[Greeted] | None = None  # of the one that was started last
         self._deaths: list[float] = []
         self._respawns = 0
         self._losers: list[int] = []  # who has lost the run to us, and may not have heard of it: stopped, say
 
-    def find_or_start(self) -> Found:
-        """The writer that has this run's name on this machine, or a new one that is about to take the name: see
-        `greet_started`."""
+    def find_or_spawn(self) -> Found:
+        """The writer that has this run's name on this machine, or a new one, which takes the name."""
         began = time.monotonic()
         end = began + MEET_S
         while True:
@@ -73,7 +70,7 @@ class WriterFinder:
                 # Who trains it, and has lost its writer, is about to have another, which gets its memory.
                 if self._claim.take() is None or time.monotonic() > began + HELLO_S:
                     self._say_unreachable()
-                    return self._start(), None
+                    return self.spawn(), None
             except _Ended:
                 began = time.monotonic()
                 end = began + MEET_S
@@ -83,27 +80,16 @@ class WriterFinder:
                 raise WriterError(f"the last writer of this run has not let go of its name within {MEET_S:g} s")
             time.sleep(0.02)
 
-    def _start(self, *, next_one: bool = False) -> WriterClient:
-        """`next_one`: as of `WriterClient.spawn`."""
+    def spawn(self, *, next_one: bool = False) -> WriterClient:
+        """NameTakenError if another one has the name of this run. `next_one`: as of `WriterClient.spawn`."""
         client = WriterClient.spawn(self._key, next_one=next_one)
-        self._greeting = client.introduce(losers=self._losers)
-        return client
-
-    def await_started(self, client: WriterClient) -> None:
-        """Until it is up, and has the name. NameTakenError if another one has it, WriterError if it dies of it."""
-        assert self._greeting is not None
-        client.greeted(self._greeting, OPEN_S, OPEN_S)
-        if not client.alive:
-            raise WriterError("the writer died")
-
-    def greet_started(self, client: WriterClient) -> None:
-        """And listen to it. As `await_started`; a writer that does not come is let go of."""
         try:
-            self.await_started(client)
+            client.greet(OPEN_S, OPEN_S, losers=self._losers)
         except BaseException:
             client.close()
             raise
         self._on_spawned(client)
+        return client
 
     def _whose(self) -> requests.WhoseReply | None:
         """Whose run it is, says the writer that has its name; None if there is none that can say it."""
@@ -231,9 +217,7 @@ class WriterFinder:
                 raise self._writer.lost
             if channel.holder(self._key) is None:
                 with contextlib.suppress(NameTakenError):
-                    client = self._start(next_one=True)
-                    self.greet_started(client)
-                    return client
+                    return self.spawn(next_one=True)
             self._check_mine()
             if self._writer.closing or time.monotonic() > end:
                 raise WriterError("another writer has the name of this run")

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import time
 from collections.abc import Iterable
-from concurrent.futures import Future
 from dataclasses import dataclass
 
 from ckpt.checkpoint.commit import Role
-from ckpt.errors import CheckpointError
 from ckpt.format.manifest import Attempt
 from ckpt.goodput.cadence import MEMORY, Auto
 from ckpt.ipc import requests
@@ -22,7 +18,6 @@ from ckpt.trainer.supervise.memory import SnapshotMemory
 from ckpt.trainer.supervise.writer_client import WriterClient
 
 OPEN_S = 300.0
-FRESH_S = 5.0  # how long it holds what was found in the run: that nobody else trains it, above all
 
 
 @dataclass(frozen=True)
@@ -33,14 +28,6 @@ class Opened:
     epoch: int  # the highest that is known
     has_checkpoints: bool
     cadence: Json  # what the last incarnation saved by, if that is to be found out; {} if nobody knows
-
-
-@dataclass(frozen=True)
-class _Asked:
-    client: WriterClient
-    request: requests.OpenRun
-    reply: Future[tuple[requests.OpenRunReply, list[int]]]
-    when: float
 
 
 class RunOpener:
@@ -61,27 +48,10 @@ class RunOpener:
         self.owner = Acquire(0, "", None)
         self.roles = [Role((world.rank,), 0, world.size) for _ in tiers]
         self._successor = ""
-        self._early: _Asked | None = None
-
-    def begin(self, client: WriterClient) -> None:
-        """Have the durable places opened beside whatever the trainer does; `open` has the answer."""
-        request = self._request(0)
-        self._early = _Asked(client, request, client.send(request), time.monotonic())
 
     def open(self, client: WriterClient, *, writers: int = 0) -> Opened:
-        """Have the durable places opened; nothing in them is changed. `writers`: of ours that have died before. What
-        `begin` has found holds for a while, if nothing was learnt since that the writer has to know."""
-        early, self._early, request = self._early, None, self._request(writers)
-        if early is not None and early.client is client:
-            with contextlib.suppress(CheckpointError, TimeoutError):
-                early.reply.exception(OPEN_S)
-            fresh = early.reply.done() and time.monotonic() < early.when + FRESH_S
-            if fresh and early.request == request:
-                return self._opened(early.reply.result()[0])
-        return self._opened(client.ask(request, OPEN_S))
-
-    def _request(self, writers: int) -> requests.OpenRun:
-        return requests.OpenRun(
+        """Have the durable places opened; nothing in them is changed. `writers`: of ours that have died before."""
+        request = requests.OpenRun(
             tiers=[tier.spec() for tier in self._tiers],
             linger_s=self._memory.linger_s if self._memory is not None else 0.0,
             commit_s=self._commit_s,
@@ -91,8 +61,7 @@ class RunOpener:
             successor=self._successor,
             acquires=[_row(acquire) for acquire in self._held.inherited.acquires],
         )
-
-    def _opened(self, reply: requests.OpenRunReply) -> Opened:
+        reply = client.ask(request, OPEN_S)
         inherited = self._held.inherited
         epochs = [*(a.epoch for a in inherited.acquires), *(tier.epoch for tier in reply.tiers)]
         stored = any(tier.checkpoints or tier.damaged for tier in reply.tiers)

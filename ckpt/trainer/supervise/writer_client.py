@@ -212,31 +212,13 @@ class WriterClient:
         visit: bool = False,
         losers: Sequence[int] = (),
     ) -> tuple[GreetingReply, list[int]]:
-        """Introduce ourselves, and wait for the answer: see `introduce` and `greeted`."""
-        greeting = self.introduce(takeover=takeover, visit=visit, losers=losers)
-        return self.greeted(greeting, timeout_s, patient_s, visit=visit)
-
-    def introduce(
-        self, *, takeover: bool = False, visit: bool = False, losers: Sequence[int] = ()
-    ) -> Future[tuple[GreetingReply, list[int]]]:
-        """Say who we are, before anything else. `takeover`: be its trainer, whoever was. To `visit` is only to look: it
-        keeps its trainer. `losers`: who has lost the run to us."""
-        return self.send(Greeting(takeover, visit, list(losers)))
-
-    def greeted(
-        self,
-        greeting: Future[tuple[GreetingReply, list[int]]],
-        timeout_s: float,
-        patient_s: float,
-        *,
-        visit: bool = False,
-    ) -> tuple[GreetingReply, list[int]]:
-        """Its answer; longer than `timeout_s` is waited only for a writer that can run. One that was stopped is woken
-        up. ProtocolError for a writer of another version, which is left as it is."""
-        began = time.monotonic()
+        """Introduce ourselves; longer than `timeout_s` is waited only for a writer that can run. One that was stopped
+        is woken up. `takeover`: be its trainer, whoever was. To `visit` is only to look: it keeps its trainer.
+        `losers`: who has lost the run to us. ProtocolError for a writer of another version, which is left as it is."""
+        future, began = self.send(Greeting(takeover, visit, list(losers))), time.monotonic()
         while True:
             try:
-                hello, fds = greeting.result(timeout_s)
+                hello, fds = future.result(timeout_s)
                 if not visit:
                     self._process = self._found or Process.of(hello.pid)
                 return hello, fds

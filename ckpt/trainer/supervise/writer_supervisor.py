@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from ckpt.errors import CheckpointError, ClosedError, FencedError, WriterError
+from ckpt.errors import CheckpointError, FencedError, WriterError
 from ckpt.events import log
 from ckpt.faults.report import Fault
 from ckpt.ipc import notes, requests
@@ -23,10 +23,10 @@ from ckpt.runlog.log import Acquire
 from ckpt.tiers import Memory, Tier
 from ckpt.trainer.staging.stage import Stager
 from ckpt.trainer.supervise.current_writer import CurrentWriter, StandingRequests
-from ckpt.trainer.supervise.find_writer import RESPAWN_LIMIT, WriterFinder
+from ckpt.trainer.supervise.find_writer import WriterFinder
 from ckpt.trainer.supervise.held_snapshots import HeldSnapshots
 from ckpt.trainer.supervise.memory import SnapshotMemory
-from ckpt.trainer.supervise.opening import Opened, RunOpener
+from ckpt.trainer.supervise.opening import RunOpener
 from ckpt.trainer.supervise.writer_client import SpareThreads, WriterClient
 from ckpt.trainer.supervise.writes import Acknowledgements, KnownLayouts, Writes
 
@@ -51,7 +51,7 @@ class WriterSupervisor:
     ) -> None:
         self._tiers, self._stager = tiers, stager
         self._hears: dict[type[Note], Callable[[Any], None]] = {}
-        self._adopted = self._greeted = False
+        self._adopted = False
         self._mourned: WriterClient | None = None  # the last one whose death was seen to
         self.faults: list[Fault] = []  # of earlier incarnations, that nobody was told yet
         self.on_failure: Callable[[CheckpointError], None] = lambda error: None
@@ -78,47 +78,20 @@ class WriterSupervisor:
             raise
         self._spares = SpareThreads()
         self._claim.take_soon()  # a trainer that has lost the run, and stands still, may have it yet
-        self.run.begin(self.client)
-
-    def open(self) -> Opened:
-        """Have the durable tiers opened, once the writer is up. Raises what is wrong with them."""
-        tries = 0
-        while not self._greeted:
-            tries += 1
-            self._greet(last=tries > RESPAWN_LIMIT)
-        taken = self.held.take_orphans()
-        opened = self.writer.insist(self.run.open)
-        self.held.dismiss(taken)
-        return opened
-
-    def _greet(self, *, last: bool) -> None:
-        """The writer that was started; or another, if it died, or could not have the name. `last`: no more of them."""
         try:
-            self._finder.greet_started(self.client)
-            self._greeted = True
-        except WriterError as error:
-            if self.writer.closing:  # by a signal handler
-                raise ClosedError("this Checkpointer was closed meanwhile") from error
-            if last:
-                raise
-            self._meet()
-            self.standing.on_new_writer(self.client)
-
-    @property
-    def pid(self) -> int:
-        """Of the writer, once it is up; 0 if there is none just now."""
-        if not self._greeted:
-            with contextlib.suppress(CheckpointError):
-                self._finder.await_started(self.client)
-        return self.client.pid if self.client.alive else 0
+            taken = self.held.take_orphans()
+            self.opened = self.writer.insist(self.run.open)
+            self.held.dismiss(taken)
+        except BaseException:
+            self.give_up()
+            raise
 
     def _meet(self) -> None:
-        """Have a writer, and what it holds; one that was started has yet to be greeted."""
-        client, greeted = self._finder.find_or_start()
+        """Have a writer, and what it holds."""
+        client, greeted = self._finder.find_or_spawn()
         self.writer.client = client
         if greeted is None:
             return
-        self._greeted = True
         hello, fds = greeted
         self.memory.inherit(hello, fds)
         self.layouts.known = dict(self.memory.inherited.layouts)

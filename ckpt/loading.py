@@ -110,7 +110,7 @@ class Loaded(Mapping[str, Tensor]):
             if missing:
                 made = {key: empty(self._saved.tensors[key].spec, "cpu") for key in missing}
                 fills = {key: [Target.whole(tensor)] for key, tensor in made.items()}
-                read.run(fill_from_store(self.url, self._attempt, self._saved, fills))
+                read.run(self._fetch(fills))
                 self._cache.update(made)
             return {key: self._cache[key] for key in keys}
 

@@ -214,13 +214,14 @@ def test_stages_with_buffers_of_their_own(tmp_path: Path) -> None:
     class Manifested:
         commit = type("C", (), {"step": 1, "finite": None})
         attempt = Attempt(1, 1, "aaaaaaaa")
+        finite = None
 
         def saved(self) -> SavedState:
             return saved
 
     log: Any = type("L", (), {"store": type("S", (), {"url": "file:///x", "remote": False})})
     manifest: Any = Manifested()
-    origin = RunOrigin(log, manifest)
+    origin = RunOrigin(log, manifest, saved)
     assert [origin.view(rank, 2).tensors for rank in (0, 1)] == [{"mine": "mine#0"}, {"mine": "mine#1"}]
     assert dict(origin.view(0, 1).tensors) == {"mine": "mine#0"} and "lowest rank" in origin.view(0, 1).notes[0]
     assert "same random numbers" in origin.view(3, 4).notes[0]

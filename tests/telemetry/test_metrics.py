@@ -142,7 +142,9 @@ def training(run_dir: str, **options: Any) -> Iterator[tuple[ckpt.Checkpointer, 
             for _ in range(steps):
                 toy.train_step(state)
                 step += 1
-                cp.step(step)
+                save = cp.step(step)
+                if step == 1 and save is not None:
+                    save.staged(PATIENCE_S)  # memory is there from now on, and nothing is left out
             cp.wait(PATIENCE_S)
             return step
 

@@ -709,7 +709,7 @@ with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run, every=2)]) as cp:
     for step in (3, 4, 5):
         print(step, cp.step(step), flush=True)
     try:
-        cp.save()
+        cp.save().staged(60)
     except ckpt.SkippedError as error:
         print(error, flush=True)
     del state["huge"]

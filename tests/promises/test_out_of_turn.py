@@ -17,6 +17,7 @@ from ckpt.ipc.watch_requests import Report
 from ckpt.runlog.log import RunLog
 from ckpt.store import open_store
 from ckpt.trainer.step_keeper import KEEP_TRIES
+from processes import eventually
 
 
 def durable(run: str) -> list[int]:
@@ -122,7 +123,7 @@ def test_a_step_that_was_held_up_does_not_end_what_is_kept_between(
                 cp.step(step)
 
         train(15)  # too few for the cadence to be changed
-        assert cp._session.heartbeat.usual_s
+        assert eventually(lambda: cp._session.heartbeat.usual_s > 0), "the writer has not learnt the pace"
         train(times, pause_s=0.5)
         train(3)
         with ThreadPoolExecutor(1) as other:

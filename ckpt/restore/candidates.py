@@ -46,7 +46,10 @@ def gather(
     agreed, damage = together(world, "candidates", lambda: view.look(snapshots, acquires, step), _candidates)
     if lost is not None:
         lost += [Loss(tier, reason, tuple(map(Attempt.parse, attempts))) for tier, reason, attempts in damage]
-    return [view.source(one, agreed) for one in agreed]
+    places: dict[str, list[int]] = {}
+    for attempt, place, _ in agreed:
+        places.setdefault(attempt, []).append(place)
+    return [view.source(one, places[one[0]]) for one in agreed]
 
 
 Candidate = tuple[str, int, bool]
@@ -98,8 +101,8 @@ class _View:
 
         return look(url, verify=False)
 
-    def source(self, one: Candidate, agreed: Sequence[Candidate]) -> RestoreSource:
-        """One of those that were agreed on."""
+    def source(self, one: Candidate, places: Sequence[int]) -> RestoreSource:
+        """One of those that were agreed on; `places`: all that have the same attempt."""
         text, place, undone = one
         attempt, world, tiers = Attempt.parse(text), self._world, len(self._urls)
         if place == 0:
@@ -116,7 +119,7 @@ class _View:
             partial=len(set(self._roots[i])) > 1,
             undone=undone,
             describing=self._speaks(i),
-            others=[self._urls[p - 1] for same, p, _ in agreed if same == text and 0 < p <= tiers and p != place],
+            others=[self._urls[p - 1] for p in places if 0 < p <= tiers and p != place],
         )
 
     def _redo_source(self, attempt: Attempt, tier: int, *, undone: bool) -> RedoSource:

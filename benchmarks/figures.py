@@ -152,8 +152,8 @@ def child(
 
 
 def environment() -> dict[str, str]:
-    """Ours, and the repository; as many threads as each library takes by itself, and its modules compiled once, as those
-    of an installed package are."""
+    """Ours, and the repository; as many threads as each library takes by itself, and modules that stay compiled, as
+    those of an installed package are."""
     not_ours = {"OMP_NUM_THREADS", "PYTHONDONTWRITEBYTECODE"}
     mine = {key: value for key, value in os.environ.items() if key not in not_ours}
     path = [str(HERE.parent), str(HERE.parent / "backends"), str(HERE)]

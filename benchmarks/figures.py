@@ -34,6 +34,7 @@ import sys
 import tempfile
 import threading
 import time
+import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -45,13 +46,14 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from usage import family, watching
+from usage import FAMILY, family, watching
 
 Json = dict[str, Any]
 
 HERE = Path(__file__).parent
 OURS = "everystep"
 QUICKEST = "torch_checkpointing"  # whose call returns soonest
+MARK = uuid.uuid4().hex  # of what is started here
 LIMIT_S = 600.0  # of one process of `contest.py`
 OWN_LIMIT_S = 1800.0
 LINGER_S = 5.0  # how long what a library has in the background may take to end after its process
@@ -107,7 +109,7 @@ def child(
     While it is between "memory begins" and "memory ends", its memory is looked at, which becomes a line "memory". If it
     fails or takes too long, that becomes a line "failed" with the end of what it said.
     """
-    known = set(family(os.getpid()))
+    known = set(family(os.getpid(), MARK))
     late = threading.Event()
     with tempfile.TemporaryFile("w+", errors="replace") as errors:
         process = subprocess.Popen(
@@ -157,7 +159,7 @@ def environment() -> dict[str, str]:
     not_ours = {"OMP_NUM_THREADS", "PYTHONDONTWRITEBYTECODE"}
     mine = {key: value for key, value in os.environ.items() if key not in not_ours}
     path = [str(HERE.parent), str(HERE.parent / "backends"), str(HERE)]
-    return {**mine, "PYTHONPATH": os.pathsep.join(path)}
+    return {**mine, "PYTHONPATH": os.pathsep.join(path), FAMILY: MARK}
 
 
 def lines(process: subprocess.Popen[str]) -> Iterator[Json]:
@@ -192,7 +194,7 @@ def adopt() -> None:
 def clear(known: set[int]) -> None:
     """Wait for what a library left in the background, and end it if it stays: the next one is to be undisturbed."""
     deadline = time.monotonic() + LINGER_S
-    while left := [pid for pid in family(os.getpid()) if pid not in known]:
+    while left := [pid for pid in family(os.getpid(), MARK) if pid not in known]:
         if time.monotonic() > deadline:
             kill(left)
         for pid in left:

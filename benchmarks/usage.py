@@ -10,21 +10,34 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
+FAMILY = "BENCHMARK_FAMILY"  # in the environment: what has the same value belongs together
 
 
-def family(pid: int) -> list[int]:
-    """A process and all that descend from it, and sessions that it began (a writer leaves its parent's)."""
+def family(pid: int, mark: str = "") -> list[int]:
+    """A process, all that descend from it, and all that have its mark in the environment, or this one: a writer is
+    nobody's child."""
     children: dict[int, list[int]] = {}
+    found, todo = set[int](), [pid]
+    with contextlib.suppress(OSError):
+        mark = mark or _mark(pid)
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(OSError):
                 parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-                children.setdefault(parent, []).append(int(entry.name))
-    found, todo = [], [pid]
+                children.setdefault(parent, []).append(one := int(entry.name))
+                if mark and _mark(one) == mark:
+                    todo.append(one)
     while todo:
-        found.append(one := todo.pop())
-        todo += children.get(one, [])
-    return found
+        if (one := todo.pop()) not in found:
+            found.add(one)
+            todo += children.get(one, [])
+    return sorted(found)
+
+
+def _mark(pid: int) -> str:
+    """That it was started with; empty if it has none."""
+    words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return next((word.partition(b"=")[2].decode() for word in words if word.startswith(f"{FAMILY}=".encode())), "")
 
 
 def memory(pid: int) -> int:
@@ -39,12 +52,13 @@ def memory(pid: int) -> int:
 
 
 def shared(name: str) -> int:
-    """Bytes of the largest shared memory of this name (`memfd_create`) that the calling process has open, perhaps 0."""
+    """Bytes of the largest shared memory of this name (`memfd_create`) that the calling process has open, perhaps 0.
+    What was not written to yet is nobody's memory, and does not count."""
     sizes = [0]
     for fd in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
             if name in os.readlink(fd):
-                sizes.append(fd.stat().st_size)
+                sizes.append(fd.stat().st_blocks * 512)
     return max(sizes)
 
 

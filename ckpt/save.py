@@ -75,7 +75,8 @@ class Save:
         return found
 
     def logged(self, timeout_s: float | None = None, *, tier: str | None = None) -> Checkpoint:
-        """Wait until the step is in the redo log of a tier (`log_every_step`), so that a restore can redo it."""
+        """EXPERIMENTAL, see docs/redo.md. Wait until the step is in the redo log of a tier (`log_every_step`): a
+        restore can redo it then."""
         if not self._logs:
             raise SaveError(f"step {self.step} is not logged: that is what Tier(folder, log_every_step=True) is for")
         url = next(iter(self._logs)) if tier is None else normalise(tier)

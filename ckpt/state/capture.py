@@ -24,7 +24,7 @@ from ckpt.state.adapters import Contents, PlainNode, StatefulNode, StateNode
 from ckpt.state.fingerprint import SampledPlaces
 from ckpt.state.module_node import ModuleNode
 from ckpt.state.names import Names
-from ckpt.state.optimizer_node import OptimizerNode, keeps_elsewhere
+from ckpt.state.optimizer_node import OptimizerNode, forgotten, keeps_elsewhere
 from ckpt.state.placement import Placement
 from ckpt.state.rewrap import forms_of
 from ckpt.state.sharding import LocalPiece, StateEntry, storage_of, unsupported
@@ -309,6 +309,13 @@ class Walk:
         self.nodes: list[StateNode] = list(self._find(state, ()))
         self.optimizers = [node for node in self.nodes if isinstance(node, OptimizerNode)]
         self.stepped = stepped_nodes(self.nodes)
+        listed = {id(node.optimizer) for node in self.optimizers}
+        for outer in self.optimizers:
+            if (inner := forgotten(outer.optimizer)) is not None and id(inner[1]) not in listed:
+                raise StateError(
+                    f"{show(outer.path)}: its state_dict() says nothing of the optimizer in .{inner[0]}, whose state "
+                    "would be lost: put that one into the state as well"
+                )
         seen: dict[int, Path] = {}
         for node in self.nodes:
             optimizer = node.optimizer if isinstance(node, OptimizerNode) else None

@@ -259,6 +259,8 @@ class OptimizerNode:
             if placement.fits(full, entry):
                 placement.fill(full, entry)
                 return live
+        if (held := placement.names.get(id(param))) is not None and placement.were_one(full, held.name):
+            return param.detach()  # it was the weight itself: so SAM leaves it
         return placement.create(full, device_of(full), beside)
 
 
@@ -285,6 +287,15 @@ def keeps_elsewhere(optimizer: torch.optim.Optimizer) -> bool:
         return False
     inner = (one for one in vars(optimizer).values() if isinstance(one, torch.optim.Optimizer))
     return not any(one.state is optimizer.state for one in inner)
+
+
+def forgotten(optimizer: torch.optim.Optimizer) -> tuple[str, torch.optim.Optimizer] | None:
+    """What an attribute is called, and the optimizer in it, of which the outer one's `state_dict()` says nothing: SAM
+    is one around another."""
+    for name, inner in vars(optimizer).items():
+        if isinstance(inner, torch.optim.Optimizer) and inner.state is not optimizer.state:
+            return name, inner
+    return None
 
 
 def _filled(live: Mapping[Any, dict[str, Any]], wanted: Mapping[Any, dict[str, Any]]) -> bool:

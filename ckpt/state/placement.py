@@ -156,6 +156,11 @@ class Placement:
             self.apart.add(entry.name)  # replicas that had drifted: each rank goes on with its own
         return key
 
+    def were_one(self, name: str, other: str) -> bool:
+        """Whether two names were one tensor when they were saved."""
+        rank = self.seat.rank
+        return self.saved.canonical(name, rank) == self.saved.canonical(other, rank)
+
     def fill(self, name: str, entry: StateEntry) -> None:
         """Fill what this rank has of a tensor."""
         key = self._key_for(name, entry)

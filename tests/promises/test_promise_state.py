@@ -416,7 +416,36 @@ def flattened(seed: int) -> State:
     return {**state, "optim": torch.optim.AdamW([flat], 1e-4)}
 
 
-OPTIMIZED: dict[str, Callable[[int], State]] = {"contained": contained, "mastered": mastered, "flattened": flattened}
+class Around(torch.optim.Optimizer):
+    """An optimizer around another, as the usual SAM: it leaves the weights as the memory that its own state holds."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"rho": 0.05})
+        self.base = torch.optim.SGD(self.param_groups, lr=0.1, momentum=0.9)
+        self.param_groups = self.base.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in (p for group in self.param_groups for p in group["params"]):
+            self.state[p]["old"] = p.data.clone()
+            p.add_(p.grad, alpha=0.05)
+            p.data = self.state[p]["old"]
+        self.base.step()
+
+
+def around(seed: int) -> State:
+    torch.manual_seed(seed)
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    optim = Around(net.parameters())
+    return {"optim": optim, "base": optim.base, "model": net}
+
+
+OPTIMIZED: dict[str, Callable[[int], State]] = {
+    "contained": contained,
+    "mastered": mastered,
+    "flattened": flattened,
+    "around": around,
+}
 
 
 def optimize(state: State, step: int) -> None:
@@ -445,7 +474,7 @@ def optimize(state: State, step: int) -> None:
 
 def numbers(state: State) -> list[Tensor]:
     """All that trains."""
-    optimizers = getattr(state["optim"], "optimizers", [state["optim"]])
+    optimizers = getattr(state["optim"], "optimizers", [one for key, one in state.items() if key != "model"])
     found = [*state["model"].parameters(), *(p for o in optimizers for g in o.param_groups for p in g["params"])]
     found += [t for o in optimizers for s in o.state.values() for t in s.values()]
     return [t.detach().clone() for t in found]
@@ -464,6 +493,19 @@ def goes_on_alike(kind: str, tmp_path: Path) -> None:
     assert done.stdout.split() == [str(STEPS)], done.stderr[-3000:]
     found = torch.load(tmp_path / "numbers.pt", weights_only=True)
     assert all(torch.equal(a, b) for a, b in zip(found, numbers(state), strict=True))
+
+
+def test_an_optimizer_around_another_goes_on_alike(tmp_path: Path) -> None:
+    """Also where the weights are the memory that its own state holds when they are saved, and not at a fresh start."""
+    goes_on_alike("around", tmp_path)
+
+
+def test_an_optimizer_inside_another_is_not_forgotten(tmp_path: Path) -> None:
+    """The outer one's state_dict() says nothing of its moments: the user is told to add it."""
+    state = around(0)
+    del state["base"]
+    with pytest.raises(ckpt.StateError, match=r"optim: .* in \.base.* put that one into the state"):
+        ckpt.Checkpointer(state, tmp_path / "run")
 
 
 def test_an_optimizer_that_keeps_its_state_elsewhere_goes_on_alike(tmp_path: Path) -> None:

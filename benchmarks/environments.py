@@ -40,12 +40,15 @@ def python_for(name: str) -> Path:
     return environment(peer.__name__.lower() if peer.alone else "shared", peer.requires, name)
 
 
-def environment(folder: str, requires: tuple[str, ...], what: str) -> Path:
-    """The interpreter of an environment of this name that has all that is required. NotInstalled, of `what`."""
+def environment(folder: str, requires: tuple[str, ...], what: str, *, unpinned: tuple[str, ...] = ()) -> Path:
+    """The interpreter of an environment of this name that has all that is required. NotInstalled, of `what`.
+
+    `unpinned`: packages of which it wants other versions than constraints.txt says.
+    """
     place = ENVIRONMENTS / folder
     try:
         _make(place)
-        _install(place, requires)
+        _install(place, requires, unpinned)
     except subprocess.CalledProcessError as error:
         raise NotInstalled(f"{what} is not installed: {_said(error)}") from error
     return _python(place)
@@ -64,10 +67,13 @@ def _make(folder: Path) -> None:
     (folder / INSTALLED).write_text(ours + "\n")
 
 
-def _install(folder: Path, requires: tuple[str, ...]) -> None:
+def _install(folder: Path, requires: tuple[str, ...], unpinned: tuple[str, ...]) -> None:
     if set(requires) <= set(_lines(folder)):
         return
-    options = ["-q", "--no-input", "--disable-pip-version-check", "-c", str(CONSTRAINTS)]
+    constraints = folder / CONSTRAINTS.name
+    pins = (line for line in CONSTRAINTS.read_text().splitlines() if line.partition("==")[0] not in unpinned)
+    constraints.write_text("\n".join(pins))
+    options = ["-q", "--no-input", "--disable-pip-version-check", "-c", str(constraints)]
     _run(str(_python(folder)), "-m", "pip", "install", *options, *requires)
     with (folder / INSTALLED).open("a") as file:
         file.writelines(f"{one}\n" for one in requires)

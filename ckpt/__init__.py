@@ -68,7 +68,8 @@ _HOMES = {
     "WriterError": "errors",
 }
 
-_PARTS = ("dcp", "deepspeed", "events", "lightning", "transformers")  # modules of their own; some need an extra
+# Modules of their own; some need an extra.
+_PARTS = ("dcp", "deepspeed", "events", "lightning", "torchtitan", "transformers")
 
 __all__ = sorted(_HOMES)  # not those: `import *` should not need an extra
 
@@ -77,6 +78,7 @@ if TYPE_CHECKING:
     from ckpt import deepspeed as deepspeed
     from ckpt import events as events
     from ckpt import lightning as lightning
+    from ckpt import torchtitan as torchtitan
     from ckpt import transformers as transformers
     from ckpt.best import Best as Best
     from ckpt.checkpoint.retention import Keep as Keep

@@ -145,9 +145,11 @@ def test_every_public_name_is_there() -> None:
     for name in ckpt.__all__:
         value = getattr(ckpt, name)
         assert value is getattr(importlib.import_module(f"ckpt.{ckpt._HOMES[name]}"), name)
-    with pytest.raises(ImportError, match=r"pip install 'everystep\[deepspeed\]'"):  # it has an environment of its own
-        _ = ckpt.deepspeed
-    for part in {*ckpt._PARTS} - {"deepspeed"}:
+    apart = {"deepspeed", "torchtitan"}  # they have environments of their own
+    for part in apart:
+        with pytest.raises(ImportError, match=rf"pip install 'everystep\[{part}\]'"):
+            getattr(ckpt, part)
+    for part in {*ckpt._PARTS} - apart:
         assert getattr(ckpt, part) is importlib.import_module(f"ckpt.{part}")
     with pytest.raises(AttributeError, match="no_such_name"):
         _ = ckpt.no_such_name

@@ -1,0 +1,100 @@
+"""What a save and a restore take under torchtitan: by everystep, and by its own manager, in one run.
+
+    python benchmarks/torchtitan_saves.py                    # a Llama under FSDP2, two ranks on the CPU
+    python benchmarks/torchtitan_saves.py --layers 24 --saves 3
+
+Time lost a save and a restore are as in deepspeed_saves.py. torchtitan is installed into an environment of its own on
+first use.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from trainer_saves import end, lost, run_ranks, show, timed
+
+
+def train(folder: str, options: argparse.Namespace) -> None:
+    """One rank."""
+    import torch
+
+    import titan_on_cpu  # noqa: F401  # before torchtitan
+    import titan_toy
+
+    torch.set_num_threads(1)
+
+    def build(place: str, checkpoint: Any) -> Any:
+        steps = 10**6  # more than are trained
+        return titan_toy.build(titan_toy.config(f"{folder}/{place}", checkpoint, steps, layers=options.layers))
+
+    def manager(trainer: Any, place: str, settings: Any) -> Any:
+        """One more, of what a trainer gives its own."""
+        return settings.build(
+            dataloader=trainer.dataloader,
+            model_parts=trainer.model_parts,
+            optimizers=trainer.optimizers,
+            lr_schedulers=trainer.lr_schedulers,
+            states={"train_state": trainer},
+            sd_adapter=None,
+            base_folder=f"{folder}/{place}",
+        )
+
+    own = titan_toy.OwnManager.Config
+    every = {"enable": True, "interval": 1, "keep_latest_k": 0, "last_save_model_only": False}
+    trainer = build("ours", titan_toy.ours(interval=10**6, keep_latest_k=0))
+    ours, checkpointer = trainer.checkpointer, trainer.checkpointer._checkpointer
+    ours.load()
+    whole = manager(trainer, "whole", own(**every))
+    apart = manager(trainer, "apart", own(**every, async_mode="async"))
+    batches = trainer.batch_generator(trainer.dataloader)
+    trainer.metrics_processor.log = lambda *_, **__: None
+
+    def step() -> None:
+        trainer.step += 1
+        trainer.train_step(batches)
+
+    for _ in range(2):
+        step()
+        ours.save(trainer.step)
+    ways = {
+        "memory": (lambda: ours.save(trainer.step), checkpointer.wait),
+        "disk": (lambda: checkpointer.save(trainer.step), checkpointer.wait),
+        "sync": (lambda: whole.save(trainer.step), lambda: None),
+        "async": (lambda: apart.save(trainer.step), apart.maybe_wait_for_saving),
+    }
+    found = lost(step, ways, options.saves)
+    ours.close()
+    again = build("ours", titan_toy.ours(interval=10**6, keep_latest_k=0))
+    found["restore_memory_s"] = timed(again.checkpointer.load)
+    found["restore_sync_s"] = timed(manager(again, "whole", own(**every)).load)
+    again.checkpointer.close()
+    end({"parameters": sum(p.numel() for part in trainer.model_parts for p in part.parameters()), **found})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=48)
+    parser.add_argument("--saves", type=int, default=5)
+    parser.add_argument("--folder", help="where checkpoints go (default: the system's)")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--rank-of", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rank_of:
+        return train(options.rank_of, options)
+    row = run_ranks(__file__, ["--layers", options.layers, "--saves", options.saves], options.folder)
+    if options.json:
+        print(json.dumps(row))
+    else:
+        ours = {"memory": "everystep", "disk": "everystep (disk too)"}
+        show(row, "FSDP2", ours | {"sync": "torchtitan", "async": "torchtitan, async"})
+    return None
+
+
+if __name__ == "__main__":
+    main()

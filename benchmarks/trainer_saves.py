@@ -1,0 +1,116 @@
+"""What the benchmarks of trainers share: ranks of a job, and what a save adds to the steps around it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+RANKS = 2
+
+
+def python_of(trainer: str) -> Path:
+    """The interpreter of an environment that has this trainer, made on first use. NotInstalled if it cannot be had."""
+    sys.path.insert(0, str(HERE))
+    from environments import environment
+
+    if trainer == "torchtitan":  # imports triton, and wants datasets, which want an older fsspec
+        return environment(trainer, ("torchtitan", "triton"), trainer, unpinned=("fsspec",))
+    return environment(trainer, (trainer,), trainer)
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Seconds, from when all ranks begin until all are done."""
+    import torch.distributed as dist
+
+    dist.barrier()
+    began = time.perf_counter()
+    work()
+    dist.barrier()
+    return time.perf_counter() - began
+
+
+def lost(
+    step: Callable[[], object], ways: dict[str, tuple[Callable[[], object], Callable[[], object]]], saves: int
+) -> dict[str, float]:
+    """Medians, in seconds: of a step (`step_s`), and of how much longer two steps take with a save between them. Each
+    way is a save, and what comes after it before the next is measured; they take turns."""
+    spent: dict[str, list[float]] = {name: [] for name in ("nothing", *ways)}
+    for _ in range(saves):
+        # A copy goes beside the next step, so that counts to the save that caused it.
+        spent["nothing"].append(timed(lambda: (step(), step())))
+        for name, (save, after) in ways.items():
+            spent[name].append(timed(lambda save=save: (step(), save(), step())))  # type: ignore[misc]
+            after()
+            os.sync()
+    nothing = statistics.median(spent.pop("nothing"))
+    return {"step_s": nothing / 2, **{f"lost_{k}_s": statistics.median(v) - nothing for k, v in spent.items()}}
+
+
+def end(row: dict[str, Any]) -> None:
+    """The last of every rank: the first one says what was found."""
+    import torch.distributed as dist
+
+    if dist.get_rank() == 0:
+        print(json.dumps({"row": row}), flush=True)
+    dist.barrier()
+    os._exit(0)  # some of gloo's threads do not leave
+
+
+def run_ranks(script: str, words: list[object], folder: str | None, **environ: str) -> dict[str, Any]:
+    """What `end` was given by the ranks of `script`, which is called with these words and --rank-of FOLDER, in the
+    environment of packages that is called like the trainer: `script` is TRAINER_saves.py."""
+    trainer = Path(script).stem.removesuffix("_saves")
+    python = python_of(trainer)
+    place = tempfile.mkdtemp(prefix=f"{trainer}-saves-", dir=folder)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    base = {
+        **os.environ,
+        "PYTHONPATH": ":".join(str(HERE.parent / one) for one in (".", "backends", "tests/lib")),
+        "OMP_NUM_THREADS": "1",
+        "WORLD_SIZE": str(RANKS),
+        "LOCAL_WORLD_SIZE": str(RANKS),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        **environ,
+    }
+    try:
+        ranks = [
+            subprocess.Popen(
+                [str(word) for word in (python, script, *words, "--rank-of", place)],
+                env={**base, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for rank in range(RANKS)
+        ]
+        said = [rank.communicate()[0] for rank in ranks]
+        rows = [line for line in said[0].splitlines() if line.startswith('{"row"')]
+        if not rows:
+            sys.exit(said[0][-4000:])
+        found: dict[str, Any] = json.loads(rows[0])["row"]
+        return found
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def show(row: dict[str, Any], what: str, names: dict[str, str]) -> None:
+    """For people. `names`: of the ways of a save and of a restore, by the end of their key."""
+    print(f"{what}, {row['parameters'] / 1e6:.0f} million parameters, {RANKS} ranks, a step without a save", end=" ")
+    print(f"{row['step_s']:.2f} s")
+    for title, start in (("lost a save", "lost_"), ("restore", "restore_")):
+        found = (f"{name} {row[f'{start}{key}_s']:.2f} s" for key, name in names.items() if f"{start}{key}_s" in row)
+        print(f"  {title:<12}" + ", ".join(found))

@@ -1,0 +1,58 @@
+"""A state filled from a run that is only read: nothing is written there, and whoever trains it goes on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ckpt.checkpoint import read, spelling
+from ckpt.checkpoint.losses import Loss
+from ckpt.errors import CorruptError, FormatError, MismatchError, NoCheckpointError
+from ckpt.format.partition import Seat
+from ckpt.ipc import channel
+from ckpt.ranks.world import World
+from ckpt.restore.candidates import gather
+from ckpt.restore.restore_first import Restored, restore_first
+from ckpt.state.capture import Capture
+from ckpt.store import normalise
+
+
+def is_run(url: str) -> bool:
+    """Whether a run is there, also where the url names one step of it. StoreError if it cannot be looked at."""
+    try:
+        log = read.run(read.open_run(normalise(spelling.split(url, None)[0])))
+    except FormatError:
+        return False
+    read.run(log.store.aclose())
+    return True
+
+
+def fill(state: dict[str, Any], url: str, step: int | None = None, *, only: bool = False) -> Restored:
+    """Fill the state with the newest checkpoint of a run, or that of `step`. All ranks take part, and see that place.
+
+    `only`: what else the checkpoint holds is left alone. NoCheckpointError if there is none, MismatchError if it does
+    not fit, CorruptError if none is sound.
+    """
+    place, which = spelling.split(url, step)
+    wanted, place = spelling.number(which), normalise(place)
+    world = World.detect(channel.node_id())
+    lost: list[Loss] = []
+    result = Restored(step=None)
+    sources = gather(world, (), (), [place], [[0] * world.size], wanted, lost)
+    capture = Capture(state, Seat(world.rank, world.size))
+    capture.read()
+    source = restore_first(
+        world, sources, capture, result, strict=not only, on_touch=lambda: None, lost=lost, step=wanted
+    )
+    world.farewell()
+    if source is None and result.skipped:
+        raise CorruptError("; ".join(f"step {one.step} in {one.tier}: {one.reason}" for one in result.skipped))
+    if source is None:
+        raise NoCheckpointError(f"there is no checkpoint{'' if wanted is None else f' of step {wanted}'} in {place}")
+    if odd := [one for one in result.left_out if _entry(one) in state and " has dtype " not in one]:  # that is cast
+        raise MismatchError(f"step {result.step} of {place} does not fit: {'; '.join(odd[:5])}")
+    return result
+
+
+def _entry(problem: str) -> str:
+    """The entry of the state whose name a problem begins with."""
+    return problem.split(maxsplit=1)[0].split(".")[0].rstrip(":")

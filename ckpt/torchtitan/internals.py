@@ -1,0 +1,205 @@
+"""All that is known of torchtitan's inside: what a checkpoint manager is given, and how its parts are to be saved.
+
+It was read in the versions `KNOWN`; another one is refused at import, as is one of these that lacks what is used here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+try:
+    import tyro as tyro
+    from torchtitan.components.checkpointer import DATALOADER, LR_SCHEDULER, MODEL, OPTIMIZER
+    from torchtitan.components.checkpointer import BaseCheckpointManager as BaseCheckpointManager
+    from torchtitan.components.checkpointer import CheckpointManager as OwnManager
+    from torchtitan.components.dataloader import ParallelAwareDataloader
+    from torchtitan.tools import filesystem as filesystem
+except ImportError as error:
+    missing: ImportError | None = error
+else:
+    missing = None
+
+from ckpt.errors import UsageError
+from ckpt.state.sharding import ModulePart, clean
+from ckpt.state.stateful import RNG, Resizable
+
+KNOWN = ((0, 3), (0, 4))  # from, and below
+HOOKS = ("_load", "_save", "_maybe_wait_for_staging", "_wait_for_saving", "_close")
+
+
+def check_version(version: str) -> None:
+    """ImportError for one that is not known."""
+    number = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+    if not KNOWN[0] <= number < KNOWN[1]:
+        known = " and below ".join(".".join(map(str, one)) for one in KNOWN)
+        raise ImportError(f"ckpt.torchtitan knows torchtitan from {known}, and this is {version}")
+
+
+VERSION: str | None = getattr(sys.modules.get("torchtitan"), "__version__", None)
+if VERSION is None:
+    raise ImportError("ckpt.torchtitan needs torchtitan: pip install 'everystep[torchtitan]'") from missing
+check_version(VERSION)
+if missing is not None:
+    raise ImportError(f"torchtitan {VERSION} cannot be used here: {missing}") from missing
+for _class, _names in {BaseCheckpointManager: HOOKS, OwnManager: ("_load", "_save_last_step")}.items():
+    for _name in _names:
+        if not hasattr(_class, _name):
+            raise ImportError(f"torchtitan {VERSION} has no {_class.__name__}.{_name}")
+
+RNG_ENTRY = "rng"
+ANEW = f"exclude_from_loading=['{DATALOADER}'] begins the data anew"
+
+
+class Weights:
+    """Parameters and lasting buffers of all parts of the model, under their names and as they lie in memory.
+
+    torchtitan's own `state_dict()` is not asked: it gathers fused weights on every rank, to save them divided.
+    """
+
+    def __init__(self, parts: Sequence[nn.Module]) -> None:
+        """UsageError for parts that say more of themselves than tensors, or that share a name."""
+        found: dict[str, Tensor] = {}
+        homes: list[tuple[str, nn.Module, str]] = []
+        for prefix, module in (one for part in parts for one in part.named_modules(remove_duplicate=False)):
+            if type(module).get_extra_state is not nn.Module.get_extra_state:
+                raise UsageError(f"ckpt.torchtitan: {prefix} has extra state beside tensors: not supported yet")
+            for members, passing in ((module._parameters, ()), (module._buffers, module._non_persistent_buffers_set)):
+                for key, tensor in members.items():
+                    if tensor is None or key in passing:
+                        continue
+                    name = clean(f"{prefix}.{key}" if prefix else key)
+                    if found.setdefault(name, tensor) is not tensor:
+                        raise UsageError(f"ckpt.torchtitan: two parts of the model have a tensor called {name}")
+                    if members is module._buffers:
+                        homes.append((name, module, key))
+        self.module = ModulePart(parts[0], found)
+        self._buffers = [(_owner(self.module, name), module, key) for name, module, key in homes]
+
+    def look_again(self) -> None:
+        """A model may have put another tensor into the place of a buffer."""
+        for own, module, key in self._buffers:
+            own[key] = module._buffers[key]
+
+
+def _owner(module: nn.Module, name: str) -> dict[str, Tensor | None]:
+    """The buffers among which the one of this name is."""
+    return module.get_submodule(name.rpartition(".")[0])._buffers
+
+
+class Batches:
+    """torchtitan's data loader. Each rank says where its share of the data is, under the number of that share: ranks
+    that have come together in other ways look for theirs in what all have said."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def state_dict(self) -> dict[str, Any]:
+        found: dict[str, Any] = self._loader.state_dict()
+        return found
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if isinstance(self._loader, ParallelAwareDataloader) and (gone := self.state_dict().keys() - state.keys()):
+            raise UsageError(f"where {', '.join(gone)} of the data is, another rank has saved, or none. {ANEW}")
+        try:
+            self._loader.load_state_dict(state)
+        except AssertionError as error:  # so it says that it cannot be divided among another number
+            raise UsageError(f"{error} {ANEW}") from error
+
+    def load_state_dicts(self, states: list[dict[str, Any]], rank: int, world: int) -> None:
+        if isinstance(self._loader, Resizable):
+            self._loader.load_state_dicts(states, rank, world)
+        else:
+            self.load_state_dict({key: value for state in states for key, value in state.items()})
+
+
+class NotLoaded:
+    """An entry that is saved, and stays what it is when others are loaded."""
+
+    def __init__(self, entry: Any) -> None:
+        self._entry = entry
+
+    def state_dict(self) -> dict[str, Any]:
+        found: dict[str, Any] = self._entry.state_dict()
+        return found
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+class Job:
+    """What one manager was given. `state`: what is to be saved of it, under torchtitan's own names."""
+
+    def __init__(self, config: Any, folder: str, given: dict[str, Any]) -> None:
+        """`given`: the keyword arguments of a manager beside these. UsageError for what is not known how to save."""
+        if config.create_seed_checkpoint:
+            raise UsageError(
+                "ckpt.torchtitan makes no seed checkpoints: have torchtitan's own CheckpointManager make one, and give "
+                "its folder as initial_load_path"
+            )
+        if config.last_save_in_hf and given["sd_adapter"] is None:
+            raise UsageError("last_save_in_hf: torchtitan knows no form of Hugging Face for this model")
+        self._config, self._folder, self._given = config, folder, given
+        self._weights = Weights(given["model_parts"])
+        self._optimizers = list(given["optimizers"])
+        rest = {LR_SCHEDULER: given["lr_schedulers"], RNG_ENTRY: RNG(), **given["states"]}
+        if given["dataloader"] is not None:
+            rest[DATALOADER] = Batches(given["dataloader"])
+        self._left = set(config.exclude_from_loading)
+        if unknown := sorted(self._left - {OPTIMIZER, *rest}):
+            raise UsageError(f"exclude_from_loading: {', '.join(unknown)} is not in the state ({', '.join(rest)})")
+        optimizers = self._optimizers[0] if len(self._optimizers) == 1 else self._optimizers
+        self.state: dict[str, Any] = {
+            MODEL: self._weights.module,
+            OPTIMIZER: optimizers,
+            **{name: NotLoaded(one) if name in self._left else one for name, one in rest.items()},
+        }
+
+    @property
+    def model(self) -> dict[str, Any]:
+        """The entry of the weights alone."""
+        return {MODEL: self.state[MODEL]}
+
+    def look_again(self) -> None:
+        self._weights.look_again()
+
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        """Around what fills the state, so that what is not to be loaded stays what it was."""
+        self.look_again()
+        before = [copy.deepcopy(one.state_dict()) for one in self._optimizers] if OPTIMIZER in self._left else []
+        yield
+        for one, was in zip(self._optimizers, before, strict=False):
+            one.state.clear()
+            one.load_state_dict(was)
+
+    def load_from_theirs(self) -> bool:
+        """Begin with what `initial_load_path` and `initial_load_in_hf` say, as torchtitan's own manager reads it."""
+        with self._theirs(self._folder) as own:
+            return bool(own._load(-1))
+
+    def export(self, step: int, folder: str) -> None:
+        """The weights alone into `folder`/step-`step`, as torchtitan's own manager writes them in the end. All ranks
+        take part."""
+        with self._theirs(folder) as own:
+            own._save_last_step(step)
+
+    @contextlib.contextmanager
+    def _theirs(self, folder: str) -> Iterator[Any]:
+        """torchtitan's own manager, for as long as it is needed: it holds all fused weights of the model a second time,
+        gathered."""
+        fields = {one.name for one in dataclasses.fields(BaseCheckpointManager.Config)}
+        settings = {name: getattr(self._config, name) for name in fields}
+        settings |= {"folder": folder, "keep_latest_k": 0, "exclude_from_loading": sorted(self._left - {RNG_ENTRY})}
+        given = self._given | {"states": dict(self._given["states"]), "base_folder": ""}
+        own = OwnManager.Config(**settings).build(**given)
+        try:
+            yield own
+        finally:
+            own.close()

@@ -1,0 +1,95 @@
+"""A checkpoint manager for torchtitan: its config goes where torchtitan's own one goes, and has the same fields."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from ckpt.checkpointer import Checkpointer
+from ckpt.events import log
+from ckpt.tiers import Memory, Tier
+from ckpt.torchtitan import initial
+from ckpt.torchtitan.internals import BaseCheckpointManager, Job, filesystem, tyro
+
+
+class CheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
+    """Keeps every step in memory that outlives the trainer, and every `interval`-th one in its folder and in `also`.
+
+        checkpoint=ckpt.torchtitan.CheckpointManager.Config(enable=True, interval=500, also=["s3://bucket/run1"])
+
+    A job that comes back goes on from its last step. All calls come from torchtitan's trainer. UsageError from the
+    constructor for what is not known how to save, and from `load` for data that cannot be divided among these ranks.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseCheckpointManager.Config):  # type: ignore[misc]
+        """The fields of torchtitan's `BaseCheckpointManager.Config`, and these."""
+
+        also: list[str] = field(default_factory=list)
+        """Further folders or URLs that every `interval`-th step goes to."""
+
+        memory: Annotated[Memory, tyro.conf.Suppress] = field(default_factory=Memory)
+        """How steps are kept in memory."""
+
+        options: Annotated[dict[str, Any], tyro.conf.Suppress] = field(default_factory=dict)
+        """What else goes to `ckpt.Checkpointer`, such as metrics=9100."""
+
+    def __init__(self, config: Config, *, base_folder: str = "", **given: Any) -> None:
+        self.enable, self.save_future = config.enable, None
+        if not self.enable:
+            return
+        self._config, self._folder = config, filesystem.join(base_folder, config.folder)
+        self._job = Job(config, self._folder, given)
+        self._checkpointer = None
+        if not config.load_only:
+            keep = config.keep_latest_k or "all"
+            places = [Tier(url, every=config.interval, keep=keep) for url in (self._folder, *config.also)]
+            self._checkpointer = Checkpointer(self._job.state, [config.memory, *places], **config.options)
+
+    def _load(self, step: int = -1) -> bool:
+        """The last step that there is, or the one that is asked for; without any what the config says to begin with."""
+        wanted = None if step == -1 else step
+        with self._job.loading():
+            if self._checkpointer is not None:
+                found = self._checkpointer.restore(None, step=wanted) is not None
+            elif found := wanted is not None or initial.is_run(self._folder):
+                initial.fill(self._job.state, self._folder, wanted)
+            return found or self._begin()
+
+    def _begin(self) -> bool:
+        config, path = self._config, self._config.initial_load_path
+        if path and not config.initial_load_in_hf and initial.is_run(path):
+            only = config.initial_load_model_only
+            done = initial.fill(self._job.model if only else self._job.state, path, only=only)
+            log.info("begins with %sstep %s of %s", "the weights of " if only else "", done.step, path)
+            return True
+        return bool(path or config.initial_load_in_hf) and self._job.load_from_theirs()
+
+    def _save(self, curr_step: int, last_step: bool = False) -> bool:
+        """True if this step goes to a folder. The last one is there when this returns."""
+        config, checkpointer = self._config, self._checkpointer
+        if checkpointer is None:
+            return False
+        self._job.look_again()
+        checkpointer.step(curr_step)
+        first = curr_step == 1 and config.enable_first_step_checkpoint
+        if first or last_step:
+            save = checkpointer.save()
+            if last_step:
+                save.committed()
+        if last_step and config.last_save_in_hf:
+            self._job.export(curr_step, f"{self._folder}-hf")
+        return first or last_step or curr_step % config.interval == 0
+
+    def _maybe_wait_for_staging(self) -> None:
+        """A step of an optimizer waits by itself for copies of what it is about to change."""
+
+    def _wait_for_saving(self) -> None:
+        """Nobody waits for places while training."""
+
+    def _close(self) -> None:
+        """Also while an exception is on its way: then it does not wait for other ranks."""
+        if self._checkpointer is not None:
+            checkpointer, self._checkpointer = self._checkpointer, None
+            checkpointer.__exit__(*sys.exc_info())

@@ -1,0 +1,23 @@
+"""Imported before torchtitan: it trains on accelerators, and takes the CPU for one then."""
+
+from __future__ import annotations
+
+import types
+
+import torch
+import torch._utils
+import torch.distributed as dist
+
+torch._utils._get_available_device_type = lambda: "cpu"
+for _name, _found in {
+    "get_device_name": "cpu",
+    "get_device_properties": types.SimpleNamespace(total_memory=1 << 34),
+    "memory_stats": {},
+    "reset_peak_memory_stats": None,
+    "empty_cache": None,
+    "device_count": 1,
+    "current_device": 0,
+}.items():
+    setattr(torch.cpu, _name, lambda *_, _found=_found: _found)
+if not hasattr(dist, "set_timeout"):  # of torch versions to come
+    dist.set_timeout = lambda *_, **__: None

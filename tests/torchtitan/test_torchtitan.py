@@ -1,0 +1,190 @@
+"""`ckpt.torchtitan` under the real trainer of torchtitan, on CPU ranks: killed and gone on, on other ranks, and begun
+with what others have written."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ckpt
+from parallel import free_port
+from processes import PYTHONPATH, REPO
+
+sys.path.insert(0, str(REPO / "benchmarks"))
+
+from environments import NotInstalled
+from trainer_saves import python_of
+
+MAIN = "import titan_on_cpu, titan_toy; titan_toy.main()"
+KILLED, STEPS = 5, 8  # as in titan_toy
+Said = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def python() -> Path:
+    """An interpreter that has torchtitan beside our packages, whose versions it would change."""
+    try:
+        return python_of("torchtitan")
+    except NotInstalled as error:
+        pytest.skip(str(error))
+
+
+def launch(python: Path, world: int, *words: object) -> tuple[list[int], Said]:
+    """The exit codes of the ranks, and what the first one printed."""
+    base = {
+        **os.environ,
+        "PYTHONPATH": PYTHONPATH,
+        "OMP_NUM_THREADS": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+    }
+    ranks = [
+        subprocess.Popen(
+            [str(python), "-c", MAIN, *map(str, words)],
+            env={**base, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    try:
+        said = [rank.communicate(timeout=280)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    codes = [rank.returncode for rank in ranks]
+    assert set(codes) <= {0, -signal.SIGKILL}, "\n".join(one[-4000:] for one in said)
+    return codes, [json.loads(line) for line in said[0].splitlines() if line.startswith('{"')]
+
+
+@pytest.fixture(scope="module")
+def folder(python: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("torchtitan")
+
+
+@pytest.fixture(scope="module")
+def killed(python: Path, folder: Path) -> Said:
+    """What two ranks said under torchtitan's own manager, and then under ours, until they were killed."""
+    codes, said = launch(python, 2, "kill", folder)
+    assert codes == [-signal.SIGKILL] * 2
+    return said
+
+
+@pytest.fixture(scope="module")
+def resumed(python: Path, folder: Path, killed: Said) -> Said:
+    return launch(python, 2, "go_on", folder)[1]
+
+
+@pytest.fixture(scope="module")
+def steps_kept(folder: Path, resumed: Said) -> dict[str, list[int]]:
+    return {name: _steps(folder / name) for name in ("ours/checkpoint", "also")}
+
+
+@pytest.fixture(scope="module")
+def by_four(python: Path, folder: Path, steps_kept: Any) -> Said:
+    return launch(python, 4, "four", folder)[1]
+
+
+@pytest.fixture(scope="module")
+def begun(python: Path, folder: Path, by_four: Said) -> Said:
+    return launch(python, 2, "begin", folder)[1]
+
+
+def of(said: Said, case: str) -> Said:
+    """Without the name of the case."""
+    return [{key: one for key, one in line.items() if key != "case"} for line in said if line["case"] == case]
+
+
+def _digests(one: dict[str, Any]) -> dict[str, str]:
+    return {key: one[key] for key in ("weights", "moments", "counts")}
+
+
+def _steps(run: Path) -> list[int]:
+    return sorted(one.step for one in ckpt.Run(str(run)).list())
+
+
+def test_killed_it_goes_on_as_if_nothing_had_been(killed: Said, resumed: Said) -> None:
+    """From the last step before SIGKILL, out of memory: weights, moments, learning rates and counts are equal then,
+    and losses, gradient norms, tokens and all of these at every step after it."""
+    untouched, (first, *later) = of(killed, "theirs")[1:], of(resumed, "ours")
+    assert of(killed, "ours")[1:] == untouched[: KILLED + 1]
+    assert (first["loaded"], first["tier"], first["found"]) == (KILLED, "memory", True)
+    assert _digests(first) == _digests(untouched[KILLED - 1])
+    assert later == untouched[KILLED:]
+    assert len({one["weights"] for one in untouched}) == len({one["loss"] for one in untouched}) == STEPS
+
+
+def test_the_folders_hold_every_interval_and_keep_latest_k(steps_kept: dict[str, list[int]]) -> None:
+    """Two of the steps that the interval names, in its folder and in further ones."""
+    assert steps_kept == {"ours/checkpoint": [6, 8], "also": [6, 8]}
+
+
+def test_load_only_writes_nothing(by_four: Said, resumed: Said) -> None:
+    """It loads on four ranks what two have saved, but for what is excluded, and trains; no file there has changed."""
+    loaded, stepped, said = of(by_four, "looked at")
+    assert loaded["loaded"] == STEPS and stepped["step"] == STEPS + 1 and said == {"unchanged": True}
+    ended = of(resumed, "ours")[-1]
+    assert loaded["weights"] == ended["weights"] and loaded["moments"] != ended["moments"]
+
+
+def test_batches_of_another_number_of_shares_are_refused(by_four: Said) -> None:
+    """torchtitan's loader cannot divide them; the message says how to go on."""
+    (said,) = of(by_four, "refused")
+    assert "exclude_from_loading=['dataloader']" in said["error"]
+
+
+def test_tensor_parallel_ranks_take_over_and_give_back(by_four: Said, begun: Said, resumed: Said) -> None:
+    """Whole weights and moments are those with which the others ended, and so is where the data is."""
+    ended = of(resumed, "ours")[-1]
+    for said, case, step in ((by_four, "tensor parallel", STEPS), (begun, "taken back", STEPS + 2)):
+        loaded, *later = of(said, case)
+        assert loaded["loaded"] == step and _digests(loaded) == _digests(ended)
+        ended = later[-1]
+    assert ended["step"] == STEPS + 3
+
+
+def test_it_begins_with_what_torchtitan_has_written(begun: Said, killed: Said) -> None:
+    """Of a checkpoint of torchtitan's own manager with all that is in it: as if that one had gone on."""
+    untouched = of(killed, "theirs")[1:]
+    loaded, *later = of(begun, "from theirs")
+    assert loaded["loaded"] == 4 and _digests(loaded) == _digests(untouched[3])
+    assert later == untouched[4:6]
+
+
+@pytest.mark.parametrize("source", ["a run", "Hugging Face"])
+def test_it_begins_with_the_weights_alone(source: str, begun: Said, resumed: Said) -> None:
+    """Of another run of ours, and of what was exported in the form of Hugging Face: the same numbers, at step 0."""
+    loaded, stepped = of(begun, f"from {source}")
+    assert (loaded["loaded"], loaded["found"], stepped["step"]) == (0, True, 1)
+    assert loaded["weights"] == of(resumed, "ours")[-1]["weights"]
+
+
+def test_what_it_does_not_know_is_refused(python: Path) -> None:
+    """Another version at import, with the range that is known; and where there is none, what to install."""
+    code = """
+import sys, torchtitan
+for torchtitan.__version__ in sys.argv[1:]:
+    try:
+        import ckpt.torchtitan
+    except ImportError as error:
+        print(error)
+"""
+    versions = ("0.2.1", "0.4.0", "1.0.0")
+    ended = subprocess.run(
+        [python, "-c", code, *versions], env={**os.environ, "PYTHONPATH": PYTHONPATH}, capture_output=True, text=True
+    )
+    for version in versions:
+        assert f"knows torchtitan from 0.3 and below 0.4, and this is {version}" in ended.stdout, ended.stderr
+    with pytest.raises(ImportError, match=r"pip install 'everystep\[torchtitan\]'"):
+        ckpt.torchtitan  # noqa: B018

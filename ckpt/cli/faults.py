@@ -11,7 +11,7 @@ import click
 from ckpt.cli.arguments import run_argument
 from ckpt.cli.reading import read_faults
 from ckpt.cli.terminal import example, look_options, opened, print_json, print_table, put
-from ckpt.faults.report import ADVICE, incidents
+from ckpt.faults.report import ADVICE, in_words, incidents
 
 
 @click.command(
@@ -23,7 +23,8 @@ from ckpt.faults.report import ADVICE, incidents
 def faults(url: str, last: int | None, as_json: bool) -> int:
     """What went wrong in a run: who saw it first, where every rank stood, what was saved, what to do.
 
-    Accounts of several ranks of the same incident come together, the earliest first.
+    Accounts of several ranks of the same incident come together, the earliest first. Saves that were asked for (by a
+    call, `ckpt trigger` or a signal, or since the time of the job was nearly over) are no faults: they come below.
 
     when: in the time of this machine. saved step: the last one that is safe. by ranks: who told of it. Below: what
     happened, and what to do.
@@ -34,21 +35,28 @@ def faults(url: str, last: int | None, as_json: bool) -> int:
     if as_json:
         return print_json(found)
     put(found["url"])
+    faults = [one for one in found["incidents"] if not one[0]["asked"]]
+    show(faults, "what")
+    if len(faults) < len(found["incidents"]):
+        show([one for one in found["incidents"] if one[0]["asked"]], "save")
+    return 0
+
+
+def show(shown: list[list[dict[str, Any]]], what: str) -> None:
     rows, accounts = [], []
-    for incident in found["incidents"]:
+    for incident in shown:
         first = incident[0]
         when = datetime.fromisoformat(first["time"]).astimezone().strftime("%F %T")
         durable = max((s["step"] for one in incident for s in one["saved"] if not s["error"]), default="nothing")
         ranks = " ".join(str(one["rank"]) for one in incident)
-        rows.append((when, first["kind"], durable, ranks))
+        rows.append((when, in_words(first["kind"], asked=first["asked"]), durable, ranks))
         advice = ADVICE.get(first["advice"], "")
         accounts.append(f"{first['summary']}{': ' if advice else ''}{advice}")
-    print_table(("when", "what", "saved step", "by ranks"), rows, below=accounts)
-    return 0
+    print_table(("when", what, "saved step", "by ranks"), rows, below=accounts)
 
 
 async def _faults(url: str) -> dict[str, Any]:
     async with opened(url) as log:
         accounts, _ = await read_faults(log)
-        found = [[one.to_json() for one in incident] for incident in incidents(accounts)]
+        found = [[{**one.to_json(), "asked": one.asked} for one in incident] for incident in incidents(accounts)]
         return {"url": log.store.url, "incidents": found}

@@ -35,6 +35,24 @@ ADVICE = {
     "none": "nothing to do",
 }
 
+KINDS = {  # in words of people; programs keep to the keys, also to those of ckpt.goodput.breakdown.Interruption
+    "signal": "stop signal",
+    "preemption": "preemption notice",
+    "deadline": "time limit",
+    "oom": "out of memory",
+    "memory": "memory is short",
+    "death": "crash or kill",
+    "left": "exception or early end",
+    "unknown": "cause unknown",
+    "none": "stopped on purpose",
+    "moved": "copied",
+}
+ASKED = {  # the same where training went on: no fault, but a save at a time that somebody chose
+    "request": "asked for",
+    "signal": "asked for by a signal",
+    "deadline": "before a time limit",
+}
+
 LAUNCHER = (
     "TORCHELASTIC_RUN_ID",
     "TORCHELASTIC_RESTART_COUNT",
@@ -43,6 +61,17 @@ LAUNCHER = (
     "SLURM_RESTART_COUNT",
     "KUBERNETES_SERVICE_HOST",
 )
+
+
+def in_words(kind: str, *, asked: bool = False) -> str:
+    """What a person reads for the kind of a fault, or of an interruption."""
+    return (ASKED if asked else KINDS).get(kind, kind)
+
+
+def was_asked(kind: str, by: str, *, ends: bool) -> bool:
+    """Whether this is no fault, but a save that was asked for, or due before the time is over. A signal that only the
+    writer saw came to a trainer that was held up."""
+    return kind == "request" or (kind in ASKED and by != "writer" and not ends)
 
 
 def starts_again() -> bool:
@@ -128,6 +157,11 @@ class Fault:
             return fault
         except (OverflowError, ValueError) as error:
             raise CorruptError(f"this is not the account of a fault: {error}") from None
+
+    @property
+    def asked(self) -> bool:
+        """Whether it is no fault, but a save that was asked for, or due before the time is over."""
+        return was_asked(self.kind, self.by, ends=self.exit_code is not None)
 
     @property
     def ending(self) -> bool:

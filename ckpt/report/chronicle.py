@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from ckpt.faults.report import TOGETHER_S, Fault, SavedStep, incidents
+from ckpt.faults.report import TOGETHER_S, Fault, SavedStep, incidents, was_asked
 from ckpt.goodput.accounting import SettledRun
 from ckpt.goodput.ledger import Account, Decision, LandedSave, Restore, StepRow
 from ckpt.goodput.timeline import PlacedAccount
@@ -30,7 +30,8 @@ class ShownEvent(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Incident:
-    """What one or several ranks wrote about the same; `reported`: in `faults/`, else a line of the ledger is all."""
+    """What one or several ranks wrote about the same; `reported`: in `faults/`, else a line of the ledger is all;
+    `asked`: it is no fault, but a save that was asked for, or due before the time is over."""
 
     at: float
     kind: str
@@ -41,6 +42,7 @@ class Incident:
     reported: bool
     advice: str = ""
     hosts: tuple[str, ...] = ()
+    asked: bool = False
 
 
 @dataclass
@@ -57,6 +59,15 @@ class Chronicle:
     stalls: dict[int, int] = field(default_factory=dict)
     incidents: list[Incident] = field(default_factory=list)
     accounts: list[Account] = field(default_factory=list)
+
+    @property
+    def faults(self) -> list[Incident]:
+        return [one for one in self.incidents if not one.asked]
+
+    @property
+    def asked(self) -> list[Incident]:
+        """Saves that were asked for, or due before the time was over."""
+        return [one for one in self.incidents if one.asked]
 
 
 def chronicle(run: SettledRun, faults: Sequence[Fault]) -> Chronicle:
@@ -112,14 +123,14 @@ def _incidents(line: Sequence[PlacedAccount], faults: Sequence[Fault]) -> list[I
         saved = sorted((s for one in group for s in one.saved), key=lambda s: (s.step, s.tier))
         step = max((step for one in group for step in one.steps.values()), default=None)
         ranks, hosts = tuple(sorted({one.rank for one in group})), tuple(sorted({one.host for one in group}))
-        found.append(
-            Incident(first.when, first.kind, ranks, step, first.summary, tuple(saved), True, first.advice, hosts)
-        )
+        told = first.summary, tuple(saved), True, first.advice, hosts, first.asked
+        found.append(Incident(first.when, first.kind, ranks, step, *told))
     reported = [(one.kind, fault.when) for one in found for fault in faults if fault.kind == one.kind]
     for one in line:
         for seen in one.account.faults:
             at = one.account.wall(seen.at)
             if not any(kind == seen.kind and abs(at - when) < TOGETHER_S for kind, when in reported):
                 step = seen.step if seen.step >= 0 else None
-                found.append(Incident(at, seen.kind, (seen.rank,), step, seen.summary, (), False))
+                asked = was_asked(seen.kind, seen.by, ends=seen.ends)
+                found.append(Incident(at, seen.kind, (seen.rank,), step, seen.summary, (), False, asked=asked))
     return sorted(found, key=lambda one: one.at)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from ckpt.faults.report import in_words
 from ckpt.goodput.breakdown import Interruption, InterruptionCost, Statement
 from ckpt.units import LEAST_S, duration, moment
 
@@ -76,7 +77,7 @@ def summary(found: Statement) -> list[tuple[str, str]]:
         ("interruptions", interruptions_line(found)),
     ]
     if found.count:
-        rows.append(("of which", ", ".join(f"{count} {kind}" for kind, count in found.by_kind.items())))
+        rows.append(("of which", ", ".join(f"{count} {in_words(kind)}" for kind, count in found.by_kind.items())))
     if found.by_source:
         served = (f"{count} from {source or 'nothing'}" for source, count in found.by_source.items())
         rows.append(("restored", ", ".join(served)))
@@ -104,7 +105,7 @@ def state_line(found: Statement) -> str:
         return f"closed {moment(found.until)}"
     since = f"for {duration(found.down_s)}: that is counted nowhere"
     if found.ended:
-        return f"ended by {found.ended} {moment(found.until)}, not started again {since}"
+        return f"ended ({in_words(found.ended)}) {moment(found.until)}, not started again {since}"
     return f"last seen {moment(found.until)}; nobody saw it end, and nothing was heard {since}"
 
 
@@ -154,7 +155,6 @@ def interruption(one: Interruption) -> tuple[object, ...]:
     """A line of a table with the titles `INTERRUPTION`."""
     lost = "?" if one.lost_steps is None else one.lost_steps
     source = "not yet" if one.lost_steps is None else f"{one.source}, step {one.restored}" if one.source else "nothing"
-    kind = {"none": "stopped on purpose", "moved": "copied"}.get(one.kind, one.kind)
     cost = (one.cost.perceive, one.cost.restart, one.cost.restore, one.cost.recompute)
     step = "" if one.step is None else one.step
-    return moment(one.at), kind, step, lost, source, *map(duration, cost)
+    return moment(one.at), in_words(one.kind), step, lost, source, *map(duration, cost)

@@ -13,6 +13,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from ckpt.faults.report import in_words
 from ckpt.goodput.breakdown import Statement
 from ckpt.goodput.ledger import LandedSave
 from ckpt.report import figures, style, tables
@@ -22,6 +23,7 @@ from ckpt.report.svg import Plot, clock, count, decades, esc, legend, linear, se
 from ckpt.units import decimal, duration, moment
 
 PARTS_OF = ("part", "time", "of wall-clock", "per interruption")
+ASKED = "saves that were asked for"
 MOST_DOTS = 400  # of a picture, for each tier
 
 
@@ -48,11 +50,12 @@ def page(one: Subject) -> str:
         parts += [
             tables.interruptions(one.statement),
             tables.faults(one.chronicle),
+            tables.asked(one.chronicle),
             tables.restores(one.chronicle),
         ]
         parts += [tables.cadence(one.chronicle), tables.notes(one.statement)]
     else:
-        parts += [stored(one), tables.faults(one.chronicle)]
+        parts += [stored(one), tables.faults(one.chronicle), tables.asked(one.chronicle)]
     parts.append(
         f"<footer>Made {esc(moment(one.made))} by everystep {esc(one.version)} from what the run has written down."
         " Point at a picture, or focus it and use the arrow keys, to read its figures.</footer>"
@@ -120,22 +123,24 @@ def _timeline(found: Chronicle) -> str:
         for start in found.starts:
             who = f"{start.one.world} ranks, process {start.one.pid} on {start.one.host}"
             plot.rule(start.at, "begin", f"{moment(start.at)}\nstart {start.one.epoch}, {who}")
-        for fault in found.incidents:
-            text = f"{moment(fault.at)}, {fault.kind}\n{clip(fault.text)}"
-            plot.rule(fault.at, "fault", text)
+        for one in found.incidents:
+            what = f"save {in_words(one.kind, asked=True)}" if one.asked else in_words(one.kind)
+            plot.rule(one.at, "asked" if one.asked else "fault", f"{moment(one.at)}, {what}\n{clip(one.text)}")
     plot.line([None if p is None else (p[0], float(p[1])) for p in found.curve], "one")
     dots = [r for r in found.restores if r.one.step is not None]
     for each in dots[:: max(1, math.ceil(len(dots) / 300))]:
-        one = each.one
-        text = f"{moment(each.at)}\nrestored step {one.step:,} from {clip(one.source)} in {duration(one.seconds)}"
-        plot.dot(each.at + one.seconds, float(one.step or 0), "restore", text, 4 if few else 2.2)
-    marks = "dots: restores" + ("; dotted lines: starts; solid lines: faults" if few else "")
+        came = each.one
+        text = f"{moment(each.at)}\nrestored step {came.step:,} from {clip(came.source)} in {duration(came.seconds)}"
+        plot.dot(each.at + came.seconds, float(came.step or 0), "restore", text, 4 if few else 2.2)
+    drawn = [("restore", "restores")] if dots else []
+    rules = (("begin", "starts", found.starts), ("fault", "faults", found.faults), ("asked", ASKED, found.asked))
     plot.label = (
         f"Steps over time: from {min(steps):,} to {max(steps):,}, {len(found.starts):,} starts, {len(dots):,} restores,"
-        f" {len(found.incidents):,} faults."
+        f" {len(found.faults):,} faults, {len(found.asked):,} {ASKED}."
     )
-    says = f"The step that training was at: where it drops, a restore went back ({marks})."
-    return f'<section><h2>Timeline</h2><p class="soft">{says}</p>{plot.render()}</section>'
+    says = "The step that training was at: where it drops, a restore went back."
+    key = legend(drawn, [(kind, name) for kind, name, some in rules if some and few])
+    return f'<section><h2>Timeline</h2><p class="soft">{says}</p>{plot.render()}{key}</section>'
 
 
 # -- what saving took --

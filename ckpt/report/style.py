@@ -59,7 +59,8 @@ svg svg { overflow: hidden; }
 .line.two { stroke: var(--two); } .line.three { stroke: var(--three); } .line.four { stroke: var(--four); }
 .dot { stroke: var(--card); stroke-width: 1; }
 .rule { stroke-width: 1.2; } .hit { stroke: transparent; stroke-width: 9; pointer-events: stroke; }
-.rule.fault { stroke: var(--perceive); } .rule.begin { stroke: var(--paused); stroke-dasharray: 2 3; }
+.rule.fault { stroke: var(--perceive); } .rule.asked { stroke: var(--saving); stroke-dasharray: 4 2; }
+.rule.begin { stroke: var(--paused); stroke-dasharray: 1 3; }
 .cell { stroke: var(--card); stroke-width: 1; } .plot rect { shape-rendering: crispEdges; }
 [data-tip].lit { stroke: var(--ink); stroke-width: 2; }
 .trained { fill: var(--trained); } .saving { fill: var(--saving); } .recompute { fill: var(--recompute); }

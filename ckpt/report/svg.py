@@ -222,11 +222,11 @@ def table(titles: Sequence[str], lines: Sequence[Sequence[object]], numbers: Ite
     )
 
 
-def legend(parts: Iterable[tuple[str, str]]) -> str:
-    """(class, name) of what is in a picture."""
+def legend(parts: Iterable[tuple[str, str]], rules: Iterable[tuple[str, str]] = ()) -> str:
+    """(class, name) of what is in a picture: of areas and dots, and of lines from top to bottom."""
+    marks = [(f'<rect class="{kind}" width="12" height="12" rx="2"/>', name) for kind, name in parts]
+    marks += [(f'<line class="rule {kind}" x1="6" x2="6" y1="0" y2="12"/>', name) for kind, name in rules]
     items = "".join(
-        f'<li><svg width="12" height="12" aria-hidden="true"><rect class="{kind}" width="12" height="12" rx="2"/></svg>'
-        f"{esc(name, 60)}</li>"
-        for kind, name in parts
+        f'<li><svg width="12" height="12" aria-hidden="true">{mark}</svg>{esc(name, 60)}</li>' for mark, name in marks
     )
-    return f'<ul class="legend">{items}</ul>'
+    return f'<ul class="legend">{items}</ul>' if items else ""

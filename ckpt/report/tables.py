@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Sequence
 
+from ckpt.faults.report import in_words
 from ckpt.goodput.breakdown import Statement
 from ckpt.report import figures
 from ckpt.report.chronicle import Chronicle, Incident
@@ -25,23 +26,38 @@ def interruptions(found: Statement) -> str:
 
 
 def _kinds(found: Statement) -> str:
-    by_kind = ", ".join(f"{count:,} {kind}" for kind, count in found.by_kind.items())
+    by_kind = ", ".join(f"{count:,} {in_words(kind)}" for kind, count in found.by_kind.items())
     by_source = ", ".join(f"{count:,} from {source or 'nothing'}" for source, count in found.by_source.items())
     return f"By kind: {by_kind or 'none counts as one'}." + (f" Restored: {by_source}." if by_source else "")
 
 
 def faults(found: Chronicle) -> str:
-    shown = found.incidents[-NEWEST:]
+    shown = found.faults[-NEWEST:]
     if not shown:
         return '<section><h2>Faults</h2><p class="soft">None was noticed.</p></section>' if found.accounts else ""
     lines = [
-        (moment(f.at), f.kind, _ranks(f.ranks), "" if f.step is None else f"{f.step:,}", f.text, _saved(f), f.advice,
+        (moment(f.at), in_words(f.kind), _ranks(f.ranks), "" if f.step is None else f"{f.step:,}", f.text, _saved(f), f.advice,
          ", ".join(f.hosts[:4]) + (" …" if len(f.hosts) > 4 else ""))
         for f in reversed(shown)
     ]  # fmt: skip
     titles = ("when", "kind", "rank", "step", "what was seen", "what was saved", "advice", "host")
     says = "What was noticed, what was saved of it, and what should be done, as the ranks wrote it down."
-    return _section("Faults, newest first", says, titles, lines, len(found.incidents), (3,))
+    return _section("Faults, newest first", says, titles, lines, len(found.faults), (3,))
+
+
+def asked(found: Chronicle) -> str:
+    """Saves out of turn that no fault was the cause of."""
+    shown = found.asked[-NEWEST:]
+    if not shown:
+        return ""
+    lines = [
+        (moment(one.at), in_words(one.kind, asked=True), _ranks(one.ranks), "" if one.step is None else f"{one.step:,}",
+         one.text, _saved(one))
+        for one in reversed(shown)
+    ]  # fmt: skip
+    titles = ("when", "what", "rank", "step", "why", "what was saved")
+    says = "By a call, a command or a signal, or because the time of the job was nearly over. Training went on."
+    return _section("Saves that were asked for, newest first", says, titles, lines, len(found.asked), (3,))
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -170,7 +170,7 @@ def _line(result: Restored, faults: Sequence[Fault]) -> str:
     step = result.step or 0
     reached = max((at for fault in faults for at in fault.steps.values()), default=step)
     lost = f"; training had come to step {reached}: {reached - step} steps are lost" if reached > step else ""
-    newer = f"; passed over: {len(result.skipped)}, as was said" if result.skipped else ""
+    newer = f"; newer ones that cannot be used, see above: {len(result.skipped)}" if result.skipped else ""
     return f"restored step {step} from {result.tier} in {result.seconds:.2f} s{how}{lost}{newer}"
 
 

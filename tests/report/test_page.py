@@ -30,7 +30,17 @@ from accounts import WALL, account, died, invoke, run, seen, write
 from ckpt.errors import CorruptError, FormatError
 from ckpt.faults.report import Fault, SavedStep
 from ckpt.goodput.accounting import settled
-from ckpt.goodput.ledger import MOST_LANDED, Account, Decision, End, LandedSave, SaveTotals, stall_bucket, thinned
+from ckpt.goodput.ledger import (
+    MOST_LANDED,
+    Account,
+    Decision,
+    End,
+    LandedSave,
+    SaveTotals,
+    SeenFault,
+    stall_bucket,
+    thinned,
+)
 from ckpt.report import style, svg
 from ckpt.report.chronicle import Chronicle, chronicle
 from ckpt.report.page import Subject, page
@@ -169,7 +179,7 @@ def test_the_bar_adds_up_to_the_wall_clock() -> None:
         ([account(1, 100.0, steps=0)], "steps 0"),
         ([account(1, 100.0)], "none in"),
         ([account(1, 100.0, kept=112.0)], "running"),
-        ([died(account(1, 100.0))], "ended by death"),
+        ([died(account(1, 100.0))], "ended (crash or kill)"),
         ([replace(account(1, 100.0), end=End("closed", 114.5, 115.0))], "closed"),
         ([replace(account(1, 100.0), boot="", anchor=(-1e11 + 1, 0.0))], "wall-clock"),
     ],
@@ -236,6 +246,32 @@ def test_a_long_life_makes_no_long_page() -> None:
     found = looked_at(text)
     assert "The newest 100 of 500 are here" in found.text and "85 earlier ones" in found.text
     assert len(one.chronicle.curve) < 5000
+
+
+def test_saves_that_were_asked_for_are_no_faults() -> None:
+    """Asked for by a call or a signal, or due before the time is over: drawn dashed, with a legend, in a table of their
+    own, whether a report or only the ledger tells of them. The same signal that ends a job is a fault."""
+    accounts, faults = history()
+    begin = accounts[1].rows[0].at
+    accounts[1].faults = [
+        SeenFault(begin + 9, "signal", "SIGUSR1 came to rank 0", 0, 52, by="fault handler"),
+        SeenFault(begin + 18, "deadline", "the Slurm job ends in 60 s", 0, 55, by="fault handler"),
+        SeenFault(begin + 27, "signal", "SIGTERM came to rank 0", 0, 58, by="writer"),
+    ]
+    asked = Fault("request", "asked for at a shell: before the upgrade", world=4, attempt="2.abc", advice="none")
+    asked.time = time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime(WALL + begin + 3))
+    asked.saved = [SavedStep(53, TIERS[0], "agreed", 0.1)]
+    one = subject(accounts, [*faults, asked])
+    assert [seen.kind for seen in one.chronicle.asked] == ["request", "signal", "deadline"]
+    assert [seen.kind for seen in one.chronicle.faults] == ["signal", "signal", "oom"]
+    found = looked_at(page(one))
+    rules = [each["class"] for each in found.every("line") if (each["class"] or "").startswith("rule")]
+    assert rules.count("rule asked") == 3 + 1 and rules.count("rule fault") == 3 + 1  # and one of each in the legend
+    mine = found.text.partition("Saves that were asked for, newest first")[2].partition("Restores")[0]
+    others = found.text.partition("Faults, newest first")[2].partition("Saves that were asked for, newest")[0]
+    for text in ("asked for at a shell: before the upgrade", "SIGUSR1 came", "before a time limit", "step 53 in file:"):
+        assert text in mine and text not in others, text
+    assert "SIGTERM came" in others and "out of memory" in others
 
 
 # -- what it is made of --

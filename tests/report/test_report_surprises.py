@@ -196,8 +196,8 @@ def test_the_state_says_how_it_ended_and_since_when_nothing_runs() -> None:
     """Time in which a dead run waits for its restart is counted nowhere, and that is said."""
     one, now = account(1, 0.0), WALL + 14.75 + 7 * DAY_S
     states = {
-        "ended by death": settled(died(one), now=now),
-        "ended by left": settled(died(one, how="left"), now=now),
+        "ended (crash or kill)": settled(died(one), now=now),
+        "ended (exception or early end)": settled(died(one, how="left"), now=now),
         "closed": settled(closed(one), now=now),
         "nobody saw it end": settled(one, now=now),
         "running": settled(one, now=WALL + 20),
@@ -206,8 +206,8 @@ def test_the_state_says_how_it_ended_and_since_when_nothing_runs() -> None:
         line = dict(figures.summary(found))["state"]
         assert text in line, line
         assert ("for 7.0 d: that is counted nowhere" in line) is (text not in ("closed", "running")), line
-    assert "not started again" in dict(figures.summary(states["ended by death"]))["state"]
-    assert states["ended by death"].wall_s == near(10.75)
+    assert "not started again" in dict(figures.summary(states["ended (crash or kill)"]))["state"]
+    assert states["ended (crash or kill)"].wall_s == near(10.75)
     ended = [found.ended for found in states.values()]
     assert ended == ["death", "left", "closed", "", ""]
 

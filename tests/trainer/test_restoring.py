@@ -16,4 +16,4 @@ def test_what_is_said_of_a_restore() -> None:
     assert restoring._line(found, [end]).endswith("; training had come to step 9: 2 steps are lost")
     assert "lost" not in restoring._line(found, [Fault("death", "", steps={"0": 7})])
     found.skipped.append(Skipped(9, "file:///run", "damaged"))
-    assert restoring._line(found, []).endswith("; passed over: 1, as was said")
+    assert restoring._line(found, []).endswith("; newer ones that cannot be used, see above: 1")

@@ -18,7 +18,7 @@ from typing import Any, TypeVar, overload
 import torch
 
 from ckpt.checkpoint.retention import Keep
-from ckpt.errors import CheckpointError, SkippedError, UsageError
+from ckpt.errors import CheckpointError, SkippedError, UsageError, door
 from ckpt.events import log
 from ckpt.faults.report import Fault
 from ckpt.goodput.cadence import Auto
@@ -44,6 +44,7 @@ _open: dict[str, Checkpointer] = {}
 _opening = threading.Lock()
 
 
+@door
 class Checkpointer:
     """Saves a training run as it goes, and brings it back.
 

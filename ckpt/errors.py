@@ -32,7 +32,15 @@ which a traceback shows below the message (as a note, PEP 678) and commands prin
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+import logging
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+C = TypeVar("C", bound=type)
 
 
 class CheckpointError(Exception):
@@ -168,7 +176,7 @@ class CorruptError(CheckpointError):
     """Stored bytes do not match their digest, or a file is not what it says it is."""
 
     advice = (
-        "Nothing was taken from the damaged bytes. `ckpt verify URL` says what is whole, `ckpt repair URL "
+        "Nothing was taken from the damaged bytes. `ckpt verify URL` says what is whole. `ckpt repair URL "
         "--from OTHER` mends."
     )
 
@@ -221,8 +229,38 @@ class OutcomeUnknownError(StoreError):
     """A commit was sent and no answer came in time: it may or may not have landed. Nothing was deleted."""
 
     advice = (
-        "The checkpoint is either whole or not there: `ckpt ls URL` says which. Later saves find out by themselves."
+        "What was to be recorded is there as a whole, or not at all: `ckpt ls URL` says which. Later saves find out by "
+        "themselves."
     )
+
+
+MENDABLE = (UsageError, NoCheckpointError, FencedError, InUseError, FormatError, StoreError)  # by who reads them
+
+
+def at_door(function: Callable[P, R]) -> Callable[P, R]:
+    """What is the user's to mend comes out of this function without our frames and causes: the last line is the
+    caller's. The logger "ckpt" has all of them, at DEBUG."""
+
+    @functools.wraps(function)
+    def entered(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except MENDABLE as error:
+            logging.getLogger("ckpt").debug("an error in %s", function.__qualname__, exc_info=True)
+            raise error.with_traceback(None) from None
+
+    return entered
+
+
+SPECIAL = ("__init__", "__exit__", "__getitem__")
+
+
+def door(kind: C) -> C:
+    """The same for a class that people hold: of all its public methods."""
+    for name, one in list(vars(kind).items()):
+        if isinstance(one, FunctionType) and (name in SPECIAL or not name.startswith("_")):
+            setattr(kind, name, at_door(one))
+    return kind
 
 
 def to_wire(error: BaseException) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from ckpt.checkpoint import losses, read, spelling
 from ckpt.checkpoint.losses import Skipped
 from ckpt.checkpoint.spelling import Which
-from ckpt.errors import CorruptError, NoCheckpointError, UsageError
+from ckpt.errors import CorruptError, NoCheckpointError, UsageError, at_door, door
 from ckpt.events import log as logger
 from ckpt.format.boxes import Box
 from ckpt.format.manifest import Attempt
@@ -28,6 +28,7 @@ from ckpt.state.tensors import empty, to_array
 from ckpt.store import normalise, remember_options
 
 
+@door
 class Loaded(Mapping[str, Tensor]):
     """Tensors by name. Each is read, verified and put on the CPU when it is first used, and kept.
 
@@ -139,6 +140,7 @@ def _box(name: str, shape: tuple[int, ...], index: tuple[builtins.slice | int, .
     return (tuple(starts), tuple(sizes)), dropped
 
 
+@at_door
 def load(
     url: str | Path,
     *,

@@ -16,7 +16,7 @@ from ckpt.convert.forms import Wanted, form_for, plan_output
 from ckpt.convert.output import local_path
 from ckpt.convert.partial import check_target
 from ckpt.convert.source_run import checkpoint_of
-from ckpt.errors import CorruptError, UsageError
+from ckpt.errors import CorruptError, UsageError, door
 from ckpt.maintain import prune as upkeep
 from ckpt.maintain.examine import Verdict, examine
 from ckpt.maintain.listing import CheckpointInfo, checkpoints_of
@@ -29,6 +29,7 @@ BY_HAND = "by hand"
 WINDOW = 16 << 20  # bytes of a tensor that pass by at once
 
 
+@door
 class Run:
     """A run in one tier: `Run("runs/exp1")`, or a URL. A job may be training there; nothing is held between calls.
 

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from ckpt.errors import ExistsError, FullError, NotFoundError, StoreError
+from ckpt.errors import AccessError, ExistsError, FullError, NotFoundError, StoreError
 from ckpt.failpoints import point
 from ckpt.store import PAGE
 from ckpt_backends.disk import Disk
@@ -257,7 +257,7 @@ def translated(error: OSError, url: str, path: str) -> StoreError:
             "keep=3 on its Tier does so from now on"
         )
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return StoreError(
+        return AccessError(
             f"not allowed: {what}. Check the owner and mode of the folder, and that it is not mounted read-only"
         )
     return StoreError(what, retryable=error.errno in (errno.EIO, errno.EINTR, errno.EAGAIN))

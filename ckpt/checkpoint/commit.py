@@ -177,8 +177,8 @@ async def commit(
     landed = state.commits.get(attempt) or (state.held.get(attempt) if kind == "HELD" else None)
     if landed is None:
         log.check_owner(mine)  # a newer job ended it
-        why = state.reasons.get(attempt, "retired")
-        raise SaveError(f"attempt {attempt} was given up before it could be committed: {why}")
+        why = state.reasons.get(attempt, "newer ones are kept")
+        raise SaveError(f"step {attempt.step} was given up before it was committed: {why}")
     return landed
 
 

@@ -31,12 +31,12 @@ def check_sources(
     tries = {a: {(rank, number) for rank, number, _ in state.commits[a].parts} for a in needs if a in state.commits}
     for base in needs:
         if base not in tries:
-            why = "was retired meanwhile" if base in state.retired else "is no checkpoint here"
+            why = "was given up meanwhile" if base in state.retired else "is no checkpoint here"
             raise SaveError(f"step {attempt.step} builds on step {base.step}, which {why}: the next save will be whole")
     for key in packs:
         of = owner(key)
         if of in tries and rank_and_try(key) not in tries[of]:
-            raise SaveError(f"step {attempt.step} builds on {key}, of a try that was not committed")
+            raise SaveError(f"step {attempt.step} builds on {key}, which was not committed")
 
 
 def check_borrowed(state: RunState, attempt: Attempt, packs: Iterable[str], used: Mapping[Attempt, Set[str]]) -> None:
@@ -46,7 +46,7 @@ def check_borrowed(state: RunState, attempt: Attempt, packs: Iterable[str], used
     for key in sorted(packs):
         of = owner(key)
         if of is not None and of != attempt and key not in safe and state.ended(of):
-            raise SaveError(f"step {attempt.step} refers to {key}, of an attempt that was given up here")
+            raise SaveError(f"step {attempt.step} refers to {key}, of a save that was given up here")
 
 
 def vouches(state: RunState, base: WrittenPart) -> bool:
@@ -83,7 +83,8 @@ def index_of(parts: Sequence[WrittenPart], kind: str = "COMMIT") -> bytes:
     """
     if not is_large(parts, kind):
         if any(w.pieces is not None for w in parts):
-            raise SaveError(f"the parts of attempt {parts[0].part.attempt} were read to be one checkpoint, and are not")
+            step = Attempt.parse(parts[0].part.attempt).step
+            raise SaveError(f"what the ranks wrote of step {step} makes no checkpoint together")
         return merge([w.table for w in parts]).to_bytes()
     try:
         return build([w.part for w in parts], [w.pieces or w.table for w in parts]).to_bytes()

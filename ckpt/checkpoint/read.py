@@ -251,7 +251,7 @@ async def _there(log: RunLog, commit: Commit) -> AsyncIterator[None]:
     try:
         yield
     except (CorruptError, NotFoundError) as error:
-        what = f"is damaged ({error})" if await still_live(log, commit) else "was retired while it was read"
+        what = f"is damaged ({error})" if await still_live(log, commit) else "was given up while it was read"
         raise CorruptError(f"step {commit.step} {what}: choose another, see `ckpt ls`") from None
 
 

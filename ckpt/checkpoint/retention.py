@@ -238,7 +238,7 @@ async def set_keep(log: RunLog, attempt: Attempt, note: str | None, *, mine: Acq
 
     def make(state: RunState) -> Record | None:
         if attempt not in state.commits and note is not None:
-            raise NoCheckpointError(f"step {attempt.step} of {log.store.url} was retired a moment ago")
+            raise NoCheckpointError(f"step {attempt.step} of {log.store.url} was given up a moment ago")
         if state.kept.get(attempt) == note:
             return None
         body = {"attempt": str(attempt), "note": note or "", "keep": note is not None}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import sys
 from collections.abc import Sequence
 
@@ -23,6 +24,7 @@ COMMANDS = (
     "rm", "show", "top", "trigger", "verify",
 )  # fmt: skip
 
+SENTENCE = re.compile(r"(?<=\.) ")
 WHOLE = 1000  # characters of a sentence
 
 
@@ -53,6 +55,12 @@ def cli() -> None:
     RUN@500 is its checkpoint of step 500, RUN@latest the newest, RUN@best the best that was scored."""
 
 
+def advice_of(error: CheckpointError, words: Sequence[str]) -> str:
+    """What to do next, without sentences that name the command that has just been called."""
+    called = f"`ckpt {next(iter(words), '')}"
+    return " ".join(one for one in SENTENCE.split(error.advice) if not re.search(rf"{re.escape(called)}\b", one))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; its exit code."""
     logger.addHandler(SAYING)  # once, however often this is called
@@ -73,11 +81,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at exit fails as well
         return 141
     except OSError as error:  # of a file by name, or of stdout: stores have errors of their own
-        say(f"{error.filename or 'cannot write'}: {error.strerror or error}")
+        say(f"{error.filename or 'input or output failed'}: {error.strerror or error}")
     except CheckpointError as error:
         say(str(error))
-        if error.advice:
-            say(error.advice)
+        if advice := advice_of(error, sys.argv[1:] if arguments is None else arguments):
+            say(advice)
     except MemoryError:
         say("not enough memory for this")
     return 2

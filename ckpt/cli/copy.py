@@ -40,7 +40,9 @@ if TYPE_CHECKING:  # what `ls` need not wait for is imported where it is used
 @checkpoint_argument("src", "SRC")
 @click.argument("dst")
 @click.option("--all", "every", is_flag=True, help="Every checkpoint of the present history.")
-@click.option("--take-over", is_flag=True, help="Let DST go on from it, also if a job trains there: that is fenced.")
+@click.option(
+    "--take-over", is_flag=True, help="Let DST go on from it, also if a job trains there: that saves no more."
+)
 @click.option("--src-option", "src_options", metavar="KEY=VALUE", multiple=True, callback=parse_options,
               help="The same for SRC alone.")  # fmt: skip
 @click.option("--dst-option", "dst_options", metavar="KEY=VALUE", multiple=True, callback=parse_options,
@@ -89,7 +91,7 @@ def show_copy(found: Found) -> None:
     print_table(TITLES, rows)
     put(f"{len(found['copy'])} to copy: {count_of(found['files'], 'file')}, {human(found['bytes'])}")
     if found["fences"]:
-        put("a job that trains in the target is fenced")
+        put("a job that trains in the target can save no more")
 
 
 async def _copy(src: str, dst: str, step: Which, every: bool, take_over: bool, yes: bool, as_json: bool) -> Found:

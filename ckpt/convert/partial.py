@@ -208,4 +208,6 @@ def failed(error: OSError, workshop: Workshop) -> StoreError:
     stays = f"What was exported so far stays in {workshop.folder}: call the same again, and it goes on from there"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return FullError(f"no room for {workshop.target} any more. {stays}")
-    return StoreError(f"{workshop.target} cannot be written: {error}. {stays}")
+    read = error.filename and workshop.folder not in Path(error.filename).parents
+    what = f"{error.filename} cannot be read" if read else f"{workshop.target} cannot be written"
+    return StoreError(f"{what}: {error.strerror or error}. {stays}")

@@ -35,7 +35,7 @@ from ckpt import best
 from ckpt.best import Best
 from ckpt.checkpoint.retention import Keep
 from ckpt.checkpointer import Checkpointer
-from ckpt.errors import CheckpointError, UsageError
+from ckpt.errors import CheckpointError, UsageError, at_door
 from ckpt.goodput.cadence import Auto
 from ckpt.lightning.checkpoint_io import CheckpointIO as CheckpointIO
 from ckpt.lightning.checkpoint_io import with_bases
@@ -81,6 +81,7 @@ class CheckpointCallback(Base):
         found: CheckpointCallback = object.__new__(with_bases(cls, "", "Callback"))
         return found
 
+    @at_door
     def __init__(
         self,
         tiers: object = None,

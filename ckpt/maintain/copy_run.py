@@ -99,10 +99,10 @@ async def plan_copy(source: RunLog, target: RunLog | None, wanted: Sequence[Comm
     newest = _newest(copy[0], there) if copy else None
     lead = newest is not None and leads(far, newest, take_over)
     fences = lead and not nobodys(far)
-    if fences and not take_over:
+    if newest is not None and fences and not take_over:
         raise UsageError(
-            f"attempt {newest} is newer than anything that a job in epoch {far.epoch} of the target could save, and "
-            "would hide it. With --take-over the target goes on from it, and a job that trains there is fenced"
+            f"step {newest.step} is of a later start than any in the target, and would hide what a job saves there. "
+            "With --take-over the target goes on from it, and a job that trains there can save no more"
         )
     after = far.acquires[-1] if far.acquires else None
     return CopyPlan(tuple(copy), tuple(there), tuple(left_out), target is None, lead, take_over, fences, after)
@@ -181,7 +181,7 @@ async def copy(
         mine: Acquire | None = None
         try:
             if commit is None:
-                raise NotFoundError(f"attempt {item.attempt} is gone")
+                raise NotFoundError(f"step {item.attempt.step} is gone")
             files = await files_of(target, target.state.commits.values())
             used = {key for keys in files.values() for key in keys}
             written = await _copy_files(source.store, target.store, commit, used, _at_most(item.size, on_bytes))
@@ -226,7 +226,7 @@ async def _blame(
         url = source.store.url
         return CorruptError(f"step {attempt.step} of {url} is damaged: {error}. `ckpt repair {url}` may mend it")
     return NoCheckpointError(
-        f"step {attempt.step} of {source.store.url} was retired while it was copied. Copy a newer one, or `ckpt keep` "
+        f"step {attempt.step} of {source.store.url} was given up while it was copied. Copy a newer one, or `ckpt keep` "
         "it first"
     )
 

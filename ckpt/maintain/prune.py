@@ -206,7 +206,7 @@ def decide_prune(url: str, keep: retention.Keep, checked: Attempt, stock: RunFil
     retiring = retention.choose(state, keep, {checked})
     refuse(state, stock, url, retiring)
     if checked not in state.commits:
-        raise NoCheckpointError(f"{url}: step {checked.step}, which was read back, has been retired since. Repeat it")
+        raise NoCheckpointError(f"{url}: step {checked.step}, which was read back, has been given up since. Repeat it")
     doomed = retention.plan_deletion(state, retiring, {checked}, stock.used, stock.owned)
     return None if doomed is None else Sweep(retiring, tuple(doomed))
 

@@ -54,7 +54,7 @@ def decide_removal(url: str, attempt: Attempt, checked: Attempt, stock: RunFiles
     refuse(state, stock, url, {attempt})
     for one in (attempt, checked):
         if one not in state.commits:
-            raise NoCheckpointError(f"step {one.step} of {url} was retired a moment ago. Repeat it")
+            raise NoCheckpointError(f"step {one.step} of {url} was given up a moment ago. Repeat it")
     if attempt in state.kept:
         raise UsageError(
             f"step {attempt.step} of {url} is kept: {state.kept[attempt]}. To let it go, first `ckpt keep --undo`"

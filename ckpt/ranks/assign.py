@@ -37,7 +37,7 @@ def assign(rank: int, sizes: I64, wants: Bools, can_read: Bools, nodes: Sequence
     """
     lost = int(np.count_nonzero(wants.any(0) & ~can_read.any(0)))
     if lost:
-        raise StoreError(f"no rank can read {lost} of the blobs that are wanted")
+        raise StoreError(f"no rank can read {lost} of the pieces of tensors that are wanted")
     node = np.unique(np.asarray(nodes), return_inverse=True)[1]
     source = _sources(sizes, wants, can_read, node, int(node[rank]))
     mine = source == rank

@@ -36,8 +36,8 @@ def faults(found: Chronicle) -> str:
     if not shown:
         return '<section><h2>Faults</h2><p class="soft">None was noticed.</p></section>' if found.accounts else ""
     lines = [
-        (moment(f.at), in_words(f.kind), _ranks(f.ranks), "" if f.step is None else f"{f.step:,}", f.text, _saved(f), f.advice,
-         ", ".join(f.hosts[:4]) + (" …" if len(f.hosts) > 4 else ""))
+        (moment(f.at), in_words(f.kind), _ranks(f.ranks), "" if f.step is None else f"{f.step:,}", f.text, _saved(f),
+         f.advice, ", ".join(f.hosts[:4]) + (" …" if len(f.hosts) > 4 else ""))
         for f in reversed(shown)
     ]  # fmt: skip
     titles = ("when", "kind", "rank", "step", "what was seen", "what was saved", "advice", "host")

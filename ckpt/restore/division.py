@@ -90,7 +90,7 @@ def verified(saved: SavedState, filler: Filler) -> Callable[[int, memoryview], N
         blob = local[number]
         expected = int(saved.table.length[blob])
         if len(data) != expected or (saved.digested and blob_digest(data) != saved.table.digest[blob].tobytes()):
-            raise CorruptError(f"blob {number} was damaged on its way from another rank")
+            raise CorruptError(f"a piece of a tensor ({number}) was damaged on its way from another rank")
         filler.add(blob, data)
 
     return take

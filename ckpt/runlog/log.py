@@ -27,6 +27,7 @@ from random import SystemRandom
 from types import MappingProxyType
 
 from ckpt.errors import (
+    AccessError,
     CorruptError,
     ExistsError,
     FencedError,
@@ -43,6 +44,7 @@ from ckpt.format.manifest import MAX_FORMAT, read_format, seal, unseal
 from ckpt.runlog.archive import Archive, chain, unpack
 from ckpt.runlog.files import MAX_RECORD, Listed, LogFiles, record_key, sequence
 from ckpt.runlog.records import (
+    IN_WORDS,
     SNAPSHOT_EVERY,
     TYPES,
     Acquire,
@@ -291,6 +293,11 @@ class RunLog(LogFiles):
             return False
         except FullError:
             raise
+        except AccessError as error:
+            if self.store.remote:  # where an answer may have been lost before
+                await self._unknown(record, error, end)
+                return False
+            raise AccessError(f"{IN_WORDS[record.type]} cannot be recorded: {error}") from error
         except StoreError as error:
             await self._unknown(record, error, end)
             return False
@@ -311,7 +318,10 @@ class RunLog(LogFiles):
     async def _unknown(self, record: Record, error: StoreError, end: float) -> None:
         """A disk that fails is no network that lost a reply: there nothing is tried twice."""
         if not (error.retryable and self.store.remote) or time.monotonic() > end:
-            raise OutcomeUnknownError(f"a {record.type} may or may not have landed: {error}") from error
+            what = IN_WORDS[record.type]
+            raise OutcomeUnknownError(
+                f"whether {what} is recorded in {self.store.url} is not known: {error}"
+            ) from error
         await asyncio.sleep(_DICE.uniform(0, 0.2))
 
     async def _check_place(self, seq: int) -> None:

@@ -226,6 +226,17 @@ _FOLDS = {
     "DOUBT": _doubt, "KEEP": _keep, "SNAPSHOT": _snapshot,
 }  # fmt: skip
 TYPES = tuple(_FOLDS)
+IN_WORDS = {  # for people
+    "ACQUIRE": "that this job has the run",
+    "BEGIN": "that a save begins",
+    "HELD": "what this node saved",
+    "COMMIT": "the checkpoint",
+    "ABORT": "that a save was given up",
+    "PLAN": "which checkpoints go",
+    "DOUBT": "what is damaged",
+    "KEEP": "which checkpoints are kept",
+    "SNAPSHOT": "a summary of the log",
+}
 
 
 def _checked(body: dict[str, Any]) -> Commit:

@@ -31,7 +31,7 @@ except ImportError as missing:
 from ckpt.best import Best
 from ckpt.checkpoint.retention import Keep
 from ckpt.checkpointer import Checkpointer
-from ckpt.errors import CheckpointError, UsageError
+from ckpt.errors import CheckpointError, UsageError, at_door
 from ckpt.goodput.cadence import Auto
 from ckpt.restore.restore_first import Restored
 from ckpt.save import Save
@@ -68,6 +68,7 @@ class CheckpointCallback(TrainerCallback):
     UsageError if something else resumes the Trainer to a later step.
     """
 
+    @at_door
     def __init__(
         self,
         tiers: object,

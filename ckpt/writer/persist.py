@@ -136,7 +136,7 @@ class Persister:
             return written
         near = near or self._run.near(tier)
         if near is None:
-            raise SaveError(f"slot {slot} does not hold {attempt} any more")
+            raise SaveError(f"step {attempt.step} is not in memory any more")
         return await self.promoter.promote(tier, near, attempt, lambda: None)
 
     async def _store_far(

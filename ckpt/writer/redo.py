@@ -85,7 +85,7 @@ class RedoKeeper:
         settings = [None if row is None else _settings(row) for row in request.settings]
         label = arena.label(slot)
         if label is None or label.attempt != attempt:
-            raise SaveError(f"slot {slot} does not hold {attempt} any more")
+            raise SaveError(f"step {attempt.step} is not in memory any more")
         layout = self.held_memory.layouts[label.layout]
         kept = self._kept(tier, layout.rank, layout.world)
         sealed, course = Sealed(arena, slot, label, layout), (self.trainer.adoptions, self._returns)

@@ -364,7 +364,7 @@ async def test_what_is_built_on_is_taken_back_by_force(store: MemoryStore, log: 
     await commit.begin(log, mine, of, attempts[:1])
     written = await increment(log, mine, 4, await commit.load_part(store, attempts[0], 0, 0))
     await commit.retract(log, mine, attempts[0], "it mixes two moments")
-    with pytest.raises(SaveError, match="step 1, which was retired"):
+    with pytest.raises(SaveError, match="step 1, which was given up"):
         await settle(log, lambda: mine, written, commit.Role(), deadline_s=1000)
     await retention.retire(log, mine, Keep(1), {attempts[-1]})
     assert await files(store) == {2: WHOLE, 3: WHOLE}

@@ -408,7 +408,7 @@ def test_a_source_that_retires_it_meanwhile(
 
     monkeypatch.setattr(copy_run, "copy", late)
     refused = call("copy", f"{run}@2", real, "--yes")
-    assert refused.code == 2 and "was retired while it was copied" in refused.err
+    assert refused.code == 2 and "was given up while it was copied" in refused.err
 
 
 def test_full_size_files_without_a_part_are_not_trusted(run: Path, call: Call, tmp_path: Path) -> None:

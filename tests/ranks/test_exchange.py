@@ -219,7 +219,7 @@ def test_blobs_that_nobody_can_read_are_counted() -> None:
     sizes, wants, can_read, nodes = ddp(2, 10, 2)
     can_read = can_read.copy()
     can_read[:, 3:6] = False
-    with pytest.raises(StoreError, match=r"no rank can read 3 of the blobs"):
+    with pytest.raises(StoreError, match=r"no rank can read 3 of the pieces"):
         assign(0, sizes, wants, can_read, nodes)
     wants = wants.copy()
     wants[:, 3:6] = False

@@ -1264,7 +1264,7 @@ def test_what_was_built_on_something_that_is_gone_is_no_checkpoint(kind: str, ho
         if how == "retired":
             own = await chain.build(3)
             await chain.lose(1)
-            message = "step 3 builds on step 1, which was retired meanwhile: the next save will be whole"
+            message = "step 3 builds on step 1, which was given up meanwhile: the next save will be whole"
         else:
             base = await write_part(chain.store, of_two(chain.mine, 2), number=4)
             message = "step 3 builds on step 2, which is no checkpoint here: the next save will be whole"
@@ -1272,7 +1272,7 @@ def test_what_was_built_on_something_that_is_gone_is_no_checkpoint(kind: str, ho
                 await commits.abort(chain.log, chain.mine, chain.attempt(2), "no")
             if how == "of another try":
                 await commits.commit(chain.log, chain.mine, [await write_part(chain.store, of_two(chain.mine, 2))])
-                message = f"builds on {pack_key(chain.attempt(2), 0, 4)}, of a try that was not committed"
+                message = f"builds on {pack_key(chain.attempt(2), 0, 4)}, which was not committed"
             assert not commit_checks.vouches(chain.log.state, base) and commit_checks.vouches(
                 chain.log.state, chain.base
             )
@@ -1306,7 +1306,7 @@ def test_what_was_built_on_is_looked_at_in_the_very_slot(late: str) -> None:
             await commits.retract(other, chain.mine, chain.attempt(1), "it mixes two moments")
 
         chain.store.then = meanwhile
-        with pytest.raises(SaveError, match="step 1, which was retired"):
+        with pytest.raises(SaveError, match="step 1, which was given up"):
             await commits.commit(chain.log, chain.mine, [own])
         assert await chain.sound() == []
 
@@ -1326,10 +1326,10 @@ def test_who_waits_hears_at_once_that_a_base_is_gone(partial: bool) -> None:
         role = Role((0,), 0, 2 if partial else 1)
         task = settling.settle(chain.log, lambda: chain.mine, own, role, deadline_s=1000)
         (said,) = refused(await asyncio.wait_for(asyncio.gather(task, return_exceptions=True), 30))
-        assert "step 1, which was retired meanwhile" in said
+        assert "step 1, which was given up meanwhile" in said
         state = (await reopened(chain.store)).state
         assert state.aborted == {chain.attempt(1), chain.attempt(2)} - state.retired and not state.pins
-        assert "step 1, which was retired" in state.reasons[chain.attempt(2)]
+        assert "step 1, which was given up" in state.reasons[chain.attempt(2)]
         assert (await chain.records())[-1] == "ABORT"
 
     asyncio.run(scenario())
@@ -1358,10 +1358,10 @@ def test_what_is_held_is_no_checkpoint_once_its_base_is_gone(gone: bool) -> None
             assert other.state.commits[chain.attempt(2)].needs == (chain.attempt(1),) and not other.state.pins
             return
         await chain.lose(1)
-        with pytest.raises(SaveError, match="step 1, which was retired"):
+        with pytest.raises(SaveError, match="step 1, which was given up"):
             await commits.complete(other, chain.mine, chain.attempt(2))
         (said,) = refused(await asyncio.wait_for(asyncio.gather(waiting, return_exceptions=True), 30))
-        assert "step 1, which was retired" in said
+        assert "step 1, which was given up" in said
         assert not other.state.held and not other.state.pins and await chain.sound() == []
         await commits.complete(other, chain.mine, chain.attempt(2))  # there is nothing to do any more
 
@@ -1453,7 +1453,7 @@ def test_what_cannot_be_built_on_is_refused_before_anything_is_written() -> None
         records, live = await chain.records(), set(chain.log.state.commits)
         assert len(live) == MAX_NEEDS
         for of, pins, message in (
-            (100, {chain.attempt(3)}, "step 3, which was retired"),
+            (100, {chain.attempt(3)}, "step 3, which was given up"),
             (100, {chain.attempt(2)}, "step 2, which is no checkpoint"),
             (2, {chain.attempt(4)}, "step 4, which is not older"),
         ):
@@ -1501,7 +1501,7 @@ def test_what_a_copy_brings_along_need_not_be_a_checkpoint_there() -> None:
             if how == "in use no more":
                 await commits.retract(log, mine, chain.attempt(2), "no")
             if how in ("aborted", "in use no more"):
-                with pytest.raises(SaveError, match="of an attempt that was given up here"):
+                with pytest.raises(SaveError, match="of a save that was given up here"):
                     await commits.commit(log, mine, [third], used=used)
                 continue
             found = await commits.commit(log, mine, [third], used=used)

@@ -72,7 +72,7 @@ class Slots:
         with self._changed:
             while (slot := self.free(arena, flying)) is None:
                 if job.busy == "skip":
-                    raise SkippedError(f"step {job.attempt.step} was not saved: every slot is being written")
+                    raise SkippedError(f"step {job.attempt.step} was not saved: all snapshots are still being written")
                 if not self._changed.wait(max(0.0, min(job.deadline - time.monotonic(), 3600.0))):
                     why = (
                         "the last trainer is still leaving the memory it had"

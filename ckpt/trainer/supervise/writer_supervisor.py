@@ -100,7 +100,7 @@ class WriterSupervisor:
                 self.faults.append(Fault.from_json(data))
         self._listen(client)
         if hello.taken:
-            log.warning("process %d trained this run here: it is fenced off now", hello.trainer)
+            log.warning("process %d trained this run here: it can save no more", hello.trainer)
         else:
             log.info("took over the memory that process %d left", hello.trainer)
         self._adopted = True

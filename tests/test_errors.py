@@ -57,6 +57,57 @@ def test_a_person_sees_it(tmp_path: Path) -> None:
     assert "nothing" in first and second in {f"ckpt: {kind.advice}" for kind in kinds()}
 
 
+@pytest.mark.parametrize("kind", sorted(set(kinds()), key=lambda kind: kind.__name__))
+def test_no_hint_names_the_command_that_was_called(kind: type[CheckpointError]) -> None:
+    """Each command says all of the advice but for sentences about itself; what names others stays."""
+    for command in app.COMMANDS:
+        said = app.advice_of(kind("no"), [command, "runs/exp1"])
+        assert f"`ckpt {command}" not in said and set(said.split()) <= set(kind.advice.split())
+        assert f"`ckpt {command}" in kind.advice or said == kind.advice
+
+
+def test_import_of_nothing_does_not_advise_import(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As `ckpt ls` does, for what is no run."""
+    assert app.main(["import", str(tmp_path / "nothing"), str(tmp_path / "run")]) == 2
+    assert "`ckpt import" not in (said := capsys.readouterr().err) and "does not exist" in said
+    assert app.main(["ls", str(tmp_path)]) == 2
+    assert "`ckpt import`" in capsys.readouterr().err
+
+
+def test_errors_at_the_door_end_in_the_line_of_the_caller(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What the user can mend has no frames of ours but that of the door, no cause, and its advice; at DEBUG the logger
+    has all of them."""
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.txt").write_text("x")
+    model = torch.nn.Linear(2, 2)
+    with ckpt.Checkpointer({"model": model}, str(tmp_path / "run")) as cp:
+        cp.step(1)
+        cp.save().promoted(60.0)
+        calls = [
+            (ckpt.FormatError, lambda: ckpt.load(tmp_path / "nothing")),
+            (ckpt.FormatError, lambda: ckpt.Run(tmp_path / "nothing").list()),
+            (ckpt.UsageError, lambda: ckpt.Run(f"{tmp_path}@5")),
+            (ckpt.NoCheckpointError, lambda: ckpt.load(tmp_path / "run", step=7)),
+            (ckpt.UsageError, lambda: ckpt.load(tmp_path / "run").slice("model.weight", 7)),
+            (ckpt.StateError, lambda: ckpt.Checkpointer({"it": object()}, str(tmp_path / "new"))),
+            (ckpt.FormatError, lambda: ckpt.Checkpointer({"model": model}, str(tmp_path / "other"))),
+            (ckpt.StoreError, lambda: ckpt.Checkpointer({"model": model}, str(tmp_path / "file" / "run"))),
+            (ckpt.UsageError, lambda: ckpt.Checkpointer({"model": model}, str(tmp_path / "run"))),
+            (ckpt.UsageError, lambda: cp.step(1)),
+            (ckpt.NoCheckpointError, lambda: cp.restore(step=9)),
+        ]
+        for kind, call in calls:
+            with caplog.at_level("DEBUG", "ckpt"), pytest.raises(kind) as raised:
+                call()
+            frames = [frame.name for frame in traceback.extract_tb(raised.value.__traceback__)]
+            assert frames[0].startswith("test_errors") and frames[1:] == ["<lambda>", "entered"], (kind, frames)
+            told = "".join(traceback.format_exception(raised.value))
+            assert told.count("Traceback") == 1 and told.count(raised.value.advice) == 1
+            assert "Traceback" in caplog.text and "an error in " in caplog.text, kind
+            caplog.clear()
+
+
 @pytest.mark.parametrize(
     ("value", "told"),
     [

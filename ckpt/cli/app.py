@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import click
 
-from ckpt.cli.terminal import SAYING, say
+from ckpt.cli.terminal import SAYING, STOPPED, say
 from ckpt.errors import CheckpointError
 from ckpt.events import log as logger
 from ckpt.version import VERSION
@@ -74,9 +74,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except click.ClickException as error:
         error.show()
     except click.Abort:
-        return 130
-    except SystemExit:  # click's way of leaving when a pipe is closed
-        return 141  # as a shell says of SIGPIPE
+        say("stopped")
+        return STOPPED
+    except SystemExit as left:  # click's way of leaving when a pipe is closed, with 1, and after completion, with 0
+        return 141 if left.code else 0  # as a shell says of SIGPIPE
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at exit fails as well
         return 141

@@ -7,10 +7,22 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import click
+from click.shell_completion import CompletionItem
 
 from ckpt.checkpoint import spelling
 
 T = TypeVar("T")
+
+
+def folders(context: click.Context, parameter: click.Parameter, begun: str) -> list[CompletionItem]:
+    """For completion in a shell: a run is a folder, if it is on this machine."""
+    return [CompletionItem(begun, type="dir")]
+
+
+def files(context: click.Context, parameter: click.Parameter, begun: str) -> list[CompletionItem]:
+    """Where other programs' files are taken as well."""
+    return [CompletionItem(begun, type="file")]
+
 
 step_option = click.option("--step", type=click.IntRange(min=0), help="The same as @STEP behind RUN.")
 
@@ -19,7 +31,7 @@ def checkpoint_argument(name: str = "url", run: str = "RUN") -> Callable[[Callab
     """The command gets the run by this name, and `step`: as `ckpt.checkpoint.spelling.Wanted`."""
 
     def add(command: Callable[..., T]) -> Callable[..., T]:
-        @click.argument(name, metavar=f"{run}[@STEP]")
+        @click.argument(name, metavar=f"{run}[@STEP]", shell_complete=folders)
         @step_option
         @functools.wraps(command)
         def with_step(*, step: int | None, **given: Any) -> T:
@@ -43,4 +55,4 @@ class WholeRun(click.ParamType):  # type: ignore[type-arg]
         return str(value)
 
 
-run_argument = click.argument("url", metavar="RUN", type=WholeRun())
+run_argument = click.argument("url", metavar="RUN", type=WholeRun(), shell_complete=folders)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ckpt.checkpoint.spelling import Which
-from ckpt.cli.arguments import checkpoint_argument
+from ckpt.cli.arguments import checkpoint_argument, folders
 from ckpt.cli.terminal import (
     act,
     count_of,
@@ -38,7 +38,7 @@ if TYPE_CHECKING:  # what `ls` need not wait for is imported where it is used
     )
 )
 @checkpoint_argument("src", "SRC")
-@click.argument("dst")
+@click.argument("dst", shell_complete=folders)
 @click.option("--all", "every", is_flag=True, help="Every checkpoint of the present history.")
 @click.option(
     "--take-over", is_flag=True, help="Let DST go on from it, also if a job trains there: that saves no more."

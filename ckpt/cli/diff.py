@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ckpt.cli.arguments import files
 from ckpt.cli.origins import as_option, only_option, open_either
 from ckpt.cli.terminal import act, count_of, example, look_options, print_json, print_table, progress, put, short
 from ckpt.errors import UsageError
@@ -28,8 +29,8 @@ CHANGED = ("tensor", "elements", "differing", "largest", "relative", "cosine")
         "ckpt diff runs/exp1 exports/hf --only 'model.*' --json",
     )
 )
-@click.argument("a")
-@click.argument("b")
+@click.argument("a", shell_complete=files)
+@click.argument("b", shell_complete=files)
 @only_option
 @as_option
 @click.option("--all", "every", is_flag=True, help=f"All differences, not only the {WORST} largest.")
@@ -44,7 +45,7 @@ def diff(a: str, b: str, only: tuple[str, ...], at: tuple[str, ...], every: bool
     elements: how many the tensor has; differing: how many of them differ; largest: the absolute difference; relative:
     the largest one, from 0 to 2; cosine: 1 where both point the same way.
     """
-    found = act(_diff(a, b, only, at))
+    found = act(_diff(a, b, only, at), so_far=lambda: "Nothing was changed")
     if as_json:
         print_json(found)
     else:

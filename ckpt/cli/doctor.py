@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ckpt.cli.arguments import folders
 from ckpt.cli.terminal import example, look_options, print_json, print_table, progress, put
 from ckpt.units import duration
 
@@ -29,7 +30,7 @@ UNREACHABLE = 2
         "ckpt doctor s3://bucket/run1 --option endpoint_url=https://minio.example:9000 --json",
     )
 )
-@click.argument("urls", metavar="[URL]...", nargs=-1)
+@click.argument("urls", metavar="[URL]...", nargs=-1, shell_complete=folders)
 @click.option("--size", type=click.IntRange(min=1), default=256, show_default=True, metavar="MIB",
               help="Write and read at most so much in each tier, for at most 10 s each.")  # fmt: skip
 @click.option("--state-gb", type=click.FloatRange(min=0, min_open=True), help="The whole job's state, in 10**9 bytes.")

@@ -36,9 +36,12 @@ def faults(url: str, last: int | None, as_json: bool) -> int:
         return print_json(found)
     put(found["url"])
     faults = [one for one in found["incidents"] if not one[0]["asked"]]
-    show(faults, "what")
-    if len(faults) < len(found["incidents"]):
-        show([one for one in found["incidents"] if one[0]["asked"]], "save")
+    if faults:
+        show(faults, "what")
+    else:
+        put("no faults")
+    if asked := [one for one in found["incidents"] if one[0]["asked"]]:
+        show(asked, "save")
     return 0
 
 
@@ -50,7 +53,7 @@ def show(shown: list[list[dict[str, Any]]], what: str) -> None:
         durable = max((s["step"] for one in incident for s in one["saved"] if not s["error"]), default="nothing")
         ranks = " ".join(str(one["rank"]) for one in incident)
         rows.append((when, in_words(first["kind"], asked=first["asked"]), durable, ranks))
-        advice = ADVICE.get(first["advice"], "")
+        advice = "" if first["asked"] else ADVICE.get(first["advice"], "")
         accounts.append(f"{first['summary']}{': ' if advice else ''}{advice}")
     print_table(("when", what, "saved step", "by ranks"), rows, below=accounts)
 

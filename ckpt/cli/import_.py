@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import click
 
+from ckpt.cli.arguments import files, folders
 from ckpt.cli.origins import as_option, only_option, open_files
 from ckpt.cli.quantity import ByteSize
-from ckpt.cli.restore import SO_FAR, dry_option, dtype_option, make, shown, world_option
+from ckpt.cli.restore import dry_option, dtype_option, make, shown, so_far, world_option
 from ckpt.cli.terminal import act, example, json_option
 from ckpt.convert.forms import Wanted
 from ckpt.convert.output import local_path
@@ -18,8 +21,8 @@ from ckpt.convert.output import local_path
         "ckpt import model.safetensors runs/start", "ckpt import old/epoch3.pt runs/exp1 --step 3000 --dry-run"
     ),
 )
-@click.argument("src")
-@click.argument("run")
+@click.argument("src", shell_complete=files)
+@click.argument("run", shell_complete=folders)
 @click.option("--step", type=click.IntRange(min=0), help="What step it is of. By default what SRC says, else 0.")
 @as_option
 @world_option
@@ -55,4 +58,4 @@ def import_(
     """
     wanted = Wanted(local_path(run), "run", world or 1, only, dtype, step=step)
     opening = open_files(src, at, only, skip_objects=skip_objects)
-    return shown(act(make(opening, wanted, max_memory, dry_run), SO_FAR), as_json)
+    return shown(act(make(opening, wanted, max_memory, dry_run), partial(so_far, wanted.path)), as_json)

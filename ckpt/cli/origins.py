@@ -11,7 +11,7 @@ import click
 
 from ckpt.checkpoint import spelling
 from ckpt.checkpoint.spelling import Which
-from ckpt.cli.terminal import opened, say
+from ckpt.cli.terminal import opened, progress, say
 from ckpt.convert.output import local_path
 from ckpt.errors import FormatError, UsageError
 from ckpt.redo import has_logs
@@ -63,9 +63,9 @@ async def open_run(
             )
     async with opened(url) as log:
         others = [normalise(other) for other in others]
-        redone = await asyncio.to_thread(
-            _redone, log, spelling.number(step), redo and step in (None, spelling.LATEST), max_memory, others
-        )
+        newest = redo and step in (None, spelling.LATEST)
+        with progress("redoing steps", 0) if has_logs(log.store.url) else contextlib.nullcontext():
+            redone = await asyncio.to_thread(_redone, log, spelling.number(step), newest, max_memory, others)
         if redone is not None:
             async with contextlib.aclosing(redone):
                 yield redone

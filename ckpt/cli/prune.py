@@ -18,13 +18,23 @@ from ckpt.cli.terminal import (
     print_few,
     print_json,
     print_table,
-    progress,
     put,
 )
-from ckpt.cli.upkeep import TITLES, Found, cells, grace_option, item_json, patience_text, show_end, sum_of, told
+from ckpt.cli.upkeep import (
+    TITLES,
+    Deletion,
+    Found,
+    cells,
+    grace_option,
+    item_json,
+    patience_text,
+    show_end,
+    sum_of,
+    told,
+)
 
 if TYPE_CHECKING:  # what `ls` need not wait for is imported where it is used
-    from ckpt.maintain.prune import PrunePlan
+    from ckpt.maintain.prune import PrunePlan, Watch
 
 
 def number_or_all(context: click.Context, parameter: click.Parameter, text: str) -> int | str:
@@ -60,7 +70,8 @@ def prune(
 
     files, size: what is deleted with it.
     """
-    found = act(_prune(url, keep_last, keep_every, grace_s, yes, as_json))
+    deletion = Deletion()
+    found = act(_prune(url, keep_last, keep_every, grace_s, yes, as_json, deletion.watch), deletion.so_far)
     if as_json:
         print_json(found)
         return 1 if found["problems"] else 0
@@ -89,7 +100,7 @@ def show_prune(found: Found) -> None:
 
 
 async def _prune(
-    url: str, last: int | str, every: int | None, grace_s: float | None, yes: bool, as_json: bool
+    url: str, last: int | str, every: int | None, grace_s: float | None, yes: bool, as_json: bool, watch: Watch
 ) -> Found:
     from ckpt.checkpoint import retention
     from ckpt.maintain import prune as upkeep
@@ -106,7 +117,7 @@ async def _prune(
             return found
         land = partial(upkeep.prune, log, stock, keep, plan.check.attempt)
         found["problems"], landed = await upkeep.carry_out(
-            log, stock, plan.check, land, grace_s=patience, on_wait=told, watch=progress
+            log, stock, plan.check, land, grace_s=patience, on_wait=told, watch=watch
         )
         if found["problems"]:
             return found

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 import click
 
-from ckpt.cli.arguments import run_argument
+from ckpt.cli.arguments import files, run_argument
 from ckpt.cli.reading import read_faults, read_ledger
 from ckpt.cli.terminal import SHOWN, example, look_options, opened, print_json, print_table, put, say
 from ckpt.errors import CheckpointError, CorruptError, FormatError
@@ -34,7 +34,7 @@ from ckpt.version import VERSION
               help="If no process ran for longer than that after an interruption, somebody wanted it: all of that "
                    "break is counted nowhere. Shorter breaks still are restart, and the interruption still is one. "
                    "Without this, every break after a fault is restart. What was closed needs no option.")  # fmt: skip
-@click.option("-o", "--output", metavar="FILE",
+@click.option("-o", "--output", metavar="FILE", shell_complete=files,
               help="Write a page with pictures into this file, for any browser: it needs no network and no other file. "
                    "- is stdout.")  # fmt: skip
 @click.option("--force", is_flag=True, help="Replace FILE if it is there.")

@@ -10,12 +10,14 @@ import asyncio
 import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ckpt.checkpoint.spelling import Which
-from ckpt.cli.arguments import checkpoint_argument
+from ckpt.cli.arguments import checkpoint_argument, files
 from ckpt.cli.origins import only_option, open_run
 from ckpt.cli.quantity import ByteSize
 from ckpt.cli.terminal import (
@@ -32,6 +34,7 @@ from ckpt.cli.terminal import (
 )
 from ckpt.convert.forms import FORMS, Wanted, form_for, form_of, plan_output
 from ckpt.convert.output import local_path
+from ckpt.units import duration
 
 if TYPE_CHECKING:  # what `ls` need not wait for is imported where it is used
     from ckpt.convert.output import Output
@@ -40,7 +43,6 @@ if TYPE_CHECKING:  # what `ls` need not wait for is imported where it is used
 
 Found = dict[str, Any]
 
-SO_FAR = "Nothing has appeared yet"
 WINDOW, FAR_WINDOW = 16 << 20, 64 << 20  # bytes of a window where no bound is given; several requests, from far away
 MOST_RANKS = 4096  # that one process plans for
 
@@ -72,7 +74,14 @@ dry_option = click.option("--dry-run", is_flag=True, help="Only say what would b
     )
 )
 @checkpoint_argument()
-@click.option("--to", "target", metavar="PATH", required=True, help="What to make: a file or folder that is not there.")
+@click.option(
+    "--to",
+    "target",
+    metavar="PATH",
+    required=True,
+    shell_complete=files,
+    help="What to make: a file or folder that is not there.",
+)
 @click.option(
     "--format",
     "kind",
@@ -121,7 +130,14 @@ def restore(
 
     wanted = Wanted(path, chosen, world or 1, only, dtype, shard_size)
     opening = open_run(url, step, others, redo=True, max_memory=max_memory)
-    return shown(act(make(opening, wanted, max_memory, dry_run), SO_FAR), as_json)
+    return shown(act(make(opening, wanted, max_memory, dry_run), partial(so_far, path)), as_json)
+
+
+def so_far(path: Path) -> str:
+    """What is true when it is stopped."""
+    if path.is_file() or (path.is_dir() and any(path.iterdir())):
+        return f"{path} is there, and whole"
+    return "Nothing has appeared yet: call the same again, and it goes on from here"
 
 
 async def make(
@@ -193,5 +209,5 @@ def shown(found: Found, as_json: bool) -> int:
         return 0
     resumed = f", of which {human(done['resumed'])} were there from before" if done["resumed"] else ""
     rate = human(int((done["nbytes"] - done["resumed"]) / max(done["seconds"], 1e-9)))
-    put(f"{what}{resumed}, in {done['seconds']:.1f} s ({rate}/s)")
+    put(f"{what}{resumed}, in {duration(done['seconds'])} ({rate}/s)")
     return 0

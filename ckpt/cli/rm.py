@@ -19,12 +19,23 @@ from ckpt.cli.terminal import (
     print_few,
     print_json,
     print_table,
-    progress,
     put,
 )
-from ckpt.cli.upkeep import TITLES, Found, cells, grace_option, item_json, patience_text, show_end, sum_of, told
+from ckpt.cli.upkeep import (
+    TITLES,
+    Deletion,
+    Found,
+    cells,
+    grace_option,
+    item_json,
+    patience_text,
+    show_end,
+    sum_of,
+    told,
+)
 
 if TYPE_CHECKING:  # what `ls` need not wait for is imported where it is used
+    from ckpt.maintain.prune import Watch
     from ckpt.maintain.remove import RemovalPlan
 
 
@@ -43,7 +54,8 @@ def rm(url: str, step: Which, grace_s: float | None, yes: bool, as_json: bool) -
     """
     if step is None:
         raise click.UsageError(f"say which one: {url}@STEP")
-    found = act(_rm(url, step, grace_s, yes, as_json))
+    deletion = Deletion()
+    found = act(_rm(url, step, grace_s, yes, as_json, deletion.watch), deletion.so_far)
     if as_json:
         print_json(found)
         return 1 if found["problems"] else 0
@@ -64,7 +76,7 @@ def show_rm(found: Found) -> None:
     put(f"step {found['check']} is read back before anything goes; then {patience_text(found['grace_s'])}")
 
 
-async def _rm(url: str, step: Which, grace_s: float | None, yes: bool, as_json: bool) -> Found:
+async def _rm(url: str, step: Which, grace_s: float | None, yes: bool, as_json: bool, watch: Watch) -> Found:
     from ckpt.checkpoint import read
     from ckpt.maintain import prune as upkeep
     from ckpt.maintain.remove import plan_removal, remove
@@ -81,7 +93,7 @@ async def _rm(url: str, step: Which, grace_s: float | None, yes: bool, as_json: 
             return found
         land = partial(remove, log, stock, commit.attempt, plan.check.attempt)
         found["problems"], landed = await upkeep.carry_out(
-            log, stock, plan.check, land, grace_s=patience, on_wait=told, watch=progress
+            log, stock, plan.check, land, grace_s=patience, on_wait=told, watch=watch
         )
         return found if found["problems"] else {**found, "done": sum_of(landed.delete, stock.sizes)}
 

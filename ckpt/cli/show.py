@@ -15,6 +15,7 @@ from ckpt.checkpoint.spelling import LATEST, Which
 from ckpt.cli.arguments import checkpoint_argument
 from ckpt.cli.reading import cadence_lines
 from ckpt.cli.terminal import (
+    count_of,
     example,
     human,
     look_options,
@@ -55,7 +56,7 @@ def show(url: str, step: Which, only: str | None, as_json: bool) -> int:
         print_table(("value", "type", "is"), [(v["path"], v["type"], short(v["value"])) for v in found["values"]])
         packs = [(p["key"], human(p["size"]), human(p["used"]), "" if p["own"] else p["step"]) for p in found["packs"]]
         print_table(("pack", "size", "used", "of step"), packs)
-    put(f"{found['distinct_tensors']} tensors, {human(found['tensor_bytes'])}")
+    put(f"{count_of(found['distinct_tensors'], 'tensor')}, {human(found['tensor_bytes'])}")
     for line in [*storage_lines(found), *saving_lines(found), *redo_lines(found["redo"])] if only is None else ():
         put(line)
     return 0

@@ -22,6 +22,7 @@ import click
 
 from ckpt.checkpoint import losses
 from ckpt.checkpoint.losses import Loss
+from ckpt.cli.arguments import folders
 from ckpt.errors import FormatError
 from ckpt.format.manifest import Attempt
 from ckpt.redo import has_logs
@@ -37,6 +38,7 @@ NUMBERS = (  # columns
     "cosine", "saved step", "steps",
 )  # fmt: skip
 NARROW = 20  # cells: a column is not wrapped to less
+STOPPED = 130  # as a shell says of SIGINT
 SHOWN, WIDTH = 20, 60  # how many problems, and how much of a value, a person gets to see
 
 
@@ -111,16 +113,22 @@ def plan_options(command: Callable[..., T]) -> Callable[..., T]:
 
 def from_option(what: str) -> Callable[[Callable[..., T]], Callable[..., T]]:
     """Further places of a run."""
-    return click.option("--from", "others", metavar="URL", multiple=True, help=f"{what}; repeatable.")
+    return click.option(
+        "--from", "others", metavar="URL", multiple=True, shell_complete=folders, help=f"{what}; repeatable."
+    )
 
 
-def act(work: Coroutine[Any, Any, T], so_far: str = "Nothing is half done") -> T:
-    """What a command does, which may be stopped."""
+def nothing_half() -> str:
+    return "Nothing is half done: call the same again, and it goes on from here"
+
+
+def act(work: Coroutine[Any, Any, T], so_far: Callable[[], str] = nothing_half) -> T:
+    """What a command does, which may be stopped: `so_far` says what is true then."""
     try:
         return asyncio.run(work)
     except KeyboardInterrupt:
-        say(f"stopped. {so_far}: call the same again, and it goes on from here")
-        raise click.Abort from None
+        say(f"stopped. {so_far()}")
+        raise click.exceptions.Exit(STOPPED) from None
 
 
 @contextlib.asynccontextmanager
@@ -316,15 +324,16 @@ def widths_for(columns: Sequence[Sequence[str]], room: int) -> list[int] | None:
 
 @contextlib.contextmanager
 def progress(what: str, total: int) -> Iterator[OnBytes]:
-    """A bar on stderr, if that is a terminal."""
+    """A bar on stderr, if that is a terminal. `total` bytes; 0 if nobody knows how many: it only shows life then."""
     if not sys.stderr.isatty():
         yield None
         return
     from rich import progress as parts
     from rich.console import Console
 
-    columns = (parts.TextColumn(what), parts.BarColumn(), parts.DownloadColumn(), parts.TransferSpeedColumn())
+    sizes = (parts.DownloadColumn(), parts.TransferSpeedColumn()) if total else (parts.TimeElapsedColumn(),)
+    columns = (parts.TextColumn(what), parts.BarColumn(), *sizes)
     console = Console(stderr=True)
     with parts.Progress(*columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=False) as bar:
-        task = bar.add_task(what, total=total)
+        task = bar.add_task(what, total=total or None)
         yield lambda count: bar.advance(task, count)

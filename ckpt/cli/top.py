@@ -14,6 +14,7 @@ import click
 from rich.console import Console, Group
 from rich.live import Live
 
+from ckpt.cli.arguments import folders
 from ckpt.cli.terminal import SAYING, example, look_options, print_json, width
 from ckpt.cli.top_data import RunWatch
 from ckpt.cli.top_view import TopView, lines
@@ -22,7 +23,7 @@ from ckpt.store import normalise
 
 
 @click.command(epilog=example("ckpt top runs/exp1", "ckpt top runs/exp1 --once --json | jq '.ranks[].step'"))
-@click.argument("run")
+@click.argument("run", shell_complete=folders)
 @click.option("--once", is_flag=True, help="One look, as text.")
 @click.option("--interval", "interval_s", type=click.FloatRange(min=0.1), default=1.0, show_default=True,
               metavar="SECONDS", help="Between two looks.")  # fmt: skip

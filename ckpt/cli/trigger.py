@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 from msgspec import structs
 
+from ckpt.cli.arguments import folders
 from ckpt.cli.terminal import example, json_option, print_json, put
 from ckpt.errors import CheckpointError
 from ckpt.ipc import channel
@@ -15,7 +16,7 @@ ASK_S = 10.0  # for a writer to answer
 
 
 @click.command(epilog=example("ckpt trigger runs/exp1 --why 'before the upgrade'", "ckpt trigger memory:exp1"))
-@click.argument("run")
+@click.argument("run", shell_complete=folders)
 @click.option("--why", default="no reason given", help="Goes into the log and the report.")
 @json_option
 def trigger(run: str, why: str, as_json: bool) -> int:

@@ -6,12 +6,13 @@ what was done, null where nothing was.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckpt.cli.terminal import human, progress, put, say
+from ckpt.cli.terminal import OnBytes, human, progress, put, say
 
 if TYPE_CHECKING:  # what `ls` need not wait for is imported where it is used
     from ckpt.maintain.prune import Item
@@ -55,6 +56,22 @@ def patience_text(grace_s: float) -> str:
 
 def sum_of(keys: Sequence[str], sizes: dict[str, int]) -> Found:
     return {"files": len(keys), "bytes": sum(sizes.get(key, 0) for key in keys)}
+
+
+class Deletion:
+    """What is shown while something is given up, and what is true if that is stopped."""
+
+    def __init__(self) -> None:
+        self._begun = False
+
+    def watch(self, what: str, total: int) -> contextlib.AbstractContextManager[OnBytes]:
+        self._begun = self._begun or what == "deleting"
+        return progress(what, total)
+
+    def so_far(self) -> str:
+        if self._begun:
+            return "What was to go is given up: `ckpt gc` deletes the files of it that are still there"
+        return "Nothing was deleted: call the same again"
 
 
 def told(seconds: float) -> None:

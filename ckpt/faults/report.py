@@ -21,6 +21,7 @@ from typing import Any
 
 from ckpt.errors import CorruptError
 from ckpt.format.typed_json import typed
+from ckpt.units import duration
 
 PREFIX = "faults/"
 MAX_REPORT = 4 << 20
@@ -133,7 +134,7 @@ class Fault:
         held = [s for s in self.saved if s.tier == "memory" and not s.error]
         if durable:
             best = max(durable, key=lambda s: s.step)
-            kept = f"step {best.step} is durable in {best.tier} after {best.seconds:.2f} s"
+            kept = f"step {best.step} is durable in {best.tier} after {duration(best.seconds)}"
         elif held:
             kept = f"step {max(s.step for s in held)} is in memory, and not durable yet"
         else:

@@ -22,6 +22,7 @@ from ckpt.subscribers import publish
 from ckpt.trainer.progress import Progress, Staged, StagedStep
 from ckpt.trainer.saves import TierWrites
 from ckpt.trainer.session import Session
+from ckpt.units import duration
 
 MISSING: Any = object()
 
@@ -171,7 +172,7 @@ def _line(result: Restored, faults: Sequence[Fault]) -> str:
     reached = max((at for fault in faults for at in fault.steps.values()), default=step)
     lost = f"; training had come to step {reached}: {reached - step} steps are lost" if reached > step else ""
     newer = f"; newer ones that cannot be used, see above: {len(result.skipped)}" if result.skipped else ""
-    return f"restored step {step} from {result.tier} in {result.seconds:.2f} s{how}{lost}{newer}"
+    return f"restored step {step} from {result.tier} in {duration(result.seconds)}{how}{lost}{newer}"
 
 
 def _first_reason(result: Restored) -> str:

@@ -8,6 +8,7 @@ import click
 
 from ckpt.errors import CheckpointError
 from ckpt.transformers.pretrained import export_pretrained
+from ckpt.units import duration
 
 
 @click.command(
@@ -21,7 +22,7 @@ from ckpt.transformers.pretrained import export_pretrained
 def command(run: str, folder: str, step: int | None, dtype: str | None) -> None:
     """Write a checkpoint of RUN, which a CheckpointCallback has saved, as a folder that from_pretrained() reads."""
     done = export_pretrained(run, folder, step=step, dtype=dtype)
-    print(f"{folder}: {done.nbytes:,} bytes of weights, in {done.seconds:.1f} s")
+    print(f"{folder}: {done.nbytes:,} bytes of weights, in {duration(done.seconds)}")
 
 
 def main() -> int:

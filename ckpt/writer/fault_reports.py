@@ -27,6 +27,7 @@ from ckpt.ipc import watch_requests as watch
 from ckpt.ipc.protocol import Note
 from ckpt.ipc.watch_requests import PeerDied, Sample
 from ckpt.triggers import RETRY_CODE
+from ckpt.units import duration
 from ckpt.writer.dispatch import Background, Caller, handles
 from ckpt.writer.held_run import HeldRun, PresentTrainer
 from ckpt.writer.memory import HeldMemory
@@ -259,7 +260,7 @@ def _verb(what: str) -> str:
 
 
 def stall_text(stall: Stall) -> str:
-    return f"no step for {stall.idle_s:.1f} s, where {stall.usual_s:.2f} s are usual"
+    return f"no step for {duration(stall.idle_s)}, where {duration(stall.usual_s)} are usual"
 
 
 def end(watchdog: Watchdog, why: str) -> None:

@@ -28,7 +28,7 @@ from ckpt.maintain.examine import examine
 from ckpt.runlog.log import Record, RunLog
 from ckpt.store import open_store
 from commands import attempt_of, call, flip, increments, save
-from processes import REPO, run_script
+from processes import REPO, eventually, run_script
 
 __all__ = ["call", "increments"]  # fixtures
 
@@ -587,3 +587,33 @@ def test_options_of_places() -> None:
         with pytest.raises(click.BadParameter) as caught:
             terminal.parse_options(context, context, wrong)
         assert "hidden" not in str(caught.value)
+
+
+def a_run_at(run: Path) -> Path:
+    """With nothing in it yet."""
+    with ckpt.Checkpointer({"w": torch.ones(2)}, str(run)):
+        pass
+    return run
+
+
+def test_a_save_that_was_asked_for_is_no_fault(tmp_path: Path, call: Any) -> None:
+    """`ckpt faults` shows it as what it is, with the step that it made durable, and without advice."""
+    run, state = tmp_path / "run", toy.build()
+    assert call("faults", a_run_at(run)).out == f"file://{run}\nno faults\n"
+    with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(str(run), every=1000)]) as cp:
+        cp.restore(default=0)
+        steps = iter(range(1, 1000))
+
+        def trained() -> bool:
+            toy.train_step(state)
+            cp.step(next(steps))
+            return any((run / "faults").glob("*.json"))
+
+        cp.request("before the upgrade")
+        assert eventually(trained)
+    (incident,) = call("faults", run, "--json").json["incidents"]
+    assert incident[0]["asked"] is True and incident[0]["kind"] == "request"
+    told = call("faults", run).out
+    assert "no faults" in told and "asked for" in told and "before the upgrade" in told and "nothing to do" not in told
+    page = call("report", run, "-o", "-").out
+    assert 'class="rule asked"' in page and 'class="rule fault"' not in page

@@ -137,7 +137,7 @@ def test_the_line_says_what_is_durable() -> None:
         SavedStep(8, "/run", "ring", 2.0),
         SavedStep(6, "/b", "ring", 3.0),
     ]
-    assert fault(summary="boom", saved=saved).line == "boom [step 8 is durable in /run after 2.00 s]"
+    assert fault(summary="boom", saved=saved).line == "boom [step 8 is durable in /run after 2.0 s]"
     assert fault(summary="boom", saved=[SavedStep(9, "memory", "live", 0.0, "torn")]).line.endswith(
         "[nothing new was saved]"
     )

@@ -56,7 +56,7 @@ def run(tmp_path: Path) -> Path:
 def test_one_line_at_a_terminal(run: Path) -> None:
     """From where, which step, how long; and no more than a line."""
     (line,) = seen(run)
-    assert line.startswith("ckpt: restored step 3 from ") and str(run) in line and line.split(" in ")[1].endswith(" s")
+    assert line.startswith("ckpt: restored step 3 from ") and str(run) in line and line.split(" in ")[1].endswith("s")
 
 
 def test_logging_decides_once_it_is_set_up(run: Path) -> None:

@@ -11,7 +11,7 @@ from ckpt.trainer import restoring
 def test_what_is_said_of_a_restore() -> None:
     """From where, which step, how long; what is lost by all that is known of the end; nothing where nothing is."""
     found = Restored(7, tier="memory", seconds=0.5)
-    assert restoring._line(found, []) == "restored step 7 from memory in 0.50 s"
+    assert restoring._line(found, []) == "restored step 7 from memory in 500 ms"
     end = Fault("death", "", steps={"0": 9, "1": 8})
     assert restoring._line(found, [end]).endswith("; training had come to step 9: 2 steps are lost")
     assert "lost" not in restoring._line(found, [Fault("death", "", steps={"0": 7})])

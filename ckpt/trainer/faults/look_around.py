@@ -17,6 +17,7 @@ from ckpt.ipc.notes import HangNote
 from ckpt.ipc.watch_requests import AskEvidence
 from ckpt.ranks.world import World
 from ckpt.trainer.faults.incidents import FaultCall, Incidents
+from ckpt.units import duration
 
 NODES_S = 2.0  # for other ranks to say what they do
 EVIDENCE_S = 5.0
@@ -36,7 +37,7 @@ def look_around(call: FaultCall, note: HangNote, incidents: Incidents) -> None:
         found[world.rank] = _of_our_own(mine)
     if world.size > 1:
         found = _ask_ranks(world, found, step)
-    what = f"no step for {note.idle_s:.1f} s, where {note.usual_s:.2f} s are usual"
+    what = f"no step for {duration(note.idle_s)}, where {duration(note.usual_s)} are usual"
     note_evidence(call.fault, list(found.values()), what)
     call.fault.timings |= note.timings
 

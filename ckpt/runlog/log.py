@@ -293,13 +293,8 @@ class RunLog(LogFiles):
             return False
         except FullError:
             raise
-        except AccessError as error:
-            if self.store.remote:  # where an answer may have been lost before
-                await self._unknown(record, error, end)
-                return False
-            raise AccessError(f"{IN_WORDS[record.type]} cannot be recorded: {error}") from error
         except StoreError as error:
-            await self._unknown(record, error, end)
+            await self._unknown(record, error, end, put=False)
             return False
         counts = await self._confirm(record, seq, raw, end)
         point("log.appended")
@@ -315,13 +310,10 @@ class RunLog(LogFiles):
             else:
                 return self.floor < seq
 
-    async def _unknown(self, record: Record, error: StoreError, end: float) -> None:
+    async def _unknown(self, record: Record, error: StoreError, end: float, *, put: bool = True) -> None:
         """A disk that fails is no network that lost a reply: there nothing is tried twice."""
         if not (error.retryable and self.store.remote) or time.monotonic() > end:
-            what = IN_WORDS[record.type]
-            raise OutcomeUnknownError(
-                f"whether {what} is recorded in {self.store.url} is not known: {error}"
-            ) from error
+            raise not_recorded(record, self.store, error, put=put) from error
         await asyncio.sleep(_DICE.uniform(0, 0.2))
 
     async def _check_place(self, seq: int) -> None:
@@ -368,6 +360,14 @@ class RunLog(LogFiles):
                 "body": record.body,
             }
         )
+
+
+def not_recorded(record: Record, store: Store, error: StoreError, *, put: bool) -> StoreError:
+    """A folder that allows nothing has nothing new; from elsewhere an answer may have been lost before."""
+    what = IN_WORDS[record.type]
+    if isinstance(error, AccessError) and not put and not store.remote:
+        return AccessError(f"{what} cannot be recorded: {error}")
+    return OutcomeUnknownError(f"whether {what} is recorded in {store.url} is not known: {error}")
 
 
 async def infer_root(store: Store) -> str | None:

@@ -227,14 +227,14 @@ _FOLDS = {
 }  # fmt: skip
 TYPES = tuple(_FOLDS)
 IN_WORDS = {  # for people
-    "ACQUIRE": "that this job has the run",
-    "BEGIN": "that a save begins",
+    "ACQUIRE": "this job's start",
+    "BEGIN": "the beginning of a save",
     "HELD": "what this node saved",
     "COMMIT": "the checkpoint",
-    "ABORT": "that a save was given up",
-    "PLAN": "which checkpoints go",
-    "DOUBT": "what is damaged",
-    "KEEP": "which checkpoints are kept",
+    "ABORT": "the end of a save",
+    "PLAN": "the list of checkpoints that go",
+    "DOUBT": "the list of what is damaged",
+    "KEEP": "the note that keeps a checkpoint",
     "SNAPSHOT": "a summary of the log",
 }
 

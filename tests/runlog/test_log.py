@@ -28,6 +28,7 @@ from ckpt.checkpoint.read import load_manifest, verify
 from ckpt.checkpoint.retention import Keep
 from ckpt.checkpoint.write import RankSnapshot, WrittenPart, write_part
 from ckpt.errors import (
+    AccessError,
     CorruptError,
     ExistsError,
     FencedError,
@@ -467,6 +468,32 @@ def test_a_lost_reply_is_an_unknown_outcome_and_asking_again_is_harmless(action:
         await log.append(kept(attempt(1, 1), "mine"), owner=mine)
         state = (await reopened(store)).state
         assert state.next_seq == 2 and state.requests["mine"] == 1 and not state.damaged
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_a_refusal_is_said_in_words(remote: bool) -> None:
+    """A folder that allows nothing has nothing new, and that is said; of a bucket nobody knows, since an answer may
+    have been lost before. Neither names a type of records."""
+
+    class Refusing(MemoryStore):
+        async def put(self, key: str, data: Any, *, create: bool = False) -> None:
+            if key == record_key(1):
+                raise AccessError("not allowed: Permission denied")
+            await super().put(key, data, create=create)
+
+    async def scenario() -> None:
+        store = Refusing()
+        store.remote = remote
+        log, mine = await new_log(store)
+        with pytest.raises(OutcomeUnknownError if remote else AccessError) as raised:
+            await log.append(kept(attempt(1, 1), "mine"), owner=mine)
+        said = "whether the note that keeps a checkpoint is" if remote else "the note that keeps a checkpoint cannot be"
+        assert (
+            str(raised.value).startswith(said) and "KEEP" not in str(raised.value) and "Permission" in str(raised.value)
+        )
+        assert (await reopened(store)).state.next_seq == 1
 
     asyncio.run(scenario())
 

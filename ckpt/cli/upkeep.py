@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -74,11 +75,11 @@ class Deletion:
         return "Nothing was deleted: call the same again"
 
 
-def told(seconds: float) -> None:
+def told(seconds: float, by: str = "`ckpt gc`") -> None:
     """Before what a PLAN names is deleted."""
     say(
         f"the log says what goes. Waiting {seconds:g} s for those who are reading it; if this is stopped, the next "
-        "`ckpt gc` deletes it"
+        f"{by} deletes it"
     )
 
 
@@ -87,4 +88,4 @@ async def delete_files(log: RunLog, keys: Sequence[str], sizes: dict[str, int], 
 
     files = [(key, sizes.get(key, 0)) for key in keys]
     with progress("deleting", sum(size for _, size in files)) as on_bytes:
-        await upkeep.delete(log.store, files, grace_s=grace_s, on_wait=told, on_bytes=on_bytes)
+        await upkeep.delete(log.store, files, grace_s=grace_s, on_wait=partial(told, by="call"), on_bytes=on_bytes)

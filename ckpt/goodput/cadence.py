@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from ckpt.errors import UsageError
 from ckpt.goodput.ledger import Account, Decision
 from ckpt.goodput.model import DAY_S, best_interval, least_interval, nice_steps, steps_apart
+from ckpt.units import duration
 
 MEMORY = "memory"
 FIRST_MEMORY, FIRST_DURABLE = 4, 100  # steps, until something is known
@@ -238,7 +239,7 @@ def _timed(now: int, every_s: float, step_s: float) -> tuple[int, str]:
     steps = max(1.0, every_s / max(step_s, 1e-6))
     if abs(now - steps) > TIMED * steps:
         now = max(1, int(float(f"{steps:.2g}")))
-    return now, f"{_long(every_s)}, in steps of {_ms(step_s)}"
+    return now, f"{duration(every_s)}, in steps of {duration(step_s)}"
 
 
 def _as_long(every: int, then_s: float, now_s: float) -> int:
@@ -265,8 +266,8 @@ def _memory(place: TierCadence, auto: Auto, step_s: float, cost: SaveCost | None
     if affordable(cost.shifted(-UNSURE)) <= place.now <= affordable(cost.shifted(UNSURE)):
         every, sure = place.now, ", as far as that can be told"  # it may well be the right one
     share = cost.save_s / (every * step_s)
-    why = f"a snapshot takes {_ms(cost.save_s)} from training, a step {_ms(step_s)}: {share:.2%} of the time, of "
-    return every, why + f"{auto.budget:.0%} that it may cost{sure}"
+    why = f"a snapshot takes {duration(cost.save_s)} from training, a step {duration(step_s)}: "
+    return every, f"{why}{share:.2%} of the time, of {auto.budget:.0%} that it may cost{sure}"
 
 
 def _mtbf_of_snapshots(auto: Auto, known: History, world: int) -> float:
@@ -285,8 +286,8 @@ def _against_faults(save_s: float, mtbf_s: float, step_s: float) -> float:
 
 def _thick(save_s: float, interval_s: float, mtbf_s: float) -> str:
     return (
-        f"a snapshot takes {_ms(save_s)} from training, {save_s / interval_s:.1%} of the time: more than its budget, "
-        f"as one is expected to be needed every {_long(mtbf_s)}, and steps that are done again cost more"
+        f"a snapshot takes {duration(save_s)} from training, {save_s / interval_s:.1%} of the time: more than its "
+        f"budget, as one is expected to be needed every {duration(mtbf_s)}, and steps that are done again cost more"
     )
 
 
@@ -304,10 +305,10 @@ def _durable(
     if nice_steps(max(low, least), step_s) <= place.now <= nice_steps(max(high, least), step_s):
         every = place.now
     faults = "as you said" if given else f"{served} so far" if served else "none so far"
-    why = f"a checkpoint takes {_ms(cost.save_s)} from training and {cost.write_s:.1f} s to be durable; it is expected "
-    why += f"to be needed once in {_long(mtbf_s)} ({faults})"
+    why = f"a checkpoint takes {duration(cost.save_s)} from training and {duration(cost.write_s)} to be durable; "
+    why += f"it is expected to be needed once in {duration(mtbf_s)} ({faults})"
     if least > best:
-        why += f"; not more often than every {least:.0f} s, so that the tier is not busy all the time"
+        why += f"; not more often than every {duration(least)}, so that the tier is not busy all the time"
     return every, why
 
 
@@ -331,14 +332,3 @@ def lines(decision: Decision) -> list[str]:
         + (f" ({decision.why[name]})" if decision.why.get(name) else "")
         for name, every in decision.every.items()
     ]
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
-
-
-def _long(seconds: float) -> str:
-    for unit, size in (("days", DAY_S), ("hours", 3600.0), ("minutes", 60.0)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.0f} s"

@@ -103,8 +103,8 @@ def refuse(state: RunState, stock: RunFiles, url: str, retiring: Set[Attempt] = 
         steps = some([attempt.step for attempt in unreadable])
         raise CorruptError(
             f"step {steps} of {url} cannot be read, so nobody knows which files it needs: nothing is deleted while it "
-            "stays. `ckpt verify` says what is wrong; it goes by `ckpt prune` when two newer ones are there, and if it "
-            "is kept, `ckpt keep --undo` comes first"
+            "stays. `ckpt verify` says what is wrong; it can be given up once two newer ones are there, and if it is "
+            "kept, `ckpt keep --undo` comes first"
         )
 
 

@@ -656,7 +656,14 @@ def test_the_command_says_where_the_time_went(run: Path) -> None:
     write(run, one, account(2, 20.0, first=8, of="1.abc"))
     result = invoke(run)
     assert result.return_value == 0, result
-    for text in ("effective training time", "1 oom", "1 from memory", "perceive", "steps done once more", "wall-clock"):
+    for text in (
+        "effective training time",
+        "1 out of memory",
+        "1 from memory",
+        "perceive",
+        "steps done once more",
+        "wall-clock",
+    ):
         assert text in result.stdout
     found = json.loads(invoke(run, "--json").stdout)
     keys = [f"{PREFIX}{number}.abc.0.json" for number in (1, 2)]
@@ -682,7 +689,7 @@ def test_only_the_newest_interruptions_are_shown(run: Path) -> None:
         run, *(died(account(n, 30.0 * n, first=n, steps=3, of="" if n == 1 else f"{n - 1}.abc")) for n in range(1, 24))
     )
     text = invoke(run).stdout
-    assert text.count("death  ") == 20 and "23 death" in text and "and 3 earlier" in text, text
+    assert text.count("crash or kill  ") == 20 and "23 crash or kill" in text and "and 3 earlier" in text, text
 
 
 def test_idle_hours_are_an_option(run: Path) -> None:

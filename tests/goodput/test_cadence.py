@@ -209,7 +209,7 @@ def test_a_time_is_as_many_steps_as_last_so_long(step_s: float, every: int) -> N
     """Whatever a save costs. What is nearly right is left alone, what is not is a change, also a small one."""
     place = TierCadence("/x", Auto(every_s=600), 100)
     found = decide([place], 10, step_s, {}, History(), 1)
-    assert found.every["/x"] == every and "10.0 minutes" in found.why["/x"]
+    assert found.every["/x"] == every and "10 min, in steps of" in found.why["/x"]
     assert differs(found, [place]) == (every != 100)
     settled = replace(place, now=every)
     for drift in (0.97, 1.0, 1.03):

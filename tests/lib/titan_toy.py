@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 import torchtitan.trainer
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.data import IterableDataset
 from torchtitan.components.checkpointer import CheckpointManager as OwnManager
 from torchtitan.components.dataloader import BaseDataLoader, ParallelAwareDataloader
@@ -196,7 +197,10 @@ def train(case: str, made: Any, *, kill: int | None = None) -> None:
     def saved(*given: Any, **more: Any) -> bool:
         if not save.__self__.enable:
             return False
-        return bool(save(*given, **more))
+        with CommDebugMode() as seen:
+            done = bool(save(*given, **more))
+        say(case=f"{case}, saved", step=trainer.step, done=done, collectives=seen.get_total_counts())
+        return done
 
     trainer.checkpointer.load, trainer.train_step, trainer.checkpointer.save = loaded, stepped, saved
     try:

@@ -130,6 +130,16 @@ def test_the_folders_hold_every_interval_and_keep_latest_k(steps_kept: dict[str,
     assert steps_kept == {"ours/checkpoint": [6, 8], "also": [6, 8]}
 
 
+def test_to_save_gathers_nothing(killed: Said, folder: Path, steps_kept: Any) -> None:
+    """No collective runs in any save, and fused weights are saved as they lie; torchtitan's own manager divides them,
+    for which it gathers them."""
+    ours, theirs = of(killed, "ours, saved"), of(killed, "theirs, saved")
+    assert [(one["step"], one["collectives"]) for one in ours] == [(step + 1, 0) for step in range(KILLED)]
+    assert [one["step"] for one in ours if one["done"]] == [2, 4]
+    assert all(one["collectives"] for one in theirs if one["done"])
+    assert "model.layers.0.attention.qkv_linear.wqkv.weight" in ckpt.load(folder / "also")
+
+
 def test_load_only_writes_nothing(by_four: Said, resumed: Said) -> None:
     """It loads on four ranks what two have saved, but for what is excluded, and trains; no file there has changed."""
     loaded, stepped, said = of(by_four, "looked at")

@@ -43,18 +43,27 @@ def timed(work: Callable[[], object]) -> float:
 def lost(
     step: Callable[[], object], ways: dict[str, tuple[Callable[[], object], Callable[[], object]]], saves: int
 ) -> dict[str, float]:
-    """Medians, in seconds: of a step (`step_s`), and of how much longer two steps take with a save between them. Each
-    way is a save, and what comes after it before the next is measured; they take turns."""
+    """Medians, in seconds: of a step (`step_s`), of how much longer two steps take with a save between them (`lost_`),
+    and of the call alone (`call_`), which other work on the machine disturbs less. Each way is a save, and what comes
+    after it before the next is measured; they take turns."""
     spent: dict[str, list[float]] = {name: [] for name in ("nothing", *ways)}
+    calls: dict[str, list[float]] = {name: [] for name in ways}
+
+    def called(name: str, save: Callable[[], object]) -> None:
+        began = time.perf_counter()
+        save()
+        calls[name].append(time.perf_counter() - began)
+
     for _ in range(saves):
         # A copy goes beside the next step, so that counts to the save that caused it.
         spent["nothing"].append(timed(lambda: (step(), step())))
         for name, (save, after) in ways.items():
-            spent[name].append(timed(lambda save=save: (step(), save(), step())))  # type: ignore[misc]
+            spent[name].append(timed(lambda one=(name, save): (step(), called(*one), step())))  # type: ignore[misc]
             after()
             os.sync()
     nothing = statistics.median(spent.pop("nothing"))
-    return {"step_s": nothing / 2, **{f"lost_{k}_s": statistics.median(v) - nothing for k, v in spent.items()}}
+    more = {f"lost_{k}_s": statistics.median(v) - nothing for k, v in spent.items()}
+    return {"step_s": nothing / 2, **more, **{f"call_{k}_s": statistics.median(v) for k, v in calls.items()}}
 
 
 def end(row: dict[str, Any]) -> None:
@@ -111,6 +120,6 @@ def show(row: dict[str, Any], what: str, names: dict[str, str]) -> None:
     """For people. `names`: of the ways of a save and of a restore, by the end of their key."""
     print(f"{what}, {row['parameters'] / 1e6:.0f} million parameters, {RANKS} ranks, a step without a save", end=" ")
     print(f"{row['step_s']:.2f} s")
-    for title, start in (("lost a save", "lost_"), ("restore", "restore_")):
-        found = (f"{name} {row[f'{start}{key}_s']:.2f} s" for key, name in names.items() if f"{start}{key}_s" in row)
+    for title, start in (("lost a save", "lost_"), ("in the call", "call_"), ("restore", "restore_")):
+        found = (f"{name} {row[f'{start}{key}_s']:.3f} s" for key, name in names.items() if f"{start}{key}_s" in row)
         print(f"  {title:<12}" + ", ".join(found))

@@ -128,7 +128,7 @@ def _resolve(node: ast.expr, known: dict[str, Any]) -> Any:
         return None
     try:
         return getattr(owner, node.attr)
-    except ImportError:  # DeepSpeed, or torchtitan, has an environment of its own: see tests/deepspeed
+    except ImportError:  # one that has an environment of its own: see tests/deepspeed
         return None
 
 

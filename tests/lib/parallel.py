@@ -205,7 +205,13 @@ def main() -> None:
 
 
 def launch(
-    world: int, code: str, *arguments: object, port: int, timeout_s: float = 120.0, **environment: str
+    world: int,
+    code: str,
+    *arguments: object,
+    port: int,
+    timeout_s: float = 120.0,
+    python: str | Path = sys.executable,
+    **environment: str,
 ) -> list[subprocess.CompletedProcess[str]]:
     """Run Python code as the ranks of one job on this machine, and wait for all of them."""
     base = {
@@ -220,7 +226,7 @@ def launch(
     }
     processes = [
         start_python(
-            [sys.executable, "-c", code, *map(str, arguments)],
+            [str(python), "-c", code, *map(str, arguments)],
             env={**base, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -1,0 +1,381 @@
+"""All that is known of Megatron's inside: where the fp32 weights and the moments of a parameter lie.
+
+Its distributed optimizer keeps, of every parameter, the run of elements that falls to this data parallel rank; the
+model says by its `ShardedTensor`s which box of the whole the parameter is. Both together say which elements of the
+whole a rank has. It was read in the versions `KNOWN`; another one is refused at import, as is one of these that lacks
+what is used here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from operator import is_
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+try:
+    import megatron.core
+    from megatron.core import parallel_state
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler as OptimizerParamScheduler
+    from megatron.core.utils import get_attr_wrapped_model
+except ImportError as missing:
+    raise ImportError("ckpt.megatron needs megatron-core: pip install 'everystep[megatron]'") from missing
+
+from ckpt.errors import StateError, UsageError
+from ckpt.state.shards import Shard
+
+KNOWN = ((0, 16), (0, 17))  # from, and below
+USED: dict[Any, tuple[str, ...]] = {
+    DistributedOptimizer: ("_copy_main_params_to_model_params", "_get_model_param_range_map"),
+    DistributedDataParallel: ("start_param_sync",),
+    ShardedTensorFactory: ("build",),
+    parallel_state: (
+        "get_tensor_model_parallel_group",
+        "get_data_parallel_group",
+        "get_tensor_and_data_parallel_group",
+    ),
+}
+GROUPS = (  # of an optimizer: parameters, and the runs of them that it steps
+    ("model_float16_groups", "shard_fp32_from_float16_groups"),
+    ("model_fp32_groups", "shard_fp32_groups"),
+)
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def check_version(version: str) -> None:
+    """ImportError for one that is not known."""
+    number = tuple(int(part) for part in version.split(".")[:2])
+    if not KNOWN[0] <= number < KNOWN[1]:
+        known = " and below ".join(".".join(map(str, one)) for one in KNOWN)
+        raise ImportError(f"ckpt.megatron knows megatron-core from {known}, and this is {version}")
+
+
+check_version(megatron.core.__version__)
+for _owner, _names in USED.items():
+    for _name in _names:
+        if not hasattr(_owner, _name):
+            raise ImportError(f"megatron-core {megatron.core.__version__} has no {_owner.__name__}.{_name}")
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """Elements `start` to `stop` of a flattened parameter are this box of the tensor `name`, of the given shape.
+    `alike`: the tensor parallel ranks that have the same; `everybody`: all that have it. `copied`: another stage of
+    the pipeline has it as well, and saves it."""
+
+    name: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    start: int
+    stop: int
+    alike: tuple[int, ...] | None
+    everybody: tuple[int, ...]
+    copied: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """This rank steps elements from `start` on of a flattened parameter: those in `master`."""
+
+    master: Tensor
+    start: int
+
+
+class Megatron:
+    """Model chunks and their optimizer: what is to be saved of them, and how they go on from it.
+
+    `optimizer`: the torch optimizer inside, None if there are several, or steps of it are left out; `ranks`: that hold
+    this stage of the pipeline together, None: all.
+    """
+
+    def __init__(self, model_chunks: Sequence[Any], optimizer: Any) -> None:
+        self._chunks = list(model_chunks)
+        self._parts: list[Any] = getattr(optimizer, "chained_optimizers", [optimizer])
+        refuse(self._chunks, self._parts)
+        stage = _ranks(parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True))
+        self.ranks = None if len(stage) == dist.get_world_size() else stage
+        self._scaler = self._parts[0].grad_scaler
+        skips = self._scaler is not None and bool(self._scaler.state_dict())  # steps, as its scale moves
+        self.optimizer = self._parts[0].optimizer if len(self._parts) == 1 and not skips else None
+        boxes = {p: boxes for chunk in self._chunks for p, boxes in _boxes_of(chunk, stage)}
+        self._held = {p: held for part in self._parts for p, held in _held_by(part)}
+        if unknown := [name for chunk in self._chunks for name, p in chunk.named_parameters() if p not in boxes]:
+            raise UsageError(f"ckpt.megatron: sharded_state_dict() does not say where {unknown[0]} lies in the model")
+        self._tied = _tied_embedding(self._chunks)
+        for p, own in boxes.items():
+            if own[0].copied and (p is not self._tied or not p.requires_grad):
+                raise UsageError(f"ckpt.megatron: {own[0].name} is a copy of another stage's: not supported yet")
+        self._boxes = {p: own for p, own in boxes.items() if not own[0].copied}
+        self._trained = [p for p in self._boxes if p.requires_grad]
+        self._frozen = [p for p in self._boxes if not p.requires_grad]
+        self._last: dict[str, tuple[list[Tensor], list[int], dict[str, list[Shard]]]] = {}
+        self._begin()
+
+    # -- what is to be saved --
+
+    def weights(self) -> dict[str, list[Shard]]:
+        """Of every parameter, by its name in the whole model."""
+        memory = [*(held.master for held in self._held.values()), *self._frozen]
+        return self._unless_same("weights", memory, self._all_weights)
+
+    def moments(self) -> dict[str, list[Shard]]:
+        """What the optimizer keeps of every parameter, by `state.NAME.KEY`."""
+        memory = [self._state(held.master)[key] for held in self._held.values() for key in MOMENTS]
+        return self._unless_same("moments", memory, self._all_moments)
+
+    def _unless_same(
+        self, what: str, memory: list[Tensor], make: Callable[[], dict[str, list[Shard]]]
+    ) -> dict[str, list[Shard]]:
+        """The same dict as before if it would be made of the same memory: to make one takes milliseconds."""
+        known, now = self._last.get(what), list(map(Tensor.data_ptr, memory))
+        same = known is not None and now == known[1] and all(map(is_, memory, known[0]))
+        if known is None or not same:
+            known = self._last[what] = memory, now, make()
+        return known[2]
+
+    def _all_weights(self) -> dict[str, list[Shard]]:
+        found: dict[str, list[Shard]] = {}
+        for p in self._trained:
+            held = self._held.get(p)
+            for box in self._boxes[p]:
+                found.setdefault(box.name, []).extend(_run(held.master, held.start, box) if held else ())
+        for p in self._frozen:
+            for box in self._boxes[p]:
+                found.setdefault(box.name, []).extend(_run(p, 0, box, box.everybody))
+        return found
+
+    def _all_moments(self) -> dict[str, list[Shard]]:
+        found: dict[str, list[Shard]] = {}
+        for p in self._trained:
+            held = self._held.get(p)
+            for box in self._boxes[p]:
+                for key in MOMENTS:
+                    runs = _run(self._state(held.master)[key], held.start, box) if held else ()
+                    found.setdefault(f"state.{box.name}.{key}", []).extend(runs)
+        return found
+
+    def _state(self, master: Tensor) -> dict[str, Any]:
+        found: dict[str, Any] = next(
+            part.optimizer.state[master] for part in self._parts if master in part.optimizer.state
+        )
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is alike on all ranks: the step, settings, the loss scale."""
+        scale = dict(self._scaler.state_dict()) if self._scaler is not None else {}
+        if isinstance(scale.get("scale"), Tensor):
+            scale["scale"] = scale["scale"].item()
+        return {"step": self._step(), "groups": [_settings(group) for group in self._groups()], "scale": scale}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for group, saved in zip(self._groups(), state["groups"], strict=True):
+            group.update(saved)
+        step = state["step"]
+        for group in self._groups():
+            if not self._counts_by_parameter:
+                group["step"] = int(step)
+            elif "step" in group:
+                group["step"] = step
+        for held in self._held.values():
+            own = self._state(held.master)
+            if "step" in own:
+                own["step"] = torch.full_like(own["step"], step)
+        if self._scaler is not None and (scale := state["scale"]):
+            self._scaler.load_state_dict({**scale, "scale": torch.full_like(self._scaler.scale, scale["scale"])})
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [group for part in self._parts for group in part.optimizer.param_groups]
+
+    @property
+    def _counts_by_parameter(self) -> bool:
+        """As torch's Adam does; fused ones count by group."""
+        return any(isinstance(part.optimizer, torch.optim.Adam) for part in self._parts)
+
+    def _step(self) -> float:
+        """Of the optimizer. StateError if its parameters do not agree."""
+        if self._counts_by_parameter:
+            steps = {float(self._state(held.master)["step"]) for held in self._held.values()}
+        else:
+            steps = {float(group["step"]) for group in self._groups() if group["params"] and "step" in group}
+        if len(steps) > 1:
+            raise StateError(f"the optimizer has made other numbers of steps of some parameters: {sorted(steps)}")
+        return steps.pop() if steps else 0.0
+
+    # -- going on --
+
+    def _begin(self) -> None:
+        """The optimizer has the moments that it makes in its first step, so that there is something to save and to
+        fill also before that."""
+        for part in self._parts:
+            part.init_state_fn(part.optimizer, part.config)
+            for group in part.optimizer.param_groups:
+                for master in group["params"]:
+                    own = part.optimizer.state[master]
+                    if self._counts_by_parameter and "step" not in own:
+                        there = master.device if group.get("fused") or group.get("capturable") else "cpu"
+                        own["step"] = torch.zeros((), dtype=torch.float32, device=there)
+
+    @torch.no_grad()
+    def weights_restored(self) -> None:
+        """The weights that the model computes with, from the fp32 ones. All ranks take part."""
+        if self._tied is not None:
+            self._bring_embedding(self._tied)
+        for part in self._parts:
+            part._copy_main_params_to_model_params()
+        for chunk in self._chunks:
+            if chunk.ddp_config.overlap_param_gather:
+                chunk.start_param_sync(force_sync=True)  # ends one of before that is under way, and does no more
+            chunk.start_param_sync(force_sync=True)
+
+    def _bring_embedding(self, weight: Tensor) -> None:
+        """To the last stage, whose output layer has a copy of the first one's embedding, divided otherwise. Bits are
+        added to zeros."""
+        first, held = weight in self._boxes, self._held.get(weight)
+        for key in (None, *MOMENTS):
+            whole = torch.zeros(weight.numel(), dtype=torch.int32, device=weight.device)
+            window, own = whole[:0], whole[:0]
+            if held is not None:
+                memory = held.master if key is None else self._state(held.master)[key]
+                own = memory.detach().view(-1).view(torch.int32)
+                window = whole[held.start : held.start + own.numel()]
+            if first:
+                window.copy_(own)
+                dist.all_reduce(whole, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+            dist.all_reduce(whole, group=parallel_state.get_embedding_group())
+            if not first:
+                own.copy_(window)
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    """Of a group of the optimizer: what a schedule changes, and what else is plain."""
+    return {
+        key: value
+        for key, value in group.items()
+        if key not in ("params", "step") and isinstance(value, bool | int | float | str | tuple | None)
+    }
+
+
+def _run(memory: Tensor, first: int, box: Box, replicas: tuple[int, ...] | None = None) -> list[Shard]:
+    """What flat memory, which begins with element `first` of a parameter, has of a box of it."""
+    flat = memory.detach().view(-1)
+    start, stop = max(first, box.start), min(first + flat.numel(), box.stop)
+    if start >= stop:
+        return []
+    piece, alike = flat[start - first : stop - first], replicas or box.alike
+    return [Shard(piece, box.shape, box.offsets, within=box.sizes, start=start - box.start, replicas=alike)]
+
+
+def _held_by(part: Any) -> Iterator[tuple[Tensor, Stepped]]:
+    """Of one optimizer: what it steps of each parameter that it steps some of."""
+    for models, masters in GROUPS:
+        for params, runs in zip(getattr(part, models), getattr(part, masters), strict=True):
+            for p, master in zip(params, runs, strict=True):
+                yield p, Stepped(master, part._get_model_param_range_map(p)["param"].start)
+
+
+def _tied_embedding(chunks: list[Any]) -> Tensor | None:
+    """This stage's embedding, or its copy, if the first and the last stage of a pipeline have the same."""
+    group = parallel_state.get_embedding_group(check_initialized=False)
+    if group is None or group.size() == 1:
+        return None
+    for chunk in chunks:
+        model = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
+        if getattr(model, "share_embeddings_and_output_weights", False) and (model.pre_process or model.post_process):
+            weight: Tensor = model.shared_embedding_or_output_weight()
+            return weight
+    return None
+
+
+def _boxes_of(chunk: Any, stage: tuple[int, ...]) -> Iterator[tuple[Tensor, list[Box]]]:
+    """Of every parameter of a chunk: what it is of the whole model, each layer under a name of its own."""
+    said = chunk.module.sharded_state_dict(metadata={"non_homogeneous_layers": True})
+    for one in nested_values(said):
+        if isinstance(one, ShardedTensor | ShardedTensorFactory) and not isinstance(one.data, torch.nn.Parameter):
+            raise UsageError(f"ckpt.megatron: {one.key} is a buffer: not supported yet")
+        if isinstance(one, ShardedTensor):
+            yield one.data, _boxes(one, [one], stage)
+        elif isinstance(one, ShardedTensorFactory):
+            yield one.data, _boxes(one, [part for part in nested_values(one.build()) if part is not None], stage)
+        elif not one.key.endswith("_extra_state"):  # of Transformer Engine: empty without fp8
+            raise UsageError(f"ckpt.megatron: {one.key} is no tensor: not supported yet")
+
+
+def _boxes(one: Any, parts: list[Any], stage: tuple[int, ...]) -> list[Box]:
+    """A tensor as boxes of the whole one. UsageError if its memory is not these, one after the other."""
+    tp = _ranks(parallel_state.get_tensor_model_parallel_group())
+    count, total = one.data.numel(), math.prod(parts[0].global_shape)
+    if total not in (count, count * len(tp)):
+        raise UsageError(f"ckpt.megatron: {one.key} is divided otherwise than among {len(tp)} ranks: not supported yet")
+    replicated = total == count
+    alike = tp if replicated and len(tp) > 1 else None
+    everybody = stage if replicated else _ranks(parallel_state.get_data_parallel_group(with_context_parallel=True))
+    found, at = [], 0
+    for part in parts:
+        there = one.data.data_ptr() + at * one.data.element_size()
+        known = isinstance(part, ShardedTensor) and part.key == one.key
+        if not known or part.data.data_ptr() != there or not part.data.is_contiguous():
+            raise UsageError(f"ckpt.megatron: {one.key} is rearranged when it is saved: not supported yet")
+        sizes = (1,) * part.prepend_axis_num + tuple(part.local_shape)
+        shape, offsets, stop = tuple(part.global_shape), tuple(part.global_offset), at + part.data.numel()
+        copied = isinstance(part.replica_id, tuple) and part.replica_id[0] != 0
+        found.append(Box(part.key, shape, offsets, sizes, at, stop, alike, everybody, copied))
+        at = stop
+    if at != count:
+        raise UsageError(f"ckpt.megatron: {one.key} is not saved as a whole: not supported yet")
+    return found
+
+
+def _ranks(group: Any) -> tuple[int, ...]:
+    return tuple(sorted(dist.get_process_group_ranks(group)))
+
+
+def refuse(chunks: list[Any], parts: list[Any]) -> None:
+    """UsageError for what this module does not know how to divide."""
+    why = _of_models(chunks) or _of_optimizers(parts)
+    if why:
+        raise UsageError(f"ckpt.megatron: {why}")
+
+
+def _of_models(chunks: list[Any]) -> str:
+    for chunk in chunks:
+        if not isinstance(chunk, DistributedDataParallel):
+            return (
+                f"model_chunks are a list of what Megatron's DistributedDataParallel wraps, not {type(chunk).__name__}"
+            )
+        config = chunk.config
+        if getattr(config, "fp8", None) or getattr(config, "fp4", None):
+            return "weights in fp8 or fp4 are not supported yet"
+        if getattr(config, "num_moe_experts", None):
+            return "experts (MoE) are held by other ranks than the rest: not supported yet"
+        if getattr(config, "mtp_num_layers", None) and parallel_state.get_pipeline_model_parallel_world_size() > 1:
+            return "multi-token prediction in a pipeline is not supported yet"
+        if chunk.ddp_config.num_distributed_optimizer_instances > 1:
+            return "several instances of the distributed optimizer are not supported yet"
+        if _ranks(chunk.dp_cp_group) != _ranks(parallel_state.get_data_parallel_group(with_context_parallel=True)):
+            return "process groups other than those of parallel_state are not supported yet"
+    return "" if chunks else "there are no model chunks"
+
+
+def _of_optimizers(parts: list[Any]) -> str:
+    for part in parts:
+        if not isinstance(part, DistributedOptimizer):
+            return f"{type(part).__name__} is not Megatron's DistributedOptimizer: set use_distributed_optimizer=True"
+        if part.is_stub_optimizer:
+            return "nothing of this rank's stage is trained: not supported yet"
+        if part.ddp_config.use_megatron_fsdp:
+            return "Megatron's FSDP divides parameters otherwise: not supported"
+        if part.config.use_precision_aware_optimizer:
+            return "a precision-aware optimizer keeps its weights inside: not supported yet"
+        if part.config.optimizer_cpu_offload or part.init_state_fn is None:
+            return "an optimizer that is offloaded to the host is not supported yet"
+    return ""

@@ -1,0 +1,164 @@
+"""`ckpt.megatron` under the real megatron-core, on CPU ranks: killed and gone on, also with other parallelism."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ckpt
+from parallel import free_port
+from parallel import launch as launch_ranks
+from processes import PYTHONPATH, REPO
+
+sys.path.insert(0, str(REPO / "benchmarks"))
+
+from environments import NotInstalled, environment
+
+MAIN = "import megatron_on_cpu, megatron_toy; megatron_toy.main()"
+KILLED, STEPS = 3, 6  # as in megatron_toy
+CASES = ("data-bf16", "data-fp16", "data-fp32", "tensor-fp32", "tensor-bf16", "pipeline-bf16", "pipeline-fp32")
+BY_FOUR = {  # tensor and pipeline sizes, of four ranks
+    "data-bf16": "1x1",
+    "data-fp16": "1x2",
+    "data-fp32": "2x1",
+    "tensor-fp32": "4x1",
+    "tensor-bf16": "2x2",
+    "pipeline-bf16": "1x4",
+    "pipeline-fp32": "1x2",
+}
+Said = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def python() -> Path:
+    """An interpreter that has megatron-core beside our packages."""
+    try:
+        return environment("megatron", ("megatron-core",), "Megatron-core")
+    except NotInstalled as error:
+        pytest.skip(str(error))
+
+
+def launch(python: Path, world: int, *words: object) -> tuple[list[int], Said]:
+    """The exit codes of the ranks, and what the first one printed."""
+    more = {"LOCAL_WORLD_SIZE": str(world), "PYTHONWARNINGS": "ignore"}
+    done = launch_ranks(world, MAIN, *words, port=free_port(), timeout_s=280, python=python, **more)
+    codes = [one.returncode for one in done]
+    assert set(codes) <= {0, -signal.SIGKILL}, "\n".join(one.stderr[-4000:] for one in done)
+    return codes, [json.loads(line) for line in done[0].stdout.splitlines() if line.startswith('{"')]
+
+
+@pytest.fixture(scope="module")
+def folder(python: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("megatron")
+
+
+@pytest.fixture(scope="module")
+def untouched(python: Path, folder: Path) -> Said:
+    """What two ranks said in runs without everystep; after them all cases were killed in the middle of step 4."""
+    codes, said = launch(python, 2, "kill", folder, *CASES)
+    assert codes == [-signal.SIGKILL] * 2
+    assert [one["case"] for one in said if "killed" in one] == list(CASES)
+    return [one for one in said if "step" in one]
+
+
+@pytest.fixture(scope="module")
+def resumed(python: Path, folder: Path, untouched: Said) -> Said:
+    return launch(python, 2, "go_on", folder, *CASES)[1]
+
+
+@pytest.fixture(scope="module")
+def by_four(python: Path, folder: Path, resumed: Said) -> Said:
+    """Four ranks, divided otherwise."""
+    return launch(python, 4, "take_over", folder, *(f"{case}={divided}" for case, divided in BY_FOUR.items()))[1]
+
+
+@pytest.fixture(scope="module")
+def by_one(python: Path, folder: Path, by_four: Said) -> Said:
+    """One rank after them."""
+    return launch(python, 1, "take_over", folder, *(f"{case}=1x1" for case in CASES))[1]
+
+
+def of(said: Said, case: str) -> Said:
+    return [one for one in said if one["case"] == case]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_killed_it_goes_on_as_if_nothing_had_been(case: str, untouched: Said, resumed: Said) -> None:
+    """From the last step before SIGKILL, out of memory: fp32 weights, moments, what the model computes with, learning
+    rate, loss scale and random numbers are equal then, and these and the losses at every step after it."""
+    first, *later, _ = of(resumed, case)
+    alone = of(untouched, case)
+    assert first["restored"] == KILLED and first["tier"] == "memory"
+    assert first["digest"] == alone[KILLED - 1]["digest"]
+    assert later == alone[KILLED:]
+    assert len({one["digest"] for one in alone}) == STEPS
+
+
+def test_loss_scales_moved_in_these_runs(untouched: Said) -> None:
+    """What was compared would tell nothing of them if no step had been skipped."""
+    assert len({one["scale"] for one in of(untouched, "data-fp16")}) > 1
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_rank_holds_its_part_of_what_load_returns(case: str, resumed: Said, by_four: Said, by_one: Said) -> None:
+    """Bit for bit, and nothing of it is held by nobody: with the sizes of parallelism that saved, then by four ranks
+    with others, then by one; also of what these save after a step more. The model computes the same loss each time."""
+    *_, ended = of(resumed, case)
+    assert ended["wrong"] == []
+    step, loss = STEPS, ended["evaluated"]
+    for said in (by_four, by_one):
+        restored, later = of(said, case)
+        assert restored["restored"] == step and later["step"] == step + 1
+        assert restored["wrong"] == later["wrong"] == []
+        assert restored["evaluated"] == pytest.approx(loss, rel=1e-5 if "fp32" in case else 2e-2)
+        step, loss = later["step"], later["evaluated"]
+
+
+REFUSED = {
+    "experts": "experts (MoE) are held by other ranks",
+    "optimizer": "FP32Optimizer is not Megatron's DistributedOptimizer: set use_distributed_optimizer=True",
+    "names": "optim: ckpt.megatron has entries of these names itself",
+    "random": "numbers: ckpt.megatron saves random numbers itself",
+    "chunks": "Megatron's DistributedDataParallel wraps, not GPTModel",
+    "fp8": "weights in fp8 or fp4",
+    "precision": "a precision-aware optimizer keeps its weights inside",
+    "offloaded": "an optimizer that is offloaded to the host",
+    "instances": "several instances of the distributed optimizer",
+    "buffer": "seen is a buffer",
+    "vocabulary": "model.embedding.word_embeddings.weight has shape [64, 32] in the checkpoint and [72, 32] here",
+}
+
+
+def test_what_it_cannot_divide_is_refused(python: Path, folder: Path, by_one: Said) -> None:
+    """By what is the matter; nothing is saved of it."""
+    said = launch(python, 1, "refuse", folder)[1]
+    assert [one["case"] for one in said] == list(REFUSED)
+    for one in said:
+        assert REFUSED[one["case"]] in one["error"]
+
+
+def test_another_version_is_refused(python: Path) -> None:
+    """At import, with the range that is known; and where there is none, what to install."""
+    code = """
+import megatron.core, sys
+for megatron.core.__version__ in sys.argv[1:]:
+    try:
+        import ckpt.megatron
+    except ImportError as error:
+        print(error)
+"""
+    versions = ("0.15.3", "0.17.0rc1", "1.0.0")
+    ended = subprocess.run(
+        [python, "-c", code, *versions], env={**os.environ, "PYTHONPATH": PYTHONPATH}, capture_output=True, text=True
+    )
+    known = "ckpt.megatron knows megatron-core from 0.16 and below 0.17, and this is"
+    assert ended.stdout.splitlines() == [f"{known} {version}" for version in versions], ended.stderr
+    with pytest.raises(ImportError, match=r"pip install 'everystep\[megatron\]'"):
+        ckpt.megatron  # noqa: B018

@@ -232,8 +232,8 @@ class StoreWatch(threading.Thread):
     def _account(self, known: RunStored) -> RunStored:
         accounts = ledger.in_order(self._accounts.values())
         faults = sorted((one for one in self._faults.values() if isinstance(one, Fault)), key=lambda one: one.when)
-        if faults:
-            known = replace(known, faults=len(faults), fault=faults[-1].line, fault_at=faults[-1].time)
+        if seen := [one for one in faults if not one.asked]:
+            known = replace(known, faults=len(seen), fault=seen[-1].line, fault_at=seen[-1].time)
         if not accounts:
             return known
         last = accounts[-1]

@@ -87,9 +87,10 @@ class RankStatus:
     this is up to the last call of step(), what that one cost not included.
     `started`: the step that was restored, None for none, in `restore_s` from `restored_from`.
 
-    `in_memory`: the newest step of which memory holds a whole snapshot, `memory_lag` steps behind. `faults`: accounts
-    since the writer began; `fault`: the last one, in a line, with its time `fault_at`. Bytes of memory: `trainer_rss`,
-    `writer_rss` (both count the snapshots, which they share), `snapshots`, and `available` on this machine.
+    `in_memory`: the newest step of which memory holds a whole snapshot, `memory_lag` steps behind. `faults`: since
+    the writer began, without saves that were asked for; `fault`: the last one, in a line, with its time `fault_at`.
+    Bytes of memory: `trainer_rss`, `writer_rss` (both count the snapshots, which they share), `snapshots`, and
+    `available` on this machine.
     """
 
     run: str = ""

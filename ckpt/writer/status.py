@@ -137,7 +137,8 @@ class Observers:
     def fault(self, fault: Fault) -> None:
         """One that was seen, by the trainer or by us."""
         self.books.fault(fault)
-        self._faults, self._fault = self._faults + 1, fault
+        if not fault.asked:
+            self._faults, self._fault = self._faults + 1, fault
 
     def _metrics_at(self, where: str) -> None:
         """Where they are served, "" for nowhere."""

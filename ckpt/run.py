@@ -111,8 +111,8 @@ class Run:
         dtype: str | None = None,
         world: int | None = None,
     ) -> Exported:
-        """Write a checkpoint in another form: "safetensors", "torch", "dcp", or "run" for `world` ranks; by default
-        what `to` ends in, and else a folder of safetensors. Every byte is verified; what appears is whole.
+        """Write a checkpoint in another form: "safetensors", "torch", "lightning", "dcp", or "run" for `world` ranks;
+        by default what `to` ends in, and else a folder of safetensors. Every byte is verified; what appears is whole.
 
         `only`: shell patterns of names; `dtype`: "bf16", "fp16", "fp32" or "fp64", for weights.
         """

@@ -102,6 +102,12 @@ def _torch(origin: Origin, views: list[RankView], dtypes: Mapping[str, str], wan
     return to_torch.plan(origin, views[0], dtypes)
 
 
+def _lightning(origin: Origin, views: list[RankView], dtypes: Mapping[str, str], wanted: Wanted) -> Output:
+    from ckpt.convert import to_lightning
+
+    return to_lightning.plan(origin, views[0], dtypes)
+
+
 def _dcp(origin: Origin, views: list[RankView], dtypes: Mapping[str, str], wanted: Wanted) -> Output:
     from ckpt.convert import to_dcp
 
@@ -117,7 +123,8 @@ def _run(origin: Origin, views: list[RankView], dtypes: Mapping[str, str], wante
 
 FORMS = {
     "safetensors": Form(_safetensors, (".safetensors",), weights_only=True),
-    "torch": Form(_torch, (".pt", ".pth", ".ckpt", ".bin")),
+    "torch": Form(_torch, (".pt", ".pth", ".bin")),
+    "lightning": Form(_lightning, (".ckpt",)),
     "dcp": Form(_dcp),
     "run": Form(_run, divided=True),
 }

@@ -8,7 +8,7 @@ again.
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -31,8 +31,12 @@ class _Frugal(io.RawIOBase):
         return count
 
 
-def plan(origin: Origin, view: RankView, dtypes: Mapping[str, str]) -> Output:
-    """`dtypes`: as what to write each tensor, by label. The one file has no name yet.
+Shape = Callable[[dict[str | int, Any]], dict[Any, Any]]  # of a nested state, before it is saved
+
+
+def plan(origin: Origin, view: RankView, dtypes: Mapping[str, str], shape: Shape = dict) -> Output:
+    """`dtypes`: as what to write each tensor, by label. The one file has no name yet. `shape`: what to make of the
+    nested state; by default that is what is saved.
 
     The file can be loaded with `weights_only=True` and with `mmap=True`; tensors that are tied share memory in it.
     UsageError if the state has no room for the description, or something was left out that other values need.
@@ -44,7 +48,7 @@ def plan(origin: Origin, view: RankView, dtypes: Mapping[str, str]) -> Output:
         tensors = Tensors(origin, dtypes, output.staged_path(out, file), file)
         with out.open("wb") as target:
             root = Builder(view, tensors, numbered=True, text_keys=False).build().root
-            torch.save(root, cast(IO[bytes], _Frugal(target, tensors)))
+            torch.save(shape(root), cast(IO[bytes], _Frugal(target, tensors)))
 
     output = Output("torch.save", (file,), finish, single=True, staged=True, notes=notes)
     return output

@@ -8,6 +8,7 @@ epoch so far and the metrics that have been collected in it.
 from __future__ import annotations
 
 import builtins
+import contextlib
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from typing import Any
@@ -16,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.amp import GradScaler
 
+from ckpt.errors import StateError
+from ckpt.format.values import encode
 from ckpt.lightning.loop_hooks import LoopHooks, State
 
 OWN = {"Callback", "CheckpointHooks", "LightningDataModule", "LightningModule"}  # their methods do nothing
@@ -24,6 +27,20 @@ OWN = {"Callback", "CheckpointHooks", "LightningDataModule", "LightningModule"} 
 def overrides(one: object, method: str) -> bool:
     """Whether somebody has written that method of a Lightning object."""
     return next(c for c in type(one).__mro__ if method in vars(c)).__name__ not in OWN
+
+
+def constructed(one: Any) -> State:
+    """What `save_hyperparameters()` has noted of a module or data module, as Lightning's files say it: an export needs
+    it, so that `load_from_checkpoint` can make the object. Only plain values; others have to be handed over there."""
+    found: State = {}
+    for name, value in dict(getattr(one, "hparams", None) or {}).items():
+        with contextlib.suppress(StateError):
+            encode(value)
+            found[name] = value
+    if not found:
+        return {}
+    noted = {one.CHECKPOINT_HYPER_PARAMS_KEY: found}
+    return noted | ({one.CHECKPOINT_HYPER_PARAMS_NAME: one._hparams_name} if hasattr(one, "_hparams_name") else {})
 
 
 def scaler_of(trainer: Any) -> GradScaler | None:
@@ -49,6 +66,7 @@ class TrainerState:
         self._module_saves = overrides(trainer.lightning_module, "on_save_checkpoint")
         self._metrics = list(_metrics(trainer.lightning_module))
         self._logged: State = {}
+        self._constructed = constructed(trainer.lightning_module) | constructed(trainer.datamodule)
 
     # -- reading --
 
@@ -66,6 +84,7 @@ class TrainerState:
             "logged": _logged(trainer),
             "metrics": {name: _metric_state(metric) for name, metric in self._metrics},
             "own": self._own(),
+            "constructed": self._constructed,
         }
 
     def _callbacks(self) -> State:

@@ -1,0 +1,78 @@
+"""A run of `ckpt.lightning` as the `.ckpt` file that Lightning would have written: for `load_from_checkpoint`,
+`trainer.test(ckpt_path=…)` and `trainer.fit(ckpt_path=…)`.
+
+Lightning's file holds the same things under other names. What it has no place for stays out: random numbers, which
+batches of the epoch were had already, what was logged in it, metrics that are collected. So `fit` goes on exactly from
+the end of an epoch, and from the middle of one as from Lightning's own files: with batches of its own choosing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from ckpt.convert.output import Output
+from ckpt.convert.source import DESCRIPTION, Origin, RankView
+from ckpt.convert.to_torch import plan as plan_torch
+
+NOT_ONE = "this is no run of ckpt.lightning: written as torch.save would have, which load_from_checkpoint cannot read"
+VERSION = "2.0.0"  # of the form, by which Lightning knows what to make of an old one
+OTHER_LOOPS = ("validate_loop", "test_loop", "predict_loop")
+
+
+def plan(origin: Origin, view: RankView, dtypes: Mapping[str, str]) -> Output:
+    """As of `ckpt.convert.to_torch`, of what that would write for any other state."""
+    if not {("model",), ("trainer",)} <= {entry.path for entry in view.entries}:
+        output = plan_torch(origin, view, dtypes)
+        return replace(output, notes=(*output.notes, NOT_ONE))
+    return plan_torch(origin, view, dtypes, lambda root: checkpoint(root, view.step or 0))
+
+
+def checkpoint(root: Mapping[Any, Any], step: int) -> dict[str, Any]:
+    """`root`: the state of a `ckpt.lightning.CheckpointCallback`, nested. `step`: optimizer steps done."""
+    trainer = root["trainer"]
+    found = {
+        "epoch": 0,
+        "global_step": step,
+        "pytorch-lightning_version": VERSION,
+        "state_dict": root["model"],
+        "loops": _loops(trainer["loops"]["fit"]),
+        "callbacks": trainer["callbacks"],
+        "optimizer_states": [_optimizer(one) for one in root["optim"]],
+        "lr_schedulers": list(root.get("sched", ())),
+        **trainer.get("constructed", {}),
+        **trainer["hooks"],
+    }
+    found["epoch"] = found["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]
+    if precision := root.get("scaler", trainer["precision"]):
+        found["MixedPrecision"] = precision
+    if trainer["datamodule"]:
+        found[trainer.get("datamodule_name", "LightningDataModule")] = trainer["datamodule"]
+    found.pop(DESCRIPTION, None)
+    return found
+
+
+def _optimizer(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """As torch's own `state_dict` says it."""
+    return {"state": saved["state"], "param_groups": saved["param_groups"]}
+
+
+def _loops(fit: Mapping[str, Any]) -> dict[str, Any]:
+    """Where it was. We save behind the last batch of an epoch, Lightning behind that epoch, when it counts as done."""
+    found = {name: {**part} if isinstance(part, dict) else part for name, part in fit.items()}
+    stepped = fit["epoch_loop.state_dict"]
+    if "_batches_that_stepped" in stepped:  # it is counted after we save; what is logged goes by it
+        found["epoch_loop.state_dict"] = {**stepped, "_batches_that_stepped": stepped["_batches_that_stepped"] + 1}
+    if fit["epoch_loop.batch_progress"]["is_last_batch"]:
+        progress = fit["epoch_progress"]
+        found["epoch_progress"] = {
+            word: {**count, "processed": count["started"], "completed": count["started"]}
+            for word, count in progress.items()
+        }
+    idle = {"state_dict": {}, "batch_progress": _NOTHING_DONE}
+    return {"fit_loop": found, **dict.fromkeys(OTHER_LOOPS, idle)}
+
+
+_ZERO = {"ready": 0, "started": 0, "processed": 0, "completed": 0}
+_NOTHING_DONE = {"total": _ZERO, "current": _ZERO, "is_last_batch": False}

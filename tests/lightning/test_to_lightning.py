@@ -1,0 +1,105 @@
+"""Runs of Lightning trainings become files of Lightning's own, and Lightning itself goes on from them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import ckpt
+
+pytest.importorskip("lightning")
+import lightning.pytorch as pl
+
+from ckpt.lightning import CheckpointCallback
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+WIDTH, BATCHES = 8, 3
+
+
+class Model(pl.LightningModule):
+    """`odd`: an argument that is no plain value, and cannot be in a checkpoint."""
+
+    def __init__(self, width: int, lr: float = 0.1, odd: object = None) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = nn.Linear(width, width)
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        return (self.net(batch) - batch).pow(2).mean()
+
+    def test_step(self, batch: Tensor, index: int) -> None:
+        self.log("loss", self.training_step(batch, index))
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        optimizer = torch.optim.AdamW(self.parameters(), self.hparams["lr"])
+        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["mine"] = {"note": "from a hook"}
+
+
+def loader() -> DataLoader[Tensor]:
+    return DataLoader(torch.randn(4 * BATCHES, WIDTH, generator=torch.Generator().manual_seed(0)), batch_size=4)  # type: ignore[arg-type]
+
+
+def trainer(folder: Path, epochs: int, *callbacks: Any) -> Any:
+    off = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    return pl.Trainer(max_epochs=epochs, accelerator="cpu", callbacks=list(callbacks), default_root_dir=folder, **off)
+
+
+def trained(folder: Path, epochs: int, *callbacks: Any, **arguments: Any) -> tuple[Model, Any]:
+    torch.manual_seed(0)
+    model, found = Model(WIDTH, **arguments), trainer(folder, epochs, *callbacks)
+    found.fit(model, loader())
+    return model, found
+
+
+@pytest.mark.parametrize("step", [BATCHES, 2 * BATCHES], ids=["an epoch in the middle", "the last"])
+def test_lightning_goes_on_from_an_exported_file(tmp_path: Path, step: int) -> None:
+    """`load_from_checkpoint` makes the model, arguments included; `test` takes the file; `fit` goes on from the end of
+    an epoch as a run that was never interrupted does, bit for bit, its schedule too."""
+    saved, _ = trained(tmp_path, 2, CheckpointCallback(str(tmp_path / "run"), every=1), lr=0.2)
+    file = tmp_path / "model.ckpt"
+    ckpt.Run(str(tmp_path / "run")).export(file, step=step)
+    found = torch.load(file, weights_only=True)
+    assert (found["epoch"], found["global_step"], found["mine"]) == (step // BATCHES, step, {"note": "from a hook"})
+    assert not [key for key in found if key.startswith("__")]
+    loaded = Model.load_from_checkpoint(file)
+    assert loaded.hparams == {"width": WIDTH, "lr": 0.2, "odd": None}
+    stored = ckpt.load(str(tmp_path / "run"), step=step, only="model.*").sub("model").all()
+    assert stored.keys() == loaded.state_dict().keys()
+    assert all(torch.equal(stored[key], value) for key, value in loaded.state_dict().items())
+    if step == 2 * BATCHES:
+        assert all(map(torch.equal, loaded.state_dict().values(), saved.state_dict().values()))
+    expected = trainer(tmp_path, 1).test(loaded, loader(), verbose=False)
+    assert trainer(tmp_path, 1).test(Model(WIDTH), loader(), ckpt_path=file, verbose=False) == expected
+    wanted, _ = trained(tmp_path, 4, lr=0.2)
+    model, again = Model(WIDTH, lr=0.2), trainer(tmp_path, 4)
+    again.fit(model, loader(), ckpt_path=file)
+    assert again.global_step == 4 * BATCHES
+    assert all(map(torch.equal, model.state_dict().values(), wanted.state_dict().values()))
+
+
+def test_arguments_that_are_no_plain_values_are_handed_over_again(tmp_path: Path) -> None:
+    """They stop no training and no export: `load_from_checkpoint` is given them, as with Lightning's own files."""
+    trained(tmp_path, 1, CheckpointCallback(str(tmp_path / "run"), every=1), odd=nn.ReLU())
+    file = tmp_path / "model.ckpt"
+    ckpt.Run(str(tmp_path / "run")).export(file)
+    assert torch.load(file, weights_only=True)["hyper_parameters"] == {"width": WIDTH, "lr": 0.1}
+    assert isinstance(Model.load_from_checkpoint(file, odd=nn.GELU()).hparams["odd"], nn.GELU)
+
+
+def test_what_is_no_run_of_lightning_is_written_as_torch_would(tmp_path: Path, capsys: Any) -> None:
+    """And the user hears that Lightning cannot read it."""
+    from ckpt.cli import app
+
+    with ckpt.Checkpointer({"model": nn.Linear(2, 2)}, tmp_path / "run") as cp:
+        cp.save(1).committed()
+    assert app.main(["restore", str(tmp_path / "run"), "--to", str(tmp_path / "a.ckpt")]) == 0
+    assert "no run of ckpt.lightning" in " ".join("".join(capsys.readouterr()).split())
+    assert torch.load(tmp_path / "a.ckpt", weights_only=True)["model"]["weight"].shape == (2, 2)

@@ -180,7 +180,17 @@ class Megatron:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for group, saved in zip(self._groups(), state["groups"], strict=True):
             group.update(saved)
-        step = state["step"]
+        if self._scaler is not None and (scale := state["scale"]):
+            self._scaler.load_state_dict({**scale, "scale": torch.full_like(self._scaler.scale, scale["scale"])})
+        if (step := state["step"]) is not None:
+            self._set_step(step)
+        elif self._held:
+            raise StateError(
+                "how many steps the optimizer has made is not known to this rank: the one that saved in its place had "
+                "no parameters to step. Restore with the sizes of parallelism that saved, or on another number of ranks"
+            )
+
+    def _set_step(self, step: float) -> None:
         for group in self._groups():
             if not self._counts_by_parameter:
                 group["step"] = int(step)
@@ -190,8 +200,10 @@ class Megatron:
             own = self._state(held.master)
             if "step" in own:
                 own["step"] = torch.full_like(own["step"], step)
-        if self._scaler is not None and (scale := state["scale"]):
-            self._scaler.load_state_dict({**scale, "scale": torch.full_like(self._scaler.scale, scale["scale"])})
+
+    def load_state_dicts(self, states: list[dict[str, Any]], rank: int, world: int) -> None:
+        """When the number of ranks has changed: that of any rank that stepped something."""
+        self.load_state_dict(next((state for state in states if state["step"] is not None), states[0]))
 
     def _groups(self) -> list[dict[str, Any]]:
         return [group for part in self._parts for group in part.optimizer.param_groups]
@@ -199,17 +211,17 @@ class Megatron:
     @property
     def _counts_by_parameter(self) -> bool:
         """As torch's Adam does; fused ones count by group."""
-        return any(isinstance(part.optimizer, torch.optim.Adam) for part in self._parts)
+        return any(isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW) for part in self._parts)
 
-    def _step(self) -> float:
-        """Of the optimizer. StateError if its parameters do not agree."""
+    def _step(self) -> float | None:
+        """Of the optimizer; None if this rank steps nothing. StateError if its parameters do not agree."""
         if self._counts_by_parameter:
             steps = {float(self._state(held.master)["step"]) for held in self._held.values()}
         else:
             steps = {float(group["step"]) for group in self._groups() if group["params"] and "step" in group}
         if len(steps) > 1:
             raise StateError(f"the optimizer has made other numbers of steps of some parameters: {sorted(steps)}")
-        return steps.pop() if steps else 0.0
+        return steps.pop() if steps else None if not self._held else 0.0
 
     # -- going on --
 

@@ -6,7 +6,7 @@ kill FOLDER CASE…    each is trained to `STEPS` by Megatron alone; then again 
                      killed in the middle of step `KILLED` + 1: SIGKILL to itself
 go_on FOLDER CASE…   restored, and trained to `STEPS`
 take_over FOLDER CASE=TPxPP…    what CASE has saved is restored with these sizes of tensor and pipeline parallelism
-refuse FOLDER        what is said of what is not known, and of the case data-fp32 with another vocabulary
+refuse FOLDER        what is said of what is not known, and of the case tensor-fp32 with another vocabulary
 Prints a JSON line for each step of each case, for each restore, and for each error.
 """
 
@@ -38,20 +38,18 @@ from torch.nn import functional
 import ckpt
 import ckpt.megatron
 
-STEPS, KILLED = 6, 3
+STEPS, KILLED = 5, 3
 LAYERS, WIDTH, VOCABULARY, LENGTH, BATCH = 4, 32, 64, 8, 8
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SWIGLU = {"gated_linear_unit": True, "activation_func": functional.silu, "add_bias_linear": False}
 DROPOUT = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
 Sizes = tuple[int, int]
 CASES: dict[str, tuple[Sizes, str, dict[str, Any]]] = {
-    "data-bf16": ((1, 1), "bf16", {**SWIGLU, **DROPOUT, "tied": True}),
+    "data-bf16": ((1, 1), "bf16", {**SWIGLU, **DROPOUT, "tied": True, "overlap": True}),
     "data-fp16": ((1, 1), "fp16", {"frozen": True}),
-    "data-fp32": ((1, 1), "fp32", {"overlap": True}),
     "tensor-fp32": ((2, 1), "fp32", SWIGLU),
     "tensor-bf16": ((2, 1), "bf16", {**DROPOUT, "tied": True}),
-    "pipeline-bf16": ((1, 2), "bf16", {**SWIGLU, **DROPOUT}),
-    "pipeline-fp32": ((1, 2), "fp32", {"tied": True}),
+    "pipeline-bf16": ((1, 2), "bf16", {**SWIGLU, **DROPOUT, "tied": True}),
 }
 BY_COLUMNS = ("word_embeddings.weight", "output_layer.weight", "linear_qkv.weight", "linear_qkv.bias")
 FIRST = ("linear_fc1.weight", "linear_fc1.bias")  # by columns too; with SwiGLU two halves, each of which is divided
@@ -338,9 +336,9 @@ def take_over(folder: str, pairs: list[str]) -> None:
 
 def refuse(folder: str, _: list[str]) -> None:
     experts = {"num_moe_experts": 2, "moe_router_load_balancing_type": "none", "add_bias_linear": False}
-    say_error("experts", Job("data-fp32", **experts))
-    say_error("optimizer", Job("data-fp32", overlap=False, distributed=False))
-    job = Job("data-fp32")
+    say_error("experts", Job("tensor-fp32", (1, 1), **experts))
+    say_error("optimizer", Job("tensor-fp32", (1, 1), distributed=False))
+    job = Job("tensor-fp32", (1, 1))
     say_error("names", job, state={"optim": {}})
     say_error("random", job, state={"numbers": ckpt.RNG()})
     say_error("chunks", job, chunks=[job.gpt])
@@ -357,7 +355,7 @@ def refuse(folder: str, _: list[str]) -> None:
         setattr(settings, name, before)
     job.gpt.register_buffer("seen", torch.zeros(2))
     say_error("buffer", job)
-    with Job("data-fp32", vocabulary=VOCABULARY + 8).attach(f"{folder}/data-fp32") as cp:
+    with Job("tensor-fp32", (1, 1), vocabulary=VOCABULARY + 8).attach(f"{folder}/tensor-fp32") as cp:
         try:
             cp.restore()
         except ckpt.MismatchError as error:

@@ -74,7 +74,8 @@ class CheckpointCallback(Base):
     For a single device, DDP, and FSDP2 or tensor parallelism (`ModelParallelStrategy`); FSDPStrategy hides its
     parameters, and StateError says so. Lightning's ModelCheckpoint may be there or not (`enable_checkpointing=False`).
     `trainer.fit(ckpt_path=...)` is where a first start takes its state from. Once this run has checkpoints of its own,
-    it goes on from those; a ckpt_path other than the one it began with is then a UsageError.
+    it goes on from those; a ckpt_path other than the one it began with is then a UsageError, unless it is what
+    "last" stands for.
     """
 
     def __new__(cls, *args: Any, **arguments: Any) -> CheckpointCallback:
@@ -221,6 +222,8 @@ class CheckpointCallback(Base):
         given = _given(trainer)
         if not restored:
             self._began_from = given
+        elif _is_last(trainer, given):
+            say(trainer, "not from %s, but from the newest step of %s: %d", given, self._where(), trainer.global_step)
         elif given and given != self._began_from:
             raise UsageError(
                 f"{self._where()} holds step {trainer.global_step} of a run that began "
@@ -351,6 +354,15 @@ def _given(trainer: Any) -> str:
     """The checkpoint file that the user wants to begin from. Those that Lightning makes for itself are none."""
     path = str(trainer.ckpt_path or "")
     return "" if Path(path).name.startswith(ITS_OWN) else path
+
+
+def _is_last(trainer: Any, path: str) -> bool:
+    """Whether it is what `fit(ckpt_path="last")` finds: the user wants to go on, and that is what we do."""
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    savers = [one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
+    named = (s for s in savers if Path(path).stem.startswith(s.CHECKPOINT_NAME_LAST))
+    return any(Path(path).parent == Path(str(saver.dirpath)) for saver in named)
 
 
 def _again(kept: State) -> CheckpointCallback:

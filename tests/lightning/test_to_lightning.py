@@ -14,6 +14,7 @@ import ckpt
 
 pytest.importorskip("lightning")
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from ckpt.lightning import CheckpointCallback
 
@@ -48,7 +49,8 @@ def loader() -> DataLoader[Tensor]:
 
 
 def trainer(folder: Path, epochs: int, *callbacks: Any) -> Any:
-    off = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    theirs = any(isinstance(one, ModelCheckpoint) for one in callbacks)
+    off = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": theirs}
     return pl.Trainer(max_epochs=epochs, accelerator="cpu", callbacks=list(callbacks), default_root_dir=folder, **off)
 
 
@@ -103,3 +105,15 @@ def test_what_is_no_run_of_lightning_is_written_as_torch_would(tmp_path: Path, c
     assert app.main(["restore", str(tmp_path / "run"), "--to", str(tmp_path / "a.ckpt")]) == 0
     assert "no run of ckpt.lightning" in " ".join("".join(capsys.readouterr()).split())
     assert torch.load(tmp_path / "a.ckpt", weights_only=True)["model"]["weight"].shape == (2, 2)
+
+
+def test_the_last_file_of_model_checkpoint_stands_in_no_ones_way(tmp_path: Path) -> None:
+    """`fit(ckpt_path="last")`, as scripts have it, goes on from the newest step at every start."""
+    for epochs in (2, 3):
+        torch.manual_seed(0)
+        model = Model(WIDTH)
+        saving = CheckpointCallback(str(tmp_path / "run"), every=1)
+        trainer(tmp_path, epochs, ModelCheckpoint(save_last=True), saving).fit(model, loader(), ckpt_path="last")
+    assert (tmp_path / "checkpoints" / "last.ckpt").exists()
+    wanted, _ = trained(tmp_path / "whole", 3)
+    assert all(map(torch.equal, model.state_dict().values(), wanted.state_dict().values()))

@@ -74,7 +74,7 @@ class MismatchError(UsageError):
     """The checkpoint does not fit the state it is restored into; nothing was changed."""
 
     advice = (
-        "Neither the state nor the checkpoint was changed. `ckpt show URL` lists what is stored; "
+        "Neither the state nor the checkpoint was changed. `ckpt show URL` lists what is stored. "
         "restore(strict=False) takes what fits."
     )
 
@@ -89,7 +89,7 @@ class NoCheckpointError(CheckpointError):
     """There is nothing to restore."""
 
     advice = (
-        "Nothing was changed. `ckpt ls URL` lists what a run has; restore(default=0) begins anew where "
+        "Nothing was changed. `ckpt ls URL` lists what a run has. restore(default=0) begins anew where "
         "there is nothing."
     )
 

@@ -56,9 +56,9 @@ def cli() -> None:
 
 
 def advice_of(error: CheckpointError, words: Sequence[str]) -> str:
-    """What to do next, without sentences that name the command that has just been called."""
-    called = f"`ckpt {next(iter(words), '')}"
-    return " ".join(one for one in SENTENCE.split(error.advice) if not re.search(rf"{re.escape(called)}\b", one))
+    """What to do next at a shell: without sentences about calls in Python, or about the command that was called."""
+    unwanted = re.compile(rf"\w\(|`ckpt {re.escape(next(iter(words), ''))}\b")
+    return " ".join(one for one in SENTENCE.split(error.advice) if not unwanted.search(one))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

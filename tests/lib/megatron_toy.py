@@ -47,6 +47,7 @@ Sizes = tuple[int, int]
 CASES: dict[str, tuple[Sizes, str, dict[str, Any]]] = {
     "data-bf16": ((1, 1), "bf16", {**SWIGLU, **DROPOUT, "tied": True, "overlap": True}),
     "data-fp16": ((1, 1), "fp16", {"frozen": True}),
+    "data-small": ((1, 1), "bf16", {"small": True}),
     "tensor-fp32": ((2, 1), "fp32", SWIGLU),
     "tensor-bf16": ((2, 1), "bf16", {**DROPOUT, "tied": True}),
     "pipeline-bf16": ((1, 2), "bf16", {**SWIGLU, **DROPOUT, "tied": True}),
@@ -74,7 +75,7 @@ class Job:
     def __init__(self, case: str, divided: Sizes | None = None, **changes: Any) -> None:
         own, self.dtype, more = CASES[case]
         more = {**more, **changes}
-        tied, frozen, overlap = (more.pop(word, False) for word in ("tied", "frozen", "overlap"))
+        tied, frozen, small, overlap = (more.pop(word, False) for word in ("tied", "frozen", "small", "overlap"))
         vocabulary, distributed = more.pop("vocabulary", VOCABULARY), more.pop("distributed", True)
         self.case, self.gated = case, "gated_linear_unit" in more
         set_sizes(*(divided or own))
@@ -116,6 +117,9 @@ class Job:
         )
         if frozen and gpt.pre_process:
             gpt.decoder.layers[0].requires_grad_(False)
+        if small:
+            gpt.requires_grad_(False)
+            gpt.decoder.final_layernorm.requires_grad_(True)
         self.gpt, self.model = gpt, Float16Module(self.config, gpt) if low else gpt
         grads = {"overlap_grad_reduce": overlap, "overlap_param_gather": overlap, "grad_reduce_in_fp32": True}
         self.ddp = DistributedDataParallel(
@@ -210,6 +214,13 @@ class Job:
         every: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(every, own.hexdigest())
         return hashlib.sha256("".join(every).encode()).hexdigest()[:16]
+
+    def counts(self) -> list[Any]:
+        """The steps that the optimizer has made, by any rank's parameters, and what its schedule has set."""
+        every: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, {float(found.get("step", 0)) for _, _, found in self.held()})
+        settings = [(group["lr"], group["weight_decay"]) for group in self.optimizer.param_groups]
+        return [sorted(set().union(*every)), settings, self.schedule.num_steps, self.scale()]
 
     def scale(self) -> float:
         return float(self.optimizer.get_loss_scale())
@@ -317,7 +328,8 @@ def go_on(folder: str, cases: list[str]) -> None:
                 loss = job.train(step)
                 cp.step(step + 1)
                 say(case=case, step=step + 1, loss=loss, scale=job.scale(), digest=job.digest())
-        say(case=case, wrong=job.differences(f"{folder}/{case}", STEPS), evaluated=job.evaluated())
+        wrong = job.differences(f"{folder}/{case}", STEPS)
+        say(case=case, wrong=wrong, evaluated=job.evaluated(), counts=job.counts())
 
 
 def take_over(folder: str, pairs: list[str]) -> None:
@@ -328,10 +340,11 @@ def take_over(folder: str, pairs: list[str]) -> None:
         with job.attach(f"{folder}/{case}") as cp:
             start = cp.restore()
             wrong, evaluated = job.differences(f"{folder}/{case}", start), job.evaluated()
-            say(case=case, restored=start, wrong=wrong, evaluated=evaluated, scale=job.scale())
+            say(case=case, restored=start, wrong=wrong, evaluated=evaluated, counts=job.counts())
             job.train(start)
             cp.step(start + 1)
-        say(case=case, step=start + 1, wrong=job.differences(f"{folder}/{case}", start + 1), evaluated=job.evaluated())
+        wrong = job.differences(f"{folder}/{case}", start + 1)
+        say(case=case, step=start + 1, wrong=wrong, evaluated=job.evaluated(), counts=job.counts())
 
 
 def refuse(folder: str, _: list[str]) -> None:

@@ -26,6 +26,7 @@ KILLED, STEPS = 3, 5  # as in megatron_toy
 BY_FOUR = {  # of each case: tensor and pipeline sizes, of four ranks
     "data-bf16": "1x1",
     "data-fp16": "1x2",
+    "data-small": "2x1",
     "tensor-fp32": "4x1",
     "tensor-bf16": "2x2",
     "pipeline-bf16": "1x4",
@@ -107,16 +108,18 @@ def test_loss_scales_moved_in_these_runs(untouched: Said) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_each_rank_holds_its_part_of_what_load_returns(case: str, resumed: Said, by_four: Said, by_one: Said) -> None:
     """Bit for bit, and nothing of it is held by nobody: with the sizes of parallelism that saved, then by four ranks
-    with others, then by one; also of what these save after a step more. The model computes the same loss each time."""
+    with others, then by one; also of what these save after a step more. The model computes the same loss each time, and
+    the optimizer goes on counting. (Of data-small only one rank has anything to step.)"""
     *_, ended = of(resumed, case)
     assert ended["wrong"] == []
-    step, loss = STEPS, ended["evaluated"]
+    step, loss, counts = STEPS, ended["evaluated"], ended["counts"]
     for said in (by_four, by_one):
         restored, later = of(said, case)
         assert restored["restored"] == step and later["step"] == step + 1
         assert restored["wrong"] == later["wrong"] == []
         assert restored["evaluated"] == pytest.approx(loss, rel=1e-5 if "fp32" in case else 2e-2)
-        step, loss = later["step"], later["evaluated"]
+        assert restored["counts"] == counts and len(counts[0]) == 1
+        step, loss, counts = later["step"], later["evaluated"], later["counts"]
 
 
 REFUSED = {

@@ -11,6 +11,7 @@ import mmap
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import date, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -246,6 +247,9 @@ class Builder:
             return kind(self._settle(one, (*at, i), text_keys=text) for i, one in enumerate(value))
         if isinstance(value, np.generic):
             return self._number(value)
+        if isinstance(value, (date, timedelta)):
+            self._changed["dates and times became text"] += 1
+            return str(value)
         if kind is bytes and not value:
             self._changed["empty bytes became an empty bytearray"] += 1
             return bytearray()

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import base64
 import math
+import operator
 import re
 import struct
 import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Container, Iterable
+from datetime import date, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 from ckpt.errors import CorruptError, StateError
@@ -69,8 +71,8 @@ def refuse(path: Path, value: object) -> StateError:
     instead = next((text for name, text in INSTEAD.items() if kind.startswith(name)), "")
     return StateError(
         f"{show(path)}: an object of type {kind} cannot be saved safely. {instead}Allowed are tensors, "
-        "numpy arrays and scalars, None, bool, int, float, str, bytes, list, tuple, dict with str or int keys, Counter "
-        "and OrderedDict of these, and objects with state_dict() and load_state_dict()."
+        "numpy arrays and scalars, None, bool, int, float, str, bytes, date, datetime, timedelta, list, tuple, dict "
+        "with str or int keys, Counter and OrderedDict of these, and objects with state_dict() and load_state_dict()."
     )
 
 
@@ -100,12 +102,33 @@ def encode(value: Any, path: Path = (), extern: Callable[[object, Path], Json | 
         return {"$": "tuple", "v": [encode(v, (*path, i), extern) for i, v in enumerate(value)]}
     if kind in (dict, OrderedDict, Counter):
         return _encode_dict(value, path, extern)
+    if kind in _TIMES and repr(_decode_time(said := _encode_time(value))) == repr(value):  # else its zone has a name
+        return said
     if extern is not None and (reference := extern(value, path)) is not None:
         return reference
     numpy = sys.modules.get("numpy")  # a numpy value can only be here if numpy is
     if numpy is not None and isinstance(value, numpy.generic) and value.dtype.kind in "biufcmM":
         return {"$": "scalar", "dtype": value.dtype.str, "v": value.tobytes().hex()}
     raise refuse(path, value)
+
+
+_TIMES = {timedelta: "timedelta", datetime: "datetime", date: "date"}
+
+
+def _encode_time(value: Any) -> Json:
+    tag = _TIMES[type(value)]
+    if tag == "timedelta":
+        return {"$": tag, "v": [value.days, value.seconds, value.microseconds]}
+    return {"$": tag, "v": value.isoformat()} | ({"fold": 1} if tag == "datetime" and value.fold else {})
+
+
+def _decode_time(data: Json) -> timedelta | date:
+    if data["$"] == "timedelta":
+        days, seconds, microseconds = map(operator.index, data["v"])
+        return timedelta(days, seconds, microseconds)
+    if data["$"] == "date":
+        return date.fromisoformat(data["v"])
+    return datetime.fromisoformat(data["v"]).replace(fold=data.get("fold", 0))
 
 
 def _are_numbers(values: list[Any]) -> bool:
@@ -130,6 +153,7 @@ def _encode_dict(value: dict[Any, Any], path: Path, extern: Callable[[object, Pa
 _KINDS = {
     "dict": "a dict", "ordered": "a dict", "counter": "a dict", "tuple": "a list", "str": "text", "bytes": "bytes",
     "int": "a number", "float": "a number", "scalar": "a number", "tensor": "a tensor", "ndarray": "an array",
+    "date": "a time", "datetime": "a time", "timedelta": "a time",
 }  # fmt: skip
 
 
@@ -206,6 +230,8 @@ def _decode_tagged(data: dict[str, Any], extern: Callable[[Json], object] | None
         if tag == "dict":
             return dict(pairs)
         return OrderedDict(pairs) if tag == "ordered" else Counter(dict(pairs))
+    if tag in _TIMES.values():
+        return _decode_time(data)
     if tag == "scalar":
         return _numpy_scalar(data["dtype"], bytes.fromhex(data["v"]))
     if extern is not None:

@@ -9,7 +9,9 @@ import pickle
 import re
 import struct
 from collections import Counter, OrderedDict, defaultdict, namedtuple
+from datetime import date, datetime, time, timedelta, timezone
 from typing import Any
+from zoneinfo import ZoneInfo
 
 import numpy as np
 import pytest
@@ -53,6 +55,8 @@ def same(a: Any, b: Any) -> bool:
         return False
     if isinstance(a, float) and type(a) is float:
         return struct.pack(">d", a) == struct.pack(">d", b)
+    if isinstance(a, (date, timedelta)):
+        return repr(a) == repr(b)  # the fold, and the zone
     if isinstance(a, (np.ndarray, np.generic)):
         return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
     if isinstance(a, dict):
@@ -83,7 +87,7 @@ def test_negative_control_the_comparison_sees_every_difference() -> None:
     pairs: list[tuple[Any, Any]] = [
         (0.0, -0.0), (1, True), (1, 1.0), ((1,), [1]), (of_bits(0x7FF8000000000001), float("nan")),
         ({"a": 1, "b": 2}, {"b": 2, "a": 1}), ({1: 0}, {"1": 0}), (OrderedDict(a=1), {"a": 1}),
-        (Counter("a"), {"a": 1}),
+        (Counter("a"), {"a": 1}), (datetime(2026, 1, 1), datetime(2026, 1, 1, fold=1)),
         (np.float32(1), np.float64(1)), (np.zeros(2, "<i4"), np.zeros(2, ">i4")), (np.zeros((1, 2)), np.zeros(2)),
     ]  # fmt: skip
     for a, b in pairs:
@@ -134,6 +138,7 @@ REFUSED = [
     {1}, frozenset(), Point(1), pathlib.Path("x"), lambda: None, MyDict(), MyInt(1), MyStr("x"), Colour.RED,
     defaultdict(int), object(), int, range(3), bytearray(b"x"), 1j, np.array([object()]), np.zeros(1, "i4,f4"),
     np.zeros(1, "i4,f4")[0], np.str_("x"), np.float32, np.dtype("f4"), {}.keys(), (i for i in ()),
+    datetime(2026, 1, 1, tzinfo=ZoneInfo("UTC")), datetime(2026, 1, 1, tzinfo=timezone(timedelta(0), "mine")), time(1),
 ]  # fmt: skip
 
 
@@ -181,6 +186,8 @@ def test_depth_has_a_limit_that_both_sides_share() -> None:
         {"$": "scalar", "dtype": "O", "v": "00" * 8}, {"$": "scalar", "dtype": "f4,f4", "v": "00" * 8},
         {"$": "scalar", "dtype": None, "v": "00" * 8}, {"$": "scalar", "dtype": "f8", "v": "00" * 4},
         {"$": "scalar", "dtype": "((((", "v": "00"}, {"$": "scalar", "dtype": "V8", "v": "00" * 8},
+        {"$": "datetime", "v": "yesterday"}, {"$": "datetime", "v": "2026-01-01", "fold": 7}, {"$": "date", "v": 1},
+        {"$": "timedelta", "v": [1.5, 0, 0]}, {"$": "timedelta", "v": [10**12, 0, 0]}, {"$": "timedelta", "v": "ab"},
         {1, 2}, object(),
     ],
     ids=lambda data: re.sub(" at 0x[0-9a-f]+", "", str(data)),

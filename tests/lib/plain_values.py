@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections import Counter, OrderedDict
+from datetime import timedelta, timezone
 from typing import Any
 
 import numpy as np
@@ -65,7 +66,13 @@ def scalar(array: np.ndarray[Any, Any]) -> Any:
 scalars = arrays().filter(lambda a: a.dtype.kind in "biufcmM").map(scalar)
 
 
-leaves = st.none() | st.booleans() | integers | floats | texts | st.binary() | scalars | arrays()
+zones = st.none() | st.timedeltas(timedelta(-1), timedelta(1)).filter(lambda t: abs(t) < timedelta(1)).map(timezone)
+
+
+times = st.dates() | st.timedeltas() | st.datetimes(timezones=zones)
+
+
+leaves = st.none() | st.booleans() | integers | floats | texts | st.binary() | scalars | arrays() | times
 
 
 keys = texts | integers

@@ -69,7 +69,7 @@ _HOMES = {
 }
 
 # Modules of their own; some need an extra.
-_PARTS = ("dcp", "deepspeed", "events", "lightning", "megatron", "torchtitan", "transformers")
+_PARTS = ("dcp", "deepspeed", "events", "lightning", "megatron", "ray", "torchtitan", "transformers")
 
 __all__ = sorted(_HOMES)  # not those: `import *` should not need an extra
 
@@ -79,6 +79,7 @@ if TYPE_CHECKING:
     from ckpt import events as events
     from ckpt import lightning as lightning
     from ckpt import megatron as megatron
+    from ckpt import ray as ray
     from ckpt import torchtitan as torchtitan
     from ckpt import transformers as transformers
     from ckpt.best import Best as Best

@@ -1,0 +1,104 @@
+"""A Checkpointer in a worker of Ray Train.
+
+Ray keeps what is reported to it, and deletes it by its `num_to_keep`. So what it is given is a folder of one small file
+that says where a step is (`POINTER`); the run is beside it, and Ray never touches that.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray.train
+
+from ckpt.checkpoint.retention import Keep
+from ckpt.checkpointer import Checkpointer
+from ckpt.errors import CorruptError, UsageError
+from ckpt.goodput.cadence import Auto
+from ckpt.tiers import Memory, Tier
+
+KNOWN = ((2, 60), (2, 70))  # from, and below
+POINTER = "everystep.json"
+SCHEMES = {"local": "file://", "s3": "s3://", "gcs": "gs://", "abfs": "az://"}  # of pyarrow's file systems
+
+
+def check_version(version: str) -> None:
+    """ImportError for one that is not known."""
+    if not KNOWN[0] <= tuple(int(part) for part in version.split(".")[:2]) < KNOWN[1]:
+        known = " and below ".join(".".join(map(str, one)) for one in KNOWN)
+        raise ImportError(f"ckpt.ray knows Ray from {known}, and this is {version}")
+
+
+check_version(ray.__version__)
+
+
+class WorkerCheckpointer(Checkpointer):
+    """A Checkpointer that reports to Ray. Made by `attach`. `place`: where its run is."""
+
+    def __init__(self, state: dict[str, Any], tiers: list[Any], place: str, **options: Any) -> None:
+        self.place = place
+        super().__init__(state, tiers, **options)
+
+    def report(self, metrics: dict[str, Any], **options: Any) -> None:
+        """`ray.train.report`, on all workers, with a checkpoint that names the step that was done last, which is being
+        saved to every tier. Ray waits for all workers here, as ever; not for the save. `options`: of `report`."""
+        step = self.save().step
+        if ray.train.get_context().get_world_rank() > 0:
+            ray.train.report(metrics, checkpoint=None, **options)
+            return
+        with tempfile.TemporaryDirectory(prefix="everystep-") as folder:
+            Path(folder, POINTER).write_text(json.dumps({"run": self.place, "step": step}))
+            ray.train.report(metrics, checkpoint=ray.train.Checkpoint.from_directory(folder), **options)
+
+
+def attach(
+    state: dict[str, Any],
+    *,
+    every: int | str | Auto = 100,
+    keep: Keep | int | str = "all",
+    memory: Memory | None = None,
+    also: Sequence[Tier] = (),
+    place: str | None = None,
+    **options: Any,
+) -> WorkerCheckpointer:
+    """The Checkpointer of a worker, in the function that `TorchTrainer` runs, on all workers.
+
+        with ckpt.ray.attach({"model": model, "optim": optim, "rng": ckpt.RNG()}, every=500) as cp:
+            for step in range(cp.restore(default=0), steps):
+                loss = train_step(next(batches))
+                cp.step(step + 1)
+                if (step + 1) % 500 == 0:
+                    cp.report({"loss": float(loss)})
+
+    Every step goes to `memory`, every `every`-th one to `also` and to `place`, by default the folder `everystep` in the
+    experiment's storage (`RunConfig(storage_path=, name=)`). Workers that Ray starts again (`FailureConfig`) come back
+    to the last step in memory, a later `fit` of the same name to the newest there, with any number of workers.
+    `state`, `keep`, `options`: as of `ckpt.Checkpointer`. UsageError for storage that everystep does not know.
+    """
+    place = place or _experiments_place()
+    tiers = [memory or Memory(), *also, Tier(place, every=every, keep=keep)]
+    return WorkerCheckpointer(state, tiers, place, **options)
+
+
+def _experiments_place() -> str:
+    storage = ray.train.get_context().get_storage()
+    kind = storage.storage_filesystem.type_name
+    if kind not in SCHEMES:
+        raise UsageError(
+            f'Ray\'s storage is {kind!r}: say where the run is to be, ckpt.ray.attach(state, place="s3://…")'
+        )
+    return f"{SCHEMES[kind]}{storage.experiment_fs_path}/everystep"
+
+
+def place_of(checkpoint: Any) -> str:
+    """`RUN@STEP` of a checkpoint that was reported, such as `result.checkpoint`: for `ckpt.load` and the commands."""
+    with checkpoint.as_directory() as folder:
+        try:
+            said = json.loads(Path(folder, POINTER).read_text())
+            return f"{said['run']}@{int(said['step'])}"
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise CorruptError(f"{checkpoint.path} is no checkpoint that ckpt.ray has reported: {error}") from None

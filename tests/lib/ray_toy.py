@@ -1,0 +1,92 @@
+"""A small training under Ray's TorchTrainer, as a driver of its own.
+
+    python ray_toy.py FOLDER STEPS KILL_AT WORKERS
+
+Worker 0 dies by SIGKILL when that step is in memory, once. Says on its last line, as JSON, what became of it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray.train
+import torch
+from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
+from ray.train.torch import TorchConfig, TorchTrainer
+
+import ckpt
+import ckpt.ray
+
+WIDTH = 16
+
+
+def train(asked: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    rank = ray.train.get_context().get_world_rank()
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(WIDTH, WIDTH))
+    optim = torch.optim.AdamW(model.parameters(), 1e-2)
+    with ckpt.ray.attach({"model": model, "optim": optim}, every=100) as cp:
+        start = cp.restore(default=0)
+        if rank == 0:
+            source = cp.last_restore.tier if start and cp.last_restore is not None else ""
+            with Path(asked["folder"], "starts").open("a") as file:
+                file.write(json.dumps([start, source]) + "\n")
+        for step in range(start, asked["steps"]):
+            x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))  # alike, for any number of workers
+            optim.zero_grad()
+            (model(x) - x).square().mean().backward()
+            optim.step()
+            save = cp.step(step + 1)
+            if step + 1 == asked["kill_at"] and not start and save is not None:
+                save.staged(60.0)
+                torch.distributed.barrier()  # so that all have it
+                if rank == 0:
+                    os.kill(os.getpid(), 9)
+            if (step + 1) % 2 == 0:
+                cp.report({"step": step + 1})
+        if rank == 0:
+            torch.save(model.module.state_dict(), Path(asked["folder"], "weights.pt"))
+
+
+def main() -> None:
+    folder, steps, kill_at, workers = sys.argv[1], *map(int, sys.argv[2:])
+    variables = {name: os.environ[name] for name in ("PYTHONPATH", "CKPT_RUNTIME_DIR")}
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as temporary:  # its sockets must have short names
+        ray.init(
+            num_cpus=workers,
+            include_dashboard=False,
+            object_store_memory=80 << 20,
+            _temp_dir=temporary,
+            _node_ip_address="127.0.0.1",
+            log_to_driver=False,
+            runtime_env={"env_vars": {**variables, "OMP_NUM_THREADS": "1"}},
+        )
+        print("ray is up", flush=True)
+        try:
+            result = TorchTrainer(
+                train,
+                train_loop_config={"folder": folder, "steps": steps, "kill_at": kill_at},
+                torch_config=TorchConfig(backend="gloo"),
+                scaling_config=ScalingConfig(num_workers=workers, resources_per_worker={"CPU": 1}),
+                run_config=RunConfig(
+                    name="toy",
+                    storage_path=str(Path(folder, "storage")),
+                    failure_config=FailureConfig(max_failures=1),
+                    checkpoint_config=CheckpointConfig(num_to_keep=1),
+                ),
+            ).fit()
+            place = ckpt.ray.place_of(result.checkpoint)
+        finally:
+            ray.shutdown()
+    print(json.dumps({"metrics": result.metrics, "place": place}))
+
+
+if __name__ == "__main__":
+    main()

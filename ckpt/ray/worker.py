@@ -12,8 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import ray
-import ray.train
+try:
+    import ray
+    import ray.train
+except ImportError as error:
+    raise ImportError("ckpt.ray needs Ray: pip install 'everystep[ray]'") from error
 
 from ckpt.checkpoint.retention import Keep
 from ckpt.checkpointer import Checkpointer
@@ -23,7 +26,7 @@ from ckpt.tiers import Memory, Tier
 
 KNOWN = ((2, 60), (2, 70))  # from, and below
 POINTER = "everystep.json"
-SCHEMES = {"local": "file://", "s3": "s3://", "gcs": "gs://", "abfs": "az://"}  # of pyarrow's file systems
+SCHEMES = {"local": "", "s3": "s3://", "gcs": "gs://", "abfs": "az://"}  # of pyarrow's file systems
 
 
 def check_version(version: str) -> None:

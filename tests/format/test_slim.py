@@ -82,7 +82,7 @@ def test_slim_parts_share_what_they_say_alike(root: Path, monkeypatch: pytest.Mo
 def test_slim_parts_are_no_share_of_a_checkpoint(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tier that holds some ranks only keeps their tables: nothing may be written from what has none."""
     few_are_many(monkeypatch)
-    with pytest.raises(SaveError, match="read to be one checkpoint"):
+    with pytest.raises(SaveError, match="makes no checkpoint together"):
         commit_checks.index_of(found(root), "HELD")
     assert commit_checks.index_of(found(root, partial=True), "HELD")
 

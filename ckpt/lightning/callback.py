@@ -357,12 +357,15 @@ def _given(trainer: Any) -> str:
 
 
 def _is_last(trainer: Any, path: str) -> bool:
-    """Whether it is what `fit(ckpt_path="last")` finds: the user wants to go on, and that is what we do."""
-    from lightning.pytorch.callbacks import ModelCheckpoint
+    """Whether it is what `fit(ckpt_path="last")` finds, or what Lightning takes by itself after an exception: the user
+    wants to go on, and that is what we do."""
+    from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
-    savers = [one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
-    named = (s for s in savers if Path(path).stem.startswith(s.CHECKPOINT_NAME_LAST))
-    return any(Path(path).parent == Path(str(saver.dirpath)) for saver in named)
+    savers = trainer.checkpoint_callbacks
+    if any(isinstance(one, OnExceptionCheckpoint) and Path(one.ckpt_path) == Path(path) for one in savers):
+        return True
+    last = (s for s in savers if isinstance(s, ModelCheckpoint) and Path(path).stem.startswith(s.CHECKPOINT_NAME_LAST))
+    return any(Path(path).parent == Path(str(saver.dirpath)) for saver in last)
 
 
 def _again(kept: State) -> CheckpointCallback:

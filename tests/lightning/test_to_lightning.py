@@ -14,7 +14,7 @@ import ckpt
 
 pytest.importorskip("lightning")
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 
 from ckpt.lightning import CheckpointCallback
 
@@ -49,7 +49,7 @@ def loader() -> DataLoader[Tensor]:
 
 
 def trainer(folder: Path, epochs: int, *callbacks: Any) -> Any:
-    theirs = any(isinstance(one, ModelCheckpoint) for one in callbacks)
+    theirs = any(isinstance(one, (ModelCheckpoint, OnExceptionCheckpoint)) for one in callbacks)
     off = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": theirs}
     return pl.Trainer(max_epochs=epochs, accelerator="cpu", callbacks=list(callbacks), default_root_dir=folder, **off)
 
@@ -115,5 +115,28 @@ def test_the_last_file_of_model_checkpoint_stands_in_no_ones_way(tmp_path: Path)
         saving = CheckpointCallback(str(tmp_path / "run"), every=1)
         trainer(tmp_path, epochs, ModelCheckpoint(save_last=True), saving).fit(model, loader(), ckpt_path="last")
     assert (tmp_path / "checkpoints" / "last.ckpt").exists()
+    wanted, _ = trained(tmp_path / "whole", 3)
+    assert all(map(torch.equal, model.state_dict().values(), wanted.state_dict().values()))
+
+
+def test_a_file_of_an_exception_stands_in_no_ones_way(tmp_path: Path) -> None:
+    """Lightning would begin from it by itself: the newest step of the run, which has that one too, is gone on from."""
+
+    class Failing(Callback):
+        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 4:
+                raise KeyError("a fault")
+
+    for others in ([Failing()], []):
+        torch.manual_seed(0)
+        model = Model(WIDTH)
+        saving = CheckpointCallback(str(tmp_path / "run"), every=1)
+        found = trainer(tmp_path, 3, OnExceptionCheckpoint(tmp_path), saving, *others)
+        if others:
+            with pytest.raises(KeyError):
+                found.fit(model, loader())
+            assert (tmp_path / "on_exception.ckpt").exists()
+        else:
+            found.fit(model, loader())
     wanted, _ = trained(tmp_path / "whole", 3)
     assert all(map(torch.equal, model.state_dict().values(), wanted.state_dict().values()))

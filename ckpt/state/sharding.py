@@ -321,9 +321,17 @@ def unsupported(value: nn.Module | torch.optim.Optimizer) -> str | None:
     flat = getattr(fsdp, "FullyShardedDataParallel", None)
     zero = getattr(optim, "ZeroRedundancyOptimizer", None)
     if flat is not None and isinstance(value, nn.Module) and any(isinstance(m, flat) for m in value.modules()):
-        return "FullyShardedDataParallel hides its parameters: use torch.distributed.fsdp.fully_shard"
+        return (
+            "FullyShardedDataParallel hides its parameters: use torch.distributed.fsdp.fully_shard. What has begun "
+            "moves there by dcp.save of get_state_dict() with ckpt.dcp.StorageWriter(OLD), and "
+            "`ckpt restore OLD --to NEW --format run`"
+        )
     if zero is not None and isinstance(value, zero):
-        return "ZeroRedundancyOptimizer hides its state: use torch.distributed.fsdp.fully_shard"
+        return (
+            "ZeroRedundancyOptimizer hides its state: use torch.distributed.fsdp.fully_shard, and the optimizer in it. "
+            "What has begun moves there by consolidate_state_dict(), torch.save of the state_dict()s of model and "
+            "optimizer on rank 0, and `ckpt import FILE NEW --step N`"
+        )
     return None
 
 

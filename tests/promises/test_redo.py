@@ -900,7 +900,7 @@ def test_commands_beside_a_redo_log(run_dir: str, capsys: pytest.CaptureFixture[
     def command(*words: str) -> tuple[int, str]:
         capsys.readouterr()
         code = cli.main([*words], standalone_mode=False)
-        return int(code or 0), capsys.readouterr().out
+        return int(code or 0), " ".join(capsys.readouterr().out.split())  # lines break where they are full
 
     before = {path.name: path.read_bytes() for path in logs(folder)}
     assert before

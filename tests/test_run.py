@@ -106,7 +106,7 @@ def test_only_what_a_user_may_call_is_seen() -> None:
         "list", "keep", "let_go", "prune", "delete", "verify", "export",
     }  # fmt: skip
     assert {name for name in dir(ckpt) if not name.startswith("_")} == {
-        *ckpt.__all__, "dcp", "deepspeed", "events", "lightning", "megatron", "torchtitan", "transformers",
+        *ckpt.__all__, "dcp", "deepspeed", "events", "lightning", "megatron", "ray", "torchtitan", "transformers",
     }  # fmt: skip
 
 

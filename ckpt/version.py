@@ -4,6 +4,8 @@ PyPI has another package `ckpt`, for debugging, that is imported by the same nam
 `ckpt/__init__.py` is left, of whichever came last, among the files of both.
 """
 
+from __future__ import annotations
+
 import os
 import sys
 import warnings
@@ -25,6 +27,14 @@ def _check() -> None:
             f"another package, `ckpt` of PyPI, is installed in the folder of everystep, which has its place: {_MEND}",
             stacklevel=3,
         )
+
+
+def check_known(who: str, what: str, version: str, known: tuple[tuple[int, int], tuple[int, int]]) -> None:
+    """ImportError unless an adapter knows that version of what it is for. `known`: from, and below."""
+    number = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+    if not known[0] <= number < known[1]:
+        said = " and below ".join(".".join(map(str, one)) for one in known)
+        raise ImportError(f"{who} knows {what} from {said}, and this is {version}")
 
 
 _check()

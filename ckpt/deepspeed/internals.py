@@ -30,6 +30,7 @@ except ImportError as missing:
 
 from ckpt.errors import StateError, UsageError
 from ckpt.state.shards import Shard
+from ckpt.version import check_known
 
 KNOWN = ((0, 18), (0, 20))  # from, and below
 USED: dict[Any, tuple[str, ...]] = {
@@ -44,15 +45,7 @@ USED: dict[Any, tuple[str, ...]] = {
 }
 
 
-def check_version(version: str) -> None:
-    """ImportError for one that is not known."""
-    number = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
-    if not KNOWN[0] <= number < KNOWN[1]:
-        known = " and below ".join(".".join(map(str, one)) for one in KNOWN)
-        raise ImportError(f"ckpt.deepspeed knows DeepSpeed from {known}, and this is {version}")
-
-
-check_version(deepspeed.__version__)
+check_known("ckpt.deepspeed", "DeepSpeed", deepspeed.__version__, KNOWN)
 for _class, _names in USED.items():
     for _name in _names:
         if not hasattr(_class, _name):

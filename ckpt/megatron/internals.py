@@ -32,6 +32,7 @@ except ImportError as missing:
 
 from ckpt.errors import StateError, UsageError
 from ckpt.state.shards import Shard
+from ckpt.version import check_known
 
 KNOWN = ((0, 16), (0, 17))  # from, and below
 USED: dict[Any, tuple[str, ...]] = {
@@ -51,15 +52,7 @@ GROUPS = (  # of an optimizer: parameters, and the runs of them that it steps
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def check_version(version: str) -> None:
-    """ImportError for one that is not known."""
-    number = tuple(int(part) for part in version.split(".")[:2])
-    if not KNOWN[0] <= number < KNOWN[1]:
-        known = " and below ".join(".".join(map(str, one)) for one in KNOWN)
-        raise ImportError(f"ckpt.megatron knows megatron-core from {known}, and this is {version}")
-
-
-check_version(megatron.core.__version__)
+check_known("ckpt.megatron", "megatron-core", megatron.core.__version__, KNOWN)
 for _owner, _names in USED.items():
     for _name in _names:
         if not hasattr(_owner, _name):

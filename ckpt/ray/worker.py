@@ -23,20 +23,14 @@ from ckpt.checkpointer import Checkpointer
 from ckpt.errors import CorruptError, UsageError
 from ckpt.goodput.cadence import Auto
 from ckpt.tiers import Memory, Tier
+from ckpt.version import check_known
 
 KNOWN = ((2, 60), (2, 70))  # from, and below
 POINTER = "everystep.json"
 SCHEMES = {"local": "", "s3": "s3://", "gcs": "gs://", "abfs": "az://"}  # of pyarrow's file systems
 
 
-def check_version(version: str) -> None:
-    """ImportError for one that is not known."""
-    if not KNOWN[0] <= tuple(int(part) for part in version.split(".")[:2]) < KNOWN[1]:
-        known = " and below ".join(".".join(map(str, one)) for one in KNOWN)
-        raise ImportError(f"ckpt.ray knows Ray from {known}, and this is {version}")
-
-
-check_version(ray.__version__)
+check_known("ckpt.ray", "Ray", ray.__version__, KNOWN)
 
 
 class WorkerCheckpointer(Checkpointer):

@@ -29,23 +29,16 @@ else:
 from ckpt.errors import UsageError
 from ckpt.state.sharding import ModulePart, clean
 from ckpt.state.stateful import RNG, Resizable
+from ckpt.version import check_known
 
 KNOWN = ((0, 3), (0, 4))  # from, and below
 HOOKS = ("_load", "_save", "_maybe_wait_for_staging", "_wait_for_saving", "_close")
 
 
-def check_version(version: str) -> None:
-    """ImportError for one that is not known."""
-    number = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
-    if not KNOWN[0] <= number < KNOWN[1]:
-        known = " and below ".join(".".join(map(str, one)) for one in KNOWN)
-        raise ImportError(f"ckpt.torchtitan knows torchtitan from {known}, and this is {version}")
-
-
 VERSION: str | None = getattr(sys.modules.get("torchtitan"), "__version__", None)
 if VERSION is None:
     raise ImportError("ckpt.torchtitan needs torchtitan: pip install 'everystep[torchtitan]'") from missing
-check_version(VERSION)
+check_known("ckpt.torchtitan", "torchtitan", VERSION, KNOWN)
 if missing is not None:
     raise ImportError(f"torchtitan {VERSION} cannot be used here: {missing}") from missing
 for _class, _names in {BaseCheckpointManager: HOOKS, OwnManager: ("_load", "_save_last_step")}.items():

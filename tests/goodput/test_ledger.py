@@ -200,6 +200,7 @@ def test_an_exception_and_a_signal_are_told_by_kind(run_dir: str) -> None:
     """What ended an incarnation, noticed before it was gone."""
     assert run_script(JOB, run_dir, 40, 12, "raise").returncode == 1
     assert run_script(JOB, run_dir, 40, 25, "term").returncode == 143
+    assert eventually(lambda: all(one.end for one in accounts(run_dir)))  # their writers put it when they are gone
     first, second = accounts(run_dir)
     for one, kind in ((first, "exception"), (second, "signal")):
         assert kind in [f.kind for f in one.faults if f.ends and f.by == "fault handler"], one.faults

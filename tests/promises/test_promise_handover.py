@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -337,15 +338,20 @@ def test_a_start_ends_nothing_that_it_cannot_see(own_sockets: Path) -> None:
         assert first.do("train()") == "done 3"
 
 
-def test_a_writer_knows_its_trainer_by_more_than_its_number(own_sockets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("again", [False, True], ids=["the trainer", "its number again"])
+def test_a_writer_knows_its_trainer_by_more_than_its_number(
+    own_sockets: Path, monkeypatch: pytest.MonkeyPatch, again: bool
+) -> None:
     """A trainer dies while its writer is being started, and another process gets its number: the writer does not take
-    that one for its trainer, and leaves."""
-    earlier = Process(os.getpid(), Process.of(os.getpid()).started - 1)
+    that one for its trainer, and leaves. The true one it waits for."""
+    process, lost = Process.of(os.getpid()), threading.Event()
     with monkeypatch.context() as patch:
-        patch.setattr(Process, "of", lambda pid: earlier)
+        patch.setattr(Process, "of", lambda pid: Process(pid, process.started - again))
         client = WriterClient.spawn(channel.run_key(f"memory:{NAME}", 0))
     try:
-        assert eventually(lambda: bool(writers(own_sockets))) and eventually(lambda: not writers(own_sockets))
+        client.listen(lambda note: None, lost.set)
+        assert lost.wait(30 if again else 2) == again
+        assert not again or eventually(lambda: not writers(own_sockets))
     finally:
         client.close()
         for process in writers(own_sockets):

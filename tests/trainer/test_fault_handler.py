@@ -623,7 +623,10 @@ def test_an_exception_inside_the_optimizer_takes_what_memory_has(run_dir: str) -
         raise RuntimeError("inside the optimizer")
 
     with pytest.raises(RuntimeError, match="inside"), training(run_dir, memory=10) as run:
-        run.go(13)
+        save = run.go(10)
+        assert save is not None
+        save.staged(60)  # a later step, where memory was not there in time
+        run.go(3)
         run.state["optim"].register_step_post_hook(fail)
         run.go()
     (fault,) = run.faults

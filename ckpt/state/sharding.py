@@ -303,7 +303,10 @@ def replicas_of(ddp: nn.parallel.DistributedDataParallel | None) -> Replicas | N
         return None
     import torch.distributed as dist
 
-    return Replicas(tuple(sorted(dist.get_process_group_ranks(ddp.process_group))))
+    try:
+        return Replicas(tuple(sorted(dist.get_process_group_ranks(ddp.process_group))))
+    except KeyError:  # not a group of torch's: torchft's are between jobs, of which each saves what it has
+        return None
 
 
 def reshard(module: nn.Module) -> None:

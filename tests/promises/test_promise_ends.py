@@ -579,7 +579,7 @@ def test_on_fault_may_save_while_we_close(run_dir: str) -> None:
         cp.step(1)
         cp.request("a test")
         last = 1
-        while not arrived.wait(0.05):  # a step that a busy machine took before it had heard of this is none it asked for
+        while not arrived.wait(0.05):  # a step taken before this was heard of is none that it asked for
             assert last < 600
             last += 1
             toy.train_step(state)

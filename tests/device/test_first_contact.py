@@ -25,7 +25,7 @@ def test_rehearsed(tmp_path: Path) -> None:
         pytest.skip(why)
     build.library()
     found = tmp_path / "found.jsonl"
-    environment = {**os.environ, simulated.VARIABLE: "", "PYTHONPATH": PYTHONPATH}
+    environment = {**os.environ, simulated.VARIABLE: "", "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1"}
     words = [sys.executable, str(REPO / "benchmarks/first_contact.py"), "--small", "--json", str(found), "--only"]
     found.write_text(json.dumps({"question": "facts", "told": "before"}) + "\n")
     # Not forked from a process that has looked for a device.

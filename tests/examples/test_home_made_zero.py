@@ -19,6 +19,7 @@ def start(world: int, run: Path, steps: int) -> list[subprocess.Popen[str]]:
     base = {
         **os.environ,
         "PYTHONPATH": PYTHONPATH,
+        "OMP_NUM_THREADS": "1",  # as torchrun does
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": str(world),

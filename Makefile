@@ -6,7 +6,7 @@ JOBS ?= 2
 PART ?= quick
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-long test-gpu test-s3 bench first-contact bench-gpu bench-ranks bench-faults bench-storage bench-codecs bench-offline bench-scale bench-chaos bench-ledger bench-callbacks bench-deepspeed bench-torchtitan bench-waits lint docs wheel format clean
+.PHONY: demo test test-long test-gpu test-corners test-s3 bench first-contact bench-gpu bench-ranks bench-faults bench-storage bench-codecs bench-offline bench-scale bench-chaos bench-ledger bench-callbacks bench-deepspeed bench-torchtitan bench-waits lint docs wheel format clean
 
 $(READY): pyproject.toml constraints.txt hatch_build.py $(wildcard ckpt/format/*.c)
 	$(PYTHON) -m venv $(VENV)
@@ -76,6 +76,9 @@ bench-waits: $(READY)
 
 test-gpu: $(READY)
 	$(BIN)/python -m pytest -m gpu
+
+test-corners: $(READY)
+	$(BIN)/python -m pytest tests/test_corners.py --any-build --timeout 3600 $(ARGS)
 
 test-s3: $(READY)
 	sh tests/servers/install.sh $(BIN)

@@ -1,6 +1,6 @@
-"""Compiles the C of ckpt/format for a wheel, or in place for an editable install.
+"""Compiles the C of ckpt/format for a wheel, or in place for an editable install; and has README as PyPI can show it.
 
-Where that fails, for whatever reason, the install goes on without it: ckpt/format/kernels.py then has numpy do it.
+Where compiling fails, for whatever reason, the install goes on without it: ckpt/format/kernels.py then has numpy do it.
 By hand, in place: python hatch_build.py
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -20,9 +21,11 @@ from typing import Any
 
 try:
     from hatchling.builders.hooks.plugin.interface import BuildHookInterface
-except ImportError:  # by hand it is not needed
-    BuildHookInterface = object
+    from hatchling.metadata.plugin.interface import MetadataHookInterface
+except ImportError:  # by hand they are not needed
+    BuildHookInterface = MetadataHookInterface = object
 
+LINK = re.compile(r"(!?)\[([^\]]*)\]\((?![a-z]+://)[^)]*\)")  # to a place in the repository, or on the same page
 FOLDER = Path(__file__).parent / "ckpt" / "format"
 # Sums and products of floats stay two roundings, as in numpy; what signals and errno would tell nobody asks.
 FLAGS = "-O3 -fPIC -shared -std=gnu11 -fvisibility=hidden -ffp-contract=off -fno-math-errno -fno-trapping-math -s"
@@ -87,6 +90,21 @@ class KernelsHook(BuildHookInterface):  # type: ignore[misc, valid-type, unused-
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def as_page(readme: str) -> str:
+    """README for a page that has nothing beside it: links into the repository become words, pictures go."""
+    blocks = re.split(r"(?ms)(^```.*?^```)", readme)
+    blocks[::2] = [LINK.sub(lambda link: "" if link[1] else link[2], text) for text in blocks[::2]]
+    return "".join(blocks)
+
+
+class ReadmeHook(MetadataHookInterface):  # type: ignore[misc, valid-type, unused-ignore]
+    """What hatchling asks for what pyproject.toml calls dynamic."""
+
+    def update(self, metadata: dict[str, Any]) -> None:
+        text = (Path(self.root) / "README.md").read_text(encoding="utf-8")
+        metadata["readme"] = {"content-type": "text/markdown", "text": as_page(text)}
 
 
 if __name__ == "__main__":

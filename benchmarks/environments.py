@@ -1,8 +1,8 @@
-"""The interpreters that the peers are run with: ours, or one in an environment that has what a peer requires.
+"""The interpreters that peers and trainers are run with: ours, or one in an environment that has what they require.
 
 Environments are made below `.environments/` on first use. They see the packages of the interpreter that makes them, so
 that all run with the same torch, and nothing is installed beside those. One is for all peers, but for those that say
-`alone`.
+`alone`. `apart` makes those of another Python or torch, which see nothing of ours.
 
     python benchmarks/environments.py NAME     # prints the path of its interpreter
 """
@@ -13,6 +13,7 @@ import shutil
 import site
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -21,6 +22,13 @@ from peers import MODULES, peer_class
 
 ENVIRONMENTS = Path(__file__).parent / ".environments"
 CONSTRAINTS = Path(__file__).parent.parent / "constraints.txt"
+TRAINERS = {  # what pip is asked for, and packages of which it wants other versions than constraints.txt says
+    "deepspeed": (("deepspeed",), ()),
+    "megatron": (("megatron-core",), ()),
+    "ray": (("ray[train]",), ()),
+    "torchft": (("torchft",), ()),
+    "torchtitan": (("torchtitan", "triton"), ("fsspec",)),  # imports triton, and wants datasets: an older fsspec
+}
 INSTALLED = "installed.txt"  # what an environment was made from, and what has been installed since, by line
 
 
@@ -40,6 +48,23 @@ def python_for(name: str) -> Path:
     return environment(peer.__name__.lower() if peer.alone else "shared", peer.requires, name)
 
 
+def python_of(trainer: str) -> Path:
+    """The interpreter of an environment that has one of TRAINERS beside our packages. NotInstalled."""
+    requires, unpinned = TRAINERS[trainer]
+    return environment(trainer, requires, trainer, unpinned=unpinned)
+
+
+def apart(name: str, python: Path, *requires: str) -> Path:
+    """The interpreter of an environment of another Python, with nothing of ours in it. NotInstalled."""
+    place = ENVIRONMENTS / name
+    try:
+        _make(place, python, ())
+        _install(place, requires, None)
+    except subprocess.CalledProcessError as error:
+        raise NotInstalled(f"{name} is not installed: {_said(error)}") from error
+    return _python(place)
+
+
 def environment(folder: str, requires: tuple[str, ...], what: str, *, unpinned: tuple[str, ...] = ()) -> Path:
     """The interpreter of an environment of this name that has all that is required. NotInstalled, of `what`.
 
@@ -47,32 +72,33 @@ def environment(folder: str, requires: tuple[str, ...], what: str, *, unpinned: 
     """
     place = ENVIRONMENTS / folder
     try:
-        _make(place)
+        packages = site.getsitepackages() + ([site.getusersitepackages()] if site.ENABLE_USER_SITE else [])
+        _make(place, Path(sys.executable), packages)
         _install(place, requires, unpinned)
     except subprocess.CalledProcessError as error:
         raise NotInstalled(f"{what} is not installed: {_said(error)}") from error
     return _python(place)
 
 
-def _make(folder: Path) -> None:
-    """An environment that sees our packages. One that another interpreter made is made anew."""
-    ours = f"# {sys.version.split()[0]} {sys.prefix}"
+def _make(folder: Path, python: Path, packages: Sequence[str]) -> None:
+    """An environment that sees these packages. One that another interpreter made is made anew."""
+    ours = "# " + _run(str(python), "-c", "import sys; print(sys.version.split()[0], sys.prefix)").strip()
     if (folder / INSTALLED).exists() and ours in _lines(folder):
         return
     shutil.rmtree(folder, ignore_errors=True)
-    _run(sys.executable, "-m", "venv", str(folder))
-    packages = site.getsitepackages() + ([site.getusersitepackages()] if site.ENABLE_USER_SITE else [])
+    _run(str(python), "-m", "venv", str(folder))
     where = _run(str(_python(folder)), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
     Path(where, "ours.pth").write_text("".join(f"{path}\n" for path in packages))
     (folder / INSTALLED).write_text(ours + "\n")
 
 
-def _install(folder: Path, requires: tuple[str, ...], unpinned: tuple[str, ...]) -> None:
+def _install(folder: Path, requires: tuple[str, ...], unpinned: tuple[str, ...] | None) -> None:
+    """`unpinned`: packages to which constraints.txt does not apply; None: all."""
     if set(requires) <= set(_lines(folder)):
         return
     constraints = folder / CONSTRAINTS.name
-    pins = (line for line in CONSTRAINTS.read_text().splitlines() if line.partition("==")[0] not in unpinned)
-    constraints.write_text("\n".join(pins))
+    pins = CONSTRAINTS.read_text().splitlines() if unpinned is not None else []
+    constraints.write_text("\n".join(pin for pin in pins if pin.partition("==")[0] not in (unpinned or ())))
     options = ["-q", "--no-input", "--disable-pip-version-check", "-c", str(constraints)]
     _run(str(_python(folder)), "-m", "pip", "install", *options, *requires)
     with (folder / INSTALLED).open("a") as file:

@@ -19,16 +19,6 @@ HERE = Path(__file__).parent
 RANKS = 2
 
 
-def python_of(trainer: str) -> Path:
-    """The interpreter of an environment that has this trainer, made on first use. NotInstalled if it cannot be had."""
-    sys.path.insert(0, str(HERE))
-    from environments import environment
-
-    if trainer == "torchtitan":  # imports triton, and wants datasets, which want an older fsspec
-        return environment(trainer, ("torchtitan", "triton"), trainer, unpinned=("fsspec",))
-    return environment(trainer, (trainer,), trainer)
-
-
 def timed(work: Callable[[], object]) -> float:
     """Seconds, from when all ranks begin until all are done."""
     import torch.distributed as dist
@@ -79,6 +69,9 @@ def end(row: dict[str, Any]) -> None:
 def run_ranks(script: str, words: list[object], folder: str | None, **environ: str) -> dict[str, Any]:
     """What `end` was given by the ranks of `script`, which is called with these words and --rank-of FOLDER, in the
     environment of packages that is called like the trainer: `script` is TRAINER_saves.py."""
+    sys.path.insert(0, str(HERE))
+    from environments import python_of
+
     trainer = Path(script).stem.removesuffix("_saves")
     python = python_of(trainer)
     place = tempfile.mkdtemp(prefix=f"{trainer}-saves-", dir=folder)

@@ -10,15 +10,15 @@ in these calls stands in `ckpt.trainer`: saves, step_keeper, restoring, closing,
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar, overload
 
 import torch
 
+from ckpt.best import Best
 from ckpt.checkpoint.retention import Keep
-from ckpt.errors import CheckpointError, SkippedError, UsageError, door
+from ckpt.errors import SkippedError, UsageError, door
 from ckpt.events import log
 from ckpt.faults.report import Fault
 from ckpt.goodput.cadence import Auto
@@ -27,6 +27,7 @@ from ckpt.save import Save
 from ckpt.trainer.closing import Closing
 from ckpt.trainer.faults.fault_handler import FaultHandler
 from ckpt.trainer.faults.secure import LiveRun
+from ckpt.trainer.kept_steps import KeptSteps
 from ckpt.trainer.process_end import ProcessEnd
 from ckpt.trainer.progress import Progress, Staged
 from ckpt.trainer.restoring import MISSING, Restoring
@@ -53,6 +54,7 @@ class Checkpointer:
     `tiers`: a folder or URL, or a list of `Memory` and `Tier`; None keeps snapshots in memory only, found again by
     `name`. `every` and `keep` are of a tier that is given as a string: steps between checkpoints (100), a time such as
     "10min", or "auto", see `ckpt.Auto`; and how many stay ("all"), see `ckpt.Tier`. Memory is saved at every step.
+    `best`: by which score some of them stay however old they get, see `ckpt.Best` and `score()`.
     `on_busy`: whether a step waits for a free slot ("wait", at most `busy_timeout_s`) or is not saved ("skip").
     `on_error`: "raise" lets the next call raise what went wrong in the background, "warn" only logs it.
     `agree_timeout_s`: how long the other ranks are waited for where all must come: here, in restore() and in close().
@@ -75,6 +77,7 @@ class Checkpointer:
         name: str | None = None,
         every: int | str | Auto | None = None,
         keep: Keep | int | str | None = None,
+        best: Best | None = None,
         on_busy: str = "wait",
         on_error: str = "raise",
         busy_timeout_s: float = 600.0,
@@ -86,7 +89,7 @@ class Checkpointer:
         takeover: bool = False,
     ) -> None:
         wanted, timeouts_s = as_triggers(triggers), (busy_timeout_s, close_timeout_s, agree_timeout_s)
-        self._settings = Settings.checked(tiers, name, every, keep, (on_busy, on_error), timeouts_s, metrics)
+        self._settings = Settings.checked(tiers, name, every, keep, best, (on_busy, on_error), timeouts_s, metrics)
         with contextlib.ExitStack() as undo:  # whatever comes in between, Ctrl-C too
             self._reserve(undo)
             self._start(undo, Session(self._settings, state, takeover, undo), wanted, on_fault)
@@ -115,6 +118,7 @@ class Checkpointer:
         self._saves = Saves(session, progress, self._staged, self._writes)
         self._keeper = StepKeeper(session, progress, self._staged, self._saves, for_faults=bool(wanted))
         self._restoring = Restoring(session, progress, self._staged, self._writes)
+        self._kept = KeptSteps(session, progress, self._keeper, self._writes)
         self._live = LiveRun(session, progress, self._staged, self._saves, self._keeper)
         self.faults = list(session.supervisor.faults)
         self._fault_handler = FaultHandler(
@@ -127,7 +131,7 @@ class Checkpointer:
             log.warning("before this start: %s", fault.line)
             self._fault_handler.tell(fault)
         session.ends.callback(_open.pop, self._settings.url, None)
-        session.ends.callback(ProcessEnd(self._close_at_exit, self._after_fork).cancel)
+        session.ends.callback(ProcessEnd(self._closing.close_at_exit, self._after_fork).cancel)
         session.introduce()
 
     @property
@@ -251,10 +255,23 @@ class Checkpointer:
         What an earlier call has named and this one does not may go again. Say it before the `save()` of such a step
         and no later checkpoint pushes it out. All ranks call this alike; it returns at once.
         """
-        self._progress.check_usable()
-        if not all(type(step) is int and isinstance(note, str) for step, note in notes.items()):
-            raise UsageError(f"keep_steps wants {{step: why}}, not {notes!r}")
-        self._session.supervisor.writes.keep_steps(notes)
+        with self._progress.in_turn():
+            self._progress.check_usable()
+            self._kept.keep(notes)
+
+    def score(self, step: int, value: float | torch.Tensor) -> bool:
+        """Say what a step scored, now or long after it; whether it is among the `best`, which stay in every tier.
+
+        The step that the last `step()` named is saved to every tier if it is one of them; an older one stays where it
+        is saved. All ranks call this alike, and the first one's value decides. A score is as durable as its step once
+        `wait()` returns. A value that is no number is none of the best, says a warning. UsageError, and nothing has
+        changed, for a step that was not made yet, or is saved nowhere and past.
+        """
+        with self._progress.in_turn():
+            self._progress.check_usable()
+            among = self._kept.score(step, value)
+            self._session.errors.raise_pending()
+            return among
 
     # -- restoring --
 
@@ -277,17 +294,19 @@ class Checkpointer:
         with self._progress.in_turn(alone=True):
             self._progress.check_usable(restoring=True)
             try:
-                return self._restoring.restore(default, step, strict)
+                found = self._restoring.restore(default, step, strict)
+                self._kept.went_back()
+                return found
             finally:
                 self._fault_handler.securer.went_back()
 
     # -- the end --
 
     def wait(self, timeout_s: float | None = None, *, step: int | None = None) -> None:
-        """Until every save begun so far, or that of one step, is staged and written, or has failed. DeadlineError past
-        `timeout_s`."""
+        """Until every save begun so far, or that of one step, is staged and written, or has failed, and what stays is
+        noted. DeadlineError past `timeout_s`."""
         self._progress.check_not_forked()
-        self._writes.wait(timeout_s, step)
+        self._kept.wait(timeout_s, step)
 
     def close(self, timeout_s: float | None = None) -> None:
         """Make the last step durable in every tier, wait for all saves, let the writer leave. Harmless when called
@@ -297,27 +316,7 @@ class Checkpointer:
         DeadlineError or PeerError if other ranks do not come to close: memory stays with the writer as after a death.
         A run in memory alone is let go of, unless an exception is on its way: then a restart finds it.
         """
-        under_way = sys.exc_info()[1]
-        try:
-            self._closing.close(timeout_s, clean=under_way is None)
-        except CheckpointError as failure:
-            if not isinstance(under_way, KeyboardInterrupt):
-                raise
-            log.error("closing the Checkpointer failed: %s", failure)
-            under_way.add_note(f"besides, closing the Checkpointer failed: {failure}")
-            raise under_way from None  # it ends the script, also where we are called by `finally`
-
-    def _close_at_exit(self) -> None:
-        if self._session.world.size > 1 and self._fault_handler.saw_exception:  # the others may never come to close
-            self._closing.abandon()
-            return
-        try:
-            self._closing.close(clean=False)
-        except CheckpointError:
-            pass
-        except BaseException:  # Ctrl-C: nobody will call close() again, so the last step goes to memory at least
-            self._closing.abandon()
-            raise
+        self._closing.close_as_asked(timeout_s)
 
     def _after_fork(self) -> None:
         if not self._progress.closed:
@@ -333,14 +332,5 @@ class Checkpointer:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if error is None:
             self.close()
-            return
-        self._closing.failed = isinstance(error, Exception) or (isinstance(error, SystemExit) and bool(error.code))
-        if isinstance(error, Exception) and not self._progress.closed and not self._progress.forked:
-            self._fault_handler.exception(error)
-        if self._session.world.size > 1:  # the other ranks may be in a collective, and never come to close
-            self._closing.abandon()
-            return
-        try:
-            self._closing.close(clean=isinstance(error, SystemExit) and not error.code)
-        except CheckpointError as failure:  # the user's own error matters more
-            error.add_note(f"besides, closing the Checkpointer failed: {failure}")
+        else:
+            self._closing.close_after(error)

@@ -10,9 +10,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-# Two processes of tests, and all that they start, share a machine: threads that wait for each other only wait longer.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
 import pytest
 from botocore.loaders import JSONFileLoader, Loader
 
@@ -34,7 +31,8 @@ SLOW = (
     "test_jobs", "test_surprises", "test_incremental", "test_waits", "test_first_contact", "test_process_groups",
     "test_flight_recorder", "test_documents", "test_home_made_zero", "test_shards", "test_stopped",
     "test_megatron", "test_ray", "test_deepspeed", "test_torchtitan", "test_typing", "test_restore_line",
-    "test_to_lightning", "test_fabric", "test_machines", "test_fsdp1", "test_torchft", "test_simulated",
+    "test_to_lightning", "test_fabric", "test_machines", "test_fsdp1", "test_torchft", "test_corners",
+    "test_best",
 )  # fmt: skip
 
 
@@ -44,6 +42,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=("all", "quick", "slow"),
         default="all",
         help="files that take minutes, all others, or both; files that are named are run in any case",
+    )
+    parser.addoption(
+        "--any-build",
+        action="store_true",
+        help="tests/test_corners.py takes CUDA builds of torch too: several GB each, for environments that stay",
     )
 
 

@@ -3,75 +3,350 @@
 from __future__ import annotations
 
 import math
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import ckpt
 import toy
 from ckpt.errors import NoCheckpointError, UsageError
 from commands import call
+from parallel import free_port, launch
+from processes import eventually, killed, run_script, writers
 
 __all__ = ["call"]  # a fixture
 
 LOSSES = {2: 0.9, 4: 0.3, 6: 0.5, 8: math.nan, 10: 0.4, 12: 0.8}
 
 
-def train(run: str, best: ckpt.Best, last: int, losses: dict[int, float]) -> dict[int, str]:
-    """Go on to a step, and score some; the digests of the state at those."""
-    state, digests = toy.build(), {}
-    with ckpt.Checkpointer(state, run, every=1, keep=2) as cp:
+def train(run: Any, best: ckpt.Best, last: int, losses: dict[int, float]) -> None:
+    """Go on to a step, and score some. `run`: a folder, of which two steps stay, or tiers."""
+    state, alone = toy.build(), isinstance(run, str)
+    with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run, every=1, keep=2)] if alone else run, best=best) as cp:
         for step in range(cp.restore(default=0) + 1, last + 1):
             toy.train_step(state)
             cp.step(step)
             if step in losses:
-                best.score(cp, step, losses[step])
-                digests[step] = toy.digest(state)
-    return digests
+                cp.score(step, losses[step])
 
 
 def kept(run: str) -> dict[int, str]:
-    return {one.step: one.kept for one in ckpt.Run(run).list() if one.kept}
+    return {one.step: one.kept.removeprefix("kept by training: ") for one in ckpt.Run(run).list() if one.kept}
+
+
+def is_at(run: str, step: int) -> bool:
+    """Whether the checkpoint of a step is, bit for bit, what the training was then."""
+    state = toy.build()
+    with ckpt.Checkpointer(state, run, triggers=None) as cp:
+        return cp.restore(step=step) == step and toy.digest(state) == toy.reference(step)
 
 
 def test_the_best_stay_and_are_found(run_dir: str, call: Any) -> None:
     """The two best of those that were scored, whatever `keep` says; by `load(best=True)` and RUN@best the very best."""
     train(run_dir, ckpt.Best("loss", keep=2), 12, LOSSES)
-    assert kept(run_dir) == {4: "kept by training: best, loss=0.3", 10: "kept by training: loss=0.4"}
+    assert kept(run_dir) == {4: "best, loss=0.3", 10: "loss=0.4"}
     assert 2 not in {one.step for one in ckpt.Run(run_dir).list()}
     assert ckpt.load(run_dir, best=True).step == ckpt.load(f"{run_dir}@best").step == 4
     assert call("show", f"{run_dir}@best", "--json").json["step"] == 4
     with pytest.raises(UsageError, match="one of them"):
         ckpt.load(run_dir, best=True, step=10)
+    assert is_at(run_dir, 4)
 
 
 def test_it_is_known_again_after_a_restart(run_dir: str) -> None:
     """By what the run itself says: a later start that scores worse changes nothing, a better one takes its place."""
-    train(run_dir, ckpt.Best("acc", mode="max"), 4, {2: 0.7, 4: 0.5})
-    train(run_dir, ckpt.Best("acc", mode="max"), 8, {6: 0.6})
-    assert kept(run_dir) == {2: "kept by training: best, acc=0.7"} and ckpt.load(run_dir, best=True).step == 2
-    train(run_dir, ckpt.Best("acc", mode="max"), 12, {10: 0.8})
-    assert kept(run_dir) == {10: "kept by training: best, acc=0.8"} and ckpt.load(run_dir, best=True).step == 10
+    train(run_dir, best := ckpt.Best("acc", mode="max"), 4, {2: 0.7, 4: 0.5})
+    train(run_dir, best, 8, {6: 0.6})
+    assert kept(run_dir) == {2: "best, acc=0.7"} and ckpt.load(run_dir, best=True).step == 2
+    train(run_dir, best, 12, {10: 0.8})
+    assert kept(run_dir) == {10: "best, acc=0.8"} and ckpt.load(run_dir, best=True).step == 10
+    train(f"{run_dir}-2", best, 4, {4: 0.1})
+    assert kept(f"{run_dir}-2") == {4: "best, acc=0.1"}, "another run has scores of its own"
 
 
 def test_a_step_that_was_not_due_is_saved_for_it(run_dir: str) -> None:
-    """With the weights that it had."""
+    """With the weights that it had, and at once: when `wait()` returns, the run's own log says so."""
     state, best = toy.build(), ckpt.Best("loss")
-    with ckpt.Checkpointer(state, run_dir, every=100) as cp:
+    with ckpt.Checkpointer(state, run_dir, every=100, best=best) as cp:
         for step in range(1, 6):
             toy.train_step(state)
             cp.step(step)
             if step == 3:
-                assert best.score(cp, 3, 0.1)
-    again = toy.build()
-    with ckpt.Checkpointer(again, run_dir) as cp:
-        assert cp.restore(step=3) == 3
-    assert toy.digest(again) == toy.reference(3)
+                assert cp.score(3, torch.tensor(0.25)) and best.scores == [(0.25, 3)]
+                cp.wait(60)
+                assert kept(run_dir) == {3: "best, loss=0.25"}
+    assert is_at(run_dir, 3)
 
 
-def test_nothing_is_the_best_until_it_is_said(run_dir: str) -> None:
+def test_a_score_may_come_long_after_its_step(run_dir: str) -> None:
+    """As from a validation beside the training: the step stays from then on, where it is saved."""
+    state, best = toy.build(), ckpt.Best("loss")
+    with ckpt.Checkpointer(state, ckpt.Tier(run_dir, every=2, keep=2), best=best) as cp:
+        for step in range(1, 12):
+            toy.train_step(state)
+            save = cp.step(step)
+            if save is not None:
+                save.committed(60)
+            if step == 5:
+                assert cp.score(4, 0.5) and cp.score(5, 0.4) and not cp.score(2, 0.7)
+                cp.wait(60)
+                assert kept(run_dir) == {5: "best, loss=0.4"}
+    assert kept(run_dir) == {5: "best, loss=0.4"} and is_at(run_dir, 5)
+
+
+def test_what_is_no_score_changes_nothing(run_dir: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A step that was not made, or is saved nowhere, a value that is no number: what was best before is that still."""
+    state, best = toy.build(), ckpt.Best("loss", keep=2)
+    with ckpt.Checkpointer(state, run_dir, every=100, best=best) as cp:
+        for step in range(1, 6):
+            toy.train_step(state)
+            cp.step(step)
+            if step == 2:
+                cp.score(2, 0.5)
+        for wrong, why in (
+            (6, "not made yet"),
+            (-1, "not made"),
+            ("5", "not made"),
+            (True, "not made"),
+            (4, "nowhere"),
+        ):
+            with pytest.raises(UsageError, match=why):
+                cp.score(wrong, 0.1)  # type: ignore[arg-type]
+        for value in ("0.1", None, torch.zeros(2), {}):
+            with pytest.raises(UsageError, match="one number"):
+                cp.score(5, value)  # type: ignore[arg-type]
+        for number in (math.nan, -math.inf):
+            assert not cp.score(5, number)
+        toy.train_step(state)  # step 5 is past now
+        with pytest.raises(UsageError, match="went on after step 5"):
+            cp.score(5, 0.1)
+        assert best.scores == [(0.5, 2)]
+    assert kept(run_dir) == {2: "best, loss=0.5"} and is_at(run_dir, 2)
+    assert [r.getMessage() for r in caplog.records if "none of the best" in r.getMessage()] == [
+        "step 5 scored loss=nan: it is none of the best",
+        "step 5 scored loss=-inf: it is none of the best",
+    ]
+
+
+def test_where_nothing_can_be_best(run_dir: str) -> None:
+    """Without `best`, or without a place that lasts, a call says what is missing."""
     train(run_dir, ckpt.Best("loss"), 2, {})
     with pytest.raises(NoCheckpointError, match="known as the best"):
         ckpt.load(run_dir, best=True)
-    with ckpt.Checkpointer(toy.build(), name="only-memory") as cp, pytest.raises(UsageError, match="durable"):
-        ckpt.Best("loss").score(cp, 1, 0.5)
+    with ckpt.Checkpointer(toy.build(), name="only-memory") as cp, pytest.raises(UsageError, match="best=ckpt"):
+        cp.score(1, 0.5)
+    for place, best in (({"name": "only-memory"}, ckpt.Best("loss")), ({"tiers": run_dir}, "loss")):
+        with pytest.raises(UsageError, match="folder or URL"):
+            ckpt.Checkpointer(toy.build(), best=best, **place)  # type: ignore[arg-type]
+
+
+def test_steps_that_are_named_stay_beside_the_best(run_dir: str) -> None:
+    """`keep_steps` and `score` do not take each other's steps away, in this start nor in the next."""
+    state, best = toy.build(), ckpt.Best("loss")
+    for last in (6, 10):
+        with ckpt.Checkpointer(state, run_dir, every=1, keep=2, best=best) as cp:
+            for step in range(cp.restore(default=0) + 1, last + 1):
+                toy.train_step(state)
+                cp.step(step)
+                if step == 2:
+                    cp.keep_steps({2: "epoch 1", 3: "loss=low"})
+                if step in (3, 8):
+                    cp.score(step, 1 / step)
+        assert kept(run_dir) == (
+            {2: "epoch 1", 3: f"best, loss={1 / 3!r}, loss=low"}
+            if last == 6
+            else {2: "epoch 1", 8: "best, loss=0.125", 3: "loss=low"}
+        )
+
+
+def test_what_is_kept_by_hand_is_not_training_s_to_take(run_dir: str, call: Any) -> None:
+    """A step that `ckpt keep` has named, and is among the best for a while, has both notes then, and its own again."""
+    train(run_dir, ckpt.Best("loss"), 3, {3: 0.5})
+    assert call("keep", f"{run_dir}@3", "--note", "as published", "--yes").code == 0
+    train(run_dir, ckpt.Best("loss"), 6, {6: 0.9})
+    assert kept(run_dir) == {3: "best, loss=0.5; by hand: as published"} and ckpt.load(run_dir, best=True).step == 3
+    train(run_dir, ckpt.Best("loss"), 7, {7: 0.4})
+    assert kept(run_dir) == {3: "as published", 7: "best, loss=0.4"}
+    assert call("keep", f"{run_dir}@7", "--note", "mine", "--yes").code == 0
+    state, best = toy.build(), ckpt.Best("loss", keep=2)
+    with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run_dir, every=1, keep=2)], best=best) as cp:
+        cp.restore()
+        cp.keep_steps({7: "ours"})
+        cp.wait(60)
+        assert kept(run_dir)[7] == "best, loss=0.4, ours; by hand: mine"
+        cp.keep_steps({})
+    assert kept(run_dir) == {3: "as published", 7: "best, loss=0.4; by hand: mine"}
+    assert call("keep", f"{run_dir}@7", "--undo", "--yes").code == 0 and kept(run_dir) == {3: "as published"}
+
+
+def test_the_best_by_another_score_stay_too(run_dir: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A name that was misspelt, or changed on purpose, costs nothing: a warning says what stays. There is one best."""
+    train(run_dir, ckpt.Best("loss", keep=2), 4, {1: 0.2, 3: 0.1})
+    train(run_dir, ckpt.Best("lss"), 8, {6: 0.5})
+    assert kept(run_dir) == {1: "loss=0.2", 3: "loss=0.1", 6: "best, lss=0.5"}
+    assert ckpt.load(run_dir, best=True).step == 6
+    assert "the best by another score than lss, step 3 (loss=0.1), stays too" in caplog.text
+
+
+def test_a_rollback_forgets_what_came_after(run_dir: str) -> None:
+    """Steps that are no part of the history any more are not its best; those that were before stay so."""
+    state, best = toy.build(), ckpt.Best("loss", keep=2)
+    with ckpt.Checkpointer(state, run_dir, every=1, best=best) as cp:
+        for step in range(cp.restore(default=0) + 1, 7):
+            toy.train_step(state)
+            cp.step(step)
+            if step in (2, 3, 6):
+                cp.score(step, 1 / step)
+        assert best.scores == [(1 / 6, 6), (1 / 3, 3)]
+        cp.wait(60)
+        assert cp.restore(step=4) == 4
+        toy.train_step(state)
+        cp.step(5)
+        assert cp.score(5, 0.9) and best.scores == [(1 / 3, 3), (0.9, 5)]
+    assert kept(run_dir) == {3: f"best, loss={1 / 3!r}", 5: "loss=0.9"} and ckpt.load(run_dir, best=True).step == 3
+
+
+def test_the_nearest_tier_was_lost(tmp_path: Path) -> None:
+    """On another machine the bucket alone knows which were best, and they stay there."""
+    near, far = str(tmp_path / "near"), str(tmp_path / "far")
+    tiers = [ckpt.Tier(near, every=1, keep=2), ckpt.Tier(far, every=2, keep=2)]
+    train(tiers, ckpt.Best("loss"), 6, {2: 0.1, 3: 0.5})
+    shutil.rmtree(near)
+    train(tiers, ckpt.Best("loss"), 14, {9: 0.3})
+    assert kept(far) == {2: "best, loss=0.1"} and ckpt.load(far, best=True).step == 2 and is_at(far, 2)
+
+
+# -- kills --
+
+KILLED = """
+import os, signal, sys, toy, ckpt
+run, victim = sys.argv[1:]
+scores = {2: (2, 0.9), 5: (4, 0.3), 7: (7, 0.2), 8: (8, 0.5), 11: (10, 0.4)}  # in step: of step, and what
+state, best = toy.build(), ckpt.Best("loss", keep=2)
+with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run, every=2, keep=2)], best=best) as cp:
+    start = cp.restore(default=0)
+    for step in range(start + 1, 13):
+        toy.train_step(state)
+        save = cp.step(step)
+        if save is not None and save.tiers:
+            save.committed(60)
+        if step in scores:
+            cp.score(*scores[step])
+        if step == 7 and start == 0 and victim != "nobody":
+            writer = cp.writer_pid
+            if victim == "both":
+                cp.wait(60)
+            if victim != "trainer":
+                os.kill(writer, signal.SIGKILL)
+            if victim != "writer":
+                os.kill(os.getpid(), signal.SIGKILL)
+print(toy.digest(state))
+"""
+
+
+@pytest.mark.parametrize("victim", ["trainer", "writer", "both"])
+def test_scores_survive_kills(run_dir: str, own_sockets: Path, victim: str) -> None:
+    """Killed right after a score: the end is that of a run that was never killed. What `wait()` has seen is in the
+    run's log, also if nobody is left to write it down."""
+    process = run_script(KILLED, run_dir, victim)
+    if victim == "both":
+        assert killed(process) and kept(run_dir) == {7: "best, loss=0.2", 4: "loss=0.3"}
+    if victim != "writer":
+        assert killed(process), process.stderr
+        process = run_script(KILLED, run_dir, victim)
+    assert process.returncode == 0 and process.stdout.strip() == toy.reference(12), process.stderr
+    assert eventually(lambda: not writers(own_sockets))
+    assert kept(run_dir) == {7: "best, loss=0.2", 4: "loss=0.3"} and ckpt.load(run_dir, best=True).step == 7
+    assert not {2, 6} & {one.step for one in ckpt.Run(run_dir).list()}
+    assert is_at(run_dir, 7) and is_at(run_dir, 4)
+
+
+@pytest.mark.parametrize("nth", [5, 6, 7])
+def test_a_writer_dies_between_a_step_and_its_score(run_dir: str, nth: int) -> None:
+    """After any of the records by which a step is a checkpoint, and stays: the next one writes down what is missing."""
+    process = run_script(KILLED, run_dir, "nobody", fail=f"writer/log.appended:kill:{nth}")
+    assert process.returncode == 0, process.stderr
+    assert "a new writer has taken over" in process.stderr
+    assert kept(run_dir) == {7: "best, loss=0.2", 4: "loss=0.3"} and is_at(run_dir, 7)
+
+
+# -- ranks --
+
+RANKS = """
+import os, signal, sys, torch, torch.distributed as dist, ckpt, parallel, toy
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+run, who, kill_at = sys.argv[1], sys.argv[2], int(sys.argv[3])
+rank, scores = dist.get_rank(), {2: 0.9, 3: 0.8, 5: 0.3, 6: 0.5, 8: 0.4, 9: 0.7}
+state, best = parallel.build("ddp"), ckpt.Best("loss", keep=2)
+with ckpt.Checkpointer(state, ckpt.Tier(run, every=3, keep=2), best=best, agree_timeout_s=60) as cp:
+    for step in range(cp.restore(default=0) + 1, 11):
+        parallel.train_step("ddp", state, step)
+        cp.step(step)
+        if step in scores and (who == "all" or (rank == 0 and step % 3 == 0)):
+            among = cp.score(step, scores[step] if rank == 0 else 1 - scores[step])
+            print(step, among, toy.bits(dict(state["model"].module.state_dict())), flush=True)
+        if step == kill_at:
+            cp.wait(60)
+            dist.barrier()
+            os.kill(os.getpid(), signal.SIGKILL)
+dist.destroy_process_group()
+"""
+
+
+def test_the_first_rank_decides(run_dir: str) -> None:
+    """Each rank has measured something else: all do what the first one's value says, save together what was not due,
+    and know it again after a kill."""
+    first = launch(2, RANKS, run_dir, "all", 7, port=free_port())
+    assert [one.returncode for one in first] == [-9, -9], first[0].stderr
+    then = launch(2, RANKS, run_dir, "all", 0, port=free_port())
+    assert [one.returncode for one in then] == [0, 0], then[0].stderr
+    for one, two in ((first[0], first[1]), (then[0], then[1])):
+        assert one.stdout == two.stdout
+    said = [line.split() for line in (first[0].stdout + then[0].stdout).splitlines()]
+    assert [(step, among) for step, among, _ in said] == [
+        ("2", "True"), ("3", "True"), ("5", "True"), ("6", "True"), ("8", "True"), ("9", "False"),
+    ]  # fmt: skip
+    assert kept(run_dir) == {5: "best, loss=0.3", 8: "loss=0.4"}
+    best = ckpt.load(run_dir, best=True)
+    assert best.step == 5 and toy.bits(best.sub("model").all()) == said[2][2]
+
+
+def test_the_first_rank_alone_may_score_what_is_saved(run_dir: str) -> None:
+    """It waits for nobody."""
+    done = launch(2, RANKS, run_dir, "first", 0, port=free_port())
+    assert [one.returncode for one in done] == [0, 0], done[0].stderr
+    assert [line.split()[1] for line in done[0].stdout.splitlines()] == ["True", "True", "True"] and not done[1].stdout
+    assert kept(run_dir) == {6: "best, loss=0.5", 9: "loss=0.7"}
+
+
+def test_ranks_that_score_something_else_are_told(run_dir: str) -> None:
+    """What the first rank cannot take is an error on all ranks, and no rank waits for long."""
+    code = """
+import sys, torch, torch.distributed as dist, ckpt, parallel
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+state, rank = parallel.build("ddp"), dist.get_rank()
+with ckpt.Checkpointer(state, sys.argv[1], every=1, best=ckpt.Best("loss"), agree_timeout_s=60) as cp:
+    cp._session.world.timeout_s = 2
+    parallel.train_step("ddp", state, 1)
+    cp.step(1)
+    for step, value, first in ((2, 0.1, 0), (1, 0.2 if rank else "x", 0), (1 - rank, 0.1, 0), (1, 0.1, 1)):
+        dist.barrier()
+        try:
+            print(cp.score(step, value) if rank >= first else "", flush=True)
+        except ckpt.CheckpointError as error:
+            print(type(error).__name__, str(error).splitlines()[0], flush=True)
+dist.destroy_process_group()
+"""
+    first, second = launch(2, code, run_dir, port=free_port())
+    assert first.returncode == second.returncode == 0, second.stderr
+    ours, others = first.stdout.splitlines(), second.stdout.splitlines()
+    assert ours[:2] == others[:2] and ours[0].startswith("UsageError step 2 was not made yet")
+    assert ours[1].startswith("UsageError a score is one number") and ours[2:] == ["True", ""]
+    assert others[2].startswith("PeerError rank 0 scored step 1, and this rank step 0")
+    assert others[3].startswith("DeadlineError")
+    assert kept(run_dir) == {1: "best, loss=0.1"}

@@ -99,7 +99,7 @@ def test_only_what_a_user_may_call_is_seen() -> None:
     """`dir()` is how people look around: of the classes that a script holds, and of the package."""
     seen = {name for name in dir(ckpt.Checkpointer) if not name.startswith("_")}
     assert seen == {
-        "step", "save", "stage", "restore", "wait", "close", "request", "fence", "pause", "keep_steps",
+        "step", "save", "stage", "restore", "wait", "close", "request", "fence", "pause", "keep_steps", "score",
         "stats", "last_restore", "writer_pid",
     }  # fmt: skip
     assert {name for name in dir(ckpt.Run) if not name.startswith("_")} == {

@@ -29,7 +29,7 @@ from ckpt.ipc.notes import DamagedNote, SaidNote
 from ckpt.ipc.protocol import Note
 from ckpt.runlog.archiving import Archivist
 from ckpt.runlog.log import RunLog
-from ckpt.runlog.records import Acquire, RunState
+from ckpt.runlog.records import Acquire, RunState, words_of
 from ckpt.store import Store, open_store, remember_options
 
 READ_BACK_EVERY = 10  # checkpoints, in a remote place
@@ -196,16 +196,29 @@ class OpenTier:
         wanted = {attempt for attempt in state.commits if attempt.step in (self.notes or ())}
         return {*self.promoting, *self.anchors.values(), *wanted}
 
-    async def keep_noted(self, mine: Acquire) -> None:
-        """Have the log say what training wants kept; if that fails, before the next clean-up."""
+    def noted(self) -> dict[int, str]:
+        """What training wants kept, and why: as it has said, or the log says since an earlier incarnation."""
+        if self.notes is not None:
+            return dict(self.notes)
+        kept = {one.step: words_of(self.log.state.kept.get(one.attempt, ""))[0] for one in self.log.state.lineage()}
+        return {step: ours for step, ours in kept.items() if ours}
+
+    def steps(self) -> set[int]:
+        """Of checkpoints of the present history, and of those to be."""
+        return {one.step for one in self.log.state.lineage()} | {attempt.step for attempt in self.in_flight}
+
+    async def keep_noted(self, mine: Acquire) -> CheckpointError | None:
+        """Have the log say what training wants kept; if that fails, why, and it is tried before the next clean-up."""
         try:
             async with self.noting:
                 if self.notes is not None:
                     await retention.keep_steps(self.log, mine, self.notes)
-        except FencedError:
-            pass  # the next save says so
+        except FencedError as error:
+            return error  # the next save says so
         except CheckpointError as error:
             events.log.warning("%s: which checkpoints are kept cannot be written down now: %s", self.url, error)
+            return error
+        return None
 
     async def _warn(self, tell: Callable[[Note], None]) -> None:
         """Once, of each checkpoint that cannot be read, since nothing is cleaned up while it stays."""

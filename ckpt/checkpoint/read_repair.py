@@ -97,24 +97,11 @@ async def _take(
     other: Store, commit: Commit, attempt: Attempt, table: Table, missing: Lost, sink: Sink, mended: ReadRepair
 ) -> None:
     """What one checkpoint has of what is missing."""
-    found: list[int] = []
     try:
-        async for theirs in read.tables_of(other, commit, {table.name_of(blob) for blob in missing}):
-            found += await _take_of(other, theirs, table, missing, sink)
-            if not missing:
-                break
+        theirs = (await read.load_manifest(other, commit)).table
     except (CorruptError, FormatError, StoreError) as error:
         logger.warning("step %d of %s is of no help: %s", commit.step, other.url, error)
-    if found:
-        names = list(dict.fromkeys(table.name_of(blob) for blob in sorted(found)))
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        what = "1 damaged piece" if len(found) == 1 else f"{len(found)} damaged pieces"
-        where = other.url if commit.attempt == attempt else f"{other.url}, step {commit.step}"
-        mended.repaired.append(f"{what} ({', '.join(names[:3])}{more}) came from {where}")
-
-
-async def _take_of(other: Store, theirs: Table, table: Table, missing: Lost, sink: Sink) -> set[int]:
-    """The blobs that were missing, and are not any more."""
+        return
     wanted: dict[Content, list[int]] = {}
     for blob in missing:
         wanted.setdefault(table.content(blob), []).append(blob)
@@ -132,4 +119,9 @@ async def _take_of(other: Store, theirs: Table, table: Table, missing: Lost, sin
     await fetch_blobs(other, theirs, reads, take, on_damage=lambda blobs, error: None)
     for blob in done:
         del missing[blob]
-    return done
+    if done:
+        names = list(dict.fromkeys(table.name_of(blob) for blob in sorted(done)))
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        what = "1 damaged piece" if len(done) == 1 else f"{len(done)} damaged pieces"
+        where = other.url if commit.attempt == attempt else f"{other.url}, step {commit.step}"
+        mended.repaired.append(f"{what} ({', '.join(names[:3])}{more}) came from {where}")

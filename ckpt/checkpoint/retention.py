@@ -16,8 +16,7 @@ from ckpt.events import log as logger
 from ckpt.failpoints import point
 from ckpt.format.manifest import Attempt, index_key, part_key, table_key
 from ckpt.runlog.log import RunLog
-from ckpt.runlog.records import MARK as MARK
-from ckpt.runlog.records import Acquire, Commit, Record, RunState, live_packs
+from ckpt.runlog.records import BY_HAND, LONGEST, MARK, Acquire, Commit, Record, RunState, live_packs, words_of
 from ckpt.store import Store
 
 ALWAYS = 2  # so that one bad file can never be fatal
@@ -233,15 +232,25 @@ _cache: dict[tuple[str, Attempt], frozenset[str]] = {}
 
 async def set_keep(log: RunLog, attempt: Attempt, note: str | None, *, mine: Acquire | None = None) -> None:
     """Never retire a checkpoint, and why; None: it may go again. NoCheckpointError if it was retired meanwhile.
-    `mine`: None fences nobody."""
+
+    `mine`: a training says so, and what was said by hand stays; None: it is said by hand, which fences nobody, and what
+    training says stays, unless it may go.
+    """
     token = secrets.token_hex(4)
 
     def make(state: RunState) -> Record | None:
         if attempt not in state.commits and note is not None:
             raise NoCheckpointError(f"step {attempt.step} of {log.store.url} was given up a moment ago")
-        if state.kept.get(attempt) == note:
+        before = state.kept.get(attempt, "")
+        ours, by_hand = words_of(before)
+        if mine is not None:
+            ours = note or ""
+        else:
+            ours, by_hand = ours if note is not None else "", note or ""
+        said = BY_HAND.join(one for one in (ours and MARK + ours, by_hand) if one)[:LONGEST]
+        if said == before:
             return None
-        body = {"attempt": str(attempt), "note": note or "", "keep": note is not None}
+        body = {"attempt": str(attempt), "note": said, "keep": bool(said)}
         return Record("KEEP", body, f"keep:{attempt}:{token}")
 
     await log.append(make, owner=mine)
@@ -249,11 +258,11 @@ async def set_keep(log: RunLog, attempt: Attempt, note: str | None, *, mine: Acq
 
 async def keep_steps(log: RunLog, mine: Acquire, notes: Mapping[int, str]) -> None:
     """Keep the checkpoints of these steps, as far as they are there, and let go what was kept so before and is not
-    among them."""
+    among them, unless somebody keeps it by hand as well."""
     state = await log.refresh()
     newest = {commit.step: commit.attempt for commit in reversed(state.lineage())}
-    wanted = {newest[step]: MARK + note for step, note in notes.items() if step in newest}
-    before = {attempt for attempt, note in state.kept.items() if note.startswith(MARK)}
-    for attempt in [*wanted, *(before - wanted.keys())]:
-        if state.kept.get(attempt) != wanted.get(attempt):
+    wanted = {newest[step]: note for step, note in notes.items() if step in newest}
+    before = {attempt: ours for attempt, note in state.kept.items() if (ours := words_of(note)[0])}
+    for attempt in [*wanted, *(before.keys() - wanted.keys())]:
+        if before.get(attempt) != wanted.get(attempt):
             await set_keep(log, attempt, wanted.get(attempt), mine=mine)

@@ -3,5 +3,20 @@
 In: words. Out: tables or `--json`, and an exit code. Commands are imported when they are asked for.
 """
 
-from ckpt.cli.app import cli as cli
-from ckpt.cli.app import main as main
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+STOPPED = 130  # as a shell says of SIGINT
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; its exit code. Ctrl-C ends it in one line, also while it is being imported."""
+    try:
+        from ckpt.cli import app
+
+        return app.main(arguments)
+    except KeyboardInterrupt:
+        print("ckpt: stopped", file=sys.stderr)
+        return STOPPED

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 
 import click
 
-from ckpt.cli.terminal import SAYING, STOPPED, say
+from ckpt.cli import STOPPED
+from ckpt.cli.terminal import SAYING, say
 from ckpt.errors import CheckpointError
 from ckpt.events import log as logger
 from ckpt.version import VERSION

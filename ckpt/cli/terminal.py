@@ -22,6 +22,7 @@ import click
 
 from ckpt.checkpoint import losses
 from ckpt.checkpoint.losses import Loss
+from ckpt.cli import STOPPED
 from ckpt.cli.arguments import folders
 from ckpt.errors import FormatError
 from ckpt.format.manifest import Attempt
@@ -38,7 +39,6 @@ NUMBERS = (  # columns
     "cosine", "saved step", "steps",
 )  # fmt: skip
 NARROW = 20  # cells: a column is not wrapped to less
-STOPPED = 130  # as a shell says of SIGINT
 SHOWN, WIDTH = 20, 60  # how many problems, and how much of a value, a person gets to see
 
 

@@ -255,7 +255,7 @@ def _own(log: RunLog, job: Incarnation, restored: Attempt | None) -> Acquire:
     newest = acquires[-1]
     names = {job.name(turn) for turn in range(len(acquires) + 1)}
     if newest.nonce not in names and (restored is None or newest.restored != restored):
-        raise FencedError(f"another job took {log.store.url} over (epoch {newest.epoch})")
+        raise FencedError(f"another job took {log.store.url} over, and this one saves nothing there any more")
     return newest
 
 

@@ -301,10 +301,24 @@ class SavedInTier(Body, frozen=True):
 
 class KeepSteps(Request[None], frozen=True):
     """These steps stay in every tier, however old they get, each with a note that says why. What was kept by such a
-    request before, and is not among them, may go again."""
+    request before, and is not among them, may go again. Answered when the run logs say so of those that are there."""
 
     most_bytes = MOST_BYTES
     notes: list[tuple[int, str]]
+
+
+class KeptReply(Body, frozen=True):
+    """`notes`: step, note, and whether it is there, of what a training has asked to be kept; `saved`: whether the step
+    in question is a checkpoint of this history somewhere, or is about to be one."""
+
+    notes: list[tuple[int, str, bool]]
+    saved: bool
+
+
+class AskKept(Request[KeptReply], frozen=True):
+    """What stays in the tiers that this rank speaks for, and whether a step is there."""
+
+    step: int
 
 
 class Persist(Request[list[SavedInTier]], frozen=True):

@@ -96,6 +96,8 @@ class CheckpointCallback(Base):
         **arguments: Any,
     ) -> None:
         super().__init__()
+        if "best" in arguments:
+            raise UsageError("here monitor=, mode= and top_k= say what is best")
         memory, durable = as_tiers(tiers, every, keep)
         self._places: list[Memory | Tier] = [*([] if memory is None else [memory]), *durable]
         inspect.signature(Checkpointer).bind({}, self._places, **arguments)  # a misspelt keyword is said now

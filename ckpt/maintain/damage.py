@@ -24,23 +24,11 @@ class SoundCopy:
 
 @dataclass(eq=False)
 class AuditedTable:
-    """A table that a live checkpoint consists of, and the packs that it names. `layout`: of the rank that wrote it, if
-    it is of one rank.
-
-    Of thousands of ranks both are read again when they are wanted: `part` says of which, `digest` is the table's.
-    """
+    """A table that a live checkpoint consists of. `layout`: of the rank that wrote it, if it is of one rank."""
 
     commit: Commit
-    packs: tuple[str, ...]
-    part: tuple[int, int, str] | None = None
-    digest: str = ""
-    content: Table | None = None
-    layout: Layout | None = None
-
-    @property
-    def table(self) -> Table:
-        assert self.content is not None
-        return self.content
+    table: Table
+    layout: Layout | None
 
 
 @dataclass(eq=False)

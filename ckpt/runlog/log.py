@@ -344,8 +344,8 @@ class RunLog(LogFiles):
         # An older one only means that what we have read of the log is older than we are.
         if newest.epoch >= owner.epoch and (newest.epoch, newest.nonce) != (owner.epoch, owner.nonce):
             raise FencedError(
-                f"another job took {self.store.url} over (epoch {newest.epoch}, this one has {owner.epoch}). "
-                "Stop this one, or give it a folder of its own"
+                f"another job took {self.store.url} over, and this one saves nothing there any more. Stop this one, or "
+                "give it a folder of its own"
             )
 
     def _sealed(self, record: Record, state: RunState) -> bytes:

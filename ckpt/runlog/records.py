@@ -31,6 +31,16 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 MARK = "kept by training: "  # so begin notes of KEEP records that a training has written; others are left alone
 THE_BEST = "best, "  # and then so the note of the best of those that were scored
+LONGEST = 500  # characters of a note
+BY_HAND = "; by hand: "  # and what follows in it, if anything, is not training's to take away
+
+
+def words_of(note: str) -> tuple[str, str]:
+    """What training says in the note of a KEEP record, and what somebody else; "" for nothing."""
+    if not note.startswith(MARK):
+        return "", note
+    ours, _, others = note.removeprefix(MARK).partition(BY_HAND)
+    return ours, others
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +216,7 @@ def _keep(state: RunState, body: dict[str, Any]) -> None:
     if body.get("keep", True) is False:
         state.kept.pop(attempt, None)
     else:
-        state.kept[attempt] = str(body["note"])[:500]
+        state.kept[attempt] = str(body["note"])[:LONGEST]
 
 
 def _snapshot(state: RunState, body: dict[str, Any]) -> None:

@@ -27,7 +27,6 @@ else:
     missing = None
 
 from ckpt.errors import UsageError
-from ckpt.state.joint import Joint
 from ckpt.state.sharding import ModulePart, clean
 from ckpt.state.stateful import RNG, Resizable
 from ckpt.version import check_known
@@ -148,12 +147,10 @@ class Job:
         self._left = set(config.exclude_from_loading)
         if unknown := sorted(self._left - {OPTIMIZER, *rest}):
             raise UsageError(f"exclude_from_loading: {', '.join(unknown)} is not in the state ({', '.join(rest)})")
-        parts = len(given["model_parts"])
-        kinds = len(self._optimizers) // parts  # of optimizers, of which each part has one each
-        joint = [Joint(self._optimizers[kind::kinds]) if parts > 1 else self._optimizers[kind] for kind in range(kinds)]
+        optimizers = self._optimizers[0] if len(self._optimizers) == 1 else self._optimizers
         self.state: dict[str, Any] = {
             MODEL: self._weights.module,
-            OPTIMIZER: joint[0] if kinds == 1 else joint,
+            OPTIMIZER: optimizers,
             **{name: NotLoaded(one) if name in self._left else one for name, one in rest.items()},
         }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from typing import Any
 
@@ -39,6 +40,44 @@ class Closing:
         self._writes, self._keeper, self._fault_handler = writes, keeper, fault_handler
         self._agreed = False  # whether the other ranks have come to close
         self.failed = False
+
+    def close_as_asked(self, timeout_s: float | None) -> None:
+        """See `Checkpointer.close`, which may be called while an exception is on its way."""
+        under_way = sys.exc_info()[1]
+        try:
+            self.close(timeout_s, clean=under_way is None)
+        except CheckpointError as failure:
+            if not isinstance(under_way, KeyboardInterrupt):
+                raise
+            log.error("closing the Checkpointer failed: %s", failure)
+            under_way.add_note(f"besides, closing the Checkpointer failed: {failure}")
+            raise under_way from None  # it ends the script, also where we are called by `finally`
+
+    def close_after(self, error: BaseException) -> None:
+        """An exception has left the `with` block."""
+        self.failed = isinstance(error, Exception) or (isinstance(error, SystemExit) and bool(error.code))
+        if isinstance(error, Exception) and not self._progress.closed and not self._progress.forked:
+            self._fault_handler.exception(error)
+        if self._session.world.size > 1:  # the other ranks may be in a collective, and never come to close
+            self.abandon()
+            return
+        try:
+            self.close(clean=isinstance(error, SystemExit) and not error.code)
+        except CheckpointError as failure:  # the user's own error matters more
+            error.add_note(f"besides, closing the Checkpointer failed: {failure}")
+
+    def close_at_exit(self) -> None:
+        """The interpreter ends, and nobody has closed us."""
+        if self._session.world.size > 1 and self._fault_handler.saw_exception:  # the others may never come to close
+            self.abandon()
+            return
+        try:
+            self.close(clean=False)
+        except CheckpointError:
+            pass
+        except BaseException:  # Ctrl-C: nobody will call close() again, so the last step goes to memory at least
+            self.abandon()
+            raise
 
     def close(self, timeout_s: float | None = None, *, clean: bool) -> None:
         """`clean`: the training has come to its end, as far as can be known."""

@@ -54,6 +54,11 @@ class TierWrites:
                 except TimeoutError:
                     raise DeadlineError(f"saves are not finished after {timeout_s:g} s; they go on") from None
 
+    def is_under_way(self, step: int) -> bool:
+        """Whether it may yet come to a tier."""
+        with self._lock:
+            return any(save.step == step and save.tiers and save.unfinished() for save in self._active)
+
     def write(self, save: Save, attempt: Attempt, place: tuple[Arena, int], tier: int) -> None:
         """Have the writer write it there."""
         url, began = self._session.tiers[tier].url, time.monotonic()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
+from ckpt.best import Best
 from ckpt.errors import CheckpointError, FencedError, SaveError, UsageError
 from ckpt.events import log
 from ckpt.format.partition import Seat
@@ -51,6 +52,7 @@ class Settings:
     busy_timeout_s: float
     close_timeout_s: float
     metrics: Metrics | None
+    best: Best | None
 
     @classmethod
     def checked(
@@ -59,6 +61,7 @@ class Settings:
         name: str | None,
         every: int | str | Auto | None,
         keep: object,
+        best: Best | None,
         modes: tuple[str, str],
         timeouts_s: tuple[float, float, float],
         metrics: object,
@@ -80,7 +83,9 @@ class Settings:
         if not durable and name is None:
             raise UsageError("a run that is kept in memory only needs name=, by which it is found again")
         url = durable[0].url if durable else f"memory:{name}"
-        return cls(world, memory, durable, url, on_busy, on_error, busy_s, close_s, wanted)
+        if best is not None and not (isinstance(best, Best) and durable):
+            raise UsageError('best is a ckpt.Best("val_loss"), for a run that has a folder or URL to keep the best in')
+        return cls(world, memory, durable, url, on_busy, on_error, busy_s, close_s, wanted, best)
 
     @property
     def everywhere(self) -> list[int]:

@@ -18,7 +18,6 @@ ahead, and in workers; that is warned of. A stream (IterableDataset) is read aga
 from __future__ import annotations
 
 import contextlib
-import math
 import sys
 import threading
 from typing import Any
@@ -83,7 +82,8 @@ class CheckpointCallback(TrainerCallback):
         memory, durable = as_tiers(tiers, every, keep)
         self._tiers: list[Memory | Tier] = [*([] if memory is None else [memory]), *durable]
         self._strict, self._only_trained, self._arguments = strict, only_trained, arguments
-        self._best, self._score = best, math.nan  # what the step that is not saved yet has scored
+        self._best, self._said_missing = best, False
+        self._measured: dict[str, Any] = {}  # of the step that is not saved yet
         self.checkpointer: Checkpointer | None = None
         self.restored: Restored | None = None
         self.full_bytes = self.stored_bytes = 0
@@ -125,7 +125,8 @@ class CheckpointCallback(TrainerCallback):
         _end_those_left()
         progress = self._progress = trainer_internals.TrainerProgress(trainer, given["train_dataloader"])
         self._pending, self._numbers, self._thread = False, None, threading.get_ident()
-        self.checkpointer = Checkpointer(self._state(trainer, progress), self._tiers, **self._arguments)
+        self._measured, best = {}, self._best
+        self.checkpointer = Checkpointer(self._state(trainer, progress), self._tiers, best=best, **self._arguments)
         _open.append(self)
         try:
             self._resume(trainer, progress, state, control)
@@ -291,8 +292,8 @@ class CheckpointCallback(TrainerCallback):
             self._latest.settle()  # those weights are about to take the place of the last ones
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
-        if self._best is not None:
-            self._score = float(given.get("metrics", {}).get(self._best.monitor, math.nan))
+        if self._pending:  # else it is no step of this training, or was saved before
+            self._measured |= given.get("metrics") or {}
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if self._pending:
@@ -309,9 +310,19 @@ class CheckpointCallback(TrainerCallback):
         self._pending = False
         if self.checkpointer is not None:
             self._latest = self.checkpointer.step(step) or self._latest
-            if self._best is not None and not math.isnan(self._score):
-                self._best.score(self.checkpointer, step, self._score)
-            self._score = math.nan
+            if self._best is not None and self._measured:
+                self._score(self._best, step)
+        self._measured = {}
+
+    def _score(self, best: Best, step: int) -> None:
+        """As the Trainer has it of `metric_for_best_model`, the name may go without its eval_."""
+        value = self._measured.get(best.monitor, self._measured.get(f"eval_{best.monitor}"))
+        if value is not None and self.checkpointer is not None:
+            self.checkpointer.score(step, value)
+        elif not self._said_missing:
+            self._said_missing = True
+            there = ", ".join(sorted(self._measured))
+            say.warning("best=Best(%r): no evaluation has measured that; there are: %s", best.monitor, there)
 
     def _end(self) -> None:
         self._paused.close()

@@ -23,7 +23,7 @@ from ckpt.ipc.channel import Channel
 from ckpt.ipc.notes import FencedNote, SaidNote
 from ckpt.ipc.process import Process
 from ckpt.ipc.protocol import Note
-from ckpt.ipc.requests import Owner, Successor
+from ckpt.ipc.requests import AskKept, KeepSteps, KeptReply, Owner, Successor
 from ckpt.runlog.log import Acquire, RunLog
 from ckpt.writer.dispatch import handles
 
@@ -202,6 +202,24 @@ class HeldRun:
     def spoken_for(self) -> list[OpenTier]:
         """Those that this rank speaks for."""
         return [tier for tier in self.tiers if tier.role.place == 0]
+
+    @handles(KeepSteps)
+    async def keep_steps(self, request: KeepSteps) -> None:
+        """From now on no clean-up takes them, before there are records that say so."""
+        tiers = self.spoken_for()
+        for tier in tiers:
+            tier.notes = dict(request.notes)
+        found = await asyncio.gather(*(tier.keep_noted(self.mine()) for tier in tiers if tier.opened))
+        for error in filter(None, found):
+            raise error
+
+    @handles(AskKept)
+    def kept(self, request: AskKept) -> KeptReply:
+        """Of what two tiers say the nearer one's word counts."""
+        tiers = [tier for tier in self.spoken_for() if tier.opened]
+        notes = {step: note for tier in reversed(tiers) for step, note in tier.noted().items()}
+        there = set().union(*(tier.steps() for tier in tiers))
+        return KeptReply([(step, note, step in there) for step, note in notes.items()], request.step in there)
 
     async def lost(self, tiers: Iterable[OpenTier] | None = None) -> list[str]:
         """Those that are not the run any more that was opened there; of one that does not answer nothing is known."""

@@ -28,7 +28,7 @@ from ckpt.format.manifest import owner as owner_of
 from ckpt.format.table import Table
 from ckpt.ipc.arena import Arena, Label
 from ckpt.ipc.notes import HeldNote, UnpinnedNote
-from ckpt.ipc.requests import KeepSteps, Retract
+from ckpt.ipc.requests import Retract
 from ckpt.writer.dispatch import Background, handles
 from ckpt.writer.follow import Following
 from ckpt.writer.held_run import HeldRun, PresentTrainer
@@ -64,6 +64,8 @@ class Settler:
         attempt = Attempt.parse(written.part.attempt)
         try:
             await self._commit(tier, written)
+            if attempt.step in (tier.notes or ()) and tier.role.place == 0:
+                await tier.keep_noted(self.run.mine())  # whoever is told of the checkpoint may rely on that, too
             if written.part.world == 1:
                 remember_packs(tier.log, attempt, written.table.packs)
             tier.flow.committed(int(written.table.length[: written.table.owned].sum()), own_bytes(written))
@@ -114,14 +116,6 @@ class Settler:
     def _sweep_soon(self, tier: OpenTier) -> None:
         if tier.role.place == 0 and (tier.sweeping is None or tier.sweeping.done()):
             tier.sweeping = self.background.spawn(tier.sweep(self.run.mine(), self.trainer.tell))
-
-    @handles(KeepSteps)
-    def keep_steps(self, request: KeepSteps) -> None:
-        """From now on no clean-up takes them; the records that say so come after."""
-        for tier in self.run.spoken_for():
-            tier.notes = dict(request.notes)
-            if tier.opened:
-                self.background.spawn(tier.keep_noted(self.run.mine()))
 
     # -- what does not become one --
 

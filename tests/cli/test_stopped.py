@@ -134,3 +134,32 @@ def test_looking_that_is_stopped(made: Path) -> None:
     """A command that only looks says so in a line as well."""
     done = interrupted("verify", made / "run")
     assert (done.returncode, done.stderr.strip(), done.stdout) == (130, "ckpt: stopped", "")
+
+
+SLOWLY = """
+import sys, time
+class Slow:  # a cold disk
+    def find_spec(self, name, path=None, target=None):
+        if name == "click":
+            print("importing", flush=True)
+            time.sleep(60)
+sys.meta_path.insert(0, Slow())
+"""
+
+
+@pytest.mark.parametrize("words", [["-m", "ckpt"], ["-c", COMMAND], ["-c", COMMAND.replace("cli", "cli.app")]])
+def test_a_command_that_is_stopped_before_it_has_begun(tmp_path: Path, words: list[str]) -> None:
+    """One line, and no traceback, also while it is being imported. Control: without `ckpt.cli.main` there is one."""
+    (tmp_path / "sitecustomize.py").write_text(SLOWLY)
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{PYTHONPATH}"}
+    command = [sys.executable, *words, "--help"]
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline() == "importing\n"
+        process.send_signal(signal.SIGINT)
+        said = process.communicate(timeout=60)[1]
+    if "app" in words[1]:
+        assert "Traceback" in said
+    else:
+        assert (process.returncode, said) == (130, "ckpt: stopped\n")

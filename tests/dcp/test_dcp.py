@@ -37,7 +37,7 @@ import ckpt
 import ckpt.dcp
 from ckpt import failpoints
 from ckpt.checkpoint import read
-from ckpt.cli import cli
+from ckpt.cli.app import cli
 from ckpt.dcp import coordinator, in_flight, incarnation, objects, rank_write
 from ckpt.dcp import read as dcp_source
 from ckpt.format.manifest import Attempt

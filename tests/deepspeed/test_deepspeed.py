@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +15,9 @@ from safetensors.torch import load_file
 
 import ckpt
 from commands import spawn
+from foreign import python_with
 from parallel import free_port
-from processes import PYTHONPATH, REPO
-
-sys.path.insert(0, str(REPO / "benchmarks"))
-
-from environments import NotInstalled, environment
+from processes import PYTHONPATH
 
 MAIN = "import deepspeed_toy; deepspeed_toy.main()"
 KILLED, STEPS = 4, 7  # as in deepspeed_toy
@@ -54,10 +50,7 @@ OTHERS = {  # what each is taken over by
 @pytest.fixture(scope="module")
 def python() -> Path:
     """An interpreter that has DeepSpeed beside our packages: transformers and Lightning are not the same with it."""
-    try:
-        return environment("deepspeed", ("deepspeed",), "DeepSpeed")
-    except NotInstalled as error:
-        pytest.skip(str(error))
+    return python_with("deepspeed")
 
 
 def launch(python: Path, world: int, *words: object, main: str = MAIN) -> tuple[list[int], list[dict[str, Any]]]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -393,6 +394,18 @@ def test_a_library_that_does_otherwise_is_not_taken(monkeypatch: pytest.MonkeyPa
 # -- installing --
 
 
+def test_the_page_on_pypi_has_no_dead_links() -> None:
+    """Links into the repository, and pictures from there, are words; code and links to elsewhere stay as they are."""
+    page = build().as_page(readme := (REPO / "README.md").read_text())
+    code = re.compile(r"(?ms)^```.*?^```")
+    assert code.findall(page) == code.findall(readme) and "](docs/" in readme
+    assert not re.search(r"\]\((?!https?://)", code.sub("", page)) and "![" not in page
+    assert (
+        build().as_page("[a](b.md) ![c](d.svg) [e](https://f)\n```\n[g](h)\n```\n")
+        == "a  [e](https://f)\n```\n[g](h)\n```\n"
+    )
+
+
 def wheel(tmp_path: Path, compiler: str, *more: str) -> tuple[Path, str]:
     """A wheel, made from a copy of what a source archive has, as pip would have it made; and what was said."""
     pytest.importorskip("hatchling")
@@ -437,6 +450,8 @@ def test_a_wheel_has_the_library_and_is_for_this_machine(tmp_path: Path) -> None
     assert "-py3-none-linux_" in found.name
     assert [name for name in zipfile.ZipFile(found).namelist() if name.endswith(".so")] != []
     assert tried(found, tmp_path / "unpacked") == "True"
+    (about,) = (tmp_path / "unpacked").glob("*.dist-info/METADATA")
+    assert about.read_text().rstrip().endswith(build().as_page((REPO / "README.md").read_text()).rstrip())
 
 
 @pytest.mark.parametrize("compiler", ["/nowhere/cc", "/bin/false"])

@@ -139,6 +139,7 @@ def run(
     model: Any = None,
     tokenizer: Any = None,
     resume: str | None = None,
+    best: dict[str, Any] | None = None,
     callback: dict[str, Any] | None = None,
     more: tuple[TrainerCallback, ...] = (),
     **settings: Any,
@@ -147,7 +148,8 @@ def run(
     callbacks: list[TrainerCallback] = list(more)
     ours = None
     if run is not None:
-        ours = ckpt.transformers.CheckpointCallback(run, every=every, **(callback or {}))
+        scored = {} if best is None else {"best": ckpt.Best(**best)}
+        ours = ckpt.transformers.CheckpointCallback(run, every=every, **(callback or {}), **scored)
         callbacks.append(ours)
     if kill is not None:
         callbacks.append(Kill(kill[0], kill[1], ours))

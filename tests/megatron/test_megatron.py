@@ -6,20 +6,16 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import ckpt
+from foreign import python_with
 from parallel import free_port
 from parallel import launch as launch_ranks
-from processes import PYTHONPATH, REPO
-
-sys.path.insert(0, str(REPO / "benchmarks"))
-
-from environments import NotInstalled, environment
+from processes import PYTHONPATH
 
 MAIN = "import megatron_on_cpu, megatron_toy; megatron_toy.main()"
 KILLED, STEPS = 3, 5  # as in megatron_toy
@@ -38,10 +34,7 @@ Said = list[dict[str, Any]]
 @pytest.fixture(scope="module")
 def python() -> Path:
     """An interpreter that has megatron-core beside our packages."""
-    try:
-        return environment("megatron", ("megatron-core",), "Megatron-core")
-    except NotInstalled as error:
-        pytest.skip(str(error))
+    return python_with("megatron")
 
 
 def launch(python: Path, world: int, *words: object) -> tuple[list[int], Said]:

@@ -28,7 +28,7 @@ import ckpt
 from ckpt.checkpoint import commit as commits
 from ckpt.checkpoint import incremental, parts, read
 from ckpt.checkpoint.scrub import Scrub
-from ckpt.cli import cli
+from ckpt.cli.app import cli
 from ckpt.errors import CheckpointError, NotFoundError, SaveError
 from ckpt.failpoints import INCREMENT_POINTS, WRITER_POINTS
 from ckpt.format.codec import BF16, DELTA, FLOAT_DELTA, RAW
@@ -500,7 +500,7 @@ def test_both_die_at_a_point(
 
 CLEANER = """
 import sys, threading
-from ckpt.cli import cli
+from ckpt.cli.app import cli
 
 url, done = sys.argv[1], []
 threading.Thread(target=lambda: done.append(sys.stdin.read()), daemon=True).start()

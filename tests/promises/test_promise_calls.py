@@ -17,8 +17,8 @@ from torch import nn
 import ckpt
 import toy
 from ckpt.checkpoint import read
-from ckpt.checkpoint.retention import MARK
 from ckpt.errors import UsageError
+from ckpt.runlog.records import MARK
 from ckpt.state.capture import Capture
 from ckpt.trainer.ownership import Ownership
 from kills import steps_on_disk

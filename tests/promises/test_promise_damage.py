@@ -30,7 +30,7 @@ import toy
 from ckpt.checkpoint import commit, losses, read
 from ckpt.checkpoint.losses import Loss
 from ckpt.checkpoint.write import RankSnapshot, write_part
-from ckpt.cli import cli
+from ckpt.cli.app import cli
 from ckpt.errors import CheckpointError, CorruptError
 from ckpt.format.manifest import Attempt, new_nonce
 from ckpt.ranks.world import World

@@ -539,7 +539,7 @@ def test_interrupted_within_close(
     else:
         interrupt_at(monkeypatch, owner, method, interrupt, before=before)
         with pytest.raises(KeyboardInterrupt):
-            cp._close_at_exit() if how == "exit" else cp.close()
+            cp._closing.close_at_exit() if how == "exit" else cp.close()
         if how == "close":
             cp.close()
     monkeypatch.undo()
@@ -553,7 +553,7 @@ def test_a_second_ctrl_c_at_the_exit_says_what_is_lost(
     _, cp = trained(run_dir, 7, memory_every=5)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(StepKeeper, "stage_last", interrupt)
-        cp._close_at_exit()
+        cp._closing.close_at_exit()
     assert "step 7 was the last one, and step 5 is kept: it was interrupted" in caplog.text
     cp.close()
     assert restored(run_dir) == (7, toy.reference(7))

@@ -19,7 +19,7 @@ from ckpt import dcp
 from ckpt.checkpoint import commit
 from ckpt.checkpoint.open_tier import open_place
 from ckpt.checkpoint.retention import Keep
-from ckpt.cli import cli
+from ckpt.cli.app import cli
 from ckpt.errors import SaveError, StoreError, UsageError
 from ckpt.store import open_store
 from ckpt.tiers import as_tiers

@@ -124,7 +124,7 @@ def test_one_process_loads_what_two_saved(job: Any, mode: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_the_command_line_reads_what_ranks_saved(job: Any, mode: str, capsys: pytest.CaptureFixture[str]) -> None:
     """`verify` finds it sound, `show` names whole tensors, `diff` of two steps tells what differs."""
-    from ckpt.cli import cli
+    from ckpt.cli.app import cli
 
     folder = str(job.saved(2) / mode)
 

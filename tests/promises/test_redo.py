@@ -29,7 +29,7 @@ import torch
 
 import ckpt
 import toy
-from ckpt.cli import cli
+from ckpt.cli.app import cli
 from ckpt.errors import (
     CheckpointError,
     DeadlineError,

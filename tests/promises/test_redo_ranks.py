@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import ckpt
 import parallel
-from ckpt.cli import cli
+from ckpt.cli.app import cli
 from ckpt.ipc import channel
 from ckpt.redo.frame import Frame
 from ckpt.restore import redo_logs

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +12,14 @@ import pytest
 import torch
 
 import ckpt
+from foreign import python_with
 from processes import PYTHONPATH, REPO
-
-sys.path.insert(0, str(REPO / "benchmarks"))
-
-from environments import NotInstalled, environment
 
 
 @pytest.fixture(scope="module")
 def python() -> Path:
     """An interpreter that has Ray beside our packages."""
-    try:
-        return environment("ray", ("ray[train]",), "Ray")
-    except NotInstalled as error:
-        pytest.skip(str(error))
+    return python_with("ray")
 
 
 def fit(python: Path, folder: Path, steps: int, kill_at: int, workers: int) -> dict[str, Any]:

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,9 @@ import pytest
 import torch
 
 import ckpt
+from foreign import python_with
 from parallel import free_port
-from processes import LIB, PYTHONPATH, REPO
-
-sys.path.insert(0, str(REPO / "benchmarks"))
-
-from environments import NotInstalled, environment
+from processes import LIB, PYTHONPATH
 
 KILLED = 4
 
@@ -28,10 +24,7 @@ KILLED = 4
 @pytest.fixture(scope="module")
 def python() -> Path:
     """An interpreter that has torchft beside our packages."""
-    try:
-        return environment("torchft", ("torchft",), "torchft")
-    except NotInstalled as error:
-        pytest.skip(str(error))
+    return python_with("torchft")
 
 
 @pytest.fixture

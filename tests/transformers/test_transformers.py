@@ -373,14 +373,48 @@ def test_the_examples(run_dir: str, script: str) -> None:
     assert lines(resumed, "loss")[-1] == lines(alone, "loss")[-1]
 
 
-def test_the_best_by_evaluation_stay(run_dir: str) -> None:
-    """Whatever `keep` says; by the numbers of the Trainer's own log."""
-    found = hf_toy.run(run_dir, every=1, callback={"keep": 2, "best": ckpt.Best("eval_loss", keep=2)})
-    scores = {one["step"]: one["eval_loss"] for one in found["log"] if "eval_loss" in one}
-    first, second = sorted(scores, key=lambda step: scores[step])[:2]
-    kept = {one.step: one.kept for one in ckpt.Run(run_dir).list() if one.kept}
-    assert len(scores) > 2 and kept == {
+def best_of(log: list[dict[str, Any]], run: str, *, worst: bool = False) -> list[int]:
+    """The two best steps by the Trainer's own log, checked: just these stay in the run, with what they scored."""
+    scores = {one["step"]: one["eval_loss"] for one in log if "eval_loss" in one and one["step"] > 0}
+    first, second = sorted(scores, key=lambda step: scores[step], reverse=worst)[:2]
+    assert len(scores) > 2 and {one.step: one.kept for one in ckpt.Run(run).list() if one.kept} == {
         first: f"kept by training: best, eval_loss={scores[first]!r}",
         second: f"kept by training: eval_loss={scores[second]!r}",
     }
-    assert ckpt.load(run_dir, best=True).step == first
+    assert ckpt.load(run, best=True).step == first
+    return [first, second]
+
+
+def test_the_best_by_evaluation_stay(run_dir: str) -> None:
+    """Whatever `keep` says; by the numbers of the Trainer's own log. An evaluation before the first step is of none."""
+    best = {"monitor": "eval_loss", "mode": "max", "keep": 2}
+    found = hf_toy.run(run_dir, every=1, best=best, callback={"keep": 2}, eval_on_start=True)
+    assert best_of(found["log"], run_dir, worst=True)
+
+
+def test_the_best_survive_kills(run_dir: str) -> None:
+    """In a step and in an evaluation, of steps that no cadence wanted; the weights are those that were evaluated."""
+    constant = {"lr_scheduler_type": "constant"}
+    setting: dict[str, Any] = {
+        "every": 7,
+        "best": {"monitor": "eval_loss", "keep": 2},
+        "callback": {"keep": 2},
+    } | constant
+    for where, step in (("step", 9), ("eval", 16)):
+        ended = start(TOY, json.dumps({"run": run_dir, "kill": [where, step], **setting}))
+        assert killed(ended), ended.stdout + ended.stderr
+    found = hf_toy.run(run_dir, **setting)
+    assert found["started_at"] > 0
+    best, _ = best_of(found["log"], run_dir)
+    whole = hf_toy.run(None, max_steps=best, **constant)["weights"]
+    kept = ckpt.load(run_dir, best=True)
+    assert all(torch.equal(kept[f"model.{name}"], tensor) for name, tensor in whole.items())
+
+
+def test_a_metric_that_nobody_measures(run_dir: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Is said once, with those that there are; the name may go without its eval_."""
+    hf_toy.run(run_dir, best={"monitor": "accuracy"})
+    (said,) = (one for one in caplog.messages if "no evaluation has measured that" in one)
+    assert said.startswith("best=Best('accuracy')") and "eval_loss" in said
+    hf_toy.run(f"{run_dir}-2", best={"monitor": "loss"}, epochs=1)
+    assert ckpt.load(f"{run_dir}-2", best=True).step > 0

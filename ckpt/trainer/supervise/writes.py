@@ -19,6 +19,7 @@ from ckpt.trainer.supervise.memory import SnapshotMemory
 from ckpt.trainer.supervise.writer_client import WriterClient
 
 MOST_TRIES = 3  # by so many writers, and no more
+MOST_S = 3600.0  # for a run log to take a record: the store has its own patience
 
 
 @dataclass
@@ -116,6 +117,11 @@ class Writes(WriterUser):
         with self._writer.lock:
             self._kept = requests.KeepSteps(list(notes.items()))
             self._writer.client.send(self._kept)
+
+    def note_down(self, timeout_s: float) -> None:
+        """Return when the run logs say which steps stay. StoreError if one cannot be written now, or DeadlineError."""
+        if (kept := self._kept) is not None and self._writer.failure is None:
+            self._writer.insist(lambda client: client.ask(kept, max(0.1, min(timeout_s, MOST_S))))
 
     def on_new_writer(self, client: WriterClient) -> None:
         if self._kept is not None:

@@ -1,0 +1,25 @@
+"""Interpreters of other environments than that of the tests, by benchmarks/environments.py. Where one cannot be had, a
+test is skipped, with what pip said."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from processes import REPO
+
+sys.path.insert(0, str(REPO / "benchmarks"))
+
+from environments import NotInstalled as NotInstalled
+from environments import apart as apart
+from environments import python_of
+
+
+def python_with(trainer: str) -> Path:
+    """One that has this trainer beside our packages."""
+    try:
+        return python_of(trainer)
+    except NotInstalled as error:
+        pytest.skip(str(error))

@@ -5,8 +5,8 @@
 
 The ranks are simulated, one at a time: the measured ones hold real DTensors on a mesh of all ranks (torch's fake
 process group sends nothing), the others are described by the same pure functions, and all write the real files. Packs
-have their sizes and no bytes. Each task runs in a process of its own, on one core, and says the most memory that it
-had; a process that has imported torch and the library has some 350 MB before it begins.
+have their sizes and headers, and no bytes else. Each task runs in a process of its own, on one core, and says the most
+memory that it had; a process that has imported torch and the library has some 350 MB before it begins.
 
 The state is that of a transformer, parallel in three dimensions: PP 8 x TP 8 x FSDP 1, 8, ... 64, parameters and
 AdamW's moments; what is divided by tensor parallelism alone (norms) is cut into slices across those ranks.
@@ -51,6 +51,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import growth
 import long_log
+import looks
 from ckpt.checkpoint import commit as commits
 from ckpt.checkpoint import parts as parts_of
 from ckpt.checkpoint import read, write
@@ -273,6 +274,7 @@ async def write_rank(world: World, root: Path, rank: int, like: Reading, rng: np
     pack = PackInfo(key, len(header) + arrangement.data_size, len(header), file_digest(header))
     (root / "packs").mkdir(parents=True, exist_ok=True)
     with open(root / key, "wb") as file:
+        file.write(header)
         file.truncate(pack.size)
     store: Any = Folder(root)
     snapshot = write.RankSnapshot(ATTEMPT, layout, memoryview(b""), like.values, finite=True)
@@ -435,6 +437,7 @@ TASKS: dict[str, Callable[[Json], Json]] = {
     "commit": lambda a: take_over(Path(a["root"])),
     "reshard": lambda a: reshard(Path(a["root"]), World(**a["world"]), a["rank"]),
     "names": lambda a: names_of_a_stage(Path(a["root"]), a["layers"]),
+    "look": lambda a: looks.look(Path(a["root"]), a["what"]),
     "log": lambda a: long_log.synthetic(Path(a["root"]), a["records"]),
     **growth.TASKS,
 }
@@ -511,6 +514,7 @@ def measure(sizes_: list[int], layers: int, folder: Path, say: Callable[[str], N
         mine["reshard"]["one process, the weights of a stage"] = middle(
             "reshard_s", "names", root=str(root), layers=layers // 8
         )
+        mine["looks"] = looks.measure(task, root)
         found[str(size)] = mine
         say(f"{size} ranks: measured")
     return found
@@ -587,6 +591,8 @@ def show_all(found: Json) -> None:
     show("One rank's plan, its files, and the committer", head, rows)
     head = ["", "in all", "goal", "log, index, place, tables, fill, reads", "tables", "blobs", "peak"]
     show("What one rank does before it reads the first tensor", head, reshards)
+    head = ["", "CPU", "peak", "requests", "read", "parts", "tables"]
+    show("What commands read beside packs", head, looks.rows({size: f["looks"] for size, f in found.items()}))
 
 
 def show_growth(found: Json) -> None:

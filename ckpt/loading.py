@@ -74,7 +74,7 @@ class Loaded(Mapping[str, Tensor]):
         spec = self._saved.tensors[key].spec
         box, dropped = _box(name, spec.shape, index)
         tensor = empty(replace(spec, shape=box[1]), "cpu")
-        read.run(self._fetch({key: [Target(tensor, box)]}))
+        read.run(fill_from_store(self.url, self._attempt, self._saved, {key: [Target(tensor, box)]}))
         return tensor[tuple(0 if d in dropped else builtins.slice(None) for d in range(len(spec.shape)))]
 
     def sub(self, prefix: str) -> Loaded:
@@ -111,13 +111,9 @@ class Loaded(Mapping[str, Tensor]):
             if missing:
                 made = {key: empty(self._saved.tensors[key].spec, "cpu") for key in missing}
                 fills = {key: [Target.whole(tensor)] for key, tensor in made.items()}
-                read.run(self._fetch(fills))
+                read.run(fill_from_store(self.url, self._attempt, self._saved, fills))
                 self._cache.update(made)
             return {key: self._cache[key] for key in keys}
-
-    async def _fetch(self, fills: dict[Key, list[Target]]) -> None:
-        saved = self._saved.narrowed({key: [target.box for target in targets] for key, targets in fills.items()})
-        await fill_from_store(self.url, self._attempt, saved, fills)
 
 
 def _box(name: str, shape: tuple[int, ...], index: tuple[builtins.slice | int, ...]) -> tuple[Box, set[int]]:
@@ -183,6 +179,6 @@ async def _open(place: str, which: Which) -> tuple[Commit, SavedState, list[Skip
                 raise NoCheckpointError(f"{error}. {losses.listed(missed)}") from None
             raise
         missed = losses.passed_over(damage, commit.attempt, acquires, step=step)
-        return commit, await read.load_saved(log.store, commit), missed
+        return commit, await read.load_saved(log.store, commit, keep=True), missed
     finally:
         await log.store.aclose()

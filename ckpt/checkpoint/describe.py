@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ckpt.errors import CorruptError
 from ckpt.format import values
 from ckpt.format.codec import BF16, CODECS, RAW
+from ckpt.format.columns import I64
 from ckpt.format.layout import TensorSpec
 from ckpt.format.manifest import Attempt, canonical, owner
-from ckpt.format.saved_state import SavedState
+from ckpt.format.saved_state import Key, SavedState
 from ckpt.format.table import Table
 
 Entries = dict[str, tuple[dict[str, Any], Any]]  # by path: what never changes about it, and its plain values as stored
@@ -51,74 +51,78 @@ class BlobStorage:
 
 NOTHING = BlobStorage(0, {}, 0, 0)
 HELD = ("raw", "planes", "delta", "derived", "reference", "as another")
+REFERENCE, AS_ANOTHER = HELD.index("reference"), HELD.index("as another")
+_FORMS = np.array([{"none": 1, "same": 2, "master": 3}[CODECS[n].base] if n in CODECS else 0 for n in range(256)])
+_FORMS[RAW] = 0
 
 
 class Storages:
-    """Says of blobs of one table how they are stored."""
+    """How some tensors are stored, by the tables that it is told of: each has all that some ranks have stored.
 
-    def __init__(self, table: Table, attempt: Attempt) -> None:
-        self.table = table
-        own = np.array([owner(key) == attempt for key in table.packs], np.bool_)
-        self.own = own[table.pack] if len(own) else np.zeros(0, np.bool_)
-        forms = np.array(
-            [{"none": 1, "same": 2, "master": 3}[CODECS[n].base] if n in CODECS else 0 for n in range(256)]
-        )
-        forms[RAW] = 0
-        self.form = np.where(~self.own & (table.stored > 0), HELD.index("reference"), forms[table.codec])
-        self._counted: set[tuple[str, int]] = set()
+    `used`: bytes of each pack that a restore reads, each range once.
+    """
 
-    def of(self, blobs: list[int]) -> BlobStorage:
-        """A range that several tensors share counts as stored for the first that is asked about."""
-        table, rows = self.table, np.array(blobs, np.int64)
-        forms = self.form[rows]
-        forms[[self._is_counted(row) for row in blobs]] = HELD.index("as another")
-        counts = np.bincount(forms, minlength=len(HELD)).tolist()
-        needed = self._needed(rows)
-        depth = 0
-        if (table.base[rows] >= 0).any():
-            masters = self._needed(rows[table.codec[rows] == BF16])
-            depth = 2 if (table.base[masters] >= 0).any() else 1
-        everything = np.unique(np.concatenate([rows, needed, self._needed(needed)]))
-        return BlobStorage(
-            sum(self._new(row) for row in rows[self.own[rows]].tolist()),
-            {word: n for word, n in zip(HELD, counts, strict=True) if n},
-            depth,
-            self.reads(everything),
-        )
+    def __init__(self, attempt: Attempt, keys: Iterable[Key]) -> None:
+        """A range that several tensors share counts as stored for the first of `keys`."""
+        self._attempt, self._place = attempt, {key: i for i, key in enumerate(keys)}
+        self._stored, self._reads, self._depth = (np.zeros(len(self._place), np.int64) for _ in range(3))
+        self._held = np.zeros((len(self._place), len(HELD)), np.int64)
+        self.used: dict[str, int] = {}
 
-    def reads(self, rows: npt.NDArray[np.int64]) -> int:
-        """Bytes of the ranges of these blobs, each once."""
-        table = self.table
-        ranges = np.stack([table.pack[rows], table.offset[rows], table.stored[rows]], 1)[table.stored[rows] > 0]
-        return int(np.unique(ranges, axis=0)[:, 2].sum())
+    def of(self, key: Key) -> BlobStorage:
+        i = self._place[key]
+        held = {word: n for word, n in zip(HELD, self._held[i].tolist(), strict=True) if n}
+        return BlobStorage(int(self._stored[i]), held, int(self._depth[i]), int(self._reads[i]))
 
-    def _is_counted(self, row: int) -> bool:
-        return bool(self.own[row]) and bool(self.table.stored[row]) and self.table.place(row) in self._counted
+    def add(self, table: Table) -> None:
+        """No two of these tables have a range in common: a rank builds on what it has stored itself."""
+        shards, stored = table.columns, table.stored
+        keys = zip(shards.names, shards.instance.tolist(), strict=True)
+        tensors = np.repeat(np.array([self._place.get(key, -1) for key in keys], np.int64), np.diff(table.starts))
+        rows = np.flatnonzero(tensors >= 0)
+        rows = rows[np.argsort(tensors[rows], kind="stable")]
+        tensor, ranges = tensors[rows], _ranges(table)
+        own = np.array([owner(key) == self._attempt for key in table.packs], np.bool_)[table.pack[rows]]
+        there = stored[rows] > 0
+        form = np.where(there & ~own, REFERENCE, _FORMS[table.codec[rows]])
+        anew = np.flatnonzero(there & own)
+        _, first, which = np.unique(ranges[rows[anew]], return_index=True, return_inverse=True)
+        np.add.at(self._stored, tensor[anew[first]], stored[rows[anew[first]]])
+        form[anew[tensor[anew] > tensor[anew[first]][which]]] = AS_ANOTHER
+        np.add.at(self._held, (tensor, form), 1)
+        self._count_reads(table, rows, tensor, ranges)
+        at = np.unique(ranges, return_index=True)[1]
+        for key, nbytes in zip(table.packs, np.bincount(table.pack[at], stored[at], len(table.packs)), strict=True):
+            if nbytes:
+                self.used[key] = self.used.get(key, 0) + int(nbytes)
 
-    def _new(self, row: int) -> int:
-        place, size = self.table.place(row), int(self.table.stored[row])
-        if not size or place in self._counted:
-            return 0
-        self._counted.add(place)
-        return size
-
-    def _needed(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        table = self.table
-        based = rows[table.base[rows] >= 0]
-        derived = based[table.codec[based] == BF16].tolist()
-        masters = [np.arange(r.start, r.stop) for r in map(table.needed, derived)]
-        return np.concatenate([table.base[based[table.codec[based] != BF16]], *masters]).astype(np.int64)
+    def _count_reads(self, table: Table, rows: I64, tensor: I64, ranges: I64) -> None:
+        """Of the rows of each tensor, with what has to be decoded before them, and before that."""
+        everything = [(rows, tensor)]
+        for depth in (1, 2):
+            needed = _needed(table, *everything[-1])
+            np.maximum.at(self._depth, needed[1], depth)
+            everything.append(needed)
+        rows, tensor = (np.concatenate(columns) for columns in zip(*everything, strict=True))
+        once = np.unique(tensor * (len(ranges) + 1) + ranges[rows], return_index=True)[1]
+        np.add.at(self._reads, tensor[once], table.stored[rows[once]])
 
 
-def used_of(table: Table) -> dict[str, int]:
-    """Bytes of each pack that a restore reads, each range once."""
-    rows = np.flatnonzero(table.stored > 0)
-    ranges = np.unique(np.stack([table.pack[rows], table.offset[rows], table.stored[rows]], 1), axis=0)
-    return {
-        key: int(ranges[ranges[:, 0] == number, 2].sum())
-        for number, key in enumerate(table.packs)
-        if (ranges[:, 0] == number).any()
-    }
+def _ranges(table: Table) -> I64:
+    """Of every blob a number of the range that it lies in."""
+    columns = np.stack([table.pack, table.offset, table.stored], 1)
+    return np.unique(columns, axis=0, return_inverse=True)[1].reshape(-1).astype(np.int64)
+
+
+def _needed(table: Table, rows: I64, tensor: I64) -> tuple[I64, I64]:
+    """The blobs without which these cannot be decoded, and the tensors that need them."""
+    based = table.base[rows] >= 0
+    rows, tensor = rows[based], tensor[based]
+    derived = table.codec[rows] == BF16
+    masters = [np.arange(r.start, r.stop) for r in map(table.needed, rows[derived].tolist())]
+    counts = np.array([len(one) for one in masters], np.int64)
+    whose = np.concatenate([tensor[~derived], np.repeat(tensor[derived], counts)])
+    return np.concatenate([table.base[rows[~derived]], *masters]).astype(np.int64), whose
 
 
 class Reference(str):
@@ -143,11 +147,12 @@ def all_names(tensors: Mapping[str, TensorSpec], names: Mapping[str, str]) -> di
     return found
 
 
-def entries_of(saved: SavedState) -> Entries:
-    """What the state consists of, by path; of other ranks than the first only what differs from its entries."""
+def entries_of(saved: SavedState, wanted: Callable[[str], bool] = lambda path: True, *, once: bool = False) -> Entries:
+    """What the state consists of, by path, as far as it is wanted; of other ranks than the first that has an entry only
+    what differs from its, and with `once` nothing."""
     found: Entries = {}
     try:
-        for rank, component, raw in saved.said():
+        for rank, component, raw in saved.said(lambda path: wanted(values.show(path)), once=once):
             facts = {key: value for key, value in component.items() if key != "names"}
             path = values.show(tuple(component["path"]))
             if path not in found:

@@ -169,12 +169,11 @@ async def measure(log: RunLog, commit: Commit, counted: set[str] | None = None) 
 
     `counted`: packs that count no more, since another checkpoint brings them; those of this one are added.
     """
-    parts = [
-        await load_part(log.store, commit.attempt, rank, number, expected=digest)
-        for rank, number, digest in commit.parts
-    ]
-    packs = {pack.key: pack.size for written in parts for pack in written.part.packs}
+    packs: dict[str, int] = {}
+    for rank, number, digest in commit.parts:  # one at a time: there may be thousands
+        written = await load_part(log.store, commit.attempt, rank, number, expected=digest)
+        packs |= {pack.key: pack.size for pack in written.part.packs}
     if counted is not None:
         packs = {key: size for key, size in packs.items() if key not in counted}
         counted.update(packs)
-    return Size(len(packs) + 2 * len(parts) + 1, sum(packs.values()))
+    return Size(len(packs) + 2 * len(commit.parts) + 1, sum(packs.values()))

@@ -9,8 +9,9 @@ blobs are read is in `blobs`, of which files a checkpoint is put together in `pa
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, TypeVar
 
 import numpy as np
@@ -23,11 +24,13 @@ from ckpt.checkpoint.blobs import plan_reads as plan_reads
 from ckpt.checkpoint.concurrent import of_each
 from ckpt.checkpoint.concurrent import run as run
 from ckpt.checkpoint.parts import (
+    MANY,
     about_reaching,
     load_index,
     load_table,
     load_tables,
     load_values,
+    no_layout,
     read_header,
     read_part,
     sizes_of_many,
@@ -37,7 +40,7 @@ from ckpt.errors import CorruptError, NoCheckpointError, NotFoundError, StoreErr
 from ckpt.events import log as logger
 from ckpt.format.codec import RAW
 from ckpt.format.layout import Layout
-from ckpt.format.manifest import Attempt, Part, index_key, owner, table_key
+from ckpt.format.manifest import Attempt, Part, index_key, owner, table_key, unpress
 from ckpt.format.rank_index import Directory
 from ckpt.format.saved_state import SavedState
 from ckpt.format.table import Table, merge
@@ -46,6 +49,7 @@ from ckpt.runlog.records import MARK, THE_BEST, Commit
 from ckpt.store import Store, open_store
 
 T = TypeVar("T")
+KEPT = 1 << 19  # blobs of tables that are kept for what is wanted next
 
 
 @dataclass(frozen=True)
@@ -145,13 +149,23 @@ async def load_saved(
     `known`: a layout that need not be read once more if it is that of a part. `keep`: tables that were wanted last are
     kept, for who will want most of them again.
     """
-    try:
-        index = await load_index(store, commit)
-    except (CorruptError, NotFoundError):
-        index = None  # the parts and their tables make up for it
+    index = await index_or_none(store, commit)
     if not isinstance(index, Directory):
         return (await load_manifest(store, commit, index)).saved(known)
-    directory, urls = index, (store.url, *others)
+    return listed(store, commit, index, others, note, keep=keep)
+
+
+def listed(
+    store: Store,
+    commit: Commit,
+    directory: Directory,
+    others: Sequence[str] = (),
+    note: Callable[[str], None] = lambda text: None,
+    *,
+    keep: bool = False,
+) -> SavedState:
+    """The same, of which the directory has been read."""
+    urls = (store.url, *others)
 
     def values(ranks: Sequence[int]) -> dict[int, list[Any]]:
         return run(_from_any(urls, lambda place: load_values(place, commit, directory, ranks), note)) if ranks else {}
@@ -164,7 +178,7 @@ async def load_saved(
         if new:
             found = kept | run(_from_any(urls, lambda place: load_tables(place, commit, directory, new), note))
         found = {rank: found[rank] for rank in ranks}
-        kept = found if keep else {}
+        kept = found if keep and sum(table.owned for table in found.values()) <= KEPT else {}
         return found
 
     return SavedState.listed(directory, values, tables)
@@ -196,17 +210,41 @@ async def load_manifest(store: Store, commit: Commit, index: Table | Directory |
     An index of all tables says again what the parts' tables say, so a damaged one is made up for by them. `index`: if
     it has been read already.
     """
-    attempt = commit.attempt
-    sizes = await sizes_of_many(store, attempt, len(commit.parts))
-    read = await of_each(commit.parts, lambda p: read_part(store, attempt, p[0], p[1], expected=p[2], sizes=sizes))
+    try:
+        index = await load_index(store, commit) if index is None else index
+    except (CorruptError, NotFoundError) as error:
+        logger.warning("%s; the tables of the parts are used instead", error)
+    sizes = await sizes_of_many(store, commit.attempt, len(commit.parts))
+    return await _manifest(store, commit, commit.parts, index, sizes)
+
+
+async def in_turn(
+    store: Store, commit: Commit, index: Table | Directory | None
+) -> AsyncIterator[Coroutine[Any, Any, Manifest]]:
+    """The same, to be awaited one after the other: of many ranks some at a time, without their layouts, so that what
+    all of them say need not be in memory. `index`: None if it cannot be read."""
+    sizes, parts = await sizes_of_many(store, commit.attempt, len(commit.parts)), commit.parts
+    few = len(parts) if isinstance(index, Table) else MANY
+    for start in range(0, len(parts), few):
+        yield _manifest(store, commit, parts[start : start + few], index, sizes)
+
+
+async def _manifest(
+    store: Store,
+    commit: Commit,
+    wanted: Sequence[tuple[int, int, str]],
+    index: Table | Directory | None,
+    sizes: Mapping[str, int],
+) -> Manifest:
+    """Of some of the parts; an index that is a table is of all of them."""
+    attempt, layout_of = commit.attempt, unpress if len(wanted) == len(commit.parts) else no_layout
+    read = await of_each(
+        wanted, lambda p: read_part(store, attempt, p[0], p[1], expected=p[2], sizes=sizes, layout_of=layout_of)
+    )
     parts = tuple(part for part, _ in read)
     if any(part.world != commit.world for part in parts):
         raise CorruptError(f"the parts of step {commit.step} are of another number of ranks than its record says")
-    try:
-        table = await load_index(store, commit) if index is None else index
-    except (CorruptError, NotFoundError) as error:
-        logger.warning("%s; the tables of the parts are used instead", error)
-        table = None
+    table = index
     if not isinstance(table, Table):
         keys = [(table_key(attempt, part.rank, part.number), part.table) for part in parts]
         table = merge(await of_each(keys, lambda key: load_table(store, *key)))
@@ -219,21 +257,45 @@ async def load_manifest(store: Store, commit: Commit, index: Table | Directory |
     return Manifest(commit, parts, table)
 
 
+async def index_or_none(store: Store, commit: Commit) -> Table | Directory | None:
+    """None if it is damaged or gone: the parts and their tables make up for it."""
+    try:
+        return await load_index(store, commit)
+    except (CorruptError, NotFoundError):
+        return None
+
+
+async def tables_of(store: Store, commit: Commit, names: Collection[str] = frozenset()) -> AsyncIterator[Table]:
+    """All that a checkpoint stores; of many ranks one after the other, first those that have something of tensors of
+    these names. CorruptError or StoreError if it cannot be read."""
+    index = await index_or_none(store, commit)
+    if isinstance(index, Table):
+        yield index
+    elif index is None:
+        async for share in in_turn(store, commit, None):
+            yield (await share).table
+    else:
+        likely = [index.holders(number).tolist() for number, (name, _) in enumerate(index.keys) if name in names]
+        async for table in tables_in_turn(store, commit, index, [*chain(*likely), *range(index.world)]):
+            yield table
+
+
+async def tables_in_turn(
+    store: Store, commit: Commit, directory: Directory, ranks: Iterable[int]
+) -> AsyncIterator[Table]:
+    """Those of these ranks, of which so few are in memory that it does not matter how many there are."""
+    wanted = list(dict.fromkeys(ranks))
+    for start in range(0, len(wanted), MANY):
+        for table in (await load_tables(store, commit, directory, wanted[start : start + MANY])).values():
+            yield table
+
+
 async def packs_of(store: Store, commit: Commit) -> frozenset[str]:
     """The packs that a checkpoint uses, also those of older ones. CorruptError or StoreError if nobody can say."""
-    try:
-        index = await load_index(store, commit)
-    except (CorruptError, NotFoundError):
-        index = None
+    index = await index_or_none(store, commit)
     if isinstance(index, Directory):
         return frozenset(index.packs)
-    return frozenset((await load_manifest(store, commit, index)).table.packs)
-
-
-async def manifest_of(log: RunLog, step: Which) -> Manifest:
-    commit = choose(log, step)
-    async with _there(log, commit):
-        return await load_manifest(log.store, commit)
+    return frozenset({key async for share in in_turn(store, commit, index) for key in (await share).table.packs})
 
 
 async def saved_of(
@@ -241,12 +303,12 @@ async def saved_of(
 ) -> tuple[Commit, SavedState]:
     """A checkpoint as one state, see `load_saved`; tables are kept."""
     commit = choose(log, step)
-    async with _there(log, commit):
+    async with there(log, commit):
         return commit, await load_saved(log.store, commit, others, note, keep=True)
 
 
 @contextlib.asynccontextmanager
-async def _there(log: RunLog, commit: Commit) -> AsyncIterator[None]:
+async def there(log: RunLog, commit: Commit) -> AsyncIterator[None]:
     """CorruptError says what it means that a checkpoint cannot be read."""
     try:
         yield
@@ -292,16 +354,16 @@ async def verify(
         return None
 
     index = await check(load_index(store, commit))
-    if (manifest := await check(load_manifest(store, commit, index))) is None:
-        return problems
-    for part in manifest.parts:
-        if isinstance(index, Table):  # else it was made of these
-            await check(load_table(store, table_key(commit.attempt, part.rank, part.number), part.table))
-        for pack in part.packs:
-            if not new or owner(pack.key) == commit.attempt:
-                await check(read_header(store, pack))
-    if data:
-        await _verify_blobs(store, commit, manifest.table, new, on_bytes, note, on_lost)
+    async for share in in_turn(store, commit, index):
+        manifest = await check(share)
+        for part in manifest.parts if manifest else ():
+            if isinstance(index, Table):  # else it was made of these
+                await check(load_table(store, table_key(commit.attempt, part.rank, part.number), part.table))
+            for pack in part.packs:
+                if not new or owner(pack.key) == commit.attempt:
+                    await check(read_header(store, pack))
+        if data and manifest:
+            await _verify_blobs(store, commit, manifest.table, new, on_bytes, note, on_lost)
     return problems
 
 

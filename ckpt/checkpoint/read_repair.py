@@ -97,11 +97,24 @@ async def _take(
     other: Store, commit: Commit, attempt: Attempt, table: Table, missing: Lost, sink: Sink, mended: ReadRepair
 ) -> None:
     """What one checkpoint has of what is missing."""
+    found: list[int] = []
     try:
-        theirs = (await read.load_manifest(other, commit)).table
+        async for theirs in read.tables_of(other, commit, {table.name_of(blob) for blob in missing}):
+            found += await _take_of(other, theirs, table, missing, sink)
+            if not missing:
+                break
     except (CorruptError, FormatError, StoreError) as error:
         logger.warning("step %d of %s is of no help: %s", commit.step, other.url, error)
-        return
+    if found:
+        names = list(dict.fromkeys(table.name_of(blob) for blob in sorted(found)))
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        what = "1 damaged piece" if len(found) == 1 else f"{len(found)} damaged pieces"
+        where = other.url if commit.attempt == attempt else f"{other.url}, step {commit.step}"
+        mended.repaired.append(f"{what} ({', '.join(names[:3])}{more}) came from {where}")
+
+
+async def _take_of(other: Store, theirs: Table, table: Table, missing: Lost, sink: Sink) -> set[int]:
+    """The blobs that were missing, and are not any more."""
     wanted: dict[Content, list[int]] = {}
     for blob in missing:
         wanted.setdefault(table.content(blob), []).append(blob)
@@ -119,9 +132,4 @@ async def _take(
     await fetch_blobs(other, theirs, reads, take, on_damage=lambda blobs, error: None)
     for blob in done:
         del missing[blob]
-    if done:
-        names = list(dict.fromkeys(table.name_of(blob) for blob in sorted(done)))
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        what = "1 damaged piece" if len(done) == 1 else f"{len(done)} damaged pieces"
-        where = other.url if commit.attempt == attempt else f"{other.url}, step {commit.step}"
-        mended.repaired.append(f"{what} ({', '.join(names[:3])}{more}) came from {where}")
+    return done

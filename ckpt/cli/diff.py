@@ -101,13 +101,11 @@ def tied_groups(origin: Origin, names: Iterable[str]) -> dict[str, frozenset[str
 def sides_of(origin: Origin, only: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Tensors by label, and plain values: those that are wanted."""
     from ckpt.checkpoint import describe
-    from ckpt.convert.source import matches
+    from ckpt.convert.source import entry_matches, matches
 
-    tensors, entries = describe.all_names(origin.tensors, origin.names), origin.plain()
-    if only:
-        tensors = {n: t for n, t in tensors.items() if matches(n, only)}
-        entries = {n: e for n, e in entries.items() if matches(n, only) or matches(f"{n}.", only)}
-    return tensors, entries
+    tensors = describe.all_names(origin.tensors, origin.names)
+    entries = origin.plain(lambda path: not only or entry_matches(path, only))
+    return {n: t for n, t in tensors.items() if not only or matches(n, only)}, entries
 
 
 def summary(found: Found) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from ckpt.checkpoint import losses, read, spelling
+from ckpt.checkpoint.parts import load_index
 from ckpt.checkpoint.spelling import Which
 from ckpt.cli.arguments import checkpoint_argument
 from ckpt.cli.terminal import (
@@ -27,6 +28,7 @@ from ckpt.cli.terminal import (
 )
 from ckpt.errors import CorruptError, StoreError
 from ckpt.format.manifest import read_format
+from ckpt.format.rank_index import Directory
 from ckpt.maintain.examine import examine
 from ckpt.maintain.prune import some
 from ckpt.redo import has_logs
@@ -114,10 +116,14 @@ def to_verify(log: RunLog, step: Which, every: bool) -> list[Commit]:
 
 
 async def bytes_to_read(log: RunLog, commits: list[Commit]) -> int:
-    """Of tensors, in all files that these checkpoints use; of what is damaged, as far as that can be known."""
+    """Of tensors, in all files that these checkpoints use; of what is damaged, as far as that can be known, and of very
+    many ranks as if all were stored as it is: their tables are read once only."""
     total = 0
     for commit in commits:
         with contextlib.suppress(CorruptError, StoreError):
-            table = (await read.load_manifest(log.store, commit)).table
-            total += sum(b.nbytes for b in read.plan_reads(table, range(table.owned), far=log.store.remote))
+            index = await load_index(log.store, commit)
+            if isinstance(index, Directory):
+                total += sum(spec.nbytes for spec in index.specs())
+            else:
+                total += sum(b.nbytes for b in read.plan_reads(index, range(index.owned), far=log.store.remote))
     return total

@@ -95,8 +95,8 @@ class Origin(Protocol):
     def view(self, rank: int = 0, world: int = 1) -> RankView:
         """What a rank of so many takes. MismatchError if that is not clear."""
 
-    def plain(self) -> dict[str, tuple[dict[str, Any], Json]]:
-        """By path of each entry: what never changes about it, and its plain values, tagged."""
+    def plain(self, wanted: Callable[[str], bool] = ...) -> dict[str, tuple[dict[str, Any], Json]]:
+        """By path of each entry that is wanted: what never changes about it, and its plain values, tagged."""
 
     def same(self, label: str, other: Origin, theirs: str) -> bool:
         """Whether digests alone tell that two tensors hold the same bytes."""
@@ -214,9 +214,9 @@ def matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) or name.startswith(f"{pattern}.") for pattern in patterns)
 
 
-def entry_matches(entry: OriginEntry, patterns: Sequence[str]) -> bool:
+def entry_matches(path: str, patterns: Sequence[str]) -> bool:
     """An entry `sched` is meant by `sched` and by `sched.*`."""
-    return matches(show(entry.path), patterns) or matches(show(entry.path) + ".", patterns)
+    return matches(path, patterns) or matches(f"{path}.", patterns)
 
 
 def select(view: RankView, patterns: Sequence[str], *, whole: bool = True) -> RankView:
@@ -230,7 +230,7 @@ def select(view: RankView, patterns: Sequence[str], *, whole: bool = True) -> Ra
         names = tuple(name for name in entry.names if matches(name, patterns))
         if names and (entry.kind == "module" or not whole or len(names) == len(entry.names)):
             entries.append(structs.replace(entry, names=names))
-        elif not entry.names and entry_matches(entry, patterns):
+        elif not entry.names and entry_matches(show(entry.path), patterns):
             entries.append(entry)
         elif names:
             notes.append(f"{show(entry.path)} is left out: only some of its tensors match")
@@ -252,7 +252,7 @@ def check_patterns(views: Sequence[RankView], patterns: Sequence[str]) -> None:
     entries = [entry for view in views for entry in view.entries]
     for pattern in patterns:
         if not any(matches(name, [pattern]) for name in names) and not any(
-            entry_matches(entry, [pattern]) for entry in entries
+            entry_matches(show(entry.path), [pattern]) for entry in entries
         ):
             some = ", ".join(sorted(names)[:3]) or "(there are no tensors)"
             raise UsageError(f"nothing matches {pattern!r}: names are such as {some}; * stands for anything")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -147,11 +147,12 @@ class FilesOrigin:
         foreign = self._foreign
         return RankView(foreign.entries, names, foreign.aliases, foreign.notes, foreign.step)
 
-    def plain(self) -> dict[str, tuple[dict[str, Any], Json]]:
-        found = {}
-        for entry in self._foreign.entries:
-            found[show(entry.path)] = {"path": list(entry.path), "kind": entry.kind, "facts": entry.facts}, entry.values
-        return found
+    def plain(self, wanted: Callable[[str], bool] = lambda path: True) -> dict[str, tuple[dict[str, Any], Json]]:
+        return {
+            path: ({"path": list(entry.path), "kind": entry.kind, "facts": entry.facts}, entry.values)
+            for entry in self._foreign.entries
+            if wanted(path := show(entry.path))
+        }
 
     def same(self, label: str, other: Origin, theirs: str) -> bool:
         return False  # there are no digests

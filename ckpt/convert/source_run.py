@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -54,8 +54,8 @@ class SavedOrigin(ABC):
         self._kept: dict[int, bytes] = {}
         self._lock = threading.Lock()
 
-    def plain(self) -> Entries:
-        return entries_of(self.saved)
+    def plain(self, wanted: Callable[[str], bool] = lambda path: True) -> Entries:
+        return entries_of(self.saved, wanted)
 
     def view(self, rank: int = 0, world: int = 1) -> RankView:
         """By the rules of a restore: a rank takes its own values if there are any, and in turn if there are more."""

@@ -185,11 +185,16 @@ def metadata_of(saved: SavedState) -> Metadata:
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise CorruptError(f"what the parts say of torch's names is damaged: {error!r}") from None
     entries: dict[str, STORAGE_TYPES] = {}
+    chunks: dict[object, list[ChunkStorageMetadata]] = {}  # of thousands of ranks, for tensors that are divided alike
     for name, key in saved.labels.items():
         spec = saved.tensors[key].spec
         if name in objects and (spec.dtype != "U8" or len(spec.shape) != 1):
             raise CorruptError(f"{name} is said to be an object, and is stored as a tensor")
-        entries[name] = BytesStorageMetadata() if name in objects else _entry(saved, key, spec)
+        directory = saved.directory
+        how = key if directory is None else directory.pattern_number(directory.number[key])
+        if how not in chunks:
+            chunks[how] = [ChunkStorageMetadata(torch.Size(at), torch.Size(sizes)) for at, sizes in saved.boxes(key)]
+        entries[name] = BytesStorageMetadata() if name in objects else _entry(spec, chunks[how])
     return Metadata(entries, planner_data=planner_data if mappings else None)
 
 
@@ -203,10 +208,9 @@ def _path(path: Any, longest: int) -> tuple[str | int, ...]:
     return tuple(path)
 
 
-def _entry(saved: SavedState, key: Key, spec: TensorSpec) -> TensorStorageMetadata:
+def _entry(spec: TensorSpec, chunks: list[ChunkStorageMetadata]) -> TensorStorageMetadata:
     if spec.dtype not in TORCH_DTYPE:
         raise FormatError(f"{spec.name} has dtype {spec.dtype}, which this version of torch does not know")
-    chunks = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in saved.boxes(key)]
     return TensorStorageMetadata(TensorProperties(TORCH_DTYPE[spec.dtype]), torch.Size(spec.shape), chunks)
 
 

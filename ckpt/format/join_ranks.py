@@ -22,7 +22,7 @@ from ckpt.format.partition import GLOBAL
 from ckpt.format.rank_index import ALL, COLUMNS, OWN, Directory, Key, Pattern, check_cover, read_views
 from ckpt.format.saved_nodes import JOINED_KIND
 from ckpt.format.shards import DTYPES
-from ckpt.format.slim import PieceRows, RankPieces, SharedNames, relative
+from ckpt.format.slim import PieceRows, RankPieces, SharedNames, relative, words
 from ckpt.format.table import Table
 
 AT_ONCE = 1 << 18  # rows of tables
@@ -73,7 +73,7 @@ def _build(parts: Sequence[Part], tables: Sequence[RankPieces]) -> Directory:
         "views": np.frombuffer(canonical(pool.to_json()), np.uint8),
     }
     columns = {name: np.asarray(columns[name], dtype) for name, dtype in COLUMNS.items()}
-    return Directory(columns, names, read_views(columns, frozenset(names), "the index", world), tuple(packs))
+    return Directory(columns, names, *read_views(columns, frozenset(names), "the index", world), tuple(packs))
 
 
 def _name(tables: Sequence[RankPieces]) -> tuple[tuple[str, ...], list[npt.NDArray[np.int32]]]:
@@ -298,7 +298,9 @@ class _Pool:
     def __init__(self) -> None:
         self.components, self.values, self.aliases, self.instances = (_Different() for _ in range(4))
         self.views: list[tuple[int, list[tuple[int, int | None]], int, int]] = []
+        self.alike: list[int] = []  # of each part the rank of the first with the same plain values
         self._known: dict[Any, int] = {}
+        self._first: dict[Any, int] = {}
 
     def add(self, part: Part) -> int:
         """The number of a part's view."""
@@ -318,6 +320,8 @@ class _Pool:
         if key not in self._known:
             self._known[key] = len(self.views)
             self.views.append((rank, pairs, aliases, instances))
+        said = tuple(words(v) if n is None else n for (_, n), v in zip(pairs, part.values, strict=True))
+        self.alike.append(self._first.setdefault(said, rank))
         return self._known[key]
 
     def to_json(self) -> dict[str, Any]:
@@ -327,4 +331,5 @@ class _Pool:
             "aliases": self.aliases.things,
             "instances": self.instances.things,
             "views": self.views,
+            "alike": self.alike,
         }

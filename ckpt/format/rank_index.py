@@ -17,7 +17,8 @@ Kept as columns in a file, see `ckpt.format.columns`.
     piece_dims                        offsets and sizes of each piece
     tables, owned, view               of each rank: digest of its table, how many blobs its shards own, what it sees
     packs                             JSON list of the keys of all packs that the tables name
-    views                             JSON: components, aliases and instances, each different one once
+    views                             JSON: components, aliases and instances, each different one once; and `alike`: of
+                                      each rank the lowest that has the same plain values
 
 Tensors that are divided alike share a pattern, so that thousands of tensors on thousands of ranks take a few thousand
 pieces. Of plain values it holds those of optimizers, which are joined from all ranks; the others are in the parts.
@@ -141,6 +142,7 @@ class Directory:
     columns: dict[str, npt.NDArray[Any]]
     names: tuple[str, ...]
     views: tuple[RanksView, ...]
+    alike: tuple[int, ...]
     packs: tuple[str, ...]
 
     @property
@@ -209,18 +211,24 @@ class Directory:
             self._patterns[number] = Pattern(tuple(shape.tolist()), ranks, dims[:, :k], dims[:, k:])
         return self._patterns[number]
 
+    def pattern_number(self, tensor: int) -> int:
+        return int(self.columns["tensor_pattern"][tensor])
+
     def pattern_of(self, tensor: int) -> Pattern:
-        return self.pattern(int(self.columns["tensor_pattern"][tensor]))
+        return self.pattern(self.pattern_number(tensor))
 
     def base_rank(self, tensor: int) -> int:
         """What the ranks of its pattern are counted from."""
         return max(0, int(self.columns["tensor_instance"][tensor]))
 
+    def holders(self, tensor: int) -> I64:
+        """The ranks whose tables have something of it, once for each piece."""
+        return self.pattern_of(tensor).ranks + self.base_rank(tensor)
+
     def pieces(self, tensor: int) -> Iterator[tuple[int, Box]]:
         """(rank, box) of a tensor."""
-        pattern = self.pattern_of(tensor)
-        ranks = (pattern.ranks + self.base_rank(tensor)).tolist()
-        return zip(ranks, pattern.boxes(np.arange(len(ranks))), strict=True)
+        ranks = self.holders(tensor).tolist()
+        return zip(ranks, self.pattern_of(tensor).boxes(np.arange(len(ranks))), strict=True)
 
     # -- as a file --
 
@@ -264,9 +272,12 @@ def _checked(raw: dict[str, npt.NDArray[Any]], what: str, world: int) -> Directo
     columns.numbers("tables", world * TABLE_DIGEST, 0, 255)
     columns.numbers("owned", world, 0, 2**40)
     packs = columns.packs()
-    views = read_views(raw, frozenset(names), what, world)
-    columns.numbers("view", world, 0, len(views) - 1)
-    return Directory(raw, names, views, packs)
+    views, alike = read_views(raw, frozenset(names), what, world)
+    entries = np.array([len(view.components) for view in views])[columns.numbers("view", world, 0, len(views) - 1)]
+    said = np.array(alike, np.int64)
+    if (said > np.arange(world)).any() or (said[said] != said).any() or (entries[said] != entries).any():
+        raise CorruptError(f"{what} has a rank that is like an impossible one")
+    return Directory(raw, names, views, alike, packs)
 
 
 def _check_patterns(raw: dict[str, npt.NDArray[Any]], columns: Columns, what: str, world: int) -> None:
@@ -291,7 +302,8 @@ def _check_patterns(raw: dict[str, npt.NDArray[Any]], columns: Columns, what: st
 
 def read_views(
     columns: dict[str, npt.NDArray[Any]], names: frozenset[str], what: str, world: int
-) -> tuple[RanksView, ...]:
+) -> tuple[tuple[RanksView, ...], tuple[int, ...]]:
+    """What ranks say, and whose plain values are the same: where nobody says that, each has its own."""
     if len(columns["views"]) > MAX_JSON:
         raise CorruptError(f"{what} is implausibly large")
     data = json.loads(columns["views"].tobytes())
@@ -310,7 +322,10 @@ def read_views(
     for aliases in data["aliases"]:
         known[0].update(aliases)
     check_components(data["components"], known[0])
-    return tuple(found)
+    alike = tuple(data.get("alike", range(world)))
+    if len(alike) != world or not all(type(rank) is int and 0 <= rank < world for rank in alike):
+        raise CorruptError(f"{what} has a rank that is like an impossible one")
+    return tuple(found), alike
 
 
 # -- which rows of tables are the pieces that a directory names --

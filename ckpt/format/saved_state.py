@@ -11,7 +11,7 @@ all names and forms at once, and no blobs: `narrowed` reads the tables of those 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol, TypeVar
@@ -83,6 +83,7 @@ class SavedState:
     _fetch_values: Fetch[list[Json]]
     _fetch_tables: Fetch[Table]
     _fetched: dict[int, list[Json]]
+    _alike: Sequence[int]  # of each rank one that has the same plain values
 
     @classmethod
     def listed(cls, directory: Directory, values: Fetch[list[Json]], tables: Fetch[Table]) -> SavedState:
@@ -91,6 +92,7 @@ class SavedState:
         self.directory, self.world, self.digested = directory, directory.world, True
         self.table, self.layout = EMPTY, None
         self.views, self._view_of = list(directory.views), directory.columns["view"].tolist()
+        self._alike = directory.alike
         self._fetch_values, self._fetched, self._fetch_tables = values, {}, tables
         self.tensors = {key: SavedTensor(spec, ()) for key, spec in zip(directory.keys, directory.specs(), strict=True)}
         return self
@@ -159,8 +161,7 @@ class SavedState:
     def holders(self, key: Key) -> I64:
         """The ranks whose tables have something of a tensor, where a directory says so."""
         assert self.directory is not None
-        number = self.directory.number[key]
-        return self.directory.pattern_of(number).ranks + self.directory.base_rank(number)
+        return self.directory.holders(self.directory.number[key])
 
     def missing(self, wanted: Mapping[Key, Iterable[Box]]) -> list[int]:
         """The ranks whose tables have these boxes of these tensors.
@@ -296,30 +297,45 @@ class SavedState:
 
     def values_of(self, path: Path) -> Iterator[tuple[int, Json]]:
         """The plain values that each rank saved for one entry."""
-        yield from ((rank, value) for rank, _, value in self.said(path))
+        yield from ((rank, value) for rank, _, value in self.said(lambda here: here == path))
 
-    def said(self, path: Path | None = None) -> Iterator[tuple[int, dict[str, Any], Json]]:
-        """What each rank says of each entry of the state, or of one, with its plain values."""
-        mine = [[i for i, c in enumerate(v.components) if path in (None, tuple(c["path"]))] for v in self.views]
+    def said(
+        self, wanted: Callable[[Path], bool] = lambda path: True, *, once: bool = False
+    ) -> Iterator[tuple[int, dict[str, Any], Json]]:
+        """What each rank says of the entries of the state whose path is wanted, with its plain values.
+
+        `once`: of each entry only what the first rank says that has it.
+        """
+        mine, seen = list[list[int]](), set[Path]()
+        for view in self.views:
+            paths = [tuple(component["path"]) for component in view.components]
+            mine.append([i for i, path in enumerate(paths) if path not in seen and wanted(path)])
+            seen.update(paths if once else ())
+        who = ((view.first, i) for i, view in enumerate(self.views)) if once else enumerate(self._view_of)
+        saying = [(rank, number) for rank, number in who if mine[number]]
         if self.directory is not None:
-            self._read_values([rank for rank in range(self.world) if mine[self._view_of[rank]]])
-        for rank in range(self.world):
-            view = self._view(rank)
-            for i in mine[self._view_of[rank]]:
-                value = view.values[i] if self.directory is None else self._fetched[rank][i]
+            self._read_values([rank for rank, _ in saying])
+        for rank, number in saying:
+            view = self.views[number]
+            for i in mine[number]:
+                value = view.values[i] if self.directory is None else self._fetched[self._alike[rank]][i]
                 yield rank, view.components[i], value
 
     def _value(self, rank: int, component: int) -> Json:
         """Out of the part of a rank."""
         self._read_values([rank])
-        return self._fetched[rank][component]
+        return self._fetched[self._alike[rank]][component]
 
     def _read_values(self, ranks: Sequence[int]) -> None:
-        new = self._fetch_values([rank for rank in ranks if rank not in self._fetched])
-        for rank, values in new.items():
-            if len(values) != len(self._view(rank).components):
+        wanted = dict.fromkeys(self._alike[rank] for rank in ranks)
+        self.told(self._fetch_values([rank for rank in wanted if rank not in self._fetched]))
+
+    def told(self, values: Mapping[int, list[Json]]) -> None:
+        """The plain values of some ranks, which need not be read for them any more."""
+        for rank, mine in values.items():
+            if len(mine) != len(self._view(rank).components):
                 raise CorruptError(f"the plain values of rank {rank} are not of its layout")
-        self._fetched.update(new)
+        self._fetched.update(values)
 
     def shared_names(self) -> set[str]:
         """The names, none of them an alias, of everything in modules and optimizers: somebody must want each."""

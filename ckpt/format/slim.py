@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from ckpt.errors import CorruptError
 from ckpt.format.columns import I64, NONE, ODD, Bytes, spans, starts_of
-from ckpt.format.digest import DIGEST_SIZE
-from ckpt.format.manifest import MAX_WORLD, Part, parsed, unpressed
+from ckpt.format.digest import DIGEST_SIZE, blob_digest
+from ckpt.format.manifest import MAX_WORLD, Part, canonical, parsed, unpressed
 from ckpt.format.partition import GLOBAL
 from ckpt.format.rank_index import OWN
 from ckpt.format.saved_nodes import JOINED_KIND
@@ -56,7 +56,7 @@ class Slim:
     """Reads parts of many ranks; what several say in the same words is the same object.
 
     What comes of them is as good for `ckpt.format.join_ranks.build` as the whole, and for nothing else: of tensors it
-    says which were on an accelerator, of values those that are joined, of packs nothing.
+    says which were on an accelerator, of values those that are joined (of others only a digest), of packs nothing.
     """
 
     def __init__(self) -> None:
@@ -113,7 +113,7 @@ class Slim:
             raise CorruptError(f"the part of rank {part.rank} has the layout of rank {part.layout['rank']}")
         values, components = part.values, part.layout["components"]
         if len(values) == len(components):  # else whoever joins them says so
-            values = [v if c["kind"] == JOINED_KIND else None for v, c in zip(values, components, strict=True)]
+            values = [v if c["kind"] == JOINED_KIND else words(v) for v, c in zip(values, components, strict=True)]
         key = ("values", repr(values).encode())
         return replace(part, values=self._known.setdefault(key, values), packs=[])
 
@@ -129,6 +129,11 @@ def _plain_instances(text: bytes) -> Any:
         raise ValueError("no object")
     plain = all(type(n) is int and name[:1] != ":" and '"' not in name for name, n in found.items())
     return found if plain else None
+
+
+def words(value: Any) -> bytes:
+    """Equal for plain values that are said in the same words: a digest, which a slim part has in their place."""
+    return value if type(value) is bytes else blob_digest(canonical(value))
 
 
 def relative(instances: dict[str, int], rank: int) -> dict[str, int]:

@@ -10,7 +10,6 @@ checkpoint or another location can say what it was.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -19,11 +18,10 @@ import numpy as np
 
 from ckpt.checkpoint.blobs import FAR_READ, PARALLEL, READ, near
 from ckpt.checkpoint.concurrent import all_of, of_each
-from ckpt.checkpoint.parts import about_reaching, read_exact, read_header
+from ckpt.checkpoint.parts import MANY, about_reaching, read_exact, read_header
 from ckpt.errors import CorruptError, FormatError, NotFoundError, StoreError
 from ckpt.events import log as logger
 from ckpt.format.digest import blob_digest, file_digest
-from ckpt.format.join_ranks import build
 from ckpt.format.layout import Layout
 from ckpt.format.manifest import (
     MAX_FORMAT,
@@ -39,8 +37,9 @@ from ckpt.format.manifest import (
     table_key,
 )
 from ckpt.format.rank_index import is_directory
-from ckpt.format.table import MAX_TABLE, Table, merge
+from ckpt.format.table import MAX_TABLE, Table
 from ckpt.maintain.damage import AuditedTable, AuditResult, DamagedRange, FileDamage, PackDamage
+from ckpt.maintain.remake import IndexOf, share_of
 from ckpt.runlog.log import RunLog
 from ckpt.runlog.records import Commit
 from ckpt.store import get_small
@@ -66,7 +65,7 @@ class Audit:
         self.sheets: list[AuditedTable] = []
         self.infos: dict[str, PackInfo] = {}
         self.sizes: dict[str, int] = {}
-        self._names: list[str] = []  # of packs, by their number in `_ranges`
+        self._names: dict[str, int] = {}  # of packs, and their number in `_ranges`
         self._ranges: Ranges = np.zeros(0, _RANGE)
 
     # -- what is damaged --
@@ -77,18 +76,18 @@ class Audit:
         for commit in self.commits:
             await self._structure(commit)
         self.sizes = {info.key: info.size async for info in self.store.list("packs/")}
-        places: dict[str, int] = {}
-        columns = [np.zeros(0, _RANGE)]
-        for sheet in self.sheets:
-            table, rows = sheet.table, np.flatnonzero(sheet.table.stored > 0)
-            numbers = np.array([places.setdefault(key, len(places)) for key in table.packs], np.int32)
-            column = np.zeros(len(rows), _RANGE)
-            digests = np.ascontiguousarray(table.stored_digest[rows]).view("<u8").reshape(-1, 2)
-            column["pack"], column["offset"] = numbers[table.pack[rows]], table.offset[rows]
-            column["stored"], column["low"], column["high"] = table.stored[rows], digests[:, 0], digests[:, 1]
-            columns.append(column)
-        self._ranges, self._names = np.unique(np.concatenate(columns)), list(places)
-        return int(self._ranges["stored"].sum()) + sum(self.infos[k].header_size for k in places if k in self.infos)
+        headers = sum(self.infos[key].header_size for key in self._names if key in self.infos)
+        return int(self._ranges["stored"].sum()) + headers
+
+    def _ranges_of(self, table: Table) -> Ranges:
+        """All that it names."""
+        rows = np.flatnonzero(table.stored > 0)
+        numbers = np.array([self._names.setdefault(key, len(self._names)) for key in table.packs], np.int32)
+        found = np.zeros(len(rows), _RANGE)
+        digests = np.ascontiguousarray(table.stored_digest[rows]).view("<u8").reshape(-1, 2)
+        found["pack"], found["offset"] = numbers[table.pack[rows]], table.offset[rows]
+        found["stored"], found["low"], found["high"] = table.stored[rows], digests[:, 0], digests[:, 1]
+        return found
 
     async def audit(self, on_bytes: OnBytes = None) -> AuditResult:
         """Read everything that was found by `look`, a few batches at a time, and note what is damaged."""
@@ -125,7 +124,7 @@ class Audit:
         with ThreadPoolExecutor(PARALLEL, "ckpt-repair") as pool:
             await all_of(work(pool) for _ in range(PARALLEL))
         await self._forget_retired(damaged)
-        self._name_rows(damaged)
+        await self._name_rows(damaged)
         self.found.packs = [damaged[key] for key in sorted(damaged)]
         for pack in self.found.packs:
             pack.pieces.sort(key=lambda p: p.offset)
@@ -134,18 +133,18 @@ class Audit:
     def _jobs(self) -> Iterator[tuple[str, list[DamagedRange] | None]]:
         """Headers (None), and near ranges together."""
         most = FAR_READ if self.store.remote else READ
-        for number, key in enumerate(self._names):
+        for key in self._names:
             if key in self.infos:
                 yield key, None
-            for *_, group in near(((0, p.offset, p.offset + p.stored, 0, p) for p in self._named(number)), most):
+            for *_, group in near(((0, p.offset, p.offset + p.stored, 0, p) for p in self.named(key)), most):
                 yield key, group
 
-    def _named(self, number: int) -> Iterator[DamagedRange]:
+    def named(self, key: str) -> Iterator[DamagedRange]:
         """The ranges of a pack that live checkpoints name, in their order."""
-        low, high = np.searchsorted(self._ranges["pack"], [number, number + 1])
+        low, high = np.searchsorted(self._ranges["pack"], [self._names[key], self._names[key] + 1])
         for row in self._ranges[low:high]:
             digest = np.array([row["low"], row["high"]], "<u8").tobytes()
-            yield DamagedRange(self._names[number], int(row["offset"]), int(row["stored"]), digest)
+            yield DamagedRange(key, int(row["offset"]), int(row["stored"]), digest)
 
     async def _damaged(self, pool: ThreadPoolExecutor, pieces: list[DamagedRange]) -> list[DamagedRange]:
         """Those of near ranges that are not what they have to be. What lies behind the end is not asked for."""
@@ -188,19 +187,20 @@ class Audit:
             return
         self.sheets = [sheet for sheet in self.sheets if sheet.commit.attempt in live]
         self.commits = [commit for commit in self.commits if commit.attempt in live]
-        used = {key for sheet in self.sheets for key in sheet.table.packs}
+        used = {key for sheet in self.sheets for key in sheet.packs}
         for key in damaged.keys() - used:
             del damaged[key]
         self.found.files = [f for f in self.found.files if owner(f.key) not in gone]
         self.found.unread = [one for one in self.found.unread if one[0] not in gone]
 
-    def _name_rows(self, damaged: dict[str, PackDamage]) -> None:
-        """Which rows of which tables name each damaged piece."""
+    async def _name_rows(self, damaged: dict[str, PackDamage]) -> None:
+        """Which rows of which tables name each damaged piece. What names a damaged file is in memory from here on."""
         by_place = {(p.pack, p.offset, p.stored): p for pack in damaged.values() for p in pack.pieces}
-        if not by_place:
-            return
-        for sheet in self.sheets:
-            table = sheet.table
+        concerned = [sheet for sheet in self.sheets if not damaged.keys().isdisjoint(sheet.packs)]
+        await of_each(concerned, self._keep)
+        for sheet in concerned:
+            if (table := sheet.content) is None:
+                continue
             hit = np.array([key in damaged for key in table.packs], np.bool_)
             for row in np.flatnonzero(hit[table.pack]).tolist():
                 place = table.packs[int(table.pack[row])], int(table.offset[row]), int(table.stored[row])
@@ -223,7 +223,7 @@ class Audit:
         for file in self.found.files:
             worse([owner(file.key)], 2 if file.raw is None else 1)
         for pack in self.found.packs:
-            users = {sheet.commit.attempt for sheet in self.sheets if pack.info.key in sheet.table.packs}
+            users = {sheet.commit.attempt for sheet in self.sheets if pack.info.key in sheet.packs}
             for piece in pack.pieces:
                 worse([sheet.commit.attempt for sheet, _ in piece.rows], 3 if piece.cure is None else 1)
             if pack.header or pack.size_is_wrong:
@@ -242,55 +242,85 @@ class Audit:
             )
 
     async def _structure(self, commit: Commit) -> None:
-        """Parts, tables and index of a checkpoint; as far as they can be had, its sheets."""
-        attempt, parts = commit.attempt, dict[int, Part]()
-        wanted = [(part_key(attempt, rank, number), digest, MAX_JSON) for rank, number, digest in commit.parts]
-        for (rank, number, _), (raw, _) in zip(commit.parts, await self._files(commit, wanted), strict=True):
+        """Parts, tables and index of a checkpoint; as far as they can be had, its sheets. Some ranks at a time."""
+        key, many = index_key(commit.attempt, commit.index), len(commit.parts) > MANY
+        ((raw, damage),) = await self._files(commit, [(key, commit.index, MAX_TABLE)])
+        index = None if raw is None or is_directory(raw) else self._parsed(raw, key, commit)
+        again, sheets, columns = IndexOf(many=many, wanted=raw is None), list[AuditedTable](), [self._ranges]
+        for start in range(0, len(commit.parts), MANY):
+            wanted = commit.parts[start : start + MANY]
+            for row, part, table in await self._ranks(commit, wanted, index, again.layout_of):
+                again.add(part, table)
+                sheet = AuditedTable(commit, table.packs, row, part.table)
+                if not many:
+                    sheet.content, sheet.layout = table, _layout(part)
+                sheets.append(sheet)
+                columns.append(self._ranges_of(table))
+        if len(sheets) == len(commit.parts):
+            self.sheets += sheets
+            if damage is not None and raw is None and (made := again.made(commit)) is not None:
+                damage.raw, damage.source = made, "the tables of its parts"
+        elif index is not None:
+            self.sheets.append(AuditedTable(commit, index.packs, content=index))
+            columns = [self._ranges, self._ranges_of(index)]
+        else:
+            self.found.unread.append((commit.attempt, "neither its index nor all of its tables can be had"))
+            return
+        self._ranges = np.unique(np.concatenate(columns))
+
+    async def _ranks(
+        self,
+        commit: Commit,
+        rows: Sequence[tuple[int, int, str]],
+        index: Table | None,
+        layout_of: Callable[[str], dict[str, Any]],
+    ) -> list[tuple[tuple[int, int, str], Part, Table]]:
+        """What some ranks have stored, as far as it can be had."""
+        attempt, there = commit.attempt, list[tuple[tuple[int, int, str], Part]]()
+        keys = [(part_key(attempt, rank, number), digest, MAX_JSON) for rank, number, digest in rows]
+        for row, (key, *_), (raw, _) in zip(rows, keys, await self._files(commit, keys), strict=True):
             if raw is not None:
                 try:
-                    parts[rank] = Part.from_bytes(raw, part_key(attempt, rank, number))
+                    there.append((row, Part.from_bytes(raw, key, layout_of)))
                 except CorruptError as error:
                     self.found.unread.append((attempt, str(error)))
-        self.infos.update({pack.key: pack for part in parts.values() for pack in part.packs})
-        named = [(table_key(attempt, rank, part.number), part.table, MAX_TABLE) for rank, part in parts.items()]
-        key = index_key(attempt, commit.index)
-        *shares, (raw, index_damage) = await self._files(commit, [*named, (key, commit.index, MAX_TABLE)])
-        index = None if raw is None or is_directory(raw) else self._parsed(raw, key, commit)
-        tables: dict[int, Table] = {}
-        for (rank, part), (name, *_), (share, damage) in zip(parts.items(), named, shares, strict=True):
-            table = self._parsed(share, name, commit)
+        self.infos.update({pack.key: pack for _, part in there for pack in part.packs})
+        named = [(table_key(attempt, row[0], part.number), part.table, MAX_TABLE) for row, part in there]
+        found = list[tuple[tuple[int, int, str], Part, Table]]()
+        for (row, part), (key, *_), (raw, damage) in zip(there, named, await self._files(commit, named), strict=True):
+            table = self._parsed(raw, key, commit)
             if damage is not None and table is None and index is not None:
-                table = _share(index, part)
+                table = share_of(index, part)
                 made = b"" if table is None else table.to_bytes()
                 if file_digest(made) != part.table:
                     continue
                 damage.raw, damage.source = made, "its index"
             if table is not None:
-                tables[rank] = table
-        if len(tables) < len(commit.parts):
-            if index is not None:
-                self.sheets.append(AuditedTable(commit, index, None))
-            else:
-                self.found.unread.append((attempt, "neither its index nor all of its tables can be had"))
-            return
-        self.sheets += [AuditedTable(commit, table, self._layout(parts[rank])) for rank, table in tables.items()]
-        if index_damage is not None and raw is None:
-            again = _index_of(commit, parts, tables)
-            if again is not None:
-                index_damage.raw, index_damage.source = again, "the tables of its parts"
+                found.append((row, part, table))
+        return found
+
+    async def load(self, sheet: AuditedTable) -> Table | None:
+        """What is not kept of thousands of ranks. None if it cannot be had any more."""
+        if sheet.content is None and sheet.part is not None:
+            key = table_key(sheet.commit.attempt, *sheet.part[:2])
+            raw, _ = await self._file(sheet.commit, key, sheet.digest, MAX_TABLE)
+            return self._parsed(raw, key, sheet.commit)
+        return sheet.content
+
+    async def _keep(self, sheet: AuditedTable) -> None:
+        """With its layout, from here on."""
+        sheet.content = await self.load(sheet)
+        if sheet.layout is None and sheet.part is not None:
+            rank, number, digest = sheet.part
+            key = part_key(sheet.commit.attempt, rank, number)
+            raw, _ = await self._file(sheet.commit, key, digest, MAX_JSON)
+            sheet.layout = None if raw is None else _layout(Part.from_bytes(raw, key))
 
     def _parsed(self, raw: bytes | None, key: str, commit: Commit) -> Table | None:
         try:
             return None if raw is None else Table.from_bytes(raw, key)
         except (CorruptError, FormatError) as error:
             self.found.unread.append((commit.attempt, str(error)))
-            return None
-
-    def _layout(self, part: Part) -> Layout | None:
-        try:
-            return Layout.from_json(part.layout)
-        except CorruptError as error:
-            logger.warning("%s", error)
             return None
 
     async def _files(
@@ -318,47 +348,10 @@ class Audit:
             return raw, damage
         return None, damage
 
-    def ranges_of(self, key: str) -> list[DamagedRange]:
-        """What live checkpoints name in a pack, in order."""
-        return list(self._named(self._names.index(key)))
 
-
-def _index_of(commit: Commit, parts: dict[int, Part], tables: dict[int, Table]) -> bytes | None:
-    """The index, made once more of all parts and tables. Whether it is right, its digest says."""
-    ranks = sorted(tables)
-    made = merge([tables[rank] for rank in ranks]).to_bytes()
-    if file_digest(made) != commit.index and len(ranks) == commit.world:
-        with contextlib.suppress(CorruptError):
-            made = build([parts[rank] for rank in ranks], [tables[rank] for rank in ranks]).to_bytes()
-    return made if file_digest(made) == commit.index else None
-
-
-def _share(index: Table, part: Part) -> Table | None:
-    """One rank's table, taken out of that of all ranks, as `ckpt.format.table.merge` put it in. Whether it is right,
-    its digest says."""
-    mine = [i for i, shard in enumerate(index.shards) if shard.rank == part.rank]
-    if not mine:
+def _layout(part: Part) -> Layout | None:
+    try:
+        return Layout.from_json(part.layout)
+    except CorruptError as error:
+        logger.warning("%s", error)
         return None
-    first, last = mine[0], mine[-1] + 1
-    low, high = int(index.starts[first]), int(index.starts[last])
-    behind = np.unique(index.base[low:high][index.base[low:high] >= index.owned])
-    bases = np.arange(behind[0], behind[-1] + 1) if behind.size else np.zeros(0, np.int64)
-    rows = np.concatenate([np.arange(low, high), bases])
-    packs = tuple(pack.key for pack in part.packs)
-    place = {key: i for i, key in enumerate(packs)}
-    if any(index.packs[n] not in place for n in np.unique(index.pack[rows]).tolist()):
-        return None
-    numbers = np.array([place.get(key, 0) for key in index.packs], np.int64)
-    base = index.base[rows]
-    shifted = np.where(base >= index.owned, base - (bases[0] if bases.size else 0) + high - low, base - low)
-    columns = {name: getattr(index, name)[rows] for name in ("offset", "stored", "length", "codec")}
-    return Table(
-        shards=index.shards[first:last],
-        starts=index.starts[first : last + 1] - low,
-        pack=numbers[index.pack[rows]],
-        base=np.where(base < 0, -1, shifted),
-        digest=index.digest[rows],
-        stored_digest=index.stored_digest[rows],
-        packs=packs,
-        **columns,
-    )

@@ -13,7 +13,7 @@ from ckpt.checkpoint import promote
 from ckpt.checkpoint.commit import acquire
 from ckpt.checkpoint.commit import commit as append_commit
 from ckpt.checkpoint.concurrent import of_each
-from ckpt.checkpoint.parts import load_part
+from ckpt.checkpoint.parts import MANY, load_part
 from ckpt.checkpoint.retention import files_of
 from ckpt.checkpoint.store_trial import check_empty
 from ckpt.checkpoint.write import WrittenPart
@@ -28,6 +28,7 @@ from ckpt.errors import (
     UsageError,
 )
 from ckpt.format.manifest import Attempt, new_nonce
+from ckpt.format.slim import Slim
 from ckpt.maintain.prune import Item, some
 from ckpt.runlog.log import RunLog
 from ckpt.runlog.records import Acquire, Commit, RunState, in_history
@@ -234,12 +235,15 @@ async def _blame(
 async def _copy_files(
     source: Store, target: Store, commit: Commit, used: Set[str], on_bytes: OnBytes
 ) -> list[WrittenPart]:
+    slim = Slim() if len(commit.parts) > MANY else None
+
     async def one(part: tuple[int, int, str]) -> WrittenPart:
         rank, number, digest = part
         await promote.copy_part(
             source, target, commit.attempt, rank, number, expected=digest, used=used, on_bytes=on_bytes
         )
-        return await load_part(target, commit.attempt, rank, number, expected=digest)  # with packs of their size
+        # With packs of their size.
+        return await load_part(target, commit.attempt, rank, number, expected=digest, slim=slim)
 
     return await of_each(commit.parts, one, PARTS)
 

@@ -24,11 +24,23 @@ class SoundCopy:
 
 @dataclass(eq=False)
 class AuditedTable:
-    """A table that a live checkpoint consists of. `layout`: of the rank that wrote it, if it is of one rank."""
+    """A table that a live checkpoint consists of, and the packs that it names. `layout`: of the rank that wrote it, if
+    it is of one rank.
+
+    Of thousands of ranks both are read again when they are wanted: `part` says of which, `digest` is the table's.
+    """
 
     commit: Commit
-    table: Table
-    layout: Layout | None
+    packs: tuple[str, ...]
+    part: tuple[int, int, str] | None = None
+    digest: str = ""
+    content: Table | None = None
+    layout: Layout | None = None
+
+    @property
+    def table(self) -> Table:
+        assert self.content is not None
+        return self.content
 
 
 @dataclass(eq=False)

@@ -14,18 +14,18 @@ from functools import partial
 import numpy as np
 
 from ckpt.checkpoint import packs, read
-from ckpt.checkpoint.parts import about_reaching, load_table, read_header
+from ckpt.checkpoint.concurrent import of_each
+from ckpt.checkpoint.parts import MANY, about_reaching, read_header
 from ckpt.errors import CorruptError, FormatError, NotFoundError, StoreError
 from ckpt.events import log as logger
 from ckpt.format.codec import CODECS, RAW, word_of
 from ckpt.format.codec import encode as encoded_as
 from ckpt.format.digest import blob_digest, file_digest
 from ckpt.format.layout import Layout
-from ckpt.format.manifest import Attempt, PackInfo, index_key, rank_and_try
+from ckpt.format.manifest import Attempt, PackInfo, rank_and_try
 from ckpt.format.table import Content, Table
 from ckpt.maintain.audit import Audit
 from ckpt.maintain.damage import AuditedTable, DamagedRange, Get, SoundCopy
-from ckpt.runlog.records import Commit
 from ckpt.store import Store
 
 TRIES = 8  # blobs of the same content that are tried
@@ -39,9 +39,10 @@ class CopyFinder:
         self.audit = audit
         self._absent: set[tuple[str, str]] = set()  # (place, pack)
         self._rows: dict[Content, list[tuple[Store, Table, int]]] = {}
+        self._looking: asyncio.Task[None] | None = None
 
-    async def prepare(self) -> None:
-        """Where the contents that may be of use lie, in all tiers."""
+    async def _look(self) -> None:
+        """Where the contents that may be of use lie, in all tiers: asked for once, and only if it matters."""
         audit = self.audit
         wanted: set[Content] = set()
         for pack in audit.found.packs:
@@ -50,14 +51,19 @@ class CopyFinder:
                     for one in (row, *sheet.table.needed(row)):
                         wanted.add(sheet.table.content(one))
         bad = {(piece.pack, piece.offset) for pack in audit.found.packs for piece in pack.pieces}
-        for sheet in audit.sheets:
-            self._note(audit.store, sheet.table, wanted, bad)
+        for start in range(0, len(audit.sheets), MANY):
+            for table in await of_each(audit.sheets[start : start + MANY], audit.load):
+                if table is not None:
+                    self._note(audit.store, table, wanted, bad)
         for other in (audit.log, *audit.others):
             known = {c.attempt for c in audit.commits} if other is audit.log else set[Attempt]()
             commits = {**other.state.held, **other.state.commits}
             for attempt in sorted(commits.keys() - known, reverse=True):
-                for table in await _tables(other.store, commits[attempt]):
-                    self._note(other.store, table, wanted, bad if other is audit.log else set())
+                try:
+                    async for table in read.tables_of(other.store, commits[attempt]):
+                        self._note(other.store, table, wanted, bad if other is audit.log else set())
+                except (CorruptError, FormatError, StoreError) as error:
+                    logger.warning("step %d of %s is of no use: %s", attempt.step, other.store.url, error)
 
     def _note(self, store: Store, table: Table, wanted: set[Content], bad: set[tuple[str, int]]) -> None:
         for row, one in enumerate(zip(map(bytes, table.digest), table.length.tolist(), strict=True)):
@@ -70,6 +76,8 @@ class CopyFinder:
             get = partial(self._same_range, other.store, piece)
             if await _works(other.store, get):
                 return SoundCopy(other.store.url, "the same bytes", get)
+        self._looking = self._looking or asyncio.ensure_future(self._look())
+        await asyncio.shield(self._looking)
         sheet, row = piece.rows[0]
         table, codec = sheet.table, int(sheet.table.codec[row])
         piece.why = "nobody has its content"
@@ -153,19 +161,6 @@ class CopyFinder:
                 return {}
             at += int(sheet.table.stored[row])
         return dict(sorted(rows.items())) if at == info.size else {}
-
-
-async def _tables(store: Store, commit: Commit) -> list[Table]:
-    """What can be read of the tables of a checkpoint."""
-    try:
-        return [await load_table(store, index_key(commit.attempt, commit.index), commit.index)]
-    except (CorruptError, FormatError, StoreError):
-        pass
-    try:
-        return [(await read.load_manifest(store, commit)).table]
-    except (CorruptError, FormatError, StoreError) as error:
-        logger.warning("step %d of %s is of no use: %s", commit.step, store.url, error)
-        return []
 
 
 async def _blob(store: Store, table: Table, row: int) -> bytes:

@@ -51,7 +51,6 @@ class Repair(Audit):
         if not self.found.packs:
             return
         seeker = CopyFinder(self)
-        await seeker.prepare()
         pieces = iter([piece for pack in self.found.packs for piece in pack.pieces if pack.known])
 
         async def work() -> None:
@@ -106,7 +105,7 @@ class Repair(Audit):
         if not key.startswith("packs/"):
             attempt = owner(key)
             return attempt is None or attempt in live
-        return any(sheet.commit.attempt in live for sheet in self.sheets if key in sheet.table.packs)
+        return any(sheet.commit.attempt in live for sheet in self.sheets if key in sheet.packs)
 
 
 class _Rewrite:
@@ -118,7 +117,7 @@ class _Rewrite:
         self._fallbacks: list[Store] | None = None
         gone = {(p.offset, p.offset + p.stored) for p in pack.lost}  # which nobody expects to be right
         self._digests: dict[tuple[int, int], set[bytes]] = {}
-        for piece in repair.ranges_of(pack.info.key):
+        for piece in repair.named(pack.info.key):
             self._digests.setdefault((piece.offset, piece.offset + piece.stored), set()).add(piece.digest)
         self._named = list(self._digests)
         self._hasher = RangeHasher(named for named in self._named if named not in gone)

@@ -4,9 +4,12 @@ each once, and asks for none of the others."""
 from __future__ import annotations
 
 import asyncio
+import shutil
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +23,11 @@ from processes import REPO
 
 sys.path.insert(0, str(REPO / "benchmarks"))
 
+import ckpt
 import scale
 from ckpt.checkpoint import commit as commits
+from ckpt.checkpoint import describe, read, write
 from ckpt.checkpoint import parts as parts_of
-from ckpt.checkpoint import read, write
 from ckpt.convert.source import Want
 from ckpt.convert.source_run import checkpoint_of
 from ckpt.dcp import read as dcp_read
@@ -35,7 +39,8 @@ from ckpt.runlog.log import RunLog
 from ckpt.state.capture import Capture
 from ckpt.state.filler import Target
 from ckpt.store import open_store
-from commands import call
+from commands import call, flip
+from trees import tree
 
 assert call  # a fixture
 
@@ -153,12 +158,158 @@ def test_a_committer_asks_for_no_pack_by_itself(run: Path, reads: Reads) -> None
 
 
 def test_diff_reads_the_tables_of_what_differs(run: Path, reads: Reads, call: Any) -> None:
-    """Of plain values, which any rank may have for itself, all parts, once; of tables, those of one norm's ranks."""
+    """Of plain values one part of all ranks that have the same; of tables, those of one norm's ranks."""
     found = call("diff", f"{run}@{STEPS[0]}", f"{run}@{STEPS[1]}", "--json")
     assert found.code == 1 and [t["name"] for t in found.json["tensors"]] == [CHANGED]
     expected = sorted(holders(run, CHANGED, STEPS[0]) + holders(run, CHANGED, STEPS[1]))
     assert tables(reads) == expected and 0 < len(expected) < WORLD.size // 2
-    assert parts(reads) == 2 * WORLD.size and questions(reads) == 0
+    assert parts(reads) == 2 and questions(reads) <= 2
+
+
+def test_diff_of_some_tensors_reads_no_part(run: Path, reads: Reads, call: Any) -> None:
+    """Nobody has asked for plain values. Control: who asks for one gets it."""
+    a, b = f"{run}@{STEPS[0]}", f"{run}@{STEPS[1]}"
+    assert call("diff", a, b, "--only", OTHER).code == 0
+    assert not parts(reads) and not tables(reads)
+    assert call("diff", a, b, "--only", "data").code == 0 and parts(reads)
+
+
+def test_show_reads_the_index_and_one_part(run: Path, reads: Reads, call: Any) -> None:
+    """Names, forms and sizes are in the directory. What it says of these is what --all says, which reads each small
+    file once; how tensors are stored is said by --all as one table of all ranks has it."""
+    few = call("show", run, "--json").json
+    assert not tables(reads) and parts(reads) == 1 and questions(reads) <= 1
+    everything = call("show", run, "--all", "--json").json
+    stored = ("stored", "held", "depth", "reads")
+    plain = [{k: None if k in stored else v for k, v in t.items()} for t in everything["tensors"]]
+    assert [t for t in few["tensors"] if t["alias_of"] is None] == [t for t in plain if t["alias_of"] is None]
+    for key in ("components", "values", "stored_bytes", "tensor_bytes", "distinct_tensors", "older_packs"):
+        assert few[key] == everything[key], key
+    assert not few["packs"] and few["restore_bytes"] is None and len(everything["packs"]) == WORLD.size
+    manifest = asyncio.run(manifest_of(run))
+    saved = manifest.saved()
+    storages = describe.Storages(manifest.attempt, saved.labels.values())
+    storages.add(manifest.table)
+    for tensor in everything["tensors"]:
+        if tensor["alias_of"] is None:
+            assert {k: tensor[k] for k in stored} == asdict(storages.of(saved.labels[tensor["name"]]))
+    assert everything["restore_bytes"] == sum(storages.used.values()) == sum(p["used"] for p in everything["packs"])
+    text = call("show", run).out
+    assert "is said with --all" in text and "packs/" not in text
+    assert "packs/" in call("show", run, "--all").out
+
+
+def test_show_of_one_tensor_reads_the_tables_that_have_it(run: Path, reads: Reads, call: Any) -> None:
+    """And says of it what --all says."""
+    (one,) = call("show", run, "--only", CHANGED, "--json").json["tensors"]
+    assert tables(reads) == holders(run, CHANGED, STEPS[1]) and parts(reads) == 1
+    every = call("show", run, "--all", "--json").json["tensors"]
+    assert one["stored"] and one == next(t for t in every if t["name"] == CHANGED)
+
+
+def test_loading_one_tensor_reads_the_tables_that_have_it(run: Path, reads: Reads) -> None:
+    """Once each, and no part; the next one of the same ranks reads none."""
+    found = ckpt.load(run)
+    assert found[CHANGED].numpy().tobytes() == whole(run, CHANGED)
+    assert tables(reads) == holders(run, CHANGED, STEPS[1]) and not parts(reads)
+    assert found.slice(CHANGED, slice(0, 8)).numpy().tobytes() == whole(run, CHANGED)[:32]
+    assert tables(reads) == holders(run, CHANGED, STEPS[1])
+
+
+def test_few_ranks_are_looked_at_at_once(run: Path, monkeypatch: pytest.MonkeyPatch, call: Any) -> None:
+    """Whoever reads what all ranks have stored has the tables of a few of them in memory. Negative control: who wants
+    them as one table has all."""
+    made, there, most = Table.__post_init__, list[weakref.ref[Table]](), [0]
+
+    def counted(self: Table) -> None:
+        made(self)
+        there[:] = [one for one in there if one() is not None] + [weakref.ref(self)]
+        most[0] = max(most[0], len(there))
+
+    monkeypatch.setattr(Table, "__post_init__", counted)
+    for command in (["show", "--all"], ["verify"], ["verify", "--no-data"], ["repair"]):
+        most[0] = 0
+        assert call(command[0], run, *command[1:]).code == 0
+        assert 0 < most[0] <= 2 * parts_of.MANY + 2, command
+    asyncio.run(manifest_of(run))
+    assert most[0] > WORLD.size
+
+
+@pytest.fixture
+def copy(run: Path, tmp_path: Path) -> Path:
+    """To be damaged."""
+    return Path(shutil.copytree(run, tmp_path / "copy"))
+
+
+def pack_of(run: Path, rank: int, step: int) -> Path:
+    (found,) = (run / "packs").glob(f"*-{step}.{rank}.*")
+    return found
+
+
+def hurt(run: Path, rank: int, step: int) -> None:
+    """A bit of the last tensor in a pack."""
+    pack = pack_of(run, rank, step)
+    flip(pack, pack.stat().st_size - 3)
+
+
+def test_verify_names_damage_of_ranks_that_are_looked_at_one_after_the_other(copy: Path, call: Any) -> None:
+    """Both ends of 256, a table that is gone between them, and a header. Control: the copy is sound before."""
+    assert call("verify", copy).code == 0
+    for rank in (3, 250):
+        hurt(copy, rank, STEPS[1])
+    gone = next((copy / "parts").glob(f"*-{STEPS[1]}.100.*.safetensors"))
+    gone.unlink()
+    flip(pack_of(copy, 200, STEPS[1]), 30)
+    (found,) = call("verify", copy, "--json").json["checkpoints"]
+    text = "\n".join(found["problems"])
+    assert found["verdict"] == "damaged" and len(found["problems"]) == 4
+    assert gone.name in text and all(f"-{STEPS[1]}.{rank}.0.safetensors" in text for rank in (3, 200, 250))
+
+
+def test_repair_reads_again_only_of_ranks_that_are_damaged(copy: Path, run: Path, reads: Reads, call: Any) -> None:
+    """With a sound copy: the part and table of one rank twice, all others once, and all is as it was. Without one: the
+    other step has the same bytes."""
+    before = tree(copy)
+    for source in (["--from", run], []):
+        hurt(copy, 200, STEPS[1])
+        reads.clear()
+        assert call("repair", copy, *source, "--yes").code == 0
+        again = [key for key, n in reads.items() if n > 1 and key.startswith(("parts/", "index/"))]
+        mine = sorted(f"parts/1.0badcafe-{STEPS[1]}.200.0.{kind}" for kind in ("json", "safetensors"))
+        assert tree(copy) == before
+        if source:
+            assert sorted(again) == mine
+
+
+def test_repair_makes_lost_small_files_again(copy: Path, call: Any) -> None:
+    """A directory, out of all parts and tables."""
+    before = tree(copy)
+    for index in (copy / "index").iterdir():
+        index.unlink()
+    assert call("repair", copy, "--yes").code == 0 and tree(copy) == before
+
+
+def test_a_restore_looks_for_lost_bytes_where_they_are_likely(copy: Path, reads: Reads) -> None:
+    """In the other step, first of the ranks that have something of that tensor, and no further than it must."""
+    name = next(s.name for s in reversed(table_of(copy, 200, STEPS[1]).shards) if s.name != CHANGED)
+    clean = ckpt.load(copy)[name]
+    hurt(copy, 200, STEPS[1])
+    reads.clear()
+    assert torch.equal(ckpt.load(copy)[name], clean)
+    there = [key for key in tables(reads) if f"-{STEPS[0]}." in key]
+    assert there and len(there) < WORLD.size and not parts(reads)
+
+
+def table_of(run: Path, rank: int, step: int) -> Table:
+    (path,) = (run / "parts").glob(f"*-{step}.{rank}.*.safetensors")
+    return Table.from_bytes(path.read_bytes(), "a table")
+
+
+def test_a_copy_has_the_same_index(run: Path, tmp_path: Path, call: Any) -> None:
+    """Made again there, of parts of which no more is kept than that takes."""
+    assert call("copy", f"{run}@{STEPS[1]}", tmp_path / "other", "--yes").code == 0
+    (index,) = (tmp_path / "other" / "index").iterdir()
+    assert index.read_bytes() == (run / "index" / index.name).read_bytes()
 
 
 def test_restoring_one_tensor_reads_the_tables_that_have_it(run: Path, reads: Reads, call: Any, tmp_path: Path) -> None:
@@ -220,7 +371,9 @@ def whole(run: Path, name: str) -> bytes:
     return found.tobytes()
 
 
-@pytest.mark.parametrize("command", [("verify",), ("verify", "--no-data"), ("show", "--json"), ("repair", "--json")])
+@pytest.mark.parametrize(
+    "command", [("verify",), ("verify", "--no-data"), ("show", "--all", "--json"), ("repair", "--json")]
+)
 def test_who_looks_at_everything_reads_each_small_file_once(
     run: Path, reads: Reads, call: Any, command: tuple[str, ...]
 ) -> None:
@@ -237,8 +390,10 @@ def test_dcp_reads_what_its_plan_wants(run: Path, reads: Reads) -> None:
     found = asyncio.run(dcp_read.find([run.as_uri()], None))
     metadata = dcp_read.metadata_of(found.saved)
     assert found.attempt.step == STEPS[1] and not parts(reads) and not tables(reads)
-    everything = asyncio.run(all_of(run))
-    assert metadata.state_dict_metadata == dcp_read.metadata_of(everything).state_dict_metadata
+    there, everything = metadata.state_dict_metadata, asyncio.run(manifest_of(run)).saved()
+    assert there == dcp_read.metadata_of(everything).state_dict_metadata
+    alike = [there[f"model.layers.0.attention.{one}.weight"].chunks for one in ("wq", "wk")]  # type: ignore[union-attr]
+    assert len(alike[0]) > 1 and alike[0] is alike[1], "thousands of ranks, thousands of tensors: millions of pieces"
     reads.clear()
     into = torch.empty(64)
     dcp_read._read(found, {found.key(CHANGED): [Target.whole(into)]})
@@ -246,9 +401,9 @@ def test_dcp_reads_what_its_plan_wants(run: Path, reads: Reads) -> None:
     assert tables(reads) == holders(run, CHANGED, STEPS[1]) and not parts(reads)
 
 
-async def all_of(run: Path) -> Any:
-    """As all parts and tables say it."""
+async def manifest_of(run: Path) -> read.Manifest:
+    """All parts and tables."""
     log = await read.open_run(run.as_uri())
-    manifest = await read.manifest_of(log, None)
+    manifest = await read.load_manifest(log.store, read.choose(log))
     await log.store.aclose()
-    return manifest.saved()
+    return manifest

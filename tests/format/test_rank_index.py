@@ -23,6 +23,7 @@ from processes import REPO
 
 sys.path.insert(0, str(REPO / "benchmarks"))
 
+import looks
 import scale
 from ckpt.checkpoint import commit as commits
 from ckpt.checkpoint import commit_checks, read
@@ -179,8 +180,8 @@ def got(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 def test_a_rank_reads_only_the_tables_that_it_needs(run: Path, got: list[str]) -> None:
-    """Its own tensors on the same ranks: few tables, one part. Negative control: everything is read without the
-    directory."""
+    """Its own tensors on the same ranks: few tables, and the part of the first of all ranks that have the same plain
+    values. Negative control: everything is read without the directory."""
     commit, rank = committed(run), 21
     needed = {r for r, rest in enumerate(ranks_with(run, rank)) if rest}
     got.clear()
@@ -191,7 +192,7 @@ def test_a_rank_reads_only_the_tables_that_it_needs(run: Path, got: list[str]) -
     read_tables = {key for key in got if key.startswith("parts/") and key.endswith(".safetensors")}
     assert read_tables == {table_key(commit.attempt, r, 0) for r in needed} and len(needed) < 6
     assert {key for key in got if key.endswith(".json") and key.startswith("parts/")} == {
-        part_key(commit.attempt, rank, 0)
+        part_key(commit.attempt, 0, 0)
     }
     assert not any(key.startswith("packs/") for key in got)
     got.clear()
@@ -401,7 +402,7 @@ def parts_of(run: Path) -> tuple[bytes, dict[str, Any], Json]:
 
 
 def forged(columns: dict[str, Any]) -> bytes:
-    return Directory(columns, (), (), ()).to_bytes()
+    return Directory(columns, (), (), (), ()).to_bytes()
 
 
 def test_every_flipped_bit_of_an_index_is_refused_or_changes_nothing(run: Path) -> None:
@@ -466,6 +467,11 @@ HOSTILE = {
     "a component of nothing": views(lambda data: data["components"][0]["names"].append("nothing")),
     "a component without a kind": views(lambda data: data["components"][0].pop("kind")),
     "an instance of text": views(lambda data: data["instances"][0].update(x="y")),
+    "alike a later one": views(lambda data: data["alike"].__setitem__(0, 1)),
+    "alike one with other entries": views(lambda data: data["views"][0][1].pop()),
+    "alike one that is not like itself": views(lambda data: data["alike"].__setitem__(slice(0, 3), [0, 0, 1])),
+    "alike nobody": views(lambda data: data["alike"].__setitem__(5, -1)),
+    "some are like others": views(lambda data: data["alike"].pop()),
     "no views at all": lambda columns: columns.update(views=np.frombuffer(b"[]", np.uint8)),
     "views too deep": lambda columns: columns.update(views=np.frombuffer(b"[" * 100_000, np.uint8)),
 }
@@ -602,6 +608,7 @@ def test_the_benchmark_measures_what_it_says(run: Path) -> None:
         "plan": scale.plan(WORLD, 5),
         "sizes": scale.sizes(run),
         "reshard": {"the same": scale.reshard(run, WORLD, 5), "names": scale.names_of_a_stage(run, 2)},
+        "looks": {what: looks.look(run, what) | {"peak_mb": 1.0} for what in ("show", "repair, all but packs")},
         "commit": {"read_s": 1.0, "merge_s": 1.0, "cpu_s": 1.0, "peak_mb": 1.0},
     }
     for one in found["reshard"].values():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,8 @@ import scale
 from ckpt.checkpoint import commit_checks, parts, read
 from ckpt.errors import CorruptError, SaveError
 from ckpt.format import join_ranks
-from ckpt.format.manifest import canonical, press, unpress
+from ckpt.format.manifest import Part, canonical, press, unpress
+from ckpt.format.rank_index import Directory
 from ckpt.format.slim import Slim
 
 Json = dict[str, Any]
@@ -77,6 +79,24 @@ def test_slim_parts_share_what_they_say_alike(root: Path, monkeypatch: pytest.Mo
         one, two = found(root)[1:3]
         for field in ("components", "instances"):
             assert (one.part.layout[field] is two.part.layout[field]) == shared
+
+
+@pytest.mark.parametrize("many", [0, 64], ids=["slim", "whole"])
+def test_a_directory_says_whose_values_are_the_same(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, many: int
+) -> None:
+    """All ranks, but for those that have a value of their own; 1, 1.0 and True are different ones."""
+    monkeypatch.setattr(commit_checks, "WHOLE", 0)
+    few_are_many(monkeypatch, many)
+    copy = Path(shutil.copytree(root, tmp_path / "run"))
+    for rank, value in ((1, True), (2, 1.0), (3, 1), (6, 1)):
+        (path,) = (copy / "parts").glob(f"*.{rank}.0.json")
+        part = Part.from_bytes(path.read_bytes(), "a part")
+        said = zip(part.layout["components"], part.values, strict=True)
+        values = [value if component["path"] == ["tokens"] else one for component, one in said]
+        path.write_bytes(replace(part, values=values).to_bytes())
+    index = Directory.from_bytes(commit_checks.index_of(found(copy)), "an index", WORLD.size)
+    assert index.alike == (0, 1, 2, 3, 0, 0, 3, 0)
 
 
 def test_slim_parts_are_no_share_of_a_checkpoint(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from ckpt.checkpoint.parts import load_table
 from ckpt.errors import StoreError
 from ckpt.format.manifest import Part
 from ckpt.format.table import SavedShard, Table, merge
-from ckpt.maintain import audit, find_copies, repair
+from ckpt.maintain import audit, find_copies, remake, repair
 from ckpt.runlog.log import Record, RunLog
 from ckpt.store import Store, open_store, remember_options
 from ckpt.testing import StoreTests, keys, pieces, upload
@@ -703,7 +703,7 @@ def test_a_rank_s_table_out_of_that_of_all(made: Path) -> None:
     index = Table.from_bytes(merge(ranks).to_bytes(), "an index")
     for rank, (part, _) in enumerate(found):
         object.__setattr__(part, "rank", rank)
-        share = audit._share(index, part)
+        share = remake.share_of(index, part)
         assert share is not None and share.to_bytes() == ranks[rank].to_bytes()
 
 

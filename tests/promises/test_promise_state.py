@@ -799,7 +799,7 @@ def crowded(run: test_hostile.Run) -> test_hostile.Objects:
     lists = b'{"aliases":[{}],"components":[],"instances":[{}],"values":[' + b"[]," * (80 << 20)
     columns["views"] = np.frombuffer(lists + b'0],"views":[[0,[],0,0]]}', np.uint8)
     columns["view"] = np.zeros(2, np.int32)
-    raw = rank_index.Directory(columns, (), (), ()).to_bytes()
+    raw = rank_index.Directory(columns, (), (), (), ()).to_bytes()
     last = max(key for key in objects if key.startswith("log/"))
     record = json.loads(objects[last])
     record["body"]["index"] = file_digest(raw)

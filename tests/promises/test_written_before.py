@@ -146,7 +146,7 @@ def test_another_format_is_refused(place: Place) -> None:
 def test_increments_refer_to_older_packs_and_are_encoded() -> None:
     """Else the fixture would show nothing."""
     log = read.run(read.open_run(f"file://{FIXTURES / 'runs' / 'increments' / 'run'}"))
-    manifest = read.run(read.manifest_of(log, None))
+    manifest = read.run(read.load_manifest(log.store, read.choose(log)))
     table = manifest.table
     assert {owner(key) for key in table.packs} > {manifest.attempt}
     assert {int(codec) for codec in table.codec} > {RAW}

@@ -172,7 +172,7 @@ def stored(run: Path) -> int:
     async def load() -> read.Manifest:
         log = await read.open_run(str(run))
         try:
-            return await read.manifest_of(log, None)
+            return await read.load_manifest(log.store, read.choose(log))
         finally:
             await log.store.aclose()
 

@@ -265,7 +265,7 @@ class _Items:
         """A tensor of its pieces."""
         dtype, shape, parts = DTYPE_NAME[said.properties.dtype], tuple(said.size), list[tuple[Dims, Dims, TensorRef]]()
         for chunk in said.chunks:
-            ref, sizes = found[MetadataIndex(name, chunk.offsets)], tuple(chunk.sizes)
+            ref, sizes = found.get(MetadataIndex(name, chunk.offsets)), tuple(chunk.sizes)
             if type(ref) is not TensorRef or (ref.dtype, ref.shape) != (dtype, sizes):
                 is_there = f"{ref.dtype} of shape {list(ref.shape)}" if type(ref) is TensorRef else "no tensor"
                 raise CorruptError(

@@ -30,7 +30,7 @@ from ckpt.state.rewrap import forms_of
 from ckpt.state.sharding import LocalPiece, StateEntry, storage_of, unsupported
 from ckpt.state.shards import Shards, ShardsNode
 from ckpt.state.stateful import Scaler, Stateful, adapt
-from ckpt.state.structure import Structure, loose_of, params_of, stepped_nodes, steps_for
+from ckpt.state.structure import Structure, loose_of, params_of, parts_of, stepped_nodes, steps_for
 from ckpt.state.tensors import Versioned
 from ckpt.state.wrappers import inside, is_wrapped
 
@@ -150,11 +150,14 @@ class Capture:
         """The ids of our optimizers that are not trusted."""
         if self._announced is None:
             return frozenset()
-        ours = {id(optimizer): optimizer for optimizer in self.optimizers}
-        heard = {id(one) for one in self._announced}
-        others = [one for one in self._announced if id(one) not in ours]
-        quiet = (key for key in ours if key not in heard)
-        return frozenset(key for key in quiet if not any(steps_for(other, ours[key]) for other in others))
+        heard = self._announced
+
+        def trusted(optimizer: Any) -> bool:
+            if any(one is optimizer for one in heard):
+                return True
+            return all(any(steps_for(one, part) for one in heard) for part in parts_of(optimizer))
+
+        return frozenset(id(one) for one in self.optimizers if not trusted(one))
 
     @property
     def replicated(self) -> list[LocalPiece]:

@@ -13,6 +13,7 @@ from ckpt.errors import CorruptError, StateError
 from ckpt.format.saved_nodes import SavedNode
 from ckpt.format.values import Json, Path, encode, kind_of, show, splitter
 from ckpt.state.adapters import Collector, Contents, Memories, Places
+from ckpt.state.joint import IN_TURN
 from ckpt.state.names import Names, Span, span_of
 from ckpt.state.placement import Placement, references
 from ckpt.state.rewrap import MomentPlaces, facts_of, forms_of, matching
@@ -53,7 +54,11 @@ class OptimizerNode:
         collect = Collector()
         values = {
             "groups": [
-                {k: encode(v, (*self.path, "param_groups", i, k), collect) for k, v in group.items() if k != "params"}
+                {
+                    k: encode(v, (*self.path, "param_groups", i, k), collect)
+                    for k, v in group.items()
+                    if k not in IN_TURN
+                }
                 for i, group in enumerate(self.optimizer.param_groups)
             ],
             "state": [
@@ -200,10 +205,12 @@ class OptimizerNode:
         for name in odd:
             del fresh[name]
 
-    def _usable(self, live: dict[str, Any], saved: dict[str, Json], placement: Placement) -> dict[str, Json]:
+    def _usable(self, live: MutableMapping[str, Any], saved: dict[str, Json], placement: Placement) -> dict[str, Json]:
         """The settings of a group that are of the kind that they are here, or were or are None."""
         found = {}
         for key, value in saved.items():
+            if key in IN_TURN:
+                continue
             kinds = {kind_of(value), kind_of(encode(live.get(key), (*self.path, key), Collector()))} - {"None"}
             if len(kinds) < 2 or kinds == {"a number", "a tensor"}:
                 found[key] = value
@@ -321,7 +328,7 @@ def _fit(mine: list[list[str]], theirs: list[list[str]]) -> bool:
     return len(mine) == len(theirs) and all(set(a) <= set(b) for a, b in zip(mine, theirs, strict=True))
 
 
-def _update_group(group: dict[str, Any], saved: dict[str, Any]) -> None:
+def _update_group(group: MutableMapping[str, Any], saved: dict[str, Any]) -> None:
     for key, value in saved.items():
         live = group.get(key)
         if isinstance(live, Tensor) and isinstance(value, Tensor) and live.shape == value.shape:

@@ -18,6 +18,7 @@ from ckpt.format.saved_state import SavedState
 from ckpt.format.values import is_text, show
 from ckpt.state.adapters import Contents, StatefulNode, StateNode
 from ckpt.state.fingerprint import SampledPlaces
+from ckpt.state.joint import Joint
 from ckpt.state.module_node import ModuleNode
 from ckpt.state.optimizer_node import OptimizerNode
 from ckpt.state.sharding import Division, LocalPiece, StateEntry, is_dtensor, local, slices, storage_of
@@ -300,9 +301,14 @@ def params_of(optimizer: Any) -> list[Any]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
+def parts_of(optimizer: Any) -> tuple[Any, ...]:
+    """What has to step, each, so that this has."""
+    return optimizer.parts if isinstance(optimizer, Joint) else (optimizer,)
+
+
 def steps_for(stepping: Any, optimizer: Any) -> bool:
-    """Whether this is the optimizer, or one that it is only a wrapper of, as Accelerate's is."""
-    if stepping is optimizer:
+    """Whether this is the optimizer, or one that it is only a wrapper of, as Accelerate's is, or one of its parts."""
+    if stepping is optimizer or any(stepping is part for part in parts_of(optimizer)):
         return True
     groups = list(optimizer.param_groups)
     return bool(groups) and all(any(one is group for one in stepping.param_groups) for group in groups)

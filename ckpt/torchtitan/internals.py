@@ -27,6 +27,7 @@ else:
     missing = None
 
 from ckpt.errors import UsageError
+from ckpt.state.joint import Joint
 from ckpt.state.sharding import ModulePart, clean
 from ckpt.state.stateful import RNG, Resizable
 from ckpt.version import check_known
@@ -147,10 +148,12 @@ class Job:
         self._left = set(config.exclude_from_loading)
         if unknown := sorted(self._left - {OPTIMIZER, *rest}):
             raise UsageError(f"exclude_from_loading: {', '.join(unknown)} is not in the state ({', '.join(rest)})")
-        optimizers = self._optimizers[0] if len(self._optimizers) == 1 else self._optimizers
+        parts = len(given["model_parts"])
+        kinds = len(self._optimizers) // parts  # of optimizers, of which each part has one each
+        joint = [Joint(self._optimizers[kind::kinds]) if parts > 1 else self._optimizers[kind] for kind in range(kinds)]
         self.state: dict[str, Any] = {
             MODEL: self._weights.module,
-            OPTIMIZER: optimizers,
+            OPTIMIZER: joint[0] if kinds == 1 else joint,
             **{name: NotLoaded(one) if name in self._left else one for name, one in rest.items()},
         }
 

@@ -7,6 +7,8 @@ kill FOLDER      trained to `STEPS` under torchtitan's own manager, into FOLDER/
 go_on FOLDER     restored, trained to `STEPS`, and written as Hugging Face has it
 four FOLDER      by four ranks: only looked at, then taken over with tensor parallelism, for two steps
 begin FOLDER     taken back by two ranks; and other runs that begin with what the ones before have written
+pipeline, pipeline_on
+                 as kill and go_on, in a pipeline; then taken over by ranks that hold all layers, and given back
 Prints a JSON line for each step of each case, and for each load.
 """
 
@@ -101,8 +103,9 @@ class Words(BaseTokenizer):
         return WORDS
 
 
-def config(folder: str, checkpoint: Any, steps: int, *, tp: int = 1, layers: int = 2) -> Any:
-    """Of a small Llama with fused query, key and value weights, as they are by default."""
+def config(folder: str, checkpoint: Any, steps: int, *, tp: int = 1, pp: int = 1, layers: int = 2) -> Any:
+    """Of a small Llama with fused query, key and value weights, as they are by default. In a pipeline (`pp`) each rank
+    has two parts of it."""
     spec = model_registry("debugmodel", attn_backend="flex")
     spec.model.layers = [copy.deepcopy(spec.model.layers[i % len(spec.model.layers)]) for i in range(layers)]
     for layer in spec.model.layers:
@@ -119,7 +122,7 @@ def config(folder: str, checkpoint: Any, steps: int, *, tp: int = 1, layers: int
         dataloader=Batches.Config(),
         metrics=MetricsProcessor.Config(log_freq=1),
         training=TrainingConfig(
-            local_batch_size=BATCH // (dist_size() // tp),
+            local_batch_size=BATCH // (dist_size() // tp // pp),
             global_batch_size=BATCH,
             seq_len=LENGTH,
             steps=steps,
@@ -127,7 +130,13 @@ def config(folder: str, checkpoint: Any, steps: int, *, tp: int = 1, layers: int
             dtype="float32",
             mixed_precision_param="float32",
         ),
-        parallelism=ParallelismConfig(tensor_parallel_degree=tp, spmd_backend="partial_dtensor"),
+        parallelism=ParallelismConfig(
+            tensor_parallel_degree=tp,
+            pipeline_parallel_degree=pp,
+            pipeline_parallel_schedule="Interleaved1F1B",
+            pipeline_parallel_microbatch_size=2,
+            spmd_backend="partial_dtensor",
+        ),
         debug=DebugConfig(seed=0, deterministic=True),
     )
 
@@ -147,16 +156,19 @@ def build(made: Any) -> Any:
 
 def digests(trainer: Any) -> dict[str, str]:
     """Of whole weights, and of whole moments, however many ranks hold them; and what counts."""
-    weights, moments = hashlib.sha256(), hashlib.sha256()
     names = {p: name for part in trainer.model_parts for name, p in part.named_parameters()}
     state = {names[p]: one for optimizer in trainer.optimizers for p, one in optimizer.state.items()}
-    for p, name in sorted(names.items(), key=lambda one: one[1]):
-        weights.update(name.encode() + _bytes(p))
-        for key, one in sorted(state.get(name, {}).items()):
-            moments.update(key.encode() + _bytes(one))
+    found = {}
+    for p, name in names.items():
+        moments = b"".join(key.encode() + _bytes(one) for key, one in sorted(state.get(name, {}).items()))
+        found[name] = [hashlib.sha256(one).hexdigest() for one in (_bytes(p), moments)]
+    of_all: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_all, found)  # a rank of a pipeline has only its own parts
+    whole = sorted({name: one for found in of_all for name, one in found.items()}.items())
+    weights, moments = (hashlib.sha256(str([(n, one[at]) for n, one in whole]).encode()).hexdigest() for at in (0, 1))
     rates = [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups]
     counts = [trainer.step, rates, trainer.lr_schedulers.state_dict()]
-    return {"weights": weights.hexdigest()[:16], "moments": moments.hexdigest()[:16], "counts": str(counts)}
+    return {"weights": weights[:16], "moments": moments[:16], "counts": str(counts)}
 
 
 def _bytes(tensor: Any) -> bytes:
@@ -253,14 +265,27 @@ def begin(folder: str) -> None:
         train(f"from {case}", config(place, ours(initial_load_path=path, **settings), steps))
 
 
+def pipeline(folder: str) -> None:
+    place = f"{folder}/pipeline"
+    train("alone", config(f"{place}/alone", ours(enable=False), STEPS, pp=2, layers=4))
+    train("pipeline", config(place, ours(), STEPS, pp=2, layers=4), kill=KILLED)
+
+
+def pipeline_on(folder: str) -> None:
+    place = f"{folder}/pipeline"
+    train("pipeline", config(place, ours(), STEPS, pp=2, layers=4))
+    train("tensor parallel", config(place, ours(), STEPS + 1, tp=2, layers=4))
+    train("pipeline again", config(place, ours(), STEPS + 2, pp=2, layers=4))
+
+
 def _files(folder: str) -> list[tuple[str, int]]:
     return sorted((str(path), path.stat().st_mtime_ns) for path in Path(folder).rglob("*") if path.is_file())
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    actions: dict[str, Callable[[str], None]] = {"kill": kill, "go_on": go_on, "four": four, "begin": begin}
-    actions[sys.argv[1]](sys.argv[2])
+    actions: list[Callable[[str], None]] = [kill, go_on, four, begin, pipeline, pipeline_on]
+    dict(zip((one.__name__ for one in actions), actions, strict=True))[sys.argv[1]](sys.argv[2])
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)  # some of gloo's threads do not leave

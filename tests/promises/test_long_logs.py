@@ -75,7 +75,7 @@ def test_a_writer_killed_at_every_point_while_it_archives(run_dir: str, own_sock
     assert sorted(fails) == sorted(f"writer/{point}:kill:1" for point in ARCHIVE_POINTS)
     result = chain.train(fails[0], spares=tuple(fails[1:]))
     assert result.returncode == 0, result.stderr
-    assert chain.told.replaced >= 2, result.stderr  # the last one may get to its point while the run is closed
+    assert chain.told.replaced, result.stderr  # the later ones may get to their points while the run is closed
     assert Path(run_dir, Archive(16 * SNAPSHOT_EVERY - 1, 0).key).exists(), "nothing was merged"
     assert chain.told.digest == toy.reference(STEPS)
     assert problems(run_dir) == []

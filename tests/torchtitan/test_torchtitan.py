@@ -93,6 +93,14 @@ def begun(python: Path, folder: Path, by_four: Said) -> Said:
     return launch(python, 2, "begin", folder)[1]
 
 
+@pytest.fixture(scope="module")
+def piped(python: Path, folder: Path) -> Said:
+    """Two parts of the model on each of two ranks: without saving, and then saved until they were killed."""
+    codes, said = launch(python, 2, "pipeline", folder)
+    assert codes == [-signal.SIGKILL] * 2
+    return said + launch(python, 2, "pipeline_on", folder)[1]
+
+
 def of(said: Said, case: str) -> Said:
     """Without the name of the case."""
     return [{key: one for key, one in line.items() if key != "case"} for line in said if line["case"] == case]
@@ -154,6 +162,22 @@ def test_tensor_parallel_ranks_take_over_and_give_back(by_four: Said, begun: Sai
         assert loaded["loaded"] == step and _digests(loaded) == _digests(ended)
         ended = later[-1]
     assert ended["step"] == STEPS + 3
+
+
+def test_parts_of_a_pipeline(piped: Said) -> None:
+    """Killed, it goes on as if nothing had been. Ranks that hold all layers take over all weights and moments, and give
+    them back, though each part has an optimizer of its own; and no save runs a collective."""
+    untouched, said = of(piped, "alone")[1:], of(piped, "pipeline")
+    again, *later = said[KILLED + 2 :]
+    assert said[1 : KILLED + 2] == untouched[: KILLED + 1] and later == untouched[KILLED:]
+    assert (again["loaded"], again["tier"]) == (KILLED, "memory")
+    ended = untouched[-1]
+    for case in ("tensor parallel", "pipeline again"):
+        loaded, stepped = of(piped, case)
+        assert all(loaded[key] == ended[key] for key in ("weights", "moments"))
+        assert loaded["loaded"] == ended["step"] and stepped["weights"] != loaded["weights"]
+        ended = stepped
+    assert {one["collectives"] for one in of(piped, "pipeline, saved")} == {0}
 
 
 def test_it_begins_with_what_torchtitan_has_written(begun: Said, killed: Said) -> None:

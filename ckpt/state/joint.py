@@ -1,0 +1,94 @@
+"""Several optimizers as one: of a pipeline's parts that are on this rank, and elsewhere on other ranks, or whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, MutableMapping, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+IN_TURN = ("params", "param_names")  # of groups: what belongs to each of them, one after another
+
+
+class Joint(torch.optim.Optimizer):
+    """Optimizers with alike groups of other parameters each, as the one that they are where nothing is divided.
+
+    A view: what is read of it is theirs, and so is what is written; it steps when all of them do. `parts`: in order.
+    """
+
+    def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
+        """ValueError if they have other numbers of groups."""
+        if len({len(one.param_groups) for one in parts}) != 1:
+            raise ValueError("optimizers with other numbers of groups are not alike")
+        self.parts = tuple(parts)
+        self.state = _States(self.parts)  # type: ignore[assignment]
+
+    @property
+    def param_groups(self) -> list[Any]:
+        return [_Group(alike) for alike in zip(*(one.param_groups for one in self.parts), strict=True)]
+
+    def step(self, closure: object = None) -> None:
+        raise NotImplementedError("each part steps by itself")
+
+
+class _Group(MutableMapping[str, Any]):
+    """Groups that stand in the same place."""
+
+    def __init__(self, alike: Sequence[dict[str, Any]]) -> None:
+        self._alike = alike
+
+    def __getitem__(self, key: str) -> Any:
+        if key in IN_TURN:
+            return [one for group in self._alike for one in group[key]]
+        return self._alike[0][key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        for group in self._alike:
+            group[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        for group in self._alike:
+            del group[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._alike[0])
+
+    def __len__(self) -> int:
+        return len(self._alike[0])
+
+
+class _States(MutableMapping[Tensor, dict[str, Any]]):
+    """What is kept of each parameter. Torch's own makes what is looked for, so that it is asked first."""
+
+    def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
+        self._parts = parts
+
+    def __getitem__(self, param: Tensor) -> dict[str, Any]:
+        for part in self._parts:
+            if param in part.state:
+                return part.state[param]
+        raise KeyError(param)
+
+    def __setitem__(self, param: Tensor, values: dict[str, Any]) -> None:
+        home = next(part for part in self._parts if any(p is param for g in part.param_groups for p in g["params"]))
+        home.state[param] = values
+
+    def __delitem__(self, param: Tensor) -> None:
+        for part in self._parts:
+            part.state.pop(param, None)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return chain.from_iterable(part.state for part in self._parts)
+
+    def __len__(self) -> int:
+        return sum(len(part.state) for part in self._parts)
+
+    def values(self) -> Any:
+        """In turn, without looking any up."""
+        return chain.from_iterable(part.state.values() for part in self._parts)
+
+    def clear(self) -> None:
+        for part in self._parts:
+            part.state.clear()

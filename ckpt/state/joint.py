@@ -26,11 +26,8 @@ class Joint(torch.optim.Optimizer):
         self.state = _States(self.parts)  # type: ignore[assignment]
 
     @property
-    def param_groups(self) -> list[Any]:
+    def param_groups(self) -> list[Any]:  # type: ignore[override]
         return [_Group(alike) for alike in zip(*(one.param_groups for one in self.parts), strict=True)]
-
-    def step(self, closure: object = None) -> None:
-        raise NotImplementedError("each part steps by itself")
 
 
 class _Group(MutableMapping[str, Any]):
@@ -68,7 +65,8 @@ class _States(MutableMapping[Tensor, dict[str, Any]]):
     def __getitem__(self, param: Tensor) -> dict[str, Any]:
         for part in self._parts:
             if param in part.state:
-                return part.state[param]
+                values: dict[str, Any] = part.state[param]
+                return values
         raise KeyError(param)
 
     def __setitem__(self, param: Tensor, values: dict[str, Any]) -> None:

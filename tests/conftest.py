@@ -10,6 +10,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+# Two processes of tests, and all that they start, share a machine: threads that wait for each other only wait longer.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import pytest
 from botocore.loaders import JSONFileLoader, Loader
 

@@ -197,14 +197,14 @@ def open_store(
     """The store behind a URL: a built-in scheme, else the entry-point group `ckpt.stores`, else whatever fsspec knows.
 
     `writable=True` creates a folder that is missing; buckets are never created. In remote places what is worth it is
-    tried again for `patience_s`; `limits`: what bounds such a place, see `ckpt_backends.limit`. Raises UsageError for
-    an unknown scheme, StoreError if the place cannot be used.
+    tried again for `patience_s`, with 0 never; `limits`: what bounds such a place, see `ckpt_backends.limit`. Raises
+    UsageError for an unknown scheme, StoreError if the place cannot be used.
     """
     url = normalise(url)
     store: Store = _load(_class_of(url.partition("://")[0]))(url, writable=writable)
     if store.remote:
         store = store if limits is None else _load(_LIMIT)(store, **limits)
-        store = _load(_RETRY)(store, budget_s=patience_s)
+        store = _load(_RETRY)(store, budget_s=patience_s) if patience_s else store
     return store
 
 

@@ -16,9 +16,9 @@ from __future__ import annotations
 from collections.abc import Callable, Set
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from ckpt.format.codec import BF16, decode
 from ckpt.format.layout import BLOB, Layout, TensorSpec
@@ -26,8 +26,11 @@ from ckpt.format.manifest import Attempt, PackInfo, Part, owner
 from ckpt.format.table import Table
 from ckpt.runlog.records import RunState
 
-I64 = npt.NDArray[np.int64]
-Digests = npt.NDArray[np.uint8]
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+I64: TypeAlias = "npt.NDArray[np.int64]"
+Digests: TypeAlias = "npt.NDArray[np.uint8]"
 
 FULLS = 2  # so many full checkpoints come first: one bad blob must not be able to spoil all there is
 MOSTLY_DEAD = 0.25  # a pack of which less is still needed is not used any further: what is needed is stored anew

@@ -27,7 +27,7 @@ from ckpt.format.manifest import (
 )
 from ckpt.format.rank_index import MAX_DIRECTORY, Directory, is_directory
 from ckpt.format.slim import Slim
-from ckpt.format.table import EMPTY, MAX_TABLE, Table
+from ckpt.format.table import MAX_TABLE, Table, empty
 from ckpt.runlog.records import Commit
 from ckpt.store import Store, get_small
 
@@ -78,7 +78,7 @@ async def load_part(
     if not {pack.key for pack in part.packs}.issuperset(table.packs):
         raise CorruptError(f"{key} names packs that its part does not")
     if slim is not None:
-        return WrittenPart(slim.part(part), digest, EMPTY, slim.pieces(table))
+        return WrittenPart(slim.part(part), digest, empty(), slim.pieces(table))
     return WrittenPart(part, digest, table)
 
 

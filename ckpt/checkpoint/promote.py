@@ -12,9 +12,9 @@ import asyncio
 import mmap
 from collections.abc import Callable, Set
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from ckpt.checkpoint.parts import load_part
 from ckpt.checkpoint.write import CHUNK, WrittenPart, upload_from
@@ -25,6 +25,9 @@ from ckpt.format.table import Table
 from ckpt.runlog.log import RunLog
 from ckpt.runlog.records import Commit, RunState
 from ckpt.store import PAGE, Store, get_small
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 BACKLOG = 3  # checkpoints that a new incarnation still takes to a further tier
 

@@ -12,10 +12,9 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from ckpt.checkpoint.blobs import Sink as Sink
 from ckpt.checkpoint.blobs import closure as closure
@@ -48,7 +47,11 @@ from ckpt.runlog.log import RunLog
 from ckpt.runlog.records import MARK, THE_BEST, Commit
 from ckpt.store import Store, open_store
 
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
 T = TypeVar("T")
+Note = Callable[[str], None]
 KEPT = 1 << 19  # blobs of tables that are kept for what is wanted next
 
 
@@ -134,38 +137,36 @@ def _best(log: RunLog) -> Commit:
     return state.commits[max(scored)]
 
 
+async def consists_of(store: Store, commit: Commit) -> Manifest | Directory:
+    """What a checkpoint consists of, verified. CorruptError or NotFoundError if nobody can say."""
+    index = await index_or_none(store, commit)
+    return index if isinstance(index, Directory) else await load_manifest(store, commit, index)
+
+
 async def load_saved(
-    store: Store,
+    store: Store, commit: Commit, others: Sequence[str] = (), note: Note = lambda text: None, *, keep: bool = False
+) -> SavedState:
+    """A checkpoint as one state: `saved_by` what it consists of."""
+    return saved_by(await consists_of(store, commit), commit, (store.url, *others), note, keep=keep)
+
+
+def saved_by(
+    found: Manifest | Directory,
     commit: Commit,
-    others: Sequence[str] = (),
-    note: Callable[[str], None] = lambda text: None,
+    urls: Sequence[str],
+    note: Note = lambda text: None,
     known: Layout | None = None,
     *,
     keep: bool = False,
 ) -> SavedState:
     """A checkpoint as one state. What a directory leaves to further files is read when it is wanted.
 
-    `others`: URLs of places that have the same checkpoint, for such files that are lost here; `note` is told then.
-    `known`: a layout that need not be read once more if it is that of a part. `keep`: tables that were wanted last are
-    kept, for who will want most of them again.
+    `urls`: the place, and others for such files that are lost there, which `note` is told. `known`: a layout that need
+    not be read once more if it is that of a part. `keep`: tables that were wanted last are kept for the next.
     """
-    index = await index_or_none(store, commit)
-    if not isinstance(index, Directory):
-        return (await load_manifest(store, commit, index)).saved(known)
-    return listed(store, commit, index, others, note, keep=keep)
-
-
-def listed(
-    store: Store,
-    commit: Commit,
-    directory: Directory,
-    others: Sequence[str] = (),
-    note: Callable[[str], None] = lambda text: None,
-    *,
-    keep: bool = False,
-) -> SavedState:
-    """The same, of which the directory has been read."""
-    urls = (store.url, *others)
+    if isinstance(found, Manifest):
+        return found.saved(known)
+    directory = found
 
     def values(ranks: Sequence[int]) -> dict[int, list[Any]]:
         return run(_from_any(urls, lambda place: load_values(place, commit, directory, ranks), note)) if ranks else {}

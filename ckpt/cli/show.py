@@ -138,7 +138,7 @@ async def _contents(store: Store, commit: Commit, only: str | None, every: bool)
     index, whole = await read.index_or_none(store, commit), None
     directory = index if isinstance(index, Directory) and commit.world > MANY else None
     if directory is not None:
-        saved = read.listed(store, commit, directory)
+        saved = read.saved_by(directory, commit, (store.url,))
     else:
         whole = await read.load_manifest(store, commit, index)
         saved = whole.saved()

@@ -9,13 +9,16 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 Dims = tuple[int, ...]
 Box = tuple[Dims, Dims]
-I64 = npt.NDArray[np.int64]
+I64: TypeAlias = "npt.NDArray[np.int64]"
 
 
 def intersect(a: Box, b: Box) -> Box | None:

@@ -10,20 +10,20 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from ckpt.format import kernels
 from ckpt.format.kernels import Kernels
 
-Array = np.ndarray[Any, Any]
+Array: TypeAlias = "np.ndarray[Any, Any]"
 
 PLANES, ROTATED, DELTA, FLOAT_DELTA = range(1, 5)  # the ways; the last two take a base
 PIECE = 256 << 10  # bytes at most; a piece and what becomes of it stay in a core's own cache
-UNSIGNED: dict[int, Any] = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
+UNSIGNED: dict[int, Any] = {1: "<u1", 2: "<u2", 4: "<u4", 8: "<u8"}
 
-_SIGNED: dict[int, Any] = {1: np.dtype("<i1"), 2: np.dtype("<i2"), 4: np.dtype("<i4"), 8: np.dtype("<i8")}
+_SIGNED: dict[int, Any] = {1: "<i1", 2: "<i2", 4: "<i4", 8: "<i8"}
 
 
 def cut(way: int, words: Array, base: Array | None, planes: Array) -> None:

@@ -205,16 +205,19 @@ class _Rooms(threading.local):
     """What each thread has for itself: fresh memory costs page faults."""
 
     def __init__(self) -> None:
-        self._kept = {name: np.empty(0, np.uint8) for name in ("planes", "frames")}
+        self._kept: dict[str, Array] = {}
 
     def rows(self, name: str, word: int, count: int) -> Array:
         """Room for the planes of a blob, or their frames, until the next call. Were they pages apart, all of them would
         contend for the same few lines of a cache: that costs half of the speed."""
         apart = -(-count // 4096) * 4096 + 192
         size = word * apart
-        if self._kept[name].nbytes < size <= _KEPT:
-            self._kept[name] = np.empty(min(_KEPT, 2 * size), np.uint8)
-        room = self._kept[name][:size] if size <= _KEPT else np.empty(size, np.uint8)
+        kept = self._kept.get(name)
+        if kept is None or kept.nbytes < size:
+            kept = np.empty(min(_KEPT, 2 * size) if size <= _KEPT else size, np.uint8)
+            if size <= _KEPT:
+                self._kept[name] = kept
+        room = kept[:size]
         return room.reshape(word, apart)[:, :count]
 
 

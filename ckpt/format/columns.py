@@ -8,24 +8,24 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
-import safetensors.numpy
+import safetensors
 import zstandard
 
 from ckpt.errors import CorruptError
 from ckpt.format.digest import DIGEST_SIZE
 from ckpt.format.manifest import canonical, owner
 
-I64 = npt.NDArray[np.int64]
-Bytes = npt.NDArray[np.uint8]
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+I64: TypeAlias = "npt.NDArray[np.int64]"
+Bytes: TypeAlias = "npt.NDArray[np.uint8]"
 FEW = 1 << 18  # entries of a column that any file may have; more only if it is as large
-ZERO = np.zeros(1, np.int64)
-NONE = np.zeros(0, np.int64)
 
 ODD = (KeyError, ValueError, TypeError, IndexError, OverflowError, AttributeError, RecursionError)
 """What comes of data of another shape than expected."""
@@ -62,11 +62,11 @@ class Pressed:
         for name, column in columns.items():
             raw = np.ascontiguousarray(column).tobytes()
             files[name] = np.frombuffer(raw if name in self.whole else press.compress(raw), np.uint8)
-        return bytes(safetensors.numpy.save(files))
+        return bytes(_arrays().save(files))
 
     def from_bytes(self, raw: bytes | memoryview, what: str) -> dict[str, npt.NDArray[Any]]:
         """The columns, within `reading`. CorruptError unless each is what was declared, and all are plausible."""
-        frames = safetensors.numpy.load(bytes(raw))
+        frames = _arrays().load(bytes(raw))
         counts = json.loads(frames.pop("counts").tobytes())
         if counts.keys() != self.kinds.keys() or frames.keys() != self.kinds.keys():
             raise CorruptError(f"{what} has other columns than it should")
@@ -131,6 +131,13 @@ class Columns:
         return tuple(found)
 
 
+def _arrays() -> Any:
+    """What makes files of arrays: it uses numpy when it is imported."""
+    import safetensors.numpy
+
+    return safetensors.numpy
+
+
 def distinct(numbers: I64) -> I64:
     """Each of them once, ascending. (`np.unique` imports much that nothing else here needs.)"""
     ordered = np.sort(numbers)
@@ -138,9 +145,14 @@ def distinct(numbers: I64) -> I64:
     return found
 
 
+def end_to_end(columns: Iterable[Any]) -> I64:
+    """One after the other; none is none."""
+    return np.concatenate([np.zeros(0, np.int64), *columns])
+
+
 def starts_of(ends: I64) -> I64:
     """Where each begins, and where the last ends."""
-    return np.concatenate([ZERO, ends])
+    return end_to_end([[0], ends])
 
 
 def spans(starts: npt.NDArray[Any], counts: npt.NDArray[Any]) -> I64:

@@ -37,8 +37,12 @@ class _Contexts(threading.local):
         )  # fmt: skip
         self.entropy = zstandard.ZstdCompressor(compression_params=entropy)
         self.repeats = zstandard.ZstdCompressor(level=1, write_content_size=True, write_checksum=False)
-        self.work = np.empty(kernels.WORK, np.uint8)
         self.reader = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW)
+
+    @functools.cached_property
+    def work(self) -> Array:
+        """Scratch space."""
+        return np.empty(kernels.WORK, np.uint8)
 
 
 _local = _Contexts()

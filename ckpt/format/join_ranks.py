@@ -8,14 +8,13 @@ import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ckpt.errors import CorruptError
 from ckpt.format.boxes import Dims, Effort
-from ckpt.format.columns import I64, NONE, ODD, spans
+from ckpt.format.columns import I64, ODD, end_to_end, spans
 from ckpt.format.digest import blob_digest
 from ckpt.format.manifest import Part, canonical
 from ckpt.format.partition import GLOBAL
@@ -24,6 +23,9 @@ from ckpt.format.saved_nodes import JOINED_KIND
 from ckpt.format.shards import DTYPES
 from ckpt.format.slim import PieceRows, RankPieces, SharedNames, relative, words
 from ckpt.format.table import Table
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 AT_ONCE = 1 << 18  # rows of tables
 
@@ -126,8 +128,8 @@ class _Patterns:
             "pattern_shape": np.array([n for shape in self._shapes for n in shape], np.int64),
             "pattern_dim_ends": np.cumsum([len(shape) for shape in self._shapes], dtype=np.int64),
             "pattern_ends": np.cumsum([len(one) for one in self._ranks], dtype=np.int64),
-            "piece_rank": np.concatenate([NONE, *self._ranks]),
-            "piece_dims": np.concatenate([NONE, *self._dims]),
+            "piece_rank": end_to_end(self._ranks),
+            "piece_dims": end_to_end(self._dims),
         }
 
 
@@ -172,7 +174,7 @@ def _blocks(
     cuts = [np.searchsorted(one[order], bounds) for one, order in zip(name_of_row, orders, strict=True)]
     for i in range(len(bounds) - 1):
         rows = [order[cut[i] : cut[i + 1]] for order, cut in zip(orders, cuts, strict=True)]
-        named = np.concatenate([NONE, *(one[chosen] for one, chosen in zip(name_of_row, rows, strict=True))])
+        named = end_to_end(one[chosen] for one, chosen in zip(name_of_row, rows, strict=True))
         yield PieceRows.of(tables, rows, named)
 
 

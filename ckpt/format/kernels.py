@@ -21,7 +21,7 @@ import platform
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -32,8 +32,8 @@ from ckpt.store import Buffer
 
 T = TypeVar("T")
 R = TypeVar("R")
-Bytes = np.ndarray[Any, np.dtype[np.uint8]]
-Array = np.ndarray[Any, Any]
+Bytes: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
+Array: TypeAlias = "np.ndarray[Any, Any]"
 
 SMALL = 4096  # bytes; less is done without the library, which takes digests of more than 240
 PIECE = 256 << 10  # bytes that stay in a core's own cache from the copy to the digest

@@ -31,14 +31,13 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ckpt.errors import CorruptError
 from ckpt.format.boxes import Box, Dims, Effort, TangledError, times_covered
-from ckpt.format.columns import I64, NONE, Columns, Pressed, reading, starts_of
+from ckpt.format.columns import I64, Columns, Pressed, end_to_end, reading, starts_of
 from ckpt.format.digest import DIGEST_SIZE
 from ckpt.format.layout import MAX_DIMS, TensorSpec, check_components
 from ckpt.format.manifest import MAX_JSON, MAX_WORLD
@@ -46,17 +45,20 @@ from ckpt.format.partition import GLOBAL
 from ckpt.format.shards import DTYPES, MAX_DIM, SavedShards
 from ckpt.format.table import texts
 
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
 OWN = -1  # in a view: the instance is the rank itself
 TABLE_DIGEST = 32
 MAX_DIRECTORY = 1 << 29  # bytes, decompressed
 MAX_DIRECTORY_HEADER = 1 << 16
 
 COLUMNS = {
-    "names": np.uint8, "name_ends": np.int64, "tensor_name": np.int32, "tensor_instance": np.int32,
-    "tensor_dtype": np.uint8, "tensor_pattern": np.int32, "tensor_accelerator": np.uint8, "tensor_content": np.uint8,
-    "pattern_shape": np.int64, "pattern_dim_ends": np.int64, "pattern_ends": np.int64, "piece_rank": np.int32,
-    "piece_dims": np.int64, "tables": np.uint8, "owned": np.int64, "view": np.int32, "packs": np.uint8,
-    "views": np.uint8,
+    "names": "uint8", "name_ends": "int64", "tensor_name": "int32", "tensor_instance": "int32",
+    "tensor_dtype": "uint8", "tensor_pattern": "int32", "tensor_accelerator": "uint8", "tensor_content": "uint8",
+    "pattern_shape": "int64", "pattern_dim_ends": "int64", "pattern_ends": "int64", "piece_rank": "int32",
+    "piece_dims": "int64", "tables": "uint8", "owned": "int64", "view": "int32", "packs": "uint8",
+    "views": "uint8",
 }  # fmt: skip
 PRESSED = Pressed(COLUMNS, 9, MAX_DIRECTORY, ("name_ends", "tensor_name", "pattern_ends"), ("packs", "views"))
 
@@ -343,7 +345,7 @@ def find_shards(found: Directory, wanted: Sequence[tuple[Key, int, I64]], shards
     patterns = [found.pattern_of(number) for _, number, _ in wanted]
     counts = np.array([len(pieces) for _, _, pieces in wanted], np.int64)
     ranks = [p.ranks[pieces] + found.base_rank(n) for p, (_, n, pieces) in zip(patterns, wanted, strict=True)]
-    asked = np.repeat(np.arange(len(wanted)), counts) * found.world + np.concatenate([NONE, *ranks])
+    asked = np.repeat(np.arange(len(wanted)), counts) * found.world + end_to_end(ranks)
     low, high = np.searchsorted(place, asked, "left"), np.searchsorted(place, asked, "right")
     result: list[list[int]] = []
     for i, (start, stop) in enumerate(itertools.pairwise(starts_of(np.cumsum(counts)).tolist())):

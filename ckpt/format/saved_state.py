@@ -20,14 +20,14 @@ import numpy as np
 
 from ckpt.errors import CorruptError
 from ckpt.format.boxes import Box, Effort
-from ckpt.format.columns import I64, NONE, starts_of
+from ckpt.format.columns import I64, end_to_end, starts_of
 from ckpt.format.layout import Layout
 from ckpt.format.partition import GLOBAL
 from ckpt.format.rank_index import Directory, RanksView, find_shards
 from ckpt.format.rank_index import Key as Key
 from ckpt.format.saved_nodes import SHARED_KINDS, SavedNode, joined
 from ckpt.format.saved_tensors import SavedTensor, collect
-from ckpt.format.table import EMPTY, Table, merge
+from ckpt.format.table import Table, empty, merge
 from ckpt.format.values import Json, Path, unlike
 
 T_co = TypeVar("T_co", covariant=True)
@@ -90,7 +90,7 @@ class SavedState:
         """By a directory. What the parts and tables of some ranks say is read when it is needed."""
         self = cls.__new__(cls)
         self.directory, self.world, self.digested = directory, directory.world, True
-        self.table, self.layout = EMPTY, None
+        self.table, self.layout = empty(), None
         self.views, self._view_of = list(directory.views), directory.columns["view"].tolist()
         self._alike = directory.alike
         self._fetch_values, self._fetched, self._fetch_tables = values, {}, tables
@@ -186,7 +186,7 @@ class SavedState:
                 pieces = [np.unique(np.concatenate(pieces))]
             self._wanted.append((key, number, pieces[0]))
         ranks = [found.pattern(patterns[n]).ranks[pieces] + found.base_rank(n) for _, n, pieces in self._wanted]
-        return [int(rank) for rank in np.unique(np.concatenate([NONE, *ranks]))]
+        return [int(rank) for rank in np.unique(end_to_end(ranks))]
 
     def attach(self, tables: Mapping[int, Table]) -> None:
         """The tables of `missing` ranks. CorruptError unless they have what the directory says that they have."""

@@ -8,15 +8,17 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import overload
+from typing import TYPE_CHECKING, overload
 
 import numpy as np
-import numpy.typing as npt
 
 from ckpt.errors import CorruptError
 from ckpt.format.boxes import Box
-from ckpt.format.columns import I64, NONE, ZERO, distinct, starts_of
+from ckpt.format.columns import I64, distinct, end_to_end, starts_of
 from ckpt.format.layout import BITS, MAX_DIMS, Layout
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 DTYPES = (
     "F64", "I64", "U64", "C64", "F32", "I32", "U32", "F16", "BF16", "I16", "U16", "F8_E4M3", "F8_E5M2", "I8", "U8",
@@ -24,8 +26,6 @@ DTYPES = (
 )  # fmt: skip
 DTYPE_NUMBER = {dtype: number for number, dtype in enumerate(DTYPES)}
 MAX_DIM = 2**62
-
-ITEM_SIZES = np.array([BITS[dtype] // 8 for dtype in DTYPES], np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +105,11 @@ class SavedShards(Sequence[SavedShard]):
         starts = [part.dim_starts[1:] + counts[i] for i, part in enumerate(parts)]
         return cls(
             tuple(chain.from_iterable(part.names for part in parts)),
-            np.concatenate([NONE, *(part.dtype for part in parts)]),
-            np.concatenate([NONE, *(part.rank for part in parts)]),
-            np.concatenate([NONE, *(part.instance for part in parts)]),
-            np.concatenate([NONE, *(part.dims for part in parts)]),
-            np.concatenate([ZERO, *starts]),
+            end_to_end(part.dtype for part in parts),
+            end_to_end(part.rank for part in parts),
+            end_to_end(part.instance for part in parts),
+            end_to_end(part.dims for part in parts),
+            end_to_end([[0], *starts]),
         )
 
     def __len__(self) -> int:
@@ -145,7 +145,7 @@ class SavedShards(Sequence[SavedShard]):
     @property
     def item_sizes(self) -> I64:
         """Bytes of an element of each."""
-        return ITEM_SIZES[self.dtype]
+        return np.array([BITS[dtype] // 8 for dtype in DTYPES], np.int64)[self.dtype]
 
     def by_dims(self) -> Iterator[tuple[int, I64, I64]]:
         """(dimensions, shards of so many, their rows of `dims`), for each number of dimensions that there is."""

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from ckpt.errors import CorruptError
-from ckpt.format.columns import I64, NONE, ODD, Bytes, spans, starts_of
+from ckpt.format.columns import I64, ODD, Bytes, end_to_end, spans, starts_of
 from ckpt.format.digest import DIGEST_SIZE, blob_digest
 from ckpt.format.manifest import MAX_WORLD, Part, canonical, parsed, unpressed
 from ckpt.format.partition import GLOBAL
@@ -23,7 +22,10 @@ from ckpt.format.rank_index import OWN
 from ckpt.format.saved_nodes import JOINED_KIND
 from ckpt.format.table import Table
 
-SMALL = np.iinfo(np.int32).max
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+SMALL = 2**31 - 1
 
 
 class _Row(msgspec.Struct, array_like=True, gc=False):
@@ -214,14 +216,14 @@ class PieceRows:
         counts = [one.blobs[chosen + 1] - one.blobs[chosen] for one, chosen in both]
         dims = [one.dims[spans(one.starts[r], n)] for (one, r), n in zip(both, lengths, strict=True)]
         digests = [one.digest[spans(one.blobs[r], n)] for (one, r), n in zip(both, counts, strict=True)]
-        blobs = np.concatenate([NONE, *counts])
+        blobs = end_to_end(counts)
         return cls(
             names,
             np.repeat([one.rank for one, _ in both], [len(chosen) for _, chosen in both]),
-            np.concatenate([NONE, *(one.dtype[chosen] for one, chosen in both)]),
-            np.concatenate([NONE, *(one.instance[chosen] for one, chosen in both)]),
-            np.concatenate([NONE, *dims]),
-            starts_of(np.cumsum(np.concatenate([NONE, *lengths]))),
+            end_to_end(one.dtype[chosen] for one, chosen in both),
+            end_to_end(one.instance[chosen] for one, chosen in both),
+            end_to_end(dims),
+            starts_of(np.cumsum(end_to_end(lengths))),
             blobs,
             np.cumsum(blobs) - blobs,
             np.concatenate([np.zeros((0, DIGEST_SIZE), np.uint8), *digests]),

@@ -25,26 +25,28 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ckpt.errors import CorruptError, FormatError
 from ckpt.format.codec import BF16, CODECS, RAW
-from ckpt.format.columns import I64, NONE, ZERO, Bytes, Columns, Pressed, distinct, reading, starts_of
+from ckpt.format.columns import I64, Bytes, Columns, Pressed, distinct, end_to_end, reading, starts_of
 from ckpt.format.digest import DIGEST_SIZE
 from ckpt.format.manifest import MAX_WORLD
 from ckpt.format.shards import DTYPES, SavedShard, SavedShards, check_shards
 
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
 MAX_TABLE = 1 << 30
 MAX_TABLE_HEADER = 1 << 16  # of eighteen entries
 COLUMNS = {
-    "names": np.uint8, "name_ends": np.int64, "dtypes": np.uint8, "ranks": np.int32, "instances": np.int32,
-    "dims": np.int64, "dim_ends": np.int64, "blob_ends": np.int64, "pack": np.int32, "offset": np.int64,
-    "stored": np.int64, "length": np.int64, "codec": np.uint8, "base": np.int64, "digest": np.uint8,
-    "stored_digest": np.uint8, "packs": np.uint8,
+    "names": "uint8", "name_ends": "int64", "dtypes": "uint8", "ranks": "int32", "instances": "int32",
+    "dims": "int64", "dim_ends": "int64", "blob_ends": "int64", "pack": "int32", "offset": "int64",
+    "stored": "int64", "length": "int64", "codec": "uint8", "base": "int64", "digest": "uint8",
+    "stored_digest": "uint8", "packs": "uint8",
 }  # fmt: skip
 PRESSED = Pressed(
     COLUMNS, 3, MAX_TABLE, ("name_ends", "dtypes", "length"), ("packs",), ("digest", "stored_digest"), folds=256
@@ -166,7 +168,7 @@ def columns_of(raw: bytes | memoryview, what: str) -> dict[str, npt.NDArray[Any]
 def merge(tables: Sequence[Table]) -> Table:
     """One table of all ranks' tables: all their shards' blobs, then all their bases."""
     if len(tables) < 2:
-        return tables[0] if tables else EMPTY
+        return tables[0] if tables else empty()
     packs = tuple(dict.fromkeys(key for t in tables for key in t.packs))
     place = {key: i for i, key in enumerate(packs)}
     owned = np.cumsum([0, *(t.owned for t in tables)])
@@ -184,7 +186,7 @@ def merge(tables: Sequence[Table]) -> Table:
             last.append(column[t.owned :])
     return Table(
         shards=SavedShards.join([t.columns for t in tables]),
-        starts=np.concatenate([ZERO, *(t.starts[1:] + owned[i] for i, t in enumerate(tables))]),
+        starts=end_to_end([[0], *(t.starts[1:] + owned[i] for i, t in enumerate(tables))]),
         packs=packs,
         **{name: np.concatenate([*first, *last]) for name, (first, last) in columns.items()},
     )
@@ -291,5 +293,10 @@ def _check_forms(table: Table, what: str) -> None:
 
 
 _BASES = ("none", "same", "master")
-_NO_DIGESTS = np.zeros((0, DIGEST_SIZE), np.uint8)
-EMPTY = Table(SavedShards.of(()), ZERO, NONE, NONE, NONE, NONE, NONE, NONE, _NO_DIGESTS, _NO_DIGESTS, ())
+
+
+@cache
+def empty() -> Table:
+    """Of nothing."""
+    none, digests = end_to_end(()), np.zeros((0, DIGEST_SIZE), np.uint8)
+    return Table(SavedShards.of(()), starts_of(none), none, none, none, none, none, none, digests, digests, ())

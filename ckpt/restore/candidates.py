@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ckpt.checkpoint import losses, read
 from ckpt.checkpoint.losses import Loss
 from ckpt.errors import UsageError
 from ckpt.format.manifest import Attempt
 from ckpt.format.values import Json
 from ckpt.ranks.world import World, together
 from ckpt.redo import has_logs
+from ckpt.restore.early_look import EarlyLook
 from ckpt.restore.sources import HeldSnapshot, MemorySource, RestoreSource, StoreSource
 from ckpt.runlog.log import Acquire, Commit, RunLog, in_history
 
@@ -35,14 +35,16 @@ def gather(
     roots: Sequence[Sequence[int]],
     step: int | None,
     lost: list[Loss] | None = None,
+    early: EarlyLook | None = None,
 ) -> list[RestoreSource]:
     """Every checkpoint that all ranks together can restore, newest first, memory before disk, what was undone last.
 
     `snapshots`: on this node; `acquires`: the history as far as memory knows it; `roots`: for each of the tiers `urls`,
     which root each rank has (by the lowest rank that has it). With `step` only checkpoints of that step, and without it
     nothing that was undone or not finite. All ranks get the same list. What damage has taken away is added to `lost`.
+    `early`: what was read of these tiers before.
     """
-    view = _View(world, urls, roots)
+    view = _View(world, urls, roots, early or EarlyLook())
     agreed, damage = together(world, "candidates", lambda: view.look(snapshots, acquires, step), _candidates)
     if lost is not None:
         lost += [Loss(tier, reason, tuple(map(Attempt.parse, attempts))) for tier, reason, attempts in damage]
@@ -59,8 +61,8 @@ Candidate = tuple[str, int, bool]
 class _View:
     """What this rank sees: the memory of its node, and all tiers."""
 
-    def __init__(self, world: World, urls: Sequence[str], roots: Sequence[Sequence[int]]) -> None:
-        self._world, self._urls, self._roots = world, urls, roots
+    def __init__(self, world: World, urls: Sequence[str], roots: Sequence[Sequence[int]], early: EarlyLook) -> None:
+        self._world, self._urls, self._roots, self._early = world, urls, roots, early
         self._here: dict[Attempt, list[HeldSnapshot]] = {}
         self._logs: list[RunLog] = []
         self._redos: dict[int, Logs] = {}
@@ -74,8 +76,7 @@ class _View:
         for snapshot in snapshots:
             self._here.setdefault(snapshot.attempt, []).append(snapshot)
         found: list[Loss] = []
-        for i, url in enumerate(self._urls):
-            log, damage = read.run(_log_of(url))
+        for i, (url, (log, damage)) in enumerate(zip(self._urls, self._early.logs(self._urls), strict=True)):
             self._logs.append(log)
             if self._speaks(i):
                 found += damage
@@ -112,14 +113,16 @@ class _View:
             return self._redo_source(attempt, place - 1 - tiers, undone=undone)
         i = place - 1
         state = self._logs[i].state
+        commit = state.commits.get(attempt) or state.held.get(attempt)
         return StoreSource(
             self._urls[i],
             attempt,
-            state.commits.get(attempt) or state.held.get(attempt),
+            commit,
             partial=len(set(self._roots[i])) > 1,
             undone=undone,
             describing=self._speaks(i),
             others=[self._urls[p - 1] for p in places if 0 < p <= tiers and p != place],
+            content=self._early.content(self._urls[i], commit),
         )
 
     def _redo_source(self, attempt: Attempt, tier: int, *, undone: bool) -> RedoSource:
@@ -208,11 +211,3 @@ def _redoable(logs: Logs, log: RunLog, acquires: Collection[Acquire], step: int 
 
 def _with_denormals() -> None:
     torch.set_flush_denormal(False)
-
-
-async def _log_of(url: str) -> tuple[RunLog, list[Loss]]:
-    log = await read.open_run(url)
-    try:
-        return log, await losses.of_log(log)
-    finally:
-        await log.store.aclose()

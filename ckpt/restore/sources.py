@@ -28,6 +28,7 @@ from ckpt.format.columns import I64
 from ckpt.format.digest import DIGEST_SIZE, blob_digest
 from ckpt.format.layout import Layout
 from ckpt.format.manifest import Attempt, pack_key, rank_and_try
+from ckpt.format.rank_index import Directory
 from ckpt.format.saved_state import Key, SavedState
 from ckpt.format.table import Table, merge
 from ckpt.format.values import Json
@@ -263,10 +264,12 @@ class StoreSource(RestoreSource):
         undone: bool = False,
         describing: bool = True,
         others: Sequence[str] = (),
+        content: read.Manifest | Directory | None = None,
     ) -> None:
-        """`others`: places that have the same checkpoint, for what is damaged here."""
+        """`others`: places that have the same checkpoint, for what is damaged here. `content`: what it consists of, if
+        that was read before."""
         super().__init__(attempt, url, partial=partial, undone=undone, describing=describing)
-        self._commit, self._others = commit, others
+        self._commit, self._others, self._content = commit, others, content
 
     def describe(self) -> Json:
         """Of a disk that only this node sees: its parts and its table."""
@@ -299,12 +302,19 @@ class StoreSource(RestoreSource):
             return await read.load_manifest(store, commit)
 
     async def _open(self, known: Layout | None) -> SavedState:
+        content, self._content = self._content, None  # if this is tried again, it is read again
+        if content is None:
+            self._commit, content = await self._look()
+        assert self._commit is not None
+        return read.saved_by(content, self._commit, (self.tier, *self._others), self.repaired.append, known)
+
+    async def _look(self) -> tuple[Commit, read.Manifest | Directory]:
         async with read.opened(self.tier) as store:
             if self._commit is None:  # another rank saw it committed, a moment after this one had looked
                 self._commit = (await read.open_run(self.tier, store)).state.commits.get(self.attempt)
             if self._commit is None:
                 raise CorruptError(f"step {self.attempt.step} is not in {self.tier} any more")
-            return await read.load_saved(store, self._commit, self._others, self.repaired.append, known)
+            return self._commit, await read.consists_of(store, self._commit)
 
     def narrow(self, wanted: Mapping[Key, Iterable[Box]]) -> None:
         self._saved = self.saved.narrowed(wanted)

@@ -15,6 +15,7 @@ from ckpt.ipc.heartbeat import OPENING, RESTORING
 from ckpt.ipc.watch_requests import RestoreDone, Show
 from ckpt.ranks.world import together
 from ckpt.restore.candidates import gather
+from ckpt.restore.early_look import EarlyLook
 from ckpt.restore.restore_first import Restored, restore_first
 from ckpt.restore.sources import MemorySource, RestoreSource
 from ckpt.save import Save
@@ -60,7 +61,9 @@ class Restoring:
         with session.supervisor.held.snapshots() as snapshots:
             acquires = session.supervisor.memory.inherited.acquires
             damage: list[Loss] = []
-            sources = gather(session.world, snapshots, acquires, urls, session.ownership.roots, step, damage)
+            early, session.early = session.early, EarlyLook()
+            roots = session.ownership.roots
+            sources = gather(session.world, snapshots, acquires, urls, roots, step, damage, early)
             if session.redo is not None:
                 session.redo.reset()
             source = restore_first(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import platform
 import threading
 import time
@@ -24,6 +25,7 @@ from ckpt.ipc.notes import CadenceNote, DamagedNote
 from ckpt.ipc.watch_requests import KeepBooks, Show
 from ckpt.metrics import Metrics, as_metrics
 from ckpt.ranks.world import World
+from ckpt.restore.early_look import EarlyLook
 from ckpt.save import Save
 from ckpt.state.capture import Capture
 from ckpt.tiers import Memory, Tier, as_tiers
@@ -231,10 +233,16 @@ class Session:
         self.redo = self._redo()
 
     def _prepare(self, state: dict[str, Any], takeover: bool) -> WriterSupervisor:
-        self.capture = Capture(state, Seat(self.world.rank, self.world.size))
-        node = memory_node(self.capture.read().tensors)  # what cannot be saved is said now
         key, timeout_s = channel.run_key(self.settings.url, self.world.local_rank), self.settings.busy_timeout_s
-        return WriterSupervisor(key, self.tiers, self.memory, self.stager, self.world, timeout_s, takeover, node)
+        read = functools.cache(lambda: self._read(state))
+        return WriterSupervisor(key, self.tiers, self.memory, self.stager, self.world, timeout_s, takeover, read)
+
+    def _read(self, state: dict[str, Any]) -> int | None:
+        """Nobody else trains the run here: look at it. What cannot be saved of the state is said now. By which memory
+        of the machine its device is."""
+        self.early = EarlyLook(tier.url for tier in self.tiers)
+        self.capture = Capture(state, Seat(self.world.rank, self.world.size))
+        return memory_node(self.capture.read().tensors)
 
     def _redo(self) -> RedoClient | None:
         """For tiers that log every step; without one nothing of it is imported."""

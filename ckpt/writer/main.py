@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -29,6 +30,7 @@ from ckpt.ipc import channel as link
 from ckpt.ipc.channel import Channel
 from ckpt.ipc.process import Process
 from ckpt.ipc.protocol import failure
+from ckpt.later import bring
 from ckpt.writer.after_death import AfterDeath
 from ckpt.writer.bookkeeper import Bookkeeper
 from ckpt.writer.dispatch import Background, Dispatch
@@ -44,6 +46,7 @@ from ckpt.writer.succession import Succession
 from ckpt.writer.throttle import Throttle
 
 NICE = 10
+NUMPY_S = 0.5  # until it is imported, if nothing has used it before: the run is open by then, as a rule
 
 
 async def serve(
@@ -52,6 +55,7 @@ async def serve(
     """Put the writer together, and work until it leaves. Everything runs in one event loop; blocking work goes to
     threads."""
     background, trainer = Background(), PresentTrainer(channel, process)
+    background.loop.call_later(NUMPY_S, background.thread, bring, "numpy")
     memory = HeldMemory(trainer, awaited=awaited)
     server, run = Server(path, listener, trainer, background), HeldRun(trainer)
     throttle = Throttle(lambda: trainer.pid)
@@ -114,5 +118,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # meant for the trainer; our end is bounded by deadlines
     _be_modest()
+    gc.freeze()
+    gc.enable()  # which it was not while all of this was imported
     asyncio.run(_main(int(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4]), sys.argv[5] == "1"))
     os._exit(0)  # threads may still sit in a mutex

@@ -119,8 +119,6 @@ class TierOpener:
             run.become(owner)
         for tier, (ranks, place, world) in zip(run.tiers, request.roles, strict=True):
             tier.role = commit.Role(tuple(ranks), place, world)
-            if tier.opened:
-                await tier.log.refresh()  # another rank's writer has appended who the owner is
         for tier in (tier for tier in run.tiers if tier.opened):
             tier.scrub_slowly()
         return [parts for i in request.recover for parts in await self._recover(i, run.tiers[i])]

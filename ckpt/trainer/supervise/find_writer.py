@@ -39,7 +39,8 @@ class _Ended(_Leaving):
 
 
 class WriterFinder:
-    """Of one rank. `on_spawned` is told of each writer that was started."""
+    """Of one rank. `meanwhile` is what we have to do ourselves while a writer starts; if it fails, no writer has us as
+    its trainer. `on_spawned` is told of each writer that was started."""
 
     def __init__(
         self,
@@ -49,9 +50,10 @@ class WriterFinder:
         claim: Claim,
         tiers: list[Tier],
         takeover: bool,
+        meanwhile: Callable[[], object],
         on_spawned: Callable[[WriterClient], None],
     ) -> None:
-        self._writer, self._run, self._on_spawned = writer, run, on_spawned
+        self._writer, self._run, self._meanwhile, self._on_spawned = writer, run, meanwhile, on_spawned
         self._key, self._claim, self._tiers, self._takeover = key, claim, tiers, takeover
         self._deaths: list[float] = []
         self._respawns = 0
@@ -84,8 +86,10 @@ class WriterFinder:
         """NameTakenError if another one has the name of this run. `next_one`: as of `WriterClient.spawn`."""
         client = WriterClient.spawn(self._key, next_one=next_one)
         try:
+            self._meanwhile()
             client.greet(OPEN_S, OPEN_S, losers=self._losers)
         except BaseException:
+            client.send(requests.Close())
             client.close()
             raise
         self._on_spawned(client)
@@ -122,6 +126,7 @@ class WriterFinder:
     def _join(self, found: WriterClient) -> Found:
         """Be the trainer of a writer that holds memory. _Leaving if it had to go: the name is free, or will be."""
         try:
+            self._meanwhile()
             hello, fds = self._greet(found)
         except _Ended:
             raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -64,7 +64,7 @@ class SnapshotMemory(WriterUser):
         world: World,
         tiers: list[Tier],
         memory: Memory | None,
-        node: int | None,
+        node: Callable[[], int | None],
     ) -> None:
         """`node`: of the machine's memory, by which our device is."""
         self._writer, self._stager, self._world = writer, stager, world

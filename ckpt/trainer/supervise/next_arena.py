@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from concurrent.futures import Future
 
 from ckpt.errors import CheckpointError, SkippedError, WriterError
@@ -21,7 +22,7 @@ class NextArena:
     `MakeArena`."""
 
     def __init__(
-        self, writer: CurrentWriter, stager: Stager, slots: int, least: int, ranks: int, node: int | None
+        self, writer: CurrentWriter, stager: Stager, slots: int, least: int, ranks: int, node: Callable[[], int | None]
     ) -> None:
         self._writer, self._stager, self._slots, self._least = writer, stager, slots, least
         self._ranks, self._node = ranks, node
@@ -45,7 +46,7 @@ class NextArena:
             self._asked_size, self._asked = size, wanted
             self.drop(release=True)
             self._making = self._writer.send(
-                requests.MakeArena(self._slots, size, self._least, self._ranks, self._node)
+                requests.MakeArena(self._slots, size, self._least, self._ranks, self._node())
             )
 
     def drop(self, *, release: bool = False) -> None:

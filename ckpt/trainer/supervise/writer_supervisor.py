@@ -47,8 +47,9 @@ class WriterSupervisor:
         world: World,
         commit_s: float,
         takeover: bool = False,
-        node: int | None = None,
+        node: Callable[[], int | None] = lambda: None,
     ) -> None:
+        """`node`: see `SnapshotMemory`; asked for while the writer starts, since the state is read for it."""
         self._tiers, self._stager = tiers, stager
         self._hears: dict[type[Note], Callable[[Any], None]] = {}
         self._adopted = False
@@ -65,7 +66,7 @@ class WriterSupervisor:
         writer.users = [self.layouts, self.memory, self.standing, self.writes, self.acknowledgements]
         self.run = RunOpener(writer, self.memory, tiers, memory, world, commit_s, takeover)
         self.held = HeldSnapshots(key, writer, stager, world, self.memory, self.layouts, self.run, takeover)
-        self._finder = WriterFinder(writer, self.run, key, self._claim, tiers, takeover, self._listen)
+        self._finder = WriterFinder(writer, self.run, key, self._claim, tiers, takeover, node, self._listen)
         self._hear_all()
         self._begin()
 

@@ -286,16 +286,35 @@ def refuse(engine: Any) -> None:
         why = "this engine has no optimizer: save engine.module with ckpt.Checkpointer"
     elif getattr(engine, "has_moe_layers", False):
         why = "experts (MoE) are held by other ranks than the rest: not supported yet"
-    elif engine.mp_world_size > 1:
+    elif _slices(engine) > 1:
         why = "tensor parallelism inside DeepSpeed (AutoTP, an mpu) is not supported yet"
     elif getattr(zero, "swap_optimizer", False) or getattr(zero, "params_in_nvme_and_cpu", False):
         why = "states that are offloaded to NVMe are not in memory: offload them to the host"
     elif getattr(engine, "zenflow", False) or "SuperOffload" in type(zero).__name__:
         why = f"{type(zero).__name__} keeps states apart: not supported yet"
+    elif own := _tied_in_part(engine.module):
+        why = (
+            f"stages of the pipeline that share a layer have {own} each for itself: build that layer without, or tie it"
+        )
     elif any(_divided_otherwise(p, engine) for p in engine.module.parameters()):
         why = "parameters are divided within groups of ranks (MiCS, hpZ): not supported yet"
     if why:
         raise UsageError(f"ckpt.deepspeed: {why}")
+
+
+def _slices(engine: Any) -> int:
+    """Ranks that have a part of each tensor. Stages of a pipeline have other tensors, and count as model parallel."""
+    pipeline = getattr(engine, "grid", None)
+    return int(engine.mp_world_size if pipeline is None else pipeline.get_slice_parallel_world_size())
+
+
+def _tied_in_part(module: Any) -> str:
+    """A parameter of which each stage has its own, under one name; "" if there is none."""
+    for key, tied in getattr(module, "tied_comms", {}).items():
+        for name, _ in tied["module"].named_parameters():
+            if len(tied["ranks"]) > 1 and name not in tied["weight_attr"]:
+                return f"tied_modules.{key}.{name}"
+    return ""
 
 
 def _divided_otherwise(p: Any, engine: Any) -> bool:

@@ -20,6 +20,8 @@ from parallel import free_port
 from processes import PYTHONPATH
 
 MAIN = "import deepspeed_toy; deepspeed_toy.main()"
+PIPELINE = "import deepspeed_pipeline_toy; deepspeed_pipeline_toy.main()"
+PIPED = ["0-tied", "1-tied"]
 KILLED, STEPS = 4, 7  # as in deepspeed_toy
 CASES = (
     "0-fp32",
@@ -229,3 +231,39 @@ except ImportError as error:
         assert f"knows DeepSpeed from 0.18 and below 0.20, and this is {version}" in ended.stdout, ended.stderr
     with pytest.raises(ImportError, match=r"pip install 'everystep\[deepspeed\]'"):
         ckpt.deepspeed  # noqa: B018
+
+
+@pytest.fixture(scope="module")
+def piped(python: Path, folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """What ranks said of a pipeline of two stages: killed, gone on, taken over by ranks that have all layers, and by
+    twice as many."""
+    said = {}
+    for world, action in ((2, "kill"), (2, "go_on"), (2, "all_layers"), (4, "again"), (2, "refuse")):
+        cases = ["0-bias"] if action == "refuse" else PIPED
+        codes, said[action] = launch(python, world, action, folder / "piped", *cases, main=PIPELINE)
+        assert codes == [-signal.SIGKILL if action == "kill" else 0] * world
+    return said
+
+
+@pytest.mark.parametrize("case", PIPED)
+def test_stages_of_a_pipeline(case: str, piped: dict[str, list[dict[str, Any]]]) -> None:
+    """Killed, they go on to the losses and weights of a run that was not; whoever takes over begins with the weights
+    with which the others ended. The first stage and the last share a weight."""
+    said = {action: [one for one in lines if one["case"] == case] for action, lines in piped.items()}
+    untouched, killed = said["kill"][:6], said["kill"][6:]
+    assert [one["step"] for one in untouched] == list(range(1, 7)) and killed == untouched[:4]
+    restored, *later = said["go_on"]
+    assert (restored["restored"], restored["tier"]) == (4, "memory")
+    assert restored["weights"] == untouched[3]["weights"] and later == untouched[4:]
+    ended = untouched[-1]
+    for action in ("all_layers", "again"):
+        restored, stepped = said[action]
+        assert (restored["restored"], restored["weights"]) == (ended["step"], ended["weights"])
+        assert stepped["weights"] != restored["weights"]
+        ended = stepped
+
+
+def test_a_name_that_stages_share_and_a_parameter_that_they_do_not(piped: dict[str, list[dict[str, Any]]]) -> None:
+    """DeepSpeed ties the weight of such a layer, not its bias: which one is meant elsewhere nobody could say."""
+    (said,) = piped["refuse"]
+    assert "tied_modules.end.bias" in said["error"]

@@ -5,6 +5,7 @@ compared: whether they agree about what they saved, and whether all of it is the
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -167,15 +168,18 @@ def _blocks(
     names: int, name_of_row: Sequence[npt.NDArray[np.int32]], tables: Sequence[RankPieces]
 ) -> Iterator[PieceRows]:
     """All rows of all tables: those of the first names, of the next ones, and so on."""
-    orders = [np.argsort(one, kind="stable") for one in name_of_row]
-    counts = sum((np.bincount(one, minlength=names) for one in name_of_row), np.zeros(names, np.int64))
+    each, who = {id(one): one for one in name_of_row}, [id(one) for one in name_of_row]  # many ranks share one
+    orders = {key: np.argsort(one, kind="stable") for key, one in each.items()}
+    counts = sum(
+        (n * np.bincount(each[key], minlength=names) for key, n in Counter(who).items()), np.zeros(names, np.int64)
+    )
     which = np.cumsum(counts) // AT_ONCE
     bounds = [*(np.flatnonzero(np.diff(which, prepend=-1))).tolist(), names]
-    cuts = [np.searchsorted(one[order], bounds) for one, order in zip(name_of_row, orders, strict=True)]
+    cuts = {key: np.searchsorted(each[key][order], bounds) for key, order in orders.items()}
     for i in range(len(bounds) - 1):
-        rows = [order[cut[i] : cut[i + 1]] for order, cut in zip(orders, cuts, strict=True)]
-        named = end_to_end(one[chosen] for one, chosen in zip(name_of_row, rows, strict=True))
-        yield PieceRows.of(tables, rows, named)
+        rows = {key: order[cuts[key][i] : cuts[key][i + 1]] for key, order in orders.items()}
+        named = end_to_end(each[key][rows[key]] for key in who)
+        yield PieceRows.of(tables, [rows[key] for key in who], named)
 
 
 def _alike(rows: PieceRows, of: I64, name: str) -> tuple[I64, int, Dims]:

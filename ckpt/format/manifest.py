@@ -153,8 +153,11 @@ def rank_and_try(key: str) -> tuple[int, int]:
 # -- canonical, self-digested JSON --
 
 
+_CANONICAL = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
 def canonical(data: Any) -> bytes:
-    return json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+    return _CANONICAL.encode(data).encode()
 
 
 def seal(data: Mapping[str, Any]) -> bytes:

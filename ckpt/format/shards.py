@@ -14,7 +14,7 @@ import numpy as np
 
 from ckpt.errors import CorruptError
 from ckpt.format.boxes import Box
-from ckpt.format.columns import I64, distinct, end_to_end, starts_of
+from ckpt.format.columns import I64, end_to_end, starts_of
 from ckpt.format.layout import BITS, MAX_DIMS, Layout
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ DTYPES = (
 )  # fmt: skip
 DTYPE_NUMBER = {dtype: number for number, dtype in enumerate(DTYPES)}
 MAX_DIM = 2**62
+EXACT = 2**53  # below, a float says of a product of numbers what it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,9 +151,9 @@ class SavedShards(Sequence[SavedShard]):
     def by_dims(self) -> Iterator[tuple[int, I64, I64]]:
         """(dimensions, shards of so many, their rows of `dims`), for each number of dimensions that there is."""
         count = np.diff(self.dim_starts)
-        for length in distinct(count).tolist():
-            rows = np.flatnonzero(count == length)
-            yield length // 3, rows, self.dims[self.dim_starts[rows][:, None] + np.arange(length)]
+        for length in np.flatnonzero(np.bincount(count)).tolist():
+            mine = count == length
+            yield length // 3, np.flatnonzero(mine), self.dims[np.repeat(mine, count)].reshape(int(mine.sum()), length)
 
     @property
     def whole(self) -> npt.NDArray[np.bool_]:
@@ -165,9 +166,12 @@ class SavedShards(Sequence[SavedShard]):
 
 def volume(sizes: I64, item: I64) -> I64:
     """Bytes of boxes of these sizes, one a row, with items of so many bytes; -1 where it is beyond all measure."""
+    rough = sizes.prod(1, dtype=np.float64) * item
+    if len(rough) and rough.max() < EXACT:
+        return rough.astype(np.int64)
     empty = (sizes == 0).any(1)
     with np.errstate(over="ignore", invalid="ignore"):
-        sane = sizes.prod(1, dtype=np.float64) * item < MAX_DIM
+        sane = rough < MAX_DIM
         exact = sizes.prod(1, dtype=np.int64) * item
     found: I64 = np.where(empty, 0, np.where(sane, exact, -1))
     return found
@@ -182,7 +186,7 @@ def check_shards(shards: SavedShards, what: str) -> I64:
     """Every shard is a box inside its tensor. The bytes of each, -1 where that is beyond all measure."""
     lengths = np.diff(shards.dim_starts)
     odd = (lengths % 3 != 0) | (lengths > 3 * MAX_DIMS)
-    impossible = np.flatnonzero((shards.dims < 0) | (shards.dims >= MAX_DIM))[:1]
+    impossible = np.flatnonzero(shards.dims.view(np.uint64) >= MAX_DIM)[:1]  # or negative
     odd[np.searchsorted(shards.dim_starts, impossible, "right") - 1] = True
     if odd.any():
         raise CorruptError(f"{what}: impossible shape of shard {int(np.argmax(odd))}")

@@ -144,18 +144,25 @@ def relative(instances: dict[str, int], rank: int) -> dict[str, int]:
 
 
 class SharedNames:
-    """Of tensors, each as one object, also where many ranks have them."""
+    """Of tensors, each as one object, also where many ranks have them; and columns that are the same for many."""
 
     def __init__(self) -> None:
+        self._columns: dict[tuple[str, bytes], npt.NDArray[Any]] = {}
         self._each: dict[str, str] = {}
         self._all: dict[tuple[str, ...], tuple[str, ...]] = {}
+        self._same: dict[int, tuple[tuple[str, ...], tuple[str, ...]]] = {}  # by id, which stays theirs
 
     def once(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        found = self._all.get(names)
-        if found is None:
-            found = tuple([self._each.setdefault(name, name) for name in names])
-            self._all[found] = found
-        return found
+        if id(names) not in self._same:
+            found = self._all.get(names)
+            if found is None:
+                found = tuple([self._each.setdefault(name, name) for name in names])
+                self._all[found] = found
+            self._same[id(names)] = names, found
+        return self._same[id(names)][1]
+
+    def column(self, numbers: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        return self._columns.setdefault((numbers.dtype.char, numbers.tobytes()), numbers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,11 +186,11 @@ class RankPieces:
         return cls(
             names.once(shards.names),
             rank if rank is None or (shards.rank == rank).all() else -1,
-            shards.dtype.astype(np.uint8),
+            names.column(shards.dtype.astype(np.uint8)),
             shards.instance.astype(np.int32),
             shards.dims.astype(np.int32) if shards.dims.max(initial=0) <= SMALL else shards.dims,
-            shards.dim_starts.astype(np.int32),
-            table.starts.astype(np.int32),
+            names.column(shards.dim_starts.astype(np.int32)),
+            names.column(table.starts.astype(np.int32)),
             table.digest[: table.owned],
             table.packs,
         )
@@ -212,10 +219,19 @@ class PieceRows:
     def of(cls, pieces: Sequence[RankPieces], rows: Sequence[I64], names: I64) -> PieceRows:
         """`rows`: of each of them. `names`: the number of each."""
         both = [(one, chosen) for one, chosen in zip(pieces, rows, strict=True) if len(chosen)]
-        lengths = [one.starts[chosen + 1] - one.starts[chosen] for one, chosen in both]
-        counts = [one.blobs[chosen + 1] - one.blobs[chosen] for one, chosen in both]
-        dims = [one.dims[spans(one.starts[r], n)] for (one, r), n in zip(both, lengths, strict=True)]
-        digests = [one.digest[spans(one.blobs[r], n)] for (one, r), n in zip(both, counts, strict=True)]
+        known: dict[tuple[int, int], tuple[I64, I64]] = {}  # many ranks share these columns, and the rows of them
+
+        def there(starts: npt.NDArray[Any], chosen: I64) -> tuple[I64, I64]:
+            """How many numbers each row has, and where they all are."""
+            if (key := (id(starts), id(chosen))) not in known:
+                counts = starts[chosen + 1] - starts[chosen]
+                known[key] = counts, spans(starts[chosen], counts)
+            return known[key]
+
+        lengths, dims_at = zip(*(there(one.starts, chosen) for one, chosen in both), strict=True) if both else ((), ())
+        counts, blobs_at = zip(*(there(one.blobs, chosen) for one, chosen in both), strict=True) if both else ((), ())
+        dims = [one.dims[places] for (one, _), places in zip(both, dims_at, strict=True)]
+        digests = [one.digest[places] for (one, _), places in zip(both, blobs_at, strict=True)]
         blobs = end_to_end(counts)
         return cls(
             names,

@@ -166,13 +166,12 @@ class SavedShards(Sequence[SavedShard]):
 
 def volume(sizes: I64, item: I64) -> I64:
     """Bytes of boxes of these sizes, one a row, with items of so many bytes; -1 where it is beyond all measure."""
-    rough = sizes.prod(1, dtype=np.float64) * item
-    if len(rough) and rough.max() < EXACT:
-        certain: I64 = rough.astype(np.int64)
-        return certain
-    empty = (sizes == 0).any(1)
     with np.errstate(over="ignore", invalid="ignore"):
-        sane = rough < MAX_DIM
+        rough = sizes.prod(1, dtype=np.float64) * item
+        if len(rough) and rough.max() < EXACT:
+            certain: I64 = rough.astype(np.int64)
+            return certain
+        empty, sane = (sizes == 0).any(1), rough < MAX_DIM
         exact = sizes.prod(1, dtype=np.int64) * item
     found: I64 = np.where(empty, 0, np.where(sane, exact, -1))
     return found

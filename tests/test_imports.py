@@ -65,7 +65,7 @@ def reads_plain(call: ast.Call) -> bool:
     return ast.unparse(call.func) == "torch.load" and said.get("weights_only") == "True"
 
 
-WRITES_TORCH_FILES = {"convert.to_torch": {"torch.save"}}  # an export
+WRITES_TORCH_FILES = {name: {"torch.save"} for name in ("convert.to_torch", "convert.to_torch_dist")}  # exports
 READS_PICKLES = {"convert.parse_dcp": {"pickle"}}  # of DCP, by an Unpickler that makes only what is in a list
 
 

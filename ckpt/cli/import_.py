@@ -52,9 +52,9 @@ def import_(
     """Make a run of what another library has saved: a training goes on, or starts, from there with `restore()`.
 
     SRC: safetensors (a file, or a folder with or without an index), a torch.save file, or a folder of torch's
-    distributed checkpoints. Nothing in it is run: objects that only code could make again are named and refused, unless
-    --only means something else or --skip-objects leaves them out. What another library wrote has no digests; from here
-    on it has.
+    distributed checkpoints, Megatron's torch_dist among them. Nothing in it is run: objects that only code could make
+    again are named and refused, unless --only means something else or --skip-objects leaves them out. What another
+    library wrote has no digests; from here on it has.
     """
     wanted = Wanted(local_path(run), "run", world or 1, only, dtype, step=step)
     opening = open_files(src, at, only, skip_objects=skip_objects)

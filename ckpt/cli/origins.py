@@ -99,7 +99,7 @@ async def open_files(
 ) -> AsyncIterator[Origin]:
     """Files of another library. FormatError if they are not of one that is known, UsageError if what is wanted of them
     has objects in it."""
-    from ckpt.convert import parse_dcp, parse_safetensors, parse_torch
+    from ckpt.convert import parse_dcp, parse_safetensors, parse_torch, parse_torch_dist
     from ckpt.convert.source_files import FilesOrigin, admit, stamps_of
 
     path = local_path(src)
@@ -107,7 +107,8 @@ async def open_files(
         raise FormatError(f"{src} does not exist")
     if (path / "FORMAT.json").exists():
         raise FormatError(f"{src} is a run already: `ckpt restore` makes another form of it, `ckpt copy` another copy")
-    parser = next((one for one in (parse_dcp, parse_safetensors, parse_torch) if one.sniff(path)), None)
+    parsers = (parse_torch_dist, parse_dcp, parse_safetensors, parse_torch)
+    parser = next((one for one in parsers if one.sniff(path)), None)
     if parser is None:
         raise FormatError(
             f"{src} is nothing that is known here: give a safetensors file or folder, a file of torch.save, or a "

@@ -114,6 +114,12 @@ def _dcp(origin: Origin, views: list[RankView], dtypes: Mapping[str, str], wante
     return to_dcp.plan(origin, views[0], dtypes)
 
 
+def _torch_dist(origin: Origin, views: list[RankView], dtypes: Mapping[str, str], wanted: Wanted) -> Output:
+    from ckpt.convert import to_torch_dist
+
+    return to_torch_dist.plan(origin, views[0], dtypes)
+
+
 def _run(origin: Origin, views: list[RankView], dtypes: Mapping[str, str], wanted: Wanted) -> Output:
     from ckpt.convert import to_run
 
@@ -126,5 +132,6 @@ FORMS = {
     "torch": Form(_torch, (".pt", ".pth", ".bin")),
     "lightning": Form(_lightning, (".ckpt",)),
     "dcp": Form(_dcp),
+    "torch_dist": Form(_torch_dist),
     "run": Form(_run, divided=True),
 }

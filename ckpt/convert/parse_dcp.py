@@ -41,6 +41,7 @@ _ALLOWED = {
         "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
         "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING", "MEM_FORMAT_ENCODING",
     )),
+    *(f"{_CHECKPOINT}.planner.{name}" for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData")),
     f"{_CHECKPOINT}.filesystem._StorageInfo", f"{_SHARDED}.TensorProperties", f"{_SHARDED}.MEM_FORMAT_ENCODING",
     "torch.Size", "torch.serialization._get_layout", "collections.OrderedDict",
     *(str(one) for one in vars(torch).values() if isinstance(one, torch.dtype)),
@@ -101,15 +102,11 @@ def parse(path: FilePath, at: Path = ("model",)) -> Foreign:
     if something in it cannot be kept; the message says where.
     """
     folder = path.parent if path.name == ".metadata" else path
-    with opened(folder / ".metadata") as file, told(folder / ".metadata"):
-        metadata = _metadata(file)
-        paths = paths_of(list(metadata.state_dict_metadata), metadata.planner_data)
-    items = _Items(folder, metadata, paths)
-    values = items.read()
+    values, paths, plain = items_of(folder)
     root = nested(values, {name: paths[name] for name in values})
     with told(folder):
         if DESCRIPTION not in values:
-            return from_state(WHAT, folder, root, at, items.plain)
+            return from_state(WHAT, folder, root, at, plain)
 
         def find(place: tuple[str | int, ...]) -> Any:
             whole = values.get(str(place[0])) if len(place) == 1 else None
@@ -117,6 +114,15 @@ def parse(path: FilePath, at: Path = ("model",)) -> Foreign:
 
         rest = {key: value for key, value in root.items() if key != DESCRIPTION}
         return from_description(WHAT, folder, values[DESCRIPTION], rest, find)
+
+
+def items_of(folder: FilePath, *, tensors_only: bool = False) -> tuple[dict[str, Any], dict[str, Path], Values]:
+    """Tensors and plain values by name, the path of each name in the state, and what was found to be neither."""
+    with opened(folder / ".metadata") as file, told(folder / ".metadata"):
+        metadata = _metadata(file)
+        paths = paths_of(list(metadata.state_dict_metadata), metadata.planner_data)
+    items = _Items(folder, metadata, paths)
+    return items.read(tensors_only), paths, items.plain
 
 
 def _metadata(file: IO[bytes]) -> Metadata:
@@ -220,10 +226,12 @@ class _Items:
         self._folder, self._metadata, self._paths = folder, metadata, paths
         self.plain = Values()
 
-    def read(self) -> dict[str, Any]:
+    def read(self, tensors_only: bool) -> dict[str, Any]:
         """Tensors and plain values by name."""
         by_file: dict[str, list[MetadataIndex]] = {}
         for name, one in self._metadata.state_dict_metadata.items():
+            if tensors_only and isinstance(one, BytesStorageMetadata):
+                continue
             places = [chunk.offsets for chunk in one.chunks] if isinstance(one, TensorStorageMetadata) else [None]
             for index in (MetadataIndex(name, offset) for offset in places):
                 if (info := (self._metadata.storage_data or {}).get(index)) is None:

@@ -14,13 +14,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -50,16 +57,20 @@ def plan(origin: Origin, view: RankView, dtypes: Mapping[str, str]) -> Output:
         flat, places = flatten(native)
         aliases = _tied(flat, places) | _by_parameter(native, places, [])
         own = {name: value for name, value in flat.items() if name not in aliases}
-        writer = _Writer(out, {name: place for name, place in places.items() if name in own}, aliases)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # that there is one process
-            try:
-                save(own, storage_writer=writer, planner=_Planner(tensors))
-            except CheckpointException as error:  # around what has gone wrong, such as a full disk
-                raise next(iter(error.failures.values()))[0] from None
+        write(out, own, {name: place for name, place in places.items() if name in own}, aliases, tensors)
 
     output = Output("DCP", (file,), finish, staged=True, notes=tuple(notes))
     return output
+
+
+def write(folder: Path, own: dict[str, Any], places: Mapping[str, Place], aliases: Aliases, tensors: Tensors) -> None:
+    """What is under each name, of tensors without another one, into a folder as torch would."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that there is one process
+        try:
+            save(own, storage_writer=_Writer(folder, places, aliases), planner=_Planner(tensors))
+        except CheckpointException as error:  # around what has gone wrong, such as a full disk
+            raise next(iter(error.failures.values()))[0] from None
 
 
 def flatten(native: Native) -> tuple[dict[str, Any], dict[str, Place]]:
@@ -111,12 +122,36 @@ def _joined(place: Place) -> str:
     return ".".join(map(str, place))
 
 
+class Rows:
+    """Tensors of one shape and dtype as one tensor that has an axis more: each is a row of it, and written by itself.
+    Said in the words that DCP has for that."""
+
+    def __init__(self, rows: list[Tensor]) -> None:
+        self._rows = [row.unsqueeze(0) for row in rows]
+
+    def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
+        size, found = torch.Size((len(self._rows), *self._rows[0].shape[1:])), list[WriteItem]()
+        for number, row in enumerate(self._rows):
+            at = torch.Size((number, *(0 for _ in row.shape[1:])))
+            what = TensorWriteData(ChunkStorageMetadata(at, row.shape), TensorProperties.create_from_tensor(row), size)
+            found.append(WriteItem(MetadataIndex(name, at, number), WriteItemType.SHARD, tensor_data=what))
+        return found
+
+    def row(self, index: MetadataIndex) -> Tensor:
+        assert index.offset is not None
+        return self._rows[index.offset[0]]
+
+
 class _Planner(DefaultSavePlanner):
     """Of the tensors, what has been written need not be in memory."""
 
     def __init__(self, tensors: Tensors) -> None:
         super().__init__(flatten_state_dict=False)
         self._tensors = tensors
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        found = self.state_dict[index.fqn]
+        return found.row(index) if isinstance(found, Rows) else super().lookup_object(index)
 
     def resolve_data(self, write_item: WriteItem) -> Any:
         self._tensors.forget()

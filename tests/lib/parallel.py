@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import traceback
@@ -243,6 +244,16 @@ def launch(
         for process in processes:
             process.kill()
     return done
+
+
+def said_by(python: Path, world: int, code: str, *words: object) -> tuple[list[int], list[dict[str, Any]]]:
+    """Of the ranks of a job under a foreign interpreter: their exit codes, and what the first one printed as JSON.
+    They end well, or by SIGKILL."""
+    more = {"LOCAL_WORLD_SIZE": str(world), "PYTHONWARNINGS": "ignore"}
+    done = launch(world, code, *words, port=free_port(), timeout_s=280, python=python, **more)
+    codes = [one.returncode for one in done]
+    assert set(codes) <= {0, -signal.SIGKILL}, "\n".join(one.stderr[-4000:] for one in done)
+    return codes, [json.loads(line) for line in done[0].stdout.splitlines() if line.startswith('{"')]
 
 
 def reports(done: list[subprocess.CompletedProcess[str]]) -> dict[str, list[dict[str, Any]]]:

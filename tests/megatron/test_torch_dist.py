@@ -1,0 +1,107 @@
+"""Megatron's own `torch_dist` checkpoints, taken in and given out, with Megatron's own save and load beside them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckpt
+from commands import spawn
+from foreign import python_with
+from parallel import said_by
+
+MAIN = "import megatron_on_cpu, megatron_own; megatron_own.main()"
+SAVED, STEPS = 3, 5  # as in megatron_own
+BY_FOUR = {"data-bf16": "2x1", "data-fp16": "1x2", "tensor-fp32": "4x1", "pipeline-bf16": "2x2"}
+CASES = tuple(BY_FOUR)
+Said = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def python() -> Path:
+    """An interpreter that has megatron-core beside our packages."""
+    return python_with("megatron")
+
+
+@pytest.fixture(scope="module")
+def folder(python: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What Megatron has saved of each case, and what was made of it."""
+    folder = tmp_path_factory.mktemp("torch_dist")
+    said_by(python, 2, MAIN, "save", folder, *CASES)
+    for case in CASES:
+        assert spawn("import", folder / "theirs" / case, folder / "runs" / case).returncode == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def resumed(python: Path, folder: Path) -> Said:
+    return said_by(python, 2, MAIN, "resume", folder, *CASES)[1]
+
+
+@pytest.fixture(scope="module")
+def loaded(python: Path, folder: Path, resumed: Said) -> Said:
+    """By four ranks, divided otherwise, of what was given out."""
+    for case in CASES:
+        given = folder / "given" / case
+        given.parent.mkdir(exist_ok=True)
+        assert spawn("restore", folder / "runs" / case, "--to", given, "--format", "torch_dist").returncode == 0
+    return said_by(python, 4, MAIN, "look", folder, *(f"{case}={sizes}" for case, sizes in BY_FOUR.items()))[1]
+
+
+def of(said: Said, case: str) -> dict[str, Any]:
+    (one,) = (one for one in said if one["case"] == case)
+    return one
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_made_of_it_goes_on_as_megatron_does(case: str, resumed: Said) -> None:
+    """Weights, moments, counts, learning rate and loss scale are those that Megatron's own load sets, and losses and
+    all of these are equal at every step after it."""
+    found = of(resumed, case)
+    assert found["ours"] == found["theirs"]
+    assert found["ours"][0] == SAVED and len(set(found["ours"])) == len(found["ours"])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_megatron_loads_what_is_given_out(case: str, loaded: Said) -> None:
+    """With other sizes of tensor and pipeline parallelism: what each rank holds of weights and moments is bit for bit
+    what the run has, and nothing of the run is held by nobody."""
+    found = of(loaded, case)
+    assert (found["step"], found["wrong"]) == (STEPS, [])
+    assert found["counts"][0] == [2.0 if case == "data-fp16" else 5.0]  # of fp16 three steps have overflowed
+
+
+def test_what_is_given_out_comes_back(folder: Path, loaded: Said) -> None:
+    """All tensors and settings are equal; common.pt has plain values alone."""
+    case = "data-fp16"
+    assert spawn("import", folder / "given" / case, folder / "again").returncode == 0
+    before, after = ckpt.load(folder / "runs" / case), ckpt.load(folder / "again")
+    names = {name for name in before if name.startswith(("model.", "optim."))}
+    assert names == {name for name in after if name.startswith(("model.", "optim."))}
+    assert all(torch.equal(before[name], after[name]) for name in names)
+    common = torch.load(folder / "given" / case / "common.pt", weights_only=True)
+    assert common["iteration"] == STEPS and common["opt_param_scheduler"]["num_steps"] == STEPS
+
+
+def test_what_only_megatron_can_put_together_is_refused(folder: Path, tmp_path: Path) -> None:
+    """An optimizer that was saved by what each rank had, by name and with what to do; the weights alone are taken.
+    Another form of Megatron's, and a run of something else, likewise."""
+    by_rank = folder / "theirs" / "by-rank"
+    refused = spawn("import", by_rank, tmp_path / "run")
+    assert refused.returncode and "optim (which Megatron has saved as dp_reshardable" in refused.stderr
+    assert "--dist-ckpt-optim-fully-reshardable" in refused.stderr and not (tmp_path / "run").exists()
+    assert spawn("import", by_rank, tmp_path / "run", "--only", "model").returncode == 0
+    assert ckpt.load(tmp_path / "run")["model.decoder.layers.3.mlp.linear_fc2.weight"].dtype == torch.bfloat16
+
+    shutil.copytree(by_rank, tmp_path / "zarr")
+    (tmp_path / "zarr" / "metadata.json").write_text(json.dumps({"sharded_backend": "zarr"}))
+    assert (
+        "is of Megatron's form 'zarr', not torch_dist" in spawn("import", tmp_path / "zarr", tmp_path / "other").stderr
+    )
+    refused = spawn("restore", tmp_path / "run", "--to", tmp_path / "out", "--format", "torch_dist")
+    assert "only runs of ckpt.megatron can be torch_dist" in refused.stderr

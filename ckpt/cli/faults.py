@@ -26,8 +26,8 @@ def faults(url: str, last: int | None, as_json: bool) -> int:
     Accounts of several ranks of the same incident come together, the earliest first. Saves that were asked for (by a
     call, `ckpt trigger` or a signal, or since the time of the job was nearly over) are no faults: they come below.
 
-    when: in the time of this machine. saved step: the last one that is safe. by ranks: who told of it. Below: what
-    happened, and what to do.
+    when: in the time of this machine. saved step: the newest that all of them have. by ranks: who told of it. Below:
+    what happened, and what to do.
     """
     found = asyncio.run(_faults(url))
     if last is not None:
@@ -50,11 +50,14 @@ def show(shown: list[list[dict[str, Any]]], what: str) -> None:
     for incident in shown:
         first = incident[0]
         when = datetime.fromisoformat(first["time"]).astimezone().strftime("%F %T")
-        durable = max((s["step"] for one in incident for s in one["saved"] if not s["error"]), default="nothing")
+        newest = dict[int, int]()  # by rank: what one alone has is lost
+        for rank, step in ((one["rank"], s["step"]) for one in incident for s in one["saved"] if not s["error"]):
+            newest[rank] = max(step, newest.get(rank, step))
         ranks = " ".join(str(one["rank"]) for one in incident)
-        rows.append((when, in_words(first["kind"], asked=first["asked"]), durable, ranks))
+        kind = in_words(first["kind"], asked=first["asked"])
+        rows.append((when, kind, min(newest.values(), default="nothing"), ranks))
         advice = "" if first["asked"] else ADVICE.get(first["advice"], "")
-        accounts.append(f"{first['summary']}{': ' if advice else ''}{advice}")
+        accounts.append(f"{first['summary']} ({advice})" if advice else first["summary"])
     print_table(("when", what, "saved step", "by ranks"), rows, below=accounts)
 
 

@@ -176,7 +176,8 @@ class Fault:
 
 
 def incidents(faults: Iterable[Fault]) -> list[list[Fault]]:
-    """What several ranks wrote about the same incident, together; the account of who saw it first comes first."""
+    """What several ranks wrote about the same incident, together; the account of who saw it first comes first, but
+    after the cause what another process's end did to its peers."""
     found: list[list[Fault]] = []
     for fault in sorted(faults, key=lambda one: one.when):
         last = found[-1] if found else []
@@ -185,7 +186,7 @@ def incidents(faults: Iterable[Fault]) -> list[list[Fault]]:
             last.append(fault)
         else:
             found.append([fault])
-    return found
+    return [sorted(one, key=lambda fault: fault.kind == "exception" and fault.advice == "retry") for one in found]
 
 
 def tell_launcher(fault: Fault, stack: Sequence[str] = ()) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from ckpt.errors import CorruptError
 from ckpt.faults.report import ADVICE, MAX_STACK, TOGETHER_S, Fault, SavedStep, incidents, tell_launcher
+from ckpt.trainer.faults.incidents import is_of_a_peer
 from ckpt.triggers import RESUBMIT_CODE
 
 START = datetime(2030, 1, 2, 3, 4, 5, tzinfo=UTC)
@@ -153,8 +154,36 @@ def test_a_long_stack_is_cut_short() -> None:
 def test_accounts_of_one_cause_are_one_incident() -> None:
     """Ranks that end within a while of each other, in the same incarnation; who saw it first comes first."""
     first = fault("death", 0.0, rank=2)
-    later = [fault("exception", 1.0, rank=0), fault("hang", 30.0, rank=1), fault("signal", 60.0, exit_code=143)]
+    later = [
+        fault("exception", 1.0, rank=0, advice="fix"),
+        fault("hang", 30.0, rank=1),
+        fault("signal", 60.0, exit_code=143),
+    ]
     assert incidents([*reversed(later), first]) == [[first, *later]]  # each close to the one before
+
+
+def test_an_end_comes_before_what_it_did_to_its_peers() -> None:
+    """A rank whose connection breaks says so before the writer of the killed one has noticed; an error of its own comes
+    first as it was seen first."""
+    torn, death = fault("exception", 0.0, rank=1, advice="retry"), fault("death", 0.2, rank=0)
+    assert incidents([torn, death]) == [[death, torn]] and incidents([torn]) == [[torn]]
+    own = fault("exception", 0.0, rank=1, advice="fix")
+    assert incidents([own, death]) == [[own, death]]
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (RuntimeError("[../gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:19731"), True),
+        (ConnectionResetError(104, "Connection reset by peer"), True),
+        (RuntimeError("NCCL error: remote process exited or there was a network error"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ValueError("broken pipe"), False),
+    ],
+)
+def test_an_error_that_a_peer_has_caused(error: Exception, expected: bool) -> None:
+    """It says nothing of this rank's code, so that starting again may help."""
+    assert is_of_a_peer(error) == expected
 
 
 def test_what_does_not_belong_together_stays_apart() -> None:

@@ -27,7 +27,7 @@ from ckpt.faults.report import Fault
 from ckpt.ipc.heartbeat import Heartbeat
 from ckpt.ipc.notes import HangNote
 from ckpt.ranks.world import World
-from ckpt.trainer.faults.incidents import SOFT_S, CaseCloser, FaultCall, Incidents, is_oom, leave
+from ckpt.trainer.faults.incidents import SOFT_S, CaseCloser, FaultCall, Incidents, is_of_a_peer, is_oom, leave
 from ckpt.trainer.faults.look_around import look_around
 from ckpt.trainer.faults.perceive import Perception
 from ckpt.trainer.faults.secure import LiveRun, Securer
@@ -172,7 +172,7 @@ class FaultHandler:
         fault.summary = f"{incidents.me} {what}: {str(error)[:500]}".rstrip(": ")
         frames = traceback.extract_tb(error.__traceback__)
         fault.stacks[str(self._world.rank)] = [f"{f.name} ({f.filename}:{f.lineno})" for f in reversed(frames)]
-        fault.advice, fault.exit_code = ("retry" if oom else "fix"), 1
+        fault.advice, fault.exit_code = ("retry" if oom or is_of_a_peer(error) else "fix"), 1
         if self._heartbeat.step >= 0:
             fault.steps[str(self._world.rank)] = self._heartbeat.step
         if self.securer.can_save:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import re
 import sys
 import threading
 import time
@@ -23,6 +24,7 @@ from ckpt.subscribers import publish
 from ckpt.trainer.supervise.writer_supervisor import WriterSupervisor
 
 SOFT_S = 600.0  # for a save that nobody is in a hurry for
+_PEER = re.compile("closed by peer|reset by peer|broken pipe|remote process exited|socket closed", re.IGNORECASE)
 
 
 @dataclass
@@ -125,6 +127,11 @@ def is_oom(error: BaseException) -> bool:
         return True
     text = str(error)
     return isinstance(error, RuntimeError) and ("can't allocate memory" in text or "not enough memory" in text)
+
+
+def is_of_a_peer(error: BaseException) -> bool:
+    """Whether another process went away that this one was talking to: what became of that one is the cause."""
+    return isinstance(error, (OSError, RuntimeError)) and _PEER.search(str(error)) is not None
 
 
 def leave(code: int) -> None:

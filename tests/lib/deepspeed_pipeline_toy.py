@@ -107,7 +107,9 @@ def kill(folder: str, cases: list[str]) -> None:
         cp.restore(default=0)
         for step in range(KILLED):
             job.train(step)
-            cp.step()
+            save = cp.step()
+            assert save is not None
+            save.staged(60)
     dist.barrier()
     os.kill(os.getpid(), signal.SIGKILL)
 

@@ -41,7 +41,7 @@ from ckpt.ipc.arena import SEALED, Arena, Label
 from ckpt.ranks.world import World
 from ckpt.restore import sources as sources_module
 from ckpt.restore.restore_first import Restored, restore_first
-from ckpt.restore.sources import HeldSnapshot, MemorySource, RestoreSource, StoreSource
+from ckpt.restore.sources import HeldSnapshot, MemorySource, RestoreSource, StoreSource, fill_from_store
 from ckpt.runlog.log import Acquire, Commit, RunLog
 from ckpt.state.capture import Capture
 from ckpt.state.filler import Filler, Target
@@ -618,13 +618,13 @@ def test_load_reads_what_is_asked_for_when_it_is_asked(bench: Bench, monkeypatch
     state = build(0)
     bench.disk(state)
     read: list[str] = []
-    fetch = ckpt.Loaded._fetch
+    fetch = fill_from_store
 
-    async def counted(self: ckpt.Loaded, fills: dict[Any, Any]) -> None:
+    async def counted(url: str, attempt: Attempt, saved: Any, fills: dict[Any, Any]) -> None:
         read.extend(name for name, _ in fills)
-        await fetch(self, fills)
+        await fetch(url, attempt, saved, fills)
 
-    monkeypatch.setattr(ckpt.Loaded, "_fetch", counted)
+    monkeypatch.setattr("ckpt.loading.fill_from_store", counted)
     loaded = ckpt.load(bench.url)
     assert loaded.step == 1 and not read
     weights = state["model"].state_dict()

@@ -5,10 +5,12 @@ RANK=0 WORLD_SIZE=2 … python -c 'import titan_on_cpu, titan_toy; titan_toy.mai
 kill FOLDER      trained to `STEPS` under torchtitan's own manager, into FOLDER/theirs; then with everystep, into
                  FOLDER/ours, and killed when step `KILLED` + 1 is done and not saved: SIGKILL to itself
 go_on FOLDER     restored, trained to `STEPS`, and written as Hugging Face has it
-four FOLDER      by four ranks: only looked at, then taken over with tensor parallelism, for two steps
+four FOLDER      by four ranks: only looked at, then taken over with tensor parallelism, for two steps; then as
+                 kill, with two and two that divide the model (HSDP)
 begin FOLDER     taken back by two ranks; and other runs that begin with what the ones before have written
 pipeline, pipeline_on
                  as kill and go_on, in a pipeline; then taken over by ranks that hold all layers, and given back
+replicated_on    what those four began: gone on with, and then all four divide the model
 Prints a JSON line for each step of each case, and for each load.
 """
 
@@ -103,7 +105,9 @@ class Words(BaseTokenizer):
         return WORDS
 
 
-def config(folder: str, checkpoint: Any, steps: int, *, tp: int = 1, pp: int = 1, layers: int = 2) -> Any:
+def config(
+    folder: str, checkpoint: Any, steps: int, *, tp: int = 1, pp: int = 1, replicas: int = 1, layers: int = 2
+) -> Any:
     """Of a small Llama with fused query, key and value weights, as they are by default. In a pipeline (`pp`) each rank
     has two parts of it."""
     spec = model_registry("debugmodel", attn_backend="flex")
@@ -132,6 +136,7 @@ def config(folder: str, checkpoint: Any, steps: int, *, tp: int = 1, pp: int = 1
         ),
         parallelism=ParallelismConfig(
             tensor_parallel_degree=tp,
+            data_parallel_replicate_degree=replicas,
             pipeline_parallel_degree=pp,
             pipeline_parallel_schedule="Interleaved1F1B",
             pipeline_parallel_microbatch_size=2,
@@ -251,6 +256,9 @@ def four(folder: str) -> None:
         say(case="refused", error=str(error))
     trainer.close()
     train("tensor parallel", config(f"{folder}/ours", ours(), STEPS + 2, tp=2))
+    place = f"{folder}/replicated"
+    train("untouched", config(f"{place}/untouched", ours(enable=False), STEPS, replicas=2))
+    train("replicated", config(place, ours(), STEPS, replicas=2), kill=KILLED)
 
 
 def begin(folder: str) -> None:
@@ -278,13 +286,19 @@ def pipeline_on(folder: str) -> None:
     train("pipeline again", config(place, ours(), STEPS + 2, pp=2, layers=4))
 
 
+def replicated_on(folder: str) -> None:
+    place = f"{folder}/replicated"
+    train("replicated", config(place, ours(), STEPS, replicas=2))
+    train("divided", config(place, ours(), STEPS + 1))
+
+
 def _files(folder: str) -> list[tuple[str, int]]:
     return sorted((str(path), path.stat().st_mtime_ns) for path in Path(folder).rglob("*") if path.is_file())
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    actions: list[Callable[[str], None]] = [kill, go_on, four, begin, pipeline, pipeline_on]
+    actions: list[Callable[[str], None]] = [kill, go_on, four, begin, pipeline, pipeline_on, replicated_on]
     dict(zip((one.__name__ for one in actions), actions, strict=True))[sys.argv[1]](sys.argv[2])
     dist.barrier()
     sys.stdout.flush()

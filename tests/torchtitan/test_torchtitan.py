@@ -15,7 +15,7 @@ import pytest
 import ckpt
 from foreign import python_with
 from parallel import free_port
-from processes import PYTHONPATH
+from processes import PYTHONPATH, REPO
 
 MAIN = "import titan_on_cpu, titan_toy; titan_toy.main()"
 KILLED, STEPS = 5, 8  # as in titan_toy
@@ -85,7 +85,9 @@ def steps_kept(folder: Path, resumed: Said) -> dict[str, list[int]]:
 
 @pytest.fixture(scope="module")
 def by_four(python: Path, folder: Path, steps_kept: Any) -> Said:
-    return launch(python, 4, "four", folder)[1]
+    codes, said = launch(python, 4, "four", folder)
+    assert codes == [-signal.SIGKILL] * 4
+    return said
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +101,12 @@ def piped(python: Path, folder: Path) -> Said:
     codes, said = launch(python, 2, "pipeline", folder)
     assert codes == [-signal.SIGKILL] * 2
     return said + launch(python, 2, "pipeline_on", folder)[1]
+
+
+@pytest.fixture(scope="module")
+def replicated(python: Path, folder: Path, by_four: Said) -> Said:
+    """The model on two ranks, and on two others again (HSDP): without saving, saved until they were killed, and on."""
+    return by_four + launch(python, 4, "replicated_on", folder)[1]
 
 
 def of(said: Said, case: str) -> Said:
@@ -164,6 +172,19 @@ def test_tensor_parallel_ranks_take_over_and_give_back(by_four: Said, begun: Sai
     assert ended["step"] == STEPS + 3
 
 
+def test_replicas_of_divided_ranks(replicated: Said) -> None:
+    """HSDP: killed, it goes on as if nothing had been; four ranks that all divide the model take over, and no save runs
+    a collective."""
+    untouched, said = of(replicated, "untouched")[1:], of(replicated, "replicated")
+    resumed = said[KILLED + 2 :]
+    assert resumed[0]["loaded"] == KILLED and resumed[0]["tier"] == "memory"
+    assert _digests(resumed[0]) == _digests(untouched[KILLED - 1])
+    assert resumed[1:] == untouched[KILLED:]
+    loaded = of(replicated, "divided")[0]
+    assert loaded["loaded"] == STEPS and _digests(loaded) == _digests(resumed[-1])
+    assert not any(one["collectives"] for one in of(replicated, "replicated, saved"))
+
+
 def test_parts_of_a_pipeline(piped: Said) -> None:
     """Killed, it goes on as if nothing had been. Ranks that hold all layers take over all weights and moments, and give
     them back, though each part has an optimizer of its own; and no save runs a collective."""
@@ -194,6 +215,28 @@ def test_it_begins_with_the_weights_alone(source: str, begun: Said, resumed: Sai
     loaded, stepped = of(begun, f"from {source}")
     assert (loaded["loaded"], loaded["found"], stepped["step"]) == (0, True, 1)
     assert loaded["weights"] == of(resumed, "ours")[-1]["weights"]
+
+
+def test_what_its_own_tests_ask_of_a_manager(python: Path, tmp_path: Path) -> None:
+    """Which calls save, what an empty folder gives, that a step which is asked for and not there is an error and no
+    fresh start, that a folder with a run is preferred to `initial_load_path`, and that it does nothing
+    when it is off."""
+    path = {"PYTHONPATH": PYTHONPATH}
+    script = [python, REPO / "tests/lib/titan_manager.py", tmp_path]
+    ended = subprocess.run(script, env={**os.environ, **path}, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    said = json.loads(ended.stdout.splitlines()[-1])
+    assert "step 9" in said.pop("step that is not there") and "step 5" in said.pop("step of an empty folder")
+    assert said == {
+        "found in an empty folder": False,
+        "saved": [False, False, True, False, True],
+        "comes back": True,
+        "kept": [3, 5],
+        "load only": [True, False, False],
+        "kept after that": [3, 5],
+        "first": [True, False],
+        "off": [False, False],
+    }
 
 
 def test_what_it_does_not_know_is_refused(python: Path) -> None:

@@ -88,8 +88,8 @@ dry_option = click.option("--dry-run", is_flag=True, help="Only say what would b
     type=click.Choice(tuple(FORMS)),
     help="safetensors: weights as model hubs have them; torch: one file for torch.load; dcp: a folder for torch's"
     " distributed checkpoints; torch_dist: Megatron's, of a run of ckpt.megatron; run: one of ours. By default what"
-    " PATH ends in (.safetensors; .pt, .pth, .bin and .ckpt for torch), run if --world-size is given, and else a folder"
-    " of safetensors.",
+    " PATH ends in (.safetensors; .ckpt for Lightning; .pt, .pth and .bin for torch), run if --world-size is given, and"
+    " else a folder of safetensors.",
 )
 @world_option
 @only_option

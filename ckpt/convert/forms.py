@@ -17,6 +17,11 @@ if TYPE_CHECKING:  # which one is needed is known when it is asked for
     from ckpt.convert.source import Origin, RankView
 
 
+PRETRAINED = ("pretrained",)  # the entry in which `ckpt.transformers` keeps what a hub folder has beside the weights
+NO_CONFIG = (
+    "no config.json or adapter_config.json is made. `python -m ckpt.transformers RUN --to FOLDER` makes a folder with "
+    "them, for from_pretrained()"
+)
 OTHERS = (".gguf", ".ggml", ".onnx", ".h5", ".npz", ".npy", ".msgpack", ".tflite", ".pkl", ".zip", ".tar")  # files
 
 
@@ -77,6 +82,7 @@ def plan_output(origin: Origin, wanted: Wanted) -> Planned:
 
     form = FORMS[wanted.form]
     views = [origin.view(rank, wanted.world) for rank in range(wanted.world)]
+    hub = form.weights_only and not form_of(wanted.path) and any(e.path == PRETRAINED for e in views[0].entries)
     if wanted.only:
         check_patterns(views, wanted.only)
         views = [select(view, wanted.only, whole=not form.weights_only) for view in views]
@@ -84,7 +90,7 @@ def plan_output(origin: Origin, wanted: Wanted) -> Planned:
         views = [weights_of(view) for view in views]
     dtypes = cast_to(origin, views, wanted.dtype)
     notes = () if form.divided else views[0].notes
-    return Planned(form.plan(origin, views, dtypes, wanted), dtypes, notes)
+    return Planned(form.plan(origin, views, dtypes, wanted), dtypes, (*notes, NO_CONFIG) if hub else notes)
 
 
 def _safetensors(origin: Origin, views: list[RankView], dtypes: Mapping[str, str], wanted: Wanted) -> Output:
@@ -105,6 +111,8 @@ def _torch(origin: Origin, views: list[RankView], dtypes: Mapping[str, str], wan
 def _lightning(origin: Origin, views: list[RankView], dtypes: Mapping[str, str], wanted: Wanted) -> Output:
     from ckpt.convert import to_lightning
 
+    if wanted.only:
+        raise UsageError("a .ckpt, Lightning's file, has all of a run in it: leave out --only, or add --format")
     return to_lightning.plan(origin, views[0], dtypes)
 
 

@@ -12,21 +12,37 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from ckpt.convert.forms import PRETRAINED
 from ckpt.convert.output import Output
 from ckpt.convert.source import DESCRIPTION, Origin, RankView
 from ckpt.convert.to_torch import plan as plan_torch
+from ckpt.errors import UsageError
 
-NOT_ONE = "this is no run of ckpt.lightning: written as torch.save would have, which load_from_checkpoint cannot read"
+NOT_ONE = (
+    "a .ckpt is Lightning's file, and {} is of no Lightning run. --format torch writes it as torch.save would have, "
+    "--to NAME.safetensors its weights{}"
+)
+HUGGING_FACE = ", and `python -m ckpt.transformers RUN --to FOLDER` a folder for from_pretrained()"
+NAME = "checkpoint"  # the one entry of what a `ckpt.lightning.CheckpointIO` has saved, which is Lightning's file
 VERSION = "2.0.0"  # of the form, by which Lightning knows what to make of an old one
 OTHER_LOOPS = ("validate_loop", "test_loop", "predict_loop")
 
 
 def plan(origin: Origin, view: RankView, dtypes: Mapping[str, str]) -> Output:
-    """As of `ckpt.convert.to_torch`, of what that would write for any other state."""
-    if not {("model",), ("trainer",)} <= {entry.path for entry in view.entries}:
-        output = plan_torch(origin, view, dtypes)
-        return replace(output, notes=(*output.notes, NOT_ONE))
-    return plan_torch(origin, view, dtypes, lambda root: checkpoint(root, view.step or 0))
+    """As of `ckpt.convert.to_torch`. UsageError if neither a callback nor a CheckpointIO of `ckpt.lightning` has saved
+    it."""
+    more = HUGGING_FACE if PRETRAINED in {entry.path for entry in view.entries} else ""
+
+    def shape(root: Mapping[Any, Any]) -> dict[Any, Any]:
+        theirs, trainer = root.get(NAME), root.get("trainer")
+        if isinstance(theirs, Mapping) and "pytorch-lightning_version" in theirs:
+            return dict(theirs)
+        if "model" not in root or not isinstance(trainer, Mapping) or "loops" not in trainer:
+            raise UsageError(NOT_ONE.format(origin.title, more))
+        return checkpoint(root, view.step or 0)
+
+    # What the notes tell of is mostly what Lightning's file has no place for.
+    return replace(plan_torch(origin, view, dtypes, shape), kind="Lightning", notes=())
 
 
 def checkpoint(root: Mapping[Any, Any], step: int) -> dict[str, Any]:

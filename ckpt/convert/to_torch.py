@@ -41,7 +41,8 @@ def plan(origin: Origin, view: RankView, dtypes: Mapping[str, str], shape: Shape
     The file can be loaded with `weights_only=True` and with `mmap=True`; tensors that are tied share memory in it.
     UsageError if the state has no room for the description, or something was left out that other values need.
     """
-    notes = Builder(view, Tensors(origin, dtypes), numbered=True, text_keys=False).build().notes
+    native = Builder(view, Tensors(origin, dtypes), numbered=True, text_keys=False).build()
+    shape(native.root)  # what is wrong is said before anything is made
     file = stage(origin, view, dtypes)
 
     def finish(out: Path, sums: Sums) -> None:
@@ -50,5 +51,5 @@ def plan(origin: Origin, view: RankView, dtypes: Mapping[str, str], shape: Shape
             root = Builder(view, tensors, numbered=True, text_keys=False).build().root
             torch.save(shape(root), cast(IO[bytes], _Frugal(target, tensors)))
 
-    output = Output("torch.save", (file,), finish, single=True, staged=True, notes=notes)
+    output = Output("torch.save", (file,), finish, single=True, staged=True, notes=native.notes)
     return output

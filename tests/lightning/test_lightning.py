@@ -351,7 +351,8 @@ class Odd(Callback):
 
 
 def test_lightnings_own_checkpoints_in_our_files(tmp_path: Path) -> None:
-    """CheckpointIO: ModelCheckpoint's files are runs, load verified, go away again, and hold no pickle."""
+    """CheckpointIO: ModelCheckpoint's files are runs, load verified, go away again, and hold no pickle. What is
+    restored of one is the file that Lightning would have written."""
     folder = tmp_path / "files"
     saver = ModelCheckpoint(folder, save_top_k=2, monitor="val_loss", save_last=True)
     limits = {"plugins": [CheckpointIO()], "enable_checkpointing": True, "default_root_dir": str(tmp_path)}
@@ -360,6 +361,10 @@ def test_lightnings_own_checkpoints_in_our_files(tmp_path: Path) -> None:
     assert len(names) == 3 and "last.ckpt" in names
     last = CheckpointIO().load_checkpoint(folder / "last.ckpt")
     assert last["global_step"] == 24 and last["callbacks"] and last["optimizer_states"][0]["state"]
+    ckpt.Run(str(folder / "last.ckpt")).export(tmp_path / "file.ckpt")
+    loaded, weights = toy.Model.load_from_checkpoint(tmp_path / "file.ckpt", spec=toy.DEFAULTS), last["state_dict"]
+    assert all(torch.equal(value, weights[name]) for name, value in loaded.state_dict().items())
+    assert torch.load(tmp_path / "file.ckpt", weights_only=True)["global_step"] == 24
     whole = toy.fit(epochs=4)
     again = toy.fit(epochs=4, ckpt_path=str(folder / "last.ckpt"), limits=limits)
     assert again["steps"] == whole["steps"] == 32

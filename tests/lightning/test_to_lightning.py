@@ -96,15 +96,29 @@ def test_arguments_that_are_no_plain_values_are_handed_over_again(tmp_path: Path
     assert isinstance(Model.load_from_checkpoint(file, odd=nn.GELU()).hparams["odd"], nn.GELU)
 
 
-def test_what_is_no_run_of_lightning_is_written_as_torch_would(tmp_path: Path, capsys: Any) -> None:
-    """And the user hears that Lightning cannot read it."""
+def test_what_is_no_run_of_lightning_is_refused_in_one_line(tmp_path: Path, capsys: Any) -> None:
+    """With the forms that there are of it, `from_pretrained`'s folder among them for a run of Hugging Face's Trainer,
+    whose state has an entry of the same name. Part of a run of Lightning is none either."""
     from ckpt.cli import app
 
-    with ckpt.Checkpointer({"model": nn.Linear(2, 2)}, tmp_path / "run") as cp:
-        cp.save(1).committed()
-    assert app.main(["restore", str(tmp_path / "run"), "--to", str(tmp_path / "a.ckpt")]) == 0
-    assert "no run of ckpt.lightning" in " ".join("".join(capsys.readouterr()).split())
-    assert torch.load(tmp_path / "a.ckpt", weights_only=True)["model"]["weight"].shape == (2, 2)
+    hugging_face = {"model": nn.Linear(2, 2), "trainer": {"state": {"epoch": 1.0}}, "pretrained": {"files": {}}}
+    for name, state in (("plain", {"model": nn.Linear(2, 2)}), ("hf", hugging_face)):
+        run, file = str(tmp_path / name), str(tmp_path / f"{name}.ckpt")
+        with ckpt.Checkpointer(state, run) as cp:
+            cp.save(1).committed()
+        capsys.readouterr()
+        assert app.main(["restore", run, "--to", file]) == 2
+        said = capsys.readouterr().err
+        assert f"step 1 of file://{run} is of no Lightning run. --format torch" in said and "Traceback" not in said
+        assert ("from_pretrained" in said) == (name == "hf") and not Path(file).exists()
+        assert app.main(["restore", run, "--to", file, "--format", "torch"]) == 0
+        assert torch.load(file, weights_only=True)["model"]["weight"].shape == (2, 2)
+    trained(tmp_path, 1, CheckpointCallback(str(tmp_path / "run"), every=1))
+    with pytest.raises(ckpt.UsageError, match="leave out --only"):
+        ckpt.Run(str(tmp_path / "run")).export(tmp_path / "some.ckpt", only=["model.*"])
+    capsys.readouterr()
+    assert app.main(["restore", str(tmp_path / "run"), "--to", str(tmp_path / "whole.ckpt")]) == 0
+    assert "Note" not in capsys.readouterr().out  # nothing that the user could do anything about
 
 
 def test_the_last_file_of_model_checkpoint_stands_in_no_ones_way(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 import ckpt
 import ckpt.transformers
 import hf_toy
+from ckpt.cli import app
 from ckpt.transformers.__main__ import command
 from ckpt.transformers.pretrained import export_pretrained
 
@@ -258,8 +259,9 @@ def test_beside_the_trainers_own_checkpoints(run_dir: str, tmp_path: Path, undis
         hf_toy.run(f"{run_dir}-3", resume=theirs, **setting)
 
 
-def test_lora_stores_what_is_trained(run_dir: str, tmp_path: Path) -> None:
-    """An adapter's run is small, exact, refuses another base, and peft reads what is exported."""
+def test_lora_stores_what_is_trained(run_dir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An adapter's run is small, exact, refuses another base, and peft reads what is exported. `ckpt restore`, which
+    makes no adapter_config.json, says how to have one."""
     assert hf_toy.run(run_dir, lora=True, kill=("stop", 11)) == {}
     with pytest.raises(ckpt.MismatchError, match="frozen base model is another one"):
         hf_toy.run(run_dir, lora=True, base=1)
@@ -270,6 +272,8 @@ def test_lora_stores_what_is_trained(run_dir: str, tmp_path: Path) -> None:
     names = list(ckpt.load(run_dir, only="model.*"))
     assert names and all("lora_" in name for name in names)
 
+    assert app.main(["restore", run_dir, "--to", str(tmp_path / "weights")]) == 0
+    assert "python -m ckpt.transformers RUN --to FOLDER" in " ".join(capsys.readouterr().out.split())
     export_pretrained(run_dir, tmp_path / "adapter")
     read = PeftModel.from_pretrained(hf_toy.model_of(0), tmp_path / "adapter").state_dict()
     assert read.keys() == found["weights"].keys()

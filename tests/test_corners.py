@@ -24,8 +24,8 @@ from processes import PYTHONPATH, REPO
 
 PROJECT = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
 TESTS = ("pytest", "pytest-timeout", "hypothesis")
-# State of every kind, snapshots and checkpoints, kills of either process, several ranks.
-FILES = ("state", "test_best.py", "promises/test_kill.py", "promises/test_ranks.py")
+# State of every kind, files of torch.save, snapshots and checkpoints, kills of either process, several ranks.
+FILES = ("state", "convert/test_source_files.py", "test_best.py", "promises/test_kill.py", "promises/test_ranks.py")
 OLDEST = re.sub("[^0-9.]", "", PROJECT["requires-python"])
 
 

@@ -118,13 +118,13 @@ OBJECT = object()  # in the place of what is no tensor and no plain value
 
 @dataclass(frozen=True, slots=True)
 class Container:
-    """What torch has read at byte `start` of a file. `root`: with tensors that have no memory; `records`: the bytes of
-    each record, by where in the container it begins."""
+    """What torch has read at byte `start` of a file. `root`: with tensors that have no memory; `storages`: by address,
+    each storage, and where in the container its bytes begin: None if it does not hold them."""
 
     root: Any
     file: str
     start: int
-    records: dict[int, int]
+    storages: dict[int, tuple[torch.UntypedStorage, int | None]]
 
 
 @dataclass
@@ -195,13 +195,13 @@ def tensor_ref(tensor: torch.Tensor, path: Path, container: Container) -> Tensor
     if problem := _problem(tensor):
         raise refuse(path, problem)
     dtype, shape, strides = DTYPE_NAME[tensor.dtype], tuple(tensor.shape), tensor.stride()
-    storage, item = tensor.untyped_storage(), BITS[dtype] // 8
-    start = getattr(storage, "_checkpoint_offset", None)  # torch's word for where the bytes of a storage begin
-    if start is None:
-        raise refuse(path, "lies where this torch does not say: import the file with torch 2.7 or newer")
-    if container.records.get(start) != storage.nbytes() and storage.nbytes():
+    storage = tensor.untyped_storage()
+    if storage._cdata not in container.storages:
+        raise refuse(path, "is on the meta device: it has no values")
+    _, start = container.storages[storage._cdata]
+    if start is None and storage.nbytes():
         raise CorruptError(f"{show(path)}: the file does not hold its {storage.nbytes()} bytes")
-    at = container.start + start + tensor.storage_offset() * item
+    at = container.start + (start or 0) + tensor.storage_offset() * BITS[dtype] // 8
     return TensorRef(dtype, shape, container.file, at, None if tensor.is_contiguous() else strides)
 
 
@@ -214,8 +214,6 @@ def _problem(tensor: torch.Tensor) -> str:
         return "is quantized or nested: save its parts"
     if tensor.is_conj() or tensor.is_neg():
         return "is a conjugate or negated view: call .resolve_conj().resolve_neg() before saving"
-    if tensor.is_meta:
-        return "is on the meta device: it has no values"
     if not tensor.is_contiguous() and overlaps_itself(tensor):
         return "is expanded, so its elements share memory: use .contiguous() before saving"
     return "" if tensor.dtype in DTYPE_NAME else f"has dtype {tensor.dtype}, which cannot be stored"

@@ -1,25 +1,27 @@
-"""A file of `torch.save`, by torch's own loader: `weights_only=True`, so that nothing in it is run.
+"""A file of `torch.save`, by torch's own unpickler of `weights_only=True`, so that nothing in it is run.
 
-Under FakeTensorMode torch reads the pickle and no tensor, and says at which byte of the file each storage begins. So
-tensors become ranges of the file, to be read when they are wanted.
+Of the file the pickle is read, and no tensor: its storages have no memory, and it is known at which byte of the file
+each begins. So tensors become ranges of the file, to be read when they are wanted.
 """
 
 from __future__ import annotations
 
 import _codecs
+import io
+import itertools
 import os
 import re
 import struct
 import warnings
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path as FilePath
 from typing import IO, Any
 
 import numpy as np
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._weights_only_unpickler import Unpickler
 
 from ckpt.convert.parse_entries import OBJECT, Container, Values, at_place, from_description
 from ckpt.convert.parse_state import from_state
@@ -101,21 +103,40 @@ def parse(path: FilePath, at: Path = ("model",)) -> Foreign:
         return from_state(what, path.parent, root, at, values)
 
 
+class _Reader(Unpickler):
+    """Makes of each storage one without memory. `storages`: as a `Container` has them."""
+
+    def __init__(self, pickled: bytes, records: Mapping[str, tuple[int, int]]) -> None:
+        super().__init__(io.BytesIO(pickled), encoding="utf-8")
+        self._records = records
+        self.storages = dict[int, tuple[torch.UntypedStorage, int | None]]()
+
+    def persistent_load(self, saved: tuple[Any, ...]) -> torch.storage.TypedStorage:
+        _, kind, key, _, numel = saved
+        dtype = torch.uint8 if kind is torch.UntypedStorage else kind.dtype
+        made = torch.UntypedStorage(numel * dtype.itemsize, device="meta")  # type: ignore[no-untyped-call]
+        at, size = self._records.get(f"data/{key}", (0, 0))
+        self.storages[made._cdata] = made, at if size == made.nbytes() else None
+        return torch.storage.TypedStorage(wrap_storage=made, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
+
+
 def load(stream: IO[bytes], file: str, start: int = 0) -> Container:
     """What torch.save has written to a stream, which begins at byte `start` of a file. No byte of a tensor is read."""
     try:
-        records = _records(stream)
-        with FakeTensorMode(), torch.serialization.safe_globals(_ALSO), warnings.catch_warnings():
+        records, pickled = _records(stream)
+        with torch.serialization.safe_globals(_ALSO), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             stream.seek(0)
             with torch.serialization.safe_globals(_stand_ins(stream)):
-                stream.seek(0)
-                root = torch.load(stream, map_location="cpu", weights_only=True)
+                reader = _Reader(pickled, records)
+                root = reader.load()  # type: ignore[no-untyped-call]
     except (CorruptError, FormatError, UsageError):
         raise
     except Exception as error:  # whatever torch makes of bytes that it did not write
         raise _refused(error) from None
-    return Container(root, file, start, records)
+    finally:
+        torch._utils._sparse_tensors_to_validate.clear()  # of those without memory nothing can be asked
+    return Container(root, file, start, reader.storages)
 
 
 def _stand_ins(stream: IO[bytes]) -> list[Any]:
@@ -129,16 +150,16 @@ def _stand_ins(stream: IO[bytes]) -> list[Any]:
     return made
 
 
-def _records(stream: IO[bytes]) -> dict[int, int]:
-    """Where the bytes of each record begin, and how many they are."""
+def _records(stream: IO[bytes]) -> tuple[dict[str, tuple[int, int]], bytes]:
+    """Of each record where its bytes begin and how many they are, and the pickle."""
     head = stream.read(4)
     if head[:1] == b"\x80":
         raise UsageError(f"written by torch before 1.6, or a plain pickle: {_AGAIN}")
     if head != b"PK\3\4":
         raise FormatError("not a file of torch.save")
-    found: dict[int, int] = {}
+    found: dict[str, tuple[int, int]] = {}
     with zipfile.ZipFile(stream) as archive:
-        names = {name.rpartition("/")[2] for name in archive.namelist()}
+        names = {name.rpartition("/")[2]: name for name in archive.namelist()}
         if "data.pkl" not in names:
             raise FormatError("a zip archive that torch.save did not write: there is no data.pkl in it")
         if "constants.pkl" in names:
@@ -152,8 +173,12 @@ def _records(stream: IO[bytes]) -> dict[int, int]:
             if info.filename.endswith("/byteorder") and archive.read(info) != b"little":
                 raise UsageError(f"written on a big-endian machine: {_AGAIN} on a little-endian one")
             stream.seek(info.header_offset)
-            found[info.header_offset + _LOCAL.size + sum(_LOCAL.unpack(stream.read(_LOCAL.size)))] = info.file_size
-    return found
+            begins = info.header_offset + _LOCAL.size + sum(_LOCAL.unpack(stream.read(_LOCAL.size)))
+            found[info.filename.partition("/")[2]] = begins, info.file_size
+        ranges = sorted(found.values())
+        if any(at + size > following for (at, size), (following, _) in itertools.pairwise(ranges)):
+            raise CorruptError("the archive is damaged: its records overlap")
+        return found, archive.read(names["data.pkl"])
 
 
 def _refused(error: Exception) -> CorruptError | FormatError | UsageError:

@@ -22,11 +22,26 @@ from peers import MODULES, peer_class
 
 ENVIRONMENTS = Path(__file__).parent / ".environments"
 CONSTRAINTS = Path(__file__).parent.parent / "constraints.txt"
-TRAINERS = {  # what pip is asked for, and packages of which it wants other versions than constraints.txt says
-    "deepspeed": (("deepspeed",), ()),
-    "megatron": (("megatron-core",), ()),
-    "ray": (("ray[train]",), ()),
-    "torchft": (("torchft",), ()),
+TRAINERS: dict[str, tuple[tuple[str, ...], ...]] = {
+    # What pip is asked for, packages of which it wants other versions than constraints.txt says, and what is taken
+    # without anything that it asks for.
+    "composer": (  # asks for an older torch
+        (
+            "torchvision",
+            "torch_optimizer",
+            "coolname",
+            "tabulate",
+            "py-cpuinfo",
+            "importlib_metadata<9",
+            "mosaicml-cli",
+        ),
+        (),
+        ("mosaicml",),
+    ),
+    "deepspeed": (("deepspeed",),),
+    "megatron": (("megatron-core",),),
+    "ray": (("ray[train]",),),
+    "torchft": (("torchft",),),
     "torchtitan": (("torchtitan", "triton"), ("fsspec",)),  # imports triton, and wants datasets: an older fsspec
 }
 INSTALLED = "installed.txt"  # what an environment was made from, and what has been installed since, by line
@@ -50,8 +65,8 @@ def python_for(name: str) -> Path:
 
 def python_of(trainer: str) -> Path:
     """The interpreter of an environment that has one of TRAINERS beside our packages. NotInstalled."""
-    requires, unpinned = TRAINERS[trainer]
-    return environment(trainer, requires, trainer, unpinned=unpinned)
+    requires, unpinned, bare, *_ = (*TRAINERS[trainer], (), ())
+    return environment(trainer, requires, trainer, unpinned=unpinned, bare=bare)
 
 
 def apart(name: str, python: Path, *requires: str) -> Path:
@@ -65,16 +80,25 @@ def apart(name: str, python: Path, *requires: str) -> Path:
     return _python(place)
 
 
-def environment(folder: str, requires: tuple[str, ...], what: str, *, unpinned: tuple[str, ...] = ()) -> Path:
+def environment(
+    folder: str,
+    requires: tuple[str, ...],
+    what: str,
+    *,
+    unpinned: tuple[str, ...] = (),
+    bare: tuple[str, ...] = (),
+) -> Path:
     """The interpreter of an environment of this name that has all that is required. NotInstalled, of `what`.
 
-    `unpinned`: packages of which it wants other versions than constraints.txt says.
+    `unpinned`: packages of which it wants other versions than constraints.txt says. `bare`: further ones, without
+    anything that they ask for.
     """
     place = ENVIRONMENTS / folder
     try:
         packages = site.getsitepackages() + ([site.getusersitepackages()] if site.ENABLE_USER_SITE else [])
         _make(place, Path(sys.executable), packages)
         _install(place, requires, unpinned)
+        _install(place, bare, unpinned, "--no-deps")
     except subprocess.CalledProcessError as error:
         raise NotInstalled(f"{what} is not installed: {_said(error)}") from error
     return _python(place)
@@ -92,7 +116,7 @@ def _make(folder: Path, python: Path, packages: Sequence[str]) -> None:
     (folder / INSTALLED).write_text(ours + "\n")
 
 
-def _install(folder: Path, requires: tuple[str, ...], unpinned: tuple[str, ...] | None) -> None:
+def _install(folder: Path, requires: tuple[str, ...], unpinned: tuple[str, ...] | None, *more: str) -> None:
     """`unpinned`: packages to which constraints.txt does not apply; None: all."""
     if set(requires) <= set(_lines(folder)):
         return
@@ -100,7 +124,7 @@ def _install(folder: Path, requires: tuple[str, ...], unpinned: tuple[str, ...] 
     pins = CONSTRAINTS.read_text().splitlines() if unpinned is not None else []
     constraints.write_text("\n".join(pin for pin in pins if pin.partition("==")[0] not in (unpinned or ())))
     options = ["-q", "--no-input", "--disable-pip-version-check", "-c", str(constraints)]
-    _run(str(_python(folder)), "-m", "pip", "install", *options, *requires)
+    _run(str(_python(folder)), "-m", "pip", "install", *options, *more, *requires)
     with (folder / INSTALLED).open("a") as file:
         file.writelines(f"{one}\n" for one in requires)
 

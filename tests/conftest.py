@@ -35,7 +35,7 @@ SLOW = (
     "test_flight_recorder", "test_documents", "test_home_made_zero", "test_shards", "test_stopped",
     "test_megatron", "test_ray", "test_deepspeed", "test_torchtitan", "test_typing", "test_restore_line",
     "test_to_lightning", "test_fabric", "test_machines", "test_fsdp1", "test_torchft", "test_simulated", "test_corners",
-    "test_best", "test_torch_dist",
+    "test_best", "test_torch_dist", "test_composer",
 )  # fmt: skip
 
 

@@ -62,8 +62,8 @@ class Scaler:
 
     def state_dict(self) -> dict[str, Any]:
         scaler: Any = self._scaler
-        live = {key: getattr(scaler, name) for key, name in _LIVE.items()}
-        if not scaler.is_enabled() or not all(isinstance(one, Tensor) for one in live.values()):
+        live = {key: getattr(scaler, name, None) for key, name in _LIVE.items()}  # one that is switched off has neither
+        if not all(isinstance(one, Tensor) for one in live.values()):
             return dict(scaler.state_dict())  # nothing is on a device yet
         settings = {
             "growth_factor": scaler.get_growth_factor(),

@@ -513,6 +513,7 @@ def test_generators_scalers_and_loaders_return() -> None:
             "python": [random.Random(seed)],
             "rng": ckpt.RNG(),
             "scaler": scaler,
+            "off": torch.amp.GradScaler("cpu", enabled=False),
             "loader": Loader({"at": seed, "order": np.arange(5) + seed, "buffer": [torch.ones(2) * seed]}),
         }
 

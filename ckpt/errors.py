@@ -26,8 +26,9 @@
         └── OutcomeUnknownError   a commit may or may not have landed
 
 Two questions matter to a program: is it the user's to fix (`UsageError`), and is it worth a retry (`retryable`)? A
-person asks what is safe, and what to do next: the message says what is particular to it, and each class has `advice`,
-which a traceback shows below the message (as a note, PEP 678) and commands print after it.
+person asks what is safe, and what to do next: the message says what is particular to it, and each class but UsageError
+has `advice`, which a traceback shows below the message (as a note, PEP 678) and commands print after it, with the run
+that they were given in place of RUN.
 """
 
 from __future__ import annotations
@@ -56,9 +57,7 @@ class CheckpointError(Exception):
 
 
 class UsageError(CheckpointError):
-    """The call is wrong; nothing was done."""
-
-    advice = "Nothing was done: correct the call, and repeat it."
+    """The call is wrong, and the message says how; nothing was done."""
 
 
 class StateError(UsageError):
@@ -74,7 +73,7 @@ class MismatchError(UsageError):
     """The checkpoint does not fit the state it is restored into; nothing was changed."""
 
     advice = (
-        "Neither the state nor the checkpoint was changed. `ckpt show URL` lists what is stored. "
+        "Neither the state nor the checkpoint was changed. `ckpt show RUN` lists what is stored. "
         "restore(strict=False) takes what fits."
     )
 
@@ -89,7 +88,7 @@ class NoCheckpointError(CheckpointError):
     """There is nothing to restore."""
 
     advice = (
-        "Nothing was changed. `ckpt ls URL` lists what a run has. restore(default=0) begins anew where "
+        "Nothing was changed. `ckpt ls RUN` lists what a run has. restore(default=0) begins anew where "
         "there is nothing."
     )
 
@@ -108,7 +107,7 @@ class InUseError(CheckpointError):
 
     advice = (
         "Stop that process first, or pass takeover=True to end it and go on from its newest step. "
-        "To look at what is stored, ckpt.load(URL) only reads."
+        "To look at what is stored, `ckpt show RUN` only reads, and so does ckpt.load."
     )
 
 
@@ -116,7 +115,7 @@ class SaveError(CheckpointError):
     """One save failed. The state in memory, older checkpoints and later saves are unaffected."""
 
     advice = (
-        "The training state, older checkpoints and later saves are untouched. `ckpt doctor URL` tries out "
+        "The training state, older checkpoints and later saves are untouched. `ckpt doctor RUN` tries out "
         "what a store can do."
     )
 
@@ -165,7 +164,7 @@ class DeadlineError(CheckpointError, TimeoutError):
     """A wait ran past its deadline."""
 
     advice = (
-        "Nothing that was committed is lost. `ckpt top RUN` shows what the run is doing; `ckpt doctor URL` "
+        "Nothing that was committed is lost. `ckpt top RUN` shows what the run is doing; `ckpt doctor RUN` "
         "whether a store answers."
     )
 
@@ -176,7 +175,7 @@ class CorruptError(CheckpointError):
     """Stored bytes do not match their digest, or a file is not what it says it is."""
 
     advice = (
-        "Nothing was taken from the damaged bytes. `ckpt verify URL` says what is whole. `ckpt repair URL "
+        "Nothing was taken from the damaged bytes. `ckpt verify RUN` says what is whole. `ckpt repair RUN "
         "--from OTHER` mends."
     )
 
@@ -191,7 +190,7 @@ class StoreError(CheckpointError):
     """A store could not do what was asked."""
 
     advice = (
-        "What was committed before is untouched. `ckpt doctor URL` tries out what a store can do, and says "
+        "What was committed before is untouched. `ckpt doctor RUN` tries out what a store can do, and says "
         "what is wrong."
     )
 
@@ -212,7 +211,7 @@ class FullError(StoreError):
     """No space left."""
 
     advice = (
-        "What was committed before is untouched. `ckpt prune URL --keep-last 3` and `ckpt gc URL` make room; "
+        "What was committed before is untouched. `ckpt prune RUN --keep-last 3` and `ckpt gc RUN` make room; "
         "both show a plan first. A tier keeps all checkpoints unless its Tier says otherwise: keep=3 keeps three."
     )
 
@@ -229,7 +228,7 @@ class OutcomeUnknownError(StoreError):
     """A commit was sent and no answer came in time: it may or may not have landed. Nothing was deleted."""
 
     advice = (
-        "What was to be recorded is there as a whole, or not at all: `ckpt ls URL` says which. Later saves find out by "
+        "What was to be recorded is there as a whole, or not at all: `ckpt ls RUN` says which. Later saves find out by "
         "themselves."
     )
 

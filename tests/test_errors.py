@@ -31,10 +31,12 @@ def kinds(base: type[CheckpointError] = CheckpointError) -> Iterator[type[Checkp
 
 @pytest.mark.parametrize("kind", sorted(set(kinds()), key=lambda kind: kind.__name__))
 def test_every_error_says_what_to_do(kind: type[CheckpointError]) -> None:
-    """Each public class has advice, a traceback shows it once, and the commands that it names are there."""
+    """Each public class has advice, a traceback shows it once, and the commands that it names are there. But for a
+    wrong call, of which the message says all: nothing is below that."""
     error = kind("it went wrong")
-    assert str(error) == "it went wrong" and error.advice
-    assert "".join(traceback.format_exception(error)).count(error.advice) == 1
+    assert str(error) == "it went wrong" and bool(error.advice) == (kind is not errors.UsageError)
+    shown = "".join(traceback.format_exception(error))
+    assert shown.endswith(f"it went wrong\n{error.advice}\n" if error.advice else "it went wrong\n")
     for command in re.findall(r"`ckpt (\w+)", error.advice):
         assert command in app.cli.list_commands(None)  # type: ignore[arg-type]
 
@@ -61,10 +63,23 @@ def test_a_person_sees_it(tmp_path: Path) -> None:
 def test_no_hint_names_the_command_that_was_called(kind: type[CheckpointError]) -> None:
     """Each command says all of the advice but for sentences about itself, or about calls in Python."""
     for command in app.COMMANDS:
-        said = app.advice_of(kind("no"), [command, "runs/exp1"])
-        assert f"`ckpt {command}" not in said and not re.search(r"\w\(", said)
+        said = app.advice_of(kind("no"), [command, "--json", "RUN"])
+        assert f"`ckpt {command}" not in said and not re.search(r"\w\(|URL", said)
         left_out = [one for one in re.split(r"(?<=\.) ", kind.advice) if one not in said]
         assert all(f"`ckpt {command}" in one or re.search(r"\w\(", one) for one in left_out)
+
+
+def test_hints_name_the_run_that_was_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Not RUN or URL: it can be copied. The words of a wrong call have no hint below them."""
+    run = tmp_path / "a run"
+    with ckpt.Checkpointer({"model": torch.nn.Linear(2, 2)}, str(run)) as cp:
+        cp.step(1)
+    assert app.main(["show", f"{run}@9"]) == 2
+    assert f"`ckpt ls '{run}'` lists what" in (said := capsys.readouterr().err) and "default=" not in said
+    assert app.main(["show", str(run), "--step", "9"]) == 2
+    assert f"`ckpt ls '{run}'` lists what" in capsys.readouterr().err
+    assert app.main(["show", "http:/x"]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
 
 
 def test_import_of_nothing_does_not_advise_import(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,7 +119,7 @@ def test_errors_at_the_door_end_in_the_line_of_the_caller(tmp_path: Path, caplog
             frames = [frame.name for frame in traceback.extract_tb(raised.value.__traceback__)]
             assert frames[0].startswith("test_errors") and frames[1:] == ["<lambda>", "entered"], (kind, frames)
             told = "".join(traceback.format_exception(raised.value))
-            assert told.count("Traceback") == 1 and told.count(raised.value.advice) == 1
+            assert told.count("Traceback") == 1 and told.count(raised.value.advice or "Traceback") == 1
             assert "Traceback" in caplog.text and "an error in " in caplog.text, kind
             caplog.clear()
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import shlex
 import sys
 from collections.abc import Sequence
 
 import click
 
+from ckpt.checkpoint.spelling import split
 from ckpt.cli import STOPPED
 from ckpt.cli.terminal import SAYING, say
 from ckpt.errors import CheckpointError
@@ -57,9 +59,22 @@ def cli() -> None:
 
 
 def advice_of(error: CheckpointError, words: Sequence[str]) -> str:
-    """What to do next at a shell: without sentences about calls in Python, or about the command that was called."""
+    """What to do next at a shell: of the run that was given, without sentences about calls in Python, or about the
+    command that was called."""
     unwanted = re.compile(rf"\w\(|`ckpt {re.escape(next(iter(words), ''))}\b")
-    return " ".join(one for one in SENTENCE.split(error.advice) if not unwanted.search(one))
+    said = " ".join(one for one in SENTENCE.split(error.advice) if not unwanted.search(one))
+    return re.sub(r"\bRUN\b", lambda _: shlex.quote(run_of(words)), said)
+
+
+def run_of(words: Sequence[str]) -> str:
+    """The run that a command was given, or the first place."""
+    command = cli.get_command(click.Context(cli), words[0]) if words else None
+    if command is None:
+        return "RUN"
+    context = command.make_context(words[0], list(words[1:]), resilient_parsing=True)
+    first = next((one.name or "" for one in command.params if isinstance(one, click.Argument)), "")
+    given = context.params.get(first) or "RUN"
+    return split(given if isinstance(given, str) else given[0])[0]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

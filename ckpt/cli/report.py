@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import shlex
 import time
 from collections.abc import Iterator, Sequence
 
@@ -14,16 +15,30 @@ import click
 
 from ckpt.cli.arguments import files, run_argument
 from ckpt.cli.reading import read_faults, read_ledger
-from ckpt.cli.terminal import SHOWN, example, look_options, opened, print_json, print_table, put, say
+from ckpt.cli.terminal import (
+    PATIENCE_S,
+    SHOWN,
+    count_of,
+    example,
+    look_options,
+    opened,
+    print_few,
+    print_json,
+    print_table,
+    put,
+    say,
+)
 from ckpt.errors import CheckpointError, CorruptError, FormatError
 from ckpt.faults.report import Fault
 from ckpt.goodput.accounting import settled
 from ckpt.goodput.breakdown import Statement
 from ckpt.goodput.ledger import Account
+from ckpt.maintain.find_runs import runs_below
 from ckpt.report.chronicle import chronicle
 from ckpt.report.figures import INTERRUPTION, interruption, parts, summary
 from ckpt.report.page import PARTS_OF, Subject, page
 from ckpt.runlog.records import RunState
+from ckpt.store import folder_of, normalise
 from ckpt.version import VERSION
 
 
@@ -40,7 +55,7 @@ from ckpt.version import VERSION
 @click.option("--force", is_flag=True, help="Replace FILE if it is there.")
 @look_options
 def report(url: str, idle_after_h: float | None, output: str | None, force: bool, as_json: bool) -> int:
-    """Where the time of a run went: training, saving, and what each interruption cost.
+    """Where the time of a run went: training, saving, and what each interruption cost; or the runs below a folder.
 
     Invalid is what interruptions took (until they were noticed, until training was started again, restoring, steps
     done once more) and what saving took from training. The rest of the wall-clock time is effective: that has what was
@@ -58,7 +73,12 @@ def report(url: str, idle_after_h: float | None, output: str | None, force: bool
         if as_json:
             raise click.UsageError("--json and -o are two forms of the same: give one of them")
         refuse_existing(output, force)
-    url, accounts, faults, damaged, state = asyncio.run(_read(url))
+    try:
+        url, accounts, faults, damaged, state = asyncio.run(_read(url))
+    except FormatError:
+        if output is not None or not (below := asyncio.run(runs_below(url, patience_s=PATIENCE_S))):
+            raise
+        return show_runs(url, below, as_json)
     if not accounts and output is None:
         raise nothing_there(url, damaged)
     now, idle_after_s = time.time(), 3600 * (math.inf if idle_after_h is None else idle_after_h)
@@ -74,6 +94,15 @@ def report(url: str, idle_after_h: float | None, output: str | None, force: bool
     else:
         show(url, found)
     return 1 if damaged else 0
+
+
+def show_runs(url: str, runs: Sequence[str], as_json: bool) -> int:
+    """Which there are, as commands that can be copied."""
+    if as_json:
+        return print_json({"url": normalise(url), "runs": runs})
+    put(f"{normalise(url)} is no run, and has {count_of(len(runs), 'run')} below it:")
+    print_few([f"ckpt report {shlex.quote(str(folder_of(run) or run))}" for run in runs])
+    return 0
 
 
 def nothing_there(url: str, damaged: Sequence[str]) -> CheckpointError:

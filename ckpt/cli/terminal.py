@@ -12,6 +12,7 @@ import contextlib
 import json
 import logging
 import re
+import shlex
 import shutil
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
@@ -26,9 +27,10 @@ from ckpt.cli import STOPPED
 from ckpt.cli.arguments import folders
 from ckpt.errors import FormatError
 from ckpt.format.manifest import Attempt
+from ckpt.maintain.find_runs import runs_below
 from ckpt.redo import has_logs
 from ckpt.runlog.log import Commit, RunLog
-from ckpt.store import open_store, remember_options
+from ckpt.store import folder_of, open_store, remember_options
 
 T = TypeVar("T")
 OnBytes = Callable[[int], None] | None
@@ -139,10 +141,14 @@ async def opened(url: str, *, whole: bool = False) -> AsyncIterator[RunLog]:
         try:
             await log.open()
         except FormatError as error:
-            there = [info async for info in log.store.list("FORMAT.json")]
-            raise (
-                error if there else FormatError(f"{error}. Give the folder or URL that a Checkpointer saves to")
-            ) from None
+            if [info async for info in log.store.list("FORMAT.json")]:
+                raise error from None
+            folder = folder_of(log.store.url)
+            if folder is not None and await runs_below(log.store.url):
+                raise FormatError(
+                    f"{error}. There are runs below it: `ckpt ls {shlex.quote(str(folder))}` lists them"
+                ) from None
+            raise FormatError(f"{error}. Give the folder or URL that a Checkpointer saves to") from None
         if damage := await losses.of_log(log):
             say(f"WARNING: {told(log, damage)}")
         yield log

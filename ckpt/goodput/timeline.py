@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from ckpt.faults.report import TOGETHER_S, Fault
+from ckpt.faults.report import TOGETHER_S, Fault, incidents
 from ckpt.goodput.ledger import Account, Restore, StepRow, in_order
 from ckpt.units import duration, moment
 
@@ -102,6 +102,9 @@ class PlacedAccount:
         seen = self._seen(since, TOGETHER_S)
         times = [one[0] for one in seen[:1]] + ([self.t(end.at)] if end else [])
         kind, summary = seen[0][1:] if seen else ("left" if end and end.how == "left" else "death" if end else "", "")
+        for cause, *others in incidents(self.reports):  # an exception that a peer's end has caused is not the cause
+            if any(one.kind == kind and one.summary.startswith(summary) for one in others):
+                kind, summary = cause.kind, cause.summary
         return (min(times) if times else None), kind or "unknown", summary
 
     def _seen(self, since: float, before_s: float) -> list[tuple[float, str, str]]:

@@ -123,13 +123,13 @@ def _incidents(line: Sequence[PlacedAccount], faults: Sequence[Fault]) -> list[I
         saved = sorted((s for one in group for s in one.saved), key=lambda s: (s.step, s.tier))
         step = max((step for one in group for step in one.steps.values()), default=None)
         ranks, hosts = tuple(sorted({one.rank for one in group})), tuple(sorted({one.host for one in group}))
-        told = first.summary, tuple(saved), True, first.advice, hosts, first.asked
-        found.append(Incident(first.when, first.kind, ranks, step, *told))
-    reported = [(one.kind, fault.when) for one in found for fault in faults if fault.kind == one.kind]
+        rest = first.summary, tuple(saved), True, first.advice, hosts, first.asked
+        found.append(Incident(first.when, first.kind, ranks, step, *rest))
     for one in line:
         for seen in one.account.faults:
             at = one.account.wall(seen.at)
-            if not any(kind == seen.kind and abs(at - when) < TOGETHER_S for kind, when in reported):
+            told = (f for f in faults if f.kind == seen.kind or (seen.ends and f.ending and f.attempt in one.epochs))
+            if not any(abs(at - fault.when) < TOGETHER_S for fault in told):
                 step = seen.step if seen.step >= 0 else None
                 asked = was_asked(seen.kind, seen.by, ends=seen.ends)
                 found.append(Incident(at, seen.kind, (seen.rank,), step, seen.summary, (), False, asked=asked))

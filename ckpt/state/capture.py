@@ -262,7 +262,7 @@ class Capture:
         found = saved.nodes(self.seat.rank)
         if found and all(one.kind == BY_DCP for one in found):
             raise MismatchError(
-                "this was saved through ckpt.dcp: dcp.load reads it, and `ckpt restore URL --to NEW --format run` "
+                "this was saved through ckpt.dcp: dcp.load reads it, and `ckpt restore RUN --to NEW --format run` "
                 "makes a run of it that a Checkpointer goes on from"
             )
         for form in (form for one in found for form in forms_of(one.facts).values()):

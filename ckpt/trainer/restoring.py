@@ -96,9 +96,10 @@ class Restoring:
             self._progress.restored = False
             lines = "\n  ".join(f"step {s.step} in {s.tier}: {s.reason}" for s in result.skipped)
             touched = ". The state is partly overwritten: do not train on it" if self._progress.torn else ""
+            place = next((s.tier for s in result.skipped if s.tier != "memory"), "RUN")
             raise CorruptError(
-                f"no checkpoint could be restored{touched}. `ckpt repair URL`, with --from another location, may mend "
-                f"it\n  {lines}"
+                f"no checkpoint could be restored{touched}. `ckpt repair {place}`, with --from another location, may "
+                f"mend it\n  {lines}"
             )
         if default is MISSING or self._session.ownership.has_checkpoints or step is not None:
             wanted = "checkpoint" if step is None else f"checkpoint of step {step}"

@@ -35,7 +35,7 @@ def main() -> int:
     except click.Abort:
         return 130
     except CheckpointError as error:
-        print(error, error.advice, sep="\n", file=sys.stderr)
+        print(error, *filter(None, [error.advice]), sep="\n", file=sys.stderr)
         return 2
     return 0
 

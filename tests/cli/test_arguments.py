@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import subprocess
 import sys
@@ -143,6 +144,20 @@ def test_ls_lists_the_runs_below(made: Path, tmp_path: Path, call: Any) -> None:
     said = call("ls", tmp_path / "runs")
     assert said.code == 0 and "group/b" in said.out and "bad cannot be read" in said.out and "3 runs" in said.out
     assert call("ls", tmp_path / "runs" / "notes").code == 2
+
+
+def test_of_a_folder_of_runs_commands_say_how_they_are_called(made: Path, tmp_path: Path, call: Any) -> None:
+    """`ckpt report` for each of them, and it works so; any other command names `ckpt ls`. Not where there are none."""
+    shutil.copytree(made, tmp_path / "my runs" / "group" / "b")
+    said = call("report", tmp_path / "my runs")
+    (command,) = [line for line in said.out.splitlines() if line.startswith("ckpt report ")]
+    assert said.code == 0 and "has 1 run below it" in said.out
+    assert call(*shlex.split(command)[1:]).code == 0
+    assert call("report", tmp_path / "my runs", "--json").json["runs"] == [f"file://{tmp_path}/my runs/group/b"]
+    refused = call("show", tmp_path / "my runs")
+    assert refused.code == 2 and f"`ckpt ls '{tmp_path}/my runs'` lists them" in refused.err
+    (tmp_path / "none").mkdir()
+    assert call("report", tmp_path / "none").code == call("show", tmp_path / "none").code == 2
 
 
 # -- the names of the command --

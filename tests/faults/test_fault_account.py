@@ -14,6 +14,7 @@ from ckpt.errors import CorruptError
 from ckpt.faults.report import ADVICE, MAX_STACK, TOGETHER_S, Fault, SavedStep, incidents, tell_launcher
 from ckpt.trainer.faults.incidents import is_of_a_peer
 from ckpt.triggers import RESUBMIT_CODE
+from processes import run_script
 
 START = datetime(2030, 1, 2, 3, 4, 5, tzinfo=UTC)
 
@@ -184,6 +185,22 @@ def test_an_end_comes_before_what_it_did_to_its_peers() -> None:
 def test_an_error_that_a_peer_has_caused(error: Exception, expected: bool) -> None:
     """It says nothing of this rank's code, so that starting again may help."""
     assert is_of_a_peer(error) == expected
+
+
+def test_leaving_needs_no_thread() -> None:
+    """From Python 3.12 on none can be started while the interpreter ends: the exit code and what was printed stand.
+    (`test_every_kind_of_death_keeps_memory` comes upon that by itself there.)"""
+    script = """
+import threading
+from ckpt.trainer.faults.incidents import leave
+def start(self):
+    raise RuntimeError("can't create new thread at interpreter shutdown")
+threading.Thread.start = start
+print("the last words")
+leave(143)
+"""
+    done = run_script(script)
+    assert (done.returncode, done.stdout) == (143, "the last words\n"), done.stderr
 
 
 def test_what_does_not_belong_together_stays_apart() -> None:

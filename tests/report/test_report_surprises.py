@@ -11,10 +11,11 @@ import pytest
 
 from accounts import WALL, account, costs, died, near, run, seen, settled
 from ckpt.faults.report import Fault
-from ckpt.goodput import timeline
+from ckpt.goodput import accounting, timeline
 from ckpt.goodput.breakdown import Statement
-from ckpt.goodput.ledger import Account, End
+from ckpt.goodput.ledger import Account, End, SeenFault
 from ckpt.report import figures
+from ckpt.report.chronicle import chronicle
 
 __all__ = ["run"]  # a fixture
 
@@ -71,6 +72,22 @@ def test_reports_of_hangs_are_taken_as_what_is_in_the_ledger() -> None:
     (only,) = settled(closed(account(1, 0.0), 10.0), two, faults=(late,)).interruptions
     assert (only.kind, only.summary, only.cost.perceive) == ("hang", "rank 3 waits", near(5.0))
     assert settled(closed(account(1, 0.0), 10.0), two, faults=(report,)).count == 0
+
+
+def test_an_exception_that_a_killed_peer_caused_is_no_fault_of_its_own() -> None:
+    """Rank 0 says that its connection broke before the writer of the killed rank 1 has noticed: the interruption, and
+    the one mark in the report, is the death. An exception of rank 0's own code stays the cause."""
+    torn = SeenFault(14.2, "exception", "rank 0 raised RuntimeError: Connection closed by peer", 0, ends=True)
+    one = died(replace(account(1, 0.0), faults=[torn]))
+    for advice, kind in (("retry", "death"), ("fix", "exception")):
+        mine = Fault("exception", torn.summary, time=at(14.2), attempt="1.abc", advice=advice, exit_code=1)
+        faults = (mine, Fault("death", "rank 1 was killed", "writer", rank=1, time=at(14.4), attempt="1.abc"))
+        (only,) = settled(one, account(2, 60.0, first=11, of="1.abc"), faults=faults).interruptions
+        assert only.kind == kind
+        for reported in (faults, faults[1:]):  # the account of an end may never have arrived
+            whole = accounting.settled([one], reported, now=WALL + 100)
+            assert len(chronicle(whole, reported).faults) == 1
+    assert len(chronicle(accounting.settled([one], (), now=WALL + 100), ()).faults) == 1  # only the ledger has it
 
 
 def test_what_did_not_leave_is_no_end() -> None:

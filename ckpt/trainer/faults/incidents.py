@@ -143,6 +143,9 @@ def leave(code: int) -> None:
                 stream.flush()
 
     flushing = threading.Thread(target=flush, daemon=True)  # the main thread may hold a stream's lock
-    flushing.start()
-    flushing.join(FLUSH_S)
+    try:
+        flushing.start()
+        flushing.join(FLUSH_S)
+    except RuntimeError:  # the interpreter is ending, and from Python 3.12 on no thread begins then
+        flush()
     os._exit(code)

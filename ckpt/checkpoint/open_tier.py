@@ -222,15 +222,15 @@ class OpenTier:
 
     async def _warn(self, tell: Callable[[Note], None]) -> None:
         """Once, of each checkpoint that cannot be read, since nothing is cleaned up while it stays."""
-        commits = self.log.state.commits
-        unread = commits.keys() - (await retention.files_of(self.log, commits.values())).keys()
-        if unread - self.warned:  # a predecessor that is still leaving may have retired it meanwhile
+        unread: dict[Attempt, str] = {}
+        await retention.files_of(self.log, self.log.state.commits.values(), unread)
+        if unread.keys() - self.warned:  # a predecessor that is still leaving may have retired it meanwhile
             await self.log.refresh()
-            unread &= self.log.state.commits.keys()
-        for attempt in sorted(unread - self.warned):
+            unread = {attempt: why for attempt, why in unread.items() if attempt in self.log.state.commits}
+        for attempt in sorted(unread.keys() - self.warned):
             what = f"step {attempt.step} of {self.url} cannot be read, so nothing is cleaned up there while it stays"
-            _say(tell, f"{what}: `ckpt repair {self.url}` says what can be mended")
-        self.warned = unread
+            _say(tell, f"{what}: {unread[attempt]}. `ckpt repair {self.url}` says what can be mended")
+        self.warned = set(unread)
 
     async def _give_up_old(self, mine: Acquire) -> None:
         """What is HELD since long, while newer steps became checkpoints or are HELD as well, will never be one."""

@@ -202,9 +202,11 @@ def remember_packs(log: RunLog, attempt: Attempt, packs: Iterable[str]) -> None:
     _cache[(log.store.url, attempt)] = frozenset(packs)
 
 
-async def files_of(log: RunLog, commits: Iterable[Commit]) -> dict[Attempt, set[str]]:
+async def files_of(
+    log: RunLog, commits: Iterable[Commit], unread: dict[Attempt, str] | None = None
+) -> dict[Attempt, set[str]]:
     """The files that each live checkpoint needs, also those of older ones. What cannot be read keeps everything: it is
-    left out."""
+    left out, and `unread` gets why."""
     found: dict[Attempt, set[str]] = {}
     for commit in list(commits):
         keys = {index_key(commit.attempt, commit.index)}
@@ -215,9 +217,10 @@ async def files_of(log: RunLog, commits: Iterable[Commit]) -> dict[Attempt, set[
             try:
                 packs = await packs_of(log.store, commit)
             except (CorruptError, StoreError) as error:
-                logger.warning(
-                    "step %d cannot be read, so nothing is cleaned up while it stays: %s", commit.step, error
-                )
+                if unread is None:
+                    logger.warning("step %d cannot be read, so nothing is cleaned up: %s", commit.step, error)
+                else:
+                    unread[commit.attempt] = str(error)
                 continue
             _cache[(log.store.url, commit.attempt)] = packs
         found[commit.attempt] = keys | packs

@@ -298,6 +298,38 @@ def test_what_another_retires_meanwhile_is_not_called_damage() -> None:
             await place._warn(told.append)
         (said,) = told
         assert isinstance(said, SaidNote) and f"step 2 of {store.url} cannot be read" in said.text
+        assert f"parts/{attempts[1]}" in said.text  # by name, with what is wrong with it
+
+    asyncio.run(scenario())
+
+
+def test_what_is_committed_meanwhile_is_not_called_damage() -> None:
+    """A checkpoint that another rank commits while older ones are looked at: nobody is told to repair it."""
+
+    class Busy(MemoryStore):
+        meanwhile: Callable[[], Coroutine[Any, Any, None]] | None = None
+
+        async def get(self, key: str, **where: Any) -> memoryview:
+            if key.startswith("index/") and self.meanwhile is not None:
+                work, self.meanwhile = self.meanwhile, None
+                await work()
+            return await super().get(key, **where)
+
+    async def scenario() -> None:
+        store, told = Busy(), list[Note]()
+        log, mine = await opened(store)
+        await save(log, mine, 1, 2, 3)
+        ours = RunLog(store)
+        await ours.open()
+
+        async def meanwhile() -> None:
+            await save(log, mine, 4)
+            await ours.refresh()
+
+        store.meanwhile = meanwhile
+        retention._cache.clear()  # as in another process
+        await OpenTier(store.url, Keep(2), ours)._warn(told.append)
+        assert len(ours.state.commits) == 4 and told == []
 
     asyncio.run(scenario())
 

@@ -72,10 +72,7 @@ class StateError(UsageError):
 class MismatchError(UsageError):
     """The checkpoint does not fit the state it is restored into; nothing was changed."""
 
-    advice = (
-        "Neither the state nor the checkpoint was changed. `ckpt show RUN` lists what is stored. "
-        "restore(strict=False) takes what fits."
-    )
+    advice = "Neither the state nor the checkpoint was changed. `ckpt show RUN` lists what is stored."
 
 
 class ClosedError(UsageError):

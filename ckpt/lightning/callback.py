@@ -27,12 +27,11 @@ last are said in a warning.
 from __future__ import annotations
 
 import contextlib
-import inspect
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt import best
 from ckpt.best import Best
+from ckpt.callbacks import Settings, check_keywords, overruled, settings_of
 from ckpt.checkpoint.retention import Keep
 from ckpt.checkpointer import Checkpointer
 from ckpt.errors import CheckpointError, UsageError, at_door
@@ -40,10 +39,10 @@ from ckpt.goodput.cadence import Auto
 from ckpt.lightning.checkpoint_io import CheckpointIO as CheckpointIO
 from ckpt.lightning.checkpoint_io import with_bases
 from ckpt.lightning.loop_hooks import LoopHooks, State, say
-from ckpt.lightning.trainer_state import Monitored, TrainerState, scaler_of
+from ckpt.lightning.start import given, last_file, limits, say_finished, say_goes_on, shorten
+from ckpt.lightning.trainer_state import Monitored, TrainerState, state_of
 from ckpt.loading import Loaded, load
 from ckpt.save import Save
-from ckpt.state.stateful import RNG
 from ckpt.tiers import Memory, Tier, as_tiers
 
 if TYPE_CHECKING:
@@ -51,8 +50,13 @@ if TYPE_CHECKING:
 else:
     Base = object
 
-ITS_OWN = ("hpc_ckpt_", ".lr_find_", ".scale_batch_size_")  # files of a requeue, and of what looks for settings first
 NOT_OURS = ("DeepSpeedStrategy", "XLAStrategy", "XLAFSDPStrategy")
+MEANT = {
+    "save_top_k": "top_k=",
+    "filename": "nothing: a step is called RUN@STEP",
+    "save_last": "nothing: it always does",
+}
+HOW = "set them in on_train_start of the module: docs/guide/trainers/lightning.md"
 
 
 class CheckpointCallback(Base):
@@ -98,12 +102,15 @@ class CheckpointCallback(Base):
         super().__init__()
         if "best" in arguments:
             raise UsageError("here monitor=, mode= and top_k= say what is best")
+        check_keywords(CheckpointCallback, arguments, MEANT)
         memory, durable = as_tiers(tiers, every, keep)
         self._places: list[Memory | Tier] = [*([] if memory is None else [memory]), *durable]
-        inspect.signature(Checkpointer).bind({}, self._places, **arguments)  # a misspelt keyword is said now
         self._arguments, self._strict = arguments, strict
         self._best = None if monitor is None else Best(monitor, mode, top_k)
         self._began_from = ""  # the ckpt_path of the first start
+        self._limits: list[Any] = []  # of this script; and what the run was saved with
+        self._saved: State = {}
+        self._settings: Settings = []  # of the optimizers, as the script that began the run has said them
         self._missed = False
         self._close()
 
@@ -161,12 +168,14 @@ class CheckpointCallback(Base):
         if kind in NOT_OURS:
             raise UsageError(f"{kind} keeps the state where it cannot be seen: use ModelParallelStrategy, or DDP")
         trainer.callbacks = [*others, self]  # the last to hear of anything: what others change is then changed
+        self._limits = limits(trainer, others)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         if trainer.fast_dev_run:
             say(trainer, "fast_dev_run: nothing is saved, and nothing restored")
             return
         self._trainer = trainer
+        self._settings = settings_of(trainer.optimizers)  # Lightning has restored nothing into these yet
         self._seams = LoopHooks(trainer, self._begin, self._done, self._look)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
@@ -198,6 +207,7 @@ class CheckpointCallback(Base):
             seams.detach()
         if cp is not None:
             cp.__exit__(type(exception), exception, exception.__traceback__)
+        shorten(exception)
         if type(exception).__name__ == "SIGTERMException" and isinstance(exception, SystemExit):
             exception.code = exception.code or 128 + 15  # Lightning would leave with 0, as if it had finished
 
@@ -208,58 +218,49 @@ class CheckpointCallback(Base):
         trainer, seams = self._trainer, self._seams
         assert seams is not None
         self._rest = TrainerState(trainer, seams, self, self._own, self._put_own)
-        state = {
-            "model": trainer.strategy.model,
-            "optim": list(trainer.optimizers),
-            "sched": [config.scheduler for config in trainer.lr_scheduler_configs],
-            "trainer": self._rest,
-            "rng": RNG(),
-        }
-        if (scaler := scaler_of(trainer)) is not None:
-            state["scaler"] = scaler
-        self._cp = Checkpointer(state, self._places, **self._arguments)
-        self._step = trainer.global_step
-        self._cp.restore(default=None, strict=self._strict)
-        restored = self._cp.last_restore is not None and self._cp.last_restore.step is not None
-        given = _given(trainer)
-        if not restored:
-            self._began_from = given
-        elif _is_last(trainer, given):
-            say(trainer, "not from %s, but from the newest step of %s: %d", given, self._where(), trainer.global_step)
-        elif given and given != self._began_from:
-            raise UsageError(
-                f"{self._where()} holds step {trainer.global_step} of a run that began "
-                f"{'from ' + self._began_from if self._began_from else 'without ckpt_path'}, and this is "
-                f"fit(ckpt_path={given!r}): leave it out to go on, or give the callback another location for a new run"
-            )
-        self._has_step = restored
+        self._cp = Checkpointer(state_of(trainer, self._rest), self._places, **self._arguments)
+        try:
+            self._come_back(trainer, seams, self._cp)
+        except CheckpointError:  # said by fit(), and no fault of the training
+            with contextlib.suppress(CheckpointError):
+                self._cp.close()
+            self._cp = None
+            raise
+
+    def _come_back(self, trainer: Any, seams: LoopHooks, cp: Checkpointer) -> None:
+        self._step, theirs = trainer.global_step, given(trainer)
+        cp.restore(default=None, strict=self._strict)
+        found = cp.last_restore
+        self._has_step = found is not None and found.step is not None
         if self._best is not None:
             self._monitored = Monitored(trainer, self._best.monitor)
-        if restored:
-            self._resume(trainer, seams)
-
-    def _resume(self, trainer: Any, seams: LoopHooks) -> None:
-        assert self._cp is not None and self._rest is not None
-        self._step = trainer.global_step
-        limit, durable = seams.reached, self._durable()
-        look = bool(limit and durable and trainer.is_global_zero)
-        kept = trainer.strategy.broadcast(best.kept(durable[0].url) if look else {})
-        if best.END in kept.get(self._step, ""):
-            seams.skip()
-            if self._best is not None:
-                self._best.take(kept)  # with what came after the last step
-            if trainer.is_global_zero:
-                say(
-                    trainer,
-                    "nothing to do: the training in %s ended at step %d (%s), and the model is as its last batch left "
-                    "it. Raise that to train on, or use another place for a new one",
-                    self._where(),
-                    self._step,
-                    limit,
-                )
+        if found is None or found.step is None:
+            self._began_from = theirs
             return
-        self._keep()  # what ended then goes on now
-        seams.resume(self._log_again)
+        last = last_file(trainer, theirs, self._began_from, self._where(), found.step)
+        before, self._step = self._step, trainer.global_step
+        if not self._is_finished(trainer, seams):
+            if trainer.is_global_zero:
+                say_goes_on(trainer, found.tier or self._where(), self._step, last, before)
+                in_effect = settings_of(trainer.optimizers)
+                if text := overruled(self._saved.get("settings", []), self._settings, in_effect, HOW):
+                    say(trainer, "%s", text)
+            self._keep()  # what ended then goes on now
+            seams.resume(self._log_again)
+        self._settings = self._saved.get("settings", self._settings)
+
+    def _is_finished(self, trainer: Any, seams: LoopHooks) -> bool:
+        """Whether nothing is left to train, which is said then."""
+        limit, durable = seams.reached, self._durable()
+        look = bool(durable and (limit or self._saved.get("limits") == self._limits) and trainer.is_global_zero)
+        kept = trainer.strategy.broadcast(best.kept(durable[0].url) if look else {})
+        if best.END not in kept.get(self._step, ""):
+            return False
+        seams.skip()
+        if self._best is not None:
+            self._best.take(kept)  # with what came after the last step
+        say_finished(trainer, self._where(), self._step, limit)
+        return True
 
     def _log_again(self) -> None:
         assert self._rest is not None
@@ -278,10 +279,16 @@ class CheckpointCallback(Base):
 
     def _own(self) -> State:
         scores = [] if self._best is None else [list(one) for one in self._best.scores]
-        return {"scores": scores, "monitor": self._best and self._best.monitor, "began_from": self._began_from}
+        return {
+            "scores": scores,
+            "monitor": self._best and self._best.monitor,
+            "began_from": self._began_from,
+            "limits": self._limits,
+            "settings": self._settings,
+        }
 
     def _put_own(self, saved: State) -> None:
-        self._began_from = saved["began_from"]
+        self._saved, self._began_from = saved, saved["began_from"]
         if self._best is not None and self._best.monitor == saved["monitor"]:
             self._best.scores = []
             for score, step in saved["scores"]:
@@ -350,24 +357,6 @@ class CheckpointCallback(Base):
             if seams is not None:
                 seams.detach()
             self._close()
-
-
-def _given(trainer: Any) -> str:
-    """The checkpoint file that the user wants to begin from. Those that Lightning makes for itself are none."""
-    path = str(trainer.ckpt_path or "")
-    return "" if Path(path).name.startswith(ITS_OWN) else path
-
-
-def _is_last(trainer: Any, path: str) -> bool:
-    """Whether it is what `fit(ckpt_path="last")` finds, or what Lightning takes by itself after an exception: the user
-    wants to go on, and that is what we do."""
-    from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
-
-    savers = trainer.checkpoint_callbacks
-    if any(isinstance(one, OnExceptionCheckpoint) and Path(one.ckpt_path) == Path(path) for one in savers):
-        return True
-    last = (s for s in savers if isinstance(s, ModelCheckpoint) and Path(path).stem.startswith(s.CHECKPOINT_NAME_LAST))
-    return any(Path(path).parent == Path(str(saver.dirpath)) for saver in last)
 
 
 def _again(kept: State) -> CheckpointCallback:

@@ -33,7 +33,16 @@ NOT_EXACT = "You're resuming from a checkpoint that ended before the epoch ended
 
 def say(trainer: Any, text: str, *values: object) -> None:
     """A warning among Lightning's own, which are shown unless somebody has turned them off."""
-    logging.getLogger(type(trainer.fit_loop).__module__.partition(".loops")[0]).warning(text, *values)
+    _logger(trainer).warning(text, *values)
+
+
+def inform(trainer: Any, text: str, *values: object) -> None:
+    """What is no warning, shown like Lightning's own "Restoring states from …"."""
+    _logger(trainer).info(text, *values)
+
+
+def _logger(trainer: Any) -> logging.Logger:
+    return logging.getLogger(type(trainer.fit_loop).__module__.partition(".loops")[0])
 
 
 class LoopHooks:
@@ -88,10 +97,10 @@ class LoopHooks:
         return ""
 
     def skip(self) -> None:
-        """The loops have been restored to the end of a training: there is nothing to do."""
-        fit = self._trainer.fit_loop
-        fit.epoch_progress.current.processed += bool(fit.epoch_loop.batch_progress.is_last_batch)
-        fit.epoch_progress.current.completed = fit.epoch_progress.current.processed
+        """The loops have been restored to the last batch of a training that has ended: there is nothing to do."""
+        current = self._trainer.fit_loop.epoch_progress.current
+        current.processed = current.completed = current.started
+        self._trainer.should_stop = True
 
     def resume(self, again: Callable[[], None]) -> None:
         """The loops have been restored: go on behind the batch that was the last one. `again` is called there."""

@@ -20,6 +20,7 @@ from torch.amp import GradScaler
 from ckpt.errors import StateError
 from ckpt.format.values import encode
 from ckpt.lightning.loop_hooks import LoopHooks, State
+from ckpt.state.stateful import RNG
 
 OWN = {"Callback", "CheckpointHooks", "LightningDataModule", "LightningModule"}  # their methods do nothing
 
@@ -46,6 +47,19 @@ def constructed(one: Any) -> State:
 def scaler_of(trainer: Any) -> GradScaler | None:
     found = getattr(trainer.precision_plugin, "scaler", None)
     return found if isinstance(found, GradScaler) else None
+
+
+def state_of(trainer: Any, rest: TrainerState) -> State:
+    """What a `Checkpointer` saves of a trainer."""
+    scaler = scaler_of(trainer)
+    return {
+        "model": trainer.strategy.model,
+        "optim": list(trainer.optimizers),
+        "sched": [config.scheduler for config in trainer.lr_scheduler_configs],
+        "trainer": rest,
+        "rng": RNG(),
+        **({} if scaler is None else {"scaler": scaler}),
+    }
 
 
 class TrainerState:
@@ -132,7 +146,10 @@ class TrainerState:
             callback.on_load_checkpoint(trainer, trainer.lightning_module, checkpoint)
         for callback in self._others:
             if saved := state["callbacks"].get(callback.state_key):
+                patience = getattr(callback, "patience", None)
                 callback.load_state_dict(deepcopy(saved))
+                if patience is not None:  # which EarlyStopping takes for a part of its state: it is the script's
+                    callback.patience = patience
         for name, metric in self._metrics:
             if name in state["metrics"]:
                 _put_metric(metric, state["metrics"][name])

@@ -327,7 +327,7 @@ def mismatch(problems: list[str]) -> MismatchError:
     more = f"\n  and {len(problems) - 20} more" if len(problems) > 20 else ""
     return MismatchError(
         f"the checkpoint does not fit this state, so nothing was changed:\n  {shown}{more}\n"
-        "Make the state as it was, or pass strict=False to take what fits"
+        "Make the state as it was, or pass strict=False, to restore() or to a trainer's callback, to take what fits"
     )
 
 

@@ -6,10 +6,12 @@ import json
 import logging
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import traceback
 import warnings
 from pathlib import Path
 from typing import Any
@@ -280,27 +282,100 @@ def test_what_looks_for_a_learning_rate_first_is_no_other_beginning(
     assert (again["digest"], again["steps"]) == (whole["digest"], whole["steps"])
 
 
-def test_a_finished_run_does_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.fixture
+def heard(caplog: pytest.LogCaptureFixture) -> Any:
+    """All that Lightning's users see."""
+    logger = logging.getLogger("lightning.pytorch")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(caplog.handler)
+    yield caplog
+    logger.removeHandler(caplog.handler)
+
+
+def test_a_finished_run_does_nothing(tmp_path: Path, heard: pytest.LogCaptureFixture) -> None:
     """And says so; with more epochs it goes on as if it had never ended. `max_steps` counts as well."""
-    logging.getLogger("lightning.pytorch").addHandler(caplog.handler)
     run, out = str(tmp_path / "run"), tmp_path / "out"
     first = toy.fit(run=run, out=str(out), epochs=2)
     seen = len(lines(out))
     assert kept(f"file://{run}") == {16: END}
     again = toy.fit(run=run, out=str(out), epochs=2)
-    assert "nothing to do" in caplog.text and "max_epochs=2" in caplog.text
+    assert "finished at step 16 (max_epochs=2)" in heard.text
     assert len(lines(out)) == seen and again["digest"] == first["digest"] and again["steps"] == 16
     whole = toy.fit(out=f"{out}.reference", epochs=3)
+    heard.clear()
     more = toy.fit(run=run, out=str(out), epochs=3)
+    assert "everystep goes on at step 16 (from file://" in heard.text
     assert more["digest"] == whole["digest"] and toy.curve(str(out)) == toy.curve(f"{out}.reference")
-    caplog.clear()
+    heard.clear()
     toy.fit(run=run, limits={"max_steps": 20}, epochs=None)
-    assert "nothing to do" in caplog.text
-    logging.getLogger("lightning.pytorch").removeHandler(caplog.handler)
+    assert "finished at step" in heard.text
 
 
-def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
-    """Two callbacks, another model, another beginning, misspelt words: an error that says what to do."""
+def test_a_run_that_was_stopped_early_is_finished(tmp_path: Path, heard: pytest.LogCaptureFixture) -> None:
+    """By EarlyStopping in the middle of an epoch and of accumulation: further starts train, validate and write nothing,
+    and say at which step it finished. With more patience it goes on as one that had it from the beginning."""
+    run, out = str(tmp_path / "run"), tmp_path / "out"
+    settings = {"val_every": 0.5, "accumulate": 3, "callback": {"monitor": "val_loss"}}
+    first = toy.fit(run=run, out=str(out), patience=2, **settings)
+    seen, saved = len(lines(out)), ckpt.Run(run).list()
+    assert 0 < first["steps"] < 9
+    for _ in range(2):
+        again = toy.fit(run=run, out=str(out), patience=2, **settings)
+        assert (again["digest"], again["steps"]) == (first["digest"], first["steps"])
+        assert again["callback"].best_step == first["callback"].best_step
+        assert len(lines(out)) == seen and ckpt.Run(run).list() == saved
+        assert f"finished at step {first['steps']} (stopped early" in heard.text and "goes on" not in heard.text
+    whole = toy.fit(out=f"{out}.reference", patience=4, **settings)
+    more = toy.fit(run=run, out=str(out), patience=4, **settings)
+    assert (more["digest"], more["steps"]) == (whole["digest"], whole["steps"])
+    assert toy.curve(str(out)) == toy.curve(f"{out}.reference")
+
+
+class Slower(toy.Model):
+    """Says another learning rate, and one that does not change."""
+
+    def configure_optimizers(self) -> Any:
+        [optimizer], schedules = super().configure_optimizers()
+        optimizer.param_groups[0].update(lr=1e-3, initial_lr=1e-3, betas=(0.9, 0.999))
+        return [optimizer], schedules
+
+
+class Set(Slower):
+    """Takes the script's, as the guide has it."""
+
+    def on_train_start(self) -> None:
+        self.optimizers().param_groups[0].update(lr=1e-3, initial_lr=1e-3)
+
+
+def test_a_learning_rate_that_is_overruled_is_said(
+    tmp_path: Path, heard: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoint's counts, whatever the script says now, and a schedule is no change of it."""
+    run = str(tmp_path / "run")
+    interrupted(["raise batch", 13], run=run)
+    heard.clear()
+    interrupted(["raise batch", 14], run=run)
+    assert "goes on at step 13" in heard.text and "not the script's" not in heard.text
+    monkeypatch.setattr(toy, "Model", Slower)
+    for _ in range(2):  # at every start, as long as it is so
+        heard.clear()
+        interrupted(["raise batch", 16], run=run)
+        assert "were taken: lr 0.01, not the script's 0.001. To have the script's" in heard.text
+        assert "betas" not in heard.text
+    monkeypatch.setattr(toy, "Model", Set)
+    changed = str(shutil.copytree(run, tmp_path / "set"))
+    interrupted(["raise batch", 17], run=changed)
+    heard.clear()
+    group = toy.fit(run=changed)["trainer"].optimizers[0].param_groups[0]
+    assert group["lr"] == pytest.approx(1e-3 * 0.9**3)  # set again at step 17, and then come 18, 21 and 24
+    assert "not the script's" not in heard.text  # it is in effect
+    monkeypatch.undo()
+    assert toy.fit(run=run)["digest"] == toy.fit()["digest"]
+
+
+def test_what_does_not_fit_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Two callbacks, another model, another beginning, misspelt words: an error that says what to do, once, and shows
+    none of our frames."""
     run = str(tmp_path / "run")
     with pytest.raises(ckpt.UsageError, match="two CheckpointCallbacks"):
         toy.fit(run=run, more=[CheckpointCallback(run)])
@@ -309,13 +384,18 @@ def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
         toy.fit(run=run, width=32)
     found = toy.fit(run=str(tmp_path / "copy"), epochs=1, more=[])
     found["trainer"].save_checkpoint(tmp_path / "other.ckpt")
-    with pytest.raises(ckpt.UsageError, match="began without ckpt_path"):
+    with pytest.raises(ckpt.UsageError, match="began without ckpt_path") as caught:
         toy.fit(run=run, ckpt_path=str(tmp_path / "other.ckpt"))
+    frames = [frame.filename for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert frames[-1].endswith("trainer.py") and frames[-2] == toy.__file__ and "began without" not in caplog.text
     with pytest.raises(ckpt.MismatchError, match=r"model\.more\.0\.weight"):
         toy.fit(run=run, extra=1)
     assert toy.fit(run=run, extra=1, callback={"strict": False})["steps"] == 24
-    with pytest.raises(TypeError, match="on_bussy"):
-        CheckpointCallback(run, on_bussy="skip")
+    for word, hint in (("on_bussy", "on_busy="), ("save_top_k", "top_k="), ("every_n_train_steps", "every=")):
+        with pytest.raises(ckpt.UsageError, match=f"no {word}= here: did you mean {hint}"):
+            CheckpointCallback(run, **{word: 1})
+    with pytest.raises(ckpt.UsageError, match=r"no dirpath= here: did you mean the first argument"):
+        CheckpointCallback(dirpath=run)
     with pytest.raises(ckpt.UsageError, match="given as a string"):
         CheckpointCallback([ckpt.Tier(run)], every=5)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +50,23 @@ def loader() -> DataLoader[Tensor]:
     return DataLoader(torch.randn(4 * BATCHES, WIDTH, generator=torch.Generator().manual_seed(0)), batch_size=4)  # type: ignore[arg-type]
 
 
-def trainer(folder: Path, epochs: int, *callbacks: Any) -> Any:
-    theirs = any(isinstance(one, (ModelCheckpoint, OnExceptionCheckpoint)) for one in callbacks)
+def model_of(package: Any) -> Any:
+    """The model, as one of either of Lightning's packages."""
+    if package is pl:
+        return Model(WIDTH)
+    kind = type("Model", (package.LightningModule,), {k: v for k, v in vars(Model).items() if k != "__classcell__"})
+    kind.__init__ = lambda self: package.LightningModule.__init__(self)  # type: ignore[method-assign,misc]
+    made = kind()
+    made.save_hyperparameters({"width": WIDTH, "lr": 0.1})
+    made.net = nn.Linear(WIDTH, WIDTH)
+    return made
+
+
+def trainer(folder: Path, epochs: int, *callbacks: Any, package: Any = pl, **more: Any) -> Any:
+    theirs = any("Checkpoint" in type(one).__name__ for one in callbacks if not isinstance(one, CheckpointCallback))
     off = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": theirs}
-    return pl.Trainer(max_epochs=epochs, accelerator="cpu", callbacks=list(callbacks), default_root_dir=folder, **off)
+    settings = {"accelerator": "cpu", "callbacks": list(callbacks), "default_root_dir": folder, **off, **more}
+    return package.Trainer(max_epochs=epochs, **settings)
 
 
 def trained(folder: Path, epochs: int, *callbacks: Any, **arguments: Any) -> tuple[Model, Any]:
@@ -121,14 +136,39 @@ def test_what_is_no_run_of_lightning_is_refused_in_one_line(tmp_path: Path, caps
     assert "Note" not in capsys.readouterr().out  # nothing that the user could do anything about
 
 
-def test_the_last_file_of_model_checkpoint_stands_in_no_ones_way(tmp_path: Path) -> None:
-    """`fit(ckpt_path="last")`, as scripts have it, goes on from the newest step at every start."""
+@pytest.mark.parametrize("where", ["a relative root", "a link", "a logger's folder", "the other package"])
+def test_the_last_file_of_model_checkpoint_stands_in_no_ones_way(
+    tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`fit(ckpt_path="last")`, as scripts have it, goes on from the newest step at every start: wherever Lightning
+    keeps that file, and in whichever way it spells the place."""
+    monkeypatch.chdir(tmp_path)
+    Path("real").mkdir()
+    Path("linked").symlink_to("real")
     for epochs in (2, 3):
+        found = importlib.import_module("pytorch_lightning") if where == "the other package" else pl
+        settings: dict[str, Any] = {"logger": found.loggers.CSVLogger("logs", version=1)} if "logger" in where else {}
+        saver = found.callbacks.ModelCheckpoint("linked/files" if where == "a link" else None, save_last=True)
         torch.manual_seed(0)
-        model = Model(WIDTH)
-        saving = CheckpointCallback(str(tmp_path / "run"), every=1)
-        trainer(tmp_path, epochs, ModelCheckpoint(save_last=True), saving).fit(model, loader(), ckpt_path="last")
-    assert (tmp_path / "checkpoints" / "last.ckpt").exists()
+        model = model_of(found)
+        saving = CheckpointCallback("run", every=1)
+        trainer(Path(), epochs, saver, saving, package=found, **settings).fit(model, loader(), ckpt_path="last")
+    assert list(tmp_path.rglob("last*.ckpt"))
+    wanted, _ = trained(tmp_path / "whole", 3)
+    assert all(map(torch.equal, model.state_dict().values(), wanted.state_dict().values()))
+
+
+def test_a_last_file_that_is_newer_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It goes on from the run's own newest step all the same."""
+    logger = logging.getLogger("lightning.pytorch")
+    run = str(tmp_path / "run")
+    trained(tmp_path, 1, CheckpointCallback(run, every=1))
+    trained(tmp_path, 2, ModelCheckpoint(save_last=True))
+    logger.addHandler(caplog.handler)
+    model, found = Model(WIDTH), trainer(tmp_path, 3, ModelCheckpoint(save_last=True), CheckpointCallback(run, every=1))
+    found.fit(model, loader(), ckpt_path="last")
+    logger.removeHandler(caplog.handler)
+    assert f"last.ckpt has step {2 * BATCHES}, and everystep goes on at step {BATCHES}" in caplog.text
     wanted, _ = trained(tmp_path / "whole", 3)
     assert all(map(torch.equal, model.state_dict().values(), wanted.state_dict().values()))
 

@@ -1,0 +1,101 @@
+"""What a start of a Lightning training finds: a file that `fit()` was given, and a run that may be finished; and how an
+error leaves it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import traceback
+from pathlib import Path
+from typing import Any
+
+from ckpt.errors import MENDABLE, UsageError
+from ckpt.lightning.loop_hooks import inform, say
+
+ITS_OWN = ("hpc_ckpt_", ".lr_find_", ".scale_batch_size_")  # files of a requeue, and of what looks for settings first
+FRAMES = ("lightning", "pytorch_lightning")  # packages
+
+
+def given(trainer: Any) -> str:
+    """The checkpoint file that the user wants to begin from. Those that Lightning makes for itself are none."""
+    path = str(trainer.ckpt_path or "")
+    return "" if Path(path).name.startswith(ITS_OWN) else path
+
+
+def last_file(trainer: Any, path: str, began_from: str, place: str, step: int) -> str:
+    """The file that `fit()` was given, if it is the "last" one, "" if there is none. UsageError for another one than
+    the run in `place`, which is at `step`, began from."""
+    last = bool(path) and _is_last(trainer, path)
+    if path and not last and path != began_from:
+        began = f"from {began_from}" if began_from else "without ckpt_path"
+        raise UsageError(
+            f"{place} holds step {step} of a run that began {began}, and this is "
+            f"fit(ckpt_path={path!r}): leave it out to go on, or give the callback another location for a new run"
+        )
+    return path if last else ""
+
+
+def say_goes_on(trainer: Any, place: str, step: int, last: str, theirs: int) -> None:
+    """`last`: a file that is passed over, which has step `theirs`."""
+    if theirs > step and last:
+        say(
+            trainer,
+            "%s has step %d, and everystep goes on at step %d, the newest in %s: to go on from that file, give the "
+            "callback another location",
+            *(last, theirs, step, place),
+        )
+    else:
+        inform(trainer, "everystep goes on at step %d (from %s%s)", step, place, f", not from {last}" if last else "")
+
+
+def say_finished(trainer: Any, place: str, step: int, limit: str) -> None:
+    """`limit`: of the trainer, that it has reached."""
+    if trainer.is_global_zero:
+        say(
+            trainer,
+            "nothing to do: the run in %s finished at step %d (%s), and the model is as its last batch left it. Raise "
+            "that to train on, or use another place for a new run",
+            *(place, step, limit or "stopped early, with the limits of now, such as `patience`"),
+        )
+
+
+def _is_last(trainer: Any, path: str) -> bool:
+    """Whether it is what `fit(ckpt_path="last")` finds, of which Lightning has made a path by now, or what Lightning
+    takes by itself after an exception: the user wants to go on, and that is what we do. Savers are told by what they
+    have, since there are two packages with classes of these names; folders by where they are, since Lightning finds
+    absolute paths in a folder that it was given as a relative one."""
+    folder, name = _real(Path(path).parent), Path(path).name
+    for saver in trainer.checkpoint_callbacks:
+        of_exception, last = getattr(saver, "ckpt_path", ""), getattr(saver, "CHECKPOINT_NAME_LAST", "")
+        if of_exception and (_real(Path(of_exception).parent), Path(of_exception).name) == (folder, name):
+            return True
+        if last and name.startswith(last) and saver.dirpath and _real(saver.dirpath) == folder:
+            return True
+    return False
+
+
+def _real(folder: object) -> str:
+    return os.path.realpath(str(folder))
+
+
+def limits(trainer: Any, others: list[Any]) -> list[Any]:
+    """What may end the training, as this script says it: while all of it is the same, what has ended stays so."""
+    fit, words = trainer.fit_loop, ("patience", "_duration")  # of EarlyStopping and Timer
+    stops = [[one.state_key, *(getattr(one, word, None) for word in words)] for one in others if _stops(one, words)]
+    return [fit.max_epochs, fit.epoch_loop.max_steps, stops]
+
+
+def _stops(one: Any, words: tuple[str, ...]) -> bool:
+    return any(isinstance(getattr(one, word, None), (int, float)) for word in words)
+
+
+def shorten(error: BaseException) -> None:
+    """An error of ours that is the user's to mend leaves `fit()` without our frames and Lightning's, as it leaves other
+    doors (`ckpt.errors.at_door`): unless it went through code of theirs on the way, whose line they want to see."""
+    frames = [
+        frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in traceback.walk_tb(error.__traceback__)
+    ]
+    others = [package for package in frames if package != "ckpt"]
+    if isinstance(error, MENDABLE) and others and others[-1] in FRAMES:
+        logging.getLogger("ckpt").debug("an error in fit()", exc_info=error)
+        error.__traceback__, error.__cause__, error.__suppress_context__ = None, None, True

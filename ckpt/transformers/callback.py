@@ -28,6 +28,7 @@ except ImportError as missing:
     raise ImportError("ckpt.transformers needs transformers: pip install 'everystep[transformers]'") from missing
 
 from ckpt.best import Best
+from ckpt.callbacks import check_keywords, overruled
 from ckpt.checkpoint.retention import Keep
 from ckpt.checkpointer import Checkpointer
 from ckpt.errors import CheckpointError, UsageError, at_door
@@ -41,6 +42,8 @@ from ckpt.transformers import trainer_internals
 from ckpt.transformers.pretrained import Pretrained, digest, is_adapter, nbytes, pretrained, trained
 from ckpt.transformers.trainer_internals import say
 
+MEANT = {"load_best_model_at_end": 'best=ckpt.Best("eval_loss")', "save_top_k": 'best=ckpt.Best("eval_loss", keep=3)'}
+HOW = "set them in on_train_begin of a callback of yours: docs/guide/trainers/transformers.md"
 WATCHED = 8  # steps for which it is looked whether reading batches draws random numbers
 OTHER_NUMBERS = (
     "dataloader_persistent_workers=True: the batches are the same again, but random numbers (dropout) will be others "
@@ -70,7 +73,7 @@ class CheckpointCallback(TrainerCallback):
     @at_door
     def __init__(
         self,
-        tiers: object,
+        tiers: object = None,
         *,
         every: int | str | Auto | None = None,
         keep: Keep | int | str | None = None,
@@ -79,6 +82,7 @@ class CheckpointCallback(TrainerCallback):
         only_trained: bool | None = None,
         **arguments: Any,
     ) -> None:
+        check_keywords(CheckpointCallback, arguments, MEANT)
         memory, durable = as_tiers(tiers, every, keep)
         self._tiers: list[Memory | Tier] = [*([] if memory is None else [memory]), *durable]
         self._strict, self._only_trained, self._arguments = strict, only_trained, arguments
@@ -100,6 +104,7 @@ class CheckpointCallback(TrainerCallback):
 
     # -- the beginning --
 
+    @at_door
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         trainer = trainer_internals.calling_trainer()
         if trainer is not None:
@@ -113,6 +118,7 @@ class CheckpointCallback(TrainerCallback):
             raise UsageError("this Trainer has two CheckpointCallbacks: use one, and give it all tiers, as a list")
         handler.callbacks = [self, *others, self._last]  # a new list: the old one is being gone through
 
+    @at_door
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
@@ -210,13 +216,26 @@ class CheckpointCallback(TrainerCallback):
             trainer_internals.stopped_early(trainer) and saved["max_steps"] == state.max_steps
         ):
             epoch, self._numbers = None, None
-            say.warning("the run in %s is finished, at step %d: there is nothing left to train", self._where(), step)
-        elif getattr(trainer.args, "dataloader_persistent_workers", False):
-            say.warning(OTHER_NUMBERS)
+            say.warning("nothing to do: the run in %s finished at step %d", self._where(), step)
+        else:
+            self._say_goes_on(trainer, progress, saved, step)
         if trainer.args.ignore_data_skip:
             batches = 0
         progress.epoch -= 1  # its beginning is told once more
         self._rewind = trainer_internals.Rewind(trainer, theirs // each, epoch, batches)
+
+    def _say_goes_on(
+        self, trainer: Trainer, progress: trainer_internals.TrainerProgress, saved: dict[str, Any], step: int
+    ) -> None:
+        if getattr(trainer.args, "dataloader_persistent_workers", False):
+            say.warning(OTHER_NUMBERS)
+        if trainer.is_world_process_zero():
+            where = (self.restored and self.restored.tier) or self._where()
+            say.warning("everystep goes on at step %d (from %s)", step, where)
+            then = saved.get("settings") or []  # of an older version: none
+            if text := overruled(then, progress.settings, trainer_internals.settings(trainer), HOW):
+                say.warning("%s", text)
+        progress.settings = saved.get("settings") or progress.settings
 
     def _where(self) -> str:
         return next((one.url for one in self._tiers if isinstance(one, Tier)), "memory")

@@ -8,6 +8,7 @@ import random
 import signal
 import subprocess
 import sys
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -93,7 +94,7 @@ def test_killed_at_a_step_in_accumulation_and_in_evaluation(run_dir: str, caplog
     again = hf_toy.run(run_dir, **setting)
     assert (again["read"], again["step"]) == (0, 20)
     assert torch.equal(again["weights"]["lm_head.weight"], found["weights"]["lm_head.weight"])
-    assert "is finished, at step 20" in caplog.text
+    assert "everystep goes on at step 11 (from " in caplog.text and "finished at step 20" in caplog.text
 
 
 def test_sigterm_saves_and_leaves(run_dir: str) -> None:
@@ -228,8 +229,10 @@ def test_what_has_changed_is_refused(run_dir: str, undisturbed: dict[str, Any]) 
         ({"gradient_accumulation_steps": 1}, "steps_per_epoch: 8 then, 15 now"),
         ({"width": 16}, "has shape"),
     ):
-        with pytest.raises(ckpt.MismatchError, match=words):
+        with pytest.raises(ckpt.MismatchError, match=words) as caught:
             hf_toy.run(run_dir, **changed)
+        ours = [f.name for f in traceback.extract_tb(caught.value.__traceback__) if "/ckpt/" in f.filename]
+        assert ours == ["entered"], "none of our frames, but that of the door"
     assert same(hf_toy.run(run_dir), undisturbed)
     found = hf_toy.run(run_dir, examples=32, epochs=3, callback={"strict": False})
     assert (found["started_at"], found["step"]) == (16, 24)
@@ -242,6 +245,11 @@ def test_two_callbacks_and_wrong_arguments_are_refused(run_dir: str) -> None:
         hf_toy.run(run_dir, more=(other,))
     with pytest.raises(ckpt.UsageError, match="Say Tier"):
         ckpt.transformers.CheckpointCallback([ckpt.Tier(run_dir)], every=3)
+    for word, hint in (("save_total_limit", "keep="), ("save_steps", "every="), ("on_bussy", "on_busy=")):
+        with pytest.raises(ckpt.UsageError, match=f"no {word}= here: did you mean {hint}"):
+            ckpt.transformers.CheckpointCallback(run_dir, **{word: 3})
+    with pytest.raises(ckpt.UsageError, match="no output_dir= here: did you mean the first argument"):
+        ckpt.transformers.CheckpointCallback(output_dir=run_dir)
     assert not Path(run_dir).exists()
 
 
@@ -413,6 +421,39 @@ def test_the_best_survive_kills(run_dir: str) -> None:
     whole = hf_toy.run(None, max_steps=best, **constant)["weights"]
     kept = ckpt.load(run_dir, best=True)
     assert all(torch.equal(kept[f"model.{name}"], tensor) for name, tensor in whole.items())
+    model = hf_toy.model_of(1)  # as the guide has it, instead of load_best_model_at_end
+    model.load_state_dict(ckpt.load(run_dir, best=True).sub("model").all())
+    export_pretrained(f"{run_dir}@best", f"{run_dir}-best")
+    exported = AutoModelForCausalLM.from_pretrained(f"{run_dir}-best").state_dict()
+    for found_again in (model.state_dict(), exported):
+        assert all(torch.equal(found_again[name], tensor) for name, tensor in whole.items())
+
+
+class NewRate(TrainerCallback):
+    """As the guide has it."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        schedule = given["lr_scheduler"]
+        for i, group in enumerate(given["optimizer"].param_groups):
+            group["lr"] *= args.learning_rate / schedule.base_lrs[i]
+            schedule.base_lrs[i] = group["initial_lr"] = args.learning_rate
+
+
+def test_a_learning_rate_that_is_overruled_is_said(run_dir: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The checkpoint's counts, and a schedule is no change of it. The guide's callback takes the script's: each entry
+    of the log has the rate of one that had it from the beginning."""
+    assert hf_toy.run(run_dir, kill=("stop", 5)) == {}
+    assert hf_toy.run(run_dir, kill=("stop", 6)) == {}
+    assert "not the script's" not in caplog.text
+    assert hf_toy.run(run_dir, kill=("stop", 7), learning_rate=1e-3) == {}
+    assert "were taken: lr 0.01, not the script's 0.001 (group 0); lr 0.01" in caplog.text
+    assert hf_toy.run(run_dir, kill=("stop", 9), learning_rate=1e-3, more=(NewRate(),)) == {}
+    caplog.clear()
+    found = hf_toy.run(run_dir, learning_rate=1e-3, more=(NewRate(),))
+    assert "everystep goes on at step 9" in caplog.text and "not the script's" not in caplog.text
+    whole = hf_toy.run(None, learning_rate=1e-3)
+    rates = [[one.get("learning_rate") for one in run["log"] if one["step"] > 7] for run in (found, whole)]
+    assert rates[0] == pytest.approx(rates[1]) and len(rates[0]) > 4
 
 
 def test_a_metric_that_nobody_measures(run_dir: str, caplog: pytest.LogCaptureFixture) -> None:

@@ -62,7 +62,7 @@ class Run:
         self._set_keep(step, None)
 
     def prune(self, keep: Keep | int | str, *, grace_s: float | None = None) -> tuple[int, ...]:
-        """Give up older checkpoints than these: so many of the newest, or a `Keep`. The steps that went.
+        """Delete older checkpoints than these: so many of the newest, or a `Keep`. The steps that went.
 
         The newest one is read back first: CorruptError, and nothing goes, if that is damaged.
         """
@@ -79,7 +79,7 @@ class Run:
         return self._do(do)
 
     def delete(self, step: int | str, *, grace_s: float | None = None) -> None:
-        """Give up this checkpoint. UsageError for one that is kept, the last one that can be restored, or one that a
+        """Delete this checkpoint. UsageError for one that is kept, the last one that can be restored, or one that a
         save under way builds on. The newest other one is read back first: CorruptError if that is damaged."""
 
         async def do(log: RunLog) -> None:

@@ -253,7 +253,7 @@ def translated(error: OSError, url: str, path: str) -> StoreError:
         return ExistsError(what)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return FullError(
-            f"no space left: {what}. Free some: `ckpt prune {url} --keep-last 3` gives up older checkpoints, and "
+            f"no space left: {what}. Free some: `ckpt prune {url} --keep-last 3` deletes older checkpoints, and "
             "keep=3 on its Tier does so from now on"
         )
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):

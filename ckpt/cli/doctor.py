@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ckpt.cli.arguments import folders
-from ckpt.cli.terminal import example, look_options, print_json, print_table, progress, put
+from ckpt.cli.terminal import count_of, example, look_options, print_json, print_table, progress, put
 from ckpt.units import duration
 
 if TYPE_CHECKING:  # other commands need not wait for it
@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # other commands need not wait for it
     from ckpt.doctor.promises import Bounds
 
 UNREACHABLE = 2
+PER_NODE = 8  # ranks, where nobody says it
 
 
 @click.command(
@@ -36,6 +37,9 @@ UNREACHABLE = 2
 @click.option("--state-gb", type=click.FloatRange(min=0, min_open=True), help="The whole job's state, in 10**9 bytes.")
 @click.option("--step-s", type=click.FloatRange(min=0, min_open=True), help="How long a training step takes.")
 @click.option("--world", type=click.IntRange(min=1), default=1, help="How many ranks the job has.")
+@click.option("--per-node", type=click.IntRange(min=1),
+              help="How many of them are on each machine. By default what the launcher says, else one for each GPU"
+                   f" here, else {PER_NODE} at most.")  # fmt: skip
 @look_options
 def doctor(
     urls: tuple[str, ...],
@@ -43,13 +47,14 @@ def doctor(
     state_gb: float | None,
     step_s: float | None,
     world: int,
+    per_node: int | None,
     as_json: bool,
 ) -> int:
     """Before a long job: are these places safe and fast enough, and is this machine?
 
     Each URL is what a Checkpointer will be given; with none, only the machine is looked at. What is written is removed
     again, and a place with files that are not a run's is not written to. With --state-gb and --step-s it also says how
-    often to save where. Exit code 1 if there are problems, 2 if a place cannot be read.
+    often to save where, as a line to paste. Exit code 1 if there are problems, 2 if a place cannot be read.
 
     save, restore: how long each takes; under 1 % from every: the shortest time between two saves that costs training
     less than 1 %; steps: the same, to be given as every=.
@@ -57,7 +62,7 @@ def doctor(
     from ckpt.doctor.findings import MIB, JobSize
     from ckpt.doctor.promises import Bounds
 
-    job = JobSize(int((state_gb or 0) * 1e9), step_s, world, local_ranks(world, os.environ))
+    job = JobSize(int((state_gb or 0) * 1e9), step_s, world, *local_ranks(world, os.environ, per_node))
     return diagnose(urls, Bounds(size=size * MIB), job, as_json)
 
 
@@ -92,7 +97,7 @@ def diagnose(urls: Sequence[str], bounds: Bounds, job: JobSize, as_json: bool) -
         show("this machine", findings)
         for place in places:
             show(place.url, place.findings)
-        conclude(cadences, line, job)
+        conclude(cadences, line or doctor_plan.why_no_line(job, cadences, places, speed), job)
     if not all(place.reached for place in places):
         return UNREACHABLE
     return 1 if verdict == PROBLEM else 0
@@ -124,15 +129,20 @@ def with_signals(urls: Sequence[str], bounds: Bounds) -> list[TierFindings]:
 # -- what was given --
 
 
-def local_ranks(world: int, environment: Mapping[str, str]) -> int:
-    """How many of the ranks are on this machine: by the launcher, else by the number of GPUs, else all."""
+def local_ranks(world: int, environment: Mapping[str, str], per_node: int | None = None) -> tuple[int, str]:
+    """How many of the ranks are on this machine, and how that is known: as was said, by the launcher, by the number of
+    GPUs, else assumed."""
     from ckpt.doctor.machine import gpu_count
 
+    if per_node is not None:
+        return min(world, per_node), ""
     for name in ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE"):
         said = environment.get(name, "")
         if said.isdigit() and int(said) > 0:
-            return min(world, int(said))
-    return min(world, gpu_count() or world)
+            return min(world, int(said)), f", by {name}"
+    if gpus := gpu_count():
+        return min(world, gpus), ", one for each GPU" if world > gpus else ""
+    return min(world, PER_NODE), " (assumed: --per-node says how many)" if world > PER_NODE else ""
 
 
 # -- for people --
@@ -152,11 +162,11 @@ def show(title: str, findings: Sequence[Finding]) -> None:
 def conclude(cadences: Sequence[Cadence], line: str, job: JobSize) -> None:
     if not cadences:
         return
-    put(f"{job.state / 1e9:g} GB over {job.world} ranks, {job.local} of them here, at what was measured:")
+    size, ranks = f"{job.state / 1e9:,.12g} GB", count_of(job.world, "rank")
+    put(f"{size} over {ranks}, {job.local} of them here{job.how}, at what was measured:")
     rows = [
         (c.where, duration(c.save_s), duration(c.restore_s), duration(c.interval_s), c.every or "give --step-s", c.why)
         for c in cadences
     ]
     print_table(("place", "save", "restore", "under 1 % from every", "steps", "because"), rows)
-    if line:
-        put(line)
+    put(line)

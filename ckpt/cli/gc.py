@@ -36,7 +36,7 @@ if TYPE_CHECKING:  # what `ls` need not wait for is imported where it is used
 @grace_option
 @plan_options
 def gc(url: str, abort_open: bool, grace_s: float | None, yes: bool, as_json: bool) -> int:
-    """Delete files that no checkpoint needs: of attempts that have ended, and of those given up.
+    """Delete files that no checkpoint needs: of attempts that have ended, and of deleted checkpoints.
 
     A job may be training there. Attempts that may still become checkpoints stay, and so do files that are not ours.
 

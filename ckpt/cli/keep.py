@@ -7,7 +7,7 @@ import click
 from ckpt.checkpoint.spelling import Which
 from ckpt.cli.arguments import checkpoint_argument
 from ckpt.cli.terminal import act, example, opened, plan_options, print_json, put
-from ckpt.cli.upkeep import Found, show_end
+from ckpt.cli.upkeep import PARTIAL, Found, show_end
 
 BY_HAND = "by hand"
 
@@ -45,7 +45,7 @@ def show_keep(found: Found) -> None:
     if found["was"] != found["note"]:
         put("to let it go, as its age demands" if found["note"] is None else f"to keep it: {found['note']}")
     if found["partial"]:
-        put("this tier holds the parts of some ranks only: do the same in those of the other nodes")
+        put(PARTIAL)
 
 
 async def _keep(url: str, step: Which, note: str | None, yes: bool, as_json: bool) -> Found:

@@ -16,10 +16,12 @@ from ckpt.goodput import job_plan
 from ckpt.goodput.job_plan import MEMORY, NUMBERS, PARTS, REPLICA, SHARED, TIERS, Plan, PlannedJob
 from ckpt.goodput.model import positive
 from ckpt.report.figures import percent
+from ckpt.store import folder_of
 from ckpt.units import decimal, duration
 
 KINDS = {f"{tier}.{part}": "duration" for tier in TIERS for part in PARTS}
 KINDS |= {name: number.kind for name, number in NUMBERS.items()}
+ANY = "a folder or bucket that all nodes reach"
 
 
 class Assumption(click.ParamType):  # type: ignore[type-arg]
@@ -71,23 +73,25 @@ def plan(source: str | None, as_json: bool, **given: Any) -> int:
     share of the faults that it is restored from; recompute: steps lost by such a fault, as time.
     """
     try:
-        known = {} if source is None else asyncio.run(_measured(source))
+        known, tier = ({}, ANY) if source is None else asyncio.run(_measured(source))
         chosen, sources = conclude(given, known, f"measured: {source}")
     except UsageError as error:
         raise click.UsageError(str(error)) from None
     notes = remarks(chosen, known, sources)
     if as_json:
         return print_json({**chosen.to_json(), "sources": sources, "notes": notes})
-    show(chosen, sources, notes)
+    show(chosen, sources, notes, tier)
     return 0
 
 
-async def _measured(url: str) -> dict[str, float]:
+async def _measured(url: str) -> tuple[dict[str, float], str]:
+    """By name, and the tier that is taken for the shared one."""
     async with opened(url) as log:
         accounts, _ = await read_ledger(log)
     if not accounts:
         raise UsageError(f"--costs: {url} keeps no ledger that can be read")
-    return job_plan.measured(accounts)
+    found = next(iter(job_plan.last_tier(accounts)), url)
+    return job_plan.measured(accounts), str(folder_of(found) or found)
 
 
 def conclude(given: Mapping[str, Any], known: Mapping[str, float], measured: str) -> tuple[Plan, dict[str, str]]:
@@ -142,7 +146,7 @@ def remarks(chosen: Plan, known: Mapping[str, float], sources: Mapping[str, str]
 # -- for people --
 
 
-def show(chosen: Plan, sources: Mapping[str, str], notes: Sequence[str]) -> None:
+def show(chosen: Plan, sources: Mapping[str, str], notes: Sequence[str], shared: str) -> None:
     job, n, seen = chosen.job, chosen.numbers, chosen.forecast
     put(
         f"{job.gpus:,} GPUs in {job.nodes:,} node{'s' * (job.nodes > 1)}, {decimal(job.state)} of state"
@@ -167,7 +171,7 @@ def show(chosen: Plan, sources: Mapping[str, str], notes: Sequence[str]) -> None
     titles = (f"for {100 * chosen.goal:g} %, one of", "now", "wanted")
     cells = [(what, duration(now), duration(to) if to else "that alone is not enough") for what, now, to in wanted]
     print_table(titles, cells)
-    put(tiers_line(chosen))
+    put(tiers_line(chosen, shared))
     print()
     print_table(("number", "is", "", "from"), numbers(chosen, sources))
     for note in notes:
@@ -186,12 +190,12 @@ def numbers(chosen: Plan, sources: Mapping[str, str]) -> list[tuple[str, str, st
     return rows
 
 
-def tiers_line(chosen: Plan) -> str:
-    """Ready to be pasted, but for the URLs."""
+def tiers_line(chosen: Plan, shared: str) -> str:
+    """Ready to be pasted, but for the URL where nobody gave one."""
     every = {one.name: one.every for one in chosen.tiers if one.every}
     words = []
     if MEMORY in every:
         words.append(f"ckpt.Memory(every={every[MEMORY]}{', replicas=2' * (REPLICA in every)})")
     if SHARED in every:
-        words.append(f'ckpt.Tier("s3://bucket/run1", every={every[SHARED]})')
+        words.append(f"ckpt.Tier({shared!r}, every={every[SHARED]})")
     return f"tiers=[{', '.join(words)}]"

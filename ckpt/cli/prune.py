@@ -1,4 +1,4 @@
-"""The command that gives up older checkpoints: prune."""
+"""The command that deletes older checkpoints: prune."""
 
 from __future__ import annotations
 
@@ -8,27 +8,18 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckpt.cli.arguments import run_argument
-from ckpt.cli.terminal import (
-    act,
-    count_of,
-    example,
-    human,
-    opened,
-    plan_options,
-    print_few,
-    print_json,
-    print_table,
-    put,
-)
+from ckpt.cli.terminal import act, count_of, example, human, opened, plan_options, print_table, put
 from ckpt.cli.upkeep import (
+    PARTIAL,
     TITLES,
     Deletion,
     Found,
     cells,
     grace_option,
     item_json,
-    patience_text,
+    said_all,
     show_end,
+    show_order,
     sum_of,
     told,
 )
@@ -63,7 +54,7 @@ def prune(
     yes: bool,
     as_json: bool,
 ) -> int:
-    """Give up older checkpoints. A job may be training there.
+    """Delete older checkpoints. A job may be training there.
 
     The newest one is read back first: nothing goes unless that is sound. Those of `ckpt keep`, the newest finite one
     and the newest two stay in any case. Exit code 1 if the newest one is damaged.
@@ -72,31 +63,28 @@ def prune(
     """
     deletion = Deletion()
     found = act(_prune(url, keep_last, keep_every, grace_s, yes, as_json, deletion.watch), deletion.so_far)
-    if as_json:
-        print_json(found)
+    if said_all(found, as_json, "what is older"):
         return 1 if found["problems"] else 0
-    if found["problems"]:
-        print_few(found["problems"])
-        put(f"Nothing was done: step {found['check']} is damaged, and what is older may be needed")
-        return 1
     if not (found["files"] or found["give_up"]):
         return 0
     done = found["done"] or {"given_up": (), "files": 0}
-    return show_end(found, f"gave up {len(done['given_up'])}, deleted {count_of(done['files'], 'file')}")
+    return show_end(
+        found, f"deleted {count_of(len(done['given_up']), 'checkpoint')}, {count_of(done['files'], 'file')}"
+    )
 
 
 def show_prune(found: Found) -> None:
     put(found["url"])
-    rows = [(*cells(one), "to give up") for one in found["give_up"]]
+    rows = [(*cells(one), "to delete") for one in found["give_up"]]
     rows += [(*cells(one), f"stays: {one['why']}") for one in found["keep"]]
     print_table(TITLES, rows)
     if found["leftovers"]:
         put(f"{found['leftovers']} files of attempts that have ended go as well")
-    put(f"{len(found['give_up'])} to give up: {count_of(found['files'], 'file')}, {human(found['bytes'])}")
+    put(f"{len(found['give_up'])} to delete: {count_of(found['files'], 'file')}, {human(found['bytes'])}")
     if found["partial"]:
-        put("this tier holds the parts of some ranks only: do the same in those of the other nodes")
+        put(PARTIAL)
     if found["files"] or found["give_up"]:
-        put(f"step {found['check']} is read back before anything goes; then {patience_text(found['grace_s'])}")
+        show_order(found)
 
 
 async def _prune(

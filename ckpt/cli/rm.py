@@ -1,4 +1,4 @@
-"""The command that gives up one checkpoint: rm."""
+"""The command that deletes one checkpoint: rm."""
 
 from __future__ import annotations
 
@@ -9,27 +9,18 @@ import click
 
 from ckpt.checkpoint.spelling import Which
 from ckpt.cli.arguments import checkpoint_argument
-from ckpt.cli.terminal import (
-    act,
-    count_of,
-    example,
-    human,
-    opened,
-    plan_options,
-    print_few,
-    print_json,
-    print_table,
-    put,
-)
+from ckpt.cli.terminal import act, count_of, example, human, opened, plan_options, print_table, put
 from ckpt.cli.upkeep import (
+    PARTIAL,
     TITLES,
     Deletion,
     Found,
     cells,
     grace_option,
     item_json,
-    patience_text,
+    said_all,
     show_end,
+    show_order,
     sum_of,
     told,
 )
@@ -44,7 +35,7 @@ if TYPE_CHECKING:  # what `ls` need not wait for is imported where it is used
 @grace_option
 @plan_options
 def rm(url: str, step: Which, grace_s: float | None, yes: bool, as_json: bool) -> int:
-    """Give up one checkpoint. A job may be training there.
+    """Delete one checkpoint. A job may be training there.
 
     The newest one that stays is read back first: nothing goes unless that is sound. One of `ckpt keep` stays, and so
     does the last one that a restore can take. Files that others use go with these. Exit code 1 if the one that was
@@ -56,24 +47,19 @@ def rm(url: str, step: Which, grace_s: float | None, yes: bool, as_json: bool) -
         raise click.UsageError(f"say which one: {url}@STEP")
     deletion = Deletion()
     found = act(_rm(url, step, grace_s, yes, as_json, deletion.watch), deletion.so_far)
-    if as_json:
-        print_json(found)
+    if said_all(found, as_json, "this one"):
         return 1 if found["problems"] else 0
-    if found["problems"]:
-        print_few(found["problems"])
-        put(f"Nothing was done: step {found['check']} is damaged, and this one may be needed")
-        return 1
-    return show_end(found, f"gave up step {found['remove']['step']}, deleted {count_of(found['files'], 'file')}")
+    return show_end(found, f"deleted step {found['remove']['step']}, {count_of(found['files'], 'file')}")
 
 
 def show_rm(found: Found) -> None:
     put(found["url"])
-    print_table(TITLES, [(*cells(found["remove"]), "to give up")])
+    print_table(TITLES, [(*cells(found["remove"]), "to delete")])
     if shared := found["shared"]["files"]:
         put(f"{count_of(shared, 'file')} of it, {human(found['shared']['bytes'])}, stay: other checkpoints use them")
     if found["partial"]:
-        put("this tier holds the parts of some ranks only: do the same in those of the other nodes")
-    put(f"step {found['check']} is read back before anything goes; then {patience_text(found['grace_s'])}")
+        put(PARTIAL)
+    show_order(found)
 
 
 async def _rm(url: str, step: Which, grace_s: float | None, yes: bool, as_json: bool, watch: Watch) -> Found:

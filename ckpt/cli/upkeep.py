@@ -1,4 +1,4 @@
-"""What the commands share that say what stays of a run: prune, gc, keep, copy. What they do is in `ckpt.maintain`.
+"""What the commands share that say what stays of a run: prune, rm, gc, keep, copy. What they do is in `ckpt.maintain`.
 
 Each prints a plan and does nothing, unless `--yes` is given. With `--json`, one document: the plan, and under `done`
 what was done, null where nothing was.
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckpt.cli.terminal import OnBytes, human, progress, put, say
+from ckpt.cli.terminal import OnBytes, human, print_few, print_json, progress, put, say
 
 if TYPE_CHECKING:  # what `ls` need not wait for is imported where it is used
     from ckpt.maintain.prune import Item
@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # what `ls` need not wait for is imported where it is used
 
 Found = dict[str, Any]
 TITLES = ("step", "attempt", "files", "size", "what")
+PARTIAL = "this tier holds the parts of some ranks only: do the same in those of the other nodes"
 
 grace_option = click.option(
     "--grace",
@@ -35,6 +36,21 @@ def show_end(found: Found, done: str) -> int:
     """The last line of a plan that is not empty."""
     put(done if found["done"] else "Nothing was done. With --yes it is.")
     return 0
+
+
+def said_all(found: Found, as_json: bool, needed: str) -> bool:
+    """Of what is read back before anything goes: whether nothing is left to say, for a program, or since that is
+    damaged. `needed`: which may be needed then."""
+    if as_json:
+        print_json(found)
+    elif found["problems"]:
+        print_few(found["problems"])
+        put(f"Nothing was done: step {found['check']} is damaged, and {needed} may be needed")
+    return as_json or bool(found["problems"])
+
+
+def show_order(found: Found) -> None:
+    put(f"step {found['check']} is read back before anything goes; then {patience_text(found['grace_s'])}")
 
 
 def item_json(item: Item) -> Found:
@@ -60,7 +76,7 @@ def sum_of(keys: Sequence[str], sizes: dict[str, int]) -> Found:
 
 
 class Deletion:
-    """What is shown while something is given up, and what is true if that is stopped."""
+    """What is shown while checkpoints are deleted, and what is true if that is stopped."""
 
     def __init__(self) -> None:
         self._begun = False
@@ -71,7 +87,7 @@ class Deletion:
 
     def so_far(self) -> str:
         if self._begun:
-            return "What was to go is given up: `ckpt gc` deletes the files of it that are still there"
+            return "What was to go is no checkpoint any more: `ckpt gc` deletes the files of it that are still there"
         return "Nothing was deleted: call the same again"
 
 

@@ -69,12 +69,15 @@ def too_full(job: JobSize, place: TierFindings) -> list[Finding]:
     if place.free is None or not job.state or place.free > 3 * size:
         return []
     text = f"{place.free / GB:.1f} GB, where a checkpoint takes {size / GB:.1f}"
-    return [Finding("free space", text, PROBLEM, "Room for three is needed, with keep=2: free some, or a larger disk")]
+    return [Finding("room", text, PROBLEM, "Room for three is needed, with keep=2: free some, or a larger disk")]
 
 
-def tiers_line(job: JobSize, cadences: Sequence[Cadence], places: Sequence[TierFindings], speed: Speed) -> str:
-    """Ready to be pasted, without places that have problems; empty where steps have no length, or no place is left."""
-    fine = {place.url for place in places if place.usable}
+def tiers_line(
+    job: JobSize, cadences: Sequence[Cadence], places: Sequence[TierFindings], speed: Speed, *, mended: bool = False
+) -> str:
+    """Ready to be pasted, without places that have problems, unless these are taken as `mended`; empty where steps have
+    no length, or no place is left."""
+    fine = {place.url for place in places if place.usable or mended}
     memory, durable = cadences[0] if cadences else None, [one for one in cadences[1:] if one.where in fine]
     if job.step_s is None or memory is None or not durable:
         return ""
@@ -91,3 +94,15 @@ def tiers_line(job: JobSize, cadences: Sequence[Cadence], places: Sequence[TierF
         url = folder_of(one.where) or one.where
         words.append(f"ckpt.Tier({str(url)!r}, every={every}, keep={keeping}{options})")
     return f"tiers=[{', '.join(words)}]"
+
+
+def why_no_line(job: JobSize, cadences: Sequence[Cadence], places: Sequence[TierFindings], speed: Speed) -> str:
+    """What is missing for one, or how it is once the places have no problems any more."""
+    if not places:
+        return "Give the folder or bucket that the job shall save to: then there is a line tiers=[…] here to paste"
+    if len(cadences) < 2:
+        return "Nothing could be written, see above: so there is no line tiers=[…] to paste"
+    if job.step_s is None:
+        return "Give --step-s: then there is a line tiers=[…] here to paste"
+    line = tiers_line(job, cadences, places, speed, mended=True)
+    return f"Once the problems above are mended: {line}"

@@ -45,12 +45,14 @@ def worst(findings: Sequence[Finding]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class JobSize:
-    """`state` in bytes, over all ranks; `step_s` seconds a step; `world` ranks, `local` of them on this machine."""
+    """`state` in bytes, over all ranks; `step_s` seconds a step; `world` ranks, `local` of them on this machine: `how`
+    that is known, for people."""
 
     state: int = 0
     step_s: float | None = None
     world: int = 1
     local: int = 1
+    how: str = ""
 
     @property
     def here(self) -> int:

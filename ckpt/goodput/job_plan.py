@@ -280,10 +280,14 @@ def measured(accounts: Iterable[Account]) -> dict[str, float]:
     return {name: float(value) for name, value in known.items() if value is not None}
 
 
+def last_tier(accounts: Iterable[Account]) -> list[str]:
+    """The URL of the last durable tier of a run, which is taken for the shared one; none if nothing was saved."""
+    return list(dict.fromkeys(url for account in in_order(accounts) for url in account.saves))[-1:]
+
+
 def _of_tiers(history: Sequence[Account]) -> dict[str, float | None]:
     known: dict[str, float | None] = {}
-    urls = list(dict.fromkeys(url for account in history for url in account.saves))[-1:]
-    names = {MEMORY: MEMORY, **dict.fromkeys(urls, SHARED)}
+    names = {MEMORY: MEMORY, **dict.fromkeys(last_tier(history), SHARED)}
     for url, name in names.items():
         saves = [account.saves[url] for account in history if url in account.saves]
         count, nbytes = sum(one.count for one in saves), sum(one.nbytes for one in saves)

@@ -334,7 +334,7 @@ def test_a_small_file_system(tmp_path: Path) -> None:
         assert named(place.findings, "file system").verdict == ADVICE
         assert list(small.path.iterdir()) == []
         job = JobSize(state=1 * GB)
-        assert named(advice.too_full(job, place), "free space").verdict == PROBLEM
+        assert named(advice.too_full(job, place), "room").verdict == PROBLEM
         assert advice.too_full(JobSize(state=1 * MIB), place) == []
 
 
@@ -520,9 +520,13 @@ def test_a_machine_with_shortcomings(tmp_path: Path) -> None:
 
 
 def test_ranks_of_this_machine() -> None:
-    """By the launcher, at most all."""
-    assert cli_doctor.local_ranks(8, {"LOCAL_WORLD_SIZE": "2"}) == 2
-    assert cli_doctor.local_ranks(2, {"SLURM_NTASKS_PER_NODE": "8"}) == 2
+    """As was said, by the launcher, at most all; where nobody knows, not all of a large job, and that is told."""
+    assert cli_doctor.local_ranks(8, {"LOCAL_WORLD_SIZE": "2"})[0] == 2
+    assert cli_doctor.local_ranks(2, {"SLURM_NTASKS_PER_NODE": "8"})[0] == 2
+    assert cli_doctor.local_ranks(8, {"LOCAL_WORLD_SIZE": "2"}, 4) == (4, "")
+    if not machine.gpu_count():
+        assert cli_doctor.local_ranks(4, {}) == (4, "")
+        assert cli_doctor.local_ranks(64, {}) == (8, " (assumed: --per-node says how many)")
 
 
 # -- GPUs --
@@ -616,6 +620,18 @@ def test_command(call: Any, tmp_path: Path) -> None:
     found = json.loads(out)
     assert code == 0 and found["places"][0]["reached"] and found["machine"][0]["value"] == "plenty"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_line_to_paste_or_why_there_is_none(call: Any, tmp_path: Path) -> None:
+    """A place with a problem: the line as it is without that, marked so, and none for programs. Nothing to measure, or
+    no step: what to give. The ranks here are those of a node."""
+    run, job = tmp_path / "run", ("--size", 4, "--state-gb", 1e6)
+    code, wide, _ = call(run, *job, "--step-s", 1, "--world", 64, "--per-node", 16)
+    out = " ".join(wide.split())
+    assert code == 1 and "Once the problems above are mended: tiers=[" in out and str(run) in out
+    assert "over 64 ranks, 16 of them here, at" in out
+    assert json.loads(call(run, *job, "--step-s", 1, "--json")[1])["tiers"] == ""
+    assert "Give --step-s" in call(run, *job)[1] and "Give the folder or bucket" in call(*job)[1]
 
 
 def test_command_codes(call: Any, tmp_path: Path, server: MotoServer) -> None:

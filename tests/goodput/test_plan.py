@@ -535,3 +535,5 @@ def test_a_run_as_the_source(run: Path) -> None:
     assert larger["numbers"]["restart_s"] == 60
     wide = told("--from", url, "--gpus", 4096, "--mtbf", "1h")
     assert any("with 4 ranks" in note for note in wide["notes"])
+    named = asked("--costs", url, "--mtbf", "1h").output.replace("\n", "")
+    assert "ckpt.Tier('/r', every=" in named and "s3://" not in asked(*LLAMA).output

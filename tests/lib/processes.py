@@ -147,9 +147,16 @@ class Forked(subprocess.Popen[Any]):
         self._child_created = True
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
-    def _internal_poll(self, _deadstate: Any = None, **_: Any) -> int | None:
-        poll = super()._internal_poll  # type: ignore[misc]
-        return poll(_deadstate, _waitpid=lambda _, flags: self._try_wait(flags))  # type: ignore[no-any-return]
+    def _internal_poll(self, *_: Any, **__: Any) -> int | None:
+        """As that of Popen, whose arguments every Python has others of."""
+        lock = self._waitpid_lock  # type: ignore[attr-defined]
+        if self.returncode is None and lock.acquire(False):
+            try:
+                if self.returncode is None and (found := self._try_wait(os.WNOHANG))[0]:
+                    self._handle_exitstatus(found[1])  # type: ignore[attr-defined]
+            finally:
+                lock.release()
+        return self.returncode
 
     def _try_wait(self, wait_flags: int) -> tuple[int, int]:
         if wait_flags & os.WNOHANG and not select.select([self._ended], [], [], 0)[0]:

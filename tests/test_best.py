@@ -19,7 +19,7 @@ from processes import eventually, killed, run_script, writers
 
 __all__ = ["call"]  # a fixture
 
-LOSSES = {2: 0.9, 4: 0.3, 6: 0.5, 8: math.nan, 10: 0.4, 12: 0.8}
+LOSSES = {2: 0.9, 4: 0.3, 6: 0.5, 8: math.nan, 10: 0.41234567890123, 12: 0.8}
 
 
 def train(run: Any, best: ckpt.Best, last: int, losses: dict[int, float]) -> None:
@@ -47,12 +47,16 @@ def is_at(run: str, step: int) -> bool:
 def test_the_best_stay_and_are_found(run_dir: str, call: Any) -> None:
     """The two best of those that were scored, whatever `keep` says; by `load(best=True)` and RUN@best the very best."""
     train(run_dir, ckpt.Best("loss", keep=2), 12, LOSSES)
-    assert kept(run_dir) == {4: "best, loss=0.3", 10: "loss=0.4"}
+    assert kept(run_dir) == {4: "best, loss=0.3", 10: "loss=0.41234567890123"}
     assert 2 not in {one.step for one in ckpt.Run(run_dir).list()}
     assert ckpt.load(run_dir, best=True).step == ckpt.load(f"{run_dir}@best").step == 4
     assert call("show", f"{run_dir}@best", "--json").json["step"] == 4
     with pytest.raises(UsageError, match="one of them"):
         ckpt.load(run_dir, best=True, step=10)
+    ckpt.Run(run_dir).keep(10, "for the paper")
+    listed = {line.split()[0]: line for line in call("ls", run_dir).out.splitlines() if "  " in line}
+    assert listed["10"].endswith("  kept: loss=0.4123; for the paper"), "in the row, with four digits"
+    assert listed["4"].endswith("  kept: best, loss=0.3") and "history" in listed["step"]
     assert is_at(run_dir, 4)
 
 

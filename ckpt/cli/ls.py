@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from dataclasses import asdict
 from datetime import datetime
 from typing import Any
@@ -27,6 +28,7 @@ from ckpt.cli.terminal import (
     redo_of,
 )
 from ckpt.errors import CheckpointError, FormatError
+from ckpt.runlog.records import words_of
 from ckpt.store import normalise
 
 REASONS = {"ring": "rescued"}  # from memory, after the trainer died
@@ -40,9 +42,10 @@ REASONS = {"ring": "rescued"}  # from memory, after the trainer died
 def ls(url: str, as_json: bool) -> int:
     """List the checkpoints of a run, newest first; or the runs below a folder.
 
-    size: what it wrote itself; an increment uses files of older ones besides. ranks: that it was saved by. why: due, by
-    the cadence, or rescued from memory after the trainer had died. history: the newest, what is kept for ever, what a
-    rollback undid. Of a folder of runs: the newest step of each, and when that was saved. Times are of this machine.
+    size: what it wrote itself; an increment uses files of older ones besides. ranks: that it was saved by. why: it was
+    due by the cadence, or rescued from memory after the trainer had died. history: the newest, what is kept for ever
+    and why (the best with their scores, the step at which training ended), what a rollback undid. Of a folder of runs:
+    the newest step of each, and when that was saved. Times are of this machine.
     """
     try:
         found = asyncio.run(_ls(url))
@@ -97,14 +100,22 @@ async def _runs_below(url: str) -> list[dict[str, Any]]:
     return await of_each(await runs_below(url, patience_s=PATIENCE_S), look)
 
 
+def kept_text(note: str | None) -> str:
+    """Why it stays: what training says, scores with four digits, and what somebody has put there by hand."""
+    if note is None:
+        return ""
+    ours, others = words_of(note)
+    ours = re.sub(r"(?<==)-?\d+\.\d+(e[-+]?\d+)?", lambda score: f"{float(score[0]):.4g}", ours)
+    return "kept: " + "; ".join(part for part in (ours, others) if part)
+
+
 def show_checkpoints(found: dict[str, Any]) -> None:
     rows = []
     for row in found["checkpoints"]:
         when = when_text(row["created"])
         history = "newest" if row["newest"] else "" if row["in_history"] else "undone by a rollback"
         history = "not finite" if row["finite"] is False else history
-        kept = "" if row["kept"] is None else f"kept: {row['kept']}"
-        history = ", ".join(part for part in (history, kept) if part)
+        history = ", ".join(part for part in (history, kept_text(row["kept"])) if part)
         size, kind = "gone" if row["gone"] else human(row["bytes"]), "full" if row["full"] else "increment"
         why = REASONS.get(row["reason"], row["reason"])
         rows.append((row["step"], when, size, kind, row["ranks"], why, history))

@@ -134,6 +134,14 @@ def test_tables_of_figures_are_those_of_the_results() -> None:
     assert [table for table in tables if table not in report] == []
 
 
+@pytest.mark.parametrize("page", [page for page in PAGES if "\n::: " in page.read_text()], ids=named)
+def test_pages_that_the_site_makes_say_so(page: Path) -> None:
+    """In a checkout such a page is empty: above the first directive it says how the site is made, and what says the
+    same without it."""
+    above = page.read_text().partition("\n::: ")[0]
+    assert "`make docs`" in above and re.search(r"`--help`|help\(ckpt", above)
+
+
 def test_the_first_screen_stays_short() -> None:
     """README says what this is and leads on: what is longer belongs into docs/."""
     assert len((REPO / "README.md").read_text().splitlines()) <= 200

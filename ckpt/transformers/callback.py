@@ -56,15 +56,16 @@ __all__ = ["CheckpointCallback"]
 class CheckpointCallback(TrainerCallback):
     """Saves a Trainer's run as it goes, and brings it back when the same script is started again.
 
-    `tiers`: where to, as of `ckpt.Checkpointer`. `every` and `keep` are of a tier that is given as a string: steps
-    between two saves (100 by default), a time ("10min") or "auto"; and how many stay ("all"). `only_trained`: whether
-    frozen parameters are left out, which `from_pretrained` brings again; a digest of them is kept, and another base is
-    refused. By default so where the model is a PeftModel. `best`: a `ckpt.Best("eval_loss", keep=3)`: the best of the
-    steps that were evaluated stay.
-    `strict=False` goes on where model, optimizer or data have changed. Further arguments go to `ckpt.Checkpointer`.
+    `tiers`: a folder or URL, or a list of `ckpt.Memory`, `ckpt.Tier` and such words, nearest first; None keeps steps in
+    memory only. `every` and `keep` are of tiers that are given as a string: optimizer steps between two checkpoints
+    (100 by default), a time ("10min") or "auto"; and how many stay ("all" by default). Memory has every step.
+    `best`: a `ckpt.Best("eval_loss", keep=3)`: the three best of the steps that were evaluated stay as well.
+    `only_trained`: whether frozen parameters are left out, which `from_pretrained` brings again; a digest of them is
+    kept, and another base is refused. By default so where the model is a PeftModel. `strict=False` restores what fits
+    where model, optimizer or data have changed. All other keywords are those of `ckpt.Checkpointer`, such as `on_busy`,
+    `on_error`, `triggers` and `on_fault`; UsageError for any else, which says what is meant.
     Callbacks that have a state (`ExportableState`) get it back; what they were made with, and training did not change,
     stays as this start says, unless TrainingArguments say `restore_callback_states_from_checkpoint=True`.
-
     `checkpointer`: the Checkpointer, while training; `restored`: what was restored, once training has begun;
     `full_bytes`, `stored_bytes`: of parameters and buffers. train() raises MismatchError if the script has changed,
     UsageError if something else resumes the Trainer to a later step.

@@ -218,7 +218,7 @@ class CheckpointCallback(Base):
         trainer, seams = self._trainer, self._seams
         assert seams is not None
         self._rest = TrainerState(trainer, seams, self, self._own, self._put_own)
-        self._cp = Checkpointer(state_of(trainer, self._rest), self._places, **self._arguments)
+        self._cp = Checkpointer(state_of(trainer, self._rest), self._places, best=self._best, **self._arguments)
         try:
             self._come_back(trainer, seams, self._cp)
         except CheckpointError:  # said by fit(), and no fault of the training
@@ -245,7 +245,7 @@ class CheckpointCallback(Base):
                 in_effect = settings_of(trainer.optimizers)
                 if text := overruled(self._saved.get("settings", []), self._settings, in_effect, HOW):
                     say(trainer, "%s", text)
-            self._keep()  # what ended then goes on now
+            cp.keep_steps({})  # what ended then goes on now
             seams.resume(self._log_again)
         self._settings = self._saved.get("settings", self._settings)
 
@@ -257,8 +257,6 @@ class CheckpointCallback(Base):
         if best.END not in kept.get(self._step, ""):
             return False
         seams.skip()
-        if self._best is not None:
-            self._best.take(kept)  # with what came after the last step
         say_finished(trainer, self._where(), self._step, limit)
         return True
 
@@ -278,21 +276,10 @@ class CheckpointCallback(Base):
     # -- what of this object is saved --
 
     def _own(self) -> State:
-        scores = [] if self._best is None else [list(one) for one in self._best.scores]
-        return {
-            "scores": scores,
-            "monitor": self._best and self._best.monitor,
-            "began_from": self._began_from,
-            "limits": self._limits,
-            "settings": self._settings,
-        }
+        return {"began_from": self._began_from, "limits": self._limits, "settings": self._settings}
 
     def _put_own(self, saved: State) -> None:
         self._saved, self._began_from = saved, saved["began_from"]
-        if self._best is not None and self._best.monitor == saved["monitor"]:
-            self._best.scores = []
-            for score, step in saved["scores"]:
-                self._best.add(score, step)
 
     # -- training --
 
@@ -318,16 +305,14 @@ class CheckpointCallback(Base):
 
     def _look(self) -> None:
         """A validation or an epoch has ended: whether the last step that was done is one of the best."""
-        if self._monitored is None or self._best is None or not self._has_step:
+        if self._monitored is None or self._cp is None or not self._has_step:
             return
         trainer = self._trainer
         score = trainer.strategy.broadcast(self._monitored.score())
         if score is None:
             self._miss(trainer)
-        elif self._best.add(score, self._step):
-            assert self._cp is not None
-            self._keep()
-            self._cp.save()
+        else:
+            self._cp.score(self._step, score)
 
     def _miss(self, trainer: Any) -> None:
         assert self._best is not None
@@ -335,13 +320,6 @@ class CheckpointCallback(Base):
             self._missed = True
             there = ", ".join(sorted(trainer.callback_metrics)) or "none"
             say(trainer, "monitor=%r is no logged metric so far; there are: %s", self._best.monitor, there)
-
-    def _keep(self, *, finished: bool = False) -> None:
-        assert self._cp is not None
-        notes = {} if self._best is None else self._best.notes()
-        if finished:
-            notes[self._step] = ", ".join([*([notes[self._step]] if self._step in notes else []), best.END])
-        self._cp.keep_steps(notes)
 
     # -- the end --
 
@@ -352,7 +330,7 @@ class CheckpointCallback(Base):
             if cp is not None:
                 with contextlib.closing(cp):
                     if finished:
-                        self._keep(finished=True)
+                        cp.keep_steps({self._step: best.END})
         finally:
             if seams is not None:
                 seams.detach()

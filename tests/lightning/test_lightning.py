@@ -168,12 +168,14 @@ def interrupted(kill: list[Any], **spec: Any) -> None:
 
 
 def test_the_best_are_kept(tmp_path: Path) -> None:
-    """The best by a logged metric stay, older ones go; also when the training was interrupted in between, and the
-    weights are those of that step."""
+    """The best by a logged metric stay, older ones go; also when the training was interrupted in between, in a
+    validation too, which is then done once more, and not its step's checkpoint. The weights are those of that step."""
     run, out = str(tmp_path / "run"), str(tmp_path / "out")
     places = [ckpt.Memory(), ckpt.Tier(run, every=1, keep=7)]  # of steps of milliseconds: time to mark one of them
     spec = {"run": places, "out": out, "epochs": 5, "callback": {"every": None, "monitor": "val_loss", "top_k": 2}}
     interrupted(["raise batch", 26], **spec)
+    interrupted(["raise val", 2], **spec)  # the first of them belongs to step 32
+    steps = [one.step for one in ckpt.Run(run).list()]
     found = toy.fit(**spec)["callback"]
     scores = {int(name[4:]): float.fromhex(value) for name, value in toy.curve(out).items() if name[:3] == "val"}
     expected = sorted(scores, key=lambda step: scores[step])[:2]
@@ -181,6 +183,8 @@ def test_the_best_are_kept(tmp_path: Path) -> None:
     assert (found.best_step, found.best_score) == (expected[0], pytest.approx(scores[expected[0]]))
     for step in expected:
         assert ckpt.load(run, step=step).step == step
+    again = [one.step for one in ckpt.Run(run).list()]
+    assert steps[0] == 32 and len(set(steps)) == len(steps) and len(set(again)) == len(again)
     with pytest.raises(ckpt.NoCheckpointError):
         ckpt.load(run, step=min(scores, key=lambda step: -scores[step]))
     model = toy.Model(toy.DEFAULTS)

@@ -89,6 +89,7 @@ class Channel:
             if not data:
                 return None
             self._buffer += data
+        self._drop()  # it was closed while these were on their way out of the socket
         return None
 
     def _take(self, size: int) -> Incoming | None:
@@ -117,10 +118,16 @@ class Channel:
             self.sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
+        self._over = True
         self.hang_up()
         self.sock.close()
-        while self._fds:
-            os.close(self._fds.popleft())
+        self._drop()
+
+    def _drop(self) -> None:
+        """What came with messages that nobody takes."""
+        with contextlib.suppress(IndexError):  # two threads may be at it
+            while True:
+                os.close(self._fds.popleft())
 
     def forget(self) -> None:
         """In a forked child: close our copy without a word to the other end."""

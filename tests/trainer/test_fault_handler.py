@@ -507,9 +507,8 @@ def test_no_triggers_arm_nothing(run_dir: str) -> None:
     assert eventually(lambda: not surroundings()["threads"], 20.0)
     before, fds = surroundings(), descriptors()
     with training(run_dir, triggers=[]) as run:
-        for _ in range(20):  # memory for the state as it is after a step may still be on its way
-            run.go()
-            time.sleep(0.05)
+        run.go(2)  # memory for the state as it is after a step may still be on its way
+        assert eventually(lambda: run.cp._session.stager.arena is not None)
         during = surroundings()
         during["threads"] = [n for n in during["threads"] if n not in ("ckpt-stage", "ckpt-receive")]  # type: ignore[attr-defined]
         assert {**during, "threads": []} == before

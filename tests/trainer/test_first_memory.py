@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import logging
+import os
 import threading
 from typing import Any
 
@@ -176,6 +179,36 @@ def test_a_state_that_has_grown(run_dir: str, slow: threading.Event, due: bool) 
     with ckpt.Checkpointer(found, run_dir, triggers=None) as cp:
         assert cp.restore(step=2 if due else 3) == (2 if due else 3)
     assert same(weights(found), expected)
+
+
+def arenas_open() -> list[str]:
+    gc.collect()
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            found.append(os.readlink(f"/proc/self/fd/{name}"))
+    return [link for link in found if link.startswith("/memfd:ckpt-arena")]
+
+
+@pytest.mark.parametrize("raises", [False, True], ids=["closed", "left by an exception"])
+def test_a_state_that_has_just_grown_leaves_no_memory_open(run_dir: str, raises: bool) -> None:
+    """Of the arena that was outgrown, too, whose step is still being written: who still has the Checkpointer in his
+    hands has no descriptor of its memory."""
+    state = build()
+    with (
+        contextlib.suppress(ZeroDivisionError),
+        ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run_dir, every=1)]) as cp,
+    ):
+        cp.restore(default=0)
+        for step in (1, 2, 3):
+            train(state)
+            cp.step(step)
+        grow(state)
+        train(state)
+        cp.step(4)
+        if raises:
+            raise ZeroDivisionError
+    assert cp.writer_pid == 0 and arenas_open() == []
 
 
 def test_slots_that_are_not_ready_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:

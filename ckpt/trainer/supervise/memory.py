@@ -264,9 +264,12 @@ class SnapshotMemory(WriterUser):
     # -- the end --
 
     def close(self) -> None:
-        self.next.drop()
-        for arena in self.all_arenas():
-            arena.close()
+        """What is being made is not taken any more. A mapping has a descriptor of its own: none is kept."""
+        with self._writer.lock:  # the staging thread may be about to move
+            self.next.drop()
+            for arena in self.all_arenas():
+                arena.close()
+            self._spares, self.inherited.arenas, self._arriving = [], [], None
 
     def forget(self) -> None:
         """In a forked child: give up what belongs to the parent. Also what `mmap` has made for itself would hold all of

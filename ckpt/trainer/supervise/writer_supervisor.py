@@ -112,7 +112,7 @@ class WriterSupervisor:
         self.writer.closing = True
         self.client.send(requests.Leave() if self.memory.inherited.arenas else requests.Close())
         self._hang_up()
-        self.memory.next.drop()
+        self.memory.close()
 
     # -- the writer --
 
@@ -231,6 +231,7 @@ class WriterSupervisor:
             self.writer.closing = True
         self._hang_up()
         self.acknowledgements.on_no_writer(WriterError("there was no writer when the trainer let go of its memory"))
+        self.memory.close()
 
     def close(self, timeout_s: float, *, failed: bool = False) -> None:
         """Let the writer finish and leave. DeadlineError if it has not within `timeout_s`; it goes on by itself.

@@ -226,9 +226,16 @@ class Acknowledgements(WriterUser):
         heard = None if label is None else self._layouts.heard(label.layout)
         if heard is not None and not heard.done():
             closed = WriterError(f"closed before the writer had heard of the layout of step {attempt.step}")
-            heard.add_done_callback(
-                lambda _: done(closed) if self._writer.closing else self.acknowledge(attempt, arena, slot, done)
-            )
+            later = [(attempt, arena, slot, done)]  # a future keeps what it has called, which must not keep the memory
+
+            def go_on(_: object) -> None:
+                one = later.pop()
+                if self._writer.closing:
+                    one[-1](closed)
+                else:
+                    self.acknowledge(*one)
+
+            heard.add_done_callback(go_on)
             return
         refusal = None if heard is None else heard.exception()
         if isinstance(refusal, CheckpointError) and not isinstance(refusal, WriterError):

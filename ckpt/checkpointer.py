@@ -18,9 +18,9 @@ import torch
 
 from ckpt.best import Best
 from ckpt.checkpoint.retention import Keep
-from ckpt.errors import SkippedError, UsageError, door
+from ckpt.errors import CheckpointError, SkippedError, UsageError, door
 from ckpt.events import log
-from ckpt.faults.report import Fault
+from ckpt.faults.report import Fault, tell_if_uncaught
 from ckpt.goodput.cadence import Auto
 from ckpt.restore.restore_first import Restored
 from ckpt.save import Save
@@ -90,10 +90,14 @@ class Checkpointer:
     ) -> None:
         wanted, timeouts_s = as_triggers(triggers), (busy_timeout_s, close_timeout_s, agree_timeout_s)
         self._settings = Settings.checked(tiers, name, every, keep, best, (on_busy, on_error), timeouts_s, metrics)
-        with contextlib.ExitStack() as undo:  # whatever comes in between, Ctrl-C too
-            self._reserve(undo)
-            self._start(undo, Session(self._settings, state, takeover, undo), wanted, on_fault)
-            undo.pop_all()
+        try:
+            with contextlib.ExitStack() as undo:  # whatever comes in between, Ctrl-C too
+                self._reserve(undo)
+                self._start(undo, Session(self._settings, state, takeover, undo), wanted, on_fault)
+                undo.pop_all()
+        except CheckpointError as error:
+            tell_if_uncaught(error, self._settings.world.rank, self._settings.world.size)
+            raise
 
     def _reserve(self, undo: contextlib.ExitStack) -> None:
         """UsageError if there is another one of this run in this process, also one that is just being made."""

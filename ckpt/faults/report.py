@@ -13,13 +13,17 @@ import json
 import os
 import re
 import socket
+import sys
 import time
+import traceback
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from types import TracebackType
 from typing import Any
 
-from ckpt.errors import CorruptError
+from ckpt.errors import MENDABLE, CheckpointError, CorruptError
 from ckpt.format.typed_json import typed
 from ckpt.units import duration
 
@@ -187,6 +191,27 @@ def incidents(faults: Iterable[Fault]) -> list[list[Fault]]:
         else:
             found.append([fault])
     return [sorted(one, key=lambda fault: fault.kind == "exception" and fault.advice == "retry") for one in found]
+
+
+def tell_if_uncaught(error: CheckpointError, rank: int, world: int) -> None:
+    """Of what kept a run from being opened, before anybody watches: should it end this process, torchrun is told, and
+    the traceback on the screen ends where the caller's code does."""
+    before, known = sys.excepthook, weakref.ref(error)
+
+    def hook(kind: type[BaseException], found: BaseException, trace: TracebackType | None) -> None:
+        if found is known():
+            at = trace if isinstance(found, MENDABLE) else None
+            while at is not None:
+                if at.tb_next is not None and str(at.tb_next.tb_frame.f_globals.get("__name__")).startswith("ckpt."):
+                    at.tb_next = None
+                at = at.tb_next
+            who = f"rank {rank}" if world > 1 else "the trainer"
+            fault = Fault("exception", f"{who} raised {kind.__name__}: {str(found)[:500]}", rank=rank, world=world)
+            stack = reversed(traceback.extract_tb(trace))
+            tell_launcher(fault, [f"{f.name} ({f.filename}:{f.lineno})" for f in stack])
+        before(kind, found, trace)
+
+    sys.excepthook = hook
 
 
 def tell_launcher(fault: Fault, stack: Sequence[str] = ()) -> None:

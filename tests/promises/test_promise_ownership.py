@@ -100,7 +100,13 @@ def test_a_run_whose_trainer_lives_is_not_taken_over_by_an_opening(where: str, r
     place = run_dir if where == "folder" else where
     with Life(place, 3) as first:
         second = run_script(LIFE, place, 9)
-        assert f"InUseError: process {first.process.pid}" in second.stderr and "takeover=True" in second.stderr
+        assert (
+            f"InUseError: process {first.process.pid} on this machine ({socket.gethostname()}) trains" in second.stderr
+        )
+        assert (
+            run_dir if where == "folder" else "in memory only"
+        ) in second.stderr and "takeover=True" in second.stderr
+        assert f" since {time.strftime('%Y-')}" in second.stderr
         assert [first.do(), first.do()] == ["staged 4", "staged 5"]
     assert start_of(place, 0) == ["start", "5", "5", "memory"]
 

@@ -648,6 +648,27 @@ def test_an_exception_that_nobody_catches(run_dir: str, tmp_path: Path, monkeypa
         assert run.at == 3 and is_exact(run) and run.cp.faults == []
 
 
+@pytest.mark.parametrize("caught", [False, True], ids=["uncaught", "caught"])
+def test_what_keeps_a_run_from_being_opened_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caught: bool
+) -> None:
+    """To torchrun, with the caller's frame; and on the screen once, without ours. Control: who catches it says nothing,
+    and the next exception is the cause."""
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    opening = "def opening(): ckpt.Checkpointer({'n': torch.zeros(1)}, '/proc/no/run')\n"
+    calling = (
+        "import contextlib\nwith contextlib.suppress(ckpt.StoreError): opening()\n1 / 0" if caught else "opening()"
+    )
+    said = run_script(f"import ckpt, torch\n{opening}{calling}\n").stderr
+    if caught:
+        assert "ZeroDivisionError" in said and "/proc/no" not in said and not (tmp_path / "error.json").exists()
+        return
+    message = json.loads((tmp_path / "error.json").read_text())["message"]
+    assert "NotFoundError" in message["message"] and "/proc/no/run" in message["message"]
+    assert "opening (<string>:2)" in message["extraInfo"]["py_callstack"]
+    assert said.count("file:///proc/no/run") == 1 and "errors.py" not in said and said.startswith("Traceback")
+
+
 # -- deaths --
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import time
 from collections.abc import Callable
 
@@ -13,6 +14,7 @@ from ckpt.errors import CheckpointError, DeadlineError, FencedError, InUseError,
 from ckpt.events import log
 from ckpt.ipc import channel, requests
 from ckpt.ipc.claim import Claim
+from ckpt.ipc.process import Process
 from ckpt.tiers import Tier
 from ckpt.trainer.supervise.current_writer import CurrentWriter
 from ckpt.trainer.supervise.opening import OPEN_S, RunOpener
@@ -36,6 +38,14 @@ class _Leaving(WriterError):
 
 class _Ended(_Leaving):
     """It was killed, since it did not answer."""
+
+
+def in_use(tiers: list[Tier], pid: int, age_s: float | None, what: str = "") -> InUseError:
+    """By whom on this machine, and since when. `pid`: 0 if it cannot be seen; `what`: of the run."""
+    who = f"process {pid}" if pid else "a process that cannot be seen from here (another container)"
+    since = "" if age_s is None else time.strftime(" since %Y-%m-%d %H:%M:%S", time.localtime(time.time() - age_s))
+    run = tiers[0].url if tiers else "this run, which is in memory only"
+    return InUseError(f"{who} on this machine ({socket.gethostname()}) trains {what}{run}{since}")
 
 
 class WriterFinder:
@@ -110,8 +120,7 @@ class WriterFinder:
             if (found := self._whose()) is not None and other in found.losers:
                 return  # it stands still, and has the name until it hears of that
             if time.monotonic() > end:
-                who = f"process {other}" if other else "a process that cannot be seen from here (another container)"
-                raise InUseError(f"{who} on this machine trains this run")
+                raise in_use(self._tiers, other, time.monotonic() - Process.of(other).born if other else None)
             time.sleep(0.1)
 
     def _say_unreachable(self) -> None:
@@ -167,8 +176,7 @@ class WriterFinder:
                 run(check_places([tier.spec() for tier in self._tiers]))
                 return self._say_hello(found, takeover=True)
             if time.monotonic() > end:
-                since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(hello.since))
-                raise InUseError(f"process {hello.trainer} on this machine trains this run, since {since}")
+                raise in_use(self._tiers, hello.trainer, time.time() - hello.since)
             time.sleep(0.1)
 
     def _say_hello(self, found: WriterClient, *, takeover: bool = False) -> Greeted:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ckpt.errors import CheckpointError, DeadlineError, InUseError, WriterError
+from ckpt.errors import CheckpointError, DeadlineError, WriterError
 from ckpt.events import log
 from ckpt.format.manifest import Attempt
 from ckpt.ipc import channel, requests
@@ -16,7 +16,7 @@ from ckpt.restore.sources import HeldSnapshot
 from ckpt.runlog.log import in_history
 from ckpt.trainer.staging.stage import Stager
 from ckpt.trainer.supervise.current_writer import CurrentWriter
-from ckpt.trainer.supervise.find_writer import DYING_S, HELLO_S, PATIENT_S
+from ckpt.trainer.supervise.find_writer import DYING_S, HELLO_S, PATIENT_S, in_use
 from ckpt.trainer.supervise.memory import HeldElsewhere, SnapshotMemory, as_digests
 from ckpt.trainer.supervise.opening import RunOpener
 from ckpt.trainer.supervise.writer_client import REQUEST_S, WriterClient
@@ -156,8 +156,7 @@ class HeldSnapshots:
                 self._take_from(key)
                 told = True
             if time.monotonic() > end:
-                since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found.since))
-                raise InUseError(f"process {found.trainer} on this machine trains a rank of this run, since {since}")
+                raise in_use(self._run.tiers, found.trainer, time.time() - found.since, "a rank of ")
             time.sleep(0.1)
 
     def _take_from(self, key: str) -> None:

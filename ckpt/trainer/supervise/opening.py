@@ -43,7 +43,7 @@ class RunOpener:
         commit_s: float,
         takeover: bool,
     ) -> None:
-        self._writer, self._held, self._tiers, self._memory = writer, held, tiers, memory
+        self._writer, self._held, self.tiers, self._memory = writer, held, tiers, memory
         self._world, self._commit_s, self._takeover = world, commit_s, takeover
         self.owner = Acquire(0, "", None)
         self.roles = [Role((world.rank,), 0, world.size) for _ in tiers]
@@ -52,7 +52,7 @@ class RunOpener:
     def open(self, client: WriterClient, *, writers: int = 0) -> Opened:
         """Have the durable places opened; nothing in them is changed. `writers`: of ours that have died before."""
         request = requests.OpenRun(
-            tiers=[tier.spec() for tier in self._tiers],
+            tiers=[tier.spec() for tier in self.tiers],
             linger_s=self._memory.linger_s if self._memory is not None else 0.0,
             commit_s=self._commit_s,
             first_try=1000 * writers,
@@ -70,7 +70,7 @@ class RunOpener:
 
     def _cadences(self) -> list[tuple[str, object]]:
         memory: list[tuple[str, object]] = [(MEMORY, self._memory.every)] if self._memory is not None else []
-        return memory + [(tier.url, tier.every) for tier in self._tiers]
+        return memory + [(tier.url, tier.every) for tier in self.tiers]
 
     def open_again(self, client: WriterClient, *, writers: int) -> None:
         """By a writer that takes the place of one that has died."""

@@ -24,15 +24,12 @@ def files(context: click.Context, parameter: click.Parameter, begun: str) -> lis
     return [CompletionItem(begun, type="file")]
 
 
-step_option = click.option("--step", type=click.IntRange(min=0), help="The same as @STEP behind RUN.")
-
-
 def checkpoint_argument(name: str = "url", run: str = "RUN") -> Callable[[Callable[..., T]], Callable[..., T]]:
     """The command gets the run by this name, and `step`: as `ckpt.checkpoint.spelling.Wanted`."""
 
     def add(command: Callable[..., T]) -> Callable[..., T]:
         @click.argument(name, metavar=f"{run}[@STEP]", shell_complete=folders)
-        @step_option
+        @click.option("--step", type=click.IntRange(min=0), metavar="STEP", help=f"The same as @STEP behind {run}.")
         @functools.wraps(command)
         def with_step(*, step: int | None, **given: Any) -> T:
             given[name], wanted = spelling.split(given[name], step)

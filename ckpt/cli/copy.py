@@ -44,9 +44,9 @@ if TYPE_CHECKING:  # what `ls` need not wait for is imported where it is used
     "--take-over", is_flag=True, help="Let DST go on from it, also if a job trains there: that saves no more."
 )
 @click.option("--src-option", "src_options", metavar="KEY=VALUE", multiple=True, callback=parse_options,
-              help="The same for SRC alone.")  # fmt: skip
+              help="As --option, for SRC alone.")  # fmt: skip
 @click.option("--dst-option", "dst_options", metavar="KEY=VALUE", multiple=True, callback=parse_options,
-              help="The same for DST alone.")  # fmt: skip
+              help="As --option, for DST alone.")  # fmt: skip
 @plan_options
 def copy(
     src: str,

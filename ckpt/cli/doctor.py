@@ -27,17 +27,19 @@ PER_NODE = 8  # ranks, where nobody says it
 
 @click.command(
     epilog=example(
-        "ckpt doctor /nvme/run1 s3://bucket/run1 --state-gb 140 --step-s 1.2 --world 64",
-        "ckpt doctor s3://bucket/run1 --option endpoint_url=https://minio.example:9000 --json",
+        "ckpt doctor /nvme/run1 s3://b/run1 --state-gb 140 --step-s 1.2 --world 64",
+        "ckpt doctor s3://b/run1 --option endpoint_url=https://minio.example:9000",
     )
 )
 @click.argument("urls", metavar="[URL]...", nargs=-1, shell_complete=folders)
 @click.option("--size", type=click.IntRange(min=1), default=256, show_default=True, metavar="MIB",
-              help="Write and read at most so much in each tier, for at most 10 s each.")  # fmt: skip
-@click.option("--state-gb", type=click.FloatRange(min=0, min_open=True), help="The whole job's state, in 10**9 bytes.")
-@click.option("--step-s", type=click.FloatRange(min=0, min_open=True), help="How long a training step takes.")
-@click.option("--world", type=click.IntRange(min=1), default=1, help="How many ranks the job has.")
-@click.option("--per-node", type=click.IntRange(min=1),
+              help="Write and read at most so much in each place, for at most 10 s each.")  # fmt: skip
+@click.option("--state-gb", type=click.FloatRange(min=0, min_open=True), metavar="GB",
+              help="The whole job's state, in 10**9 bytes.")  # fmt: skip
+@click.option("--step-s", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS",
+              help="How long a training step takes.")  # fmt: skip
+@click.option("--world", type=click.IntRange(min=1), default=1, metavar="N", help="How many ranks the job has.")
+@click.option("--per-node", type=click.IntRange(min=1), metavar="N",
               help="How many of them are on each machine. By default what the launcher says, else one for each GPU"
                    f" here, else {PER_NODE} at most.")  # fmt: skip
 @look_options

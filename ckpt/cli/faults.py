@@ -18,7 +18,7 @@ from ckpt.faults.report import ADVICE, in_words, incidents
     epilog=example("ckpt faults runs/exp1", "ckpt faults runs/exp1 --json | jq '.incidents[-1][0].exit_code'")
 )
 @run_argument
-@click.option("--last", type=click.IntRange(min=1), help="Only so many of the newest incidents.")
+@click.option("--last", type=click.IntRange(min=1), metavar="N", help="Only so many of the newest incidents.")
 @look_options
 def faults(url: str, last: int | None, as_json: bool) -> int:
     """What went wrong in a run: who saw it first, where every rank stood, what was saved, what to do.

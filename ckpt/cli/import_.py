@@ -23,7 +23,9 @@ from ckpt.convert.output import local_path
 )
 @click.argument("src", shell_complete=files)
 @click.argument("run", shell_complete=folders)
-@click.option("--step", type=click.IntRange(min=0), help="What step it is of. By default what SRC says, else 0.")
+@click.option(
+    "--step", type=click.IntRange(min=0), metavar="STEP", help="What step it is of. By default what SRC says, else 0."
+)
 @as_option
 @world_option
 @only_option
@@ -49,7 +51,7 @@ def import_(
     dry_run: bool,
     as_json: bool,
 ) -> int:
-    """Make a run of what another library has saved: a training goes on, or starts, from there with `restore()`.
+    """Make a run of what another library has saved: a training goes on, or starts, from there.
 
     SRC: safetensors (a file, or a folder with or without an index), a torch.save file, or a folder of torch's
     distributed checkpoints, Megatron's torch_dist among them. Nothing in it is run: objects that only code could make

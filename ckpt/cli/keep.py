@@ -43,7 +43,11 @@ def show_keep(found: Found) -> None:
     was = "is not kept" if found["was"] is None else f"is kept: {found['was']}"
     put(f"step {found['step']} of {found['url']}, attempt {found['attempt']}, {was}")
     if found["was"] != found["note"]:
-        put("to let it go, as its age demands" if found["note"] is None else f"to keep it: {found['note']}")
+        put(
+            "to let it go, as its age demands"
+            if found["note"] is None
+            else f"to be kept for ever, with the note: {found['note']}"
+        )
     if found["partial"]:
         put(PARTIAL)
 

@@ -40,6 +40,7 @@ only_option = click.option(
 as_option = click.option(
     "--as",
     "at",
+    metavar="NAME",
     default="model",
     show_default=True,
     callback=place_in_state,

@@ -39,12 +39,14 @@ class Assumption(click.ParamType):  # type: ignore[type-arg]
 @click.command(
     epilog=example(
         "ckpt plan --gpus 16384 --params 405B --step-s 5.9 --restart 60s",
-        "ckpt plan --gpus 512 --state 980GB --step-s 2.1 --mtbf 2d --assume shared.cost_s=0.4s",
-        "ckpt plan --costs s3://bucket/run1 --gpus 4096       # what this run has measured, at another scale",
+        "ckpt plan --gpus 512 --state 980GB --step-s 2.1 --assume shared.cost_s=0.4s",
+        "ckpt plan --costs s3://bucket/run1 --gpus 4096   # by what it has measured",
     )
 )
-@click.option("--gpus", type=click.IntRange(1, 10**9), help="Ranks of the job.")
-@click.option("--per-node", type=click.IntRange(min=1), default=8, show_default=True, help="Ranks of a node.")
+@click.option("--gpus", type=click.IntRange(1, 10**9), metavar="N", help="Ranks of the job.")
+@click.option(
+    "--per-node", type=click.IntRange(min=1), default=8, show_default=True, metavar="N", help="Ranks of a node."
+)
 @click.option("--params", type=Quantity("count"), help="Parameters of the model, such as 70B: 14 bytes of state each.")
 @click.option("--state", type=Quantity("size"), help="Instead of --params: bytes over all ranks, nothing twice.")
 @click.option("--step-s", type=Quantity("duration"), help="How long a training step takes.")

@@ -39,11 +39,13 @@ def number_or_all(context: click.Context, parameter: click.Parameter, text: str)
 @click.option(
     "--keep-last",
     callback=number_or_all,
-    metavar="INTEGER|all",
+    metavar="N|all",
     required=True,
     help='So many of the newest stay, two at least; "all": only files of attempts that have ended go.',
 )
-@click.option("--keep-every", type=click.IntRange(min=1), help="And every one whose step is a multiple of this.")
+@click.option(
+    "--keep-every", type=click.IntRange(min=1), metavar="N", help="And every one whose step is a multiple of this."
+)
 @grace_option
 @plan_options
 def prune(

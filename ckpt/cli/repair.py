@@ -103,7 +103,7 @@ async def _repair(url: str, sources: Sequence[str], step: Which, yes: bool, quie
             if not quiet:
                 show_done(found)
         elif not quiet and found["damaged"]:
-            put("Nothing was done. With --yes it is." if found["bytes_to_write"] else "Nothing can be done.")
+            put("Nothing was done yet: --yes does it." if found["bytes_to_write"] else "Nothing can be done.")
         return found
 
 

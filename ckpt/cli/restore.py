@@ -48,12 +48,14 @@ MOST_RANKS = 4096  # that one process plans for
 
 dtype_option = click.option(
     "--dtype",
+    metavar="DTYPE",
     help="Cast the weights to bf16, fp16, fp32 or fp64: floating-point tensors of modules. Others stay as they are.",
 )
 world_option = click.option(
     "--world-size",
     "world",
     type=click.IntRange(1, MOST_RANKS),
+    metavar="N",
     help="Cut it for a job of so many ranks, as a run of ours.",
 )
 memory_option = click.option(

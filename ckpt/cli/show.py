@@ -37,6 +37,8 @@ from ckpt.store import Store
 
 RECENT = 4  # incarnations
 
+TYPES = {"NoneType": "none", "Reference": "tensor"}  # in words of people
+
 
 @click.command(epilog=example("ckpt show runs/exp1", "ckpt show runs/exp1@500 --only 'model.*.weight'"))
 @checkpoint_argument()
@@ -62,7 +64,8 @@ def show(url: str, step: Which, only: str | None, every: bool, as_json: bool) ->
     print_table(titles, [tensor_row(t) for t in found["tensors"]])
     if only is None:
         print_table(("component", "kind"), [(c["path"], c["kind"]) for c in found["components"]])
-        print_table(("value", "type", "is"), [(v["path"], v["type"], short(v["value"])) for v in found["values"]])
+        rows = [(v["path"], TYPES.get(v["type"], v["type"]), short(v["value"])) for v in found["values"]]
+        print_table(("value", "type", "is"), rows)
         packs = [(p["key"], human(p["size"]), human(p["used"]), "" if p["own"] else p["step"]) for p in found["packs"]]
         if packs:
             print_table(("pack", "size", "used", "of step"), packs)

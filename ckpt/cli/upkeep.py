@@ -34,7 +34,7 @@ grace_option = click.option(
 
 def show_end(found: Found, done: str) -> int:
     """The last line of a plan that is not empty."""
-    put(done if found["done"] else "Nothing was done. With --yes it is.")
+    put(done if found["done"] else "Nothing was done yet: --yes does it.")
     return 0
 
 

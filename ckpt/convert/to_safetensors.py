@@ -98,7 +98,7 @@ def plan(
         if index is not None:
             write_regular(folder / INDEX, index)
 
-    notes = (f"names lose {prefix!r}",) if prefix else ()
+    notes = (f"the names of tensors are written without {prefix!r} in front",) if prefix else ()
     return Output("safetensors", tuple(files), finish, bool(single), notes=notes)
 
 

@@ -107,7 +107,7 @@ def cadence(found: Chronicle) -> str:
                 (moment(d.at), f"{max(0, d.one.step):,}", place, "never" if every <= 0 else f"{every:,}",
                  "" if cost is None else duration(cost), d.one.why.get(place, ""))
             )  # fmt: skip
-    titles = ("when", "from step", "place", "every … steps", "a save costs", "why")
+    titles = ("when", "from step", "tier", "every … steps", "a save costs", "why")
     says = 'How often every="auto" has found that saving pays, and why.'
     return _section("Cadence", says, titles, lines[:NEWEST], len(lines), (1, 3, 4))
 

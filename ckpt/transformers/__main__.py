@@ -17,7 +17,7 @@ from ckpt.units import duration
 )
 @click.argument("run", metavar="RUN[@STEP]")
 @click.option("--to", "folder", metavar="DIR", required=True, help="The folder to make. It must not be there.")
-@click.option("--step", type=click.IntRange(min=0), help="The same as @STEP behind RUN.")
+@click.option("--step", type=click.IntRange(min=0), metavar="STEP", help="The same as @STEP behind RUN.")
 @click.option("--dtype", help="Cast the weights to bf16, fp16, fp32 or fp64.")
 def command(run: str, folder: str, step: int | None, dtype: str | None) -> None:
     """Write a checkpoint of RUN, which a CheckpointCallback has saved, as a folder that from_pretrained() reads."""

@@ -404,6 +404,7 @@ def test_help_has_an_example(command: str, call: Any) -> None:
     found = call(command, "--help")
     assert found.code == 0 and f"ckpt {command} " in found.out.partition("Example:")[2]
     assert "give up" not in found.out.lower()  # checkpoints and files are deleted
+    assert " RANGE" not in found.out and max(map(len, found.out.splitlines())) <= 80
     assert f"\n  {command} " in call("--help").out and ckpt.__version__ in call("--version").out
 
 

@@ -114,7 +114,7 @@ def check(call: Call, run: Path, pristine: Path, *sources: Path) -> None:
     shown, told = call("repair", run, *words), call("repair", run, *words, "--json")
     assert (shown.code, told.code) == (1, 1), shown.out + shown.err
     assert told.json["damaged"] and told.json["done"] is None and not told.json["remains"], told.out
-    assert "With --yes" in shown.out and "LOST" not in shown.out
+    assert "--yes does it" in shown.out and "LOST" not in shown.out
     assert tree(run) == before
     done = call("repair", run, *words, "--yes", "--json")
     assert (done.code, done.json["remains"], done.json["done"]["failed"]) == (0, False, []), done.out

@@ -132,7 +132,7 @@ def test_a_plan_is_shown_and_nothing_is_done(run: Path, call: Call, words: Seque
     words = [word.format(run=run) for word in words]
     before = tree(run)
     shown, told = call(*words), call(*words, "--json")
-    assert shown.code == 0 and "With --yes" in shown.out and told.json["done"] is None
+    assert shown.code == 0 and "--yes does it" in shown.out and told.json["done"] is None
     assert tree(run) == before and not Path(f"{run}-copy").exists()
     assert call(*words, "--yes", "--json").json["done"]
     assert tree(run) != before or Path(f"{run}-copy").exists()
@@ -731,7 +731,7 @@ def test_keep_is_said_and_taken_back(run: Path, call: Call) -> None:
 
 def test_yes_alone_keeps(run: Path, call: Call) -> None:
     """Nobody has to find words: then it says that it was by hand. Without --yes nothing is kept."""
-    assert "to keep it: by hand" in call("keep", f"{run}@2").out and not state_of(run).kept
+    assert "to be kept for ever, with the note: by hand" in call("keep", f"{run}@2").out and not state_of(run).kept
     assert call("keep", run, "--step", 2, "--yes").code == 0
     assert list(state_of(run).kept.values()) == ["by hand"]
 

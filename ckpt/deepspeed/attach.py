@@ -11,6 +11,7 @@ Its state has four entries, and those of the user beside them:
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ import torch
 from ckpt.checkpointer import Checkpointer
 from ckpt.deepspeed.internals import Engine
 from ckpt.errors import UsageError
+from ckpt.ranks.world import made_together
 from ckpt.save import Save
 from ckpt.state.shards import Shards
 
@@ -63,7 +65,7 @@ def attach(engine: Any, tiers: object, *, state: dict[str, Any] | None = None, *
 
 def entries(engine: Any) -> tuple[Engine, dict[str, Any]]:
     """An engine's own entries of a state. UsageError as of `attach`."""
-    inside = Engine(engine)
+    inside = made_together("attach", partial(Engine, engine))
     ours: dict[str, Any] = {
         "model": Shards(
             inside.weights, optimizer=inside.optimizer, restored=inside.weights_restored, ranks=inside.ranks

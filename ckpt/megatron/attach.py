@@ -12,12 +12,14 @@ Its state has four entries, and those of the user beside them:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from ckpt.checkpointer import Checkpointer
 from ckpt.errors import UsageError
 from ckpt.megatron.internals import Megatron, OptimizerParamScheduler
 from ckpt.megatron.random_numbers import RandomNumbers
+from ckpt.ranks.world import made_together
 from ckpt.state.shards import Shards
 from ckpt.state.stateful import RNG
 
@@ -37,15 +39,15 @@ def attach(
 
     Call it on all ranks before the first step. `tiers`, `options`: as of `ckpt.Checkpointer`. `state`: what else
     belongs to the training: the schedule of the learning rate, loaders. Random numbers are saved without being named.
-    A run goes on with other sizes of tensor, pipeline and data parallelism. UsageError for what is not known, says
-    what to do; ImportError at import for a version of megatron-core that is not known.
+    A run goes on with other sizes of tensor, pipeline and data parallelism. UsageError for what is not known, on all
+    ranks if it is one of them, says what to do; ImportError at import for a version of megatron-core that is not known.
     """
     own = dict(state or {})
     if taken := sorted(own.keys() & set(OURS)):
         raise UsageError(f"{', '.join(taken)}: ckpt.megatron has entries of these names itself; name yours otherwise")
     if twice := sorted(name for name, one in own.items() if isinstance(one, RNG)):
         raise UsageError(f"{', '.join(twice)}: ckpt.megatron saves random numbers itself: leave ckpt.RNG() out")
-    inside = Megatron(model_chunks, optimizer)
+    inside = made_together("attach", partial(Megatron, model_chunks, optimizer))
     ours = {
         "model": Shards(
             inside.weights, optimizer=inside.optimizer, restored=inside.weights_restored, ranks=inside.ranks

@@ -16,15 +16,17 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from ckpt import errors
 from ckpt.errors import CheckpointError, DeadlineError, PeerError, TransferError, UsageError, from_wire, to_wire
 from ckpt.events import log as logger
+from ckpt.ipc import channel
 from ckpt.ranks.board import ANSWER_S, PAUSE_S, Alone, Board, Json, pack, unpack
 from ckpt.ranks.save_rounds import Round, SaveRounds
 
 Decide = Callable[[list[Json]], Json]
+T = TypeVar("T")
 
 GRACE_S = 15.0  # the others wait longer than rank 0 by this, because it may come later than they do
 KEPT_MAIL = 64  # messages of a rank that stay in the store
@@ -281,6 +283,17 @@ def together(
     if failure is not None and verdict["rank"] != world.rank:
         logger.warning("%s failed on this rank as well: %r", topic, failure)
     raise from_wire(verdict["error"]) from failure
+
+
+def made_together(topic: str, make: Callable[[], T]) -> T:
+    """What each rank makes of its own. If that failed anywhere, all raise the same error: none waits for that rank."""
+    world = World.detect(channel.node_id())
+    made: list[T] = []
+    try:
+        together(world, topic, lambda: made.append(make()))
+    finally:
+        world.farewell()
+    return made[0]
 
 
 def _verdict(posts: list[Any], decide: Callable[[list[Json]], Json] | None) -> dict[str, Json]:

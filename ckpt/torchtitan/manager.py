@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Any
 
 from ckpt.checkpointer import Checkpointer
 from ckpt.events import log
+from ckpt.ranks.world import made_together
 from ckpt.tiers import Memory, Tier
 from ckpt.torchtitan import initial
 from ckpt.torchtitan.internals import BaseCheckpointManager, Job, filesystem, tyro
@@ -40,7 +42,7 @@ class CheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         if not self.enable:
             return
         self._config, self._folder = config, filesystem.join(base_folder, config.folder)
-        self._job = Job(config, self._folder, given)
+        self._job = made_together("attach", partial(Job, config, self._folder, given))
         self._checkpointer = None
         if not config.load_only:
             keep = config.keep_latest_k or "all"

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,13 @@ from safetensors.torch import load_file
 import ckpt
 from commands import spawn
 from foreign import python_with
-from parallel import free_port
+from parallel import said_by
 from processes import PYTHONPATH
 
 MAIN = "import deepspeed_toy; deepspeed_toy.main()"
 PIPELINE = "import deepspeed_pipeline_toy; deepspeed_pipeline_toy.main()"
 PIPED = ["0-tied", "1-tied"]
+launch = partial(said_by, DS_ACCELERATOR="cpu")
 KILLED, STEPS = 4, 7  # as in deepspeed_toy
 CASES = (
     "0-fp32",
@@ -55,40 +57,6 @@ def python() -> Path:
     return python_with("deepspeed")
 
 
-def launch(python: Path, world: int, *words: object, main: str = MAIN) -> tuple[list[int], list[dict[str, Any]]]:
-    """The exit codes of the ranks, and what the first one printed."""
-    base = {
-        **os.environ,
-        "PYTHONPATH": PYTHONPATH,
-        "DS_ACCELERATOR": "cpu",
-        "OMP_NUM_THREADS": "1",
-        "OMP_WAIT_POLICY": "passive",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "WORLD_SIZE": str(world),
-        "LOCAL_WORLD_SIZE": str(world),
-    }
-    ranks = [
-        subprocess.Popen(
-            [str(python), "-c", main, *map(str, words)],
-            env={**base, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    try:
-        said = [rank.communicate(timeout=280)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    codes = [rank.returncode for rank in ranks]
-    assert set(codes) <= {0, -signal.SIGKILL}, said[0][-6000:]
-    return codes, [json.loads(line) for line in said[0].splitlines() if line.startswith('{"')]
-
-
 @pytest.fixture(scope="module")
 def folder(python: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("deepspeed")
@@ -97,7 +65,7 @@ def folder(python: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def untouched(python: Path, folder: Path) -> list[dict[str, Any]]:
     """What two ranks said in runs without everystep; after them all cases were killed in the middle of step 5."""
-    codes, said = launch(python, 2, "kill", folder, *CASES)
+    codes, said = launch(python, 2, MAIN, "kill", folder, *CASES)
     assert codes == [-signal.SIGKILL] * 2
     assert [one["case"] for one in said if "killed" in one] == list(CASES)
     return [one for one in said if "step" in one]
@@ -105,7 +73,7 @@ def untouched(python: Path, folder: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def resumed(python: Path, folder: Path, untouched: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return launch(python, 2, "go_on", folder, *CASES)[1]
+    return launch(python, 2, MAIN, "go_on", folder, *CASES)[1]
 
 
 def of(said: list[dict[str, Any]], case: str) -> list[dict[str, Any]]:
@@ -135,13 +103,13 @@ def test_loss_scales_moved_in_these_runs(untouched: Any) -> None:
 @pytest.fixture(scope="module")
 def by_three(python: Path, folder: Path, resumed: Any) -> list[dict[str, Any]]:
     """Three ranks, in other ways."""
-    return launch(python, 3, "take_over", folder, *(f"{case}={other}" for case, other in OTHERS.items()))[1]
+    return launch(python, 3, MAIN, "take_over", folder, *(f"{case}={other}" for case, other in OTHERS.items()))[1]
 
 
 @pytest.fixture(scope="module")
 def by_one(python: Path, folder: Path, by_three: Any) -> list[dict[str, Any]]:
     """One rank after them, in the ways of the beginning."""
-    return launch(python, 1, "take_over", folder, *(f"{case}={case}" for case in OTHERS))[1]
+    return launch(python, 1, MAIN, "take_over", folder, *(f"{case}={case}" for case in OTHERS))[1]
 
 
 @pytest.mark.parametrize("case", OTHERS)
@@ -196,10 +164,10 @@ def test_hugging_faces_trainer_in_its_deepspeed_mode(stage: int, python: Path, t
     """By the callback alone: killed as step 6 of 8 begins, it goes on from memory at step 5
     with the losses, gradient norms and learning rates of a run that nobody killed, dropout and all."""
     main = "import deepspeed_hf_toy; deepspeed_hf_toy.main()"
-    untouched = launch(python, 2, tmp_path / "untouched", stage, -1, main=main)[1]
-    codes, killed = launch(python, 2, tmp_path / "run", stage, 5, main=main)
+    untouched = launch(python, 2, main, tmp_path / "untouched", stage, -1)[1]
+    codes, killed = launch(python, 2, main, tmp_path / "run", stage, 5)
     assert codes == [-signal.SIGKILL] * 2
-    resumed = launch(python, 2, tmp_path / "run", stage, -1, main=main)[1]
+    resumed = launch(python, 2, main, tmp_path / "run", stage, -1)[1]
     assert resumed[-1] == {"restored": [5, "memory"]} and untouched[-1] == {"restored": [None, None]}
 
     def steps(said: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -240,7 +208,7 @@ def piped(python: Path, folder: Path) -> dict[str, list[dict[str, Any]]]:
     said = {}
     for world, action in ((2, "kill"), (2, "go_on"), (2, "all_layers"), (4, "again"), (2, "refuse")):
         cases = ["0-bias"] if action == "refuse" else PIPED
-        codes, said[action] = launch(python, world, action, folder / "piped", *cases, main=PIPELINE)
+        codes, said[action] = launch(python, world, PIPELINE, action, folder / "piped", *cases)
         assert codes == [-signal.SIGKILL if action == "kill" else 0] * world
     return said
 

@@ -246,10 +246,12 @@ def launch(
     return done
 
 
-def said_by(python: Path, world: int, code: str, *words: object) -> tuple[list[int], list[dict[str, Any]]]:
+def said_by(
+    python: Path, world: int, code: str, *words: object, **environment: str
+) -> tuple[list[int], list[dict[str, Any]]]:
     """Of the ranks of a job under a foreign interpreter: their exit codes, and what the first one printed as JSON.
     They end well, or by SIGKILL."""
-    more = {"LOCAL_WORLD_SIZE": str(world), "PYTHONWARNINGS": "ignore"}
+    more = {"LOCAL_WORLD_SIZE": str(world), "PYTHONWARNINGS": "ignore", **environment}
     done = launch(world, code, *words, port=free_port(), timeout_s=280, python=python, **more)
     codes = [one.returncode for one in done]
     assert set(codes) <= {0, -signal.SIGKILL}, "\n".join(one.stderr[-4000:] for one in done)

@@ -14,7 +14,7 @@ import pytest
 
 import ckpt
 from foreign import python_with
-from parallel import free_port
+from parallel import said_by
 from processes import PYTHONPATH, REPO
 
 MAIN = "import titan_on_cpu, titan_toy; titan_toy.main()"
@@ -28,38 +28,6 @@ def python() -> Path:
     return python_with("torchtitan")
 
 
-def launch(python: Path, world: int, *words: object) -> tuple[list[int], Said]:
-    """The exit codes of the ranks, and what the first one printed."""
-    base = {
-        **os.environ,
-        "PYTHONPATH": PYTHONPATH,
-        "OMP_NUM_THREADS": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "WORLD_SIZE": str(world),
-        "LOCAL_WORLD_SIZE": str(world),
-    }
-    ranks = [
-        subprocess.Popen(
-            [str(python), "-c", MAIN, *map(str, words)],
-            env={**base, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    try:
-        said = [rank.communicate(timeout=280)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    codes = [rank.returncode for rank in ranks]
-    assert set(codes) <= {0, -signal.SIGKILL}, "\n".join(one[-4000:] for one in said)
-    return codes, [json.loads(line) for line in said[0].splitlines() if line.startswith('{"')]
-
-
 @pytest.fixture(scope="module")
 def folder(python: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("torchtitan")
@@ -68,14 +36,14 @@ def folder(python: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def killed(python: Path, folder: Path) -> Said:
     """What two ranks said under torchtitan's own manager, and then under ours, until they were killed."""
-    codes, said = launch(python, 2, "kill", folder)
+    codes, said = said_by(python, 2, MAIN, "kill", folder)
     assert codes == [-signal.SIGKILL] * 2
     return said
 
 
 @pytest.fixture(scope="module")
 def resumed(python: Path, folder: Path, killed: Said) -> Said:
-    return launch(python, 2, "go_on", folder)[1]
+    return said_by(python, 2, MAIN, "go_on", folder)[1]
 
 
 @pytest.fixture(scope="module")
@@ -85,28 +53,28 @@ def steps_kept(folder: Path, resumed: Said) -> dict[str, list[int]]:
 
 @pytest.fixture(scope="module")
 def by_four(python: Path, folder: Path, steps_kept: Any) -> Said:
-    codes, said = launch(python, 4, "four", folder)
+    codes, said = said_by(python, 4, MAIN, "four", folder)
     assert codes == [-signal.SIGKILL] * 4
     return said
 
 
 @pytest.fixture(scope="module")
 def begun(python: Path, folder: Path, by_four: Said) -> Said:
-    return launch(python, 2, "begin", folder)[1]
+    return said_by(python, 2, MAIN, "begin", folder)[1]
 
 
 @pytest.fixture(scope="module")
 def piped(python: Path, folder: Path) -> Said:
     """Two parts of the model on each of two ranks: without saving, and then saved until they were killed."""
-    codes, said = launch(python, 2, "pipeline", folder)
+    codes, said = said_by(python, 2, MAIN, "pipeline", folder)
     assert codes == [-signal.SIGKILL] * 2
-    return said + launch(python, 2, "pipeline_on", folder)[1]
+    return said + said_by(python, 2, MAIN, "pipeline_on", folder)[1]
 
 
 @pytest.fixture(scope="module")
 def replicated(python: Path, folder: Path, by_four: Said) -> Said:
     """The model on two ranks, and on two others again (HSDP): without saving, saved until they were killed, and on."""
-    return by_four + launch(python, 4, "replicated_on", folder)[1]
+    return by_four + said_by(python, 4, MAIN, "replicated_on", folder)[1]
 
 
 def of(said: Said, case: str) -> Said:

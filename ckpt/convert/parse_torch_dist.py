@@ -62,7 +62,7 @@ def parse(path: FilePath, at: Path = ("model",)) -> Foreign:
             raise CorruptError("not what Megatron writes")
     with told(path):
         others = {key.partition("/")[0] for key in paths if key not in values}
-        return _Reading(path, values, found, at).read(others, {show(one[:1]) for one in plain.objects})
+        return _Reading(path, values, found, at).read(others, plain.objects)
 
 
 class _Reading:
@@ -79,22 +79,24 @@ class _Reading:
                 self._state[match[1]] |= _by_layer({match[2]: one})
         self._parts = Parts()
 
-    def read(self, others: set[str], objects: set[str]) -> Foreign:
-        """`others`: keys of what is no tensor; `objects`: of common.pt, with something in it that only code could
-        make."""
+    def read(self, others: set[str], objects: Mapping[Path, str]) -> Foreign:
+        """`others`: keys of what is no tensor; `objects`: in common.pt, what only code could make."""
         problem = self._problem() if self._trained else ""
-        entries = [self._model(masters=not problem)]
+        entries, parts, missed = [self._model(masters=not problem)], self._parts, dict[Path, str]()
         if self._trained and not problem:
             entries += [self._optim(), self._stateful(("megatron",), self._settings())]
             entries.append(self._stateful(("rng",), NOWHERE))
             if type(schedule := self._common.get("opt_param_scheduler")) is dict:
                 entries.append(self._stateful(("sched",), schedule))
+            taken = {"optimizer": "megatron", "opt_param_scheduler": "sched"}
+            for there, what in objects.items():
+                if ours := taken.get(str(there[0])):
+                    missed[(ours, *there)] = f"{what}, in common.pt"
         step = self._common.get("iteration")
         step = step if type(step) is int and 0 <= step < 2**53 else None
-        parts, missed = self._parts, dict[Path, str]()
         if problem:
             missed[("optim",)] = problem
-        notes = (self._left_out(others | objects),)
+        notes = (self._left_out(others | {show(one[:1]) for one in objects}),)
         return Foreign(
             WHAT, self._folder, tuple(parts.pieces), {}, tuple(entries), notes, step, parts.held, objects=missed
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
 from pathlib import Path
@@ -86,6 +87,26 @@ def test_what_is_given_out_comes_back(folder: Path, loaded: Said) -> None:
     assert all(torch.equal(before[name], after[name]) for name in names)
     common = torch.load(folder / "given" / case / "common.pt", weights_only=True)
     assert common["iteration"] == STEPS and common["opt_param_scheduler"]["num_steps"] == STEPS
+
+
+def test_an_object_within_the_optimizer_is_named(folder: Path, tmp_path: Path) -> None:
+    """And refused, unless it is to be left out, or nothing of the optimizer is asked for; so is one in the schedule."""
+    shutil.copytree(folder / "theirs" / CASES[0], tmp_path / "theirs")
+    common = torch.load(tmp_path / "theirs" / "common.pt", weights_only=False)
+    common["optimizer"]["optimizer"]["param_groups"][0]["hook"] = argparse.Namespace()
+    common["opt_param_scheduler"]["rule"] = argparse.Namespace()
+    torch.save(common, tmp_path / "theirs" / "common.pt")
+    told = [
+        f"{where} (an object of argparse.Namespace, in common.pt)"
+        for where in ("megatron.optimizer.optimizer.param_groups.0.hook", "sched.opt_param_scheduler.rule")
+    ]
+    refused = spawn("import", tmp_path / "theirs", tmp_path / "run")
+    assert refused.returncode and ", ".join(told) in refused.stderr and not (tmp_path / "run").exists()
+    for name, words in (("run", ["--skip-objects"]), ("weights", ["--only", "model"])):
+        done = spawn("import", tmp_path / "theirs", tmp_path / name, *words)
+        assert done.returncode == 0, done.stderr
+        said = " ".join((done.stdout + done.stderr).split())
+        assert [f"{one} is left out" in said for one in told] == [name == "run"] * 2
 
 
 def test_what_only_megatron_can_put_together_is_refused(folder: Path, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ JOBS ?= 2
 PART ?= quick
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-long test-gpu test-corners test-s3 bench first-contact bench-gpu bench-ranks bench-faults bench-storage bench-codecs bench-offline bench-scale bench-chaos bench-ledger bench-callbacks bench-deepspeed bench-torchtitan bench-ray bench-waits lint docs wheel format clean
+.PHONY: demo test test-long test-gpu test-corners test-s3 bench first-contact bench-gpu bench-ranks bench-faults bench-storage bench-codecs bench-offline bench-scale bench-chaos bench-ledger bench-callbacks bench-deepspeed bench-torchtitan bench-ray bench-megatron bench-waits lint docs wheel format clean
 
 $(READY): pyproject.toml constraints.txt hatch_build.py $(wildcard ckpt/format/*.c)
 	$(PYTHON) -m venv $(VENV)
@@ -73,6 +73,9 @@ bench-torchtitan: $(READY)
 
 bench-ray: $(READY)
 	$(BIN)/python benchmarks/ray_saves.py $(ARGS)
+
+bench-megatron: $(READY)
+	$(BIN)/python benchmarks/megatron_saves.py $(ARGS)
 
 bench-waits: $(READY)
 	$(BIN)/python benchmarks/waits.py $(ARGS)

@@ -49,7 +49,7 @@ DistributedOptimizer._set_main_param_and_optimizer_states = _set_with_step
 def state_of(job: Job, sharding: str, *, loading: bool) -> dict[str, Any]:
     """As Megatron-LM puts it together."""
     metadata = {**MEGATRON_LM, "distrib_optim_sharding_type": sharding}
-    model = job.model.sharded_state_dict(metadata=metadata)
+    model = job.models[0].sharded_state_dict(metadata=metadata)
     return {"model": model, "optimizer": job.optimizer.sharded_state_dict(model, loading, metadata=metadata)}
 
 
@@ -78,7 +78,7 @@ def read(job: Job, folder: str) -> int:
     job.gather()  # what is under way would overwrite what is loaded
     wanted = state_of(job, "fully_reshardable", loading=True)
     found = dist_checkpointing.load(wanted, folder)
-    job.model.load_state_dict(found["model"])
+    job.models[0].load_state_dict(found["model"])
     job.optimizer.load_state_dict(found["optimizer"])
     job.schedule.num_steps = 0
     job.schedule.load_state_dict(found["opt_param_scheduler"])

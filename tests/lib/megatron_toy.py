@@ -1,12 +1,15 @@
 """Small trainings under Megatron-core on CPU ranks, several of them in one process, since to start one takes long.
 
-RANK=0 WORLD_SIZE=2 … python -c 'import megatron_on_cpu, megatron_toy; megatron_toy.main()' ACTION FOLDER CASE[=TPxPP]…
+RANK=0 WORLD_SIZE=2 … python -c 'import megatron_on_cpu, megatron_toy; megatron_toy.main()' ACTION FOLDER CASE[=SIZES]…
 
 kill FOLDER CASE…    each is trained to `STEPS` by Megatron alone; then again with everystep, into FOLDER/CASE, and
                      killed in the middle of step `KILLED` + 1: SIGKILL to itself
 go_on FOLDER CASE…   restored, and trained to `STEPS`
-take_over FOLDER CASE=TPxPP…    what CASE has saved is restored with these sizes of tensor and pipeline parallelism
-refuse FOLDER        what is said of what is not known, and of the case tensor-fp32 with another vocabulary
+take_over FOLDER CASE=TPxPP…, CASE=TPxPPxPARTS…
+                     what CASE has saved is restored with these sizes of tensor and pipeline parallelism, and so many
+                     parts of the model on each stage
+refuse FOLDER        what the first rank says of what is not known, were it to the last one alone, and of the case
+                     tensor-fp32 with another vocabulary
 Prints a JSON line for each step of each case, for each restore, and for each error.
 """
 
@@ -43,7 +46,7 @@ LAYERS, WIDTH, VOCABULARY, LENGTH, BATCH = 4, 32, 64, 8, 8
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SWIGLU = {"gated_linear_unit": True, "activation_func": functional.silu, "add_bias_linear": False}
 DROPOUT = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
-Sizes = tuple[int, int]
+Sizes = tuple[int, ...]  # tensor, pipeline, and parts of the model on each stage if there are several
 CASES: dict[str, tuple[Sizes, str, dict[str, Any]]] = {
     "data-bf16": ((1, 1), "bf16", {**SWIGLU, **DROPOUT, "tied": True, "overlap": True}),
     "data-fp16": ((1, 1), "fp16", {"frozen": True}),
@@ -51,6 +54,7 @@ CASES: dict[str, tuple[Sizes, str, dict[str, Any]]] = {
     "tensor-fp32": ((2, 1), "fp32", SWIGLU),
     "tensor-bf16": ((2, 1), "bf16", {**DROPOUT, "tied": True}),
     "pipeline-bf16": ((1, 2), "bf16", {**SWIGLU, **DROPOUT, "tied": True}),
+    "interleaved-bf16": ((1, 2, 2), "bf16", {**SWIGLU, **DROPOUT, "tied": True}),
 }
 BY_COLUMNS = ("word_embeddings.weight", "output_layer.weight", "linear_qkv.weight", "linear_qkv.bias")
 FIRST = ("linear_fc1.weight", "linear_fc1.bias")  # by columns too; with SwiGLU two halves, each of which is divided
@@ -61,12 +65,29 @@ NORMS = {  # as Transformer Engine has them, in the layers that follow
 BY_ROWS = ("linear_proj.weight", "linear_fc2.weight")
 
 
-def set_sizes(tp: int, pp: int) -> None:
+def set_sizes(tp: int, pp: int, vp: int | None = None) -> None:
     if sizes.model_parallel_is_initialized():
-        if (sizes.get_tensor_model_parallel_world_size(), sizes.get_pipeline_model_parallel_world_size()) == (tp, pp):
+        if (
+            sizes.get_tensor_model_parallel_world_size(),
+            sizes.get_pipeline_model_parallel_world_size(),
+            sizes.get_virtual_pipeline_model_parallel_world_size(),
+        ) == (tp, pp, vp):
             return
         sizes.destroy_model_parallel()
-    sizes.initialize_model_parallel(tp, pp)
+    sizes.initialize_model_parallel(tp, pp, vp)
+
+
+def name_in_whole(gpt: GPTModel, name: str) -> str:
+    """What a parameter of a part is called in the whole model."""
+    before, layers, rest = name.partition("decoder.layers.")
+    if layers:
+        number, _, rest = rest.partition(".")
+        for here, there in NORMS.items():
+            rest = rest.replace(here, there)
+        return f"{before}{layers}{gpt.decoder.layers[int(number)].layer_number - 1}.{rest}"
+    if name == "output_layer.weight" and gpt.share_embeddings_and_output_weights:
+        return "embedding.word_embeddings.weight"
+    return name
 
 
 class Job:
@@ -92,6 +113,7 @@ class Job:
                 "use_cpu_initialization": True,
                 "tensor_model_parallel_size": sizes.get_tensor_model_parallel_world_size(),
                 "pipeline_model_parallel_size": sizes.get_pipeline_model_parallel_world_size(),
+                "virtual_pipeline_model_parallel_size": sizes.get_virtual_pipeline_model_parallel_world_size(),
                 "pipeline_dtype": DTYPES[self.dtype],
                 "params_dtype": DTYPES[self.dtype],
                 "attention_dropout": 0.0,
@@ -105,26 +127,21 @@ class Job:
                 **more,
             }
         )
-        experts = self.config.num_moe_experts
-        gpt = GPTModel(
-            self.config,
-            get_gpt_layer_local_spec(num_experts=experts, moe_grouped_gemm=False, normalization="LayerNorm"),
-            vocab_size=vocabulary,
-            max_sequence_length=LENGTH,
-            share_embeddings_and_output_weights=tied,
-            pre_process=sizes.is_pipeline_first_stage(),
-            post_process=sizes.is_pipeline_last_stage(),
-        )
-        if frozen and gpt.pre_process:
-            gpt.decoder.layers[0].requires_grad_(False)
+        parts = range(sizes.get_virtual_pipeline_model_parallel_world_size() or 1)
+        self.gpts = [self.part(i if len(parts) > 1 else None, vocabulary, tied) for i in parts]
+        first = self.gpts[0]
+        if frozen and first.pre_process:
+            first.decoder.layers[0].requires_grad_(False)
         if small:
-            gpt.requires_grad_(False)
-            gpt.decoder.final_layernorm.requires_grad_(True)
-        self.gpt, self.model = gpt, Float16Module(self.config, gpt) if low else gpt
+            first.requires_grad_(False)
+            first.decoder.final_layernorm.requires_grad_(True)
+        self.models = [Float16Module(self.config, gpt) if low else gpt for gpt in self.gpts]
         grads = {"overlap_grad_reduce": overlap, "overlap_param_gather": overlap, "grad_reduce_in_fp32": True}
-        self.ddp = DistributedDataParallel(
-            self.config, DistributedDataParallelConfig(use_distributed_optimizer=distributed, **grads), self.model
-        )
+        how = DistributedDataParallelConfig(use_distributed_optimizer=distributed, **grads)
+        self.ddps = [
+            DistributedDataParallel(self.config, how, model, disable_bucketing=i > 0)
+            for i, model in enumerate(self.models)
+        ]
         settings = OptimizerConfig(
             optimizer="adam",
             lr=1e-2,
@@ -138,18 +155,40 @@ class Job:
             hysteresis=1,
             **low,
         )
-        self.optimizer = get_megatron_optimizer(settings, [self.ddp])
+        self.optimizer = get_megatron_optimizer(settings, self.ddps)
         self.config.finalize_model_grads_func = finalize_model_grads
         self.config.grad_scale_func = self.optimizer.scale_loss
         if overlap:
-            self.config.no_sync_func = self.ddp.no_sync
+            self.config.no_sync_func = self.ddps[0].no_sync
         self.schedule = OptimizerParamScheduler(
             self.optimizer, 0.0, 1e-2, 1e-3, 3, 100, "linear", 0.01, 0.02, 100, "linear"
         )
 
+    def part(self, number: int | None, vocabulary: int, tied: bool) -> GPTModel:
+        """What this rank has of the model, or one of several parts of that."""
+        of_rank = {} if number is None else {"ignore_virtual": False, "vp_stage": number}
+        experts = self.config.num_moe_experts
+        return GPTModel(
+            self.config,
+            get_gpt_layer_local_spec(num_experts=experts, moe_grouped_gemm=False, normalization="LayerNorm"),
+            vocab_size=vocabulary,
+            max_sequence_length=LENGTH,
+            share_embeddings_and_output_weights=tied,
+            pre_process=sizes.is_pipeline_first_stage(**of_rank),
+            post_process=sizes.is_pipeline_last_stage(**of_rank),
+            vp_stage=number,
+        )
+
+    def parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Of this rank, by their names in the whole model."""
+        for gpt in self.gpts:
+            for name, p in gpt.named_parameters():
+                yield name_in_whole(gpt, name), p
+
     def train(self, step: int) -> float:
-        self.ddp.train()
-        self.ddp.zero_grad_buffer()
+        for ddp in self.ddps:
+            ddp.train()
+            ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
         loss = self.run(step, forward_only=False)
         self.optimizer.step()
@@ -163,8 +202,8 @@ class Job:
         micro = mine.split(1 if len(mine) < 4 else 2)
         said = get_forward_backward_func()(
             forward_step_func=forward,
-            data_iterator=iter(micro),
-            model=[self.ddp],
+            data_iterator=[iter(micro) for _ in self.ddps] if len(self.ddps) > 1 else iter(micro),
+            model=self.ddps,
             num_microbatches=len(micro),
             seq_length=LENGTH,
             micro_batch_size=len(micro[0]),
@@ -176,7 +215,8 @@ class Job:
         return float(sums[0] / sums[1])
 
     def evaluated(self) -> float:
-        self.ddp.eval()
+        for ddp in self.ddps:
+            ddp.eval()
         with torch.no_grad():
             return self.run(1000, forward_only=True)
 
@@ -191,8 +231,9 @@ class Job:
 
     def gather(self) -> None:
         """What the model computes with, where Megatron leaves that to the next forward pass."""
-        if self.ddp.ddp_config.overlap_param_gather:
-            self.ddp.start_param_sync(force_sync=True)
+        for ddp in self.ddps:
+            if ddp.ddp_config.overlap_param_gather:
+                ddp.start_param_sync(force_sync=True)
 
     def digest(self) -> str:
         """Of all that all ranks hold: masters, moments, what the model computes with, settings, random numbers."""
@@ -203,7 +244,7 @@ class Job:
             for key in ("param", "exp_avg", "exp_avg_sq", "step"):
                 none = torch.zeros(()) if key == "step" else torch.zeros_like(found["param"])
                 own.update(found.get(key, none).detach().numpy().tobytes())  # none: each step has overflowed till now
-        for name, p in self.gpt.named_parameters():
+        for name, p in self.parameters():
             own.update(name.encode() + p.detach().float().numpy().tobytes())
         for group in self.optimizer.param_groups:
             own.update(repr((group["lr"], group["weight_decay"])).encode())
@@ -225,19 +266,6 @@ class Job:
     def scale(self) -> float:
         return float(self.optimizer.get_loss_scale())
 
-    def name_in_whole(self, name: str) -> str:
-        """What a parameter of this stage is called in the whole model."""
-        before, layers, rest = name.partition("decoder.layers.")
-        if layers:
-            number, _, rest = rest.partition(".")
-            first = LAYERS // sizes.get_pipeline_model_parallel_world_size() * sizes.get_pipeline_model_parallel_rank()
-            for here, there in NORMS.items():
-                rest = rest.replace(here, there)
-            return f"{before}{layers}{int(number) + first}.{rest}"
-        if name == "output_layer.weight" and self.gpt.share_embeddings_and_output_weights:
-            return "embedding.word_embeddings.weight"
-        return name
-
     def part_of(self, name: str, whole: Tensor) -> Tensor:
         """This tensor parallel rank's part, as Megatron's linear layers divide them."""
         rank, size = sizes.get_tensor_model_parallel_rank(), sizes.get_tensor_model_parallel_world_size()
@@ -251,7 +279,7 @@ class Job:
         """What any rank holds otherwise than `ckpt.load` says, by name; and whatever is not looked at."""
         self.gather()
         saved, wrong = ckpt.load(run, step=step), []
-        names = {p: self.name_in_whole(name) for name, p in self.gpt.named_parameters()}
+        names = {p: name for name, p in self.parameters()}
         looked_at = set()
         for p, start, found in self.held():
             for key, saved_key in (
@@ -273,7 +301,7 @@ class Job:
 
     def attach(self, run: str) -> ckpt.Checkpointer:
         tiers = [ckpt.Memory(), ckpt.Tier(run, every=2)]
-        return ckpt.megatron.attach([self.ddp], self.optimizer, tiers, state={"sched": self.schedule})
+        return ckpt.megatron.attach(self.ddps, self.optimizer, tiers, state={"sched": self.schedule})
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -335,8 +363,7 @@ def go_on(folder: str, cases: list[str]) -> None:
 def take_over(folder: str, pairs: list[str]) -> None:
     for pair in pairs:
         case, _, divided = pair.partition("=")
-        tp, pp = map(int, divided.split("x"))
-        job = Job(case, (tp, pp))
+        job = Job(case, tuple(map(int, divided.split("x"))))
         with job.attach(f"{folder}/{case}") as cp:
             start = cp.restore()
             wrong, evaluated = job.differences(f"{folder}/{case}", start), job.evaluated()
@@ -354,19 +381,20 @@ def refuse(folder: str, _: list[str]) -> None:
     job = Job("tensor-fp32", (1, 1))
     say_error("names", job, state={"optim": {}})
     say_error("random", job, state={"numbers": ckpt.RNG()})
-    say_error("chunks", job, chunks=[job.gpt])
+    say_error("chunks", job, chunks=job.gpts)
     (part,) = job.optimizer.chained_optimizers
     for what, settings, name, value in (
         ("fp8", job.config, "fp8", "hybrid"),  # each of these needs a GPU, or what is made for one
         ("precision", part.config, "use_precision_aware_optimizer", True),
         ("offloaded", part.config, "optimizer_cpu_offload", True),
-        ("instances", job.ddp.ddp_config, "num_distributed_optimizer_instances", 2),
+        ("instances", job.ddps[0].ddp_config, "num_distributed_optimizer_instances", 2),
     ):
         before = getattr(settings, name)
         setattr(settings, name, value)
         say_error(what, job)
         setattr(settings, name, before)
-    job.gpt.register_buffer("seen", torch.zeros(2))
+    if dist.get_rank() == dist.get_world_size() - 1:
+        job.gpts[0].register_buffer("seen", torch.zeros(2))
     say_error("buffer", job)
     with Job("tensor-fp32", (1, 1), vocabulary=VOCABULARY + 8).attach(f"{folder}/tensor-fp32") as cp:
         try:
@@ -377,7 +405,7 @@ def refuse(folder: str, _: list[str]) -> None:
 
 def say_error(what: str, job: Job, *, chunks: Any = None, state: Any = None) -> None:
     try:
-        ckpt.megatron.attach(chunks or [job.ddp], job.optimizer, "nowhere", state=state)
+        ckpt.megatron.attach(chunks or job.ddps, job.optimizer, "nowhere", state=state)
     except ckpt.UsageError as error:
         say(case=what, error=str(error))
 

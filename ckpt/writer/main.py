@@ -64,7 +64,7 @@ async def serve(
     settler, parts, promoter = persister.settler, persister.parts, persister.promoter
     drain = Drain(trainer, run, memory, parts, settler, throttle, background)
     redo = RedoKeeper(trainer, run, memory, parts)
-    opener = TierOpener(trainer, run, promoter, books, throttle)
+    opener = TierOpener(trainer, run, promoter, books, throttle, memory)
     observers = Observers(trainer, run, memory, drain, books)
     reporter = FaultReporter(
         key, trainer, run, memory, drain, observers, background, on_crash=lambda: after_death.died(trainer.adoptions)

@@ -7,6 +7,7 @@ OwnRun       all ranks know the owner: what earlier ones have left unfinished is
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ from ckpt.checkpoint import commit
 from ckpt.checkpoint.in_use import check_free
 from ckpt.checkpoint.ledger_files import last_decision, read_back
 from ckpt.checkpoint.open_tier import OpenTier, open_place, renew
-from ckpt.errors import SaveError
+from ckpt.errors import OutcomeUnknownError, SaveError, StoreError
 from ckpt.format.manifest import Attempt
 from ckpt.goodput.ledger import Account, Decision
 from ckpt.ipc import requests
@@ -26,6 +27,7 @@ from ckpt.redo import has_logs
 from ckpt.writer.bookkeeper import Bookkeeper
 from ckpt.writer.dispatch import handles
 from ckpt.writer.held_run import HeldRun, PresentTrainer, acquire_of
+from ckpt.writer.memory import HeldMemory
 from ckpt.writer.promotion import Promoter
 from ckpt.writer.throttle import IdleCores, Throttle, threads
 
@@ -41,6 +43,7 @@ class TierOpener:
     promoter: Promoter
     books: Bookkeeper
     throttle: Throttle
+    held_memory: HeldMemory
 
     @handles(requests.OpenRun)
     async def open(self, request: requests.OpenRun) -> requests.OpenRunReply:
@@ -53,7 +56,10 @@ class TierOpener:
         tiers: list[OpenTier] = []
         for spec in request.tiers:
             # A writer that takes the place of a dead one must not fail for a bucket that is out of reach just now.
-            tiers.append(await self._open_tier(spec, known, later=bool(run.first_try and tiers)))
+            try:
+                tiers.append(await self._open_tier(spec, known, later=bool(run.first_try and tiers)))
+            except StoreError as error:
+                raise self._as_it_stands(error, str(spec["url"]), tiers) from error
         if request.check:
             for tier in (tier for tier in tiers if tier.opened):
                 await check_free(tier.log, lambda text: self.trainer.tell(SaidNote(text)), self._has_ended)
@@ -64,6 +70,21 @@ class TierOpener:
         found = [_found(tier) for tier in tiers]
         decision = await self._last_cadence(request.auto) if request.auto else None
         return requests.OpenRunReply(found, {} if decision is None else asdict(decision))
+
+    def _as_it_stands(self, error: StoreError, url: str, tiers: Sequence[OpenTier]) -> StoreError:
+        """What is known without this place, and how to go on without it. We do not by ourselves: it may hold a newer
+        step, or be where another job trains."""
+        here = [(one.step, tier.url) for tier in tiers if tier.opened for one in tier.log.state.lineage()[:1]]
+        here += [(label.attempt.step, "memory") for _, _, label in self.held_memory.ring()[:1] if label.attempt]
+        if not here or isinstance(error, OutcomeUnknownError):
+            return error
+        step, where = max(here)
+        return type(error)(
+            f"{error}. {where} has step {step}; whether there is a newer one, or somebody trains the run there, only "
+            f"{url} can say. To go on from step {step} for now, take that out of the tiers: once it is back among "
+            "them, saves go there again",
+            retryable=error.retryable,
+        )
 
     async def _open_tier(self, spec: dict[str, Any], known: dict[str, OpenTier], *, later: bool) -> OpenTier:
         tier = known.pop(spec["url"], None)

@@ -73,7 +73,7 @@ class Writer:
         self.memory, self.run, background = HeldMemory(trainer), HeldRun(trainer), Background()
         books = Bookkeeper(lambda: self.run.tiers, self.told.append)
         self.persister = Persister(trainer, self.run, self.memory, books, background)
-        self.opener = TierOpener(trainer, self.run, self.persister.promoter, books, Throttle(lambda: 0))
+        self.opener = TierOpener(trainer, self.run, self.persister.promoter, books, Throttle(lambda: 0), self.memory)
 
     async def open(self, ranks: int = 2) -> None:
         role = commits.Role(tuple(range(ranks)), 0, ranks)
@@ -325,6 +325,31 @@ def test_new_credentials_reach_a_writer_that_is_there(monkeypatch: pytest.Monkey
 
     asyncio.run(main())
     assert opened == [{"key": "expired"}, {"key": "renewed"}]
+
+
+def test_what_is_known_without_a_bucket_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start is refused whose bucket is out of reach, and hears which step it could go on from, and how. Control:
+    where nothing has a step there is nothing to say of one."""
+
+    class Down(Far):
+        async def get(self, key: str, **where: Any) -> memoryview:
+            raise AccessError("403. Renew the credentials")
+
+    stores: dict[str, Any] = {"near": MemoryStore("near"), "s3://far": Down("s3://far")}
+    monkeypatch.setattr(open_tier, "open_store", lambda url, **settings: stores[url])
+    message = OpenRun([{"url": url, "last": 3, "every": None} for url in stores], 1.0, 1.0, [], [])
+
+    async def main() -> None:
+        with pytest.raises(AccessError) as empty:
+            await Writer().opener.open(message)
+        log, mine = await new_log(stores["near"])
+        await log.append(lambda state: Record("COMMIT", committed(attempt(1, 7))["body"], "one"), owner=mine)
+        with pytest.raises(AccessError) as said:
+            await Writer().opener.open(message)
+        assert str(empty.value) == "403. Renew the credentials"
+        assert str(said.value).startswith(f"{empty.value}. near has step 7; ") and "s3://far can say" in str(said.value)
+
+    asyncio.run(main())
 
 
 def test_a_new_writer_does_not_need_every_bucket(monkeypatch: pytest.MonkeyPatch) -> None:

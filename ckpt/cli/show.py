@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import fnmatch
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -118,7 +119,7 @@ async def _show(url: str, step: Which, only: str | None, every: bool) -> dict[st
         try:
             commit = read.choose(log, step)
         except NoCheckpointError as error:
-            raise _redone_instead(error, step, redone) from None
+            raise _redone_instead(error, url, step, redone) from None
         async with read.there(log, commit):
             contents = await _contents(log.store, commit, only, every)
         return {
@@ -217,14 +218,15 @@ def _older(commit: Commit, used: Iterable[str]) -> dict[str, Any]:
     return {"older_packs": len(owners), "older_steps": sorted({of.step for of in owners}, reverse=True)}
 
 
-def _redone_instead(error: NoCheckpointError, step: Which, redone: list[dict[str, Any]]) -> NoCheckpointError:
+def _redone_instead(error: NoCheckpointError, url: str, step: Which, redone: list[dict[str, Any]]) -> NoCheckpointError:
     """What was asked for may be a step of the redo log."""
     found = next((one for one in redone if step in (None, LATEST, one["step"])), None)
     if found is None:
         return error
+    words = f"ckpt restore {shlex.quote(url)}@{found['step']} --to PATH"
     return NoCheckpointError(
         f"{error}. Step {found['step']} is in the redo log, which leads to it from step {found['base']}: "
-        f"`ckpt restore RUN@{found['step']} --to PATH` redoes it, and Checkpointer(...).restore(step=...) does"
+        f"`{words}` redoes it, and so does a training that restores it"
     )
 
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 import ckpt
 import ckpt.dcp
 from commands import spawn
-from parallel import free_port, launch
+from parallel import SHARDS_HERE, free_port, launch
 
 MAIN = "import sys; sys.path.insert(0, sys.argv.pop()); import test_fsdp1; test_fsdp1.main()"
 KINDS = ("fsdp1", "zero")
@@ -125,6 +125,8 @@ def refusals(folder: Path) -> list[str]:
 @pytest.fixture(scope="module")
 def started(folder: Path, refusals: list[str]) -> list[str]:
     """What three ranks say, after the commands that the refusals name."""
+    if not SHARDS_HERE:
+        pytest.skip("this torch shards on a GPU only")
     for words in (
         ("restore", folder / "fsdp1", "--to", folder / "fsdp1-new", "--format", "run"),
         ("import", folder / "zero.pt", folder / "zero-new", "--step", STEPS),

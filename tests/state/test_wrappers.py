@@ -18,7 +18,7 @@ import wrapped_toy
 from ckpt.errors import CorruptError, MismatchError, StateError
 from ckpt.state.capture import Capture
 from ckpt.state.wrappers import WrapperForm
-from parallel import free_port, launch, reports
+from parallel import SHARDS_HERE, free_port, launch, reports
 from processes import killed, run_script
 from toy_states import Saved, State, differences, freeze
 from wrapped_toy import SIDE, Net, Odd, Other, Quantised, Shell, build, everything, train
@@ -291,6 +291,7 @@ def test_killed_and_back_from_memory(run_dir: str) -> None:
     assert torch.equal(found.plain("mine")[0]["codes"], wanted["mine"][0].codes)
 
 
+@pytest.mark.skipif(not SHARDS_HERE, reason="this torch shards on a GPU only")
 def test_shares_of_ranks_return_to_the_same_ranks_only(tmp_path: Path) -> None:
     """Codes of four and scales are no elements: two ranks get theirs back, one or three are told why they do not."""
     code = "import wrapped_toy; wrapped_toy.main()"

@@ -6,6 +6,7 @@ import asyncio
 import re
 from dataclasses import asdict
 from datetime import datetime
+from operator import itemgetter
 from typing import Any
 
 import click
@@ -45,12 +46,13 @@ def ls(url: str, as_json: bool) -> int:
     size: what it wrote itself; an increment uses files of older ones besides. ranks: that it was saved by. why: it was
     due by the cadence, or rescued from memory after the trainer had died. history: the newest, what is kept for ever
     and why (the best with their scores, the step at which training ended), what a rollback undid. Of a folder of runs:
-    the newest step of each, and when that was saved. Times are of this machine.
+    the newest step of each, when that was saved, and what all its packs take. Times are of this machine.
     """
     try:
         found = asyncio.run(_ls(url))
     except FormatError:
-        if not (below := asyncio.run(_runs_below(url))):
+        below = asyncio.run(_runs_below(url))
+        if all(one["bytes_in_files"] is None for one in below):
             raise
         return show_runs(url, below, as_json)
     if as_json:
@@ -64,13 +66,20 @@ def show_runs(url: str, runs: list[dict[str, Any]], as_json: bool) -> int:
         return print_json({"url": normalise(url), "runs": runs})
     put(normalise(url))
     rows = [
-        (one["name"], "" if one["newest"] is None else one["newest"], one["checkpoints"], when_text(one["created"]))
+        (
+            one["name"],
+            "" if one["newest"] is None else one["newest"],
+            one["checkpoints"],
+            when_text(one["saved"]),
+            human(one["bytes_in_files"]),
+        )
         for one in runs
         if not one["problem"]
     ]
-    print_table(("run", "step", "checkpoints", "when"), rows)
+    print_table(("run", "step", "checkpoints", "when", "size"), rows)
     print_few([f"{one['name']} cannot be read: {one['problem']}" for one in runs if one["problem"]])
-    print(count_of(len(runs), "run"))
+    sizes = [one["bytes_in_files"] for one in runs if one["bytes_in_files"] is not None]
+    put(f"{count_of(len(sizes), 'run')}, {human(sum(sizes))} in files")
     return 0
 
 
@@ -81,23 +90,28 @@ def when_text(created: str | None) -> str:
 
 async def _runs_below(url: str) -> list[dict[str, Any]]:
     from ckpt.maintain.find_runs import runs_below
-    from ckpt.maintain.listing import created_at
+    from ckpt.maintain.listing import created_at, sizes_of
 
     top = normalise(url)
 
+    def row(run: str, size: int | None, problem: str | None = None) -> dict[str, Any]:
+        nothing = {"newest": None, "checkpoints": 0, "saved": None}
+        return {"name": run.removeprefix(f"{top}/"), "url": run, **nothing, "bytes_in_files": size, "problem": problem}
+
     async def look(run: str) -> dict[str, Any]:
-        found: dict[str, Any] = {"name": run.removeprefix(f"{top}/"), "url": run}
-        nothing: dict[str, Any] = {"newest": None, "checkpoints": 0, "created": None, "problem": None}
         try:
             async with opened(run) as log:
                 newest = next(iter(log.state.lineage()), None)
-                created = None if newest is None else await created_at(log, newest)
+                saved = None if newest is None else await created_at(log, newest)
                 step, count = newest and newest.step, len(log.state.commits)
-                return {**found, **nothing, "newest": step, "checkpoints": count, "created": created}
+                _, size = await sizes_of(log, [])
+                return {**row(run, size), "newest": step, "checkpoints": count, "saved": saved}
         except CheckpointError as error:
-            return {**found, **nothing, "problem": str(error)}
+            return row(run, 0, str(error))
 
-    return await of_each(await runs_below(url, patience_s=PATIENCE_S), look)
+    closed: dict[str, str] = {}
+    runs = await of_each(await runs_below(url, patience_s=PATIENCE_S, closed=closed), look)
+    return sorted([*runs, *(row(url, None, why) for url, why in closed.items())], key=itemgetter("name"))
 
 
 def kept_text(note: str | None) -> str:

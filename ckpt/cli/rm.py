@@ -57,6 +57,9 @@ def show_rm(found: Found) -> None:
     print_table(TITLES, [(*cells(found["remove"]), "to delete")])
     if shared := found["shared"]["files"]:
         put(f"{count_of(shared, 'file')} of it, {human(found['shared']['bytes'])}, stay: other checkpoints use them")
+    if found["unread"]:
+        steps = ", ".join(map(str, found["unread"]))
+        put(f"its files stay as long as step {steps} cannot be read, and go when that does, or with `ckpt gc`")
     if found["partial"]:
         put(PARTIAL)
     show_order(found)
@@ -93,6 +96,7 @@ def _rm_json(url: str, plan: RemovalPlan, grace_s: float) -> Found:
         "files": len(plan.delete),
         "bytes": plan.item.size,
         "shared": {"files": shared["files"], "bytes": shared["bytes"]},
+        "unread": list(plan.unread),
         "partial": plan.partial,
         "grace_s": grace_s,
         "problems": [],

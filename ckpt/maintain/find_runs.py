@@ -9,15 +9,17 @@ from pathlib import Path
 from ckpt.store import folder_of, normalise, open_store, url_of
 
 MARK = "FORMAT.json"
+PRIVATE = "permission denied, so nobody knows whether it is a run"
 DEPTH = 3  # folders: who has runs deeper than that gives a folder nearer to them
 
 
-async def runs_below(url: str, *, patience_s: float = 10.0) -> list[str]:
-    """Their URLs, sorted. What lies within a run is not looked at. In a bucket all names below are listed."""
+async def runs_below(url: str, *, patience_s: float = 10.0, closed: dict[str, str] | None = None) -> list[str]:
+    """Their URLs, sorted. What lies within a run is not looked at. In a bucket all names below are listed.
+    `closed` gets the folders that may be runs and cannot be looked into, and why."""
     place = normalise(url)
     folder = folder_of(place)
     if folder is not None:
-        return [url_of(path) for path in sorted(_walk(folder, DEPTH))]
+        return [url_of(path) for path in sorted(_walk(folder, DEPTH, {} if closed is None else closed))]
     store = open_store(place, patience_s=patience_s)
     try:
         found: list[str] = []
@@ -30,14 +32,18 @@ async def runs_below(url: str, *, patience_s: float = 10.0) -> list[str]:
         await store.aclose()
 
 
-def _walk(folder: Path, depth: int) -> Iterator[Path]:
+def _walk(folder: Path, depth: int, closed: dict[str, str]) -> Iterator[Path]:
     try:
         with os.scandir(folder) as entries:
             below = [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
-    except OSError:  # not ours to read
+        for path in below:
+            if os.path.isfile(path / MARK):
+                yield path
+            elif depth > 1:
+                yield from _walk(path, depth - 1, closed)
+            elif not os.access(path, os.X_OK, effective_ids=True):
+                closed[url_of(path)] = PRIVATE
+    except PermissionError:
+        closed[url_of(folder)] = PRIVATE
+    except OSError:  # it went while we looked
         return
-    for path in below:
-        if (path / MARK).is_file():
-            yield path
-        elif depth > 1:
-            yield from _walk(path, depth - 1)

@@ -103,8 +103,8 @@ def refuse(state: RunState, stock: RunFiles, url: str, retiring: Set[Attempt] = 
         steps = some([attempt.step for attempt in unreadable])
         raise CorruptError(
             f"step {steps} of {url} cannot be read, so nobody knows which files it needs: nothing is deleted while it "
-            "stays. `ckpt verify` says what is wrong; it can be given up once two newer ones are there, and if it is "
-            "kept, `ckpt keep --undo` comes first"
+            f"stays. `ckpt verify` says what is wrong, `ckpt rm {url}@{unreadable[0].step} --yes` gives it up beside a "
+            "sound one, and if it is kept, `ckpt keep --undo` comes first"
         )
 
 

@@ -22,19 +22,22 @@ from ckpt.runlog.records import Commit, RunState
 @dataclass(frozen=True, slots=True)
 class RemovalPlan:
     """`check`: what has to be read back before anything goes; `delete`: with sizes in bytes; `shared`: files of it that
-    stay, since others use them; `partial`: other nodes have parts of it."""
+    stay, since others use them; `partial`: other nodes have parts of it; `unread`: steps of others that cannot be read,
+    so that all files of it stay."""
 
     check: Commit
     item: Item
     delete: tuple[tuple[str, int], ...]
     shared: Item
     partial: bool
+    unread: tuple[int, ...] = ()
 
 
 def plan_removal(log: RunLog, stock: RunFiles, commit: Commit) -> RemovalPlan:
     """Pure. UsageError if that one has to stay, CorruptError if nothing may be deleted there."""
     attempt, state = commit.attempt, log.state
-    check = next((c for c in state.lineage() if c.finite is not False and c.attempt != attempt), None)
+    others = [c for c in state.lineage() if c.finite is not False and c.attempt != attempt]
+    check = next((c for c in others if c.attempt in stock.used), None)
     if check is None:
         raise UsageError(
             f"step {commit.step} is the only checkpoint of {log.store.url} that a restore can take: it stays. A run "
@@ -45,13 +48,14 @@ def plan_removal(log: RunLog, stock: RunFiles, commit: Commit) -> RemovalPlan:
     shared = [key for key in stock.used.get(attempt, ()) if key not in going]
     return RemovalPlan(
         check, stock.item(attempt, found.delete), stock.files(found.delete), stock.item(attempt, shared),
-        not commit.whole,
+        not commit.whole, tuple(sorted(one.step for one in _unread(stock, state, attempt))),
     )  # fmt: skip
 
 
 def decide_removal(url: str, attempt: Attempt, checked: Attempt, stock: RunFiles, state: RunState) -> Sweep | None:
     """Pure. None: there is a checkpoint that came after the stock was taken."""
-    refuse(state, stock, url, {attempt})
+    others = set() if attempt in stock.used else _unread(stock, state, attempt)
+    refuse(state, stock, url, {attempt, *others})
     for one in (attempt, checked):
         if one not in state.commits:
             raise NoCheckpointError(f"step {one.step} of {url} was given up a moment ago. Repeat it")
@@ -61,11 +65,18 @@ def decide_removal(url: str, attempt: Attempt, checked: Attempt, stock: RunFiles
         )
     if any(attempt in pins for pins in state.pins.values()) or any(attempt in c.needs for c in state.held.values()):
         raise UsageError(f"a save under way builds on step {attempt.step} of {url}: remove it once that has ended")
+    if others:  # two would block each other: this one is given up, and files go with the last that cannot be read
+        return Sweep({attempt})
     listed = None if attempt in stock.used else stock.owned  # of one that cannot be read, whatever nobody else needs
     doomed = retention.plan_deletion(state, {attempt}, {checked}, stock.used, listed)
     if doomed is None:
         return None
     return Sweep({attempt}, tuple(key for key in doomed if key in stock.sizes))
+
+
+def _unread(stock: RunFiles, state: RunState, attempt: Attempt) -> set[Attempt]:
+    """Other checkpoints that cannot be read: nobody knows which files they need."""
+    return (state.commits.keys() & stock.seen) - stock.used.keys() - {attempt}
 
 
 async def remove(log: RunLog, stock: RunFiles, attempt: Attempt, checked: Attempt) -> Sweep:

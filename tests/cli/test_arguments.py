@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +20,7 @@ import torch
 import ckpt
 from ckpt.checkpoint import spelling
 from ckpt.cli import app
+from ckpt.cli.terminal import human
 from ckpt.errors import CheckpointError, UsageError
 from ckpt.store import normalise
 from commands import call, save
@@ -144,6 +149,41 @@ def test_ls_lists_the_runs_below(made: Path, tmp_path: Path, call: Any) -> None:
     said = call("ls", tmp_path / "runs")
     assert said.code == 0 and "group/b" in said.out and "bad cannot be read" in said.out and "3 runs" in said.out
     assert call("ls", tmp_path / "runs" / "notes").code == 2
+
+
+def test_a_private_folder_is_a_row_and_hides_no_run(made: Path, call: Any) -> None:
+    """Of another user's folder nobody can say whether it is a run: that is said, and the others are listed."""
+    with tempfile.TemporaryDirectory() as folder:
+        parent = Path(folder)
+        for name in ("group/mine", "theirs"):
+            shutil.copytree(made, parent / name)
+        (parent / "group" / "x" / "deep").mkdir(parents=True)
+        (parent / "theirs").chmod(0)
+        (parent / "group" / "x" / "deep").chmod(0)
+        parent.chmod(0o755)
+        with nobody():
+            said, rows = call("ls", parent), call("ls", parent, "--json").json["runs"]
+            assert call("ls", parent / "group" / "x").code == 2  # no run that one could name
+        (parent / "group" / "x" / "deep").chmod(0o700)
+        (parent / "theirs").chmod(0o700)
+    assert [(one["name"], one["newest"], bool(one["problem"])) for one in rows] == [
+        ("group/mine", 6, False), ("group/x/deep", None, True), ("theirs", None, True),
+    ]  # fmt: skip
+    assert said.code == 0 and "theirs cannot be read: permission denied" in said.out
+    size = sum(path.stat().st_size for path in (made / "packs").iterdir())
+    assert rows[0]["bytes_in_files"] == size and f"1 run, {human(size)} in files" in said.out
+
+
+@contextlib.contextmanager
+def nobody() -> Iterator[None]:
+    """Not root, for whom no folder is private."""
+    before = os.geteuid()
+    if before == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(before)
 
 
 def test_of_a_folder_of_runs_commands_say_how_they_are_called(made: Path, tmp_path: Path, call: Any) -> None:

@@ -74,6 +74,25 @@ def test_nothing_goes_while_the_one_to_stay_is_damaged(run: Path, call: Any) -> 
     assert steps(run, call) == [4, 3, 2, 1] and call("verify", run, "--all").code == 0
 
 
+def test_two_that_cannot_be_read_do_not_hold_each_other(run: Path, call: Any) -> None:
+    """Each of two can be given up, also the newest; what the rest needs stays, and the last takes all files along."""
+    both = [attempt_of(run, step) for step in (1, 5)]  # full ones that no other is built on
+    for path in [path for attempt in both for path in run.glob(f"*/{attempt}[.-]*")]:
+        path.unlink()
+    retention._cache.clear()
+    rest = {n: ckpt.load(run, step=n).all() for n in (4, 3, 2)}
+    assert call("ls", run).out.count("gone") == 2
+    refused = call("rm", f"{run}@4", "--yes")
+    assert refused.code == 2 and f"`ckpt rm file://{run}@1 --yes` gives it up" in refused.err
+    first = call("rm", f"{run}@5", "--yes")
+    assert first.code == 0 and "as long as step 1 cannot be read" in first.out and "0 files" in first.out
+    assert steps(run, call) == [4, 3, 2, 1]
+    second = call("rm", f"{run}@1", "--yes")
+    assert second.code == 0 and "cannot be read" not in second.out and steps(run, call) == [4, 3, 2]
+    assert call("gc", run, "--yes").code == 0 and call("verify", run, "--all").code == 0
+    assert all(torch.equal(ckpt.load(run, step=n).all()[name], rest[n][name]) for n in rest for name in rest[n])
+
+
 def test_what_a_save_under_way_builds_on_stays(run: Path) -> None:
     """A writer has begun an attempt that pins step 4; decided on the newest state, so also if it comes in between."""
     asyncio.run(_begun_in_between(run))

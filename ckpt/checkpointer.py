@@ -268,8 +268,9 @@ class Checkpointer:
 
         The step that the last `step()` named is saved to every tier if it is one of them; an older one stays where it
         is saved. All ranks call this alike, and the first one's value decides. A score is as durable as its step once
-        `wait()` returns. A value that is no number is none of the best, says a warning. UsageError, and nothing has
-        changed, for a step that was not made yet, or is saved nowhere and past.
+        `wait()` returns; until then a process that is killed may lose it. A value that is no number is none of the
+        best, says a warning. UsageError, and nothing has changed, for a step that was not made yet, or is saved nowhere
+        and past.
         """
         with self._progress.in_turn():
             self._progress.check_usable()

@@ -230,7 +230,15 @@ class OutcomeUnknownError(StoreError):
     )
 
 
-MENDABLE = (UsageError, NoCheckpointError, FencedError, InUseError, FormatError, StoreError)  # by who reads them
+MENDABLE = (
+    UsageError,
+    NoCheckpointError,
+    FencedError,
+    InUseError,
+    SaveError,
+    FormatError,
+    StoreError,
+)  # by who reads them
 
 
 def at_door(function: Callable[P, R]) -> Callable[P, R]:

@@ -252,10 +252,7 @@ def translated(error: OSError, url: str, path: str) -> StoreError:
     if isinstance(error, FileExistsError):
         return ExistsError(what)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return FullError(
-            f"no space left: {what}. Free some: `ckpt prune {url} --keep-last 3` deletes older checkpoints, and "
-            "keep=3 on its Tier does so from now on"
-        )
+        return FullError(f"no space left: {what}")
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return AccessError(
             f"not allowed: {what}. Check the owner and mode of the folder, and that it is not mounted read-only"

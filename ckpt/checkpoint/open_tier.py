@@ -85,6 +85,15 @@ class OpenTier:
     def flow(self) -> UploadStats:
         return self.encoder.flow
 
+    @property
+    def room(self) -> str:
+        """What would make some in a folder whose disk is full."""
+        there = self.log.state.commits
+        if not (fewer := len(retention.choose(self.log.state, retention.Keep(3), self.verified))):
+            return f"Free some elsewhere on that disk: the newest checkpoints are all that {self.url} keeps"
+        what = f"`ckpt prune {self.url} --keep-last 3` deletes {fewer} of {len(there)} checkpoints"
+        return f"Free some: {what}, and keep=3 on its Tier does so from now on"
+
     async def prepare(self) -> None:
         """Open the place now, if it was out of reach before. Raises what is wrong with it.
 

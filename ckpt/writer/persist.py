@@ -15,7 +15,7 @@ from ckpt import events
 from ckpt.checkpoint import commit
 from ckpt.checkpoint.open_tier import OpenTier
 from ckpt.checkpoint.write import WrittenPart
-from ckpt.errors import CheckpointError, FencedError, SaveError
+from ckpt.errors import CheckpointError, FencedError, FullError, SaveError
 from ckpt.format.manifest import Attempt
 from ckpt.ipc.arena import EAGER, SEALED, Arena, Label
 from ckpt.ipc.notes import StoredNote
@@ -88,7 +88,10 @@ class Persister:
                 if written is not None:
                     await self.settler.settle(tier, written)
         except Exception as error:
+            again = bool(tier.flow.error)
             tier.flow.fail(error)
+            if isinstance(error, FullError) and not (again or tier.store.remote):
+                raise FullError(f"{error}. {tier.room}") from error
             raise
         finally:
             _resolve(part, False)

@@ -10,6 +10,7 @@ import logging
 import os
 import random
 import threading
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -358,14 +359,17 @@ def test_training_goes_on_while_the_disk_is_full(small: Volume) -> None:
         cp.restore(default=0)
         step().committed(60)
         filler = fill(small)
-        with pytest.raises(SaveError, match=r"step 2 was not written .* no space left"):
+        with pytest.raises(SaveError, match=r"step 2 was not written .* no space left.*elsewhere on that disk"):
             save = step()
             assert save.staged(60).step == 2
             save.committed(60)
-        with pytest.raises(SaveError, match=r"step 3 was not written .* no space left"):
+        with pytest.raises(SaveError, match=r"step 3 was not written .* no space left") as again:
             for _ in range(10):  # the first call after the failure raises, be it the same one
                 step()
                 cp.wait(60)
+        assert "elsewhere" not in str(again.value) and "ckpt prune" not in str(again.value)  # it is said once
+        frames = [frame.name for frame in traceback.extract_tb(again.value.__traceback__)]
+        assert frames[-2:] == ["step", "entered"]  # the caller's, and the one of ours that lets it out
         cp.wait(60)
         filler.unlink()
         with contextlib.suppress(SaveError):  # of the last save on the full disk

@@ -678,11 +678,12 @@ def cli(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("how", ["crash", "kill"])
 def test_the_next_start_knows_how_the_last_one_died(run_dir: str, how: str) -> None:
-    """cp.faults[0] and on_fault say it, with the stack of a crash; the step in memory is restored. A crash is told on
-    stderr as ever. Nobody can trigger a dead trainer."""
+    """cp.faults[0] and on_fault say it, with the stack of a crash, even if another Checkpointer was closed before; the
+    step in memory is restored. A crash is told on stderr as ever. Nobody can trigger a dead trainer."""
     if how == "crash":  # faulthandler is on before, as in `python -X faulthandler`
-        code = "faulthandler.enable()\ndef crash(): ctypes.string_at(1)\ncp = opened(); train(cp, 5)\n"
-        code += "cp._staged.last[1].copied.wait(); crash()\n"
+        code = "faulthandler.enable()\ndef crash(): ctypes.string_at(1)\n"
+        code += "other = ckpt.Checkpointer({'n': torch.zeros(1)}, name='other')\ncp = opened(); train(cp, 5)\n"
+        code += "other.close(); cp._staged.last[1].copied.wait(); crash()\n"
     else:
         code = "cp = opened(); train(cp, 5); cp._staged.last[1].copied.wait(); os.kill(me, signal.SIGKILL)\n"
     result = run_script(HEAD + code, run_dir)

@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+from typing import ClassVar
 
 from ckpt.faults import preemption, probe
 from ckpt.faults.signals import Wakeup
@@ -25,7 +26,10 @@ LAST_S = 20.0  # before a preemption, the state is saved once more
 
 
 class CrashOutput:
-    """What a crash says goes to the writer, which passes it on to stderr if it would have gone there (`echo`)."""
+    """What a crash says goes to the writer, which passes it on to stderr if it would have gone there (`echo`): of
+    several in one process to that of the last one that is open."""
+
+    _open: ClassVar[list[CrashOutput]] = []
 
     def __init__(self) -> None:
         self.echo = False
@@ -33,16 +37,31 @@ class CrashOutput:
 
     def enable(self) -> int:
         """The descriptor to read it from."""
-        self.echo = faulthandler.is_enabled()
+        self.echo = self._open[-1].echo if self._open else faulthandler.is_enabled()
         reader, writer = self._pipe = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(writer, False)  # a crash must not wait for a reader
+        self._open.append(self)
+        self._direct(writer)
+        return reader
+
+    @staticmethod
+    def _direct(writer: int) -> None:
         faulthandler.enable(file=writer, all_threads=True)
         faulthandler.register(probe.DUMP_SIGNAL, file=writer, all_threads=True)
-        return reader
 
     def disable(self) -> None:
         if self._pipe is None:
             return
+        self._open.remove(self)
+        if self._open and self._open[-1]._pipe is not None:
+            self._direct(self._open[-1]._pipe[1])
+        else:
+            self._put_back()
+        for fd in self._pipe:
+            os.close(fd)
+        self._pipe = None
+
+    def _put_back(self) -> None:
         faulthandler.unregister(probe.DUMP_SIGNAL)
         # The default action of that signal would end us, and the writer may just have sent it.
         with contextlib.suppress(ValueError):
@@ -53,9 +72,6 @@ class CrashOutput:
                 with contextlib.suppress(Exception):  # a stream without a descriptor
                     faulthandler.enable(file=stream or 2)
                     break
-        for fd in self._pipe:
-            os.close(fd)
-        self._pipe = None
 
 
 class Perception:

@@ -30,7 +30,7 @@ from processes import PYTHONPATH, start_python
 
 SHARDS_HERE = hasattr(torch.cpu.Stream, "record_event")  # torch 2.6 has a fully_shard that wants a GPU
 
-MODES = ("ddp", "fsdp", "hsdp", "tp", "fsdp_tp", "pp")
+MODES = ("ddp", "fsdp", "hsdp", "tp", "fsdp_tp", "pp") if SHARDS_HERE else ("ddp", "tp", "pp")
 WIDTH, HIDDEN, LAYERS = 20, 36, 5  # 36 is divided evenly by 2, 3 and 4; 20 unevenly by 3
 
 

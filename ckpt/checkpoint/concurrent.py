@@ -7,15 +7,23 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from ckpt.errors import ClosedError
+
 S = TypeVar("S")
 T = TypeVar("T")
 AT_ONCE = 64
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end from plain code, also where an event loop is already running (notebooks)."""
+    """Run a coroutine to its end from plain code, also where an event loop is already running (notebooks). ClosedError
+    in a thread that goes on when the interpreter ends."""
     with ThreadPoolExecutor(1, "ckpt-run") as pool:
-        return pool.submit(asyncio.run, work).result()
+        try:
+            result = pool.submit(asyncio.run, work)
+        except RuntimeError:
+            work.close()
+            raise ClosedError("the interpreter is ending: join this thread before the script ends") from None
+        return result.result()
 
 
 async def all_of(works: Iterable[Awaitable[T]]) -> list[T]:

@@ -130,7 +130,9 @@ class BackgroundErrors:
         """`save`: whoever waits for that one is told by it."""
         with self._lock:
             if isinstance(error, FencedError):
-                self.fenced = error
+                before, self.fenced = self.fenced, error
+                if before is not None:
+                    return  # every call says so by now
             self._noted.append((error, save))
         log.warning("%s", error)
 

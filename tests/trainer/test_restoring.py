@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
+
 from ckpt.checkpoint.losses import Skipped
+from ckpt.errors import FencedError
 from ckpt.faults.report import Fault
 from ckpt.restore.restore_first import Restored
 from ckpt.trainer import restoring
+from ckpt.trainer.session import BackgroundErrors
+from processes import run_script
 
 
 def test_what_is_said_of_a_restore() -> None:
@@ -17,3 +22,30 @@ def test_what_is_said_of_a_restore() -> None:
     assert "lost" not in restoring._line(found, [Fault("death", "", steps={"0": 7})])
     found.skipped.append(Skipped(9, "file:///run", "damaged"))
     assert restoring._line(found, []).endswith("; newer ones that cannot be used, see above: 1")
+
+
+def test_a_restore_that_the_end_of_the_script_comes_upon(run_dir: str) -> None:
+    """In a thread that nobody joins: one of our errors, which says what to do."""
+    code = """
+import sys, threading, time, torch, ckpt
+cp = ckpt.Checkpointer({"n": torch.zeros(1)}, sys.argv[1])
+def restore():
+    threading.main_thread().join()
+    cp.restore(default=0)
+threading.Thread(target=restore).start()
+"""
+    said = run_script(code, run_dir).stderr
+    assert (
+        "ClosedError: the interpreter is ending" in said and "RuntimeError" not in said and "never awaited" not in said
+    )
+
+
+def test_a_run_that_was_lost_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    """However many saves fail of it; and every call raises it."""
+    errors = BackgroundErrors("raise")
+    for _ in range(3):
+        errors.note(FencedError("process 7 has taken this run over"))
+    assert caplog.messages == ["process 7 has taken this run over"]
+    for _ in range(2):
+        with pytest.raises(FencedError):
+            errors.check_owner()

@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 
-from ckpt.errors import CheckpointError, PeerError
+from ckpt.errors import CheckpointError, FencedError, PeerError
 from ckpt.events import log
 from ckpt.faults.report import SavedStep
 from ckpt.format.manifest import Attempt
@@ -284,7 +284,8 @@ class Securer:
                 request = Persist(deadline_s, call.far, [str(attempt) for attempt in attempts])
                 saved = self._supervisor.client.ask(request, deadline_s + 1.0)
         except CheckpointError as error:
-            log.warning("what is in memory is not durable: %s", error)
+            if not isinstance(error, FencedError):  # which was said
+                log.warning("what is in memory is not durable: %s", error)
             return
         for one in saved:
             call.fault.saved.append(SavedStep(one.step, one.tier, "ring", before_s + one.seconds, one.error))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -188,7 +189,9 @@ def as_tiers(tiers: object, every: object = None, keep: object = None) -> tuple[
     said: dict[str, Any] = {name: value for name, value in (("every", every), ("keep", keep)) if value is not None}
     given = [] if tiers is None else [tiers] if isinstance(tiers, (str, Path, Memory, Tier)) else tiers
     if not isinstance(given, (list, tuple)) or not all(isinstance(t, (Memory, Tier, str, Path)) for t in given):
-        raise UsageError(f"tiers must be a folder, a URL, or a list of Memory and Tier, not {tiers!r}")
+        hint = ". The state comes first: Checkpointer(state, tiers)" if isinstance(tiers, dict) else ""
+        shown = reprlib.repr(tiers)  # of a state that was given in their place: not all its numbers
+        raise UsageError(f"tiers must be a folder, a URL, or a list of Memory and Tier, not {shown}{hint}")
     words, memory = [t for t in given if isinstance(t, (str, Path))], [t for t in given if isinstance(t, Memory)]
     if (keep is not None and not words) or (said and given and not words):
         raise UsageError(f"{' and '.join(said)}: of tiers that are given as a string. Say Tier(url, every=50, keep=10)")

@@ -342,3 +342,10 @@ def test_single_hiccups_do_not_count() -> None:
     meter.step(60.0, 0.0, True, [])
     after = meter.snapshot_s
     assert before is not None and after is not None and abs(after - before) < 0.02
+
+
+def test_a_state_in_the_place_of_tiers_is_named_in_a_line() -> None:
+    """Who gives them the wrong way round hears which comes first, and not all numbers of the state."""
+    with pytest.raises(UsageError, match=r"Checkpointer\(state, tiers\)") as refused:
+        as_tiers({"model": list(range(10_000))})
+    assert len(str(refused.value)) < 300

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import documents
+from ckpt.telemetry.gauges import KINDS
 from documents import PAGES, Block, blocks, named, prose_problems, python_problems, shell_problems
 from processes import REPO
 
@@ -132,6 +133,18 @@ def test_tables_of_figures_are_those_of_the_results() -> None:
     ]
     assert len(tables) == 4
     assert [table for table in tables if table not in report] == []
+
+
+def test_every_metric_has_its_row_and_alerts_ask_for_metrics_that_there_are() -> None:
+    """Name, type, label and meaning are those of the code, in its order; and no other name stands on the page."""
+    page = (REPO / "docs" / "reference" / "metrics.md").read_text()
+    served = {name + "_total" * kind.counter: kind for name, kind in KINDS.items()}
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| `ckpt_")]
+    assert [(row[0].strip("`"), row[1], row[3].strip("` "), row[4]) for row in rows] == [
+        (name, "counter" if kind.counter else "gauge", kind.label, kind.help) for name, kind in served.items()
+    ]
+    rules = page[page.index("```yaml") :]
+    assert rules.count("alert:") == 4 and set(re.findall(r"ckpt_\w+", rules)) <= served.keys()
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if "\n::: " in page.read_text()], ids=named)

@@ -44,7 +44,10 @@ def rm(url: str, step: Which, grace_s: float | None, yes: bool, as_json: bool) -
     files, size: what is deleted with it.
     """
     if step is None:
-        raise click.UsageError(f"say which one: {url}@STEP")
+        raise click.UsageError(
+            f"say which one: {url}@STEP. A whole run is a folder, or what a bucket has under that name: delete that, "
+            "once `ckpt top` says on its machines that no writer has it"
+        )
     deletion = Deletion()
     found = act(_rm(url, step, grace_s, yes, as_json, deletion.watch), deletion.so_far)
     if said_all(found, as_json, "this one"):

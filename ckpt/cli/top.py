@@ -15,28 +15,35 @@ from rich.console import Console, Group
 from rich.live import Live
 
 from ckpt.cli.arguments import folders
-from ckpt.cli.terminal import SAYING, example, look_options, print_json, width
-from ckpt.cli.top_data import RunWatch
+from ckpt.cli.terminal import SAYING, example, human, look_options, print_json, print_table, put, width
+from ckpt.cli.top_data import RunWatch, writers_here
 from ckpt.cli.top_view import TopView, lines
 from ckpt.events import log as logger
 from ckpt.store import normalise
+from ckpt.telemetry.status import RankStatus
+from ckpt.units import duration
 
 
-@click.command(epilog=example("ckpt top runs/exp1", "ckpt top runs/exp1 --once --json | jq '.ranks[].step'"))
-@click.argument("run", shell_complete=folders)
+@click.command(
+    epilog=example("ckpt top", "ckpt top runs/exp1", "ckpt top runs/exp1 --once --json | jq '.ranks[].step'")
+)
+@click.argument("run", required=False, shell_complete=folders)
 @click.option("--once", is_flag=True, help="One look, as text.")
 @click.option("--interval", "interval_s", type=click.FloatRange(min=0.1), default=1.0, show_default=True,
               metavar="SECONDS", help="Between two looks.")  # fmt: skip
 @look_options
-def top(run: str, once: bool, interval_s: float, as_json: bool) -> int:
+def top(run: str | None, once: bool, interval_s: float, as_json: bool) -> int:
     """Watch a run: steps, what saving costs, what is in memory, and how far each tier is behind. Ctrl-C leaves.
 
-    RUN is the first tier that the Checkpointer was given, or memory:NAME. Ranks on this machine are seen live, if they
-    run as the same user. Of others, what RUN holds is shown, read every 10 s.
+    RUN is the first tier that the Checkpointer was given, or memory:NAME. Without it, all writers of this user on this
+    machine are listed once: what each holds, and how long it stays after its trainer. Ranks on this machine are seen
+    live, if they run as the same user. Of others, what RUN holds is shown, read every 10 s.
 
     Slots of memory: # a whole snapshot, + all but what only optimizers change, ~ being copied, . empty. "behind 0/34"
     are steps that would be lost if only memory, or only that tier, were left.
     """
+    if run is None:
+        return show_writers(as_json)
     place = run if run.startswith("memory:") else normalise(run)
     if place == "memory:":
         raise click.UsageError("memory:NAME, as in Checkpointer(..., name=NAME)")
@@ -50,6 +57,28 @@ def top(run: str, once: bool, interval_s: float, as_json: bool) -> int:
             show(view)
         else:
             watch(sources, interval_s)
+    return 0
+
+
+def show_writers(as_json: bool) -> int:
+    """Those of this user on this machine, also the ones whose trainer is gone."""
+    found = writers_here()
+    looks = [one for one in found if isinstance(one, RankStatus)]
+    silent = [{"writer": one[0], "why": one[1]} for one in found if isinstance(one, tuple)]
+    if as_json:
+        return print_json({"writers": [one.to_json() for one in looks], "silent": silent})
+    rows = [
+        (one.run or "?", f"r{one.rank}", one.writer, human(one.snapshots), one.trainer,
+         "" if one.not_durable is None else one.not_durable,
+         "" if one.leaves_s is None else duration(one.leaves_s))
+        for one in looks
+    ]  # fmt: skip
+    if rows:
+        print_table(("run", "rank", "writer", "memory", "trainer", "not durable", "leaves in"), rows)
+    for one in silent:
+        put(f"writer {one['writer'] or '?'} {one['why']}")
+    if not found:
+        put("no writer of this user is on this machine")
     return 0
 
 

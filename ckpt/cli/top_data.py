@@ -112,6 +112,15 @@ class RunWatch:
         threading.Thread(target=work, name="ckpt-top-ask", daemon=True).start()
 
 
+def writers_here() -> list[RankStatus | tuple[int, str]]:
+    """All writers of this user on this machine; of one that says nothing its process, 0 if unknown, and why."""
+    keys = link.all_keys()
+    with ThreadPoolExecutor(ASKED_AT_ONCE, "ckpt-top") as asking:
+        looks = list(asking.map(_ask, keys))
+    found = zip(keys, looks, strict=True)
+    return [(link.holder(key) or 0, look) if isinstance(look, str) else look for key, look in found if look]
+
+
 def _said(error: object) -> int:
     """Says what nobody will any more when the process ends at once; its exit code."""
     if error is None:

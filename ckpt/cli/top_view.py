@@ -175,7 +175,13 @@ def _status(view: TopView) -> list[Text]:
             pieces.append((f"MFU {100 * min(mfu):.1f} %", ""))
     if stored is not None and stored.effective is not None:
         pieces.append((f"effective {100 * stored.effective:.2f} %", ""))
-    return [_line(*pieces)]
+    return [_line(*pieces), *(_line((stale(look), "yellow")) for look in looks if look.leaves_s is not None)]
+
+
+def stale(look: RankStatus) -> str:
+    """Of a writer whose trainer is gone: what it holds, for how long, and what goes with it."""
+    held = f"r{look.rank}: writer {look.writer} holds {human(look.snapshots)}, leaves in {duration(look.leaves_s or 0)}"
+    return held + ("" if look.not_durable is None else f", step {look.not_durable:,} only there")
 
 
 def _doing(view: TopView) -> tuple[str, str]:

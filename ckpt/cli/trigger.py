@@ -7,7 +7,7 @@ from msgspec import structs
 
 from ckpt.cli.arguments import folders
 from ckpt.cli.terminal import example, json_option, print_json, put
-from ckpt.errors import CheckpointError
+from ckpt.errors import CheckpointError, UsageError
 from ckpt.ipc import channel
 from ckpt.ipc.watch_requests import TriggerSave
 from ckpt.store import normalise
@@ -39,6 +39,6 @@ def trigger(run: str, why: str, as_json: bool) -> int:
                 return print_json(structs.asdict(heard))
             put(f"told rank {heard.rank} (process {heard.pid}), which is at step {heard.step}")
             return 0
-    raise click.ClickException(
+    raise UsageError(
         f"{place}: {problem}. Give the first tier of a Checkpointer that trains here, and run this as the same user"
     )

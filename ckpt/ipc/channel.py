@@ -15,6 +15,7 @@ import contextlib
 import errno
 import hashlib
 import os
+import re
 import socket
 import stat
 import struct
@@ -150,6 +151,13 @@ def siblings(key: str) -> dict[int, str]:
             if number.isdecimal():
                 found[int(number)] = f"{run}-{number}"
     return dict(sorted(found.items()))
+
+
+def all_keys() -> list[str]:
+    """The keys of all writers of this user on this host; one may be gone by now."""
+    named = re.compile(rf"@everystep/{re.escape(_scope())}/([0-9a-f]{{24}}-\d+)(/\d+)?")
+    found = {match[1] for name, _, listening in _bound() if listening and (match := named.fullmatch(name))}
+    return sorted(found)
 
 
 def _bound() -> Iterator[tuple[str, str, bool]]:

@@ -89,6 +89,7 @@ class RankStatus:
 
     `in_memory`: the newest step of which memory holds a whole snapshot, `memory_lag` steps behind. `faults`: since
     the writer began, without saves that were asked for; `fault`: the last one, in a line, with its time `fault_at`.
+    `leaves_s`: until a writer whose trainer is gone lets go of its memory, None for one that has a trainer.
     Bytes of memory: `trainer_rss`, `writer_rss` (both count the snapshots, which they share), `snapshots`, and
     `available` on this machine.
     """
@@ -121,6 +122,7 @@ class RankStatus:
     restored_from: str = ""
     in_memory: int | None = None
     memory_lag: int = 0
+    leaves_s: float | None = None
     faults: int = 0
     fault: str = ""
     fault_at: str = ""
@@ -140,6 +142,12 @@ class RankStatus:
     @property
     def trains(self) -> bool:
         return self.trainer in ("alive", "frozen")
+
+    @property
+    def not_durable(self) -> int | None:
+        """The newest step in memory that no tier has: killing the writer loses it. None if there is none."""
+        durable = max((tier.committed for tier in self.tiers if tier.committed is not None), default=-1)
+        return self.in_memory if self.in_memory is not None and self.in_memory > durable else None
 
     @property
     def steps_s(self) -> float | None:
@@ -169,7 +177,7 @@ class RankStatus:
         return None if not self.calls or self.wall_s <= 0 else min(1.0, self.trained_s / self.wall_s)
 
     def to_json(self) -> dict[str, Any]:
-        derived = ("steps_s", "samples_s", "flops_s", "mfu", "goodput")
+        derived = ("steps_s", "samples_s", "flops_s", "mfu", "goodput", "not_durable")
         return {"version": VERSION, **asdict(self), **{name: getattr(self, name) for name in derived}}
 
     @classmethod

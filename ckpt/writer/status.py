@@ -188,6 +188,7 @@ class Observers:
             writer=os.getpid(),
             epoch="" if owner is None else f"{owner.epoch}.{owner.nonce}",
             trainer=trainer,
+            leaves_s=self._leaves_s() if trainer in ("dead", "left") else None,
             slowed_s=None if account is None else sum(row.slowed for row in account.rows),
             wall_s=max(0.0, (self._ended or now) - (told.opening if told else now)),
             faults=self._faults,
@@ -198,6 +199,9 @@ class Observers:
             peak_flops=metrics.get("peak_flops"),
             serves=self._serves,
         )
+
+    def _leaves_s(self) -> float:
+        return max(0.0, (self._ended or 0.0) + self._run.linger_s - time.monotonic())
 
     def _with_memory(self, found: RankStatus) -> RankStatus:
         return replace(

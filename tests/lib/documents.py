@@ -23,7 +23,7 @@ from ckpt.cli.app import COMMANDS, cli
 from processes import REPO
 
 PAGES = [*sorted(REPO.glob("*.md")), *sorted((REPO / "docs").rglob("*.md"))]
-LANGUAGES = ("python", "console", "bash", "text")  # text: a picture, or what something prints
+LANGUAGES = ("python", "console", "bash", "yaml", "text")  # text: a picture, or what something prints
 CALLED = {"cp": ckpt.Checkpointer, "save": ckpt.Save, "loader": ckpt.Loader, "weights": ckpt.Loaded}  # on all pages
 SHELL = {".", "cd", "export", "git", "jq", "kill", "sh", "sleep"}  # that need no look
 FENCE = re.compile(r"^( *)```(.*)$")

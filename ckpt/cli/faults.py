@@ -50,12 +50,13 @@ def show(shown: list[list[dict[str, Any]]], what: str) -> None:
     for incident in shown:
         first = incident[0]
         when = datetime.fromisoformat(first["time"]).astimezone().strftime("%F %T")
-        newest = dict[int, int]()  # by rank: what one alone has is lost
+        saved = dict[int, set[int]]()  # by rank: what one alone has is lost
         for rank, step in ((one["rank"], s["step"]) for one in incident for s in one["saved"] if not s["error"]):
-            newest[rank] = max(step, newest.get(rank, step))
+            saved.setdefault(rank, set()).add(step)
+        common = set.intersection(*saved.values()) if saved else set()
         ranks = " ".join(str(one["rank"]) for one in incident)
         kind = in_words(first["kind"], asked=first["asked"])
-        rows.append((when, kind, min(newest.values(), default="nothing"), ranks))
+        rows.append((when, kind, max(common, default="nothing"), ranks))
         advice = "" if first["asked"] else ADVICE.get(first["advice"], "")
         accounts.append(f"{first['summary']} ({advice})" if advice else first["summary"])
     print_table(("when", what, "saved step", "by ranks"), rows, below=accounts)

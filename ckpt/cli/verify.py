@@ -63,7 +63,15 @@ def verify(url: str, step: Which, every: bool, data: bool, as_json: bool) -> int
             print_few(problems)
         if any(c["problems"] for c in found["checkpoints"]) or any(map(mendable, found["problems"])):
             put(f"`ckpt repair {found['url']}` may mend it")
+        if any(problem.startswith("log record") for problem in found["problems"]):
+            put(LOST_RECORDS)
     return 1 if found["problems"] or any(c["problems"] for c in found["checkpoints"]) else 0
+
+
+LOST_RECORDS = (
+    "lost log records stay lost; the checkpoints above are judged without them. `ckpt copy --all` to another location "
+    "brings over what is whole, and a run without this fault"
+)
 
 
 def mendable(problem: str) -> bool:

@@ -22,6 +22,7 @@ import ckpt
 import toy
 from ckpt.checkpoint.commit import acquire
 from ckpt.cli import app, show, terminal, verify
+from ckpt.faults.report import Fault, SavedStep
 from ckpt.format.digest import file_digest
 from ckpt.format.manifest import MAJOR, Attempt, canonical, new_nonce, press, seal, unpress
 from ckpt.maintain.examine import examine
@@ -597,6 +598,23 @@ def a_run_at(run: Path) -> Path:
     with ckpt.Checkpointer({"w": torch.ones(2)}, str(run)):
         pass
     return run
+
+
+@pytest.mark.parametrize(
+    ("held", "saved"), [(([61, 60, 57], [63, 62, 60]), "60"), (([61], [63]), "nothing"), (([61], []), "61")]
+)
+def test_the_saved_step_of_a_fault_is_one_that_all_ranks_have(
+    tmp_path: Path, call: Any, held: tuple[list[int], list[int]], saved: str
+) -> None:
+    """Not the oldest of their newest, which another may have overwritten. Who says nothing of it takes no part."""
+    run = a_run_at(tmp_path / "run")
+    (run / "faults").mkdir()
+    for rank, steps in enumerate(held):
+        mine = [SavedStep(step, "memory", "ring", 0.1) for step in steps]
+        one = Fault("death", "killed", rank=rank, world=2, saved=mine, attempt="3.abcdefgh")
+        (run / one.key).write_bytes(one.to_bytes())
+    (row,) = (line for line in call("faults", run).out.splitlines() if "crash or kill" in line)
+    assert row.split("crash or kill")[1].split()[0] == saved
 
 
 def test_a_save_that_was_asked_for_is_no_fault(tmp_path: Path, call: Any) -> None:

@@ -581,7 +581,10 @@ def test_a_damaged_log_forbids_it(run: Path, call: Call, words: Sequence[str]) -
     refused = call(words[0], run, *words[1:], "--yes")
     assert refused.code == 2 and "log records 1 " in refused.err and "ckpt copy --all" in refused.err
     assert tree(run) == before
+    told = call("verify", run, "--all")
+    assert told.code == 1 and "ckpt copy --all" in told.out and "ckpt repair" not in told.out
     assert call("copy", run, f"{run}-new", "--all", "--yes").code == 0 and steps(f"{run}-new") == [6, 5, 4, 3, 2]
+    assert call("verify", f"{run}-new", "--all").code == 0
     break_log(Path(f"{run}-new"))
     refused = call("copy", run, f"{run}-new", "--yes")
     assert refused.code == 2 and "given up there" in refused.err

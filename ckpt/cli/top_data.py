@@ -96,7 +96,8 @@ class RunWatch:
         looks, silent = list[RankStatus](), dict[int, str]()
         for number, found in zip(keys, self._asking.map(_ask, keys.values()), strict=True):
             if isinstance(found, RankStatus):
-                looks.append(found)
+                # A trainer that starts has not said its rank yet: then it is that on this machine.
+                looks.append(found if found.run else replace(found, rank=number))
             elif found:
                 silent[number] = found
         self._looks, self._silent = looks, silent

@@ -101,7 +101,7 @@ class TopView:
 def lines(view: TopView, width: int = 100, height: int | None = None) -> list[Text | Table]:
     """None wider than `width` cells. Of ranks that do not fit into `height` lines the worst are shown."""
     tiers = [_memory(view), *_tiers(view)] if view.looks else []
-    head = [_line((_end_of(view.run, width), "bold")), *_status(view)]
+    head = [_line((_end_of(view.run, width), "bold")), *_status(view, width)]
     foot = [*_stored(view), *_elsewhere(view), *_last_fault(view, width)]
     room = len(view.looks) if height is None else max(0, height - len(head) - len(foot) - len(tiers) - 2)
     found: list[Text | Table] = [*head]
@@ -158,7 +158,7 @@ def _count(number: int | None) -> str:
 # -- the run as a whole --
 
 
-def _status(view: TopView) -> list[Text]:
+def _status(view: TopView, width: int) -> list[Text]:
     if not view.looks:
         further = " into it first" * _is_further(view)
         return [_line((f"nobody trains on this machine{further}", "yellow")), *_not_here(view)]
@@ -175,7 +175,17 @@ def _status(view: TopView) -> list[Text]:
             pieces.append((f"MFU {100 * min(mfu):.1f} %", ""))
     if stored is not None and stored.effective is not None:
         pieces.append((f"effective {100 * stored.effective:.2f} %", ""))
-    return [_line(*pieces), *(_line((stale(look), "yellow")) for look in looks if look.leaves_s is not None)]
+    return [*_lines_of(pieces, width), *(_line((stale(look), "yellow")) for look in looks if look.leaves_s is not None)]
+
+
+def _lines_of(pieces: Sequence[tuple[str, str]], width: int) -> list[Text]:
+    """In as many lines as they need, so that none is cut."""
+    rows: list[list[tuple[str, str]]] = [[]]
+    for piece in pieces:
+        if rows[-1] and _line(*rows[-1], piece).cell_len > width:
+            rows.append([])
+        rows[-1].append(piece)
+    return [_line(*row) for row in rows]
 
 
 def stale(look: RankStatus) -> str:

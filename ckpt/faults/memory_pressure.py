@@ -158,7 +158,7 @@ class PressureWatch:
         if before and self._held[0] > before[0] and now.share < self._enough:
             return f"a cgroup is at its limit, {now.available >> 20} MiB are available ({now.where})"
         if stalled and now.share < PLENTY:
-            return f"processes wait for memory, {now.available >> 20} MiB are available ({now.where})"
+            return f"processes wait for memory, though {now.available >> 20} MiB are available ({now.where})"
         return ""
 
     def _run(self, ended: threading.Event) -> None:

@@ -249,7 +249,9 @@ class FaultReporter:
     @handles(watch.TriggerSave)
     def trigger_save(self, request: watch.TriggerSave) -> watch.TriggerSaveReply:
         if self.trainer.dead or self.trainer.channel is None or self.watchdog is None:
-            raise UsageError("the trainer of this run does not live, or takes no triggers: nothing to save")
+            lives = self.trainer.state() == "alive"
+            why = "is still starting, or takes no triggers" if lives else "does not live"
+            raise UsageError(f"the trainer of this run {why}: nothing to save")
         self.trainer.tell(notes.TriggerNote(request.why[:200]))
         beat = self.watchdog.heartbeat.read()
         return watch.TriggerSaveReply(self.trainer.pid, self.watchdog.rank, beat.step, beat.doing)

@@ -199,6 +199,8 @@ def test_it_fits_into_any_terminal(width: int) -> None:
     ):
         assert all(cell_len(line) <= width for line in picture(view, width).splitlines())
     assert width < 40 or "1,234" in picture(TopView(RUN, ranks), width)
+    whole = picture(TopView(RUN, ranks, stored=RunStored(RUN, 1.0, effective=0.5)), width)
+    assert width < 40 or ("steps/s" in whole and "effective 50.00 %" in whole)  # no piece of the first lines is cut
 
 
 def test_of_a_name_that_is_too_long_the_end_is_seen() -> None:

@@ -109,11 +109,11 @@ class InUseError(CheckpointError):
 
 
 class SaveError(CheckpointError):
-    """One save failed. The state in memory, older checkpoints and later saves are unaffected."""
+    """One save failed. The training state is unaffected, and later saves are tried as ever."""
 
     advice = (
-        "The training state, older checkpoints and later saves are untouched. `ckpt doctor RUN` tries out "
-        "what a store can do."
+        "The training state is untouched, and later saves are tried as ever. `ckpt doctor RUN` tries out what a store "
+        "can do."
     )
 
 

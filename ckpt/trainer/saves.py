@@ -105,8 +105,10 @@ class TierWrites:
             return
         if not isinstance(error, FencedError):
             others = [other for other in save.tiers if other != url and save.written(other)]
-            where = f"in {others[0]}" if others else "in memory"
-            error = SaveError(f"step {save.step} was not written to {url}: {error}. It is still {where}")
+            where = f"It is still in {others[0] if others else 'memory'}"
+            if not others and self._session.supervisor.writer.failure is not None:
+                where = "No writer holds it: memory ends with this process"
+            error = SaveError(f"step {save.step} was not written to {url}: {error}. {where}")
         self._session.errors.note(error, save)  # before anybody who waits for the save goes on
         save.set_failed(error, url)
 

@@ -23,7 +23,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import ckpt
 import toy
-from ckpt.trainer.supervise import find_writer
+from ckpt.trainer.supervise import find_writer, writer_client
 from kills import kill_all, problems, steps_on_disk
 from processes import eventually, run_script, writers
 
@@ -871,6 +871,26 @@ def test_writer_that_keeps_dying(run_dir: str, own_sockets: Path) -> None:
     assert eventually(lambda: not writers(own_sockets)), "a process is left"
     assert steps_on_disk(run_dir)[0] >= 2
     assert problems(run_dir) == []
+
+
+def test_why_no_new_writer_starts_is_said(run_dir: str, own_sockets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library was removed under the job, say: what Python says of that stands in the error. A save that fails of it
+    is not called held in memory, since nobody holds it when the trainer ends."""
+    state = toy.build()
+    cp = ckpt.Checkpointer(state, rare(run_dir))
+    train(cp, state, 1, 2)
+    monkeypatch.setattr(writer_client, "_BOOT", "import everystep_was_removed")
+    kill_all(writers(own_sockets))
+    saved = cp.save()
+    with pytest.raises(ckpt.SaveError, match="No writer holds it: memory ends with this process") as failed:
+        saved.committed(60)
+    assert "still in memory" not in str(failed.value)
+    with pytest.raises(ckpt.WriterError, match=r"times within.*No module named 'everystep_was_removed'"):
+        for step in range(10, 10_000):
+            toy.train_step(state)
+            cp.step(step)
+    with contextlib.suppress(ckpt.CheckpointError):
+        cp.close()
 
 
 CLOSED = """

@@ -26,6 +26,7 @@ HELLO_S = 10.0  # for a writer that was left to answer; it may be stopped
 PATIENT_S = 60.0  # if it is not: at low priority it may get little of a busy machine, and it has the newest steps
 RESPAWN_LIMIT = 3  # writers that die within RESPAWN_WINDOW_S, before we stop trying
 RESPAWN_WINDOW_S = 60.0
+TOLD = 4096  # bytes of a writer's own words that are looked through
 
 Greeted = tuple[requests.GreetingReply, list[int]]
 Found = tuple[WriterClient, Greeted | None]
@@ -67,6 +68,7 @@ class WriterFinder:
         self._key, self._claim, self._tiers, self._takeover = key, claim, tiers, takeover
         self._deaths: list[float] = []
         self._respawns = 0
+        self._last_words = ""  # of a new writer that died while it started
         self._losers: list[int] = []  # who has lost the run to us, and may not have heard of it: stopped, say
 
     def find_or_spawn(self) -> Found:
@@ -205,12 +207,16 @@ class WriterFinder:
         now = time.monotonic()
         self._deaths = [t for t in self._deaths if now - t < RESPAWN_WINDOW_S] + [now]
         if len(self._deaths) > RESPAWN_LIMIT:
-            raise WriterError(f"the writer died {len(self._deaths)} times within {RESPAWN_WINDOW_S:g} s")
+            why = f"; the last words of the last one: {self._last_words}" if self._last_words else ""
+            raise WriterError(f"the writer died {len(self._deaths)} times within {RESPAWN_WINDOW_S:g} s{why}")
         self._respawns += 1
+        path = channel.log_path(self._key)
+        since = os.path.getsize(path) if os.path.exists(path) else 0
         try:
             fresh = self._spawn_in_turn()
         except WriterError as error:
-            log.warning("%s", error)
+            self._last_words = last_line(path, since)
+            log.warning("%s%s", error, f": {self._last_words}" if self._last_words else "")
             return None
         try:
             self._run.open_again(fresh, writers=self._respawns)
@@ -241,3 +247,12 @@ class WriterFinder:
         found = self._whose()
         if found is not None and not self._run.is_ours(found.owner):
             raise FencedError(f"process {found.trainer} on this machine has opened this run")
+
+
+def last_line(path: str, since: int) -> str:
+    """Of what a writer has said there beyond so many bytes: of one that could not start, the reason. "" if nothing."""
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        file.seek(max(since, os.path.getsize(path) - TOLD))
+        lines = file.read(TOLD).decode(errors="replace").split("\n")
+        return next((line.strip() for line in reversed(lines) if line.strip()), "")
+    return ""

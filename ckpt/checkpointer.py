@@ -62,7 +62,8 @@ class Checkpointer:
     `on_fault`: called in a background thread with the account of each fault, those that ended earlier incarnations
     on this machine included; `faults` holds the latter.
     `metrics`: a port for Prometheus, or `ckpt.Metrics`, which has TensorBoard too.
-    `takeover`: open a run that another process trains. That one is told, and saves no more.
+    `takeover`: open a run that another process trains. That one is told, and saves no more. Another Checkpointer of the
+    run in this process is closed.
 
     Raises StateError for a state that cannot be saved, FormatError or StoreError for a tier that cannot be used,
     InUseError for a run that another process trains.
@@ -92,19 +93,24 @@ class Checkpointer:
         self._settings = Settings.checked(tiers, name, every, keep, best, (on_busy, on_error), timeouts_s, metrics)
         try:
             with contextlib.ExitStack() as undo:  # whatever comes in between, Ctrl-C too
-                self._reserve(undo)
+                self._reserve(undo, takeover)
                 self._start(undo, Session(self._settings, state, takeover, undo), wanted, on_fault)
                 undo.pop_all()
         except CheckpointError as error:
             tell_if_uncaught(error, self._settings.world.rank, self._settings.world.size)
             raise
 
-    def _reserve(self, undo: contextlib.ExitStack) -> None:
-        """UsageError if there is another one of this run in this process, also one that is just being made."""
+    def _reserve(self, undo: contextlib.ExitStack, takeover: bool) -> None:
+        """UsageError if there is another one of this run in this process, also one that is just being made. To take
+        over is to close it: in a notebook its name may be lost."""
         url = self._settings.url
+        if takeover and (older := _open.get(url)) is not None and hasattr(older, "_closing"):
+            older.close()
         with _opening:
             if url in _open:
-                raise UsageError(f"another Checkpointer in this process uses {url}: close() it first")
+                raise UsageError(
+                    f"another Checkpointer in this process uses {url}: close() it first, or give takeover=True"
+                )
             undo.callback(_open.pop, url, None)
             _open[url] = self
 

@@ -194,3 +194,25 @@ def test_second_checkpointer_in_one_process(run_dir: str, monkeypatch: pytest.Mo
         assert save is not None and save.staged(60), "the attempt did no harm"
     with ckpt.Checkpointer(state, run_dir) as cp:
         assert cp.restore() == 1
+
+
+def test_one_whose_name_is_lost_is_taken_over_in_its_own_process(run_dir: str) -> None:
+    """As where a cell of a notebook is run again: without takeover it is refused, in words that say so. With it the
+    older one makes its last step durable and is closed, and the new one goes on from there."""
+
+    def cell() -> None:
+        state = toy.build()
+        cp = ckpt.Checkpointer(state, run_dir)
+        cp.restore(default=0)
+        toy.train_step(state)
+        cp.step(1)
+
+    cell()
+    state = toy.build()
+    with pytest.raises(ckpt.UsageError, match="takeover=True"):
+        ckpt.Checkpointer(state, run_dir)
+    with ckpt.Checkpointer(state, run_dir, takeover=True) as cp:
+        assert cp.restore(default=0) == 1 and steps_on_disk(run_dir) == [1]
+    reference = toy.build()
+    toy.train_step(reference)
+    assert toy.digest(state) == toy.digest(reference)

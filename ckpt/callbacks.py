@@ -20,7 +20,6 @@ MEANT = {  # how trainers call it
     "train_time_interval": 'every="10min"',
     "dirpath": PLACE,
     "output_dir": PLACE,
-    "metric_for_best_model": 'best=ckpt.Best("eval_loss")',
 }
 
 Settings = list[dict[str, Any]]  # of each group of each optimizer, in their order

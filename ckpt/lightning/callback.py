@@ -51,11 +51,7 @@ else:
     Base = object
 
 NOT_OURS = ("DeepSpeedStrategy", "XLAStrategy", "XLAFSDPStrategy")
-MEANT = {
-    "save_top_k": "top_k=",
-    "filename": "nothing: a step is called RUN@STEP",
-    "save_last": "nothing: it always does",
-}
+MEANT = {"save_top_k": "top_k="}
 HOW = "set them in on_train_start of the module: docs/guide/trainers/lightning.md"
 
 

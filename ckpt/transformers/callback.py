@@ -42,7 +42,8 @@ from ckpt.transformers import trainer_internals
 from ckpt.transformers.pretrained import Pretrained, digest, is_adapter, nbytes, pretrained, trained
 from ckpt.transformers.trainer_internals import say
 
-MEANT = {"load_best_model_at_end": 'best=ckpt.Best("eval_loss")', "save_top_k": 'best=ckpt.Best("eval_loss", keep=3)'}
+BEST = 'best=ckpt.Best("eval_loss", keep=1)'
+MEANT = dict.fromkeys(("load_best_model_at_end", "metric_for_best_model", "save_top_k"), BEST)
 HOW = "set them in on_train_begin of a callback of yours: docs/guide/trainers/transformers.md"
 WATCHED = 8  # steps for which it is looked whether reading batches draws random numbers
 OTHER_NUMBERS = (

@@ -893,6 +893,31 @@ def test_why_no_new_writer_starts_is_said(run_dir: str, own_sockets: Path, monke
         cp.close()
 
 
+REMOVED = """
+import os, sys, pathlib, toy, ckpt
+from ckpt.trainer.supervise import writer_client
+from processes import writers
+
+state = toy.build()
+with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(sys.argv[1], every=100_000)]) as cp:
+    cp.restore(default=0)
+    for step in range(1, 100_000):
+        toy.train_step(state)
+        cp.step(step)
+        if step == 3:
+            cp.save().staged(60)
+            writer_client._BOOT = "import everystep_was_removed"
+            [writer.kill() for writer in writers(pathlib.Path(os.environ["CKPT_RUNTIME_DIR"]))]
+"""
+
+
+def test_memory_that_ends_with_the_trainer_is_not_said_to_hold_a_step(run_dir: str) -> None:
+    """Its last words, when no writer starts any more: why, and that nothing was saved."""
+    done = run_script(REMOVED, run_dir)
+    assert done.returncode == 1 and "No module named 'everystep_was_removed'" in done.stderr, done.stderr
+    assert "and not durable yet" not in done.stderr and "nothing new was saved" in done.stderr, done.stderr
+
+
 CLOSED = """
 import gc, json, sys, torch, ckpt
 

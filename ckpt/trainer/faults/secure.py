@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 
-from ckpt.errors import CheckpointError, FencedError, PeerError
+from ckpt.errors import CheckpointError, FencedError, PeerError, WriterError
 from ckpt.events import log
 from ckpt.faults.report import SavedStep
 from ckpt.format.manifest import Attempt
@@ -292,6 +292,8 @@ class Securer:
         call.fault.timings["durable_s"] = call.passed_s
 
     def _note_memory(self, call: FaultCall) -> None:
+        if isinstance(self._supervisor.writer.failure, WriterError):
+            return  # there is no writer any more, and memory ends with us
         known = {saved.step for saved in call.fault.saved if saved.tier == "memory"}
         steps = sorted((attempt.step for attempt in self._supervisor.held.sealed()), reverse=True)
         wanted = steps[:1] if self._world.size == 1 else steps  # of several ranks the newest may not be common

@@ -257,6 +257,8 @@ def translated(error: OSError, url: str, path: str) -> StoreError:
         return AccessError(
             f"not allowed: {what}. Check the owner and mode of the folder, and that it is not mounted read-only"
         )
+    if error.errno == errno.ENOTDIR:
+        what = f"a file is in the way of a folder: {what}. Name another folder, or the one that the file is in"
     return StoreError(what, retryable=error.errno in (errno.EIO, errno.EINTR, errno.EAGAIN))
 
 

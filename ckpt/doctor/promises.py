@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from ckpt.checkpoint.write import upload_from
 from ckpt.doctor.findings import GB, MIB, PROBLEM, Finding, OnBytes, StoreRates, judge, noise
 from ckpt.doctor.s3 import bare_s3
-from ckpt.errors import ExistsError, NotFoundError, StoreError
+from ckpt.errors import ExistsError, FullError, NotFoundError, StoreError
 from ckpt.format.digest import blob_digest
 from ckpt.store import PAGE, Store
 from ckpt.units import decimal, duration
@@ -62,6 +62,8 @@ async def permissions(store: Store, prefix: str) -> list[Finding]:
             await step()
         except NotFoundError as error:
             refused += [] if refused else [Finding("permissions", f"{name}: {error}", PROBLEM, "See consistency")]
+        except FullError:
+            refused.append(Finding("free space", f"{name}: no space left", PROBLEM, "Free some: nothing can be saved"))
         except StoreError as error:
             refused.append(Finding("permissions", f"{name}: {error}", PROBLEM, f"Allow these credentials to {name}"))
     return refused or [Finding("permissions", ", ".join(steps))]

@@ -146,7 +146,8 @@ class LedgerWalk:
                 " beside a save look like slowing by it. Put them into pause()"
             )
         if not self.slowing_known:
-            self.notes.append("how much saving slowed the steps is not known: none was without a save, or too few")
+            known = "known for some steps only" if self.parts["slowed"] else "not known"
+            self.notes.append(f"how much saving slowed the steps is {known}: none was without a save, or too few")
 
     # -- time --
 

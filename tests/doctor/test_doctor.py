@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -336,6 +337,17 @@ def test_a_small_file_system(tmp_path: Path) -> None:
         job = JobSize(state=1 * GB)
         assert named(advice.too_full(job, place), "room").verdict == PROBLEM
         assert advice.too_full(JobSize(state=1 * MIB), place) == []
+
+
+def test_a_full_file_system(tmp_path: Path) -> None:
+    """It is full, and says so: not that anybody lacks a permission, and no command about a folder of doctor's own."""
+    with volume(tmp_path, "tmpfs", 8) as full:
+        with contextlib.suppress(OSError):
+            (full.path / "else").write_bytes(bytes(16 * MIB))
+        found = examine(str(full.path / "run")).findings
+    problems = [one for one in found if one.verdict == PROBLEM]
+    assert problems and {one.what for one in problems} == {"free space"}
+    assert all("Free some" in one.advice and ".ckpt-doctor" not in one.advice + one.value for one in problems)
 
 
 def test_a_read_only_file_system(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from functools import partial
 
-from ckpt.errors import CheckpointError, DeadlineError, FencedError, SaveError, SkippedError
+from ckpt.errors import CheckpointError, DeadlineError, FencedError, SaveError, SkippedError, WriterError
 from ckpt.events import log
 from ckpt.format.manifest import Attempt
 from ckpt.ipc.arena import Arena
@@ -106,7 +106,7 @@ class TierWrites:
         if not isinstance(error, FencedError):
             others = [other for other in save.tiers if other != url and save.written(other)]
             where = f"It is still in {others[0] if others else 'memory'}"
-            if not others and self._session.supervisor.writer.failure is not None:
+            if not others and isinstance(self._session.supervisor.writer.failure, WriterError):
                 where = "No writer holds it: memory ends with this process"
             error = SaveError(f"step {save.step} was not written to {url}: {error}. {where}")
         self._session.errors.note(error, save)  # before anybody who waits for the save goes on

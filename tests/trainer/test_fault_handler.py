@@ -755,6 +755,19 @@ def test_a_hang_is_reported_and_a_pause_is_none(run_dir: str) -> None:
         assert is_exact(run)
 
 
+def test_a_trainer_that_was_stopped_does_not_report_it_again(run_dir: str) -> None:
+    """Who is stopped by SIGSTOP is reported as that by its writer; let go on, it trains, and says of no hang."""
+    code = "cp = opened(triggers=[ckpt.on_hang(min_s=1, factor=2)])\nwhile True: train(cp, 20)\n"
+    with trainer(run_dir, code) as process:
+        await_line(process, "step 120")
+        process.send_signal(signal.SIGSTOP)
+        assert eventually(lambda: bool(reports(run_dir)))
+        process.send_signal(signal.SIGCONT)
+        await_line(process, "step 400")
+        (fault,) = reports(run_dir)
+        assert (fault.kind, fault.by) == ("hang", "writer") and "kill -CONT" in fault.summary
+
+
 def test_a_hang_may_end_the_process(run_dir: str) -> None:
     """action="exit": the last step is durable, and the exit code tells the launcher to start it again."""
     code = "cp = opened(triggers=[ckpt.on_hang(action='exit', min_s=1, factor=2)]); train(cp, 120); block()\n"

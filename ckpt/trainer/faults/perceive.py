@@ -205,6 +205,8 @@ class Perception:
 
     def _on_hang(self, note: notes.HangNote) -> None:
         self._supervisor.writer.send(Heard())
+        if note.evidence["state"] == "stopped":
+            return  # it came while we were, so it is old, and the writer has reported of it
         call = self._incidents.new("hang", "", how="step counter", grace_s=SOFT_S - 1)
         call.note = note
         self._incidents.queue.put(call)

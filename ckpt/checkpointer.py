@@ -297,7 +297,8 @@ class Checkpointer:
 
         Tensors are filled in place. A damaged checkpoint is passed over, loudly: `last_restore` says which and why.
         `default` is returned only if every tier was read and none holds a checkpoint. `step` asks for that one, also
-        to go back: what was saved after it is not restored by itself any more. `strict=False` takes what fits.
+        to go back: what was saved after it is not restored by itself any more. `strict=False` takes what fits, and
+        casts what has another dtype.
 
         Raises NoCheckpointError, CorruptError if none of the checkpoints is sound, or MismatchError, after which
         nothing has been changed.

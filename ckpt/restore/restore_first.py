@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -259,7 +260,10 @@ class _Try:
 
 
 def _say_left_out(placement: Placement, result: Restored) -> None:
-    """What strict=False has passed over is not passed over in silence."""
+    """What strict=False has passed over, or cast, is not passed over in silence."""
+    if placement.cast:
+        counts = Counter(placement.cast.values()).items()
+        logger.warning("strict=False cast tensors: %s", ", ".join(f"{n} to {dtype}" for dtype, n in counts))
     result.left_out = list(placement.problems)
     if placement.problems:
         shown = "; ".join(placement.problems[:5])

@@ -23,6 +23,7 @@ class Joint(torch.optim.Optimizer):
         if len({len(one.param_groups) for one in parts}) != 1:
             raise ValueError("optimizers with other numbers of groups are not alike")
         self.parts = tuple(parts)
+        self.defaults = getattr(parts[0], "defaults", {})
         self.state = _States(self.parts)  # type: ignore[assignment]
 
     @property

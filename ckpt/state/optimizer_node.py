@@ -20,6 +20,8 @@ from ckpt.state.rewrap import MomentPlaces, facts_of, forms_of, matching
 from ckpt.state.sharding import Division, Replicas, StateEntry, is_dtensor, local
 from ckpt.state.wrappers import WrapperForm, is_wrapped, take_all_apart
 
+SCHEDULED = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"}  # settings that schedulers add
+
 
 class OptimizerNode:
     """A torch optimizer: state by parameter name, written back directly (its own loader would cast dtypes).
@@ -142,12 +144,16 @@ class OptimizerNode:
         mine = [[called[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
         if not _is_optimizer(saved):
             raise CorruptError(f"{show(self.path)}: what is stored of it is not the state of an optimizer")
-        self._compare_groups(mine, saved.facts["params"], placement)
         params = {called[id(p)]: (p, g) for g in self.optimizer.param_groups for p in g["params"]}
         start = show((*self.path, "params")) + "."
         names = placement.compare(self.path, [name for name in saved.names if name.startswith(start)], self._own)
         for name in matching(names, self._own, saved.facts, saved.names, placement):
             placement.fill(name, self._own[name])
+        if kind := self._other_kind(saved):
+            here = "was" if placement.strict else "begins anew, as it was"
+            placement.problem(f"{show(self.path)} {here} saved by an optimizer of another kind: {kind}")
+            return
+        self._compare_groups(mine, saved.facts["params"], placement)
         fresh: dict[str, dict[str, Any]] = {name: {} for name in saved.facts["with_state"] if name in params}
         self._begin_anew(fresh, params, placement)
         self._place_state(fresh, params, saved, placement)
@@ -166,10 +172,19 @@ class OptimizerNode:
         placement.finish(self.path, finish)
 
     def prepare_as_saved(self, saved: SavedNode, placement: Placement) -> bool:
-        if self._others or not _is_optimizer(saved) or saved.values["state"]:
+        if self._others or not _is_optimizer(saved) or saved.values["state"] or self._other_kind(saved):
             return False
         placement.finish(self.path, self._groups_of(saved, placement))
         return True
+
+    def _other_kind(self, saved: SavedNode) -> str:
+        """What tells that another kind of optimizer was saved, "" if nothing: both have settings that the other has
+        not. Versions of torch only add some, and so do schedulers and scripts."""
+        theirs = [key for group in saved.values["groups"] for key in group if key not in SCHEDULED]
+        own = [key for key in getattr(self.optimizer, "defaults", {}) if key not in theirs]
+        here = {key for group in self.optimizer.param_groups for key in group}
+        odd = [key for key in dict.fromkeys(theirs) if key not in here]
+        return f"the checkpoint's settings have {_first(odd)}, and here are {_first(own)}" if own and odd else ""
 
     def _groups_of(self, saved: SavedNode, placement: Placement) -> Callable[[], None]:
         """What sets the groups to what was saved of them."""
@@ -239,11 +254,16 @@ class OptimizerNode:
         if mine == theirs or (not placement.alone and _fit(mine, theirs)):
             return
         have, want = {n for g in mine for n in g}, {n for g in theirs for n in g}
-        odd = sorted(have ^ want if placement.alone else have - want)[:5]
-        placement.problem(
-            f"{show(self.path)}: the parameter groups differ ({len(mine)} groups here, {len(theirs)} saved; "
-            f"{'not in both: ' + ', '.join(odd) if odd else 'other order'})"
-        )
+        if placement.strict:
+            odd = sorted(have ^ want if placement.alone else have - want)
+            what = f"not in both: {_first(odd)}" if odd else "other order"
+            text = f"the parameter groups differ ({len(mine)} groups here, {len(theirs)} saved; {what})"
+        else:
+            new = sorted(have - want)
+            begin = f"{len(new)} begin anew ({_first(new)})" if new else "in other groups"
+            whose = "its settings" if len(mine) <= len(theirs) else f"the settings of its first {len(theirs)} groups"
+            text = f"{len(have & want)} parameters go on, {begin}; {whose} are the checkpoint's"
+        placement.problem(f"{show(self.path)}: {text}")
 
     def _target(
         self, full: str, key: str, param: Tensor, group: dict[str, Any], placement: Placement, form: WrapperForm | None
@@ -269,6 +289,10 @@ class OptimizerNode:
         if (held := placement.names.get(id(param))) is not None and placement.were_one(full, held.name):
             return param.detach()  # it was the weight itself: so SAM leaves it
         return placement.create(full, device_of(full), beside)
+
+
+def _first(words: list[str], count: int = 5) -> str:
+    return ", ".join(words[:count]) + (", …" if len(words) > count else "")
 
 
 def _is_optimizer(saved: SavedNode) -> bool:

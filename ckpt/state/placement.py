@@ -36,6 +36,7 @@ class Placement:
     fills: dict[Key, list[Target]] = field(default_factory=dict)
     lying: list[tuple[int, Tensor]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    cast: dict[str, str] = field(default_factory=dict)  # where lenient: by names, the dtypes here
     apart: set[str] = field(default_factory=set)  # replicas here, of which each rank had saved its own
     finishers: list[Callable[[], object]] = field(default_factory=list)
     last: list[Callable[[], object]] = field(default_factory=list)  # after all finishers: they may draw random numbers
@@ -135,8 +136,10 @@ class Placement:
         if spec.shape != shape:
             self.problem(f"{name} has shape {list(spec.shape)} in the checkpoint and {list(shape)} here")
             return False
-        if spec.dtype != dtype:
-            self.problem(f"{name} has dtype {spec.dtype} in the checkpoint and {dtype} here")  # cast, if lenient
+        if spec.dtype != dtype and (self.strict or dtype is None or entry.part_of is not None):
+            self.problem(f"{name} has dtype {spec.dtype} in the checkpoint and {dtype} here")
+        elif spec.dtype != dtype:
+            self.cast[name] = str(dtype)
         return True
 
     def _key_for(self, name: str, entry: StateEntry) -> Key | None:
@@ -327,7 +330,8 @@ def mismatch(problems: list[str]) -> MismatchError:
     more = f"\n  and {len(problems) - 20} more" if len(problems) > 20 else ""
     return MismatchError(
         f"the checkpoint does not fit this state, so nothing was changed:\n  {shown}{more}\n"
-        "Make the state as it was, or pass strict=False, to restore() or to a trainer's callback, to take what fits"
+        "Make the state as it was, or pass strict=False, to restore() or to a trainer's callback, to take what fits "
+        "and cast what has another dtype"
     )
 
 

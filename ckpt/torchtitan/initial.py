@@ -48,7 +48,7 @@ def fill(state: dict[str, Any], url: str, step: int | None = None, *, only: bool
         raise CorruptError("; ".join(f"step {one.step} in {one.tier}: {one.reason}" for one in result.skipped))
     if source is None:
         raise NoCheckpointError(f"there is no checkpoint{'' if wanted is None else f' of step {wanted}'} in {place}")
-    if odd := [one for one in result.left_out if _entry(one) in state and " has dtype " not in one]:  # that is cast
+    if odd := [one for one in result.left_out if _entry(one) in state]:
         raise MismatchError(f"step {result.step} of {place} does not fit: {'; '.join(odd[:5])}")
     return result
 

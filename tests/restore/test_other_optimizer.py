@@ -1,0 +1,80 @@
+"""An optimizer that is not the one that was saved, other layers, and other dtypes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ckpt
+
+SGD, ADAMW = (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)), (lambda p: torch.optim.AdamW(p, lr=0.2))
+
+
+def built(make: Any, names: str = "ab") -> dict[str, Any]:
+    model = nn.ModuleDict({name: nn.Linear(3, 3) for name in names})
+    return {"model": model, "optim": make(model.parameters())}
+
+
+def trained(state: dict[str, Any]) -> dict[str, Any]:
+    sum(layer(torch.ones(1, 3)).sum() for layer in state["model"].values()).backward()
+    state["optim"].step()
+    return state
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.parametrize(("saved", "here", "word"), [(ADAMW, SGD, "betas, .*eps"), (SGD, ADAMW, "dampening, momentum")])
+def test_another_kind_is_refused_or_begins_anew(saved: Any, here: Any, word: str, steps: int, tmp_path: Path) -> None:
+    """Strict, an error names settings of both kinds; else the weights are taken, and the optimizer is the script's.
+    So it is before the first step, when neither has a state."""
+    state, twin = built(saved), built(here)
+    for _ in range(steps):
+        trained(state)
+    with ckpt.Checkpointer(state, tmp_path / "run") as cp:
+        cp.save(1).committed()
+    settings = [{k: v for k, v in group.items() if k != "params"} for group in twin["optim"].param_groups]
+    with ckpt.Checkpointer(twin, tmp_path / "run") as cp:
+        with pytest.raises(ckpt.MismatchError, match=f"another kind: the checkpoint's settings have .*{word}"):
+            cp.restore()
+        assert cp.restore(strict=False) == 1
+        assert cp.last_restore is not None
+        assert any("optim begins anew, as it was saved by an opt" in line for line in cp.last_restore.left_out)
+        assert torch.equal(twin["model"]["a"].weight, state["model"]["a"].weight) and not twin["optim"].state
+        assert settings == [{k: v for k, v in g.items() if k != "params"} for g in twin["optim"].param_groups]
+        trained(twin)
+
+
+def test_schedulers_and_versions_of_torch_make_no_other_kind(tmp_path: Path) -> None:
+    """Settings that a scheduler has added, or that a newer torch knows, are no reason to refuse an optimizer."""
+    state, twin = trained(built(ADAMW)), built(ADAMW)
+    torch.optim.lr_scheduler.OneCycleLR(state["optim"], max_lr=0.3, total_steps=9)
+    del state["optim"].param_groups[0]["decoupled_weight_decay"]
+    with ckpt.Checkpointer(state, tmp_path / "run") as cp:
+        cp.save(1).committed()
+    with ckpt.Checkpointer(twin, tmp_path / "run") as cp:
+        assert cp.restore() == 1
+    assert len(twin["optim"].state) == 4
+
+
+def test_what_is_taken_is_not_said_to_be_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What is cast is said as cast; of an optimizer, how many parameters go on, and whose settings count."""
+    state, twin = trained(built(ADAMW)), built(lambda p: torch.optim.AdamW(p, lr=0.5), "ac")
+    twin["model"]["a"].bfloat16()
+    with ckpt.Checkpointer(state, tmp_path / "run") as cp:
+        cp.save(1).committed()
+    with ckpt.Checkpointer(twin, tmp_path / "run") as cp:
+        with pytest.raises(ckpt.MismatchError, match=r"strict=False, .* cast what has another dtype"):
+            cp.restore()
+        assert cp.restore(strict=False) == 1
+        assert cp.last_restore is not None
+        left_out = cp.last_restore.left_out
+    assert "strict=False cast tensors: 2 to BF16" in caplog.text
+    assert not [line for line in left_out if "dtype" in line or "model.a" in line.partition(":")[0]]
+    assert "optim: 2 parameters go on, 2 begin anew (model.c.bias, model.c.weight); its settings are the " in str(
+        left_out
+    )
+    assert torch.equal(twin["model"]["a"].weight, state["model"]["a"].weight.bfloat16())
+    assert twin["optim"].param_groups[0]["lr"] == 0.2 and len(twin["optim"].state) == 2

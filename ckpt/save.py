@@ -7,7 +7,7 @@ import time
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from ckpt.errors import CheckpointError, DeadlineError, SaveError, SkippedError
+from ckpt.errors import CheckpointError, DeadlineError, SaveError
 from ckpt.store import normalise
 
 SETTLE_S = 600.0
@@ -153,11 +153,6 @@ class Save:
     def failed(self, url: str) -> bool:
         future = self._durable[url]
         return future.done() and future.exception() is not None
-
-    def left_out(self, url: str) -> bool:
-        """Whether that tier was too slow for it."""
-        future = self._durable[url]
-        return future.done() and isinstance(future.exception(), SkippedError)
 
     @property
     def tiers(self) -> list[str]:

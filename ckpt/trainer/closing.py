@@ -230,11 +230,10 @@ class Closing:
         # What was restored is in its tiers already, but for the nearest, where memory may have been ahead of it.
         tiers = self._session.settings.everywhere
         for some in (tiers[:1], tiers[1:] if stepped else []):
-            for _ in range(2):  # what a slow tier has left out, or leaves out now, it gets when all else is there
-                for one in (newest, staged.sound if stepped else None):
-                    if one is not None:
-                        self._writes.write_missing(one, some)
-                self._writes.wait(max(0.0, end - time.monotonic()))
+            for one in (newest, staged.sound if stepped else None):
+                if one is not None:
+                    self._writes.write_missing(one, some)
+            self._writes.wait(max(0.0, end - time.monotonic()))
 
     def _say_lost(self, newest: StagedStep | None, why: str) -> None:
         """Once, at the end, if the step that stays is not the last one."""

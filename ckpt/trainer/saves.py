@@ -91,7 +91,7 @@ class TierWrites:
     def write_missing(self, staged: StagedStep, tiers: Sequence[int]) -> None:
         """To those of these tiers that it is not on its way to."""
         for i in tiers:
-            if staged.save.misses(url := self._session.tiers[i].url) or staged.save.left_out(url):
+            if staged.save.misses(self._session.tiers[i].url):
                 self.follow(staged.save)
                 self.write_also(*staged, i)
 

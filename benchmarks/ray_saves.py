@@ -85,7 +85,7 @@ def work(asked: dict[str, Any]) -> None:
     newest = max(Path(asked["folder"]).rglob("state.pt"), key=lambda path: path.stat().st_mtime)
 
     def load() -> None:
-        read = torch.load(newest, map_location="cpu")
+        read = torch.load(newest, map_location="cpu", weights_only=True)
         for name, one in state.items():
             one.load_state_dict(read[name])
 

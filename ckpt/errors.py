@@ -191,7 +191,9 @@ class StoreError(CheckpointError):
         "what is wrong."
     )
 
-    def __init__(self, message: str, *, retryable: bool = False) -> None:
+    def __init__(self, message: str, *, retryable: bool = False, advice: str | None = None) -> None:
+        if advice is not None:
+            self.advice = advice  # where it is no run that refused
         super().__init__(message)
         self.retryable = retryable
 

@@ -82,6 +82,38 @@ def test_hints_name_the_run_that_was_given(tmp_path: Path, capsys: pytest.Captur
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
+def test_of_two_runs_a_hint_names_the_one_that_the_error_is_about(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No room at a destination is not made by pruning the source; and a place of files is no run that could be pruned
+    or looked at."""
+    runs = [str(tmp_path / name) for name in ("run", "run2")]
+    for run in runs:
+        with ckpt.Checkpointer({"model": torch.nn.Linear(2, 2)}, run) as cp:
+            cp.step(1)
+    assert app.main(["diff", f"{runs[0]}@1", f"{runs[1]}@9"]) == 2
+    assert f"`ckpt ls {runs[1]}` lists" in capsys.readouterr().err
+    assert app.main(["diff", f"{runs[0]}@9", f"{runs[1]}@1"]) == 2
+    assert f"`ckpt ls {runs[0]}` lists" in capsys.readouterr().err
+    said = app.advice_of(FullError(f"no space left: (log/1.json in file://{runs[1]})"), ["copy", *runs, "--yes"])
+    assert f"prune {runs[1]} --keep" in said and f"gc {runs[1]}`" in said
+    assert "prune RUN --keep" in app.advice_of(FullError("no space left"), ["copy", *runs])
+    (tmp_path / "file").write_text("x")
+    assert app.main(["restore", runs[0], "--to", str(tmp_path / "file" / "x.pt")]) == 2
+    assert capsys.readouterr().err.count("ckpt: ") == 1
+
+
+def test_rm_of_a_run_says_how_one_is_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without @STEP nothing is deleted: which step is asked, with the name that was given, and how a whole run goes."""
+    run = tmp_path / "run"
+    with ckpt.Checkpointer({"model": torch.nn.Linear(2, 2)}, str(run)) as cp:
+        cp.step(1)
+    before = sorted(run.rglob("*"))
+    assert app.main(["rm", str(run), "--yes"]) == 2 and sorted(run.rglob("*")) == before
+    said = capsys.readouterr().err
+    assert f"{run}@STEP" in said and "delete that" in said and "ckpt top" in said
+
+
 def test_import_of_nothing_does_not_advise_import(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As `ckpt ls` does, for what is no run."""
     assert app.main(["import", str(tmp_path / "nothing"), str(tmp_path / "run")]) == 2

@@ -20,6 +20,7 @@ from ckpt.cli import STOPPED
 from ckpt.cli.terminal import SAYING, say
 from ckpt.errors import CheckpointError
 from ckpt.events import log as logger
+from ckpt.store import folder_of, normalise
 from ckpt.version import VERSION
 
 COMMANDS = (
@@ -63,18 +64,20 @@ def advice_of(error: CheckpointError, words: Sequence[str]) -> str:
     command that was called."""
     unwanted = re.compile(rf"\w\(|`ckpt {re.escape(next(iter(words), ''))}\b")
     said = " ".join(one for one in SENTENCE.split(error.advice) if not unwanted.search(one))
-    return re.sub(r"\bRUN\b", lambda _: shlex.quote(run_of(words)), said)
+    return re.sub(r"\bRUN\b", lambda _: shlex.quote(run_of(words, str(error))), said)
 
 
-def run_of(words: Sequence[str]) -> str:
-    """The run that a command was given, or the first place."""
+def run_of(words: Sequence[str], said: str) -> str:
+    """The run that a command was given. Of several: the one that the error names, or RUN if nobody knows."""
     command = cli.get_command(click.Context(cli), words[0]) if words else None
     if command is None:
         return "RUN"
-    context = command.make_context(words[0], list(words[1:]), resilient_parsing=True)
-    first = next((one.name or "" for one in command.params if isinstance(one, click.Argument)), "")
-    given = context.params.get(first) or "RUN"
-    return split(given if isinstance(given, str) else given[0])[0]
+    given = command.make_context(words[0], list(words[1:]), resilient_parsing=True).params
+    found = [given[one.name or ""] for one in command.params if isinstance(one, click.Argument) or one.name == "others"]
+    runs = [split(run)[0] for one in found if one for run in ([one] if isinstance(one, str) else one)]
+    urls = {run: normalise(run) for run in runs} if len(runs) > 1 else {}
+    named = [run for run, url in urls.items() if url in said or str(folder_of(url)) in said]
+    return max(named, key=lambda run: len(urls[run])) if named else runs[0] if len(runs) == 1 else "RUN"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -56,11 +56,13 @@ class Workshop:
         except OSError as error:
             if self._lock >= 0:
                 os.close(self._lock)
-            raise StoreError(f"{self.folder} cannot be written: {error.strerror}") from None
+            raise StoreError(f"{self.folder} cannot be written: {error.strerror}", advice="") from None
         try:
             self._adopt()
-        except BaseException:
+        except BaseException as error:
             os.close(self._lock)
+            if isinstance(error, OSError):
+                raise failed(error, self) from None
             raise
         return self
 
@@ -115,12 +117,13 @@ class Workshop:
                 self.out.mkdir(exist_ok=True)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                raise StoreError(f"{self.folder} cannot be written: {error.strerror}") from None
+                raise StoreError(f"{self.folder} cannot be written: {error.strerror}", advice="") from None
             shutil.rmtree(self.folder, ignore_errors=True)
             free, need = shutil.disk_usage(self.target.parent).free, need * (1 + output.staged)
             raise FullError(
                 f"{self.target} needs {need >> 20} MiB, and {free >> 20} MiB are free there ({error.strerror}): "
-                "nothing was written. Make room, or choose another location"
+                "nothing was written. Make room, or choose another location",
+                advice="",
             ) from None
 
     def note(self, done: Sequence[tuple[str, int, int, str]]) -> None:
@@ -207,7 +210,7 @@ def _sync_tree(path: Path) -> None:
 def failed(error: OSError, workshop: Workshop) -> StoreError:
     stays = f"What was exported so far stays in {workshop.folder}: call the same again, and it goes on from there"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return FullError(f"no room for {workshop.target} any more. {stays}")
+        return FullError(f"no room for {workshop.target} any more. {stays}", advice="")
     read = error.filename and workshop.folder not in Path(error.filename).parents
     what = f"{error.filename} cannot be read" if read else f"{workshop.target} cannot be written"
-    return StoreError(f"{what}: {error.strerror or error}. {stays}")
+    return StoreError(f"{what}: {error.strerror or error}. {stays}", advice="")

@@ -15,7 +15,7 @@ from ckpt import events
 from ckpt.checkpoint import commit
 from ckpt.checkpoint.open_tier import OpenTier
 from ckpt.checkpoint.write import WrittenPart
-from ckpt.errors import CheckpointError, FencedError, FullError, SaveError
+from ckpt.errors import CheckpointError, FencedError, FullError, SaveError, SkippedError
 from ckpt.format.manifest import Attempt
 from ckpt.ipc.arena import EAGER, SEALED, Arena, Label
 from ckpt.ipc.notes import StoredNote
@@ -25,10 +25,10 @@ from ckpt.writer.dispatch import Background, handles
 from ckpt.writer.held_run import HeldRun, PresentTrainer
 from ckpt.writer.memory import HeldMemory
 from ckpt.writer.parts import OUT_OF_TURN, PartWriter, Settler, own_bytes
-from ckpt.writer.promotion import Promoter, too_slow
+from ckpt.writer.promotion import Promoter
 from ckpt.writer.throttle import Throttle
 
-FAR_QUEUE = 2  # checkpoints on their way from memory to a tier that is slow, the one that waits among them
+FAR_QUEUE = 1  # checkpoints that wait for the one that is on its way from memory to a tier that is slow
 LATE_S = 30.0  # for the parts of other ranks, when nobody is left to wait for them
 COMMON_S = 1.0  # until the step before the newest will do, if not all ranks have the newest
 OTHERS_S = 5.0  # for other ranks to bring theirs, when ours is written
@@ -145,16 +145,16 @@ class Persister:
     async def _store_far(
         self, tier: OpenTier, attempt: Attempt, arena: Arena, slot: int, label: Label, free: Callable[[], None]
     ) -> WrittenPart | None:
-        """With nothing nearer one may wait behind the one on its way: the other slots are for the training."""
-        if tier.waiting >= FAR_QUEUE:
-            free()
-            error = too_slow(tier, attempt)
-            rank = tier.role.ranks[tier.role.place]
-            self._background.spawn(self.settler.tell_others(tier, attempt, rank, error))
-            raise error
+        """With nothing nearer the newest may wait behind the one on its way: the other slots are for the training."""
         tier.waiting += 1
         try:
-            return await self.parts.store(tier, arena, slot, label)
+            async with self.promoter.turns[tier.url].turn(tier, attempt, FAR_QUEUE):
+                return await self.parts.store(tier, arena, slot, label)
+        except SkippedError as error:
+            free()
+            rank = tier.role.ranks[tier.role.place]
+            self._background.spawn(self.settler.tell_others(tier, attempt, rank, error))
+            raise
         finally:
             tier.waiting -= 1
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass
+import contextlib
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
 
 from ckpt import events
 from ckpt.checkpoint import commit, promote
@@ -23,6 +25,44 @@ from ckpt.writer.parts import PartWriter, Settler
 
 
 @dataclass(eq=False)
+class Turns:
+    """To a tier that is slower than its steps come: one after the other. Newer ones push older ones out of the line, so
+    that the last step of a run is never the one that is left out."""
+
+    taken: bool = False
+    line: list[tuple[Attempt, asyncio.Future[None]]] = field(default_factory=list)
+
+    @contextlib.asynccontextmanager
+    async def turn(self, tier: OpenTier, attempt: Attempt, most: int) -> AsyncIterator[None]:
+        """As many as `most` may wait besides the one under way. SkippedError for the oldest of more than these."""
+        mine: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.line.append((attempt, mine))
+        self._call()
+        if len(self.line) > most:
+            oldest, waits = self._leave()
+            waits.set_exception(too_slow(tier, oldest))
+        try:
+            await mine
+            yield
+        finally:
+            if (attempt, mine) in self.line:  # cancelled
+                self.line.remove((attempt, mine))
+            elif not mine.cancelled() and mine.exception() is None:
+                self.taken = False
+                self._call()
+
+    def _call(self) -> None:
+        if self.line and not self.taken:
+            self.taken = True
+            self._leave()[1].set_result(None)
+
+    def _leave(self) -> tuple[Attempt, asyncio.Future[None]]:
+        oldest = min(self.line, key=lambda one: one[0])
+        self.line.remove(oldest)
+        return oldest
+
+
+@dataclass(eq=False)
 class Promoter:
     """Everything runs in the writer's event loop."""
 
@@ -32,6 +72,7 @@ class Promoter:
     parts: PartWriter
     settler: Settler
     background: Background
+    turns: defaultdict[str, Turns] = field(default_factory=lambda: defaultdict(Turns))  # of each tier, by its URL
     _resuming: asyncio.Task[None] | None = None
 
     async def promote(
@@ -45,14 +86,14 @@ class Promoter:
         tier.in_flight.add(attempt)
         tier.waiting += 1
         try:
-            if tier.waiting > promote.BACKLOG or len(tier.in_flight) > promote.BACKLOG + 2:
+            if len(tier.in_flight) - tier.waiting >= promote.BACKLOG:  # the other ranks' parts do not come
                 free()
                 raise too_slow(tier, attempt)
             known = self.parts.stored.get((near.url, attempt))
             if known is not None and not await asyncio.shield(known):
                 raise SaveError(f"step {attempt.step} is not in {near.url} either")
             free()
-            async with tier.busy:
+            async with self.turns[tier.url].turn(tier, attempt, promote.BACKLOG - 1), tier.busy:
                 await tier.prepare()
                 self._check_wanted(tier, attempt)
                 if tier.log.state.ended(attempt):

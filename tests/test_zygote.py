@@ -56,13 +56,15 @@ def test_what_it_finds(run: Any, tmp_path: Path) -> None:
     look = """
 import os, sys, threading
 print(__name__, sys.argv, os.getcwd(), sorted(os.environ), sys.path[:2], sys.stdin.read())
+with open("/proc/self/cmdline") as file: print(file.read().split(chr(0))[:len(sys.orig_argv)] == sys.orig_argv)
+del file
 print(sorted(vars()), threading.active_count(), len(os.listdir("/proc/self/fd")), "ckpt" in sys.modules)
 """
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("OMP", "CKPT"))}
     environment |= {"PYTHONPATH": "/here", "NEW": "é"}
     code, out, err = python(run, look, "a", "é b", cwd=tmp_path, env=environment, input="said")
-    there, inside = out.splitlines()
-    assert (code, err) == (0, "")
+    there, line, inside = out.splitlines()
+    assert (code, err, line) == (0, "", "True")
     assert there == f"__main__ ['-c', 'a', 'é b'] {tmp_path} {sorted(environment)} ['', '/here'] said"
     names = ["__annotations__", "__builtins__", "__doc__", "__loader__", "__name__", "__package__", "__spec__"]
     assert inside == f"{[*names, 'os', 'sys', 'threading']} 1 4 False"
@@ -78,6 +80,24 @@ def test_scripts_and_modules(run: Any, tmp_path: Path) -> None:
     assert done.stdout == f"__main__ {script} {[str(script), 'a']} there {tmp_path}\n", done.stderr
     done = run([sys.executable, "-m", "script", "a"], capture_output=True, text=True, cwd=tmp_path)
     assert done.stdout == f"__main__ {script} {[str(script), 'a']} there {tmp_path}\n", done.stderr
+
+
+def test_ranks_of_torchrun(tmp_path: Path) -> None:
+    """They are children of a process that torchrun has, what they say is torchrun's output, and how one ends is what
+    torchrun says of it; when that has ended they are gone."""
+    script = tmp_path / "rank.py"
+    script.write_text("""
+import os, psutil, signal
+line = " ".join(word for word in psutil.Process(os.getppid()).parent().cmdline() if word)
+print(os.getpid(), "torch.distributed.run" in line, os.getsid(0) == os.getpid(), "torch" in dir(), flush=True)
+os.kill(os.getpid(), signal.SIGSEGV)
+""")
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", script]
+    done = run_python(words, capture_output=True, text=True, timeout=60)
+    assert done.stdout, done.stderr
+    pid, *facts = done.stdout.split()
+    assert facts == ["True", "True", "False"] and "exitcode  : -11" in done.stderr, done.stderr
+    assert done.returncode == 1 and not psutil.pid_exists(int(pid))
 
 
 def test_signals_pipes_and_sessions() -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,14 @@ from safetensors.torch import load_file
 
 import ckpt
 from commands import spawn
-from foreign import python_with
+from foreign import warmed
 from parallel import said_by
 from processes import PYTHONPATH
 
 MAIN = "import deepspeed_toy; deepspeed_toy.main()"
 PIPELINE = "import deepspeed_pipeline_toy; deepspeed_pipeline_toy.main()"
 PIPED = ["0-tied", "1-tied"]
+ON_CPU = {"DS_ACCELERATOR": "cpu", "ACCELERATE_USE_CPU": "true"}
 launch = partial(said_by, DS_ACCELERATOR="cpu")
 KILLED, STEPS = 4, 7  # as in deepspeed_toy
 CASES = (
@@ -52,9 +54,9 @@ OTHERS = {  # what each is taken over by
 
 
 @pytest.fixture(scope="module")
-def python() -> Path:
+def python() -> Iterator[Path]:
     """An interpreter that has DeepSpeed beside our packages: transformers and Lightning are not the same with it."""
-    return python_with("deepspeed")
+    yield from warmed("deepspeed", "deepspeed.pipe", "transformers.trainer", **ON_CPU)
 
 
 @pytest.fixture(scope="module")

@@ -4,11 +4,12 @@ test is skipped, with what pip said."""
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from processes import REPO
+from processes import REPO, warm
 
 sys.path.insert(0, str(REPO / "benchmarks"))
 
@@ -23,3 +24,10 @@ def python_with(trainer: str) -> Path:
         return python_of(trainer)
     except NotInstalled as error:
         pytest.skip(str(error))
+
+
+def warmed(trainer: str, *modules: str, **variables: str) -> Iterator[Path]:
+    """The same for a fixture, while which `processes.start_python` forks what that interpreter starts."""
+    python = python_with(trainer)
+    with warm(*modules, python=python, PYTHONWARNINGS="ignore", **variables):
+        yield python

@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from writer_zygote import Writers
+from writer_zygote import ROOM, Writers
 from zygote import NUMBER
 
 LIB = Path(__file__).parent
@@ -44,25 +44,36 @@ def writers(folder: Path) -> list[psutil.Process]:
 _SERVE = "import sys; sys.path[0] = sys.argv[2]; import zygote; del sys.path[0]; exec(*zygote.serve(list(sys.path)))"
 # What an interpreter and the libraries that it loads look at only once, when they start; and what of it is no matter.
 _AT_START = ("PYTHON", "LD_", "LC_", "LANG", "MALLOC", "GLIBC", "OMP_", "MKL_", "OPENBLAS", "TORCH_", "KMP_")
-_LATER = ("PYTHONPATH", "OMP_NUM_THREADS", "OMP_WAIT_POLICY")
-_PLAIN = {"stdin", "stdout", "stderr", "cwd", "env", "text", "bufsize", "encoding", "start_new_session"}
+_LATER = (
+    "PYTHONPATH", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+)  # fmt: skip
+_PLAIN = {"stdin", "stdout", "stderr", "cwd", "env", "text", "bufsize", "encoding", "start_new_session", "inside"}
 
 
 class Zygote:
     """See zygote.py. It starts with the first process that is asked of it, and ends with this one."""
 
-    def __init__(self, *modules: str, **variables: str) -> None:
+    def __init__(
+        self,
+        *modules: str,
+        python: str | Path = sys.executable,
+        control: socket.socket | None = None,
+        **variables: str,
+    ) -> None:
         self.modules = modules  # that it imports beside what zygote.WARM names
         self.variables = variables  # of its environment, when it imports them
+        self.python = str(python)
+        self.control = control
         self.lock = threading.Lock()
-        self.environment = _at_start(os.environ)
+        self.environment = _at_start({**os.environ, **variables})
         self.process: subprocess.Popen[bytes] | None = None
 
     def can(self, words: Sequence[Any], settings: dict[str, Any]) -> bool:
         """Whether a child would be like the process that `subprocess.Popen` starts."""
         return (
-            words[0] == sys.executable
-            and (words[1] in ("-c", "-m") or not str(words[1]).startswith("-"))
+            str(words[0]) == self.python
+            and (words[1] in ("-c", "-m", "-u") or not str(words[1]).startswith("-"))
             and settings.keys() <= _PLAIN
             and _at_start(environment := settings.get("env") or os.environ) == self.environment
             and not any(
@@ -76,47 +87,49 @@ class Zygote:
         if WRITERS is not None:
             WRITERS.start()  # which it may ask for one
         with self.lock:
-            if self.process is None:
-                self._start()
+            control = self.control or self._start()
             try:
-                socket.send_fds(self.control, [NUMBER.pack(len(message))], files)
-                self.control.sendall(message)
-                (pid,) = NUMBER.unpack(self.control.recv(NUMBER.size, socket.MSG_WAITALL))
+                socket.send_fds(control, [NUMBER.pack(len(message))], files)
+                control.sendall(message)
+                (pid,) = NUMBER.unpack(control.recv(NUMBER.size, socket.MSG_WAITALL))
             except BaseException:  # as of a test that took too long: what comes next would be its answer
                 self.close()
                 raise
         return int(pid)
 
     def close(self) -> None:
-        if self.process is not None:
+        if self.control is not None:
             self.control.close()
+            self.control = None
+        if self.process is not None:
             self.process.wait(60)
             self.process = None
 
-    def _start(self) -> None:
+    def _start(self) -> socket.socket:
         # OpenMP's threads spin while they wait, which starves everything else on a machine with few cores; OpenBLAS
         # starts its own when it is loaded.
         environment = {**os.environ, "OMP_WAIT_POLICY": "passive", "OPENBLAS_NUM_THREADS": "1", **self.variables}
         environment = {k: v for k, v in environment.items() if k not in ("PYTHONPATH", "OMP_NUM_THREADS")}
         self.control, theirs = socket.socketpair()
-        words = [sys.executable, "-c", _SERVE, str(theirs.fileno()), str(LIB), *self.modules]
+        words = [self.python, "-c", _SERVE, str(theirs.fileno()), str(LIB), "x" * ROOM, *self.modules]
         with theirs, open(os.devnull) as nothing:
             self.process = subprocess.Popen(words, env=environment, pass_fds=[theirs.fileno()], stdin=nothing)
+        return self.control
 
 
 def _at_start(environment: Any) -> dict[str, str]:
     return {k: v for k, v in environment.items() if k.startswith(_AT_START) and k not in _LATER}
 
 
-ZYGOTE: Zygote | None = None  # of pytest; what tests start does not start so many that it would pay
+ZYGOTE: Zygote | None = None  # of pytest, and of torchrun; what else tests start does not start so many
 WRITERS: Writers | None = None
 
 
 @contextlib.contextmanager
-def warm(*modules: str) -> Iterator[None]:
-    """All that is forked meanwhile has these modules imported, too."""
+def warm(*modules: str, python: str | Path = sys.executable, **variables: str) -> Iterator[None]:
+    """All that is forked meanwhile is of this interpreter, and has these modules imported, too; see Zygote."""
     global ZYGOTE
-    before, ZYGOTE = ZYGOTE, Zygote(*modules)
+    before, ZYGOTE = ZYGOTE, Zygote(*modules, python=python, **variables)
     try:
         yield
     finally:
@@ -125,7 +138,11 @@ def warm(*modules: str) -> Iterator[None]:
 
 
 class Forked(subprocess.Popen[Any]):
-    """A child of the zygote, which is used like any process."""
+    """A child of the zygote, which is used like any process. `inside`: a process in whose namespaces it shall be."""
+
+    def __init__(self, words: Any, *, inside: int = 0, **settings: Any) -> None:
+        self._inside = inside
+        super().__init__(words, **settings)
 
     def _execute_child(self, args: Any, *rest: Any) -> None:
         folder, environment = rest[4:6]
@@ -135,6 +152,7 @@ class Forked(subprocess.Popen[Any]):
             "environment": dict(os.environ if environment is None else environment),
             "folder": os.fspath(folder or os.getcwd()),
             "session": session,
+            "inside": self._inside,
         }
         theirs = pipes[0], pipes[3], pipes[5]
         files = [number if fd == -1 else fd for number, fd in enumerate(theirs)]
@@ -167,12 +185,19 @@ class Forked(subprocess.Popen[Any]):
 
 
 def start_python(words: Sequence[Any], **settings: Any) -> subprocess.Popen[Any]:
-    """`subprocess.Popen`, or its like by a fork if that tells nobody apart.
+    """`subprocess.Popen`, or its like by a fork if that tells nobody apart. `inside`: as for `nsenter`.
 
-    Use `subprocess` itself where the start is what is tested: what is imported, the command line, the parent.
+    Use `subprocess` itself where the start is what is tested: what is imported, the parent.
     """
-    forked = ZYGOTE is not None and ZYGOTE.can(words, settings)
-    return (Forked if forked else subprocess.Popen)(words, **settings)
+    if ZYGOTE is not None and ZYGOTE.can(words, settings):
+        return Forked(words, **settings)
+    first = settings.pop("inside", 0)
+    return subprocess.Popen(nsenter(first, *words) if first else words, **settings)
+
+
+def nsenter(first: int, *words: Any) -> list[str]:
+    """A command line that runs in the namespaces of a process."""
+    return ["nsenter", "--target", str(first), "--net", "--uts", "--pid", "--mount", "--", *map(str, words)]
 
 
 def run_python(

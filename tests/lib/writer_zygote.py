@@ -3,7 +3,7 @@
 What the library starts is a small process that spawns the writer and ends: `subprocess.run` of our tests, and of what
 is forked from the zygote (see zygote.py), looks for that, and asks the process here instead. Such a writer is in all
 what the real one is, its command line too; its interpreter alone is not its own. Every other start is a real one, as
-are those of trainers that torchrun, a shell or `subprocess` has started.
+are those of trainers that a shell or `subprocess` has started.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def _become(words: list[str], environment: dict[str, str], channel: int, output:
         os.close(output)
         os.environ.clear()
         os.environ.update(environment)
-        _call_myself([*words[:4], str(channel), *words[5:]])
+        call_myself([*words[:4], str(channel), *words[5:]])
         sys.argv = ["-c", str(channel), *words[5:]]
         from ckpt import failpoints
         from ckpt.writer.main import main
@@ -180,10 +180,9 @@ def _become(words: list[str], environment: dict[str, str], channel: int, output:
     os._exit(1)
 
 
-def _call_myself(words: list[str]) -> None:
+def call_myself(words: list[str]) -> None:
     """The command line, as others see it: what the kernel shows is our own memory."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = int(fields[45]), int(fields[46])
     line = b"\0".join(word.encode() for word in words) + b"\0"
-    assert len(line) <= end - start
-    ctypes.memmove(start, line.ljust(end - start, b"\0"), end - start)
+    ctypes.memmove(start, line[: end - start].ljust(end - start, b"\0"), end - start)

@@ -3,8 +3,9 @@ until a script trains, not three and a half.
 
 The library spawns and never forks; this is a tool of tests, and sound since nothing has run here before the fork but
 imports: no thread, no tensor, no open file, nothing of `ckpt`, which each child imports anew. A child is what `python
--c`, `python -m` or `python script.py` would be: `__main__`, arguments, path, environment, folder, files and session are
-its own, and it ends as an interpreter ends. Only its command line in /proc is this process's, and so is its parent.
+-c`, `python -m` or `python script.py` would be: `__main__`, command line, path, environment, folder, files and session
+are its own, and it ends as an interpreter ends. Only its parent is this process. One that is torchrun has a process of
+this kind for its ranks.
 
 The other end of the socket is `processes.start_python`, which knows which starts have to be real.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import ctypes
 import gc
 import importlib.machinery
 import io
@@ -48,16 +50,29 @@ class Child:
 
 
 def serve(path: list[str]) -> Program:
-    """Fork children until the socket closes. Returns in each child, with what it shall run in `__main__`."""
+    """Import, then `_fork`."""
     if "SIMULATED_DEVICE" in os.environ:  # torch looks for a device once, while it is imported: see tests/device
         sys.path.insert(0, os.path.join(os.path.dirname(__file__), "..", "device"))
         importlib.import_module("simulated").install()
-    for name in (*WARM, *sys.argv[3:]):
-        importlib.import_module(name)
+    for name in (*WARM, *sys.argv[4:]):
+        _import(name)
     assert len(os.listdir("/proc/self/task")) == 1, "a thread would not be there after the fork"
     gc.collect()
     gc.freeze()  # a child that ends would look at all of it, and copy it by that
-    control = socket.socket(fileno=int(sys.argv[1]))
+    return _fork(socket.socket(fileno=int(sys.argv[1])), path)
+
+
+def _import(name: str) -> Any:
+    """A module, which may be one of this folder."""
+    sys.path.insert(0, here := os.path.dirname(__file__))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(here)
+
+
+def _fork(control: socket.socket, path: list[str]) -> Program:
+    """Fork children until the socket closes. Returns in each child, with what it shall run in `__main__`."""
     with selectors.DefaultSelector() as ready:
         ready.register(control, selectors.EVENT_READ)
         while True:
@@ -69,7 +84,7 @@ def serve(path: list[str]) -> Program:
                 children = [key.data for key in ready.get_map().values() if key.data]
                 if request is None:
                     _kill(children)
-                    sys.exit()
+                    os._exit(0)
                 *files, status = fds
                 pid = os.fork()
                 if pid == 0:
@@ -116,14 +131,16 @@ def _kill(children: list[Child]) -> None:
 
 def _become(request: dict[str, Any], files: list[int], path: list[str]) -> Program:
     """Be what an interpreter is when it starts."""
+    if request["inside"]:
+        _enter(request["inside"])
     if request["session"]:
         os.setsid()
     for number, fd in enumerate(files):
         os.dup2(fd, number)
         os.close(fd)
-    _open_standard_files(buffered=not request["environment"].get("PYTHONUNBUFFERED"))
+    words, environment = request["words"], request["environment"]
+    _open_standard_files(buffered=words[1] != "-u" and not environment.get("PYTHONUNBUFFERED"))
     os.chdir(request["folder"])
-    environment = request["environment"]
     os.environ.clear()
     os.environ.update(environment)
     if "OMP_NUM_THREADS" in environment:
@@ -131,10 +148,44 @@ def _become(request: dict[str, Any], files: list[int], path: list[str]) -> Progr
     sys.modules["numpy"].random.seed()
     if writer_zygote.VARIABLE in environment:
         subprocess.run = writer_zygote.run
-    sys.orig_argv = request["words"]
+    sys.orig_argv = words
     sys.path[:] = [*filter(None, environment.get("PYTHONPATH", "").split(":")), *path]
     importlib.invalidate_caches()
-    return _program(*request["words"][1:])
+    if words[1:3] == ["-m", "torch.distributed.run"]:
+        ours, theirs = socket.socketpair()
+        if os.fork() == 0:
+            ours.close()
+            return _fork(theirs, path)
+        theirs.close()
+        _ask_for_ranks(ours)
+    writer_zygote.call_myself(words)
+    return _program(*words[1 + (words[1] == "-u") :])
+
+
+def _ask_for_ranks(control: socket.socket) -> None:
+    """torchrun starts ranks as tests start processes: what they import is imported. It sees no other difference."""
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler as torchs
+
+    processes = _import("processes")
+    processes.ZYGOTE = processes.Zygote(control=control)
+    torchs.Popen = lambda args, **settings: processes.start_python(args, **settings)  # type: ignore[misc,assignment]
+
+
+def _enter(first: int) -> None:
+    """Be in the namespaces of that process, as by nsenter. Who asked for it sees this process, which ends as the one
+    that returns does."""
+    files = [os.open(f"/proc/{first}/ns/{name}", os.O_RDONLY) for name in ("net", "uts", "pid", "mnt")]
+    libc = ctypes.CDLL(None, use_errno=True)
+    for fd in files:
+        if libc.setns(fd, 0):
+            raise OSError(ctypes.get_errno(), "setns")
+        os.close(fd)
+    child = os.fork()  # of a process's namespaces that of pids is its children's
+    if child:
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if code < 0:
+            os.kill(os.getpid(), -code)
+        os._exit(code)
 
 
 def _open_standard_files(*, buffered: bool) -> None:

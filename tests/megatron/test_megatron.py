@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import ckpt
-from foreign import python_with
+from foreign import warmed
 from parallel import said_by
 from processes import PYTHONPATH
 
@@ -31,9 +32,9 @@ Said = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def python() -> Path:
+def python() -> Iterator[Path]:
     """An interpreter that has megatron-core beside our packages."""
-    return python_with("megatron")
+    yield from warmed("megatron", "megatron_on_cpu", "megatron.core.models.gpt", "megatron.core.optimizer")
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 
 import ckpt
 from commands import spawn
-from foreign import python_with
+from foreign import warmed
 from parallel import said_by
 
 MAIN = "import megatron_on_cpu, megatron_own; megatron_own.main()"
@@ -24,9 +25,9 @@ Said = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def python() -> Path:
+def python() -> Iterator[Path]:
     """An interpreter that has megatron-core beside our packages."""
-    return python_with("megatron")
+    yield from warmed("megatron", "megatron_on_cpu", "megatron.core.models.gpt", "megatron.core.optimizer")
 
 
 @pytest.fixture(scope="module")

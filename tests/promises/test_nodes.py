@@ -26,7 +26,7 @@ import pytest
 from ckpt.checkpoint import read
 from ckpt.ipc.process import Process
 from ckpt.runlog.log import RunState
-from processes import PYTHONPATH, REPO, eventually
+from processes import PYTHONPATH, REPO, eventually, nsenter, start_python
 
 TOY = REPO / "tests" / "lib" / "node_toy.py"
 ADDRESSES = {"a": "10.77.0.1", "b": "10.77.0.2"}
@@ -73,8 +73,7 @@ class Node:
 
     def inside(self, *words: object) -> list[str]:
         """A command line that runs there."""
-        spaces = ["--net", "--uts", "--pid", "--mount"]
-        return ["nsenter", "--target", str(self.first), *spaces, "--", *map(str, words)]
+        return nsenter(self.first, *words)
 
     def do(self, *words: object) -> None:
         subprocess.run(self.inside(*words), check=True, timeout=30)
@@ -156,9 +155,8 @@ class Job:
                 "CKPT_FAIL": (fails or {}).get(node.name, ""),
             }
             self.output = (cluster.folder / f"{name}.{node.name}.log").open("ab")
-            process = subprocess.Popen(
-                node.inside(*agent, TOY, toy), env=environment, stdout=self.output, stderr=self.output
-            )
+            pipes = {"stdout": self.output, "stderr": self.output}
+            process = start_python([*map(str, agent), TOY, toy], inside=node.first, env=environment, **pipes)
             node.agents.append(process)
             cluster.agents.append(process)
         self.agents = cluster.agents[-len(nodes) :]
@@ -350,7 +348,7 @@ def test_two_nodes_lose_one_thing_after_another(cluster: Cluster) -> None:
     assert [one["node"] for one in first.started()] == ["node-a", "node-a", "node-b", "node-b"]
     check_local_disks(cluster, first, [1, 2, 3, 4])
     assert steps_in(cluster.roots()["shared"]) == [4]
-    assert a.processes() == b.processes() == [], "a process is left"
+    assert eventually(lambda: a.processes() == b.processes() == []), "a process is left"
 
     size = data_size(a.disk, 4) + data_size(b.disk, 4)
     second = cluster.start("train 3", "hang")

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt import best
 from ckpt.best import Best
-from ckpt.callbacks import Settings, check_keywords, overruled, settings_of
+from ckpt.callbacks import check_keywords
 from ckpt.checkpoint.retention import Keep
 from ckpt.checkpointer import Checkpointer
 from ckpt.errors import CheckpointError, UsageError, at_door
@@ -52,7 +52,6 @@ else:
 
 NOT_OURS = ("DeepSpeedStrategy", "XLAStrategy", "XLAFSDPStrategy")
 MEANT = {"save_top_k": "top_k="}
-HOW = "set them in on_train_start of the module: docs/guide/trainers/lightning.md"
 
 
 class CheckpointCallback(Base):
@@ -106,7 +105,6 @@ class CheckpointCallback(Base):
         self._began_from = ""  # the ckpt_path of the first start
         self._limits: list[Any] = []  # of this script; and what the run was saved with
         self._saved: State = {}
-        self._settings: Settings = []  # of the optimizers, as the script that began the run has said them
         self._missed = False
         self._close()
 
@@ -171,7 +169,6 @@ class CheckpointCallback(Base):
             say(trainer, "fast_dev_run: nothing is saved, and nothing restored")
             return
         self._trainer = trainer
-        self._settings = settings_of(trainer.optimizers)  # Lightning has restored nothing into these yet
         self._seams = LoopHooks(trainer, self._begin, self._done, self._look)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
@@ -238,12 +235,8 @@ class CheckpointCallback(Base):
         if not self._is_finished(trainer, seams):
             if trainer.is_global_zero:
                 say_goes_on(trainer, found.tier or self._where(), self._step, last, before)
-                in_effect = settings_of(trainer.optimizers)
-                if text := overruled(self._saved.get("settings", []), self._settings, in_effect, HOW):
-                    say(trainer, "%s", text)
             cp.keep_steps({})  # what ended then goes on now
             seams.resume(self._log_again)
-        self._settings = self._saved.get("settings", self._settings)
 
     def _is_finished(self, trainer: Any, seams: LoopHooks) -> bool:
         """Whether nothing is left to train, which is said then."""
@@ -272,7 +265,7 @@ class CheckpointCallback(Base):
     # -- what of this object is saved --
 
     def _own(self) -> State:
-        return {"began_from": self._began_from, "limits": self._limits, "settings": self._settings}
+        return {"began_from": self._began_from, "limits": self._limits}
 
     def _put_own(self, saved: State) -> None:
         self._saved, self._began_from = saved, saved["began_from"]

@@ -37,15 +37,20 @@ from ckpt.state.filler import Filler
 from ckpt.state.placement import Placement, mismatch
 
 RETRY_AFTER_S = (0.2, 1.0)
+OVERRULED = (
+    "the checkpoint's settings were taken for %s. To have the script's, set them again after the restore: "
+    "docs/guide/state.md"
+)
 CONNECT_S, TRANSFER_S = 30.0, 600.0  # between ranks: to meet, and for all that one sends another
 
 
 @dataclass
 class Restored:
     """What `restore()` did on this rank. Bytes that it read itself, and that other ranks read for it; `repaired`: what
-    it had to take from a further tier; `left_out`: under strict=False, what did not fit. `redone`: how many steps came
-    from a redo log, after `base_step` had been loaded. `skipped`: what was newer and could not be used, or was lost
-    with a damaged log record or redo log.
+    it had to take from a further tier; `left_out`: under strict=False, what did not fit; `overruled`: settings of
+    optimizers that the script says otherwise now than when the run began, where the checkpoint's count. `redone`: how
+    many steps came from a redo log, after `base_step` had been loaded. `skipped`: what was newer and could not be used,
+    or was lost with a damaged log record or redo log.
 
     `verified` is False only for a snapshot that nobody has digested yet.
     """
@@ -60,6 +65,7 @@ class Restored:
     skipped: list[Skipped] = field(default_factory=list)
     repaired: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
+    overruled: list[str] = field(default_factory=list)
     redone: int = 0
     base_step: int | None = None
 
@@ -171,6 +177,9 @@ def _restore(
         together(world, "finish", mine.finish)
         capture.keep_apart(mine.placement.apart)
         _say_left_out(mine.placement, result)
+        result.overruled = mine.placement.overruled
+        if world.rank == 0 and result.overruled:
+            logger.warning(OVERRULED, "; ".join(result.overruled))
         result.verified = source.saved.digested
     finally:
         mine.close()

@@ -194,7 +194,10 @@ class Capture:
 
     def _walk_again(self) -> None:
         unguarded = {id(node.optimizer) for node in self._walk.stepped if node.unguarded}
+        settings = {id(node.optimizer): node.settings for node in self._walk.optimizers}
         walk = Walk(self.state)
+        for one in walk.optimizers:
+            one.settings = settings.get(id(one.optimizer), one.settings)
         for node in walk.stepped:
             node.unguarded = id(node.optimizer) in unguarded
         self._holds = False

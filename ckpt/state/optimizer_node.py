@@ -17,6 +17,7 @@ from ckpt.state.joint import IN_TURN
 from ckpt.state.names import Names, Span, span_of
 from ckpt.state.placement import Placement, references
 from ckpt.state.rewrap import MomentPlaces, facts_of, forms_of, matching
+from ckpt.state.settings import overruled, settings_of
 from ckpt.state.sharding import Division, Replicas, StateEntry, is_dtensor, local
 from ckpt.state.wrappers import WrapperForm, is_wrapped, take_all_apart
 
@@ -35,6 +36,7 @@ class OptimizerNode:
     def __init__(self, path: Path, optimizer: torch.optim.Optimizer) -> None:
         self.path, self.optimizer = path, optimizer
         self.unguarded = False  # its steps run no hooks
+        self.settings = settings_of(optimizer)  # as the script that began the run has said them
         self._names: Names | None = None
         self._piece: Contents | None = None
         self._state: object = None
@@ -67,6 +69,7 @@ class OptimizerNode:
                 [name, key, encode(state[key], (*self.path, "state", name, key), collect)]
                 for name, state, key in self._others
             ],
+            "settings": self.settings,
         }
         return Contents(self._piece.fixed, collect.entries, values, self._piece.facts)
 
@@ -93,6 +96,10 @@ class OptimizerNode:
         self._piece = None  # as in ModuleNode
         self._names, self._state = names, self.optimizer.state
         self._groups = [list(group["params"]) for group in self.optimizer.param_groups]
+        self.settings = [
+            *self.settings,
+            *settings_of(self.optimizer)[len(self.settings) :],
+        ]  # of a group that came late
         self._others, self._there, self._memories = [], Places(), Memories()
         self._params, self._dicts = list(self.optimizer.state), list(self.optimizer.state.values())
         places: list[tuple[dict[str, Any], str, Tensor]] = []
@@ -190,10 +197,14 @@ class OptimizerNode:
         """What sets the groups to what was saved of them."""
         settings = zip(self.optimizer.param_groups, saved.values["groups"], strict=False)
         groups = [placement.build(self._usable(live, group, placement)) for live, group in settings]
+        then = saved.values.get("settings") or self.settings  # an older version did not save them
 
         def finish() -> None:
             for group, build in zip(self.optimizer.param_groups, groups, strict=False):
                 _update_group(group, build())
+            if text := overruled(then, self.settings, settings_of(self.optimizer)):
+                placement.overruled.append(f"{show(self.path)}: {text}")
+            self.settings = then
 
         return finish
 

@@ -36,6 +36,7 @@ class Placement:
     fills: dict[Key, list[Target]] = field(default_factory=dict)
     lying: list[tuple[int, Tensor]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    overruled: list[str] = field(default_factory=list)  # of the script's settings, known when all is finished
     cast: dict[str, str] = field(default_factory=dict)  # where lenient: by names, the dtypes here
     apart: set[str] = field(default_factory=set)  # replicas here, of which each rank had saved its own
     finishers: list[Callable[[], object]] = field(default_factory=list)

@@ -28,7 +28,7 @@ except ImportError as missing:
     raise ImportError("ckpt.transformers needs transformers: pip install 'everystep[transformers]'") from missing
 
 from ckpt.best import Best
-from ckpt.callbacks import check_keywords, overruled
+from ckpt.callbacks import check_keywords
 from ckpt.checkpoint.retention import Keep
 from ckpt.checkpointer import Checkpointer
 from ckpt.errors import CheckpointError, UsageError, at_door
@@ -44,7 +44,6 @@ from ckpt.transformers.trainer_internals import say
 
 BEST = 'best=ckpt.Best("eval_loss", keep=1)'
 MEANT = dict.fromkeys(("load_best_model_at_end", "metric_for_best_model", "save_top_k"), BEST)
-HOW = "set them in on_train_begin of a callback of yours: docs/guide/trainers/transformers.md"
 WATCHED = 8  # steps for which it is looked whether reading batches draws random numbers
 OTHER_NUMBERS = (
     "dataloader_persistent_workers=True: the batches are the same again, but random numbers (dropout) will be others "
@@ -220,24 +219,18 @@ class CheckpointCallback(TrainerCallback):
             epoch, self._numbers = None, None
             say.warning("nothing to do: the run in %s finished at step %d", self._where(), step)
         else:
-            self._say_goes_on(trainer, progress, saved, step)
+            self._say_goes_on(trainer, step)
         if trainer.args.ignore_data_skip:
             batches = 0
         progress.epoch -= 1  # its beginning is told once more
         self._rewind = trainer_internals.Rewind(trainer, theirs // each, epoch, batches)
 
-    def _say_goes_on(
-        self, trainer: Trainer, progress: trainer_internals.TrainerProgress, saved: dict[str, Any], step: int
-    ) -> None:
+    def _say_goes_on(self, trainer: Trainer, step: int) -> None:
         if getattr(trainer.args, "dataloader_persistent_workers", False):
             say.warning(OTHER_NUMBERS)
         if trainer.is_world_process_zero():
             where = (self.restored and self.restored.tier) or self._where()
             say.warning("everystep goes on at step %d (from %s)", step, where)
-            then = saved.get("settings") or []  # of an older version: none
-            if text := overruled(then, progress.settings, trainer_internals.settings(trainer), HOW):
-                say.warning("%s", text)
-        progress.settings = saved.get("settings") or progress.settings
 
     def _where(self) -> str:
         return next((one.url for one in self._tiers if isinstance(one, Tier)), "memory")

@@ -22,7 +22,6 @@ from transformers import EarlyStoppingCallback, Trainer
 from transformers.trainer_callback import ExportableState, TrainerControl
 from transformers.utils import logging
 
-from ckpt.callbacks import Settings, settings_of
 from ckpt.errors import MismatchError, UsageError
 from ckpt.state.stateful import RNG
 
@@ -205,12 +204,6 @@ def stopped_early(trainer: Trainer) -> bool:
     )
 
 
-def settings(trainer: Trainer) -> Settings:
-    """Of the optimizer, where it is one of torch's."""
-    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
-    return [] if trainer.is_deepspeed_enabled else settings_of([optimizer])
-
-
 def data_of(trainer: Trainer, loader: Any) -> dict[str, Any]:
     """What the order of the examples depends on, and how many a step takes."""
     args = trainer.args
@@ -283,7 +276,6 @@ class TrainerProgress:
         self._callbacks = CallbackStates(trainer)
         self._order: dict[str, Any] = {}
         self.data = data_of(trainer, loader)
-        self.settings = settings(trainer)  # of the optimizer, as the script that began the run has said them
         self.base: dict[str, Any] | None = None
         self.epoch, self.epoch_began = 0, 0
         self.behind = 0  # steps of the epoch that begins, which were made before
@@ -317,7 +309,6 @@ class TrainerProgress:
             "epoch_began": self.epoch_began,
             "order": self._order,
             "data": self.data,
-            "settings": self.settings,
             "base": self.base,
             "max_steps": state.max_steps,
         }

@@ -364,7 +364,7 @@ def test_a_learning_rate_that_is_overruled_is_said(
     for _ in range(2):  # at every start, as long as it is so
         heard.clear()
         interrupted(["raise batch", 16], run=run)
-        assert "were taken: lr 0.01, not the script's 0.001. To have the script's" in heard.text
+        assert ": lr 0.01, not the script's 0.001. To have the script's" in heard.text
         assert "betas" not in heard.text
     monkeypatch.setattr(toy, "Model", Set)
     changed = str(shutil.copytree(run, tmp_path / "set"))

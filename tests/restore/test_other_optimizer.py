@@ -59,6 +59,35 @@ def test_schedulers_and_versions_of_torch_make_no_other_kind(tmp_path: Path) -> 
     assert len(twin["optim"].state) == 4
 
 
+def test_settings_of_the_script_that_do_not_count_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One line names each that the script has changed since the run began, at every start, until it is in effect. What
+    a schedule or a loop changes is the training's. AdamW's state in Adam goes on as AdamW's."""
+
+    def start(make: Any, lr: float | None = None) -> tuple[list[str], dict[str, Any]]:
+        caplog.clear()
+        state = built(make)
+        with ckpt.Checkpointer(state, tmp_path / "run") as cp:
+            step = cp.restore(default=0, strict=False)
+            if lr is not None:
+                state["optim"].param_groups[0]["lr"] = lr
+            state["new"] = torch.zeros(step)  # the state is walked through again
+            cp.save(step + 1).committed()
+            said = [] if cp.last_restore is None else cp.last_restore.overruled
+        assert len([line for line in caplog.messages if "not the script's" in line]) == len(said)
+        assert all(line in caplog.text for line in said)
+        return said, state["optim"].param_groups[0]
+
+    changed = "optim: lr 0.1, not the script's 0.3; weight_decay 0.01, not the script's 0.5"
+    assert start(ADAMW, lr=0.1)[0] == [] == start(ADAMW)[0]
+    for _ in range(2):
+        said, group = start(lambda p: torch.optim.AdamW(p, lr=0.3, weight_decay=0.5))
+        assert said == [changed] and (group["lr"], group["weight_decay"]) == (0.1, 0.01)
+    assert start(lambda p: torch.optim.AdamW(p, lr=0.3), lr=0.3)[0] == ["optim: lr 0.1, not the script's 0.3"]
+    assert start(lambda p: torch.optim.AdamW(p, lr=0.3))[0] == []
+    said, group = start(lambda p: torch.optim.Adam(p, lr=0.3, weight_decay=0.01))
+    assert said == ["optim: decoupled_weight_decay True, not the script's False"] and group["decoupled_weight_decay"]
+
+
 def test_what_is_taken_is_not_said_to_be_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """What is cast is said as cast; of an optimizer, how many parameters go on, and whose settings count."""
     state, twin = trained(built(ADAMW)), built(lambda p: torch.optim.AdamW(p, lr=0.5), "ac")

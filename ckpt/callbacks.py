@@ -15,8 +15,7 @@ MEANT = {  # how trainers call it
     "save_steps": "every=",
     "every_n_train_steps": "every=",
     "train_time_interval": 'every="10min"',
-    "dirpath": PLACE,
-    "output_dir": PLACE,
+    **dict.fromkeys(("dirpath", "output_dir", "path", "folder", "url", "run"), PLACE),
 }
 
 

@@ -28,6 +28,10 @@ COMMANDS = (
     "rm", "show", "top", "trigger", "verify",
 )  # fmt: skip
 
+MEANT = {  # how other programs call it
+    "clean": "gc", "convert": "import", "delete": "rm", "export": "restore", "info": "show", "inspect": "show",
+    "list": "ls", "load": "restore", "remove": "rm", "save": "trigger", "status": "top",
+}  # fmt: skip
 SENTENCE = re.compile(r"(?<=\.) ")
 WHOLE = 1000  # characters of a sentence
 
@@ -44,6 +48,17 @@ class Commands(click.Group):
         called = "import_" if name == "import" else name
         command: click.Command = getattr(importlib.import_module(f"ckpt.cli.{called}"), called)
         return command
+
+    def resolve_command(
+        self, context: click.Context, words: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        word = words[0]
+        if word not in COMMANDS and not context.resilient_parsing:
+            from difflib import get_close_matches
+
+            if meant := MEANT.get(word) or next(iter(get_close_matches(word, COMMANDS, 1)), None):
+                context.fail(f"there is no command {word!r}: did you mean {meant}?")
+        return super().resolve_command(context, words)
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         """Each with its first sentence, all of it: in several lines where it is long."""

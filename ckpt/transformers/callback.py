@@ -43,7 +43,16 @@ from ckpt.transformers.pretrained import Pretrained, digest, is_adapter, nbytes,
 from ckpt.transformers.trainer_internals import say
 
 BEST = 'best=ckpt.Best("eval_loss", keep=1)'
-MEANT = dict.fromkeys(("load_best_model_at_end", "metric_for_best_model", "save_top_k"), BEST)
+METRIC = (
+    "load_best_model_at_end",
+    "metric_for_best_model",
+    "greater_is_better",
+    "monitor",
+    "mode",
+    "save_top_k",
+    "top_k",
+)
+MEANT = dict.fromkeys(METRIC, BEST)
 WATCHED = 8  # steps for which it is looked whether reading batches draws random numbers
 OTHER_NUMBERS = (
     "dataloader_persistent_workers=True: the batches are the same again, but random numbers (dropout) will be others "
@@ -56,14 +65,6 @@ __all__ = ["CheckpointCallback"]
 class CheckpointCallback(TrainerCallback):
     """Saves a Trainer's run as it goes, and brings it back when the same script is started again.
 
-    `tiers`: a folder or URL, or a list of `ckpt.Memory`, `ckpt.Tier` and such words, nearest first; None keeps steps in
-    memory only. `every` and `keep` are of tiers that are given as a string: optimizer steps between two checkpoints
-    (100 by default), a time ("10min") or "auto"; and how many stay ("all" by default). Memory has every step.
-    `best`: a `ckpt.Best("eval_loss", keep=3)`: the three best of the steps that were evaluated stay as well.
-    `only_trained`: whether frozen parameters are left out, which `from_pretrained` brings again; a digest of them is
-    kept, and another base is refused. By default so where the model is a PeftModel. `strict=False` restores what fits
-    where model, optimizer or data have changed. All other keywords are those of `ckpt.Checkpointer`, such as `on_busy`,
-    `on_error`, `triggers` and `on_fault`; UsageError for any else, which says what is meant.
     Callbacks that have a state (`ExportableState`) get it back; what they were made with, and training did not change,
     stays as this start says, unless TrainingArguments say `restore_callback_states_from_checkpoint=True`.
     `checkpointer`: the Checkpointer, while training; `restored`: what was restored, once training has begun;
@@ -83,6 +84,16 @@ class CheckpointCallback(TrainerCallback):
         only_trained: bool | None = None,
         **arguments: Any,
     ) -> None:
+        """`tiers`: a folder or URL, or a list of `ckpt.Memory`, `ckpt.Tier` and such words, nearest first; None keeps
+        steps in memory only. `every` and `keep` are of tiers that are given as a string: optimizer steps between two
+        checkpoints (100 by default), a time ("10min") or "auto"; and how many stay ("all" by default). Memory has
+        every step.
+        `best`: a `ckpt.Best("eval_loss", keep=3)`: the three best of the steps that were evaluated stay as well.
+        `only_trained`: whether frozen parameters are left out, which `from_pretrained` brings again; a digest of them
+        is kept, and another base is refused. By default so where the model is a PeftModel. `strict=False` restores what
+        fits where model, optimizer or data have changed. All other keywords are those of `ckpt.Checkpointer`, such as
+        `on_busy`, `on_error`, `triggers` and `on_fault`; UsageError for any else, which says what is meant.
+        """
         check_keywords(CheckpointCallback, arguments, MEANT)
         memory, durable = as_tiers(tiers, every, keep)
         self._tiers: list[Memory | Tier] = [*([] if memory is None else [memory]), *durable]

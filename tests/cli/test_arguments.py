@@ -233,3 +233,12 @@ def test_it_can_be_called_as_a_module(made: Path) -> None:
     assert "3 checkpoints" in ended.stdout
     scripts = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["scripts"]
     assert scripts["everystep"] == scripts["ckpt"] == f"{app.__package__}:main"
+
+
+@pytest.mark.parametrize(("word", "meant"), [("export", "restore"), ("list", "ls"), ("restor", "restore"), ("xyz", "")])
+def test_a_command_that_there_is_not_is_told_from_one_that_is_meant(word: str, meant: str, call: Any) -> None:
+    """By what other programs call it, or by its letters; nothing is guessed of any other word."""
+    found = call(word, "runs/exp1")
+    assert found.code == 2
+    assert (f"there is no command '{word}': did you mean {meant}?" in found.err) is bool(meant)
+    assert app.MEANT.keys().isdisjoint(app.COMMANDS) and set(app.MEANT.values()) <= set(app.COMMANDS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import random
@@ -239,17 +240,26 @@ def test_what_has_changed_is_refused(run_dir: str, undisturbed: dict[str, Any]) 
 
 
 def test_two_callbacks_and_wrong_arguments_are_refused(run_dir: str) -> None:
-    """Before anything is trained, with an error that says what to do."""
+    """Before anything is trained, with an error that says what to do; `help()` names all arguments."""
+    made: Any = ckpt.transformers.CheckpointCallback.__init__
+    named = inspect.signature(made).parameters.keys() - {"self", "arguments"}
+    assert len(named) > 5 and all(f"`{word}" in made.__doc__ for word in named)
     other = ckpt.transformers.CheckpointCallback(run_dir)
     with pytest.raises(ckpt.UsageError, match="two CheckpointCallbacks"):
         hf_toy.run(run_dir, more=(other,))
     with pytest.raises(ckpt.UsageError, match="Say Tier"):
         ckpt.transformers.CheckpointCallback([ckpt.Tier(run_dir)], every=3)
-    for word, hint in (("save_total_limit", "keep="), ("save_steps", "every="), ("on_bussy", "on_busy=")):
+    for word, hint in (
+        ("save_total_limit", "keep="),
+        ("save_steps", "every="),
+        ("on_bussy", "on_busy="),
+        ("monitor", "best="),
+    ):
         with pytest.raises(ckpt.UsageError, match=f"no {word}= here: did you mean {hint}"):
             ckpt.transformers.CheckpointCallback(run_dir, **{word: 3})
-    with pytest.raises(ckpt.UsageError, match="no output_dir= here: did you mean the first argument"):
-        ckpt.transformers.CheckpointCallback(output_dir=run_dir)
+    for word in ("output_dir", "run"):
+        with pytest.raises(ckpt.UsageError, match=f"no {word}= here: did you mean the first argument"):
+            ckpt.transformers.CheckpointCallback(**{word: run_dir})
     assert not Path(run_dir).exists()
 
 

@@ -100,6 +100,14 @@ def parsed_once() -> None:
     Loader.FILE_LOADER_CLASS = Parsed
 
 
+@pytest.fixture(autouse=True, scope="module")
+def own_options() -> Iterator[None]:
+    """How a bucket is reached holds for a process. The next file has another server, and perhaps the same bucket."""
+    yield
+    if (store := sys.modules.get("ckpt.store")) is not None:
+        store._options.clear()
+
+
 @pytest.fixture(autouse=True)
 def own_sockets(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Writers of a test cannot be found by any other, and none outlives it."""

@@ -109,7 +109,9 @@ def test_giving_up_that_is_stopped(made: Path, tmp_path: Path, call: Any, point:
     assert call("verify", run, "--all").code == 0
     assert [one["step"] for one in call("ls", run, "--json").json["checkpoints"]] == [6, 4]
     assert call("gc", run, "--yes").code == 0
-    assert call("gc", run, "--json").json["files"] == 0 and len(list((run / "packs").iterdir())) == 2
+    assert call("gc", run, "--json").json["files"] == 0
+    left = {path.name.split(".")[1].rpartition("-")[2] for path in (run / "packs").iterdir()}
+    assert left == {"4", "6"}  # a step has one file, or several if it was written in several goes
     assert call("verify", run, "--all").code == 0
 
 

@@ -22,7 +22,7 @@ from parallel import free_port, launch
 from processes import PYTHONPATH, eventually, killed, run_script, start_python, writers
 
 JOB = """
-import os, sys, time, toy, ckpt
+import os, sys, time, boundaries, toy, ckpt
 run, steps, kill_at, mode = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 state = toy.build()
 every = "auto" if mode == "auto" else 10
@@ -35,6 +35,7 @@ with ckpt.Checkpointer(state, [ckpt.Memory(every=every if mode == "auto" else 1)
                 time.sleep(0.4)
         if mode == "auto":
             time.sleep(0.006)
+        boundaries.memory_ready(cp)  # else a step may be left out
         save = cp.step(step + 1)
         if step + 1 == kill_at:
             if mode == "raise":

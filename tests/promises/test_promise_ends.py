@@ -203,17 +203,19 @@ def test_a_child_whose_thread_trains(run_dir: str, tmp_path: Path, how: str) -> 
 
 def test_an_update_that_has_begun_is_said(run_dir: str, caplog: pytest.LogCaptureFixture) -> None:
     """Once an optimizer has begun the next step the last one cannot be had any more: the newest that memory holds is
-    kept, and one warning says which it is, why, and what that costs."""
+    kept, and one warning says which it is, why, and what that costs. That is one that was due, or a later one if the
+    machine had time to keep that."""
     state = toy.build()
     with caplog.at_level(logging.WARNING, "ckpt"), ckpt.Checkpointer(state, sparse(run_dir)) as cp:
         train_to(cp, state, STEPS)
         toy.train_step(state)
     said = [record.getMessage() for record in caplog.records if "was the last one" in record.getMessage()]
+    kept, digest = restored(run_dir)
     assert said == [
-        "step 25 was the last one, and step 20 is kept: an optimizer has begun a further step; a restart does 5 steps "
-        "again"
+        f"step 25 was the last one, and step {kept} is kept: an optimizer has begun a further step; "
+        f"a restart does {25 - kept} steps again"
     ]
-    assert restored(run_dir) == (20, toy.reference(20))
+    assert 20 <= kept < 25 and digest == toy.reference(kept)
 
 
 @pytest.mark.parametrize("swapped", ["pause", "by hand"])
@@ -604,8 +606,8 @@ def test_an_optimizer_of_something_else_begins_no_further_step(run_dir: str, sha
         params = [next(iter(state["model"].parameters())).detach().view(-1)[:1]] if shared else probe.parameters()
         probe(torch.randn(2, 4)).sum().backward()
         torch.optim.SGD(params, lr=0.0).step()
-    kept = 10 if shared else 13
-    assert restored(run_dir) == (kept, toy.reference(kept))
+    kept, digest = restored(run_dir)
+    assert kept in (range(10, 13) if shared else [13]) and digest == toy.reference(kept)
 
 
 def test_ctrl_c_while_a_step_is_asked_for_elsewhere(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,14 +11,13 @@ an environment of its own on first use.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from trainer_saves import end, lost, run_ranks, show, timed
+from trainer_saves import end, lost, options_of, run_ranks, show, timed
 
 
 def train(folder: str, options: argparse.Namespace) -> None:
@@ -77,25 +76,13 @@ def train(folder: str, options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stage", type=int, help="of ZeRO (default: 1 and 3)")
-    parser.add_argument("--width", type=int, default=768)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--saves", type=int, default=5)
-    parser.add_argument("--folder", help="where checkpoints go (default: the system's)")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--rank-of", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = options_of(__doc__, stage=None, width=768, layers=8)  # of ZeRO: 1 and 3, where none is named
     if options.rank_of:
         return train(options.rank_of, options)
+    names = {"memory": "everystep", "disk": "everystep (disk too)", "theirs": "save_checkpoint"}
     for stage in (1, 3) if options.stage is None else (options.stage,):
-        words = ["--stage", stage, "--width", options.width, "--layers", options.layers, "--saves", options.saves]
-        row = run_ranks(__file__, words, options.folder, DS_ACCELERATOR="cpu")
-        if options.json:
-            print(json.dumps(row))
-        else:
-            names = {"memory": "everystep", "disk": "everystep (disk too)", "theirs": "save_checkpoint"}
-            show(row, f"ZeRO-{stage}", names)
+        options.stage = stage
+        show(run_ranks(__file__, options, DS_ACCELERATOR="cpu"), options.json, f"ZeRO-{stage}", names)
     return None
 
 

@@ -11,7 +11,6 @@ stays divided as it is (`dp_reshardable`). megatron-core is installed into an en
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import shutil
 import sys
@@ -20,7 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from trainer_saves import end, lost, run_ranks, show, timed
+from trainer_saves import end, lost, options_of, run_ranks, show, timed
 
 
 def train(folder: str, options: argparse.Namespace) -> None:
@@ -127,24 +126,12 @@ def train(folder: str, options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--width", type=int, default=768)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--saves", type=int, default=5)
-    parser.add_argument("--folder", help="where checkpoints go (default: the system's)")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--rank-of", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = options_of(__doc__, width=768, layers=8)
     if options.rank_of:
         return train(options.rank_of, options)
-    words = ["--width", options.width, "--layers", options.layers, "--saves", options.saves]
-    row = run_ranks(__file__, words, options.folder)
-    if options.json:
-        print(json.dumps(row))
-    else:
-        names = {"memory": "everystep", "disk": "everystep (disk too)"}
-        show(row, "DistributedOptimizer", names | {"sync": "dist_checkpointing", "async": "dist_checkpointing, async"})
-    return None
+    ours = {"memory": "everystep", "disk": "everystep (disk too)"}
+    names = ours | {"sync": "dist_checkpointing", "async": "dist_checkpointing, async"}
+    return show(run_ranks(__file__, options), options.json, "DistributedOptimizer", names)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from trainer_saves import RANKS, lost, show, timed
+from trainer_saves import RANKS, lost, options_of, show, timed, words_of
 
 HERE = Path(__file__).parent
 
@@ -129,11 +129,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     from environments import python_of
 
     folder = tempfile.mkdtemp(prefix="ray-saves-", dir=options.folder)
-    words = [f"--{name}={getattr(options, name)}" for name in ("width", "layers", "saves")]
     off = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_TRAIN_V2_ENABLED": "1", "RAY_AUTH_MODE": "disabled"}
     path = ":".join(str(HERE.parent / one) for one in (".", "backends", "benchmarks"))
     try:
-        command = [str(python_of("ray")), __file__, *words, "--drive", folder]
+        command = [str(python_of("ray")), __file__, *words_of(options), "--rank-of", folder]
         ended = subprocess.run(command, env={**os.environ, **off, "PYTHONPATH": path}, capture_output=True, text=True)
         if ended.returncode:
             sys.exit(ended.stderr[-4000:])
@@ -144,23 +143,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--width", type=int, default=768)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--saves", type=int, default=5)
-    parser.add_argument("--folder", help="where checkpoints go (default: the system's)")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--drive", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.drive:
-        return drive(options.drive, options)
-    row = measure(options)
-    if options.json:
-        print(json.dumps(row))
-    else:
-        ours = {"memory": "everystep", "disk": "everystep (reported)"}
-        show(row, "Ray Train, DDP", ours | {"sync": "torch.save, reported", "async": "torch.save, asynchronous"})
-    return None
+    options = options_of(__doc__, width=768, layers=8)
+    if options.rank_of:
+        return drive(options.rank_of, options)
+    ours = {"memory": "everystep", "disk": "everystep (reported)"}
+    names = ours | {"sync": "torch.save, reported", "async": "torch.save, asynchronous"}
+    return show(measure(options), options.json, "Ray Train, DDP", names)
 
 
 if __name__ == "__main__":

@@ -10,14 +10,13 @@ first use.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from trainer_saves import end, lost, run_ranks, show, timed
+from trainer_saves import end, lost, options_of, run_ranks, show, timed
 
 
 def train(folder: str, options: argparse.Namespace) -> None:
@@ -78,22 +77,11 @@ def train(folder: str, options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=48)
-    parser.add_argument("--saves", type=int, default=5)
-    parser.add_argument("--folder", help="where checkpoints go (default: the system's)")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--rank-of", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = options_of(__doc__, layers=48)
     if options.rank_of:
         return train(options.rank_of, options)
-    row = run_ranks(__file__, ["--layers", options.layers, "--saves", options.saves], options.folder)
-    if options.json:
-        print(json.dumps(row))
-    else:
-        ours = {"memory": "everystep", "disk": "everystep (disk too)"}
-        show(row, "FSDP2", ours | {"sync": "torchtitan", "async": "torchtitan, async"})
-    return None
+    names = {"memory": "everystep", "disk": "everystep (disk too)", "sync": "torchtitan", "async": "torchtitan, async"}
+    return show(run_ranks(__file__, options), options.json, "FSDP2", names)
 
 
 if __name__ == "__main__":

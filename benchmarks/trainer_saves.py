@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
@@ -56,6 +57,22 @@ def lost(
     return {"step_s": nothing / 2, **more, **{f"call_{k}_s": statistics.median(v) for k, v in calls.items()}}
 
 
+def options_of(description: str | None, **sizes: int | None) -> argparse.Namespace:
+    """What all these benchmarks are told. `sizes`: of the trainer's model, and their defaults."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in {**sizes, "saves": 5}.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--folder", help="where checkpoints go (default: the system's)")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--rank-of", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def words_of(options: argparse.Namespace) -> list[str]:
+    """The sizes again, for the ranks."""
+    return [f"--{name}={number}" for name, number in vars(options).items() if type(number) is int]
+
+
 def end(row: dict[str, Any]) -> None:
     """The last of every rank: the first one says what was found."""
     import torch.distributed as dist
@@ -66,15 +83,15 @@ def end(row: dict[str, Any]) -> None:
     os._exit(0)  # some of gloo's threads do not leave
 
 
-def run_ranks(script: str, words: list[object], folder: str | None, **environ: str) -> dict[str, Any]:
-    """What `end` was given by the ranks of `script`, which is called with these words and --rank-of FOLDER, in the
+def run_ranks(script: str, options: argparse.Namespace, **environ: str) -> dict[str, Any]:
+    """What `end` was given by the ranks of `script`, which is called with these sizes and --rank-of FOLDER, in the
     environment of packages that is called like the trainer: `script` is TRAINER_saves.py."""
     sys.path.insert(0, str(HERE))
     from environments import python_of
 
     trainer = Path(script).stem.removesuffix("_saves")
     python = python_of(trainer)
-    place = tempfile.mkdtemp(prefix=f"{trainer}-saves-", dir=folder)
+    place = tempfile.mkdtemp(prefix=f"{trainer}-saves-", dir=options.folder)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -91,7 +108,7 @@ def run_ranks(script: str, words: list[object], folder: str | None, **environ: s
     try:
         ranks = [
             subprocess.Popen(
-                [str(word) for word in (python, script, *words, "--rank-of", place)],
+                [str(word) for word in (python, script, *words_of(options), "--rank-of", place)],
                 env={**base, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -109,10 +126,13 @@ def run_ranks(script: str, words: list[object], folder: str | None, **environ: s
         shutil.rmtree(place, ignore_errors=True)
 
 
-def show(row: dict[str, Any], what: str, names: dict[str, str]) -> None:
-    """For people. `names`: of the ways of a save and of a restore, by the end of their key."""
+def show(row: dict[str, Any], as_json: bool, what: str, names: dict[str, str]) -> None:
+    """As JSON or for people. `names`: of the ways of a save and of a restore, by the end of their key."""
+    if as_json:
+        return print(json.dumps(row))
     print(f"{what}, {row['parameters'] / 1e6:.0f} million parameters, {RANKS} ranks, a step without a save", end=" ")
     print(f"{row['step_s']:.2f} s")
     for title, start in (("lost a save", "lost_"), ("in the call", "call_"), ("restore", "restore_")):
         found = (f"{name} {row[f'{start}{key}_s']:.3f} s" for key, name in names.items() if f"{start}{key}_s" in row)
         print(f"  {title:<12}" + ", ".join(found))
+    return None

@@ -26,7 +26,7 @@ from ckpt.cli.terminal import (
     progress,
     put,
 )
-from ckpt.errors import CorruptError, StoreError
+from ckpt.errors import CorruptError, NotFoundError, StoreError
 from ckpt.format.manifest import read_format
 from ckpt.format.rank_index import Directory
 from ckpt.maintain.examine import examine
@@ -90,14 +90,14 @@ def by_problem(checkpoints: list[dict[str, Any]]) -> Iterator[str]:
 
 async def _verify(url: str, step: Which, every: bool, data: bool) -> dict[str, Any]:
     async with opened(url, whole=True) as log:
-        problems = losses.one_by_one(log.state.damaged)
-        problems += [one.reason for one in await losses.of_log(log) if one.attempts]
+        damaged, lost = log.state.damaged, [one.reason for one in await losses.of_log(log) if one.attempts]
+        problems = lost if lost and len(damaged) == 1 else losses.one_by_one(damaged) + lost
         with progress("reading the redo log", 0) if data and has_logs(log.store.url) else contextlib.nullcontext():
             problems += await asyncio.to_thread(_redo_problems, log, data)
         try:
             read_format(await log.store.get("FORMAT.json"))
         except (CorruptError, StoreError) as error:  # the log made up for it
-            problems.append(str(error))
+            problems.append("FORMAT.json is lost" if isinstance(error, NotFoundError) else str(error))
         commits = to_verify(log, step, every)
         total = await bytes_to_read(log, commits) if data and sys.stderr.isatty() else 0
         with progress("verifying", total) if total else contextlib.nullcontext() as on_bytes:

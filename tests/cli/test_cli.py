@@ -293,6 +293,19 @@ def test_a_damaged_log_is_said_loudly(run: Path, call: Any) -> None:
     assert call("verify", run, "--all").code == 1
 
 
+def test_verify_says_each_loss_once_and_what_to_do_about_it(run: Path, call: Any) -> None:
+    """Of a run that lacks FORMAT.json and a record: each by its name, in one line, FORMAT.json to be repaired and the
+    record not."""
+    lost = sorted((run / "log").iterdir())[-2]
+    lost.unlink()
+    (run / "FORMAT.json").unlink()
+    found = call("verify", run, "--all")
+    said = " ".join(found.out.split())
+    assert found.code == 1 and said.count("FORMAT.json") == 1 and said.count(f"record {int(lost.stem)} ") == 1, said
+    assert said.count("`ckpt repair") == 1 and "`ckpt copy --all`" in said
+    assert call("repair", run, "--yes").code == 1 and "FORMAT.json" not in call("verify", run, "--all").out
+
+
 def test_what_is_retired_meanwhile_is_not_called_damaged(run: Path) -> None:
     """A job that cleans up while we look is no damage; the same missing file in a live checkpoint is."""
 

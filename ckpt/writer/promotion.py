@@ -40,7 +40,8 @@ class Turns:
         self._call()
         if len(self.line) > most:
             oldest, waits = self._leave()
-            waits.set_exception(too_slow(tier, oldest))
+            if not waits.done():
+                waits.set_exception(too_slow(tier, oldest))
         try:
             await mine
             yield
@@ -52,9 +53,11 @@ class Turns:
                 self._call()
 
     def _call(self) -> None:
-        if self.line and not self.taken:
-            self.taken = True
-            self._leave()[1].set_result(None)
+        while self.line and not self.taken:
+            _, waits = self._leave()
+            if not waits.done():  # else it was cancelled, and its task has not heard of it yet
+                waits.set_result(None)
+                self.taken = True
 
     def _leave(self) -> tuple[Attempt, asyncio.Future[None]]:
         oldest = min(self.line, key=lambda one: one[0])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from msgspec import structs
@@ -28,6 +28,7 @@ from ckpt.writer.held_run import HeldRun
 from ckpt.writer.memory import HeldMemory
 from ckpt.writer.opening import TierOpener
 from ckpt.writer.persist import Persister
+from ckpt.writer.promotion import Turns
 from ckpt.writer.throttle import Throttle
 from ckpt_backends.memory import MemoryStore
 from ckpt_backends.retry import Retry
@@ -202,6 +203,28 @@ async def test_two_far_places_pin_the_near_one_each(writer: Writer) -> None:
     assert one in writer.near.promoting
     writer.near.unpin(one)
     assert one not in writer.near.promoting
+
+
+def test_one_that_is_cancelled_while_its_turn_comes_keeps_no_other_waiting() -> None:
+    """Its task hears of that only after the one before it has ended in the same round of the loop."""
+    turns, place, done = Turns(), cast(OpenTier, SimpleNamespace(url="memory://far")), list[int]()
+
+    async def save(number: int, go: asyncio.Event) -> None:
+        async with turns.turn(place, attempt(1, number), 3):
+            await go.wait()
+            done.append(number)
+
+    async def work() -> None:
+        events = [asyncio.Event() for _ in range(3)]
+        one, two, three = tasks = [asyncio.create_task(save(*given)) for given in enumerate(events, 1)]
+        await asyncio.sleep(0)
+        events[2].set()
+        events[0].set()
+        two.cancel()  # the first was woken before, and so ends before this one hears of it
+        await asyncio.wait(tasks, timeout=10.0)
+        assert one.done() and two.cancelled() and three.done() and done == [1, 3]
+
+    asyncio.run(work())
 
 
 def test_what_is_pending_does_not_depend_on_when_one_looks() -> None:

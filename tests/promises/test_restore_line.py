@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import pty
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from processes import PYTHONPATH
+from processes import PYTHONPATH, run_python, start_python
 
 SCRIPT = """
 import logging, os, sys, ckpt, toy
@@ -28,10 +27,10 @@ def seen(run: Path, setup: str = "", *, terminal: bool = True) -> list[str]:
     environment = {**os.environ, "PYTHONPATH": PYTHONPATH, "CUDA_VISIBLE_DEVICES": ""}
     words = [sys.executable, "-c", SCRIPT.format(setup=setup), str(run)]
     if not terminal:
-        err = subprocess.run(words, env=environment, capture_output=True, text=True, check=True).stderr
+        err = run_python(words, env=environment, capture_output=True, text=True, check=True).stderr
         return [line for line in err.splitlines() if "restored" in line]
     ours, theirs = pty.openpty()
-    with subprocess.Popen(words, env=environment, stderr=theirs) as job:
+    with start_python(words, env=environment, stderr=theirs) as job:
         os.close(theirs)
         out = b""
         while True:

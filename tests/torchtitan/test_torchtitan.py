@@ -7,13 +7,14 @@ import json
 import os
 import signal
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import ckpt
-from foreign import python_with
+from foreign import warmed
 from parallel import said_by
 from processes import PYTHONPATH, REPO
 
@@ -23,9 +24,11 @@ Said = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def python() -> Path:
+def python() -> Iterator[Path]:
     """An interpreter that has torchtitan beside our packages, whose versions it would change."""
-    return python_with("torchtitan")
+    # Not its trainer: pyarrow, which that imports, starts a thread.
+    parts = (f"torchtitan.{name}" for name in ("models.llama3", "components.checkpointer", "components.metrics"))
+    yield from warmed("torchtitan", "titan_on_cpu", *parts)
 
 
 @pytest.fixture(scope="module")

@@ -182,12 +182,16 @@ def test_a_private_folder_is_a_row_and_hides_no_run(made: Path, call: Any) -> No
 
 
 def test_the_nightly_loop_of_the_guide_finds_the_damaged_run(made: Path, tmp_path: Path) -> None:
-    """The block of docs/guide/operate.md as it stands: 0 where all are good, else 1 and the names of the others."""
+    """The block of docs/guide/operate.md as it stands: 0 where all are good, else 1 and the names of the others. A folder
+    that is not there, that has no runs, or is one, is not called good."""
     page = (REPO / "docs" / "guide" / "operate.md").read_text()
-    block = page[page.index("```bash\nbad=0") :].removeprefix("```bash\n").partition("```")[0]
+    block = page[page.index("```bash\nset -eo") :].removeprefix("```bash\n").partition("```")[0]
     words, there = ["bash", "-c", block], f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = {"PATH": there, "RUNS": str(tmp_path), "PYTHONPATH": PYTHONPATH}
-    for name in ("good", "hurt"):
+    for run in (tmp_path / "nothing", tmp_path, made):
+        none = subprocess.run(words, capture_output=True, text=True, env={**environment, "RUNS": str(run)})
+        assert none.returncode != 0 and none.stderr, run
+    for name in ("good one", "hurt"):
         shutil.copytree(made, tmp_path / name)
     good = subprocess.run(words, capture_output=True, text=True, env=environment)
     assert (good.returncode, good.stdout) == (0, "")

@@ -54,6 +54,10 @@ METRIC = (
 )
 MEANT = dict.fromkeys(METRIC, BEST)
 WATCHED = 8  # steps for which it is looked whether reading batches draws random numbers
+FINISHED = (
+    "nothing to do: the run in %s finished at step %d. Raise num_train_epochs, max_steps or the patience to train on, "
+    "or give the callback another location for a new run"
+)
 OTHER_NUMBERS = (
     "dataloader_persistent_workers=True: the batches are the same again, but random numbers (dropout) will be others "
     "from the next epoch on than in a run that was never interrupted"
@@ -217,7 +221,8 @@ class CheckpointCallback(TrainerCallback):
                 f"resume_from_checkpoint brought step {theirs}, and {self._where()} has step {step} only: leave that "
                 "argument away, or use another location"
             )
-        if theirs:
+        first = trainer.is_world_process_zero()
+        if theirs and first:
             say.warning("resume_from_checkpoint is passed over: %s has step %d", self._where(), step)
         progress.compare(saved, strict=self._strict)
         self._numbers = RNG().state_dict()
@@ -228,7 +233,8 @@ class CheckpointCallback(TrainerCallback):
             trainer_internals.stopped_early(trainer) and saved["max_steps"] == state.max_steps
         ):
             epoch, self._numbers = None, None
-            say.warning("nothing to do: the run in %s finished at step %d", self._where(), step)
+            if first:
+                say.warning(FINISHED, self._where(), step)
         else:
             self._say_goes_on(trainer, step)
         if trainer.args.ignore_data_skip:

@@ -182,8 +182,8 @@ def test_a_private_folder_is_a_row_and_hides_no_run(made: Path, call: Any) -> No
 
 
 def test_the_nightly_loop_of_the_guide_finds_the_damaged_run(made: Path, tmp_path: Path) -> None:
-    """The block of docs/guide/operate.md as it stands: 0 where all are good, else 1 and the names of the others. A folder
-    that is not there, that has no runs, or is one, is not called good."""
+    """The block of docs/guide/operate.md as it stands: 0 where all are good, else 1 and the names of the others. A
+    folder that is not there, that has no runs, or is one, is not called good."""
     page = (REPO / "docs" / "guide" / "operate.md").read_text()
     block = page[page.index("```bash\nset -eo") :].removeprefix("```bash\n").partition("```")[0]
     words, there = ["bash", "-c", block], f"{Path(sys.executable).parent}:{os.environ['PATH']}"

@@ -40,7 +40,7 @@ from ckpt.state.stateful import RNG
 from ckpt.tiers import Memory, Tier, as_tiers
 from ckpt.transformers import trainer_internals
 from ckpt.transformers.pretrained import Pretrained, digest, is_adapter, nbytes, pretrained, trained
-from ckpt.transformers.trainer_internals import say
+from ckpt.transformers.trainer_internals import say, say_once
 
 BEST = 'best=ckpt.Best("eval_loss", keep=1)'
 METRIC = (
@@ -221,9 +221,8 @@ class CheckpointCallback(TrainerCallback):
                 f"resume_from_checkpoint brought step {theirs}, and {self._where()} has step {step} only: leave that "
                 "argument away, or use another location"
             )
-        first = trainer.is_world_process_zero()
-        if theirs and first:
-            say.warning("resume_from_checkpoint is passed over: %s has step %d", self._where(), step)
+        if theirs:
+            say_once(trainer, "resume_from_checkpoint is passed over: %s has step %d", self._where(), step)
         progress.compare(saved, strict=self._strict)
         self._numbers = RNG().state_dict()
         progress.load(trainer, saved)
@@ -233,8 +232,7 @@ class CheckpointCallback(TrainerCallback):
             trainer_internals.stopped_early(trainer) and saved["max_steps"] == state.max_steps
         ):
             epoch, self._numbers = None, None
-            if first:
-                say.warning(FINISHED, self._where(), step)
+            say_once(trainer, FINISHED, self._where(), step)
         else:
             self._say_goes_on(trainer, step)
         if trainer.args.ignore_data_skip:
@@ -244,10 +242,9 @@ class CheckpointCallback(TrainerCallback):
 
     def _say_goes_on(self, trainer: Trainer, step: int) -> None:
         if getattr(trainer.args, "dataloader_persistent_workers", False):
-            say.warning(OTHER_NUMBERS)
-        if trainer.is_world_process_zero():
-            where = (self.restored and self.restored.tier) or self._where()
-            say.warning("everystep goes on at step %d (from %s)", step, where)
+            say_once(trainer, OTHER_NUMBERS)
+        where = (self.restored and self.restored.tier) or self._where()
+        say_once(trainer, "everystep goes on at step %d (from %s)", step, where)
 
     def _where(self) -> str:
         return next((one.url for one in self._tiers if isinstance(one, Tier)), "memory")

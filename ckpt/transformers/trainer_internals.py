@@ -42,6 +42,12 @@ KEPT = (
 """Of TrainerState. The rest follows from the arguments of this start, or is said elsewhere (log_history)."""
 
 
+def say_once(trainer: Trainer, text: str, *values: object) -> None:
+    """A warning of the first of all ranks."""
+    if trainer.is_world_process_zero():
+        say.warning(text, *values)
+
+
 def calling_trainer() -> Trainer | None:
     """The Trainer that is calling back right now."""
     return next(calling_trainers(), None)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import click
 
+from ckpt.cli import STOPPED
+from ckpt.cli.restore import so_far
+from ckpt.cli.terminal import progress, say
 from ckpt.errors import CheckpointError
 from ckpt.transformers.pretrained import export_pretrained
 from ckpt.units import duration
@@ -21,23 +25,27 @@ from ckpt.units import duration
 @click.option("--dtype", help="Cast the weights to bf16, fp16, fp32 or fp64.")
 def command(run: str, folder: str, step: int | None, dtype: str | None) -> None:
     """Write a checkpoint of RUN, which a CheckpointCallback has saved, as a folder that from_pretrained() reads."""
-    done = export_pretrained(run, folder, step=step, dtype=dtype)
+    try:
+        with progress("writing", 0) as on_bytes:
+            done = export_pretrained(run, folder, step=step, dtype=dtype, on_bytes=on_bytes)
+    except KeyboardInterrupt:
+        say(f"stopped. {so_far(Path(folder))}")
+        raise click.exceptions.Exit(STOPPED) from None
     print(f"{folder}: {done.nbytes:,} bytes of weights, in {duration(done.seconds)}")
 
 
 def main() -> int:
     """The command line; its exit code."""
     try:
-        command.main(standalone_mode=False)
+        return int(command.main(standalone_mode=False) or 0)
     except click.ClickException as error:
         error.show()
         return 2
     except click.Abort:
-        return 130
+        return STOPPED
     except CheckpointError as error:
         print(error, *filter(None, [error.advice]), sep="\n", file=sys.stderr)
         return 2
-    return 0
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from ckpt.checkpoint import read
-from ckpt.convert.export import Exported, export
+from ckpt.convert.export import Exported, OnBytes, export
 from ckpt.convert.output import Output, Sums, local_path
 from ckpt.convert.partial import check_target
 from ckpt.convert.source import Origin, RankView
@@ -142,13 +142,19 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
 
 
 def export_pretrained(
-    run: str | Path, folder: str | Path, *, step: int | None = None, dtype: str | None = None
+    run: str | Path,
+    folder: str | Path,
+    *,
+    step: int | None = None,
+    dtype: str | None = None,
+    on_bytes: OnBytes = None,
 ) -> Exported:
     """Make a folder that `from_pretrained` reads of the newest checkpoint of a run, or of that of `step`.
 
     It is read as `AutoModelForX.from_pretrained(folder)`, or `PeftModel.from_pretrained(base, folder)` where an adapter
-    was trained. `dtype`: "bf16", "fp16", "fp32": cast to that. The tokenizer is there if the Trainer had it. Raises
-    UsageError if the folder exists, or the run has no such model; CorruptError if what is read is damaged.
+    was trained. `dtype`: "bf16", "fp16", "fp32": cast to that. The tokenizer is there if the Trainer had it. `on_bytes`
+    is called with how many bytes more were written. Raises UsageError if the folder exists, or the run has no such
+    model; CorruptError if what is read is damaged.
     """
     path = local_path(str(folder))
     check_target(path)
@@ -163,17 +169,23 @@ def export_pretrained(
     if "config.json" not in files and "adapter_config.json" not in files:
         raise UsageError(f"{loaded.url} holds no model of transformers or peft: `ckpt restore` writes its weights")
     names = None if about["names"] is None else json.loads(_text(about["names"]))
-    return asyncio.run(_export(loaded.url, loaded.step, path, files, names, dtype))
+    return asyncio.run(_export(loaded.url, loaded.step, path, files, names, dtype, on_bytes))
 
 
 async def _export(
-    run: str, step: int, path: Path, files: dict[str, str], names: dict[str, str] | None, dtype: str | None
+    run: str,
+    step: int,
+    path: Path,
+    files: dict[str, str],
+    names: dict[str, str] | None,
+    dtype: str | None,
+    on_bytes: OnBytes,
 ) -> Exported:
     async with read.opened(run) as store:
         origin = await checkpoint_of(await read.open_run(run, store), step)
         output = await asyncio.to_thread(_plan, origin, files, names, dtype)
         origin.keep = 2 * WINDOW
-        return await export(origin, output, path, window=WINDOW)
+        return await export(origin, output, path, window=WINDOW, on_bytes=on_bytes)
 
 
 def _plan(origin: Origin, files: dict[str, str], names: dict[str, str] | None, dtype: str | None) -> Output:

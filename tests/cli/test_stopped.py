@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import ckpt
-from commands import call, save
-from processes import PYTHONPATH, eventually, start_python
+from commands import call, save, stopped
+from processes import PYTHONPATH
 
 __all__ = ["call"]  # a fixture
 
@@ -45,21 +45,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     patch.undo()
     save_file(model.state_dict(), folder / "weights.safetensors")
     return folder
-
-
-def stopped(point: str, *arguments: object) -> str:
-    """What a command says on stderr that gets SIGINT at this point."""
-    environment = {**os.environ, "PYTHONPATH": PYTHONPATH, "CKPT_FAIL": f"{point.replace('@', ':stop:')}"}
-    words = [sys.executable, "-c", COMMAND, *map(str, arguments)]
-    with start_python(words, env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL) as process:
-        stat = Path(f"/proc/{process.pid}/stat")
-        assert eventually(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T")
-        process.send_signal(signal.SIGINT)
-        process.send_signal(signal.SIGCONT)
-        said: str = process.communicate(timeout=60)[1].decode()
-    assert process.returncode == 130 and "Traceback" not in said, said
-    (line,) = (one for one in said.splitlines() if "fail point" not in one and "Waiting" not in one)
-    return line
 
 
 @pytest.mark.parametrize("name", ["hf", "x.pt", "x.safetensors", "dcp", "run"])

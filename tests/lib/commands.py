@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 import ckpt
 import toy
 from ckpt.cli import app
-from processes import REPO
+from processes import PYTHONPATH, REPO, eventually, start_python
 
 
 def save(run: Path, state: dict[str, Any], steps: range, *, every: int = 2) -> None:
@@ -106,3 +107,19 @@ def flip(path: Path, at: int) -> None:
 
 def attempt_of(run: Path, step: int) -> str:
     return next(p.name.split(f"-{step}.")[0] for p in (run / "packs").glob(f"*-{step}.*")) + f"-{step}"
+
+
+def stopped(point: str, *arguments: object, main: str = "ckpt.cli") -> str:
+    """What a command says on stderr that gets SIGINT at this point. `main`: where its main() is."""
+    code = f"import sys\nfrom {main} import main\nsys.exit(main())"
+    environment = {**os.environ, "PYTHONPATH": PYTHONPATH, "CKPT_FAIL": f"{point.replace('@', ':stop:')}"}
+    words = [sys.executable, "-c", code, *map(str, arguments)]
+    with start_python(words, env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL) as process:
+        stat = Path(f"/proc/{process.pid}/stat")
+        assert eventually(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T")
+        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGCONT)
+        said: str = process.communicate(timeout=60)[1].decode()
+    assert process.returncode == 130 and "Traceback" not in said, said
+    (line,) = (one for one in said.splitlines() if "fail point" not in one and "Waiting" not in one)
+    return line

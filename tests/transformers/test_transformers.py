@@ -33,6 +33,7 @@ import hf_toy
 from ckpt.cli import app
 from ckpt.transformers.__main__ import command
 from ckpt.transformers.pretrained import export_pretrained
+from commands import stopped
 
 pytestmark = pytest.mark.usefixtures("one_thread", "imported")
 SAME = ("digest", "log", "loss", "step", "best")
@@ -337,12 +338,21 @@ def test_from_pretrained_reads_an_export(run_dir: str, tmp_path: Path, tied: boo
         export_pretrained(run_dir, tmp_path / "export-5")
 
 
+NO_TRANSFORMERS = """import sys
+sys.modules["transformers"] = None
+import ckpt.transformers.__main__ as command
+sys.exit(command.main())"""
+
+
 def test_the_export_command(run_dir: str, tmp_path: Path) -> None:
-    """It casts, and its errors are one line and exit code 2."""
+    """It casts, and its errors are one line and exit code 2. Ctrl-C leaves nothing half. It needs no transformers."""
     hf_toy.run(run_dir, epochs=1)
     with ckpt.Checkpointer({"x": 1}, f"{run_dir}-2") as cp:
         cp.step(1)
-    ended = start("-m", "ckpt.transformers", run_dir, "--to", tmp_path / "bf16", "--dtype", "bf16", "--step", "8")
+    target = ("--to", tmp_path / "bf16", "--dtype", "bf16", "--step", "8")
+    line = stopped("export.window@1", run_dir, *target, main="ckpt.transformers.__main__")
+    assert line == "ckpt: stopped. Nothing has appeared yet: call the same again, and it goes on from here"
+    ended = start("-c", NO_TRANSFORMERS, run_dir, *target)
     assert (ended.returncode, ended.stderr) == (0, ""), ended.stderr
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "bf16")
     assert model.dtype == torch.bfloat16

@@ -1,12 +1,10 @@
 """Loops over large memory in C, or by numpy where that was not compiled: always the same bytes.
 
-    copy(into, data, streamed=True)           a copy
-    copy_digest(into, data, streamed=True)    a copy, and the digest of what was copied, in one pass over memory
-    copy_digests([(into, data), ...])         several of these, by several threads
+    copy(into, data)                 a copy, written past the caches, without reading what was there before
+    find().copy_digest_at(...)       such a copy, and the digest of what was copied, in one pass over memory
 
-`streamed`: written past the caches, without reading what was there before. For much that is not read again soon; then
-copy and digest together take less time than memcpy does. Buffers are of any alignment, and must not overlap. The
-interpreter's lock is let go of, any thread may call, and nothing is kept.
+For much that is not read again soon; then copy and digest together take less time than memcpy does. Buffers are of any
+alignment, and must not overlap. The interpreter's lock is let go of, any thread may call, and nothing is kept.
 
 The library is compiled when everystep is installed (hatch_build.py). It is taken only if it was made of the very source
 that lies here, and does as Python does when it is tried.
@@ -18,79 +16,36 @@ import ctypes
 import functools
 import hashlib
 import platform
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from ckpt.errors import UsageError
 from ckpt.events import log
-from ckpt.format.digest import DIGEST_SIZE, blob_digest, blob_hasher
+from ckpt.format.digest import DIGEST_SIZE, blob_digest
 from ckpt.store import Buffer
 
-T = TypeVar("T")
-R = TypeVar("R")
 Bytes: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
 SMALL = 4096  # bytes; less is done without the library, which takes digests of more than 240
-PIECE = 256 << 10  # bytes that stay in a core's own cache from the copy to the digest
 WORK = 256 << 10  # bytes that `Kernels.huffman` works in
-SHARE = 4 << 20  # bytes at least that are worth a thread of their own
 
 _TRIED = (241, 256, 1024, 1025, 2048, 4099, 12345)  # bytes
 
 
-def copy(into: Buffer, data: Buffer, *, streamed: bool = False, threads: int = 1) -> None:
-    """Copy `data` into memory of the same size, by so many threads at most. UsageError if the sizes differ."""
-    target, source = _both(into, data)
-    share = max(SHARE, -(-len(source) // max(threads, 1) // 64) * 64)
-    starts = range(0, len(source), share)
-    _in_threads(lambda at: _copy(target[at : at + share], source[at : at + share], streamed), starts, threads)
-
-
-def copy_digest(into: Buffer, data: Buffer, *, streamed: bool = False) -> bytes:
-    """Copy `data`, and the digest of it (`blob_digest`). UsageError if the sizes differ."""
-    target, source = _both(into, data)
-    library = find() if len(source) >= SMALL else None
-    if library is not None:
-        return library.copy_digest(target, source, streamed)
-    hasher = blob_hasher()
-    for at in range(0, len(source), PIECE):
-        piece = source[at : at + PIECE]
-        np.copyto(target[at : at + PIECE], piece)
-        hasher.update(piece.data)
-    return hasher.digest()
-
-
-def copy_digests(pairs: Sequence[tuple[Buffer, Buffer]], *, streamed: bool = False, threads: int = 1) -> list[bytes]:
-    """`copy_digest` of pairs (into, data), by so many threads at most, each of which takes the next one."""
-    return _in_threads(lambda pair: copy_digest(*pair, streamed=streamed), pairs, threads)
-
-
-def _both(into: Buffer, data: Buffer) -> tuple[Bytes, Bytes]:
+def copy(into: Buffer, data: Buffer) -> None:
+    """Copy `data` into memory of the same size. UsageError if the sizes differ, or that must not be written."""
     target, source = np.frombuffer(into, np.uint8), np.frombuffer(data, np.uint8)
     if len(target) != len(source) or not target.flags.writeable:
         raise UsageError(f"{len(source)} bytes do not go into {len(target)} that can be written")
-    return target, source
-
-
-def _copy(target: Bytes, source: Bytes, streamed: bool) -> None:
-    library = find() if streamed and len(source) >= SMALL else None
+    library = find() if len(source) >= SMALL else None
     if library is not None:
         library.copy_streamed(target, source)
     else:
         np.copyto(target, source)
-
-
-def _in_threads(do: Callable[[T], R], each: Iterable[T], threads: int) -> list[R]:
-    work = list(each)
-    if threads <= 1 or len(work) <= 1:
-        return list(map(do, work))
-    with ThreadPoolExecutor(min(threads, len(work)), "ckpt-kernels") as pool:
-        return list(pool.map(do, work))
 
 
 # -- the library --

@@ -195,8 +195,6 @@ def unlock_pages(address: int) -> None:
 
 MEANWHILE_S = 0.05
 
-Awaited = tuple[PerDevice, threading.Event, Callable[[], None]]
-
 
 class Waiter:
     """A thread of one trainer that waits for devices, in turn, so that the thread that stages does not look again and

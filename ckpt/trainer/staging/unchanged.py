@@ -147,7 +147,7 @@ class Frozen:
     def _copy(self, target: Tensor, source: Tensor) -> None:
         there, here = as_bytes(target).numpy().data, as_bytes(source).numpy().data
         started = time.perf_counter()
-        kernels.copy(there, here, streamed=True)  # training has its own use for the caches
+        kernels.copy(there, here)  # training has its own use for the caches
         self.rates.copying.append(target.nbytes / max(time.perf_counter() - started, 1e-9))
 
     def _digest(self, tensor: Tensor, size: int) -> bytes:

@@ -32,7 +32,7 @@ from ckpt.errors import CheckpointError, FormatError
 from ckpt.runlog.records import words_of
 from ckpt.store import normalise
 
-REASONS = {"ring": "rescued"}  # from memory, after the trainer died
+REASONS = {"ring": "extra"}
 
 
 @click.command(
@@ -44,9 +44,10 @@ def ls(url: str, as_json: bool) -> int:
     """List the checkpoints of a run, newest first; or the runs below a folder.
 
     size: what it wrote itself; an increment uses files of older ones besides. ranks: that it was saved by. why: it was
-    due by the cadence, or rescued from memory after the trainer had died. history: the newest, what is kept for ever
-    and why (the best with their scores, the step at which training ended), what a rollback undid. Of a folder of runs:
-    the newest step of each, when that was saved, and what all its packs take. Times are of this machine.
+    due by the cadence, or extra: from memory, when it was asked for, at a fault, or after the trainer had
+    died. history: the newest, what is kept for ever and why (the best with their scores, the step at which training
+    ended), what a rollback undid. Of a folder of runs: the newest step of each, when that was saved, and what all its
+    packs take. Times are of this machine.
     """
     try:
         found = asyncio.run(_ls(url))

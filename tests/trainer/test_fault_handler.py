@@ -833,7 +833,7 @@ def test_a_request_after_going_back(run_dir: str) -> None:
 
 
 def test_a_shell_can_ask_for_a_save(run_dir: str) -> None:
-    """`ckpt trigger` says whom it told; the account has its words. No run there: an error that says what to give."""
+    """`ckpt trigger` says whom it told; the account has its words, `ckpt ls` why it is there. No run: an error."""
     missing = cli("trigger", f"{run_dir}-elsewhere")
     assert missing.returncode != 0 and "no writer of this run is on this machine" in missing.stderr
     with training(run_dir) as run:
@@ -845,6 +845,7 @@ def test_a_shell_can_ask_for_a_save(run_dir: str) -> None:
         assert shell.returncode == 0 and told["pid"] == os.getpid() and told["rank"] == 0
         assert 2 <= told["step"] <= run.at and told["doing"] == "training"
         assert fault.how == "ckpt trigger" and "before the upgrade" in fault.summary and saved_on_disk(fault)
+    assert "  extra" in cli("ls", run_dir).stdout
     closed = cli("trigger", run_dir)
     assert closed.returncode != 0 and "no writer" in closed.stderr
 

@@ -61,7 +61,8 @@ def decide_removal(url: str, attempt: Attempt, checked: Attempt, stock: RunFiles
             raise NoCheckpointError(f"step {one.step} of {url} was given up a moment ago. Repeat it")
     if attempt in state.kept:
         raise UsageError(
-            f"step {attempt.step} of {url} is kept: {state.kept[attempt]}. To let it go, first `ckpt keep --undo`"
+            f"step {attempt.step} of {url} is kept: {state.kept[attempt]}. To let it go, first "
+            f"`ckpt keep {url}@{attempt.step} --undo --yes`"
         )
     if any(attempt in pins for pins in state.pins.values()) or any(attempt in c.needs for c in state.held.values()):
         raise UsageError(f"a save under way builds on step {attempt.step} of {url}: remove it once that has ended")

@@ -1,8 +1,9 @@
 """A small training under Ray's TorchTrainer, as a driver of its own.
 
-    python ray_toy.py FOLDER STEPS KILL_AT WORKERS
+    python ray_toy.py '[{"folder": "/some/where", "steps": 8, "kill_at": 5, "workers": 2}, …]'
 
-Worker 0 dies by SIGKILL when that step is in memory, once. Says on its last line, as JSON, what became of it.
+One after the other. Worker 0 dies by SIGKILL when that step is in memory, once. Says in a line of JSON what became of
+each.
 """
 
 from __future__ import annotations
@@ -52,15 +53,32 @@ def train(asked: dict[str, Any]) -> None:
             if (step + 1) % 2 == 0:
                 cp.report({"step": step + 1})
         if rank == 0:
-            torch.save(model.module.state_dict(), Path(asked["folder"], "weights.pt"))
+            torch.save(model.module.state_dict(), Path(asked["folder"], f"weights.{asked['steps']}.pt"))
+
+
+def fit(asked: dict[str, Any]) -> dict[str, Any]:
+    """What has become of one training."""
+    result = TorchTrainer(
+        train,
+        train_loop_config=asked,
+        torch_config=TorchConfig(backend="gloo"),
+        scaling_config=ScalingConfig(num_workers=asked["workers"], resources_per_worker={"CPU": 1}),
+        run_config=RunConfig(
+            name="toy",
+            storage_path=str(Path(asked["folder"], "storage")),
+            failure_config=FailureConfig(max_failures=1),
+            checkpoint_config=CheckpointConfig(num_to_keep=1),
+        ),
+    ).fit()
+    return {"metrics": result.metrics, "place": ckpt.ray.place_of(result.checkpoint)}
 
 
 def main() -> None:
-    folder, steps, kill_at, workers = sys.argv[1], *map(int, sys.argv[2:])
+    every = json.loads(sys.argv[1])
     variables = {name: os.environ[name] for name in ("PYTHONPATH", "CKPT_RUNTIME_DIR")}
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as temporary:  # its sockets must have short names
         ray.init(
-            num_cpus=workers,
+            num_cpus=max(asked["workers"] for asked in every),
             include_dashboard=False,
             object_store_memory=80 << 20,
             _temp_dir=temporary,
@@ -70,22 +88,10 @@ def main() -> None:
         )
         print("ray is up", flush=True)
         try:
-            result = TorchTrainer(
-                train,
-                train_loop_config={"folder": folder, "steps": steps, "kill_at": kill_at},
-                torch_config=TorchConfig(backend="gloo"),
-                scaling_config=ScalingConfig(num_workers=workers, resources_per_worker={"CPU": 1}),
-                run_config=RunConfig(
-                    name="toy",
-                    storage_path=str(Path(folder, "storage")),
-                    failure_config=FailureConfig(max_failures=1),
-                    checkpoint_config=CheckpointConfig(num_to_keep=1),
-                ),
-            ).fit()
-            place = ckpt.ray.place_of(result.checkpoint)
+            for asked in every:
+                print(json.dumps(fit(asked)), flush=True)
         finally:
             ray.shutdown()
-    print(json.dumps({"metrics": result.metrics, "place": place}))
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ OTHERS = {  # what each is taken over by
 @pytest.fixture(scope="module")
 def python() -> Iterator[Path]:
     """An interpreter that has DeepSpeed beside our packages: transformers and Lightning are not the same with it."""
-    yield from warmed("deepspeed", "deepspeed.pipe", "transformers.trainer", **ON_CPU)
+    yield from warmed("deepspeed", "torch._inductor.compile_fx", "deepspeed.pipe", "transformers.trainer", **ON_CPU)
 
 
 @pytest.fixture(scope="module")

@@ -100,12 +100,17 @@ def parsed_once() -> None:
     Loader.FILE_LOADER_CLASS = Parsed
 
 
-@pytest.fixture(autouse=True, scope="module")
-def own_options() -> Iterator[None]:
-    """How a bucket is reached holds for a process. The next file has another server, and perhaps the same bucket."""
+def _own_options() -> Iterator[None]:
+    """How a bucket is reached holds for a process. The next test has another server, and perhaps the same bucket."""
+    before = dict(sys.modules["ckpt.store"]._options) if "ckpt.store" in sys.modules else {}
     yield
-    if (store := sys.modules.get("ckpt.store")) is not None:
-        store._options.clear()
+    if "ckpt.store" in sys.modules:
+        sys.modules["ckpt.store"]._options.clear()
+        sys.modules["ckpt.store"]._options.update(before)
+
+
+options_of_a_file = pytest.fixture(_own_options, autouse=True, scope="module")  # what its fixtures say stays for it
+options_of_a_test = pytest.fixture(_own_options, autouse=True)
 
 
 @pytest.fixture(autouse=True)

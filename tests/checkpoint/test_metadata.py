@@ -65,9 +65,10 @@ def test_a_layout_is_worked_out_once() -> None:
     assert a.to_bytes() == first and Part.from_bytes(a.to_bytes(), "a part") == a
 
 
-@pytest.mark.parametrize("count", [0, 1, 300_000])
+@pytest.mark.parametrize("count", [0, 1, 160_000])
 def test_what_is_written_is_read(count: int) -> None:
-    """Also where nearly all bytes are alike, and a file is much smaller than what it says: tensors without any."""
+    """Also where nearly all bytes are alike, and a file says more than may be said without a look at its size (16 MiB),
+    and is much smaller: tensors without any."""
     layout = a_layout(count, shape=(0,))
     table = build_table(layout, "packs/1.0badcafe-1.0.0.safetensors", b"")
     again = Table.from_bytes(table.to_bytes(), "a table")

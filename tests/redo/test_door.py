@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
-from processes import PYTHONPATH
+from processes import PYTHONPATH, run_python
 
 TRAINING = """
 import json, sys
@@ -26,9 +25,9 @@ print(json.dumps(sorted(name for name in sys.modules if "redo" in name and name.
 
 
 def modules_of(*words: str) -> list[str]:
-    """Of a process that has imported nothing before."""
+    """Of a process that has imported nothing of ours before."""
     environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
-    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=True, env=environment)
+    done = run_python([sys.executable, *words], capture_output=True, text=True, check=True, env=environment)
     found: list[str] = json.loads(done.stdout.splitlines()[-1])
     return found
 

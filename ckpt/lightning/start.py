@@ -3,10 +3,13 @@ error leaves it."""
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
+import sys
 import traceback
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from ckpt.errors import MENDABLE, UsageError
@@ -91,11 +94,22 @@ def _stops(one: Any, words: tuple[str, ...]) -> bool:
 
 def shorten(error: BaseException) -> None:
     """An error of ours that is the user's to mend leaves `fit()` without our frames and Lightning's, as it leaves other
-    doors (`ckpt.errors.at_door`): unless it went through code of theirs on the way, whose line they want to see."""
-    frames = [
-        frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in traceback.walk_tb(error.__traceback__)
-    ]
+    doors (`ckpt.errors.at_door`): unless it went through code of theirs on the way, whose line they want to see. An
+    error of theirs, or of Lightning's, leaves it without our frames: we only stood in between."""
+    frames = [_package(frame) for frame, _ in traceback.walk_tb(error.__traceback__)]
     others = [package for package in frames if package != "ckpt"]
     if isinstance(error, MENDABLE) and others and others[-1] in FRAMES:
         logging.getLogger("ckpt").debug("an error in fit()", exc_info=error)
         error.__traceback__, error.__cause__, error.__suppress_context__ = None, None, True
+        return
+    below = list(itertools.takewhile(lambda package: package != "ckpt", reversed(frames)))
+    if any(package != "torch" and package not in sys.stdlib_module_names for package in below):
+        at = error.__traceback__
+        while at is not None:
+            while at.tb_next is not None and _package(at.tb_next.tb_frame) == "ckpt":
+                at.tb_next = at.tb_next.tb_next
+            at = at.tb_next
+
+
+def _package(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import textwrap
 import traceback
 import warnings
 from pathlib import Path
@@ -402,6 +403,30 @@ def test_what_does_not_fit_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixt
         CheckpointCallback(dirpath=run)
     with pytest.raises(ckpt.UsageError, match="given as a string"):
         CheckpointCallback([ckpt.Tier(run)], every=5)
+
+
+class Forgetful(pl.Callback):
+    """Its own mistake is in what it says of its state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        raise KeyError("of their own")
+
+
+def test_an_error_of_theirs_shows_none_of_our_frames(tmp_path: Path) -> None:
+    """In a hook of a batch, and in a state_dict() that we call: their line is the last, and none in it is ours. What
+    torch or a standard module refuses us keeps our frames: the mistake may be ours."""
+    with pytest.raises(RuntimeError, match="stop here") as batch:
+        toy.fit(run=str(tmp_path / "batch"), kill=["raise batch", 3])
+    with pytest.raises(KeyError, match="of their own") as state:
+        toy.fit(run=str(tmp_path / "state"), more=[Forgetful()])
+    ours = str(Path(ckpt.__file__).parent)
+    for caught, last in ((batch, toy.__file__), (state, __file__)):
+        frames = [frame.filename for frame in traceback.extract_tb(caught.value.__traceback__)]
+        assert frames[-1] == last and not any(name.startswith(ours) for name in frames)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(AttributeError, match="splitlines") as refused:
+        patch.setattr("ckpt.lightning.callback.state_of", textwrap.indent)
+        toy.fit(run=str(tmp_path / "refused"))
+    assert any(frame.filename.startswith(ours) for frame in traceback.extract_tb(refused.value.__traceback__))
 
 
 def test_a_run_that_began_from_a_file(tmp_path: Path) -> None:

@@ -17,15 +17,17 @@ class UploadStats:
     """One checkpoint at a time is written to a place. Sizes are bytes.
 
     `step`: of what is being written, None for nothing; `done` of `total` bytes of its state; `began`: when, by the
-    monotonic clock; `rate`: bytes of state a second of the last one that was written. In all: `saves` that became
-    checkpoints, `failed`, `left_out` since the place was too slow, `raw` bytes of states and `stored` bytes of what was
-    written for them. `error`: why the last one failed, "" if another has succeeded since.
+    monotonic clock; `moved`: when bytes got there last; `rate`: bytes of state a second of the last one that was
+    written. In all: `saves` that became checkpoints, `failed`, `left_out` since the place was too slow, `raw` bytes of
+    states and `stored` bytes of what was written for them. `error`: why the last one failed, "" if another has
+    succeeded since.
     """
 
     step: int | None = None
     done: int = 0
     total: int = 0
     began: float = 0.0
+    moved: float = 0.0
     rate: float = 0.0
     saves: int = 0
     failed: int = 0
@@ -51,6 +53,7 @@ class UploadStats:
     def add(self, nbytes: int) -> None:
         """So many more bytes are there."""
         self.done += nbytes
+        self.moved = time.monotonic()
 
     @property
     def speed(self) -> float:

@@ -92,8 +92,8 @@ class RunLog(LogFiles):
         """StoreError if it is not."""
         if not await self.same():
             raise StoreError(
-                f"{self.store.url} is not the run any more that it was: it was moved, emptied or replaced meanwhile. "
-                "Nothing was written there. Put it back, or start again"
+                f"{self.store.url} is not the run any more that it was: it was deleted, moved, emptied or replaced "
+                "meanwhile. Nothing was written there. Put it back, or start again"
             )
 
     async def open(self) -> None:

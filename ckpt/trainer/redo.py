@@ -143,9 +143,8 @@ class RedoClient(WriterUser):
         if before is not None:
             self._stager.slots.unpin(*before)
         if not isinstance(error, FencedError):
-            error = SaveError(
-                f"step {one.save.step} is not in the redo log of {one.url}: {error}. It is still in memory"
-            )
+            held = "" if self._supervisor.failure is not None else ". It is still in memory"
+            error = SaveError(f"step {one.save.step} is not in the redo log of {one.url}: {error}{held}")
         if one.tier not in self._failing or isinstance(error, FencedError):
             self._failing.add(one.tier)
             self._on_error(error, one.save)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
@@ -18,10 +19,13 @@ from ckpt.format.layout import Layout
 from ckpt.format.manifest import Attempt, rank_and_try
 from ckpt.ipc.requests import Resume
 from ckpt.runlog.log import Commit
+from ckpt.units import duration
 from ckpt.writer.dispatch import Background, handles
 from ckpt.writer.held_run import HeldRun, PresentTrainer
 from ckpt.writer.memory import HeldMemory
 from ckpt.writer.parts import PartWriter, Settler
+
+STILL_S = 10.0  # without a byte: no slow place is that slow
 
 
 @dataclass(eq=False)
@@ -30,6 +34,7 @@ class Turns:
     that the last step of a run is never the one that is left out."""
 
     taken: bool = False
+    since: float = 0.0  # when the one under way got its turn, by the monotonic clock
     line: list[tuple[Attempt, asyncio.Future[None]]] = field(default_factory=list)
 
     @contextlib.asynccontextmanager
@@ -41,7 +46,7 @@ class Turns:
         if len(self.line) > most:
             oldest, waits = self._leave()
             if not waits.done():
-                waits.set_exception(too_slow(tier, oldest))
+                waits.set_exception(too_slow(tier, oldest, self.since))
         try:
             await mine
             yield
@@ -57,7 +62,7 @@ class Turns:
             _, waits = self._leave()
             if not waits.done():  # else it was cancelled, and its task has not heard of it yet
                 waits.set_result(None)
-                self.taken = True
+                self.taken, self.since = True, time.monotonic()
 
     def _leave(self) -> tuple[Attempt, asyncio.Future[None]]:
         oldest = min(self.line, key=lambda one: one[0])
@@ -91,7 +96,7 @@ class Promoter:
         try:
             if len(tier.in_flight) - tier.waiting >= promote.BACKLOG:  # the other ranks' parts do not come
                 free()
-                raise too_slow(tier, attempt)
+                raise too_slow(tier, attempt, self.turns[tier.url].since)
             known = self.parts.stored.get((near.url, attempt))
             if known is not None and not await asyncio.shield(known):
                 raise SaveError(f"step {attempt.step} is not in {near.url} either")
@@ -215,8 +220,12 @@ def _rank(tier: OpenTier) -> int:
     return tier.role.ranks[tier.role.place]
 
 
-def too_slow(tier: OpenTier, attempt: Attempt) -> SkippedError:
-    return SkippedError(
-        f"step {attempt.step} {commit.LEFT_OUT} {tier.url}, which is slower than its steps come: raise its every=, or "
-        "max_mib_s if it is throttled"
-    )
+def too_slow(tier: OpenTier, attempt: Attempt, since: float) -> SkippedError:
+    """`since`: when the one under way began. A place that is down, or hangs, is not mended by asking less of it."""
+    left_out = f"step {attempt.step} {commit.LEFT_OUT} {tier.url}, which"
+    if since and (still_s := time.monotonic() - max(since, tier.flow.moved)) > STILL_S:
+        return SkippedError(
+            f"{left_out} has taken nothing for {duration(still_s)}: see whether it answers. What is newest gets there "
+            "when it does"
+        )
+    return SkippedError(f"{left_out} is slower than its steps come: raise its every=, or max_mib_s if it is throttled")

@@ -22,6 +22,7 @@ from ckpt.ipc.protocol import Note
 from ckpt.ipc.requests import OpenRun, OwnRun, WriteSlot
 from ckpt.runlog.records import Commit, Record, commit_body
 from ckpt.store import options_of
+from ckpt.writer import promotion
 from ckpt.writer.bookkeeper import Bookkeeper
 from ckpt.writer.dispatch import Background
 from ckpt.writer.held_run import HeldRun
@@ -157,6 +158,26 @@ async def test_steps_that_are_left_out_hold_nothing(writer: Writer) -> None:
             task.cancel()
         await asyncio.gather(*writing.values(), return_exceptions=True)
     assert not writer.near.promoting
+
+
+@pytest.mark.parametrize(("still_s", "advice"), [(10.0, "raise its every="), (-1.0, "see whether it answers")])
+def test_a_place_that_takes_nothing_is_not_called_slow(
+    monkeypatch: pytest.MonkeyPatch, still_s: float, advice: str
+) -> None:
+    """To save there less often would not help. Control: one that has not been silent for long is slow."""
+    monkeypatch.setattr(promotion, "STILL_S", still_s)
+
+    @scenario
+    async def left_out(writer: Writer) -> None:
+        async with writer.far.busy:
+            tasks = [asyncio.create_task(writer.write(step)) for step in (1, 2, 3, 4)]
+            with pytest.raises(SkippedError, match=advice):
+                await tasks[1]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    left_out()
 
 
 @scenario

@@ -68,7 +68,7 @@ class WriterFinder:
         self._key, self._claim, self._tiers, self._takeover = key, claim, tiers, takeover
         self._deaths: list[float] = []
         self._respawns = 0
-        self._last_words = ""  # of a new writer that died while it started
+        self._said = 0  # bytes that had been said when the newest of our writers began
         self._losers: list[int] = []  # who has lost the run to us, and may not have heard of it: stopped, say
 
     def find_or_spawn(self) -> Found:
@@ -206,17 +206,18 @@ class WriterFinder:
         """None if it died of that, or the store did not answer."""
         now = time.monotonic()
         self._deaths = [t for t in self._deaths if now - t < RESPAWN_WINDOW_S] + [now]
+        path = channel.log_path(self._key)
         if len(self._deaths) > RESPAWN_LIMIT:
-            why = f"; the last words of the last one: {self._last_words}" if self._last_words else ""
+            words = last_line(path, self._said)
+            why = f"; the last words of the last one: {words}" if words else ""
             raise WriterError(f"the writer died {len(self._deaths)} times within {RESPAWN_WINDOW_S:g} s{why}")
         self._respawns += 1
-        path = channel.log_path(self._key)
-        since = os.path.getsize(path) if os.path.exists(path) else 0
+        self._said = os.path.getsize(path) if os.path.exists(path) else 0
         try:
             fresh = self._spawn_in_turn()
         except WriterError as error:
-            self._last_words = last_line(path, since)
-            log.warning("%s%s", error, f": {self._last_words}" if self._last_words else "")
+            words = last_line(path, self._said)
+            log.warning("%s%s", error, f": {words}" if words else "")
             return None
         try:
             self._run.open_again(fresh, writers=self._respawns)

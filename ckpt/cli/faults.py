@@ -54,7 +54,7 @@ def show(shown: list[list[dict[str, Any]]], what: str) -> None:
         for rank, step in ((one["rank"], s["step"]) for one in incident for s in one["saved"] if not s["error"]):
             saved.setdefault(rank, set()).add(step)
         common = set.intersection(*saved.values()) if saved else set()
-        ranks = " ".join(str(one["rank"]) for one in incident)
+        ranks = " ".join(dict.fromkeys(str(one["rank"]) for one in incident))
         kind = in_words(first["kind"], asked=first["asked"])
         rows.append((when, kind, max(common, default="nothing"), ranks))
         advice = "" if first["asked"] else ADVICE.get(first["advice"], "")

@@ -180,12 +180,16 @@ class Fault:
 
 
 def incidents(faults: Iterable[Fault]) -> list[list[Fault]]:
-    """What several ranks wrote about the same incident, together; the account of who saw it first comes first, but
-    after the cause what another process's end did to its peers."""
+    """What several ranks wrote about the same incident, or saved before the same time limit, together; the account of
+    who saw it first comes first, but after the cause what another process's end did to its peers."""
     found: list[list[Fault]] = []
     for fault in sorted(faults, key=lambda one: one.when):
         last = found[-1] if found else []
-        same = bool(last) and fault.ending and last[-1].ending and fault.attempt == last[-1].attempt
+        one_end = bool(last) and fault.ending and last[-1].ending
+        one_limit = (
+            bool(last) and fault.kind == last[-1].kind == "deadline" and fault.rank not in {f.rank for f in last}
+        )
+        same = (one_end or one_limit) and fault.attempt == last[-1].attempt
         if same and fault.when - last[-1].when < TOGETHER_S:
             last.append(fault)
         else:

@@ -161,6 +161,9 @@ def test_accounts_of_one_cause_are_one_incident() -> None:
         fault("signal", 60.0, exit_code=143),
     ]
     assert incidents([*reversed(later), first]) == [[first, *later]]  # each close to the one before
+    limit = [fault("deadline", 0.1 * rank, rank=rank) for rank in range(2)]  # all ranks save before it
+    again = fault("deadline", 5.0, rank=1)
+    assert incidents([*limit, again]) == [limit, [again]]
 
 
 def test_an_end_comes_before_what_it_did_to_its_peers() -> None:

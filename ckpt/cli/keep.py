@@ -40,7 +40,7 @@ def keep(
 
 
 def show_keep(found: Found) -> None:
-    was = "is not kept" if found["was"] is None else f"is kept: {found['was']}"
+    was = "is not kept" if found["was"] is None else f"is kept: {found['was'].removeprefix('kept ')}"
     put(f"step {found['step']} of {found['url']}, attempt {found['attempt']}, {was}")
     if found["was"] != found["note"]:
         put(

@@ -31,7 +31,7 @@ from ckpt.ipc.channel import Channel
 from ckpt.ipc.protocol import MIB, MOST_BYTES, Note, Request, message_of, reply_of, table
 from ckpt.store import normalise
 from ckpt.trainer.supervise import writer_client
-from ckpt.trainer.supervise.writer_client import WriterClient
+from ckpt.trainer.supervise.writer_client import SpareThreads, WriterClient
 from ckpt.writer import dispatch
 from processes import REPO, eventually, writers
 from test_promise_handover import NAME, Rank
@@ -323,3 +323,16 @@ def test_negative_control_the_same_version_is_understood(own_sockets: Path, othe
     )
     assert said.stdout.split() == ["99", "9.9"]
     assert requests.Greeting().protocol == protocol.PROTOCOL != 99
+
+
+def test_spare_threads_of_two_runs_end() -> None:
+    """Whichever run is closed first, and whosever threads end then: none is left when both are closed."""
+
+    def spares() -> int:
+        return sum(thread.name == "ckpt-spare" for thread in threading.enumerate())
+
+    before, runs = spares(), [SpareThreads(), SpareThreads()]
+    assert spares() == before + 4
+    for run in reversed(runs):
+        run.end()
+    assert eventually(lambda: spares() <= before)

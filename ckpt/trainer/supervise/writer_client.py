@@ -55,8 +55,8 @@ class SpareThreads:
                 thread.start()
 
     def end(self) -> None:
-        """Once; those that work end when that is done."""
-        ended, self._threads = [thread for thread in self._threads if thread.is_alive()], []
+        """Once; those that work end when that is done. As many end as had begun, which may be those of another run."""
+        ended, self._threads = [thread for thread in self._threads if thread.ident is not None], []
         for _ in ended:
             _work.put(None)
         for thread in ended:
@@ -300,8 +300,9 @@ class WriterClient:
             self._lost = True
             waiting, self._waiting = self._waiting, {}
             self._outbox.put(None)
+        why = "the trainer left before it was, and the writer goes on" if self._closing else "the writer died"
         for _, future in waiting.values():
-            future.set_exception(WriterError("the writer died"))
+            future.set_exception(WriterError(why))
         process = self._process
         ours = not (self._closing or self._fenced)
         if process is not None and not _until_gone(process) and ours and self._kill(process):

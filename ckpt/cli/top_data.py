@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import socket
 import sys
 import threading
 import time
@@ -87,6 +88,8 @@ class RunWatch:
         """As it is known by now. Never waits."""
         stored = None if self._there is None else self._there.stored
         known = stored if stored is not None and not (stored.missing and self._looks) else None
+        if known is not None and known.seen_host == socket.gethostname() and not (self._looks or self._silent):
+            known = replace(known, running=False)  # its ledger is a beat behind
         reading = self._there is not None and stored is None
         return TopView(self.shown, tuple(self._looks), dict(self._silent), known, reading, time.time())
 

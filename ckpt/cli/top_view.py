@@ -102,7 +102,7 @@ def lines(view: TopView, width: int = 100, height: int | None = None) -> list[Te
     """None wider than `width` cells. Of ranks that do not fit into `height` lines the worst are shown."""
     tiers = [_memory(view), *_tiers(view)] if view.looks else []
     head = [_line((_end_of(view.run, width), "bold")), *_status(view, width)]
-    foot = [*_stored(view), *_elsewhere(view), *_last_fault(view, width)]
+    foot = [*_errors(view, width), *_stored(view), *_elsewhere(view), *_last_fault(view, width)]
     room = len(view.looks) if height is None else max(0, height - len(head) - len(foot) - len(tiers) - 2)
     found: list[Text | Table] = [*head]
     if tiers:
@@ -258,10 +258,18 @@ def _tier(url: str, tiers: Sequence[TierStatus]) -> list[Text]:
     raw = sum(one.raw for one in tiers)
     kept = f"{human(sum(one.stored for one in tiers))} for {human(raw)}" if raw else ""
     behind = (_behind(worst.lag_steps, worst.lag_s), "")
-    if error := next((one.error for one in tiers if one.error), ""):
-        behind = f"{sum(one.failed for one in tiers)} failed: {error}", "red"
+    if any(one.error for one in tiers):
+        behind = f"{behind[0]}, {failed} failed" if (failed := sum(one.failed for one in tiers)) else behind[0], "red"
     cells = (_end_of(url, 30), "cyan"), _count(newest), behind, (way, "green"), f"{human(int(rate))}/s" if rate else ""
     return _cells(*cells, (kept, "dim"))
+
+
+def _errors(view: TopView, width: int) -> Iterable[Text]:
+    """Why the last save of a tier failed or was left out: below the table, which has no room for it."""
+    known = {tier.url: tier.error for look in view.looks for tier in look.tiers if tier.error}
+    for url, error in known.items():
+        told = safe(f"{_end_of(url, 30)}: {error}")
+        yield from (_line((line, "red")) for line in wrap(told, width, max_lines=FAULT, placeholder="..."))
 
 
 def _behind(steps: int, seconds: float) -> str:

@@ -180,7 +180,10 @@ def test_what_is_wrong_is_in_the_picture() -> None:
     assert "silent" not in picture(TopView(RUN, [look(idle_s=30.0, doing="paused")]))
     failing = TierStatus(FAR, 10, failed=3, error="access denied", waiting=3)
     text = picture(TopView(RUN, [look(tiers=(failing,))]))
-    assert "3 failed: access denied" in text and "3 on their way" in text
+    assert "3 failed" in text and f"{FAR}: access denied" in text and "3 on their way" in text
+    long = replace(failing, error="step 9 was left out in it, which has taken nothing for 15 s: see whether it answers")
+    narrow = picture(TopView(RUN, [look(tiers=(long,))]), 80)
+    assert "3 failed" in narrow and "see whether it answers" in " ".join(narrow.split()), narrow
     assert "no whole snapshot" in picture(TopView(RUN, [look(in_memory=None)]))
     text = picture(TopView(RUN, [look()], {3: "does not answer"}))
     assert "local rank 3" in text and "does not answer" in text and "elsewhere" not in text  # it may be one of those
@@ -311,6 +314,22 @@ def test_all_writers_of_this_machine_and_how_one_is_ended(run_dir: str, own_sock
         assert top("--json").json["silent"] == [{"writer": writer.pid, "why": "does not answer"}]
         writer.kill()
         assert eventually(lambda: "no writer" in top().out, PATIENCE_S)
+
+
+def test_nobody_runs_where_trainer_and_writer_died_together(run_dir: str, own_sockets: Path) -> None:
+    """The ledger of a moment ago has a trainer that runs: of this machine that is known better."""
+    with child(run_dir) as (process, go):
+        assert go(12) == 12
+        assert eventually(lambda: seen(run_dir)["place"]["seen_step"] is not None, PATIENCE_S)
+        for one in writers(own_sockets):
+            one.suspend()  # so that it does not see the other's end
+        process.kill()
+        process.wait()
+        for one in writers(own_sockets):
+            one.kill()
+        assert eventually(lambda: not seen(run_dir)["silent"], PATIENCE_S)
+        text = top(run_dir, "--once").out
+    assert "nobody trains on this machine" in text and "it has run on" in text and "it runs on" not in text, text
 
 
 def test_hostile_folders_are_shown_as_they_are(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import click
 
 from ckpt.checkpoint.spelling import Which
 from ckpt.cli.arguments import checkpoint_argument
+from ckpt.cli.ls import kept_text
 from ckpt.cli.terminal import act, example, opened, plan_options, print_json, put
 from ckpt.cli.upkeep import PARTIAL, Found, show_end
 
@@ -40,7 +41,7 @@ def keep(
 
 
 def show_keep(found: Found) -> None:
-    was = "is not kept" if found["was"] is None else f"is kept: {found['was'].removeprefix('kept ')}"
+    was = "is not kept" if found["was"] is None else f"is {kept_text(found['was'])}"
     put(f"step {found['step']} of {found['url']}, attempt {found['attempt']}, {was}")
     if found["was"] != found["note"]:
         put(

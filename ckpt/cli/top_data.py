@@ -246,7 +246,9 @@ class StoreWatch(threading.Thread):
         accounts = ledger.in_order(self._accounts.values())
         faults = sorted((one for one in self._faults.values() if isinstance(one, Fault)), key=lambda one: one.when)
         if seen := [one for one in faults if not one.asked]:
-            known = replace(known, faults=len(seen), fault=seen[-1].line, fault_at=seen[-1].time)
+            incident = report.incidents(seen)[-1]  # what came of a fault is not the fault
+            last_at = max(one.time for one in incident)
+            known = replace(known, faults=len(seen), fault=incident[0].line, fault_at=last_at)
         if not accounts:
             return known
         last = accounts[-1]

@@ -361,11 +361,11 @@ def _elsewhere(view: TopView) -> list[Text]:
 
 def _last_fault(view: TopView, width: int) -> list[Text]:
     known = [(look.fault_at, look.fault) for look in view.looks if look.fault]
-    if view.stored is not None and view.stored.fault:
-        known.append((view.stored.fault_at, view.stored.fault))
+    if view.stored is not None and view.stored.fault:  # of all ranks
+        known.insert(0, (view.stored.fault_at, view.stored.fault))
     if not known:
         return []
-    at, text = max(known)
+    at, text = max(known, key=lambda one: one[0])
     told = safe(f"last fault {at[:19].replace('T', ' ')}Z: {text}")
     style = "yellow" if view.trains else "red"
     return [_line((line, style)) for line in wrap(told, width, max_lines=FAULT, placeholder="...")]

@@ -23,6 +23,7 @@ from ckpt.trainer.replica_check import ReplicaCheck
 from ckpt.trainer.session import Session
 from ckpt.trainer.staging.awaited_memory import AwaitedMemory
 from ckpt.trainer.staging.snapshot import DeferredStep, PendingSnapshot
+from ckpt.trainer.supervise.writer_client import HUNG_UP
 from ckpt.trainer.supervise.writes import WriteInFlight
 from ckpt.units import decimal, duration
 
@@ -96,6 +97,9 @@ class TierWrites:
                 self.write_also(*staged, i)
 
     def _on_failed(self, save: Save, url: str, error: CheckpointError) -> None:
+        if HUNG_UP in str(error):  # no failure
+            save.set_failed(SaveError(f"step {save.step} is not known to be in {url}: {error}"), url)
+            return
         publish("failed", save.step, tier=url, error=str(error))
         # A further tier is slow, or another rank: no reason to disturb the training.
         if isinstance(error, SkippedError) or TOO_LATE in str(error):

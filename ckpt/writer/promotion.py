@@ -25,7 +25,7 @@ from ckpt.writer.held_run import HeldRun, PresentTrainer
 from ckpt.writer.memory import HeldMemory
 from ckpt.writer.parts import PartWriter, Settler
 
-STILL_S = 10.0  # without a byte: no slow place is that slow
+STILL_S = 30.0  # without a byte: hardly any slow place is that slow
 
 
 @dataclass(eq=False)
@@ -46,7 +46,7 @@ class Turns:
         if len(self.line) > most:
             oldest, waits = self._leave()
             if not waits.done():
-                waits.set_exception(too_slow(tier, oldest, self.since))
+                waits.set_exception(left_out(tier, oldest, self._why(tier)))
         try:
             await mine
             yield
@@ -56,6 +56,13 @@ class Turns:
             elif not mine.cancelled() and mine.exception() is None:
                 self.taken = False
                 self._call()
+
+    def _why(self, tier: OpenTier) -> str:
+        """A place that is down, or hangs, is not mended by asking less of it."""
+        still_s = time.monotonic() - max(self.since, tier.flow.moved)
+        if still_s > STILL_S:
+            return f"has taken nothing for {duration(still_s)}: see whether it answers. It gets the newest when it does"
+        return "is slower than its steps come: raise its every=, or max_mib_s if it is throttled"
 
     def _call(self) -> None:
         while self.line and not self.taken:
@@ -94,9 +101,9 @@ class Promoter:
         tier.in_flight.add(attempt)
         tier.waiting += 1
         try:
-            if len(tier.in_flight) - tier.waiting >= promote.BACKLOG:  # the other ranks' parts do not come
+            if (unsettled := len(tier.in_flight) - tier.waiting) >= promote.BACKLOG:
                 free()
-                raise too_slow(tier, attempt, self.turns[tier.url].since)
+                raise left_out(tier, attempt, f"has yet to get other ranks' parts of {unsettled} steps before it")
             known = self.parts.stored.get((near.url, attempt))
             if known is not None and not await asyncio.shield(known):
                 raise SaveError(f"step {attempt.step} is not in {near.url} either")
@@ -220,12 +227,5 @@ def _rank(tier: OpenTier) -> int:
     return tier.role.ranks[tier.role.place]
 
 
-def too_slow(tier: OpenTier, attempt: Attempt, since: float) -> SkippedError:
-    """`since`: when the one under way began. A place that is down, or hangs, is not mended by asking less of it."""
-    left_out = f"step {attempt.step} {commit.LEFT_OUT} {tier.url}, which"
-    if since and (still_s := time.monotonic() - max(since, tier.flow.moved)) > STILL_S:
-        return SkippedError(
-            f"{left_out} has taken nothing for {duration(still_s)}: see whether it answers. What is newest gets there "
-            "when it does"
-        )
-    return SkippedError(f"{left_out} is slower than its steps come: raise its every=, or max_mib_s if it is throttled")
+def left_out(tier: OpenTier, attempt: Attempt, why: str) -> SkippedError:
+    return SkippedError(f"step {attempt.step} {commit.LEFT_OUT} {tier.url}, which {why}")

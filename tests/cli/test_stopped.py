@@ -41,7 +41,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     patch = pytest.MonkeyPatch()
     patch.setenv("CKPT_RUNTIME_DIR", str(folder))
     model = nn.Linear(SIZE, SIZE)
-    save(folder / "run", {"model": model}, range(1, 7))
+    save(folder / "run", {"model": model}, range(1, 7), compression="none")  # compressed they have several files
     patch.undo()
     save_file(model.state_dict(), folder / "weights.safetensors")
     return folder
@@ -94,9 +94,8 @@ def test_giving_up_that_is_stopped(made: Path, tmp_path: Path, call: Any, point:
     assert call("verify", run, "--all").code == 0
     assert [one["step"] for one in call("ls", run, "--json").json["checkpoints"]] == [6, 4]
     assert call("gc", run, "--yes").code == 0
-    assert call("gc", run, "--json").json["files"] == 0
-    left = {path.name.split(".")[1].rpartition("-")[2] for path in (run / "packs").iterdir()}
-    assert left == {"4", "6"}  # a step has one file, or several if it was written in several goes
+    left = [path.name for path in (run / "packs").iterdir()]
+    assert call("gc", run, "--json").json["files"] == 0 and len(left) == 2, left
     assert call("verify", run, "--all").code == 0
 
 

@@ -19,9 +19,9 @@ from ckpt.cli import app
 from processes import PYTHONPATH, REPO, eventually, start_python
 
 
-def save(run: Path, state: dict[str, Any], steps: range, *, every: int = 2) -> None:
+def save(run: Path, state: dict[str, Any], steps: range, *, every: int = 2, **settings: Any) -> None:
     """A run that trains over `steps` and keeps every checkpoint."""
-    with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(str(run), every=every, keep=10)]) as cp:
+    with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(str(run), every=every, keep=10, **settings)]) as cp:
         cp.restore(default=0)
         for step in steps:
             if "optim" in state:

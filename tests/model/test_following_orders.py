@@ -189,6 +189,7 @@ async def play(seed: int, *, early: bool = False) -> tuple[Told, int]:
         while persister.parts.following or persister.parts.reads or tier.busy.locked():
             await asyncio.sleep(0.001)
     failed = [f"a write ended with {end!r}" for end in ends if isinstance(end, BaseException)]
+    held.close()  # it has taken the descriptor of `arena`
     return failed + await problems(store, log.state.commits, trainer), followed
 
 

@@ -144,6 +144,24 @@ def test_ctrl_c_while_a_script_just_ends(run_dir: str, how: str) -> None:
     assert restored(run_dir) == (STEPS, toy.reference(STEPS))
 
 
+def test_what_is_left_to_the_writer_is_no_failure(run_dir: str, caplog: pytest.LogCaptureFixture) -> None:
+    """An exception of one of several ranks lets go of a save that is under way: nobody says that it failed, who waits
+    for it hears that it goes on, and it gets there."""
+    state = {"x": torch.randn(1 << 20)}
+    slow = ckpt.Tier(run_dir, every=1, max_mib_s=4)
+    cp = ckpt.Checkpointer(state, [ckpt.Memory(), slow])
+    with caplog.at_level(logging.WARNING, "ckpt"):
+        cp.restore(default=0)
+        save = cp.step(1)
+        assert save is not None
+        save.staged(60)
+        cp._closing.abandon()
+        with pytest.raises(ckpt.SaveError, match="its writer goes on"):
+            save.committed(60)
+    assert not caplog.messages
+    assert eventually(lambda: newest(run_dir) == 1)
+
+
 def test_ctrl_c_stays_what_ends_the_script(run_dir: str) -> None:
     """Where close() comes by `finally` and fails, that is a note of the KeyboardInterrupt, which goes on."""
     state = toy.build()
@@ -203,19 +221,17 @@ def test_a_child_whose_thread_trains(run_dir: str, tmp_path: Path, how: str) -> 
 
 def test_an_update_that_has_begun_is_said(run_dir: str, caplog: pytest.LogCaptureFixture) -> None:
     """Once an optimizer has begun the next step the last one cannot be had any more: the newest that memory holds is
-    kept, and one warning says which it is, why, and what that costs. That is one that was due, or a later one if the
-    machine had time to keep that."""
+    kept, and one warning says which it is, why, and what that costs."""
     state = toy.build()
     with caplog.at_level(logging.WARNING, "ckpt"), ckpt.Checkpointer(state, sparse(run_dir)) as cp:
         train_to(cp, state, STEPS)
         toy.train_step(state)
     said = [record.getMessage() for record in caplog.records if "was the last one" in record.getMessage()]
-    kept, digest = restored(run_dir)
     assert said == [
-        f"step 25 was the last one, and step {kept} is kept: an optimizer has begun a further step; "
-        f"a restart does {25 - kept} steps again"
+        "step 25 was the last one, and step 20 is kept: an optimizer has begun a further step; a restart does 5 steps "
+        "again"
     ]
-    assert 20 <= kept < 25 and digest == toy.reference(kept)
+    assert restored(run_dir) == (20, toy.reference(20))
 
 
 @pytest.mark.parametrize("swapped", ["pause", "by hand"])
@@ -330,7 +346,7 @@ def test_staged_is_told_when_another_process_has_the_memory(run_dir: str, tmp_pa
     assert killed(done), done.stderr
     found = json.loads(done.stdout)
     assert (found["at once"], found["status"]) == ("DeadlineError", "staging")
-    assert found["then"][-1] == "memory" and found["then"][0] in {"SaveError", "SkippedError"}
+    assert found["then"][-1] == "memory" and found["then"][0] == "SaveError"
     state = toy.build(seed=1)
     with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run_dir, every=1000)]) as cp:
         assert cp.restore() == 11 and toy.digest(state) == toy.reference(11)
@@ -606,8 +622,8 @@ def test_an_optimizer_of_something_else_begins_no_further_step(run_dir: str, sha
         params = [next(iter(state["model"].parameters())).detach().view(-1)[:1]] if shared else probe.parameters()
         probe(torch.randn(2, 4)).sum().backward()
         torch.optim.SGD(params, lr=0.0).step()
-    kept, digest = restored(run_dir)
-    assert kept in (range(10, 13) if shared else [13]) and digest == toy.reference(kept)
+    kept = 10 if shared else 13
+    assert restored(run_dir) == (kept, toy.reference(kept))
 
 
 def test_ctrl_c_while_a_step_is_asked_for_elsewhere(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:

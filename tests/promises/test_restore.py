@@ -68,7 +68,7 @@ class Bench:
     def __init__(self, folder: Path) -> None:
         self.url = f"file://{folder}"
         self._step = 0
-        self._stager = Stager()
+        self._stager, self._arenas = Stager(), list[Arena]()
         self._owner: Acquire = asyncio.run(self._open())
 
     async def _open(self) -> Acquire:
@@ -85,6 +85,7 @@ class Bench:
         layout, text = reading.layout, json.dumps(reading.values).encode()
         size = layout.arrangement.data_size
         arena = Arena.create(2, pages(size) + len(text) + 4096)
+        self._arenas.append(arena)
         self._stager.use(arena, lambda: None)
         self._step += 1
         job = PendingSnapshot(Attempt(self._owner.epoch, self._step, self._owner.nonce), reading, text)
@@ -120,6 +121,8 @@ class Bench:
 
     def close(self) -> None:
         self._stager.stop()
+        for arena in self._arenas:
+            arena.close()
 
 
 @pytest.fixture

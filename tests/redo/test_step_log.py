@@ -12,6 +12,7 @@ import json
 import os
 import resource
 import shutil
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -82,6 +83,7 @@ class Job:
         size = layout.arrangement.data_size
         if self.arena is None or not self.arena.fits(size, len(values)):
             self.arena = Arena.create(2, size + len(values) + ROOM)
+            weakref.finalize(self, self.arena.close)
         slot = self.step % 2
         data = self.arena.data(slot)
         for tensor, offset in zip(reading.tensors, layout.arrangement.offsets, strict=True):

@@ -478,6 +478,7 @@ def in_two_arenas() -> list[bool]:
                 assert job.copied.wait(30.0) and job.place is not None, job.error
                 wanted = freeze(reading.tensors[0])[2]
                 exact.append(bytes(arena.data(job.place[1], len(wanted))) == wanted)
+            arena.close()
         assert stager.skipped_bytes > 0
     finally:
         stager.stop()

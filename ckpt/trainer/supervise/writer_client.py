@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import psutil
 
@@ -34,7 +34,41 @@ from ckpt.ipc.requests import Greeting, GreetingReply
 SPARES = 2  # what the client of one writer takes
 JOIN_S = 1.0
 
-_work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+HUNG_UP = "the trainer left before that was done, and its writer goes on"
+
+
+class SpareThreads:
+    """Kept from the beginning of a run until it is closed."""
+
+    kept: ClassVar[list[SpareThreads]] = []  # of all runs of this process
+
+    def __init__(self) -> None:
+        self._works = queue.SimpleQueue[Callable[[], None] | None]()
+        self.busy = 0
+        self._threads = [threading.Thread(target=self._run, name="ckpt-spare", daemon=True) for _ in range(SPARES)]
+        with contextlib.suppress(RuntimeError):
+            for thread in self._threads:
+                thread.start()
+        self.kept.append(self)
+
+    def take(self, work: Callable[[], None]) -> None:
+        self.busy += 1
+        self._works.put(work)
+
+    def end(self) -> None:
+        """Those that work end when that is done."""
+        with contextlib.suppress(ValueError):  # it has ended
+            self.kept.remove(self)
+        ended, self._threads = [thread for thread in self._threads if thread.is_alive()], []
+        for _ in ended:
+            self._works.put(None)
+        for thread in ended:
+            thread.join(JOIN_S)
+
+    def _run(self) -> None:
+        while (work := self._works.get()) is not None:
+            work()
+            self.busy -= 1
 
 
 def start_thread(work: Callable[[], None], name: str) -> None:
@@ -42,30 +76,8 @@ def start_thread(work: Callable[[], None], name: str) -> None:
     try:
         threading.Thread(target=work, name=name, daemon=True).start()
     except RuntimeError:
-        _work.put(work)
-
-
-class SpareThreads:
-    """Kept from the beginning of a run until it is closed."""
-
-    def __init__(self) -> None:
-        self._threads = [threading.Thread(target=_spare, name="ckpt-spare", daemon=True) for _ in range(SPARES)]
-        with contextlib.suppress(RuntimeError):
-            for thread in self._threads:
-                thread.start()
-
-    def end(self) -> None:
-        """Once; those that work end when that is done. As many end as had begun, which may be those of another run."""
-        ended, self._threads = [thread for thread in self._threads if thread.ident is not None], []
-        for _ in ended:
-            _work.put(None)
-        for thread in ended:
-            thread.join(JOIN_S)
-
-
-def _spare() -> None:
-    while (work := _work.get()) is not None:
-        work()
+        if SpareThreads.kept:
+            min(SpareThreads.kept, key=lambda one: one.busy).take(work)
 
 
 R = TypeVar("R")
@@ -300,9 +312,8 @@ class WriterClient:
             self._lost = True
             waiting, self._waiting = self._waiting, {}
             self._outbox.put(None)
-        why = "the trainer left before it was, and the writer goes on" if self._closing else "the writer died"
         for _, future in waiting.values():
-            future.set_exception(WriterError(why))
+            future.set_exception(WriterError(HUNG_UP if self._closing else "the writer died"))
         process = self._process
         ours = not (self._closing or self._fenced)
         if process is not None and not _until_gone(process) and ours and self._kill(process):

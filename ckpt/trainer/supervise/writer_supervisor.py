@@ -255,5 +255,6 @@ class WriterSupervisor:
     def forget(self) -> None:
         """In a forked child: close our copies of what belongs to the parent."""
         self.client.forget()
+        self._spares.end()
         self._claim.forget()
         self.memory.forget()

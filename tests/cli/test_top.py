@@ -32,6 +32,7 @@ import toy
 from ckpt.cli import app, top_data
 from ckpt.cli.top_data import RunWatch
 from ckpt.cli.top_view import RunStored, TopView, lines
+from ckpt.faults.report import Fault
 from ckpt.store import normalise, open_store
 from ckpt.telemetry.status import DeviceStatus, RankStatus, SlotStatus, TierStatus
 from commands import Result
@@ -291,6 +292,20 @@ def test_a_run_from_its_first_step_to_long_after_its_end(run_dir: str) -> None:
     text = top(run_dir, "--once", COLUMNS="40")
     assert text.code == 0 and "nobody trains on this machine" in text.out and "step 31" in text.out
     assert all(len(line) <= 40 for line in text.out.splitlines())
+
+
+def test_the_last_fault_is_not_what_came_of_it() -> None:
+    """A rank is killed, and its peer's connection breaks, which its own writer knows best."""
+    killed = Fault("death", "rank 1 died without a word", time="2026-01-02T03:04:05+00:00", rank=1)
+    torn = Fault("exception", "rank 0 raised", time="2026-01-02T03:04:04+00:00", rank=0, advice="retry")
+    place = top_data.StoreWatch(RUN)
+    place._faults = {str(one.rank): one for one in (killed, torn)}
+    stored = place._account(RunStored(RUN, 1.0))
+    for first, second in ((killed, torn), (torn, killed)):
+        text = picture(TopView(RUN, [look(fault=first.line, fault_at=second.time)], stored=stored))
+        assert "rank 1 died" in text and "rank 0 raised" not in text, text
+    later = look(fault="rank 0 ran out of memory", fault_at="2026-01-02T03:09:04+00:00")
+    assert "ran out of memory" in picture(TopView(RUN, [later], stored=stored))
 
 
 def test_all_writers_of_this_machine_and_how_one_is_ended(run_dir: str, own_sockets: Path) -> None:

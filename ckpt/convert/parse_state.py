@@ -8,7 +8,7 @@ in the file, or follows from order and shapes, or stays unknown, and a note says
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path as FilePath
 from typing import Any, TypeVar
 
@@ -16,7 +16,6 @@ from ckpt.convert.parse_entries import AnyTensor, Parts, Values, is_tensor
 from ckpt.convert.source import OriginEntry
 from ckpt.convert.source_files import Foreign
 from ckpt.format.values import Json, Path, show
-from ckpt.state.sharding import clean
 
 FLOATING = {"F64", "F32", "F16", "BF16", "C64", "C128", "C32"}
 _NO_PARAMETERS = ("running_mean", "running_var", "num_batches_tracked")
@@ -26,6 +25,26 @@ _LIKE_PARAMETER = (
 )  # fmt: skip
 _MANY = 1000  # ways to give names, beyond which it is not clear anyway
 _T = TypeVar("_T")
+
+
+_WRAPPER_PARTS = ("_orig_mod", "_checkpoint_wrapped_module")
+
+
+def _without_wrappers(keys: Iterable[str]) -> dict[str, str]:
+    """Return by key its name without the parts that torch.compile and checkpoint wrappers add.
+
+    A file has no classes. If anything lies next to such an attribute, the module is not a wrapper and keeps the part.
+    """
+    parts = {key: key.split(".") for key in keys}
+    members: dict[tuple[str, ...], set[str]] = {}
+    for path in parts.values():
+        for i, part in enumerate(path):
+            members.setdefault(tuple(path[:i]), set()).add(part)
+
+    def added(path: list[str], i: int) -> bool:
+        return path[i] in _WRAPPER_PARTS and i + 1 < len(path) and len(members[tuple(path[:i])]) == 1
+
+    return {key: ".".join(p for i, p in enumerate(path) if not added(path, i)) for key, path in parts.items()}
 
 
 def from_state(what: str, folder: FilePath, root: Any, at: Path, values: Values) -> Foreign:
@@ -88,9 +107,10 @@ class _Reading:
             self._entries.append(OriginEntry(path, kind, {}, names, data))
 
     def _module(self, value: Mapping[str, AnyTensor], path: Path) -> None:
-        if (cleaned := {clean(key): tensor for key, tensor in value.items()}) != value and len(cleaned) == len(value):
+        plain = _without_wrappers(value)
+        if list(plain) != list(plain.values()):
             self._values.note(path, "names without what torch.compile and such add to them")
-            value = cleaned
+            value = {plain[key]: tensor for key, tensor in value.items()}
         names = {key: show((*path, key)) for key in value}
         for key, name in names.items():
             self._parts.tensor(name, value[key])
@@ -243,7 +263,8 @@ class ParameterNames:
         own = [name for one in given if type(one) is list for name in one if type(name) is str]
         if len(own) != len(keys) or len(set(own)) != len(own):
             own = [str(key) for key in keys] if all(type(key) is str for key in keys) else []
-        own = [clean(name) for name in own]
+        if not any(all(name in module.names for name in own) for module in self._modules):
+            own = list(_without_wrappers(own).values())
         if own:
             having = {module.path: module for module in self._modules if all(name in module.names for name in own)}
             chosen = self._choose(path, having)

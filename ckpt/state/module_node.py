@@ -8,15 +8,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ckpt.errors import CorruptError
+from ckpt.errors import CorruptError, StateError
 from ckpt.format.saved_nodes import SavedNode
 from ckpt.format.values import Json, Path, encode, pairs, show, unpaired
 from ckpt.state.adapters import Collector, Contents, Memories, Places
-from ckpt.state.module_state_dict import EXTRA, OwnState, hand_back, listen
+from ckpt.state.module_state_dict import EXTRA, TWO_TENSORS, OwnState, hand_back, is_one, listen
 from ckpt.state.names import Names
 from ckpt.state.placement import Placement, references
 from ckpt.state.rewrap import facts_of, matching
-from ckpt.state.sharding import Replicas, StateEntry, clean, replicas_of, reshard, unwrap
+from ckpt.state.sharding import Replicas, StateEntry, named_modules, replicated_by_ddp, reshard, unwrap
 from ckpt.state.wrappers import WrapperForm, take_apart
 
 
@@ -26,7 +26,8 @@ class ModuleNode:
 
     def __init__(self, path: Path, module: nn.Module) -> None:
         self.path = path
-        self.module, self._ddp = unwrap(module)
+        self.whole, self.module = module, unwrap(module)  # `module` identifies it, with or without wrappers
+        self._replicas: dict[int, Replicas] = {}
         self._there, self._memories = Places(), Memories()
         self._piece: Contents | None = None
         self._words, self._heard = OwnState(), list[nn.Module]()
@@ -39,7 +40,7 @@ class ModuleNode:
 
     def read(self, names: Names) -> Contents:
         if self._piece is None:
-            reshard(self.module)
+            reshard(self.whole)
         if self._piece is None or self.changed():
             self._piece = self._read()
         return self._and_words(self._piece) if self._words.spoken else self._piece
@@ -48,7 +49,7 @@ class ModuleNode:
         """Whether the module has other tensors than were read, or has them elsewhere; sharded, if it gathers them."""
         if not self._differs():
             return False
-        reshard(self.module)
+        reshard(self.whole)
         return self._differs()
 
     def _differs(self) -> bool:
@@ -60,13 +61,15 @@ class ModuleNode:
         places: list[tuple[dict[str, Any], str, Tensor]] = []
         children: list[tuple[dict[str, Any], str, nn.Module | None]] = []  # and what is no tensor yet
         self._there, self._memories = Places(), Memories()
-        modules = list(self.module.named_modules(remove_duplicate=False))
-        if len(modules) != len(self._heard) or any(a is not b for (_, a), b in zip(modules, self._heard, strict=True)):
-            self._words, self._heard = listen(self.module, self.path), [module for _, module in modules]
+        modules = list(named_modules(self.whole))
+        if len(modules) != len(self._heard) or any(
+            one.module is not b for one, b in zip(modules, self._heard, strict=True)
+        ):
+            self._words, self._heard = listen(self.whole, self.path), [one.module for one in modules]
+        self._replicas = replicated_by_ddp(self.whole)
         live: dict[str, tuple[list[StateEntry], WrapperForm | None]] = {}
         order: dict[str, None] = {}
-        for full, module in modules:
-            prefix = clean(full)
+        for prefix, _, module in modules:
             members: tuple[dict[str, Any], ...] = (module._modules, module._parameters, module._buffers)
             owners += members
             children += [(module._modules, key, child) for key, child in module._modules.items()]
@@ -83,7 +86,9 @@ class ModuleNode:
                         children.append((owner, key, None))
                         continue
                     name = self._words.names.get(here, here)
-                    live[name] = take_apart(self._entry(name, here, tensor))
+                    if name in live and not is_one(live[name][0][0].owner.tensor, tensor):
+                        raise StateError(f"{self._name(name)}: {TWO_TENSORS}")
+                    live[name] = take_apart(self._entry(name, tensor))
                     order[name] = None
                     places.append((owner, key, tensor))
             if inside in self._words.extras:
@@ -93,8 +98,9 @@ class ModuleNode:
         self._forms = {name: form for name, (_, form) in live.items() if form is not None}
         return Contents([e for entries, _ in live.values() for e in entries], facts=facts_of(self._forms.values()))
 
-    def _entry(self, name: str, key: str, tensor: Tensor) -> StateEntry:
-        return StateEntry(self._name(name), tensor, isinstance(tensor, nn.Parameter), alike(self._ddp, key, tensor))
+    def _entry(self, name: str, tensor: Tensor) -> StateEntry:
+        replicas = self._replicas.get(id(tensor))
+        return StateEntry(self._name(name), tensor, isinstance(tensor, nn.Parameter), replicas)
 
     def _name(self, key: str) -> str:
         return show((*self.path, key))
@@ -109,17 +115,17 @@ class ModuleNode:
                 state[key + EXTRA] = encode(value, (*self.path, key + EXTRA), collect)
             elif key in self._words.speakers:
                 for inner, value in self._words.speakers[key].state_dict(keep_vars=True).items():
+                    if key + inner in state:
+                        raise StateError(f"{self._name(key + inner)}: {TWO_TENSORS}")
                     state[key + inner] = encode(value, (*self.path, key + inner), collect)
             else:
                 form = self._forms.get(key)
                 state[key] = {"$": "tensor", "name": self._name(key)} if form is None else form.to_json()
-        keys: dict[int, str] = {}
-        if self._ddp is not None:
-            keys = {id(tensor): key for key, tensor in (*self.module.named_parameters(), *self.module.named_buffers())}
+        replicas = replicated_by_ddp(self.whole)  # modules with a state_dict() of their own may exchange tensors
         loose = []
         for e in collect.entries:
             of, whole = e.part_of, e.owner.tensor
-            mine = alike(self._ddp, keys[id(whole)], whole) if id(whole) in keys else None
+            mine = replicas.get(id(whole))
             guarded = isinstance(whole, nn.Parameter)
             of = of and StateEntry(of.name, whole, guarded, mine)
             loose.append(StateEntry(e.name, e.tensor, guarded, mine or e.alike, part_of=of, around=e.around))
@@ -189,14 +195,3 @@ def _set_extra(module: nn.Module, build: Callable[[], Any]) -> None:
 
 def _load(module: nn.Module, build: Callable[[], Any], strict: bool) -> None:
     module.load_state_dict(build(), strict=strict)
-
-
-def alike(ddp: nn.parallel.DistributedDataParallel | None, key: str, tensor: Tensor) -> Replicas | None:
-    """The ranks that hold a parameter or buffer of a module alike, by DDP's rules."""
-    replicas = replicas_of(ddp)
-    if ddp is None or replicas is None or key in ddp.parameters_to_ignore:
-        return None
-    if isinstance(tensor, nn.Parameter):
-        return replicas
-    # The first rank's buffers overwrite the others' before each forward; without that they go their own ways.
-    return Replicas(replicas.ranks, first_only=True) if ddp.broadcast_buffers else None

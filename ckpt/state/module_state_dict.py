@@ -17,11 +17,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ckpt.errors import StateError
 from ckpt.events import log as logger
 from ckpt.format.values import Path, show
-from ckpt.state.sharding import belongs_to_torch, clean, local, storage_of
+from ckpt.state.sharding import belongs_to_torch, local, named_modules, plain_key, storage_of, wrapped_attribute
 
 EXTRA = "_extra_state"
+TWO_TENSORS = (
+    "two tensors of the module get this name, so one of them would be lost. Rename one of them; wrappers such as "
+    "torch.compile's add nothing to the names of the tensors in them"
+)
 
 
 @dataclass
@@ -57,8 +62,8 @@ class OwnState:
 
 def lying(module: nn.Module, words: OwnState, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
     """Parameters and persistent buffers of what does not speak for itself, by full name."""
-    for full, each in module.named_modules(remove_duplicate=False):
-        here = prefix + (clean(full) + "." if clean(full) else "")
+    for name, _, each in named_modules(module):
+        here = prefix + (name + "." if name else "")
         if not words.speaks(here):
             for key, tensor in (*each._parameters.items(), *each._buffers.items()):
                 if tensor is not None and key not in each._non_persistent_buffers_set:
@@ -66,8 +71,14 @@ def lying(module: nn.Module, words: OwnState, prefix: str = "") -> Iterator[tupl
 
 
 def listen(module: nn.Module, path: Path) -> OwnState:
-    """What the modules in `module` say of themselves. What follows from it for the user is logged, once."""
-    words = OwnState()
+    """What the modules in `module` say of themselves. What follows from it for the user is logged, once.
+
+    Raises StateError if two tensors have one name.
+    """
+    words, seen = OwnState(), dict[str, Tensor]()
+    for name, tensor in lying(module, words):
+        if not is_one(seen.setdefault(name, tensor), tensor):
+            raise StateError(f"{show((*path, name))}: {TWO_TENSORS}")
     _listen(module, "", words)
     for (verdict, kind), prefixes in words.notes.items():
         first = show((*path, prefixes[0].rstrip("."))) if prefixes[0] else show(path)
@@ -86,17 +97,29 @@ def _say(text: str) -> None:
 
 
 def _listen(module: nn.Module, prefix: str, words: OwnState) -> None:
+    wrapped = wrapped_attribute(module)
     for name, child in module._modules.items():
         if child is not None:
-            inner = clean(name)
-            _listen(child, f"{prefix}{inner}." if inner else prefix, words)
-    if type(module).get_extra_state is not nn.Module.get_extra_state:
+            _listen(child, prefix if name == wrapped else f"{prefix}{name}.", words)
+    extra = type(module).get_extra_state is not nn.Module.get_extra_state
+    if wrapped is not None and _adds_to_speaker(module, prefix, words, extra):
+        words.drop(prefix)
+        words.speakers[prefix] = module  # its state_dict() has both
+        return
+    if extra:
         words.extras[prefix] = module
     saves, loads = _own(module)
     if saves or loads:
         verdict = _judge(module, prefix, words, loads)
         if verdict:
             words.notes.setdefault((verdict, type(module)), []).append(prefix)
+
+
+def _adds_to_speaker(wrapper: nn.Module, prefix: str, words: OwnState, extra: bool) -> bool:
+    """Return True if a wrapper has state next to a module of the same name that speaks for itself."""
+    if extra and prefix in words.extras:
+        return True
+    return prefix in words.speakers and bool(wrapper._parameters or wrapper._buffers or len(wrapper._modules) > 1)
 
 
 def _own(module: nn.Module) -> tuple[bool, bool]:
@@ -134,12 +157,13 @@ def _judge(module: nn.Module, prefix: str, words: OwnState, loads: bool) -> str:
     here = {key: tensor for key, tensor in lying(module, words, prefix) if key not in words.left_out}
     own = {_memory(tensor) for tensor in here.values()}
     expected = {p + EXTRA for p in words.extras}
-    said = {prefix + clean(k): v for k, v in said.items()}
+    said = {prefix + plain_key(module, k): v for k, v in said.items()}
     rest = {k: v for k, v in said.items() if k not in expected and not words.speaks(k)}
     new = {k: v for k, v in rest.items() if not isinstance(v, Tensor) or _memory(v) not in own}
     there = {_memory(v) for k, v in rest.items() if k not in new}
     missing = {k: tensor for k, tensor in here.items() if _memory(tensor) not in there}
-    if new and not _rearranged(new, missing, _ask(module) or {}, prefix):
+    again = {prefix + plain_key(module, k): v for k, v in (_ask(module) or {}).items()} if new else {}
+    if new and not _rearranged(new, missing, again):
         words.drop(prefix)
         words.speakers[prefix] = module
         return SPEAKS
@@ -150,12 +174,11 @@ def _judge(module: nn.Module, prefix: str, words: OwnState, loads: bool) -> str:
     return LEAVES_OUT if missing else ""
 
 
-def _rearranged(new: Mapping[str, Any], missing: Mapping[str, Tensor], again: Mapping[str, Any], prefix: str) -> bool:
+def _rearranged(new: Mapping[str, Any], missing: Mapping[str, Tensor], again: Mapping[str, Any]) -> bool:
     """Whether what is new may be made of what is missing: as much of it, and nothing that lies somewhere else."""
     if not all(isinstance(value, Tensor) for value in new.values()):
         return False
-    later = {prefix + clean(key): value for key, value in again.items()}
-    if any(isinstance(v := later.get(key), Tensor) and _memory(v) == _memory(value) for key, value in new.items()):
+    if any(isinstance(v := again.get(key), Tensor) and _memory(v) == _memory(value) for key, value in new.items()):
         return False  # both answers are alive, so this is kept somewhere
     apart = {_memory(tensor): tensor.numel() for tensor in missing.values()}
     return sum(apart.values()) == sum(int(value.numel()) for value in new.values())
@@ -163,18 +186,23 @@ def _rearranged(new: Mapping[str, Any], missing: Mapping[str, Tensor], again: Ma
 
 def _rename(here: Mapping[str, Tensor], said: Mapping[str, Tensor], words: OwnState) -> None:
     """Tensors that a module calls otherwise, such as a wrapper that leaves out its own part of the name."""
-    other: dict[object, str] = {}
+    other: dict[object, list[str]] = {}
     for key, tensor in said.items():
         if key not in here:
-            other.setdefault(_form(tensor), key)
+            other.setdefault(_form(tensor), []).append(key)
     for key, tensor in here.items():
-        if key not in said and _form(tensor) in other:
-            words.names[key] = other[_form(tensor)]
+        if key not in said and (called := other.get(_form(tensor))):  # tied tensors have several names
+            words.names[key] = next((name for name in called if key.endswith(f".{name}")), called[0])
 
 
 def _memory(tensor: Tensor) -> object:
     """Equal for tensors of one memory."""
     return storage_of(tensor) or id(tensor)
+
+
+def is_one(a: Tensor, b: Tensor) -> bool:
+    """Return True for one tensor, or for the same view of one memory."""
+    return a is b or _form(a) == _form(b)
 
 
 def _form(tensor: Tensor) -> object:

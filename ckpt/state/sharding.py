@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -256,7 +256,98 @@ def _cutting_order(dim: int, mesh: Dims, placements: Any) -> list[tuple[int, int
 
 # -- wrappers around modules --
 
-_TRANSPARENT = {"_orig_mod", "_checkpoint_wrapped_module"}
+_LAZY_WRAPPERS = (  # defining module, class, attribute of the wrapped module; looked up only if imported already
+    ("torch._dynamo.eval_frame", "OptimizedModule", "_orig_mod"),
+    (
+        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
+        "ActivationWrapper",
+        "_checkpoint_wrapped_module",
+    ),
+)
+
+
+class NamedModule(NamedTuple):
+    """`name`: without the parts that wrappers add; `raw_name`: as `nn.Module.named_modules()` has it."""
+
+    name: str
+    raw_name: str
+    module: nn.Module
+
+
+def wrapped_attribute(module: nn.Module) -> str | None:
+    """Return the attribute in which a wrapper of torch keeps its module. Return None if `module` is not a wrapper.
+
+    Only the class decides. Other modules may have attributes of the same names, or forward them to a wrapper inside.
+    """
+    if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        return "module"
+    for home, name, attribute in _LAZY_WRAPPERS:
+        kind = getattr(sys.modules.get(home), name, None)
+        if kind is not None and isinstance(module, kind) and isinstance(module._modules.get(attribute), nn.Module):
+            return attribute
+    return None
+
+
+def named_modules(module: nn.Module, name: str = "", raw_name: str = "") -> Iterator[NamedModule]:
+    """Yield a module and all modules in it, shared ones repeatedly. Wrapped and plain modules get the same names."""
+    yield NamedModule(name, raw_name, module)
+    wrapped = wrapped_attribute(module)
+    for key, child in module._modules.items():
+        if child is not None:
+            inner = name if key == wrapped else _joined(name, key)
+            yield from named_modules(child, inner, _joined(raw_name, key))
+
+
+def named_parameters(module: nn.Module) -> dict[str, Tensor]:
+    """Return all parameters by the names of `named_modules`, shared ones under each of their names."""
+    return {
+        _joined(n, key): p for n, _, m in named_modules(module) for key, p in m._parameters.items() if p is not None
+    }
+
+
+def named_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Return all persistent buffers by the names of `named_modules`, shared ones under each of their names."""
+    return {
+        _joined(name, key): buffer
+        for name, _, each in named_modules(module)
+        for key, buffer in each._buffers.items()
+        if buffer is not None and key not in each._non_persistent_buffers_set
+    }
+
+
+def plain_key(module: nn.Module, key: str) -> str:
+    """Return a key of `module.state_dict()` as `named_modules` would name the tensor, unchanged if there is none.
+
+    A wrapper around `module` may hand out the state_dict() of one of its children, as Lightning Fabric's does.
+    """
+    return next((found for one in (module, *module.children()) if (found := _resolved(one, key)) is not None), key)
+
+
+def _resolved(module: nn.Module, key: str) -> str | None:
+    *path, last = key.split(".")
+    found: list[str] = []
+    for i, part in enumerate((*path, last)):
+        while (wrapped := wrapped_attribute(module)) is not None and part != wrapped and not _has(module, part):
+            inner = module._modules[wrapped]  # checkpoint wrappers leave their part out of state_dict()
+            assert inner is not None
+            module = inner
+        if i == len(path):
+            return ".".join((*found, last)) if _has(module, last) else None
+        child = module._modules.get(part)
+        if child is None:
+            return None
+        if part != wrapped:
+            found.append(part)
+        module = child
+    return None
+
+
+def _has(module: nn.Module, key: str) -> bool:
+    return any(key in members for members in (module._modules, module._parameters, module._buffers))
+
+
+def _joined(prefix: str, key: str) -> str:
+    return f"{prefix}.{key}" if prefix else key
 
 
 class ModulePart(nn.Module):
@@ -278,29 +369,41 @@ class ModulePart(nn.Module):
                 owner.register_buffer(last, tensor)
 
 
-def unwrap(module: nn.Module) -> tuple[nn.Module, nn.parallel.DistributedDataParallel | None]:
-    """Inside the wrappers of torch.compile and DDP, so that wrapped and plain runs use the same names."""
-    ddp = None
-    if isinstance(module, ModulePart):
-        return module, unwrap(vars(module)["_ckpt_whole"])[1]
-    while True:
-        inner = getattr(module, "_orig_mod", None)
-        if isinstance(module, nn.parallel.DistributedDataParallel):
-            ddp, inner = module, module.module
-        if not isinstance(inner, nn.Module):
-            return module, ddp
+def unwrap(module: nn.Module) -> nn.Module:
+    """Return the module inside all wrappers of torch around it."""
+    while (wrapped := wrapped_attribute(module)) is not None:
+        inner = module._modules[wrapped]
+        assert inner is not None
         module = inner
+    return module
 
 
-def clean(prefix: str) -> str:
-    """A module's name without what torch.compile and activation checkpointing add to it."""
-    return ".".join(part for part in prefix.split(".") if part not in _TRANSPARENT)
+def replicated_by_ddp(module: nn.Module) -> dict[int, Replicas]:
+    """Return the ranks on which DDP keeps a parameter or buffer equal, by the tensor's id, by DDP's own rules."""
+    if isinstance(module, ModulePart):
+        module = vars(module)["_ckpt_whole"]
+    found: dict[int, Replicas] = {}
+    for _, _, ddp in named_modules(module):
+        if not isinstance(ddp, nn.parallel.DistributedDataParallel):
+            continue
+        replicas = replicas_of(ddp)
+        for name, raw_name, each in named_modules(ddp.module):
+            for key, tensor in (*each._parameters.items(), *each._buffers.items()):
+                if tensor is None:
+                    continue
+                found.pop(id(tensor), None)  # the innermost DDP decides
+                ignored = not ddp.parameters_to_ignore.isdisjoint((_joined(name, key), _joined(raw_name, key)))
+                if replicas is None or ignored:
+                    continue
+                if key in each._parameters:
+                    found[id(tensor)] = replicas
+                elif ddp.broadcast_buffers:  # before each forward; without that, each rank's buffers are its own
+                    found[id(tensor)] = Replicas(replicas.ranks, first_only=True)
+    return found
 
 
-def replicas_of(ddp: nn.parallel.DistributedDataParallel | None) -> Replicas | None:
+def replicas_of(ddp: nn.parallel.DistributedDataParallel) -> Replicas | None:
     """The ranks among which DDP keeps parameters alike."""
-    if ddp is None:
-        return None
     import torch.distributed as dist
 
     try:

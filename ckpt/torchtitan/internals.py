@@ -28,7 +28,7 @@ else:
 
 from ckpt.errors import UsageError
 from ckpt.state.joint import Joint
-from ckpt.state.sharding import ModulePart, clean
+from ckpt.state.sharding import ModulePart, named_modules
 from ckpt.state.stateful import RNG, Resizable
 from ckpt.version import check_known
 
@@ -61,14 +61,14 @@ class Weights:
         """UsageError for parts that say more of themselves than tensors, or that share a name."""
         found: dict[str, Tensor] = {}
         homes: list[tuple[str, nn.Module, str]] = []
-        for prefix, module in (one for part in parts for one in part.named_modules(remove_duplicate=False)):
+        for prefix, _, module in (one for part in parts for one in named_modules(part)):
             if type(module).get_extra_state is not nn.Module.get_extra_state:
                 raise UsageError(f"ckpt.torchtitan: {prefix} has extra state beside tensors: not supported yet")
             for members, passing in ((module._parameters, ()), (module._buffers, module._non_persistent_buffers_set)):
                 for key, tensor in members.items():
                     if tensor is None or key in passing:
                         continue
-                    name = clean(f"{prefix}.{key}" if prefix else key)
+                    name = f"{prefix}.{key}" if prefix else key
                     if found.setdefault(name, tensor) is not tensor:
                         raise UsageError(f"ckpt.torchtitan: two parts of the model have a tensor called {name}")
                     if members is module._buffers:

@@ -23,6 +23,7 @@ import threading
 from typing import Any
 
 try:
+    from accelerate.optimizer import AcceleratedOptimizer  # type: ignore[import-untyped]
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 except ImportError as missing:
     raise ImportError("ckpt.transformers needs transformers: pip install 'everystep[transformers]'") from missing
@@ -35,7 +36,7 @@ from ckpt.errors import CheckpointError, UsageError, at_door
 from ckpt.goodput.cadence import Auto
 from ckpt.restore.restore_first import Restored
 from ckpt.save import Save
-from ckpt.state.sharding import ModulePart, unwrap
+from ckpt.state.sharding import ModulePart, named_parameters, unwrap
 from ckpt.state.stateful import RNG
 from ckpt.tiers import Memory, Tier, as_tiers
 from ckpt.transformers import trainer_internals
@@ -161,14 +162,15 @@ class CheckpointCallback(TrainerCallback):
         if trainer.is_deepspeed_enabled:
             return self._deepspeed_state(trainer, progress)
         whole = trainer.model_wrapped
-        model = unwrap(whole)[0]
-        parameters = dict(model.named_parameters())
+        model = unwrap(whole)
+        parameters = named_parameters(model)
         self.full_bytes = self.stored_bytes = nbytes(parameters | dict(model.named_buffers()))
         if self._only_trained or (self._only_trained is None and is_adapter(model)):
             some = trained(model)
             self.stored_bytes = nbytes(some)
             stored = {id(tensor) for tensor in some.values()}
-            frozen = {name: tensor for name, tensor in parameters.items() if id(tensor) not in stored}
+            once = {id(tensor): name for name, tensor in reversed(parameters.items())}  # tied ones by their first name
+            frozen = {name: parameters[name] for key, name in once.items() if key not in stored}
             progress.base = {"digest": digest(frozen), "tensors": len(frozen)}
             say.info("of the model's %d bytes, the %d that are trained are stored", self.full_bytes, self.stored_bytes)
             whole = ModulePart(whole, some)
@@ -176,7 +178,7 @@ class CheckpointCallback(TrainerCallback):
         first = trainer.is_world_process_zero()
         state = {
             "model": whole,
-            "optimizer": getattr(optimizer, "optimizer", optimizer),  # inside accelerate's wrapper
+            "optimizer": optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer,
             "scheduler": trainer.lr_scheduler,
             "rng": RNG(),
             "trainer": progress,

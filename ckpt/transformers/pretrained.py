@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -29,8 +30,9 @@ from ckpt.errors import UsageError
 from ckpt.events import log
 from ckpt.format.digest import blob_digest
 from ckpt.format.regular_file import read_regular, write_regular
+from ckpt.format.values import splitter
 from ckpt.loading import load
-from ckpt.state.sharding import local
+from ckpt.state.sharding import local, named_buffers, named_modules, named_parameters
 from ckpt.state.tensors import as_bytes
 
 LONG = 4096  # characters, from which a text is kept as bytes, which need not be encoded at every step
@@ -68,8 +70,9 @@ def _text(packed: Any) -> str:
 
 
 def is_adapter(model: nn.Module) -> bool:
-    """Whether this is a PeftModel; peft need not be there."""
-    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+    """Return True for a PeftModel, and False for a module that only forwards its attributes to one."""
+    kind = getattr(sys.modules.get("peft"), "PeftModel", None)  # peft may not be installed
+    return kind is not None and isinstance(model, kind)
 
 
 def adapter_tensors(model: Any) -> dict[str, Tensor]:
@@ -78,7 +81,10 @@ def adapter_tensors(model: Any) -> dict[str, Tensor]:
 
     live = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     found: dict[str, Tensor] = get_peft_model_state_dict(model, state_dict=live, adapter_name=_active(model))
-    return found
+    plain = {raw_name: name for name, raw_name, _ in named_modules(model)}
+    split = splitter(plain)
+    parts = {key: split(key) for key in found}  # peft keeps the names of compiled layers
+    return {key if part is None else f"{plain[part[0]]}.{part[1]}": found[key] for key, part in parts.items()}
 
 
 def _active(model: Any) -> str:
@@ -92,7 +98,7 @@ def pretrained(model: nn.Module, processing: Any) -> Pretrained:
         names = None
         if is_adapter(model):
             _save_adapter_config(model, folder)
-            called = {id(t): n for n, t in (*model.named_buffers(), *model.named_parameters())}
+            called = {id(t): n for n, t in (*named_buffers(model).items(), *named_parameters(model).items())}
             names = {key: called[id(t)] for key, t in adapter_tensors(model).items() if id(t) in called}
         elif hasattr(model, "config") and hasattr(model.config, "save_pretrained"):
             _save_config(model, folder)
@@ -239,15 +245,8 @@ def _beside(files: Mapping[str, str], finish: Callable[[Path, Sums], None]) -> C
 def trained(model: nn.Module) -> dict[str, Tensor]:
     """Parameters that are trained, what else belongs to an adapter, and buffers, which training may change."""
     adapter = {id(t) for t in adapter_tensors(model).values()} if is_adapter(model) else set()
-    found: dict[str, Tensor] = {}
-    for prefix, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                found[f"{prefix}.{name}" if prefix else name] = buffer
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if parameter.requires_grad or id(parameter) in adapter:
-            found[name] = parameter
-    return found
+    kept = {n: p for n, p in named_parameters(model).items() if p.requires_grad or id(p) in adapter}
+    return named_buffers(model) | kept
 
 
 def nbytes(tensors: Mapping[str, Tensor]) -> int:

@@ -572,6 +572,14 @@ def test_names_without_what_wrappers_add(tmp_path: Path) -> None:
     assert found.keys() == expected.keys() and all(same(found[name], expected[name]) for name in found)
 
 
+def test_names_like_those_of_wrappers_are_kept_next_to_other_tensors(tmp_path: Path) -> None:
+    """A file has no classes: only if everything in a module has the part, it is a wrapper's."""
+    saved = {"_orig_mod.weight": torch.ones(2), "gain": torch.ones(1), "a._orig_mod.0": torch.ones(3)}
+    torch.save(saved, tmp_path / "x.pt")
+    entry = parse_torch.parse(tmp_path / "x.pt").entries[0]
+    assert {name.removeprefix("model.") for name in entry.names} == {"_orig_mod.weight", "gain", "a.0"}
+
+
 @pytest.mark.parametrize("state", [{"step": 7, "w": 1.5}, {"global_step": 7, "step": 1}, {"step": "x", "w": {}}])
 def test_the_step_of_the_training(tmp_path: Path, state: dict[str, Any]) -> None:
     """Where a file says it the way trainers do."""

@@ -245,25 +245,6 @@ def test_modules_that_speak_for_themselves(kind: Callable[[], nn.Module]) -> Non
     check_twin(state, {"m": nn.Sequential(kind())})
 
 
-def test_a_compiled_module_has_the_names_of_the_plain_one() -> None:
-    """Only the wrapper's prefix goes; a run may turn compilation on and off between restarts."""
-
-    def wrapped(module: nn.Module) -> nn.Module:
-        wrapper = nn.Module()
-        wrapper._orig_mod = module
-        return wrapper
-
-    one, two, three = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
-    assert Capture({"m": one}).read().layout == Capture({"m": wrapped(two)}).read().layout
-    for source, target in [(one, two), (two, three), (three, one)]:
-        wanted = freeze(source)
-        assert differences(freeze(target), wanted) or source is three
-        Saved(Capture({"m": source}).read()).restore({"m": wrapped(target)})
-        assert differences(freeze(target), wanted) == []
-        Saved(Capture({"m": wrapped(target)}).read()).restore({"m": source})
-        assert differences(freeze(source), wanted) == []
-
-
 def test_frozen_and_gradless_parameters_return() -> None:
     """Frozen parameters and ones that never had a gradient are state like all others."""
 

@@ -23,7 +23,7 @@ from processes import PYTHONPATH, REPO, killed, run_python, warm
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, PromptEncoderConfig, get_peft_model
 from torch.utils.data import IterableDataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, TrainerCallback
 
@@ -31,8 +31,9 @@ import ckpt
 import ckpt.transformers
 import hf_toy
 from ckpt.cli import app
+from ckpt.state.capture import Capture
 from ckpt.transformers.__main__ import command
-from ckpt.transformers.pretrained import export_pretrained
+from ckpt.transformers.pretrained import adapter_tensors, export_pretrained, is_adapter, trained
 from commands import stopped
 
 pytestmark = pytest.mark.usefixtures("one_thread", "imported")
@@ -299,6 +300,40 @@ def test_lora_stores_what_is_trained(run_dir: str, tmp_path: Path, capsys: pytes
     assert all(torch.equal(read[name], tensor) for name, tensor in found["weights"].items())
     whole = hf_toy.run(f"{run_dir}-2", lora=True, epochs=1, callback={"only_trained": False})
     assert whole["bytes"] == [full, full]
+
+
+def test_prompt_encoder_around_a_compiled_model_is_saved_and_exported() -> None:
+    """PEFT forwards attributes to its base model. That one may be a wrapper, or have wrappers in it."""
+    base = hf_toy.model_of(0)
+    config = PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=2, encoder_hidden_size=4)
+    prompted = get_peft_model(torch.compile(base), config)
+    layout = Capture({"m": prompted}).read().layout
+    names = {*(spec.name for spec in layout.tensors), *layout.aliases}
+    assert {f"m.{name}" for name, _ in prompted.named_parameters() if name.startswith("prompt_encoder")} <= names
+    assert any(name.startswith("m.base_model.") for name in names) and not any("_orig_mod" in name for name in names)
+
+    def adapted(compiled: bool) -> PeftModel:
+        found = get_peft_model(hf_toy.model_of(0), LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear"))
+        if compiled:
+            layer = next(m for m in found.modules() if isinstance(m, torch.nn.ModuleList))
+            layer[0] = torch.compile(layer[0])
+        return found
+
+    assert is_adapter(adapted(True)) and not is_adapter(Forwards(adapted(False)))
+    assert trained(adapted(True)).keys() == trained(adapted(False)).keys()
+    assert adapter_tensors(adapted(True)).keys() == adapter_tensors(adapted(False)).keys()
+
+
+class Forwards(torch.nn.Module):
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner, self.head = inner, torch.nn.Linear(2, 2)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
 
 
 def tokenizer() -> PreTrainedTokenizerFast:

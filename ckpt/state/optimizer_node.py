@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, MutableMapping
 from operator import is_
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ckpt.errors import CorruptError, StateError
+from ckpt.errors import CorruptError, MismatchError, StateError
+from ckpt.format.columns import ODD
 from ckpt.format.saved_nodes import SavedNode
 from ckpt.format.values import Json, Path, encode, kind_of, show, splitter
 from ckpt.state.adapters import Collector, Contents, Memories, Places
@@ -165,7 +167,7 @@ class OptimizerNode:
         self._begin_anew(fresh, params, placement)
         self._place_state(fresh, params, saved, placement)
         groups = self._groups_of(saved, placement)
-        others = [(name, key, placement.build(value)) for name, key, value in saved.values["state"] if name in fresh]
+        others = self._other_state(fresh, saved, placement)
 
         def finish() -> None:
             for name, key, value in others:
@@ -230,6 +232,40 @@ class OptimizerNode:
                 odd |= {name} if target is None else set()
         for name in odd:
             del fresh[name]
+
+    def _other_state(
+        self, fresh: dict[str, dict[str, Any]], saved: SavedNode, placement: Placement
+    ) -> list[tuple[str, str, Callable[[], Any]]]:
+        """Build what is not a tensor. A parameter begins anew if that is not clear."""
+        rows = [(name, key, value) for name, key, value in saved.values["state"] if name in fresh]
+        unclear = self._note_differing(rows, placement) if rows and placement.resized else set[str]()
+        found = []
+        for name, key, value in rows:
+            if name not in unclear:
+                try:
+                    found.append((name, key, placement.build(value, guarded=True)))
+                except MismatchError:  # a problem has been noted
+                    unclear.add(name)
+        for name in unclear:
+            del fresh[name]
+        return [row for row in found if row[0] in fresh]
+
+    def _note_differing(self, rows: list[tuple[str, str, Json]], placement: Placement) -> set[str]:
+        """Note a problem for each plain value that ranks saved differently. Return the names of the parameters."""
+        wanted = {(name, key) for name, key, _ in rows}
+        said: dict[tuple[str, str], dict[str, list[int]]] = {}
+        try:
+            for rank, values in placement.saved.values_of(self.path):
+                for name, key, value in values["state"]:
+                    if (name, key) in wanted:
+                        said.setdefault((name, key), {}).setdefault(json.dumps(value, sort_keys=True), []).append(rank)
+        except ODD as error:
+            raise CorruptError(f"{show(self.path)}: what a rank stored is not the state of an optimizer") from error
+        differing = {one: words for one, words in said.items() if len(words) > 1}
+        for (name, key), words in differing.items():
+            ranks = sorted(rank for each in words.values() for rank in each)
+            placement.problem(placement.unclear(show((*self.path, "state", name, key)), ranks))
+        return {name for name, _ in differing}
 
     def _usable(self, live: MutableMapping[str, Any], saved: dict[str, Json], placement: Placement) -> dict[str, Json]:
         """The settings of a group that are of the kind that they are here, or were or are None."""
@@ -299,7 +335,9 @@ class OptimizerNode:
                 return live
         if (held := placement.names.get(id(param))) is not None and placement.were_one(full, held.name):
             return param.detach()  # it was the weight itself: so SAM leaves it
-        return placement.create(full, device_of(full), beside)
+        if placement.key_to_create(full, beside, guarded=True) is None:
+            return None  # a problem has been noted
+        return placement.create(full, device_of(full), beside, guarded=True, like=local(param))
 
 
 def _first(words: list[str], count: int = 5) -> str:

@@ -10,7 +10,6 @@ Modules are in `ckpt.state.module_node`, optimizers in `ckpt.state.optimizer_nod
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter, call, is_
@@ -20,7 +19,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ckpt.errors import MismatchError
 from ckpt.format.saved_nodes import SavedNode
 from ckpt.format.values import Json, Path, encode, kind_of, show
 from ckpt.state.names import Names
@@ -90,7 +88,6 @@ class Collector:
 
 
 _FORM = attrgetter("shape", "dtype")
-_NBYTES = torch.UntypedStorage.nbytes
 _TOGETHER = (
     256  # tensors of which all is asked before any of the next: what torch keeps of them stays near the processor
 )
@@ -134,15 +131,13 @@ class _Some:
         self._tensors = tensors
         now = self._now()
         self._were, self._forms, self._guards = _places(now), _shapes(now), guards(now)
-        self._storages = _storages(now)
-        self._sizes = list(map(_NBYTES, self._storages))
 
     def _now(self) -> Sequence[Tensor]:
         return self._tensors
 
     def changed(self) -> bool:
         now = self._now()
-        if _places(now) != self._were or list(map(_NBYTES, self._storages)) != self._sizes:
+        if _places(now) != self._were:
             return True
         # Another view of the same memory, or more of it: `.data` was set, or `t_()` or `resize_()` called.
         if self._guards is not None and self._guards(*now):
@@ -160,16 +155,6 @@ class _SomeDTensors(_Some):
 
 def _places(tensors: Sequence[Tensor]) -> list[int]:
     return list(map(Tensor.data_ptr, tensors))
-
-
-def _storages(tensors: Sequence[Tensor]) -> list[torch.UntypedStorage]:
-    """Return the storages, each once. Another storage, at another address, is noticed by `_places`."""
-    found = dict[int, torch.UntypedStorage]()
-    for one in tensors:
-        with contextlib.suppress(NotImplementedError, RuntimeError):  # sparse ones have none
-            storage = one.untyped_storage()
-            found[storage._cdata] = storage
-    return list(found.values())
 
 
 def _shapes(tensors: Sequence[Tensor]) -> list[object]:
@@ -218,14 +203,7 @@ class StatefulNode:
         elif self._is_alike(saved.values, placement):
             # An optimizer's own loader wants tensors that lie on the ranks like those that it has.
             own = self.read(Names()).loose if isinstance(target, torch.optim.Optimizer) else []
-            optimizer = isinstance(target, torch.optim.Optimizer)
-            try:
-                build = placement.build(saved.values, like={entry.name: entry for entry in own}, guarded=optimizer)
-            except MismatchError as error:
-                if not optimizer:
-                    raise
-                placement.problem(f"{show(self.path)} begins anew, since not all of its state can be had: {error}")
-                return
+            build = placement.build(saved.values, like={entry.name: entry for entry in own})
             placement.finish(self.path, lambda: target.load_state_dict(build()), last=last)
 
     def prepare_as_saved(self, saved: SavedNode, placement: Placement) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -52,30 +51,7 @@ def check(tensor: Tensor, path: Path) -> Tensor:
         problem = "is expanded, so its elements share memory: use .contiguous()"
     if problem:
         raise StateError(f"{show(path)}: this tensor {problem}")
-    check_memory(tensor, path)
     return tensor
-
-
-def check_memory(tensor: Tensor, path: Path) -> None:
-    """Raise StateError naming the path if a tensor has elements outside of its storage, as after `resize_(0)`."""
-    if tensor._is_zerotensor():
-        raise StateError(f"{show(path)}: this tensor is a ZeroTensor, which has no memory: save a .clone() of it")
-    if tensor.device.type not in ("cpu", "cuda") or not tensor.numel():
-        return  # an address may mean something else elsewhere
-    try:
-        storage = tensor.untyped_storage()
-    except NotImplementedError:
-        raise StateError(
-            f"{show(path)}: this tensor is seen inside a transform such as vmap: save it outside"
-        ) from None
-    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    needed, there = (tensor.storage_offset() + reach + 1) * tensor.itemsize, storage.nbytes()
-    if needed > there or not storage.data_ptr():
-        raise StateError(
-            f"{show(path)}: this tensor needs {needed} bytes, and its storage has {there}. Its memory was freed, for "
-            "example by untyped_storage().resize_(): allocate it again before you save or restore, or take the tensor "
-            "out of the state"
-        )
 
 
 def overlaps_itself(tensor: Tensor) -> bool:
@@ -100,38 +76,12 @@ def memory_of(tensor: Tensor) -> Memory | None:
     return address, tensor.dtype, tensor.shape, tensor.stride(), tensor.device, tensor.is_conj(), tensor.is_neg()
 
 
-def empty(
-    of: TensorSpec, device: torch.device | str, *, like: Tensor | None = None, order: Sequence[int] | None = None
-) -> Tensor:
-    """Return a new tensor to restore into.
-
-    like: a tensor whose memory layout it gets by torch's rule for `zeros_like`, if both have the same shape. Fused
-        optimizer kernels ignore strides, so a moment must lie in memory as its parameter does.
-    order: the dimensions from the outermost to the innermost in memory, default: as they are.
-    """
-    dtype = TORCH_DTYPE[of.dtype]
+def empty(of: TensorSpec, device: torch.device | str) -> Tensor:
+    """A new tensor to restore into."""
     try:
-        if like is not None and like.shape == of.shape:
-            return torch.empty_like(_form(like), dtype=dtype, device=device)
-        if order is not None:
-            return torch.empty_permuted(of.shape, tuple(order), dtype=dtype, device=device)
-        return torch.empty(of.shape, dtype=dtype, device=device)
+        return torch.empty(of.shape, dtype=TORCH_DTYPE[of.dtype], device=device)
     except RuntimeError as error:
         raise CheckpointError(f"no memory for {of.name}, {of.nbytes / 2**20:.0f} MiB: {error}") from error
-
-
-def order_of(tensor: Tensor) -> list[int] | None:
-    """Return the dimensions from the outermost to the innermost in memory; None if they lie as they are listed."""
-    if tensor.is_contiguous() and 1 not in tensor.shape:  # a dimension of length 1 may have any stride
-        return None
-    strides = torch.empty_like(_form(tensor)).stride()  # without the gaps that it may have
-    order = sorted(range(len(strides)), key=lambda dim: -strides[dim])
-    return None if order == list(range(len(order))) else order
-
-
-def _form(tensor: Tensor) -> Tensor:
-    """Return a tensor of the same shape and strides that has no memory and is not a subclass."""
-    return torch.empty_strided(tensor.shape, tensor.stride(), device="meta")
 
 
 def saved_device(of: TensorSpec) -> torch.device:

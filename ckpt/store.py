@@ -171,15 +171,7 @@ def normalise(url: str | Path) -> str:
             f"a password in a URL would be seen in logs and reports: leave it out of that {scheme}:// URL, and say who "
             "you are by storage_options, the environment, or configuration files"
         )
-    rest = rest.rstrip("/")
-    segments = rest.split("/")
-    if not {"", ".", ".."}.isdisjoint(segments[1:]):
-        plain = "/".join([segments[0], *(one for one in segments[1:] if one not in ("", ".", ".."))])
-        raise UsageError(
-            f"{scheme}://{rest} has an empty segment, '.' or '..' in its path, which S3 clients resolve to different "
-            f"keys. Use a path without them, for example {scheme}://{plain}"
-        )
-    return f"{scheme}://{rest}"
+    return f"{scheme}://{rest.rstrip('/')}"
 
 
 def remember_options(url: str | Path | None, options: Mapping[str, Any] | None) -> None:

@@ -61,16 +61,6 @@ class LocalStore:
                 self._make_root()
                 self._sync_folders()
 
-    @property
-    def caveat(self) -> str:
-        """Return a warning about a promise that this file system cannot keep, or an empty string."""
-        if not self.disk.folders_unsynced:
-            return ""
-        return (
-            f"{self.root}: this file system cannot fsync a folder, so a power cut may undo the newest checkpoints. "
-            "The death of a process loses nothing"
-        )
-
     # -- small objects --
 
     async def put(self, key: str, data: Buffer, *, create: bool = False) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from ckpt.errors import AccessError, ExistsError, FullError, NotFoundError, StoreError
 from ckpt.failpoints import point
 from ckpt.store import PAGE
-from ckpt_backends.disk import UNSUPPORTED, Disk
+from ckpt_backends.disk import Disk
 
 if TYPE_CHECKING:
     from ckpt_backends.local import LocalStore
@@ -66,7 +66,7 @@ class LocalUpload:
                 try:
                     written = self._store.disk.pwrite(direct, view[:pages], offset)
                 except OSError as error:
-                    if error.errno not in UNSUPPORTED:  # EINVAL: this disk wants a coarser alignment
+                    if error.errno != errno.EINVAL:  # EINVAL: this disk wants a coarser alignment
                         raise
                     self._direct = None
                     continue
@@ -161,7 +161,10 @@ class _Reader:
         except BaseException:
             self._disk.close(self._buffered)
             raise
-        self._direct = open_direct(disk, path, os.O_RDONLY) if direct else None
+        try:
+            self._direct = open_direct(disk, path, os.O_RDONLY) if direct else None
+        except OSError:
+            self._direct = None
         self.users = 1  # the list of what is open is one of them
 
     def release(self) -> None:
@@ -183,7 +186,7 @@ class _Reader:
                 self._fill(self._direct, into[: last - first], first, start + length - first)
                 return into[start - first : start - first + length]
             except OSError as error:
-                if error.errno not in UNSUPPORTED:
+                if error.errno != errno.EINVAL:
                     raise
         if into is None or len(into) < length:
             into = memoryview(bytearray(length))
@@ -219,13 +222,12 @@ class _Reader:
 
 
 def open_direct(disk: Disk, path: str, flags: int) -> int | None:
-    """Open a file that is open already once more, past the page cache. Return None if the file system refuses.
-
-    File systems refuse with several errors. The descriptor through the page cache does the same work in each case.
-    """
+    """A descriptor that goes past the page cache; None where the file system has no such."""
     try:
         return disk.open(path, flags | os.O_DIRECT)
-    except OSError:
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
         return None
 
 

@@ -19,6 +19,8 @@
     ├── FormatError           not a run of ours, or written by a newer version
     └── StoreError            the place where bytes are kept refused
         ├── NotFoundError     no such object
+        ├── TruncatedError    an object is shorter than it must be
+        ├── UnreadableError   a checkpoint cannot be read now, so nothing is known about its bytes
         ├── ExistsError       create-if-absent found it present
         ├── FullError         no space left
         ├── AccessError       no such bucket, no permission, or credentials that do not hold
@@ -202,6 +204,19 @@ class NotFoundError(StoreError):
     """No such object."""
 
 
+class TruncatedError(StoreError):
+    """The object ends before the bytes that were requested."""
+
+
+class UnreadableError(StoreError):
+    """A checkpoint cannot be read at the moment, so nothing is known about its bytes. No other one is used instead."""
+
+    advice = (
+        "Nothing was changed, and the checkpoint may be intact. Restore access to its files (mount, permissions, open "
+        "file limit, credentials) and start again. To continue from an older step, name it: restore(step=N)."
+    )
+
+
 class ExistsError(StoreError):
     """Create-if-absent found the object present."""
 
@@ -230,6 +245,14 @@ class OutcomeUnknownError(StoreError):
         "What was to be recorded is there as a whole, or not at all: `ckpt ls RUN` says which. Later saves find out by "
         "themselves."
     )
+
+
+def is_unreadable(error: BaseException) -> bool:
+    """Return True if the error says nothing about stored bytes: the store did not deliver them.
+
+    An object that is absent or too short is damage. Every other failure of a store, from EACCES to a timeout, may pass.
+    """
+    return isinstance(error, StoreError) and not isinstance(error, (NotFoundError, TruncatedError))
 
 
 MENDABLE = (

@@ -109,7 +109,8 @@ class Loaded(Mapping[str, Tensor]):
         with self._lock:
             missing = [key for key in keys if key not in self._cache]
             if missing:
-                made = {key: empty(self._saved.tensors[key].spec, "cpu") for key in missing}
+                saved = self._saved
+                made = {key: empty(saved.tensors[key].spec, "cpu", order=saved.order(key)) for key in missing}
                 fills = {key: [Target.whole(tensor)] for key, tensor in made.items()}
                 read.run(fill_from_store(self.url, self._attempt, self._saved, fills))
                 self._cache.update(made)

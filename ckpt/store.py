@@ -88,9 +88,9 @@ class Store(Protocol):
     ) -> memoryview:
         """Bytes [start, start + length), to the end if `length` is None.
 
-        A short range is an error. `into` is scratch space that the result may lie in, at any offset: give page-aligned
-        memory of `length + 2 * PAGE` bytes and a store that reads in whole pages needs no copy. `limit`: for a whole
-        object; CorruptError if it has more bytes, and nothing of it is kept.
+        TruncatedError if the object ends before the range does. `into` is scratch space that the result may lie in, at
+        any offset: give page-aligned memory of `length + 2 * PAGE` bytes and a store that reads in whole pages needs no
+        copy. `limit`: for a whole object; CorruptError if it has more bytes, and nothing of it is kept.
         """
 
     async def head(self, key: str) -> ObjectInfo:
@@ -171,7 +171,15 @@ def normalise(url: str | Path) -> str:
             f"a password in a URL would be seen in logs and reports: leave it out of that {scheme}:// URL, and say who "
             "you are by storage_options, the environment, or configuration files"
         )
-    return f"{scheme}://{rest.rstrip('/')}"
+    rest = rest.rstrip("/")
+    segments = rest.split("/")
+    if not {"", ".", ".."}.isdisjoint(segments[1:]):
+        plain = "/".join([segments[0], *(one for one in segments[1:] if one not in ("", ".", ".."))])
+        raise UsageError(
+            f"{scheme}://{rest} has an empty segment, '.' or '..' in its path, which S3 clients resolve to different "
+            f"keys. Use a path without them, for example {scheme}://{plain}"
+        )
+    return f"{scheme}://{rest}"
 
 
 def remember_options(url: str | Path | None, options: Mapping[str, Any] | None) -> None:

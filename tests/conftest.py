@@ -28,14 +28,16 @@ SLOW = (
     "test_redo", "test_promise_ownership", "test_hostile", "test_stores", "test_increments", "test_object_storage",
     "test_offline", "test_kill", "test_full_disk", "test_examples", "test_repair", "test_promise_ends",
     "test_ledger", "test_fault_handler", "test_promise_moments", "test_protocol", "test_faults_example",
-    "test_lightning", "test_random_faults", "test_retry", "test_promise_handover", "test_lifecycle",
+    "test_lightning", "test_checkpoint_io", "test_random_faults", "test_retry", "test_promise_handover",
+    "test_lifecycle",
     "test_promise_interrupts", "test_stage", "test_replicate", "test_source_redo", "test_promise_damage",
     "test_promise_trainers", "test_promise_state", "test_ranks", "test_export", "test_accelerate",
     "test_written_before", "test_dcp", "test_loader", "test_restore", "test_upkeep", "test_promise_stores",
     "test_damage", "test_metrics", "test_top", "test_benchmarks", "test_plan", "test_jobs", "test_surprises",
     "test_incremental", "test_waits", "test_process_groups", "test_flight_recorder", "test_home_made_zero",
     "test_shards", "test_stopped", "test_restore_line", "test_to_lightning", "test_fabric", "test_machines",
-    "test_fsdp1", "test_torchft", "test_corners", "test_best", "test_composer",
+    "test_fsdp1", "test_created", "test_torchft", "test_corners", "test_best", "test_composer",
+    "test_promise_file_systems", "test_unreadable",
 )  # fmt: skip
 
 
@@ -122,6 +124,13 @@ def own_sockets(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mo
     yield folder
     for process in writers(folder) if any(folder.iterdir()) else ():  # a writer keeps its words there
         process.kill()
+
+
+@pytest.fixture(autouse=True)
+def short_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Retry reads that fail for a moment only: many tests remove or damage files, and each would wait for seconds."""
+    if "ckpt.checkpoint.steady" in sys.modules:
+        monkeypatch.setattr("ckpt.checkpoint.steady.WINDOW_S", 0.05)
 
 
 @pytest.fixture(autouse=True)

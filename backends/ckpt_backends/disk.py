@@ -1,7 +1,8 @@
-"""The one door to the operating system that the local store uses.
+"""The system calls of the local store.
 
-Everything that can lose data goes through here, so that a test can stand in the doorway: record the order of writes
-and syncs, or make any one of them fail.
+Every call that can lose data is a method of `Disk`, so that a test can record the order of writes and syncs, or make
+any one of them fail. A file system may lack a capability. `Disk` then uses a substitute that keeps the same promise,
+or raises an error that names the capability.
 """
 
 from __future__ import annotations
@@ -12,12 +13,22 @@ import fcntl
 import os
 from collections.abc import Sequence
 
+from ckpt.errors import StoreError
+
+UNSUPPORTED = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTTY})
+"""What a file system answers to a call that it does not implement."""
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _RENAME_NOREPLACE = 1
 _AT_FDCWD = -100
 
 
 class Disk:
-    """Plain system calls, blocking. Raises OSError. Who may read what is made here is the umask's to say."""
+    """Plain system calls, blocking. Raises OSError. Who may read what is made here is the umask's to say.
+
+    folders_unsynced: True once the file system has rejected the fsync of a folder as not supported.
+    """
+
+    folders_unsynced = False
 
     def open(self, path: str, flags: int, mode: int = 0o666) -> int:
         # O_NONBLOCK means nothing to a file, and keeps us from waiting for the other end of a pipe with a file's name.
@@ -27,11 +38,14 @@ class Disk:
         os.mkdir(path)
 
     def reserve(self, fd: int, size: int) -> None:
-        """Take the space now, so that a full disk is known before the first byte is written."""
+        """Allocate the space now, so that a full disk is found before the first byte is written.
+
+        Do nothing if the file system cannot allocate space in advance: the writes find a full disk later.
+        """
         try:
             os.posix_fallocate(fd, 0, size)
         except OSError as error:
-            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+            if error.errno in _FULL:
                 raise
 
     def lock(self, fd: int) -> bool:
@@ -64,25 +78,52 @@ class Disk:
         os.close(fd)
 
     def fsync_dir(self, path: str) -> None:
+        """Make the names in a folder durable. Set `folders_unsynced` if the file system cannot do it."""
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            os.fsync(fd)
+            self.fsync_folder(fd)
+        except OSError as error:
+            if error.errno not in UNSUPPORTED:
+                raise
+            self.folders_unsynced = True
         finally:
             os.close(fd)
 
+    def fsync_folder(self, fd: int) -> None:
+        os.fsync(fd)
+
     def link(self, source: str, target: str) -> None:
-        """Give a finished file its name; FileExistsError if the name is taken. Leaves `source` or not."""
+        """Give a complete file its name, and keep or remove `source`.
+
+        Raise FileExistsError if the name is taken, and StoreError if the file system offers no way to find that out.
+        """
         try:
-            os.link(source, target, follow_symlinks=False)
+            self.hard_link(source, target)
         except OSError as error:
-            if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
+            if error.errno not in UNSUPPORTED | {errno.EPERM, errno.EMLINK, errno.EXDEV, errno.EACCES}:
                 raise
             self._rename_noreplace(source, target)
 
+    def hard_link(self, source: str, target: str) -> None:
+        os.link(source, target, follow_symlinks=False)
+
     def _rename_noreplace(self, source: str, target: str) -> None:
+        try:
+            self.rename_noreplace(source, target)
+        except OSError as error:
+            if error.errno not in UNSUPPORTED:
+                raise
+            raise StoreError(
+                f"the file system of {os.path.dirname(target)} has neither hard links nor renameat2(RENAME_NOREPLACE), "
+                "so two jobs could write the same log record. Use a folder on another file system, or a bucket"
+            ) from error
+
+    def rename_noreplace(self, source: str, target: str) -> None:
         libc = ctypes.CDLL(None, use_errno=True)
-        arguments = (_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), _RENAME_NOREPLACE)
-        if libc.renameat2(*arguments) != 0:
+        rename = getattr(libc, "renameat2", None)
+        if rename is None:
+            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), target)
+        if rename(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), _RENAME_NOREPLACE) != 0:
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number), target)
 

@@ -20,14 +20,14 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import aiofiles
 
-from ckpt.errors import CorruptError, FullError, NotFoundError, StoreError
+from ckpt.errors import CorruptError, FullError, NotFoundError, StoreError, TruncatedError
 from ckpt.failpoints import point
 from ckpt.store import Buffer, ObjectInfo, check_key
 from ckpt_backends.disk import Disk
@@ -60,6 +60,16 @@ class LocalStore:
             with errors(self.url, self.root):
                 self._make_root()
                 self._sync_folders()
+
+    @property
+    def caveat(self) -> str:
+        """Return a warning about a promise that this file system cannot keep, or an empty string."""
+        if not self.disk.folders_unsynced:
+            return ""
+        return (
+            f"{self.root}: this file system cannot fsync a folder, so a power cut may undo the newest checkpoints. "
+            "The death of a process loses nothing"
+        )
 
     # -- small objects --
 
@@ -210,7 +220,7 @@ class LocalStore:
         try:
             size = size_of(fd, path)
             if start > size:
-                raise StoreError(f"{path} ends before byte {start}")
+                raise TruncatedError(f"{path} ends before byte {start}")
             if limit is not None and size > limit:
                 raise CorruptError(f"{path} is implausibly large: {size} bytes")
             data = memoryview(bytearray(size - start))
@@ -222,14 +232,29 @@ class LocalStore:
             self.disk.close(fd)
 
     def _read_range(self, path: str, start: int, length: int, into: memoryview | None) -> memoryview:
-        with self.open_files.reading(path) as file:
+        with self.open_files.reading(path) as file, self._reopening(path):
             return file.read(start, length, into)
 
     def scatter(self, key: str, start: int, views: Sequence[memoryview]) -> None:
         """Fill these, one after another, with bytes from `start` on: through the page cache, in the calling thread."""
         path = self._path(key)
-        with errors(self.url, path), self.open_files.reading(path) as file:
+        with errors(self.url, path), self.open_files.reading(path) as file, self._reopening(path):
             file.scatter(start, views)
+
+    @contextlib.contextmanager
+    def _reopening(self, path: str) -> Iterator[None]:
+        """Open a file again after an error: on NFS a stale descriptor fails for ever (ESTALE)."""
+        try:
+            yield
+        except (OSError, StoreError):
+            self.open_files.forget(path)
+            raise
+
+    async def has_folder(self, key: str) -> bool:
+        """Return whether a folder is there. A listing of the store cannot tell a missing folder from an empty one."""
+        path = self._path(key)
+        with errors(self.url, path):
+            return await self.run(os.path.isdir, path)
 
     def soon(self, key: str, start: int, length: int) -> None:
         """These bytes will be asked for by `scatter` before long: the kernel may begin to read them. Never fails."""
@@ -294,8 +319,12 @@ class LocalStore:
                 if entry.is_dir(follow_symlinks=False):
                     pending.append(key + "/")
                 elif entry.is_file(follow_symlinks=False) and key.startswith(prefix) and key > after:
-                    with contextlib.suppress(FileNotFoundError):  # deleted while we look
+                    try:
                         found.append(ObjectInfo(key, entry.stat(follow_symlinks=False).st_size))
+                    except FileNotFoundError:
+                        pass  # deleted while we look
+                    except OSError as error:
+                        raise translated(error, self.url, key) from error
         return sorted(found, key=lambda info: info.key)
 
     def _take_reserve(self) -> None:

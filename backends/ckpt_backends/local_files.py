@@ -12,15 +12,19 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from ckpt.errors import AccessError, ExistsError, FullError, NotFoundError, StoreError
+from ckpt.errors import AccessError, ExistsError, FullError, NotFoundError, StoreError, TruncatedError
 from ckpt.failpoints import point
 from ckpt.store import PAGE
-from ckpt_backends.disk import Disk
+from ckpt_backends.disk import UNSUPPORTED, Disk
 
 if TYPE_CHECKING:
     from ckpt_backends.local import LocalStore
 
 OPEN_FILES = 16
+PASSING = {  # errors that the next try may not meet
+    errno.EIO, errno.EINTR, errno.EAGAIN, errno.EBUSY, errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE,
+    errno.ENOMEM, errno.ENOTCONN, errno.EHOSTDOWN, errno.ENODEV,
+}  # fmt: skip
 _VECTORS = 1024  # of one preadv, at most
 
 
@@ -66,7 +70,7 @@ class LocalUpload:
                 try:
                     written = self._store.disk.pwrite(direct, view[:pages], offset)
                 except OSError as error:
-                    if error.errno != errno.EINVAL:  # EINVAL: this disk wants a coarser alignment
+                    if error.errno not in UNSUPPORTED:  # EINVAL: this disk wants a coarser alignment
                         raise
                     self._direct = None
                     continue
@@ -161,10 +165,7 @@ class _Reader:
         except BaseException:
             self._disk.close(self._buffered)
             raise
-        try:
-            self._direct = open_direct(disk, path, os.O_RDONLY) if direct else None
-        except OSError:
-            self._direct = None
+        self._direct = open_direct(disk, path, os.O_RDONLY) if direct else None
         self.users = 1  # the list of what is open is one of them
 
     def release(self) -> None:
@@ -176,7 +177,7 @@ class _Reader:
 
     def read(self, start: int, length: int, into: memoryview | None) -> memoryview:
         if start + length > self._size:
-            raise StoreError(f"{self._path} holds {self._size} bytes, {start + length} were asked for")
+            raise TruncatedError(f"{self._path} holds {self._size} bytes, {start + length} were asked for")
         first = start // PAGE * PAGE
         last = -(-(start + length) // PAGE) * PAGE
         if self._direct is not None and length >= PAGE:
@@ -186,7 +187,7 @@ class _Reader:
                 self._fill(self._direct, into[: last - first], first, start + length - first)
                 return into[start - first : start - first + length]
             except OSError as error:
-                if error.errno != errno.EINVAL:
+                if error.errno not in UNSUPPORTED:
                     raise
         if into is None or len(into) < length:
             into = memoryview(bytearray(length))
@@ -195,7 +196,7 @@ class _Reader:
 
     def scatter(self, start: int, views: Sequence[memoryview]) -> None:
         if start + sum(map(len, views)) > self._size:
-            raise StoreError(f"{self._path} holds {self._size} bytes, more were asked for, from {start} on")
+            raise TruncatedError(f"{self._path} holds {self._size} bytes, more were asked for, from {start} on")
         left = [view for view in views if len(view)]
         while left:
             count = self._disk.scatter(self._buffered, left[:_VECTORS], start)
@@ -222,20 +223,21 @@ class _Reader:
 
 
 def open_direct(disk: Disk, path: str, flags: int) -> int | None:
-    """A descriptor that goes past the page cache; None where the file system has no such."""
+    """Open a file that is open already once more, past the page cache. Return None if the file system refuses.
+
+    File systems refuse with several errors. The descriptor through the page cache does the same work in each case.
+    """
     try:
         return disk.open(path, flags | os.O_DIRECT)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
+    except OSError:
         return None
 
 
 def size_of(fd: int, path: str) -> int:
-    """Of an open file. StoreError if it is something else, such as a pipe."""
+    """Of an open file. NotFoundError if it is something else, such as a pipe."""
     found = os.fstat(fd)
     if not stat.S_ISREG(found.st_mode):
-        raise StoreError(f"{path} is not a file")
+        raise NotFoundError(f"{path} is not a file")
     return found.st_size
 
 
@@ -249,6 +251,8 @@ def translated(error: OSError, url: str, path: str) -> StoreError:
     what = f"{os.strerror(error.errno) if error.errno else error} ({path} in {url})"
     if isinstance(error, FileNotFoundError):
         return NotFoundError(what)
+    if error.errno in (errno.ELOOP, errno.ENXIO):  # a link, a socket or a device has the name
+        return NotFoundError(f"not a file: {what}")
     if isinstance(error, FileExistsError):
         return ExistsError(what)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -259,7 +263,7 @@ def translated(error: OSError, url: str, path: str) -> StoreError:
         )
     if error.errno == errno.ENOTDIR:
         what = f"a file is in the way of a folder: {what}. Name another folder, or the one that the file is in"
-    return StoreError(what, retryable=error.errno in (errno.EIO, errno.EINTR, errno.EAGAIN))
+    return StoreError(what, retryable=error.errno in PASSING)
 
 
 @contextlib.contextmanager

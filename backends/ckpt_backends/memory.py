@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
 
-from ckpt.errors import CorruptError, ExistsError, NotFoundError, StoreError
+from ckpt.errors import CorruptError, ExistsError, NotFoundError, StoreError, TruncatedError
 from ckpt.store import Buffer, ObjectInfo, check_key
 
 
@@ -43,7 +43,7 @@ class MemoryStore:
             raise CorruptError(f"{key} is implausibly large: {size} bytes")
         end = size if length is None else start + length
         if end > size or start > size:
-            raise StoreError(f"{key} holds {size} bytes, {end} were asked for")
+            raise TruncatedError(f"{key} holds {size} bytes, {end} were asked for")
         return memoryview(self.objects[key])[start:end]
 
     def scatter(self, key: str, start: int, views: Sequence[memoryview]) -> None:
@@ -52,7 +52,7 @@ class MemoryStore:
             raise NotFoundError(f"{key} is not in {self.url}")
         data = memoryview(self.objects[key])[start:]
         if sum(map(len, views)) > len(data):
-            raise StoreError(f"{key} holds {len(data)} bytes from {start} on, more were asked for")
+            raise TruncatedError(f"{key} holds {len(data)} bytes from {start} on, more were asked for")
         for view in views:
             view[:], data = data[: len(view)], data[len(view) :]
 

@@ -19,7 +19,7 @@ import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ckpt.errors import CheckpointError, CorruptError, NotFoundError, StoreError, UsageError
+from ckpt.errors import CheckpointError, CorruptError, NotFoundError, StoreError, TruncatedError, UsageError
 from ckpt.store import Buffer, ObjectInfo, Upload, check_key, options_of
 from ckpt_backends.refusals import meaning, without_secrets
 from ckpt_backends.remote_upload import FileUpload, only_if_absent
@@ -79,7 +79,7 @@ class RemoteStore:
             if length is None:
                 length = max(size - start, 0)
             if start + length > size:
-                raise StoreError(f"{key} holds {size} bytes, {start + length} were asked for")
+                raise TruncatedError(f"{key} holds {size} bytes, {start + length} were asked for")
         if length == 0:
             return memoryview(b"")
         with self.errors(f"cannot read {key}"):
@@ -94,7 +94,7 @@ class RemoteStore:
         """The error for an answer with `got` bytes where `length` were asked for: worth a retry if they are there."""
         size = (await self.head(key)).size
         if start + length > size:
-            return StoreError(f"{key} holds {size} bytes, {start + length} were asked for")
+            return TruncatedError(f"{key} holds {size} bytes, {start + length} were asked for")
         if got > length:
             return StoreError(f"{key}: {got} bytes came, {length} were asked for: ranges seem not to be known there")
         return StoreError(f"{key} ended early, at {got} of {length} bytes", retryable=got < length)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from aiobotocore.httpsession import AIOHTTPSession
 from botocore import exceptions as boto
 
-from ckpt.errors import AccessError, CorruptError, NotFoundError, StoreError, UsageError
+from ckpt.errors import AccessError, CorruptError, NotFoundError, StoreError, TruncatedError, UsageError
 from ckpt.store import Buffer, ObjectInfo, Upload, check_key
 from ckpt_backends.refusals import GoneError, OutOfRangeError, UnknownRequestError, refusal
 from ckpt_backends.remote import RemoteStore
@@ -132,7 +132,7 @@ class S3Store(RemoteStore):
         """No bytes, which HTTP has no range for; an error if not even their place is there."""
         size = (await self.head(key)).size
         if start > size:
-            raise StoreError(f"{key} holds {size} bytes, it ends before byte {start}")
+            raise TruncatedError(f"{key} holds {size} bytes, it ends before byte {start}")
         return memoryview(b"")
 
     async def _get_whole(self, key: str, limit: int | None) -> memoryview:

@@ -17,6 +17,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from ckpt.checkpoint import steady
 from ckpt.checkpoint.concurrent import all_of
 from ckpt.errors import CorruptError, StoreError
 from ckpt.format.codec import BF16, RAW, decode
@@ -182,7 +183,7 @@ async def fetch(
 async def _read(store: Store, batch: Batch, scratch: Scratch) -> list[memoryview | StoreError]:
     """What the store gives for each read, or that it cannot."""
     room = zip(batch.reads, scratch.take(batch), strict=True)
-    works = [store.get(read.pack, start=read.start, length=read.length, into=view) for read, view in room]
+    works = [steady.get(store, read.pack, start=read.start, length=read.length, into=view) for read, view in room]
     found: list[memoryview | StoreError] = []
     for result in await asyncio.gather(*works, return_exceptions=True):
         if not isinstance(result, (memoryview, StoreError)):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from ckpt.errors import ClosedError
+from ckpt.errors import ClosedError, StoreError
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -16,14 +17,20 @@ AT_ONCE = 64
 
 def run(work: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine to its end from plain code, also where an event loop is already running (notebooks). ClosedError
-    in a thread that goes on when the interpreter ends."""
+    in a thread that goes on when the interpreter ends, StoreError if no descriptor is left for an event loop."""
     with ThreadPoolExecutor(1, "ckpt-run") as pool:
         try:
             result = pool.submit(asyncio.run, work)
         except RuntimeError:
             work.close()
             raise ClosedError("the interpreter is ending: join this thread before the script ends") from None
-        return result.result()
+        try:
+            return result.result()
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE):
+                raise
+            work.close()
+            raise StoreError(f"no file can be opened now: {error.strerror}", retryable=True) from error
 
 
 async def all_of(works: Iterable[Awaitable[T]]) -> list[T]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ckpt.errors import StoreError
 from ckpt.format.manifest import Attempt, owner
 from ckpt.runlog.log import RunLog
 from ckpt.runlog.records import Acquire, in_history
@@ -38,15 +37,11 @@ class Loss:
 
 
 async def of_log(log: RunLog) -> list[Loss]:
-    """What may be lost with damaged or missing records."""
+    """What may be lost with damaged or missing records. StoreError if that cannot be read now."""
     state = log.state
     if not state.damaged:
         return []
-    begun: set[Attempt | None] = set()
-    try:
-        begun = {owner(info.key) async for info in log.store.list("index/")}
-    except StoreError:
-        pass  # whoever reads the run will say so
+    begun = {owner(info.key) async for info in log.store.list("index/")}
     lost = {a for a in begun if a is not None and not state.ended(a) and a not in state.held}
     lost |= {a for a in state.aborted if UNCLEAR in state.reasons.get(a, "")}
     return [Loss(log.store.url, f"{records(state.damaged)}{_may_have(lost)}", of_each(lost))]

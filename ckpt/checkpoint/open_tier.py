@@ -22,7 +22,7 @@ from ckpt.checkpoint.incremental import Policy
 from ckpt.checkpoint.read import verify
 from ckpt.checkpoint.scrub import Scrub
 from ckpt.checkpoint.upload_stats import UploadStats
-from ckpt.errors import CheckpointError, FencedError
+from ckpt.errors import CheckpointError, FencedError, is_unreadable
 from ckpt.format.manifest import Attempt
 from ckpt.format.manifest import owner as owner_of
 from ckpt.ipc.notes import DamagedNote, SaidNote
@@ -231,14 +231,18 @@ class OpenTier:
 
     async def _warn(self, tell: Callable[[Note], None]) -> None:
         """Once, of each checkpoint that cannot be read, since nothing is cleaned up while it stays."""
-        unread: dict[Attempt, str] = {}
+        unread: dict[Attempt, CheckpointError] = {}
         await retention.files_of(self.log, self.log.state.commits.values(), unread)
         if unread.keys() - self.warned:  # a predecessor that is still leaving may have retired it meanwhile
             await self.log.refresh()
             unread = {attempt: why for attempt, why in unread.items() if attempt in self.log.state.commits}
         for attempt in sorted(unread.keys() - self.warned):
-            what = f"step {attempt.step} of {self.url} cannot be read, so nothing is cleaned up there while it stays"
-            _say(tell, f"{what}: {unread[attempt]}. `ckpt repair {self.url}` says what can be mended")
+            error, what = unread[attempt], f"step {attempt.step} of {self.url} cannot be read"
+            if is_unreadable(error):
+                _say(tell, f"{what} now. Nothing is cleaned up there until it can be read again: {error}")
+            else:
+                mend = f"`ckpt repair {self.url}` says what can be mended"
+                _say(tell, f"{what}, so nothing is cleaned up there while it stays: {error}. {mend}")
         self.warned = set(unread)
 
     async def _give_up_old(self, mine: Acquire) -> None:

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from ckpt.checkpoint import steady
 from ckpt.checkpoint.concurrent import of_each
 from ckpt.checkpoint.write import WrittenPart
-from ckpt.errors import AccessError, CheckpointError, CorruptError, FormatError, NotFoundError
+from ckpt.errors import CorruptError, FormatError, NotFoundError, TruncatedError
 from ckpt.events import log as logger
 from ckpt.format.digest import file_digest
 from ckpt.format.manifest import (
@@ -29,7 +30,7 @@ from ckpt.format.rank_index import MAX_DIRECTORY, Directory, is_directory
 from ckpt.format.slim import Slim
 from ckpt.format.table import MAX_TABLE, Table, empty
 from ckpt.runlog.records import Commit
-from ckpt.store import Store, get_small
+from ckpt.store import Store
 
 FEW = 4  # packs, each of which is asked for by itself
 AT_ONCE = 16  # parts with their tables
@@ -37,21 +38,16 @@ NO_SIZES: Mapping[str, int] = MappingProxyType({})
 MANY = 64  # ranks: what their parts say alike is kept once
 
 
-def about_reaching(store: Store, error: CheckpointError) -> bool:
-    """Whether an error says nothing about what is stored."""
-    return store.remote and (isinstance(error, AccessError) or error.retryable)
-
-
 async def read_exact(store: Store, key: str, digest: str, limit: int) -> memoryview:
     """A small file. CorruptError unless it is the one with this digest."""
-    raw = await get_small(store, key, limit)
+    raw = await steady.get(store, key, limit=limit)
     if file_digest(raw) != digest:
         raise CorruptError(f"{key} is damaged: its digest does not match")
     return raw
 
 
 async def read_header(store: Store, pack: PackInfo) -> memoryview:
-    head = await store.get(pack.key, start=0, length=pack.header_size)
+    head = await steady.get(store, pack.key, start=0, length=pack.header_size)
     if file_digest(head) != pack.header:
         raise CorruptError(f"{pack.key} is damaged: its header does not match its digest")
     return head
@@ -105,7 +101,7 @@ async def read_part(
     layout_of: Callable[[str], dict[str, Any]] = unpress,
 ) -> tuple[Part, str]:
     """A part and its digest, without its table. `layout_of`: see `Part.from_bytes`."""
-    raw = await get_small(store, part_key(attempt, rank, number), MAX_JSON)
+    raw = await steady.get(store, part_key(attempt, rank, number), limit=MAX_JSON)
     digest = file_digest(raw)
     what = part_key(attempt, rank, number)
     if expected is not None and digest != expected:
@@ -132,7 +128,7 @@ async def _sizes(store: Store, part: Part, known: Mapping[str, int]) -> dict[str
     if store.remote and len(keys) > FEW:  # an answer to a listing says as much as many to single questions
         for of in sorted({of for key in keys if (of := owner(key)) is not None}):
             found |= {info.key: info.size async for info in store.list(f"packs/{of}.{part.rank}.")}
-    infos = await of_each([key for key in keys if key not in found], store.head)
+    infos = await of_each([key for key in keys if key not in found], functools.partial(steady.head, store))
     return found | {info.key: info.size for info in infos}
 
 
@@ -219,7 +215,7 @@ async def _newest(
                 return await load_part(
                     store, attempt, rank, number, sizes=sizes, slim=slim
                 )  # perhaps damaged on its way
-        except (CorruptError, FormatError, NotFoundError) as error:
+        except (CorruptError, FormatError, NotFoundError, TruncatedError) as error:
             logger.warning("attempt %s, rank %d, try %d does not count: %s", attempt, rank, number, error)
     return None
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ckpt.checkpoint import steady
 from ckpt.checkpoint.parts import load_part
 from ckpt.checkpoint.write import CHUNK, WrittenPart, upload_from
 from ckpt.errors import CorruptError, ExistsError, NotFoundError
@@ -73,7 +74,7 @@ async def copy_part(
     for pack in written.part.packs:
         await _copy_pack(source, target, pack, written.table, pack.key in used, on_bytes)
     for key in reversed(keys):
-        await _put_once(target, key, await get_small(source, key, MAX_JSON))
+        await _put_once(target, key, await steady.get(source, key, limit=MAX_JSON))
     return written
 
 
@@ -144,7 +145,7 @@ class VerifiedRanges:
         if head:
             start, stop = 0, max(stop, head)
         room = memoryview(mmap.mmap(-1, stop - start + 2 * PAGE))
-        data = await self._source.get(self._pack.key, start=start, length=stop - start, into=room)
+        data = await steady.get(self._source, self._pack.key, start=start, length=stop - start, into=room)
         await asyncio.to_thread(self._check, data, start, first, last, head)
         return data[offset - start : offset - start + length]
 

@@ -12,7 +12,7 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 
@@ -24,7 +24,6 @@ from ckpt.checkpoint.concurrent import of_each
 from ckpt.checkpoint.concurrent import run as run
 from ckpt.checkpoint.parts import (
     MANY,
-    about_reaching,
     load_index,
     load_table,
     load_tables,
@@ -35,7 +34,7 @@ from ckpt.checkpoint.parts import (
     sizes_of_many,
 )
 from ckpt.checkpoint.spelling import BEST, Which, number
-from ckpt.errors import CorruptError, NoCheckpointError, NotFoundError, StoreError
+from ckpt.errors import CorruptError, NoCheckpointError, NotFoundError, StoreError, TruncatedError, is_unreadable
 from ckpt.events import log as logger
 from ckpt.format.codec import RAW
 from ckpt.format.layout import Layout
@@ -195,7 +194,8 @@ async def _from_any(
             async with opened(url) as store:
                 found = await load(store)
         except (CorruptError, StoreError) as error:
-            failure = failure or error
+            if failure is None or (is_unreadable(error) and not is_unreadable(failure)):
+                failure = error
             continue
         if failure is not None:
             logger.warning("%s; %s has what is needed", failure, url)
@@ -313,7 +313,7 @@ async def there(log: RunLog, commit: Commit) -> AsyncIterator[None]:
     """CorruptError says what it means that a checkpoint cannot be read."""
     try:
         yield
-    except (CorruptError, NotFoundError) as error:
+    except (CorruptError, NotFoundError, TruncatedError) as error:
         what = f"is damaged ({error})" if await still_live(log, commit) else "was given up while it was read"
         raise CorruptError(f"step {commit.step} {what}: choose another, see `ckpt ls`") from None
 
@@ -334,18 +334,23 @@ async def verify(
     new: bool = False,
     on_bytes: Callable[[int], None] | None = None,
     on_lost: Callable[[str, int], None] = lambda pack, offset: None,
+    on_unreadable: Callable[[StoreError], None] | None = None,
 ) -> list[str]:
     """Read every byte of a checkpoint; the problems found, none if it is sound. `on_lost`: told where damage may lie.
 
     `data` False: everything but the tensors' bytes. `new`: of these, only what it did not take from older checkpoints.
-    StoreError if the place does not let itself be read now: that says nothing about what is in it.
+    `on_unreadable`: called with each error that says nothing about the stored bytes. Without it, the first such error
+    is raised.
     """
     problems: list[str] = []
 
     def note(error: CorruptError | StoreError) -> None:
-        if about_reaching(store, error):
+        if not is_unreadable(error):
+            problems.append(str(error))
+        elif on_unreadable is None:
             raise error
-        problems.append(str(error))
+        else:
+            on_unreadable(cast(StoreError, error))
 
     async def check(work: Awaitable[T]) -> T | None:
         try:
@@ -382,6 +387,8 @@ async def _verify_blobs(
 
     def on_damage(blobs: Sequence[int], error: CorruptError | StoreError) -> None:
         note(error)
+        if is_unreadable(error):
+            return
         for blob in closure(table, blobs):
             if table.stored[blob]:
                 on_lost(*table.place(blob))

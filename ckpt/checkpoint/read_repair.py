@@ -13,7 +13,7 @@ from ckpt.checkpoint import read, read_local
 from ckpt.checkpoint.blobs import Sink, closure, plan_reads
 from ckpt.checkpoint.blobs import fetch as fetch_blobs
 from ckpt.checkpoint.put import Room
-from ckpt.errors import CorruptError, FormatError, StoreError
+from ckpt.errors import CorruptError, FormatError, StoreError, is_unreadable
 from ckpt.events import log as logger
 from ckpt.format.manifest import Attempt
 from ckpt.format.table import Content, Table
@@ -44,6 +44,8 @@ async def fetch(
 ) -> ReadRepair:
     """Hand all of these blobs to `sink`, each verified. CorruptError or StoreError if one cannot be had anywhere.
 
+    If a place that may have the missing bytes cannot be read now, that error is raised (`is_unreadable`), not damage.
+
     `others`: URLs of places that have the same checkpoint. `room`: where blobs may be read to instead; what comes from
     elsewhere is handed to `sink` all the same.
     """
@@ -57,33 +59,54 @@ async def fetch(
         await fetch_blobs(store, table, batches, sink, on_damage=note)
     else:
         await read_local.fetch(store, table, batches, sink, note, room)
-    mended = ReadRepair()
+        # `scatter` reads once. The other way to read retries what may pass.
+        again = [blob for blob, error in missing.items() if isinstance(error, StoreError)]
+        for blob in again:
+            del missing[blob]
+        if again:
+            await fetch_blobs(store, table, plan_reads(table, again, far=True), sink, on_damage=note)
+    mended, away = ReadRepair(), list[StoreError]()
     if missing:
-        rows = [row for row in closure(table, missing) if table.stored[row]]
-        mended.ranges = set(map(table.place, rows))
+        damaged = [blob for blob, error in missing.items() if not is_unreadable(error)]
+        mended.ranges = {table.place(row) for row in closure(table, damaged) if table.stored[row]}
         first = next(iter(missing.values()))
         for url in (store.url, *others):
             if missing:
-                await _search(store, url, attempt, table, missing, sink, mended)
+                await _search(store, url, attempt, table, missing, sink, mended, away)
         for text in mended.repaired:
             logger.warning("step %d in %s: %s; the first was: %s", attempt.step, store.url, text, first)
     if missing:
-        raise next(iter(missing.values()))
+        errors = [*missing.values(), *away]
+        raise next((error for error in errors if is_unreadable(error)), errors[0])
     return mended
 
 
 async def _search(
-    store: Store, url: str, attempt: Attempt, table: Table, missing: Lost, sink: Sink, mended: ReadRepair
+    store: Store,
+    url: str,
+    attempt: Attempt,
+    table: Table,
+    missing: Lost,
+    sink: Sink,
+    mended: ReadRepair,
+    away: list[StoreError],
 ) -> None:
-    """In one place, as long as anything is missing. Whatever is wrong there is no reason to give up."""
+    """In one place, as long as anything is missing. Whatever is wrong there is no reason to give up. `away`: gets the
+    errors that say nothing about the bytes there."""
     try:
         async with read.opened(url) as other:
             state = (await read.open_run(url, other)).state
             for commit in _candidates(state, attempt, url == store.url):
                 if missing:
-                    await _take(other, commit, attempt, table, missing, sink, mended)
+                    await _take(other, commit, attempt, table, missing, sink, mended, away)
     except (CorruptError, FormatError, StoreError) as error:
+        _note_away(error, away)
         logger.warning("step %d cannot be repaired from %s: %s", attempt.step, url, error)
+
+
+def _note_away(error: CorruptError | FormatError | StoreError, away: list[StoreError]) -> None:
+    if isinstance(error, StoreError) and is_unreadable(error):
+        away.append(error)
 
 
 def _candidates(state: RunState, attempt: Attempt, here: bool) -> list[Commit]:
@@ -94,17 +117,25 @@ def _candidates(state: RunState, attempt: Attempt, here: bool) -> list[Commit]:
 
 
 async def _take(
-    other: Store, commit: Commit, attempt: Attempt, table: Table, missing: Lost, sink: Sink, mended: ReadRepair
+    other: Store,
+    commit: Commit,
+    attempt: Attempt,
+    table: Table,
+    missing: Lost,
+    sink: Sink,
+    mended: ReadRepair,
+    away: list[StoreError],
 ) -> None:
     """What one checkpoint has of what is missing."""
     found: list[int] = []
     try:
         async for theirs in read.tables_of(other, commit, {table.name_of(blob) for blob in missing}):
-            found += await _take_of(other, theirs, table, missing, sink)
+            found += await _take_of(other, theirs, table, missing, sink, away)
             if not missing:
                 break
     except (CorruptError, FormatError, StoreError) as error:
-        logger.warning("step %d of %s is of no help: %s", commit.step, other.url, error)
+        _note_away(error, away)
+        logger.warning("cannot repair from step %d of %s: %s", commit.step, other.url, error)
     if found:
         names = list(dict.fromkeys(table.name_of(blob) for blob in sorted(found)))
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
@@ -113,7 +144,9 @@ async def _take(
         mended.repaired.append(f"{what} ({', '.join(names[:3])}{more}) came from {where}")
 
 
-async def _take_of(other: Store, theirs: Table, table: Table, missing: Lost, sink: Sink) -> set[int]:
+async def _take_of(
+    other: Store, theirs: Table, table: Table, missing: Lost, sink: Sink, away: list[StoreError]
+) -> set[int]:
     """The blobs that were missing, and are not any more."""
     wanted: dict[Content, list[int]] = {}
     for blob in missing:
@@ -129,7 +162,7 @@ async def _take_of(other: Store, theirs: Table, table: Table, missing: Lost, sin
                 done.add(same)
 
     reads = plan_reads(theirs, alike, far=other.remote)
-    await fetch_blobs(other, theirs, reads, take, on_damage=lambda blobs, error: None)
+    await fetch_blobs(other, theirs, reads, take, on_damage=lambda blobs, error: _note_away(error, away))
     for blob in done:
         del missing[blob]
     return done

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Se
 from dataclasses import dataclass, replace
 
 from ckpt.checkpoint.read import packs_of
-from ckpt.errors import CorruptError, NoCheckpointError, StoreError, UsageError
+from ckpt.errors import CheckpointError, CorruptError, NoCheckpointError, StoreError, UsageError
 from ckpt.events import log as logger
 from ckpt.failpoints import point
 from ckpt.format.manifest import Attempt, index_key, part_key, table_key
@@ -203,7 +203,7 @@ def remember_packs(log: RunLog, attempt: Attempt, packs: Iterable[str]) -> None:
 
 
 async def files_of(
-    log: RunLog, commits: Iterable[Commit], unread: dict[Attempt, str] | None = None
+    log: RunLog, commits: Iterable[Commit], unread: dict[Attempt, CheckpointError] | None = None
 ) -> dict[Attempt, set[str]]:
     """The files that each live checkpoint needs, also those of older ones. What cannot be read keeps everything: it is
     left out, and `unread` gets why."""
@@ -220,7 +220,7 @@ async def files_of(
                 if unread is None:
                     logger.warning("step %d cannot be read, so nothing is cleaned up: %s", commit.step, error)
                 else:
-                    unread[commit.attempt] = str(error)
+                    unread[commit.attempt] = error
                 continue
             _cache[(log.store.url, commit.attempt)] = packs
         found[commit.attempt] = keys | packs

@@ -16,7 +16,7 @@ from ckpt.checkpoint.blobs import Batch, fetch, plan_reads
 from ckpt.checkpoint.commit import Role
 from ckpt.checkpoint.parts import load_part
 from ckpt.checkpoint.write import WrittenPart
-from ckpt.errors import CheckpointError, CorruptError, NotFoundError, StoreError
+from ckpt.errors import CheckpointError, CorruptError, NotFoundError, StoreError, TruncatedError, is_unreadable
 from ckpt.events import log as logger
 from ckpt.format.manifest import Attempt
 from ckpt.format.table import Table
@@ -79,7 +79,7 @@ class Scrub:
                 continue
             try:
                 written = await load_part(self.log.store, commit.attempt, rank, number, expected=digest)
-            except (CorruptError, NotFoundError) as error:
+            except (CorruptError, NotFoundError, TruncatedError) as error:
                 if commit.attempt in (await self.log.refresh()).commits:
                     self.distrust(commit.attempt)
                     self._say(commit, str(error))
@@ -113,8 +113,8 @@ class Scrub:
         return bool(new)
 
     async def _lost(self, commit: Commit, table: Table, blob: int, error: CorruptError | StoreError) -> None:
-        if isinstance(error, StoreError) and not isinstance(error, NotFoundError):
-            return  # that says nothing about the bytes
+        if is_unreadable(error):
+            return
         if commit.attempt not in (await self.log.refresh()).commits:
             return
         for one in (blob, *table.needed(blob)):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+UNREADABLE = 3  # exit code: files cannot be read now, so nothing is known about them
 STOPPED = 130  # as a shell says of SIGINT
 
 

@@ -1,7 +1,8 @@
 """The command `ckpt`: look at runs from a shell, or ask a running one to save. It needs no torch.
 
 Each command has a module of its name (`import_` for import). How they show things is in `ckpt.cli.terminal`.
-Exit codes: 0 fine or equal; 1 damaged or different; 2 wrong usage, or it cannot be read (stderr says why).
+Exit codes: 0 fine or equal; 1 damaged or different; 2 wrong usage, or another error (stderr says which); 3 files cannot
+be read now, so nothing is known about them and nothing was changed.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from collections.abc import Sequence
 import click
 
 from ckpt.checkpoint.spelling import split
-from ckpt.cli import STOPPED
+from ckpt.cli import STOPPED, UNREADABLE
 from ckpt.cli.terminal import SAYING, say
-from ckpt.errors import CheckpointError
+from ckpt.errors import CheckpointError, ExistsError, FullError, OutcomeUnknownError, is_unreadable
 from ckpt.events import log as logger
 from ckpt.store import folder_of, normalise
 from ckpt.version import VERSION
@@ -71,7 +72,9 @@ class Commands(click.Group):
 @click.version_option(VERSION, prog_name="ckpt")
 def cli() -> None:
     """Look at runs of everystep. RUN is what a Checkpointer was given: a folder, or a URL such as s3://bucket/run1.
-    RUN@500 is its checkpoint of step 500, RUN@latest the newest, RUN@best the best that was scored."""
+    RUN@500 is its checkpoint of step 500, RUN@latest the newest, RUN@best the best that was scored.
+
+    Exit codes: 0 fine or equal, 1 damaged or different, 2 wrong usage or another error, 3 files cannot be read now."""
 
 
 def advice_of(error: CheckpointError, words: Sequence[str]) -> str:
@@ -93,6 +96,12 @@ def run_of(words: Sequence[str], said: str) -> str:
     urls = {run: normalise(run) for run in runs} if len(runs) > 1 else {}
     named = [run for run, url in urls.items() if url in said or str(folder_of(url)) in said]
     return max(named, key=lambda run: len(urls[run])) if named else runs[0] if len(runs) == 1 else "RUN"
+
+
+def _is_about_reading(error: CheckpointError) -> bool:
+    """Return True if stored files could not be read, False for a wrong path and for what could not be written."""
+    others = isinstance(error, (FullError, ExistsError, OutcomeUnknownError)) or not error.advice
+    return is_unreadable(error) and not others and not isinstance(error.__cause__, NotADirectoryError)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -121,6 +130,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say(str(error))
         if advice := advice_of(error, sys.argv[1:] if arguments is None else arguments):
             say(advice)
+        if _is_about_reading(error):
+            return UNREADABLE
     except MemoryError:
         say("not enough memory for this")
     return 2

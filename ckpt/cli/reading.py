@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from ckpt.checkpoint.concurrent import of_each
 from ckpt.cli.terminal import say
-from ckpt.errors import CheckpointError, NotFoundError
+from ckpt.errors import CheckpointError, NotFoundError, is_unreadable
 from ckpt.faults import report
 from ckpt.faults.report import Fault
 from ckpt.format.typed_json import decoded
@@ -33,6 +33,9 @@ async def read_all(
     keys = [info.key async for info in store.list(prefix) if wanted(info.key)]
     found = await read_each(store, keys, most, parse)
     bad = {key: one for key, one in found.items() if isinstance(one, Exception)}
+    for error in bad.values():
+        if is_unreadable(error):  # it may be intact
+            raise error
     for key, error in bad.items():
         say(f"WARNING: {key} cannot be read, and is left out: {error}")
     return [one for one in found.values() if not isinstance(one, Exception)], list(bad)

@@ -30,6 +30,7 @@ from ckpt.cli.terminal import (
     put,
     say,
 )
+from ckpt.errors import StoreError, UnreadableError, is_unreadable
 from ckpt.store import normalise
 
 if TYPE_CHECKING:
@@ -38,6 +39,10 @@ if TYPE_CHECKING:
     from ckpt.runlog.log import Commit, RunLog
 
 Found = dict[str, Any]
+UNREADABLE = (
+    "Restore access to it, and call the same again. If it is lost for good (a bad sector, for example), move it away "
+    "first: then it can be replaced."
+)
 NAMES = 2  # tensors of one damaged piece that a person gets to see
 
 
@@ -56,7 +61,9 @@ def repair(url: str, others: Sequence[str], step: Which, yes: bool, as_json: boo
     the same file of another location, or wherever the same content is sound. With --yes the files are written again
     under their names, verified on the way; until a file is complete the old one stays. Log records are not repaired.
     size: bytes of the damaged pieces, as stored. steps: of the checkpoints that need them.
-    Exit code 1 if damage remains, or was found and --yes was not given.
+
+    If a file cannot be read now, nothing is written, and the exit code is 3. A file that will never be readable again
+    has to be moved away first. Exit code 1 if damage remains, or was found and --yes was not given.
     """
     places = [normalise(other) for other in others]
     if normalise(url) in places or len(set(places)) != len(places):
@@ -75,14 +82,21 @@ async def _repair(url: str, sources: Sequence[str], step: Which, yes: bool, quie
         others = [await stack.enter_async_context(opened(source)) for source in sources]
         commits = _wanted(log, step)
         work = Repair(log, others, commits)
-        with progress("reading", await work.look()) as on_bytes:
-            diagnosis = await work.audit(on_bytes)
-        for other in others if diagnosis.any else ():
-            if not _kin(log, other):
-                say(f"WARNING: {other.store.url} is another run: of use is only what has the same content")
-        lost = sum(piece.stored for pack in diagnosis.packs for piece in pack.pieces)
-        with progress("looking for sound bytes", lost) as on_bytes:
-            await work.seek(on_bytes)
+        try:
+            with progress("reading", await work.look()) as on_bytes:
+                diagnosis = await work.audit(on_bytes)
+            for other in others if diagnosis.any else ():
+                if not _kin(log, other):
+                    say(f"WARNING: {other.store.url} is another run: of use is only what has the same content")
+            lost = sum(piece.stored for pack in diagnosis.packs for piece in pack.pieces)
+            with progress("looking for sound bytes", lost) as on_bytes:
+                await work.seek(on_bytes)
+        except StoreError as error:
+            if not is_unreadable(error):
+                raise
+            raise UnreadableError(
+                f"a file cannot be read now, and may be intact, so nothing was written: {error}", advice=UNREADABLE
+            ) from error
         found: Found = {
             "url": log.store.url,
             "from": list(sources),
@@ -98,7 +112,7 @@ async def _repair(url: str, sources: Sequence[str], step: Which, yes: bool, quie
         if yes and diagnosis.any:
             with progress("writing", found["bytes_to_write"]) as on_bytes:
                 done = await work.mend(on_bytes)
-            found["done"] = _done(done, diagnosis)
+            found["done"] = _done(done)
             found["remains"] = diagnosis.remains or bool(done.failed)
             if not quiet:
                 show_done(found)
@@ -167,21 +181,18 @@ def _pack(pack: PackDamage) -> dict[str, Any]:
             }
             for piece in pack.pieces
         ],
+        "unavailable": pack.unavailable,
         "write_again": pack.worth,
         "repairable": pack.whole_again,
     }
 
 
-def _done(done: Repaired, found: AuditResult) -> Found:
-    zeroed = [piece for pack in found.packs if pack.info.key in done.lost for piece in pack.lost]
+def _done(done: Repaired) -> Found:
     return {
         "files": done.files,
         "packs": done.packs,
         "given_up_meanwhile": done.left,
         "failed": [{"key": key, "why": why} for key, why in done.failed],
-        "zeros": done.zeros,
-        "lost_zeros": sum(done.lost.values()),
-        "lost_zeros_steps": sorted({step for piece in zeroed for step in piece.steps}, reverse=True),
     }
 
 
@@ -202,7 +213,8 @@ def show(found: Found) -> None:
     for pack in found["packs"]:
         header = pack["header"]
         if pack["problem"]:
-            hope = "LOST" if not pack["write_again"] else "see below" if pack["repairable"] else "in part, see below"
+            lost = f"LOST: no location has {human(pack['unavailable'])} of it" if pack["unavailable"] else "LOST"
+            hope = lost if not pack["write_again"] else "see below" if pack["repairable"] else "in part, see below"
             files.append((pack["key"], "", pack["problem"], hope))
         if header["damaged"]:
             origin = f"{header['how']}, {header['from']}" if header["from"] else "LOST"
@@ -252,18 +264,9 @@ def _rows(found: Found) -> list[tuple[object, ...]]:
 
 
 def show_done(found: Found) -> None:
-    from ckpt.maintain.prune import some
-
     done = found["done"]
     print_few([f"left out, since the run has given it up meanwhile: {key}" for key in done["given_up_meanwhile"]])
     print_few([f"failed, and is as it was: {one['key']}: {one['why']}" for one in done["failed"]])
-    if done["zeros"]:
-        put(f"{done['zeros']} bytes that no checkpoint names could not be had, and are zeros now")
-    if done["lost_zeros"]:
-        steps = done["lost_zeros_steps"]
-        stay = f"step {some(steps)} stays damaged" if len(steps) == 1 else f"steps {some(steps)} stay damaged"
-        zeros = f"{done['lost_zeros']} bytes that nobody has are zeros now"
-        put(f"{zeros}: {stay}; `ckpt verify` sees it, --no-data does not")
     put(f"wrote {count_of(len(done['files']) + len(done['packs']), 'file')} again, verified on the way")
     if found["remains"]:
         put("Damage remains: see above. `ckpt verify --all` says which checkpoints are sound")

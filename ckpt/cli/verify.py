@@ -11,9 +11,10 @@ from typing import Any
 
 import click
 
-from ckpt.checkpoint import losses, read, spelling
+from ckpt.checkpoint import losses, read, spelling, steady
 from ckpt.checkpoint.parts import load_index
 from ckpt.checkpoint.spelling import Which
+from ckpt.cli import UNREADABLE
 from ckpt.cli.arguments import checkpoint_argument
 from ckpt.cli.terminal import (
     example,
@@ -26,7 +27,7 @@ from ckpt.cli.terminal import (
     progress,
     put,
 )
-from ckpt.errors import CorruptError, NotFoundError, StoreError
+from ckpt.errors import CorruptError, NotFoundError, StoreError, is_unreadable
 from ckpt.format.manifest import read_format
 from ckpt.format.rank_index import Directory
 from ckpt.maintain.examine import examine
@@ -50,7 +51,8 @@ def verify(url: str, step: Which, every: bool, data: bool, as_json: bool) -> int
     """Read every byte of a checkpoint and check it. Exit code 1 if anything is damaged, the log included.
 
     The verdict is of all that a restore of the step would read. `ckpt repair` puts right what is damaged, as far as
-    that can be had somewhere.
+    that can be had somewhere. Files that cannot be read now may be intact: they are listed, and the exit code is 3 if
+    nothing else was found.
     """
     if every and step is not None:
         raise click.UsageError("one step and --all exclude each other")
@@ -61,13 +63,23 @@ def verify(url: str, step: Which, every: bool, data: bool, as_json: bool) -> int
         print_table(("step", "attempt", "verdict"), [tuple(c.values())[:3] for c in found["checkpoints"]])
         for problems in (found["problems"], list(by_problem(found["checkpoints"]))):
             print_few(problems)
+        away = [*found["unreadable"], *by_problem(found["checkpoints"], "unreadable")]
+        print_few([f"{one}: cannot be read now" for one in away])
+        if away:
+            put(AWAY)
         if any(c["problems"] for c in found["checkpoints"]) or any(map(mendable, found["problems"])):
             put(f"`ckpt repair {found['url']}` may mend it")
         if any(problem.startswith("log record") for problem in found["problems"]):
             put(LOST_RECORDS)
-    return 1 if found["problems"] or any(c["problems"] for c in found["checkpoints"]) else 0
+    if found["problems"] or any(c["problems"] for c in found["checkpoints"]):
+        return 1
+    return UNREADABLE if found["unreadable"] or any(c["unreadable"] for c in found["checkpoints"]) else 0
 
 
+AWAY = (
+    "nothing is known about files that cannot be read now; they may be intact. Restore access to them (mount, "
+    "permissions, open file limit, credentials) and verify again"
+)
 LOST_RECORDS = (
     "lost log records stay lost; the checkpoints above are judged without them. `ckpt copy --all` to another location "
     "brings over what is whole, and a run without this fault"
@@ -78,11 +90,11 @@ def mendable(problem: str) -> bool:
     return not problem.startswith(("log record", "redo log"))
 
 
-def by_problem(checkpoints: list[dict[str, Any]]) -> Iterator[str]:
+def by_problem(checkpoints: list[dict[str, Any]], kind: str = "problems") -> Iterator[str]:
     """What is wrong, once for all checkpoints that suffer from it."""
     steps: dict[str, list[int]] = {}
     for one in checkpoints:
-        for problem in one["problems"]:
+        for problem in one[kind]:
             steps.setdefault(problem, []).append(one["step"])
     for problem, who in steps.items():
         yield f"step{'s' * (len(who) > 1)} {some(who)}: {problem}"
@@ -90,19 +102,27 @@ def by_problem(checkpoints: list[dict[str, Any]]) -> Iterator[str]:
 
 async def _verify(url: str, step: Which, every: bool, data: bool) -> dict[str, Any]:
     async with opened(url, whole=True) as log:
+        away = list[str]()
         damaged, lost = log.state.damaged, [one.reason for one in await losses.of_log(log) if one.attempts]
         problems = lost if lost and len(damaged) == 1 else losses.one_by_one(damaged) + lost
         with progress("reading the redo log", 0) if data and has_logs(log.store.url) else contextlib.nullcontext():
             problems += await asyncio.to_thread(_redo_problems, log, data)
         try:
-            read_format(await log.store.get("FORMAT.json"))
+            read_format(await steady.get(log.store, "FORMAT.json"))
         except (CorruptError, StoreError) as error:  # the log made up for it
-            problems.append("FORMAT.json is lost" if isinstance(error, NotFoundError) else str(error))
+            what = "FORMAT.json is lost" if isinstance(error, NotFoundError) else str(error)
+            (away if is_unreadable(error) else problems).append(what)
         commits = to_verify(log, step, every)
         total = await bytes_to_read(log, commits) if data and sys.stderr.isatty() else 0
         with progress("verifying", total) if total else contextlib.nullcontext() as on_bytes:
             checkpoints = [asdict(await examine(log, commit, on_bytes, data=data)) for commit in commits]
-        return {"url": log.store.url, "data": data, "problems": problems, "checkpoints": checkpoints}
+        return {
+            "url": log.store.url,
+            "data": data,
+            "problems": problems,
+            "unreadable": away,
+            "checkpoints": checkpoints,
+        }
 
 
 def _redo_problems(log: RunLog, data: bool) -> list[str]:

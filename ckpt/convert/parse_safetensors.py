@@ -17,7 +17,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from ckpt.convert.source import OriginEntry
-from ckpt.convert.source_files import FilePiece, Foreign, refuse
+from ckpt.convert.source_files import FilePiece, Foreign, cannot_read, refuse
 from ckpt.errors import CorruptError, FormatError, UsageError
 from ckpt.format.layout import BITS
 from ckpt.format.regular_file import reading
@@ -161,7 +161,7 @@ def _read(folder: FilePath, file: str) -> tuple[dict[str, FilePiece], dict[str, 
         places = _offsets(metadata)
         return {name: _tensor(file, name, one, 8 + length, places) for name, one in header.items()}, metadata
     except OSError as error:
-        raise CorruptError(f"{path} cannot be read: {error.strerror or error}") from None
+        raise cannot_read(path, error) from None
     except SafetensorError as error:
         raise CorruptError(f"{path} is damaged, or no file of safetensors: {error}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:

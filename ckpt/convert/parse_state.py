@@ -12,10 +12,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path as FilePath
 from typing import Any, TypeVar
 
+import torch
+from msgspec import structs
+
 from ckpt.convert.parse_entries import AnyTensor, Parts, Values, is_tensor
 from ckpt.convert.source import OriginEntry
 from ckpt.convert.source_files import Foreign
+from ckpt.format.saved_nodes import ORDERS
 from ckpt.format.values import Json, Path, show
+from ckpt.state.tensors import order_of
 
 FLOATING = {"F64", "F32", "F16", "BF16", "C64", "C128", "C32"}
 _NO_PARAMETERS = ("running_mean", "running_var", "num_batches_tracked")
@@ -69,7 +74,9 @@ class _Reading:
         for number, path, state in self._optimizers:
             self._entries[number] = self._optimizer(path, state)
         parts, notes, step = self._parts, self._values.notes(), _step(root)
-        entries = tuple(self._entries)
+        strided = [(p.name, torch.empty_strided(p.sizes, p.strides, device="meta")) for p in parts.pieces if p.strides]
+        orders = {name: order_of(tensor) for name, tensor in strided}
+        entries = tuple(_with_orders(entry, orders) for entry in self._entries)
         found = self._what, self._folder, tuple(parts.pieces), parts.aliases, entries, notes, step, parts.held
         return Foreign(*found, self._values.objects)
 
@@ -154,6 +161,12 @@ class _Reading:
             "with_state": [called[key] for key in saved.get("state", {})],
         }
         return OriginEntry(path, "optimizer", facts, (*fixed, *found), {"groups": encoded, "state": others})
+
+
+def _with_orders(entry: OriginEntry, orders: Mapping[str, list[int] | None]) -> OriginEntry:
+    """Note the memory layout of tensors that are not contiguous."""
+    found = {name: order for name in entry.names if (order := orders.get(name)) is not None}
+    return structs.replace(entry, facts={**entry.facts, ORDERS: found}) if found else entry
 
 
 # -- what a value is, by its form --

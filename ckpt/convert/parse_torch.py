@@ -26,7 +26,7 @@ from torch._weights_only_unpickler import Unpickler
 from ckpt.convert.parse_entries import OBJECT, Container, Values, at_place, from_description
 from ckpt.convert.parse_state import from_state
 from ckpt.convert.source import DESCRIPTION
-from ckpt.convert.source_files import Foreign
+from ckpt.convert.source_files import Foreign, cannot_read
 from ckpt.errors import CorruptError, FormatError, UsageError
 from ckpt.format.regular_file import open_regular, reading
 from ckpt.format.values import Path, show
@@ -132,6 +132,8 @@ def load(stream: IO[bytes], file: str, start: int = 0) -> Container:
                 root = reader.load()  # type: ignore[no-untyped-call]
     except (CorruptError, FormatError, UsageError):
         raise
+    except OSError as error:
+        raise cannot_read(FilePath(file), error) from None
     except Exception as error:  # whatever torch makes of bytes that it did not write
         raise _refused(error) from None
     finally:

@@ -162,9 +162,19 @@ def _reserve(path: Path, size: int) -> None:
         if os.fstat(fd).st_size != size:
             os.ftruncate(fd, 0)
             if size:
-                os.posix_fallocate(fd, 0, size)
+                _allocate(fd, size)
     finally:
         os.close(fd)
+
+
+def _allocate(fd: int, size: int) -> None:
+    """Allocate the space of a file in advance, or only set its size if the file system cannot allocate."""
+    try:
+        os.posix_fallocate(fd, 0, size)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        os.ftruncate(fd, size)
 
 
 def _remove(path: Path) -> None:
@@ -191,6 +201,9 @@ def _sync(path: Path) -> None:
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         os.fsync(fd)
+    except OSError as error:  # some file systems cannot fsync a folder
+        if not path.is_dir() or error.errno not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
     finally:
         os.close(fd)
 

@@ -8,6 +8,7 @@ bytes carry no digests of ours: that they are what was written, only whoever wro
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from ckpt.convert.source import Assembly, Bytes, Origin, OriginEntry, RankView, Want, matches
-from ckpt.errors import CorruptError, UsageError
+from ckpt.errors import CheckpointError, CorruptError, StoreError, UsageError
 from ckpt.format.boxes import Box, Dims, TangledError, times_covered
 from ckpt.format.digest import file_digest
 from ckpt.format.layout import BITS, TensorSpec, check_components, check_tensors
@@ -220,7 +221,10 @@ class FilesOrigin:
                 raise CorruptError(CHANGED.format(self._foreign.folder / name))
             done = 0
             while done < len(view):
-                count = os.preadv(fd, [view[done:]], at + done)
+                try:
+                    count = os.preadv(fd, [view[done:]], at + done)
+                except OSError as error:
+                    raise cannot_read(self._foreign.folder / name, error) from None
                 if not count:
                     raise CorruptError(f"{name} is shorter than it was: it changed while it was read")
                 done += count
@@ -275,6 +279,15 @@ def refuse(path: tuple[str | int, ...], problem: str) -> UsageError:
     return UsageError(f"{show(path)}: this {problem}")
 
 
+def cannot_read(path: FilePath, error: OSError) -> CheckpointError:
+    """Return the error for a file that could not be read. It is damage if the file is gone or not a regular file, or if
+    its content led to an impossible request."""
+    what = f"{path} cannot be read: {error.strerror or error}"
+    if error.errno in (None, errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENOTSUP, errno.ENXIO, errno.EINVAL):
+        return CorruptError(what)
+    return StoreError(what, retryable=True, advice="Nothing was changed. Restore access to the file, and repeat.")
+
+
 @contextmanager
 def _opened(folder: FilePath, name: str) -> Iterator[int]:
     """Only files inside the folder: what a file says is not trusted. (A link that the user has put there may point
@@ -284,7 +297,7 @@ def _opened(folder: FilePath, name: str) -> Iterator[int]:
     try:
         fd = open_regular(folder / name)
     except OSError as error:
-        raise CorruptError(f"{folder / name} cannot be read: {error.strerror}") from None
+        raise cannot_read(folder / name, error) from None
     try:
         yield fd
     finally:

@@ -15,7 +15,7 @@ from ckpt.checkpoint.put import Room
 from ckpt.checkpoint.read import Sink
 from ckpt.convert.source import RankView
 from ckpt.convert.source_run import SavedOrigin
-from ckpt.errors import CheckpointError, CorruptError, FormatError, StoreError, UsageError
+from ckpt.errors import CheckpointError, CorruptError, FormatError, StoreError, UsageError, is_unreadable
 from ckpt.events import log as logger
 from ckpt.format.manifest import Attempt
 from ckpt.format.table import Table
@@ -74,6 +74,8 @@ def redone(log: RunLog, step: int | None, most: int, others: Sequence[str] = ())
             return RedoneOrigin(log, source, logs.finite(attempt, ranks))
         except (CorruptError, FormatError, StoreError) as error:
             source.close()
+            if is_unreadable(error):
+                raise
             failure = failure or error.with_traceback(None)  # whose frames hold the memory of what was begun
             logger.warning("step %d cannot be redone: %s", attempt.step, error)
         except BaseException:

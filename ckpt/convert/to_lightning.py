@@ -24,6 +24,7 @@ NOT_ONE = (
 )
 HUGGING_FACE = ", and `python -m ckpt.transformers RUN --to FOLDER` a folder for from_pretrained()"
 NAME = "checkpoint"  # the one entry of what a `ckpt.lightning.CheckpointIO` has saved, which is Lightning's file
+CONFIG = "everystep.omegaconf"  # in the place of an OmegaConf container: see ckpt.lightning.configs
 VERSION = "2.0.0"  # of the form, by which Lightning knows what to make of an old one
 OTHER_LOOPS = ("validate_loop", "test_loop", "predict_loop")
 
@@ -36,13 +37,24 @@ def plan(origin: Origin, view: RankView, dtypes: Mapping[str, str]) -> Output:
     def shape(root: Mapping[Any, Any]) -> dict[Any, Any]:
         theirs, trainer = root.get(NAME), root.get("trainer")
         if isinstance(theirs, Mapping) and "pytorch-lightning_version" in theirs:
-            return dict(theirs)
+            return {key: _without_marks(value) for key, value in theirs.items()}
         if "model" not in root or not isinstance(trainer, Mapping) or "loops" not in trainer:
             raise UsageError(NOT_ONE.format(origin.title, more))
         return checkpoint(root, view.step or 0)
 
     # What the notes tell of is mostly what Lightning's file has no place for.
     return replace(plan_torch(origin, view, dtypes, shape), kind="Lightning", notes=())
+
+
+def _without_marks(value: Any) -> Any:
+    """Return OmegaConf containers, which CheckpointIO stores as marked dicts, as plain dicts and lists."""
+    if isinstance(value, dict) and CONFIG in value:
+        return value.get("content")
+    if type(value) is dict:
+        return {key: _without_marks(one) for key, one in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_without_marks(one) for one in value)
+    return value
 
 
 def checkpoint(root: Mapping[Any, Any], step: int) -> dict[str, Any]:

@@ -16,7 +16,8 @@ import torch
 
 from ckpt.convert.output import Output, Sums
 from ckpt.convert.source import Origin, RankView
-from ckpt.convert.torch_state import Builder, Tensors, stage
+from ckpt.convert.torch_state import Builder, Tensors, orders_of, stage
+from ckpt.errors import CorruptError
 
 
 class _Frugal(io.RawIOBase):
@@ -43,10 +44,12 @@ def plan(origin: Origin, view: RankView, dtypes: Mapping[str, str], shape: Shape
     """
     native = Builder(view, Tensors(origin, dtypes), numbered=True, text_keys=False).build()
     shape(native.root)  # what is wrong is said before anything is made
-    file = stage(origin, view, dtypes)
+    file, orders = stage(origin, view, dtypes), orders_of(view)
+    if odd := [one for one, order in orders.items() if sorted(order) != list(range(len(origin.tensors[one].shape)))]:
+        raise CorruptError(f"{odd[0]}: {orders[odd[0]]!r:.80} is not an order of its dimensions")
 
     def finish(out: Path, sums: Sums) -> None:
-        tensors = Tensors(origin, dtypes, output.staged_path(out, file), file)
+        tensors = Tensors(origin, dtypes, output.staged_path(out, file), file, orders)
         with out.open("wb") as target:
             root = Builder(view, tensors, numbered=True, text_keys=False).build().root
             torch.save(shape(root), cast(IO[bytes], _Frugal(target, tensors)))

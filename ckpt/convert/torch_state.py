@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date, timedelta
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from torch import Tensor
 from ckpt.convert.output import Literal, OutFile, TensorRun
 from ckpt.convert.source import DESCRIPTION, MAX_DESCRIPTION, Origin, OriginEntry, RankView, describe, fingerprint
 from ckpt.errors import CorruptError, UsageError
+from ckpt.format.saved_nodes import ORDERS
 from ckpt.format.values import Json, decode, plain_dtype, show, splitter
 from ckpt.state.placement import references
 from ckpt.state.tensors import DTYPE_NAME, TORCH_DTYPE
@@ -55,9 +57,15 @@ class Tensors:
     `stage` has planned; without it they have no memory."""
 
     def __init__(
-        self, origin: Origin, dtypes: Mapping[str, str], staged: Path | None = None, file: OutFile | None = None
+        self,
+        origin: Origin,
+        dtypes: Mapping[str, str],
+        staged: Path | None = None,
+        file: OutFile | None = None,
+        orders: Mapping[str, Sequence[int]] = MappingProxyType({}),
     ) -> None:
-        self._origin, self._dtypes = origin, dtypes
+        """`orders`: by label the dimensions from the outermost to the innermost in memory (see `orders_of`)."""
+        self._origin, self._dtypes, self._orders = origin, dtypes, orders
         self._made: dict[tuple[str, torch.dtype, tuple[int, ...]], Tensor] = {}
         self._bytes: dict[str, np.ndarray[Any, Any]] | None = None
         self._mapped: mmap.mmap | None = None
@@ -99,7 +107,25 @@ class Tensors:
                 self._made[key] = torch.empty(shape, dtype=dtype)  # of no elements
             else:
                 self._made[key] = torch.from_numpy(self._bytes[label]).view(dtype).reshape(shape)
+                if (order := self._orders.get(label)) is not None:  # these few are in memory until the file is written
+                    self._made[key] = torch.empty_permuted(shape, tuple(order), dtype=dtype).copy_(self._made[key])
         return self._made[key]
+
+
+def orders_of(view: RankView) -> dict[str, Sequence[int]]:
+    """Return the memory layout of each tensor that was not contiguous, by label. CorruptError if it is not one."""
+    found = dict[str, Sequence[int]]()
+    for entry in view.entries:
+        orders = entry.facts.get(ORDERS, {})
+        if type(orders) is not dict:
+            raise CorruptError(f"{show(entry.path)}: what is stored of the memory layout of its tensors is not a dict")
+        for name, order in orders.items():
+            label = view.tensors.get(view.aliases.get(name, name))
+            if type(order) is not list or not all(type(dim) is int for dim in order):
+                raise CorruptError(f"{name}: {order!r:.80} is not an order of its dimensions")
+            if label is not None:
+                found[label] = order
+    return found
 
 
 # -- what torch would have been given --

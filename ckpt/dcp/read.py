@@ -32,6 +32,8 @@ from ckpt.errors import (
     NoCheckpointError,
     NotFoundError,
     StoreError,
+    UnreadableError,
+    is_unreadable,
 )
 from ckpt.events import log as logger
 from ckpt.format.layout import TensorSpec
@@ -91,7 +93,7 @@ async def _find(urls: Sequence[str], step: int | None) -> Found:
                     saved = await read.load_saved(store, states[url].commits[attempt], [u for u in having if u != url])
             except CheckpointError as error:
                 first = first or error
-                if isinstance(error, StoreError) and not isinstance(error, NotFoundError):
+                if isinstance(error, StoreError) and is_unreadable(error):
                     away = away or error
                 logger.warning("step %d cannot be read from %s: %s", attempt.step, url, error)
                 continue
@@ -100,7 +102,7 @@ async def _find(urls: Sequence[str], step: int | None) -> Found:
             return Found(url, attempt, saved, tuple(u for u in urls if u != url), tuple(places))
         if away is not None:
             text = f"step {attempt.step} cannot be read now: {away}. To go back to an older one give its checkpoint_id"
-            raise StoreError(text, retryable=away.retryable) from away
+            raise UnreadableError(text, retryable=away.retryable) from away
     if first is not None:
         raise first
     raise _nothing(states, step)

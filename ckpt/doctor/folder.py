@@ -88,7 +88,20 @@ def disk(folder: str) -> list[Finding]:
     """The time of fsync, and the clock of whoever keeps the file; in a scratch folder."""
     found, clock = fsync_time(f"{folder}/sync"), Path(folder, "clock")
     clock.write_bytes(b"x")
-    return [found, clock_difference(clock.stat().st_mtime - time.time(), 1.0)]
+    return [found, folder_fsync(folder), clock_difference(clock.stat().st_mtime - time.time(), 1.0)]
+
+
+def folder_fsync(folder: str) -> Finding:
+    """Check that the file system can make the names in a folder durable."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        advice = "A power cut may undo the newest checkpoints here. The death of a process loses nothing"
+        return Finding("fsync of folders", os.strerror(error.errno or 0), ADVICE, advice)
+    finally:
+        os.close(fd)
+    return Finding("fsync of folders", "supported")
 
 
 def fsync_time(path: str, *, times: int = 10, most_s: float = 3.0) -> Finding:

@@ -11,8 +11,8 @@ from ckpt.format.columns import ODD
 from ckpt.format.values import Json, Path
 
 SHARED_KINDS = ("module", "optimizer")  # of which each rank may hold some part
-PLAIN = "plain"  # among an optimizer's facts: names of plain tensors that are a rank's shards next to a DTensor
 JOINED_KIND = "optimizer"  # of which the values of all ranks are joined
+ORDERS = "orders"  # a fact: the dimensions of tensors that are not contiguous, from the outermost to the innermost
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def _joined(nodes: list[SavedNode]) -> SavedNode:
         return first
     names = tuple(_union(node.names for node in alike))
     if first.kind != JOINED_KIND:
-        return replace(first, names=names, facts={**first.facts, **_joined_wrappers(alike)})
+        return replace(first, names=names, facts={**first.facts, **_joined_tensors(alike)})
     return replace(first, names=names, facts=_joined_facts(alike), values=_joined_values(alike))
 
 
@@ -51,14 +51,18 @@ def _joined_facts(nodes: list[SavedNode]) -> dict[str, Any]:
     groups = max(len(node.facts["params"]) for node in nodes)
     params = [_union(node.facts["params"][i] for node in nodes if i < len(node.facts["params"])) for i in range(groups)]
     state = [[n for n in node.facts["with_state"] if i == 0 or n not in own] for i, node in enumerate(nodes)]
-    mine = set(nodes[0].names)
-    plain = _union([n for n in node.facts.get(PLAIN, ()) if i == 0 or n not in mine] for i, node in enumerate(nodes))
-    facts = {**nodes[0].facts, **({PLAIN: plain} if plain else {})}
-    return {**facts, "params": params, "with_state": _union(state), **_joined_wrappers(nodes)}
+    return {**nodes[0].facts, "params": params, "with_state": _union(state), **_joined_tensors(nodes)}
+
+
+def _joined_tensors(nodes: list[SavedNode]) -> dict[str, Any]:
+    """What is said of single tensors; what a rank has itself it knows best."""
+    orders = [node.facts.get(ORDERS, {}) for node in reversed(nodes)]
+    found = {name: order for each in orders for name, order in each.items()}
+    return {**_joined_wrappers(nodes), **({ORDERS: found} if found else {})}
 
 
 def _joined_wrappers(nodes: list[SavedNode]) -> dict[str, Any]:
-    """How tensors that are made of several look; what a rank has itself it knows best."""
+    """How tensors that are made of several look."""
     rows = [form for node in reversed(nodes) for form in node.facts.get("wrappers", ())]
     if not all(type(form) is dict and type(form.get("name")) is str for form in rows):
         raise CorruptError("what is stored of tensors that are made of others has no names")

@@ -25,7 +25,7 @@ from ckpt.format.layout import Layout
 from ckpt.format.partition import GLOBAL
 from ckpt.format.rank_index import Directory, RanksView, find_shards
 from ckpt.format.rank_index import Key as Key
-from ckpt.format.saved_nodes import SHARED_KINDS, SavedNode, joined
+from ckpt.format.saved_nodes import ORDERS, SHARED_KINDS, SavedNode, joined
 from ckpt.format.saved_tensors import SavedTensor, collect
 from ckpt.format.table import Table, empty, merge
 from ckpt.format.values import Json, Path, unlike
@@ -265,6 +265,32 @@ class SavedState:
             pieces.append((self.table.shards[number].box, self.table.digest[blobs.start : blobs.stop].tobytes()))
         return tensor.spec.dtype, tensor.spec.shape, tuple(sorted(set(pieces)))
 
+    def order(self, key: Key, rank: int = 0) -> list[int] | None:
+        """Return the dimensions of a tensor from the outermost to the innermost in memory; None for a contiguous one.
+
+        Ranks may differ. The rank that a tensor belongs to decides, else the one whose values `rank` takes.
+        """
+        views = (self._view(rank if key[1] == GLOBAL else key[1]), *self.views)
+        order = next((found for view in views if (found := self._orders(view).get(key[0])) is not None), None)
+        if order is not None and sorted(order) != list(range(len(self.tensors[key].spec.shape))):
+            raise CorruptError(f"{key[0]}: {order!r:.80} is not an order of its dimensions")
+        return order
+
+    def _orders(self, view: RanksView) -> dict[str, list[int]]:
+        if view.first not in self._ordered:
+            found = self._ordered[view.first] = dict[str, list[int]]()
+            for component in view.components:
+                orders: dict[str, list[int]] = component["facts"].get(ORDERS, {})
+                if type(orders) is not dict or not all(map(_is_order, orders.values())):
+                    raise CorruptError("what is stored of the memory layout of tensors is not a list of dimensions")
+                found.update((view.aliases.get(name, name), order) for name, order in orders.items())
+        return self._ordered[view.first]
+
+    @cached_property
+    def _ordered(self) -> dict[int, dict[str, list[int]]]:
+        """By the first rank of each view."""
+        return {}
+
     @cached_property
     def labels(self) -> dict[str, Key]:
         """Every tensor by a name of its own, aliases too: `name#rank` where ranks have different ones of one name."""
@@ -294,10 +320,6 @@ class SavedState:
                     value = self._value(mapped if view is here else view.first, i)
                 said.append(SavedNode(path, component["kind"], component["facts"], value, tuple(component["names"])))
         return [joined(nodes) for nodes in found.values()]
-
-    def paths(self, rank: int) -> set[Path]:
-        """Return the paths of the entries that the rank itself saved whose values `rank` takes."""
-        return {tuple(component["path"]) for component in self._view(rank).components}
 
     def values_of(self, path: Path) -> Iterator[tuple[int, Json]]:
         """The plain values that each rank saved for one entry."""
@@ -350,3 +372,7 @@ class SavedState:
             if component["kind"] in SHARED_KINDS
             for name in component["names"]
         }
+
+
+def _is_order(value: object) -> bool:
+    return type(value) is list and all(type(dim) is int for dim in value)

@@ -225,25 +225,34 @@ def connect(key: str) -> Channel | None:
     """To the writer that has this name, None if there is none."""
     for number in range(NAMES):
         with contextlib.suppress(OSError):
-            if (channel := _reach(_address(key, number))) is not None:
-                return channel
+            return _reach(_address(key, number))
     return None
 
 
-def _reach(address: str) -> Channel | None:
-    """To whoever listens there, None if that is another user; OSError if nobody does, or does not take it."""
+class _OtherUserError(OSError):
+    """A process of another user listens on a name."""
+
+    def __init__(self, uid: int) -> None:
+        super().__init__(f"a process of the user {uid} listens there")
+        self.uid = uid
+
+
+def _reach(address: str) -> Channel:
+    """Connect to the process that listens on a name.
+
+    Raises OSError if there is none or it does not accept, and _OtherUserError if it belongs to another user.
+    """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         sock.settimeout(CONNECT_S)
         _connect(sock, address)
-        if same_user(sock):
-            sock.settimeout(None)
-            return Channel(sock)
+        if not same_user(sock):
+            raise _OtherUserError(_peer(sock)[1])
+        sock.settimeout(None)
+        return Channel(sock)
     except BaseException:
         sock.close()
         raise
-    sock.close()
-    return None
 
 
 def _connect(sock: socket.socket, address: str) -> None:
@@ -270,9 +279,13 @@ def ask_once(key: str, request: Request[R], timeout_s: float) -> R | None:
 
 
 def listen(key: str) -> socket.socket | None:
-    """Take a name: nobody else has it until this socket is closed or its process has ended. None if it is taken."""
+    """Take a name: nobody else has it until this socket is closed or its process has ended. None if it is taken.
+
+    Raises UsageError if other users of the machine have all names.
+    """
     if any(_taken(key, number) for number in range(NAMES)):
         return None
+    other = ""
     for number in range(NAMES):
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         end = time.monotonic() + BIND_S
@@ -285,24 +298,32 @@ def listen(key: str) -> socket.socket | None:
                 if error.errno != errno.EADDRINUSE:
                     sock.close()
                     raise
+            try:
+                holder = _holder(_address(key, number))
+            except _OtherUserError as error:
+                other = f" (uid {error.uid})"
+                break
             late = time.monotonic() > end  # it may have been stopped before it came to listen
-            if _taken(key, number) or (late and _bound_by(_address(key, number)) is not None):
+            if holder is not None or (late and _bound_by(_address(key, number)) is not None):
                 sock.close()
                 return None
             if late:
-                break  # another user's
+                break  # another user's, who does not listen
             time.sleep(0.01)  # it may be about to listen, or to be gone
         sock.close()
     raise UsageError(
-        f"the names of this run's writer are taken by other users of this machine ({_address(key, 0)[1:]})"
+        f"another user of this machine{other} has the socket names of this run (@{_address(key, 0)[1:]}). End that "
+        f"user's process, or set the environment variable {RUNTIME} to a folder of your own: it gives your runs other "
+        "names"
     )
 
 
 def holder(key: str) -> int | None:
     """The process of this user that has this name, 0 if it cannot be seen from here; None if none has it."""
     for number in range(NAMES):
-        if (pid := _holder(_address(key, number))) is not None:
-            return pid
+        with contextlib.suppress(_OtherUserError):
+            if (pid := _holder(_address(key, number))) is not None:
+                return pid
     return None
 
 
@@ -314,17 +335,19 @@ def has_owner(key: str) -> bool:
 
 def _taken(key: str, number: int) -> bool:
     """Whether a process of this user has this name."""
-    return _holder(_address(key, number)) is not None
+    with contextlib.suppress(_OtherUserError):
+        return _holder(_address(key, number)) is not None
+    return False
 
 
 def _holder(address: str) -> int | None:
     try:
         channel = _reach(address)
+    except _OtherUserError:
+        raise
     except BlockingIOError:  # it stands still, and its queue is full
         return _bound_by(address)
     except OSError:
-        return None
-    if channel is None:
         return None
     pid = peer_pid(channel.sock)
     channel.close()

@@ -30,6 +30,13 @@ class Process:
         return started >= 0 and started == self.started and not ending
 
     @property
+    def suspended(self) -> bool:
+        """Return True if the process is stopped, by SIGSTOP or by a debugger."""
+        with contextlib.suppress(OSError, IndexError), open(f"/proc/{self.pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0] in (b"T", b"t")
+        return False
+
+    @property
     def born(self) -> float:
         """When it was started, in seconds of the monotonic clock; now, if it was gone before we could look."""
         now = time.monotonic()

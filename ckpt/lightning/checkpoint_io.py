@@ -3,9 +3,9 @@
     trainer = Trainer(plugins=[CheckpointIO()], callbacks=[ModelCheckpoint(every_n_train_steps=1000)])
 
 Every path that ModelCheckpoint, `trainer.save_checkpoint` or a user names becomes a folder (or prefix of a bucket) that
-is a run of one checkpoint: it exists once it is whole, every byte has a digest, and no pickle is in it. All commands
-and `ckpt.load(path)` read it. For trainings that save through Lightning; `CheckpointCallback` saves more, and by
-itself.
+is a run of one checkpoint: every byte has a digest, and no pickle is in it. The folder exists when `save_checkpoint`
+returns; it can be read once it is whole. All commands and `ckpt.load(path)` read it. For trainings that save through
+Lightning; `CheckpointCallback` saves more, and by itself.
 """
 
 from __future__ import annotations
@@ -22,20 +22,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+import fsspec
 import torch
 
 from ckpt.checkpoint import read, retention
-from ckpt.checkpoint.commit import acquire, commit, written_run
+from ckpt.checkpoint.commit import acquire, commit, create_run, written_run
 from ckpt.checkpoint.in_use import check_free
 from ckpt.checkpoint.write import RankSnapshot, page_aligned, write_part
-from ckpt.errors import UsageError
+from ckpt.errors import FormatError, NoCheckpointError, UsageError
 from ckpt.events import log as logger
 from ckpt.format.manifest import Attempt, new_nonce
+from ckpt.lightning.configs import from_plain, to_plain
 from ckpt.lightning.trainer_state import to_device
 from ckpt.loading import load
 from ckpt.state.capture import Capture
 from ckpt.state.tensors import TORCH_DTYPE
-from ckpt.store import normalise, open_store, remember_options
+from ckpt.store import folder_of, normalise, open_store, remember_options
 
 if TYPE_CHECKING:
     from lightning.pytorch.plugins.io import CheckpointIO as Base
@@ -73,10 +75,13 @@ def _import_one() -> str:
 
 
 class CheckpointIO(Base):
-    """While a Trainer runs, it writes in the background: `save_checkpoint` returns when everything is copied, an error
-    of it is raised by the next call, and the Trainer waits at its end. Anywhere else, and inside an
-    `AsyncCheckpointIO`, which has a thread of its own, it returns when everything is written. What cannot be stored
+    """While a Trainer runs, it writes in the background: `save_checkpoint` returns when everything is copied and the
+    path exists, an error of it is raised by the next call, and the Trainer waits at its end. Anywhere else, and inside
+    an `AsyncCheckpointIO`, which has a thread of its own, it returns when everything is written. What cannot be stored
     without pickle is a StateError that names its path.
+
+    `AsyncCheckpointIO` returns before its thread has created the path, so two ModelCheckpoints in one folder overwrite
+    each other's files. Leave it out: this plugin needs no wrapper to write in the background.
 
     A file of Lightning's own can be loaded as well, if it has nothing but tensors and plain values inside.
     """
@@ -104,37 +109,60 @@ class CheckpointIO(Base):
             raise UsageError(f"storage_options with {', '.join(storage_options)} are for buckets: {url} is a folder")
         with self._lock:
             self._finish()
-            writing = _write(url, _freeze(checkpoint), int(checkpoint.get("global_step", 0)))
+            writing = _write(url, _freeze(to_plain(checkpoint)), int(checkpoint.get("global_step", 0)))
             if _in_a_run():
+                try:
+                    read.run(_create(url))  # ModelCheckpoint chooses the next name by the paths that exist
+                except BaseException:
+                    writing.close()
+                    raise
+                _forget_listing(url)
                 pool = ThreadPoolExecutor(1, "ckpt-lightning")
                 self._writing = pool, pool.submit(asyncio.run, writing)
                 pool.shutdown(wait=False)  # its thread ends with this work
             else:
                 read.run(writing)
+                _forget_listing(url)
 
     def load_checkpoint(self, path: Any, map_location: Any | None = None, weights_only: bool | None = None) -> Any:
         """The dict again, verified; tensors are on the CPU unless `map_location` says otherwise, as of `torch.load`.
 
         A file of Lightning's own is read inertly, whatever `weights_only` says: loading runs no code.
+
+        Raises FileNotFoundError if nothing is at the path, or only the beginning of a save that did not finish.
         """
         with self._lock:
             self._finish()
-        if urlsplit(normalise(path)).scheme == "file" and Path(path).is_file():
-            return torch.load(path, map_location=map_location, weights_only=True)
-        loaded = load(path)
+        url = normalise(path)
+        local = folder_of(url)
+        if local is not None and local.is_file():
+            return torch.load(local, map_location=map_location, weights_only=True)
+        if local is not None and not local.exists():
+            raise FileNotFoundError(f"checkpoint not found: {path} does not exist")
+        try:
+            loaded = load(path)
+        except NoCheckpointError:
+            raise FileNotFoundError(
+                f"checkpoint not found: the first save to {path} did not finish. Delete it, or give another ckpt_path"
+            ) from None
+        except FormatError:
+            if read.run(_is_empty(url)):
+                raise FileNotFoundError(f"checkpoint not found: there is nothing at {path}") from None
+            raise
         loaded.all()  # in one go
-        checkpoint, device = loaded.plain(NAME), _device(map_location)
+        checkpoint, device = from_plain(loaded.plain(NAME)), _device(map_location)
         return checkpoint if device is None else to_device(checkpoint, device)
 
     def remove_checkpoint(self, path: Any) -> None:
         """A run of ours, or a file or link; nothing if there is none."""
         with self._lock:
             self._finish()
-            local = Path(path) if urlsplit(normalise(path)).scheme == "file" else None
+            local = None if folder_of(normalise(path)) is None else Path(path)
             if local is not None and (local.is_file() or local.is_symlink()):
                 local.unlink()
             elif local is None or local.exists():
                 read.run(_remove(normalise(path)))
+                _forget_listing(normalise(path))
 
     def teardown(self) -> None:
         """Wait for what is being written. No thread is left."""
@@ -177,6 +205,23 @@ def _freeze(checkpoint: dict[str, Any]) -> Any:
     return layout, data, reading.values
 
 
+async def _create(url: str) -> None:
+    """Create the run in the folder, or its first object in the bucket."""
+    store = open_store(url, writable=True)
+    try:
+        await create_run(store)
+    finally:
+        await store.aclose()
+
+
+def _forget_listing(url: str) -> None:
+    """Clear the listings that fsspec has cached: ModelCheckpoint looks for existing paths through fsspec, and our
+    stores write without it."""
+    scheme = urlsplit(url).scheme
+    if scheme != "file" and scheme in fsspec.registry:  # otherwise nobody in this process has used it
+        fsspec.core.url_to_fs(url)[0].invalidate_cache()
+
+
 async def _write(url: str, frozen: Any, step: int) -> None:
     layout, data, values = frozen
     async with written_run(url) as log:
@@ -187,6 +232,17 @@ async def _write(url: str, frozen: Any, step: int) -> None:
         await commit(log, mine, [written])
         if len(log.state.commits) > retention.ALWAYS:  # a path that is written again and again, such as last.ckpt
             await retention.retire(log, mine, retention.Keep(last=1), {attempt})
+
+
+async def _is_empty(url: str) -> bool:
+    """Return True if there is no file or object at the URL."""
+    store = open_store(url)
+    try:
+        async for _ in store.list():
+            return False
+        return True
+    finally:
+        await store.aclose()
 
 
 async def _remove(url: str) -> None:
@@ -200,8 +256,8 @@ async def _remove(url: str) -> None:
             await store.delete_many(some)
     finally:
         await store.aclose()
-    if urlsplit(url).scheme == "file":
-        shutil.rmtree(Path(urlsplit(url).path))
+    if (folder := folder_of(url)) is not None:
+        shutil.rmtree(folder)
 
 
 def _device(map_location: Any) -> Any:

@@ -19,6 +19,7 @@ from torch.amp import GradScaler
 
 from ckpt.errors import StateError
 from ckpt.format.values import encode
+from ckpt.lightning.configs import to_plain
 from ckpt.lightning.loop_hooks import LoopHooks, State
 from ckpt.state.stateful import RNG
 
@@ -34,7 +35,7 @@ def constructed(one: Any) -> State:
     """What `save_hyperparameters()` has noted of a module or data module, as Lightning's files say it: an export needs
     it, so that `load_from_checkpoint` can make the object. Only plain values; others have to be handed over there."""
     found: State = {}
-    for name, value in dict(getattr(one, "hparams", None) or {}).items():
+    for name, value in dict(to_plain(getattr(one, "hparams", None) or {}, marked=False)).items():
         with contextlib.suppress(StateError):
             encode(value)
             found[name] = value

@@ -10,16 +10,18 @@ checkpoint or another location can say what it was.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 
+from ckpt.checkpoint import steady
 from ckpt.checkpoint.blobs import FAR_READ, PARALLEL, READ, near
 from ckpt.checkpoint.concurrent import all_of, of_each
-from ckpt.checkpoint.parts import MANY, about_reaching, read_exact, read_header
-from ckpt.errors import CorruptError, FormatError, NotFoundError, StoreError
+from ckpt.checkpoint.parts import MANY, read_exact, read_header
+from ckpt.errors import CorruptError, FormatError, NotFoundError, StoreError, is_unreadable
 from ckpt.events import log as logger
 from ckpt.format.digest import blob_digest, file_digest
 from ckpt.format.layout import Layout
@@ -42,7 +44,6 @@ from ckpt.maintain.damage import AuditedTable, AuditResult, DamagedRange, FileDa
 from ckpt.maintain.remake import IndexOf, share_of
 from ckpt.runlog.log import RunLog
 from ckpt.runlog.records import Commit
-from ckpt.store import get_small
 
 OnBytes = Callable[[int], None] | None
 Ranges = np.ndarray[Any, Any]
@@ -76,8 +77,19 @@ class Audit:
         for commit in self.commits:
             await self._structure(commit)
         self.sizes = {info.key: info.size async for info in self.store.list("packs/")}
+        await of_each([key for key in self._names if self._is_missized(key)], self._measure)
         headers = sum(self.infos[key].header_size for key in self._names if key in self.infos)
         return int(self._ranges["stored"].sum()) + headers
+
+    def _is_missized(self, key: str) -> bool:
+        there, info = self.sizes.get(key), self.infos.get(key)
+        return there is None or (info is not None and there != info.size)
+
+    async def _measure(self, key: str) -> None:
+        """Read the size of one pack again. A listing may have been made while the folder was away for a moment."""
+        self.sizes.pop(key, None)
+        with contextlib.suppress(NotFoundError):
+            self.sizes[key] = (await steady.head(self.store, key)).size
 
     def _ranges_of(self, table: Table) -> Ranges:
         """All that it names."""
@@ -155,9 +167,9 @@ class Audit:
             return missing
         start, end = pieces[0].offset, max(p.offset + p.stored for p in pieces)
         try:
-            view = await self.store.get(pieces[0].pack, start=start, length=end - start)
+            view = await steady.get(self.store, pieces[0].pack, start=start, length=end - start)
         except StoreError as error:
-            if about_reaching(self.store, error):
+            if is_unreadable(error):
                 raise
             if len(pieces) == 1:
                 return missing + pieces
@@ -172,7 +184,7 @@ class Audit:
         try:
             await read_header(self.store, info)
         except (CorruptError, StoreError) as error:
-            if about_reaching(self.store, error):
+            if is_unreadable(error):
                 raise
             return False
         return True
@@ -235,10 +247,17 @@ class Audit:
 
     async def _format(self) -> None:
         try:
-            read_format(await get_small(self.store, "FORMAT.json", MAX_FORMAT))
+            read_format(await steady.get(self.store, "FORMAT.json", limit=MAX_FORMAT))
         except (CorruptError, NotFoundError) as error:
             self.found.files.append(
-                FileDamage("FORMAT.json", None, str(error), new_format(self.log.root), f"the log of {self.store.url}")
+                FileDamage(
+                    "FORMAT.json",
+                    None,
+                    str(error),
+                    new_format(self.log.root),
+                    f"the log of {self.store.url}",
+                    isinstance(error, NotFoundError),
+                )
             )
 
     async def _structure(self, commit: Commit) -> None:
@@ -338,10 +357,11 @@ class Audit:
             try:
                 raw = bytes(await read_exact(store, key, digest, limit))
             except (CorruptError, StoreError) as error:
-                if about_reaching(store, error):
+                if is_unreadable(error):
                     raise
-                problem = "is gone" if isinstance(error, NotFoundError) else str(error).removeprefix(f"{key} ")
-                damage = damage or FileDamage(key, commit.step, problem)
+                absent = isinstance(error, NotFoundError)
+                problem = "is gone" if absent else str(error).removeprefix(f"{key} ")
+                damage = damage or FileDamage(key, commit.step, problem, absent=absent)
                 continue
             if damage is not None:
                 damage.raw, damage.source = raw, store.url

@@ -66,7 +66,10 @@ class DamagedRange:
 
 @dataclass(eq=False)
 class PackDamage:
-    """`problem`: of the file as a whole, empty if it has its size. `there`: bytes that it has, None: it is gone."""
+    """`problem`: of the file as a whole, empty if it has its size. `there`: bytes that it has, None: it is gone.
+
+    `unavailable`: bytes that neither this file, nor a cure, nor the same file elsewhere has. No file can be made then.
+    """
 
     info: PackInfo
     there: int | None
@@ -75,6 +78,7 @@ class PackDamage:
     header_cure: SoundCopy | None = None
     pieces: list[DamagedRange] = field(default_factory=list)
     known: bool = True  # its size and header are
+    unavailable: int = 0
 
     @property
     def size_is_wrong(self) -> bool:
@@ -90,25 +94,27 @@ class PackDamage:
 
     @property
     def whole_again(self) -> bool:
-        return self.known and not self.lost and (not self.header or self.header_cure is not None)
+        header = not self.header or self.header_cure is not None
+        return self.known and not self.lost and header and not self.unavailable
 
     @property
     def worth(self) -> bool:
-        """Whether to write it again: something that is damaged can be had, or only its length is wrong. What is gone is
-        not made again for its header alone."""
-        header = self.header_cure is not None and not self.size_is_wrong
-        return self.known and bool(self.cured or header or (self.size_is_wrong and self.whole_again))
+        """Return True if the file is written again: it gets better, and no byte of it has to be invented."""
+        better = self.cured or self.header_cure is not None or self.size_is_wrong
+        return self.known and not self.unavailable and bool(better)
 
 
 @dataclass(eq=False)
 class FileDamage:
-    """A small file. `raw`: what it has to be, None if that cannot be had; `source`: where it is from."""
+    """A small file. `raw`: what it has to be, None if that cannot be had; `source`: where it is from; `absent`: it is
+    gone, not damaged."""
 
     key: str
     step: int | None
     problem: str
     raw: bytes | None = None
     source: str = ""
+    absent: bool = False
 
 
 @dataclass

@@ -4,35 +4,41 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ckpt.checkpoint import read
 from ckpt.errors import NotFoundError, StoreError
 from ckpt.runlog.log import Commit, RunLog
 from ckpt.store import Store
 
+UNREADABLE = "cannot be read now"
 NAMED = re.compile(r"\b(packs|parts|index)/[\w.-]+\.(safetensors|json)\b")  # a file of a checkpoint, in a message
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`verdict`: "sound", "damaged", or "retired" while it was looked at; `problems`: what is damaged, in words."""
+    """`verdict`: "sound", "damaged", "cannot be read now", or "retired" while it was looked at; `problems`: what is
+    damaged, in words; `unreadable`: what cannot be read now, and may be intact."""
 
     step: int
     attempt: str
     verdict: str
     problems: list[str]
+    unreadable: list[str] = field(default_factory=list)
 
 
 async def examine(
     log: RunLog, commit: Commit, on_bytes: Callable[[int], None] | None = None, *, data: bool = True
 ) -> Verdict:
     """Read a checkpoint back; without `data` only what describes it."""
-    problems = await read.verify(log.store, commit, data=data, on_bytes=on_bytes)
-    verdict = "damaged" if problems else "sound"
-    if problems and not await read.still_live(log, commit):
-        problems, verdict = [], "retired"
-    return Verdict(commit.step, str(commit.attempt), verdict, await plainly(log.store, problems))
+    away = dict[str, None]()
+    problems = await read.verify(
+        log.store, commit, data=data, on_bytes=on_bytes, on_unreadable=lambda error: away.update({str(error): None})
+    )
+    verdict = "damaged" if problems else UNREADABLE if away else "sound"
+    if verdict != "sound" and not await read.still_live(log, commit):
+        return Verdict(commit.step, str(commit.attempt), "retired", [])
+    return Verdict(commit.step, str(commit.attempt), verdict, await plainly(log.store, problems), list(away))
 
 
 async def plainly(store: Store, problems: list[str]) -> list[str]:

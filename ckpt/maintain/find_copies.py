@@ -13,10 +13,10 @@ from functools import partial
 
 import numpy as np
 
-from ckpt.checkpoint import packs, read
+from ckpt.checkpoint import packs, read, steady
 from ckpt.checkpoint.concurrent import of_each
-from ckpt.checkpoint.parts import MANY, about_reaching, read_header
-from ckpt.errors import CorruptError, FormatError, NotFoundError, StoreError
+from ckpt.checkpoint.parts import MANY, read_header
+from ckpt.errors import CorruptError, FormatError, NotFoundError, StoreError, is_unreadable
 from ckpt.events import log as logger
 from ckpt.format.codec import CODECS, RAW, word_of
 from ckpt.format.codec import encode as encoded_as
@@ -63,6 +63,8 @@ class CopyFinder:
                     async for table in read.tables_of(other.store, commits[attempt]):
                         self._note(other.store, table, wanted, bad if other is audit.log else set())
                 except (CorruptError, FormatError, StoreError) as error:
+                    if is_unreadable(error):
+                        raise
                     logger.warning("step %d of %s is of no use: %s", attempt.step, other.store.url, error)
 
     def _note(self, store: Store, table: Table, wanted: set[Content], bad: set[tuple[str, int]]) -> None:
@@ -74,7 +76,7 @@ class CopyFinder:
         """None, and why, if it cannot be had bit for bit."""
         for other in self.audit.others:
             get = partial(self._same_range, other.store, piece)
-            if await _works(other.store, get):
+            if await _works(get):
                 return SoundCopy(other.store.url, "the same bytes", get)
         self._looking = self._looking or asyncio.ensure_future(self._look())
         await asyncio.shield(self._looking)
@@ -83,14 +85,14 @@ class CopyFinder:
         piece.why = "nobody has its content"
         for store, theirs, r in self._rows.get(table.content(row), ())[:TRIES]:
             have = partial(_blob, store, theirs, r)
-            if not await _works(store, have):
+            if not await _works(have):
                 piece.why = "where else its content is, that is damaged as well"
                 continue
             if codec == RAW:
                 return SoundCopy(store.url, "the same content", have)
             for word in _words(table, row):
                 make = partial(self._encoded, piece, table, row, word, have)
-                if await _works(store, make):
+                if await _works(make):
                     return SoundCopy(store.url, "its content, encoded again", make)
             piece.why = "its content is there, but it, or what it is based on, does not give the same bytes again"
         return None
@@ -100,7 +102,7 @@ class CopyFinder:
         if place in self._absent:
             raise NotFoundError(f"{piece.pack} is not in {store.url}")
         try:
-            view = await store.get(piece.pack, start=piece.offset, length=piece.stored)
+            view = await steady.get(store, piece.pack, start=piece.offset, length=piece.stored)
         except NotFoundError:
             self._absent.add(place)
             raise
@@ -111,8 +113,9 @@ class CopyFinder:
         for store, table, row in self._rows.get(content, ())[:TRIES]:
             try:
                 return await _blob(store, table, row)
-            except (CorruptError, StoreError):
-                continue
+            except (CorruptError, StoreError) as error:
+                if is_unreadable(error):
+                    raise
         raise CorruptError("nobody has its base")
 
     async def _encoded(
@@ -131,7 +134,7 @@ class CopyFinder:
     async def header(self, info: PackInfo) -> SoundCopy | None:
         for other in self.audit.others:
             get = partial(read_header, other.store, info)
-            if await _works(other.store, get):
+            if await _works(get):
                 return SoundCopy(other.store.url, "the same bytes", get)
         tiles, rank = self._tiles(info), rank_and_try(info.key)[0]
         layouts = {s.layout.digest: s.layout for s in self.audit.sheets if s.layout is not None}
@@ -188,12 +191,12 @@ def _matching(view: memoryview, piece: DamagedRange) -> memoryview:
     return view
 
 
-async def _works(store: Store, get: Get) -> bool:
+async def _works(get: Get) -> bool:
     """Whether that can be had. StoreError if the place does not let itself be read now."""
     try:
         await get()
     except (CorruptError, FormatError, StoreError) as error:
-        if about_reaching(store, error):
+        if is_unreadable(error):
             raise
         return False
     return True

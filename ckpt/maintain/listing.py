@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from ckpt.checkpoint.concurrent import of_each
-from ckpt.errors import CorruptError, StoreError
+from ckpt.errors import CorruptError, StoreError, is_unreadable
 from ckpt.events import log as logger
 from ckpt.format.digest import file_digest
 from ckpt.format.manifest import MAX_JSON, owner, part_key, rank_and_try
@@ -66,7 +66,8 @@ async def created_at(log: RunLog, commit: Commit) -> str | None:
         from ckpt.checkpoint.read import still_live  # which imports much
 
         if await still_live(log, commit):
-            logger.warning("step %d is damaged: %s. `ckpt verify --all` says more", commit.step, error)
+            problem = "cannot be read now" if is_unreadable(error) else "is damaged"
+            logger.warning("step %d %s: %s. `ckpt verify --all` says more", commit.step, problem, error)
         return None
 
 

@@ -12,13 +12,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from ckpt.checkpoint import read, retention
 from ckpt.checkpoint.retention import Sweep
 from ckpt.checkpoint.retention import default_grace_s as default_grace_s
-from ckpt.errors import CorruptError, NoCheckpointError, StoreError
+from ckpt.errors import CheckpointError, CorruptError, NoCheckpointError, StoreError, UnreadableError, is_unreadable
 from ckpt.failpoints import point
 from ckpt.format.manifest import Attempt, by_owner, owner
 from ckpt.runlog.log import RunLog
@@ -53,12 +53,14 @@ def some(numbers: Sequence[int]) -> str:
 class RunFiles:
     """All files of a place by name, with their sizes in bytes, and then what its log says.
 
-    `seen`: the checkpoints there were; `used`: the files that each of them needs, as far as it can be read.
+    `seen`: the checkpoints there were; `used`: the files that each of them needs, as far as it can be read; `unread`:
+    why others cannot.
     """
 
     sizes: dict[str, int]
     seen: Set[Attempt]
     used: dict[Attempt, set[str]]
+    unread: dict[Attempt, CheckpointError] = field(default_factory=dict)
 
     def item(self, attempt: Attempt, keys: Iterable[str], why: str = "") -> Item:
         found = [self.sizes[key] for key in keys if key in self.sizes]
@@ -79,11 +81,12 @@ async def take_stock(log: RunLog) -> RunFiles:
     state = await log.refresh()
     for _ in range(TRIES):  # a job may commit and retire while we read
         commits = dict(state.commits)
-        used = await retention.files_of(log, commits.values())
+        unread = dict[Attempt, CheckpointError]()
+        used = await retention.files_of(log, commits.values(), unread)
         state = await log.refresh()
         if state.commits.keys() <= commits.keys():
             break
-    return RunFiles(sizes, frozenset(commits), used)
+    return RunFiles(sizes, frozenset(commits), used, unread)
 
 
 Decide = Callable[[RunFiles, RunState], Sweep | None]
@@ -91,7 +94,7 @@ Decide = Callable[[RunFiles, RunState], Sweep | None]
 
 
 def refuse(state: RunState, stock: RunFiles, url: str, retiring: Set[Attempt] = frozenset()) -> None:
-    """CorruptError, with advice, if nobody can say which files are needed. Pure."""
+    """CorruptError or UnreadableError, with advice, if nobody can say which files are needed. Pure."""
     if state.damaged:
         raise CorruptError(
             f"log records {some(state.damaged)} of {url} are damaged or missing, and may protect what looks "
@@ -101,6 +104,13 @@ def refuse(state: RunState, stock: RunFiles, url: str, retiring: Set[Attempt] = 
     unreadable = sorted(a for a in (state.commits.keys() & stock.seen) - stock.used.keys() if a not in retiring)
     if unreadable:
         steps = some([attempt.step for attempt in unreadable])
+        errors = [stock.unread[attempt] for attempt in unreadable if attempt in stock.unread]
+        if away := [error for error in errors if is_unreadable(error)]:
+            raise UnreadableError(
+                f"step {steps} of {url} cannot be read now, so nobody knows which files it needs: nothing was deleted. "
+                f"The first error was: {away[0]}",
+                advice="Restore access to its files, and call the same again.",
+            )
         raise CorruptError(
             f"step {steps} of {url} cannot be read, so nobody knows which files it needs: nothing is deleted while it "
             f"stays. `ckpt verify` says what is wrong, `ckpt rm {url}@{unreadable[0].step} --yes` gives it up beside a "

@@ -5,24 +5,28 @@
     mend           the files are written again, whole, under their names
 
 Content decides: a piece is put back only if its digest is the one that the checkpoint says, wherever it came from. A
-pack is replaced as a whole, and all of it is verified on its way; until the new one is complete the old one stays. So
+pack is replaced as a whole, by a new file that is verified on its way; until that is complete the old one stays. Bytes
+that cannot be cured are copied as they are, and a file that lacks bytes which no location has is left alone. So
 a running job is not disturbed, and all of it may be stopped at any moment and called again. Nothing here deletes
 anything, and log records are not repaired: what is lost of the log, nobody else knows.
+
+A file that cannot be read now may be intact. Then `look`, `survey` and `seek` raise StoreError, and nothing is written.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from ckpt.checkpoint import steady
 from ckpt.checkpoint.concurrent import all_of
-from ckpt.checkpoint.parts import about_reaching, read_header
+from ckpt.checkpoint.parts import read_header
 from ckpt.checkpoint.write import CHUNK, page_aligned
-from ckpt.errors import CorruptError, StoreError
+from ckpt.errors import CorruptError, ExistsError, StoreError, is_unreadable
 from ckpt.failpoints import point
 from ckpt.format.digest import RangeHasher
-from ckpt.format.manifest import owner
+from ckpt.format.manifest import PackInfo, owner
 from ckpt.maintain.audit import Audit, OnBytes
 from ckpt.maintain.damage import PackDamage, SoundCopy
 from ckpt.maintain.find_copies import CopyFinder
@@ -39,8 +43,6 @@ class Repaired:
     packs: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
     failed: list[tuple[str, str]] = field(default_factory=list)
-    zeros: int = 0  # bytes that no checkpoint names, and that could not be had
-    lost: dict[str, int] = field(default_factory=dict)  # packs, and bytes of live checkpoints that are zeros there now
 
 
 class Repair(Audit):
@@ -64,8 +66,20 @@ class Repair(Audit):
             if not pack.known:
                 for piece in pack.pieces:
                     piece.why = "the part that says the size of its file cannot be had"
-            elif pack.header:
+                continue
+            if pack.header:
                 pack.header_cure = await seeker.header(pack.info)
+            pack.unavailable = await self._unavailable(pack)
+
+    async def _unavailable(self, pack: PackDamage) -> int:
+        """Return how many bytes of a pack no location has: of its missing end, what is not cured."""
+        cured = [(p.offset, p.offset + p.stored) for p in pack.cured]
+        if pack.header_cure is not None:
+            cured.append((0, pack.info.header_size))
+        lacking = without([(pack.there or 0, pack.info.size)], cured)
+        if lacking and await alike(self, pack.info):  # it has all that is not known to be lost
+            lacking = without(lacking, without(lacking, [(p.offset, p.offset + p.stored) for p in pack.lost]))
+        return sum(end - start for start, end in lacking)
 
     async def mend(self, on_bytes: OnBytes = None) -> Repaired:
         """Write again what can be had. What fails is left as it is, and the rest is gone on with."""
@@ -77,8 +91,10 @@ class Repair(Audit):
                 done.left.append(file.key)
                 continue
             try:
-                await self.store.put(file.key, file.raw)
+                await self.store.put(file.key, file.raw, create=file.absent)
                 done.files.append(file.key)
+            except ExistsError:
+                done.left.append(file.key)  # it has come back
             except StoreError as error:
                 done.failed.append((file.key, str(error)))
         for pack in self.found.packs:
@@ -89,12 +105,8 @@ class Repair(Audit):
                 done.left.append(key)
                 continue
             try:
-                rewrite = _Rewrite(self, pack)
-                await rewrite.run(on_bytes)
+                await _Rewrite(self, pack, await alike(self, pack.info)).run(on_bytes)
                 done.packs.append(key)
-                done.zeros += rewrite.zeros
-                if rewrite.lost:
-                    done.lost[key] = rewrite.lost
             except (CorruptError, StoreError) as error:
                 done.failed.append((key, str(error)))
         return done
@@ -108,13 +120,27 @@ class Repair(Audit):
         return any(sheet.commit.attempt in live for sheet in self.sheets if key in sheet.packs)
 
 
+async def alike(audit: Audit, info: PackInfo) -> list[Store]:
+    """Return the other locations that have this file, with its size and its header."""
+    found = []
+    for other in audit.others:
+        try:
+            same_size = (await steady.head(other.store, info.key)).size == info.size
+            await read_header(other.store, info)
+        except (CorruptError, StoreError) as error:
+            if is_unreadable(error):
+                raise
+            continue
+        if same_size:
+            found.append(other.store)
+    return found
+
+
 class _Rewrite:
     """One pack, streamed into its place. All that live checkpoints name in it is verified on its way."""
 
-    def __init__(self, repair: Repair, pack: PackDamage) -> None:
-        self.store, self.pack, self.info = repair.store, pack, pack.info
-        self._others = [other.store for other in repair.others]
-        self._fallbacks: list[Store] | None = None
+    def __init__(self, repair: Repair, pack: PackDamage, alike: list[Store]) -> None:
+        self.store, self.pack, self.info, self._alike = repair.store, pack, pack.info, alike
         gone = {(p.offset, p.offset + p.stored) for p in pack.lost}  # which nobody expects to be right
         self._digests: dict[tuple[int, int], set[bytes]] = {}
         for piece in repair.named(pack.info.key):
@@ -127,8 +153,6 @@ class _Rewrite:
         if pack.header_cure is not None:
             self._patches.append((0, self.info.header_size, pack.header_cure))
         self._last: tuple[SoundCopy, bytes | memoryview] | None = None
-        self.zeros = 0  # bytes that had to be left zero, of those that nobody names
-        self.lost = 0  # and of those that a live checkpoint names
 
     async def run(self, on_bytes: OnBytes) -> None:
         upload = await self.store.upload(self.info.key, size=self.info.size, replace=True)
@@ -170,44 +194,23 @@ class _Rewrite:
         return self._last[1]
 
     async def _as_it_is(self, start: int, view: memoryview) -> None:
-        """What is there now; what is not, from elsewhere if anybody has that file, else zeros."""
-        there = self.pack.there or 0
-        if start + len(view) <= there and await self._copied(self.store, start, view):
-            return
-        ends = {start, start + len(view), there, *(at for named in self._named for at in named)}
-        cuts = sorted(at for at in ends if start <= at <= start + len(view))
-        for a, b in itertools.pairwise(cuts):
+        """Read what this file has, and what it lacks from the same file elsewhere. No byte is invented."""
+        there, end = min(self.pack.there or 0, self.info.size), start + len(view)
+        if start < there:
+            part = view[: min(end, there) - start]
+            part[:] = await steady.get(self.store, self.info.key, start=start, length=len(part))
+        for a, b in without([(max(start, there), end)], [(low, high) for low, high, _ in self._patches]):
+            if not self._alike:
+                raise CorruptError(
+                    f"no location has the {b - a} bytes at {a} of {self.info.key}, so the old file stays"
+                )
             part = view[a - start : b - start]
-            if b <= there and await self._copied(self.store, a, part):
-                continue
-            for store in await self._alike():
-                if await self._copied(store, a, part):
-                    break
-            else:
-                if any(piece.offset < b and a < piece.offset + piece.stored for piece in self.pack.lost):
-                    self.lost += b - a
-                elif not any(low < b and a < high for low, high in self._named) and a >= self.info.header_size:
-                    self.zeros += b - a
+            part[:] = await steady.get(self._alike[0], self.info.key, start=a, length=len(part))
 
-    async def _copied(self, store: Store, start: int, view: memoryview) -> bool:
-        try:
-            view[:] = await store.get(self.info.key, start=start, length=len(view))
-        except StoreError as error:
-            if about_reaching(store, error):
-                raise
-            return False
-        return True
 
-    async def _alike(self) -> list[Store]:
-        """The other places that have this file, of this size."""
-        if self._fallbacks is None:
-            self._fallbacks = []
-            for store in self._others:
-                try:
-                    alike = (await store.head(self.info.key)).size == self.info.size
-                    await read_header(store, self.info)
-                    if alike:
-                        self._fallbacks.append(store)
-                except (CorruptError, StoreError):
-                    continue
-        return self._fallbacks
+def without(ranges: Iterable[tuple[int, int]], others: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return what is left of some ranges when others are taken out of them. Pure."""
+    left = [one for one in ranges if one[0] < one[1]]
+    for low, high in others:
+        left = [(a, b) for start, end in left for a, b in ((start, min(end, low)), (max(start, high), end)) if a < b]
+    return left

@@ -10,17 +10,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import time
 from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from ckpt.checkpoint import losses, read
+from ckpt.checkpoint import losses, read, steady
 from ckpt.checkpoint.concurrent import all_of
 from ckpt.checkpoint.losses import Loss
-from ckpt.errors import CheckpointError
+from ckpt.errors import CheckpointError, FormatError, StoreError
 from ckpt.format.rank_index import Directory
 from ckpt.runlog.log import Commit, RunLog
-from ckpt.store import open_store
+from ckpt.store import folder_of, open_store
 
 WAIT_S = 5.0  # for a look that was begun: one that hangs is left alone
 
@@ -57,6 +58,17 @@ class EarlyLook:
         return seen.content if seen is not None and commit is not None and seen.commit == commit else None
 
     async def _log(self, url: str) -> tuple[RunLog, list[Loss]]:
+        """Read the log of a run that this job has opened: whatever fails here may pass."""
+        until = time.monotonic() + steady.WINDOW_S
+        while True:
+            try:
+                return await self._read_log(url)
+            except (FormatError, StoreError) as error:
+                if time.monotonic() >= until or (error.retryable and folder_of(url) is None):  # retried long enough
+                    raise
+            await asyncio.sleep(steady.LONGEST_PAUSE_S / 2)
+
+    async def _read_log(self, url: str) -> tuple[RunLog, list[Loss]]:
         seen = await self._taken(url)
         if seen is not None:
             seen.log.store = open_store(url)

@@ -7,12 +7,16 @@ Nothing is changed, and no step is redone here. What is damaged is said, with th
 
 from __future__ import annotations
 
+import errno
 import os
+import time
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 
+from ckpt.checkpoint import steady
 from ckpt.checkpoint.commit_checks import all_finite
 from ckpt.checkpoint.losses import SHOWN, Loss, of_each
+from ckpt.errors import StoreError
 from ckpt.format.manifest import REDO, Attempt, parse_redo
 from ckpt.redo.append import TAKEN_BACK
 from ckpt.redo.frame_file import Hole, StoredFrame, back, matches, scan
@@ -148,8 +152,14 @@ class Logs:
 def _sound(one: StoredFrame) -> bool:
     try:
         return matches(one)
-    except OSError:
+    except FileNotFoundError:
         return False
+    except OSError as error:
+        raise _unreadable(one.path, error) from error
+
+
+def _unreadable(path: str, error: OSError) -> StoreError:
+    return StoreError(f"{path} cannot be read now: {error.strerror or error}", retryable=True)
 
 
 def _reachable(frames: dict[Attempt, StoredFrame], commits: dict[Attempt, Commit]) -> set[Attempt]:
@@ -164,7 +174,18 @@ def _reachable(frames: dict[Attempt, StoredFrame], commits: dict[Attempt, Commit
 
 def look(url: str, *, verify: bool = True) -> Logs:
     """All redo logs of a place, read and compared with their digests unless they are only to be listed; none where it
-    is no folder of this machine. Nothing is changed."""
+    is no folder of this machine. Nothing is changed. StoreError if one cannot be read for `steady.WINDOW_S`."""
+    until = time.monotonic() + steady.WINDOW_S
+    while True:
+        try:
+            return _look(url, verify)
+        except OSError as error:
+            if time.monotonic() >= until:
+                raise _unreadable(str(error.filename or url), error) from error
+        time.sleep(steady.FIRST_PAUSE_S)
+
+
+def _look(url: str, verify: bool) -> Logs:
     found = Logs(url)
     root = folder_of(url)
     if root is None or not (root / REDO).is_dir():
@@ -180,6 +201,8 @@ def look(url: str, *, verify: bool = True) -> Logs:
         except FileNotFoundError:
             continue  # a writer that lives has no use for it any more
         except OSError as error:
+            if error.errno != errno.ENOTSUP:  # it is a regular file, and may be intact
+                raise
             problem = f"{os.path.basename(path)}: {error.strerror or error}"
             found.damage.setdefault(rank, []).append((problem, [first]))
             continue

@@ -8,6 +8,7 @@ the first that does not match ends it.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +19,7 @@ import numpy as np
 
 from ckpt.checkpoint import read, read_repair
 from ckpt.checkpoint.parts import load_part
-from ckpt.errors import CheckpointError, CorruptError, FormatError, NotFoundError, StoreError
+from ckpt.errors import CheckpointError, CorruptError, FormatError, NotFoundError, StoreError, is_unreadable
 from ckpt.events import log as logger
 from ckpt.format import codec
 from ckpt.format.digest import blob_digest
@@ -83,7 +84,8 @@ class RedoSource(MemorySource):
                 found = redo(self._logs.url, chain, self._initializer, self._others, self.repaired)
             except (CorruptError, FormatError, StoreError) as error:
                 logger.warning("redo log of rank %d in %s, from step %d: %s", rank, self.tier, chain.base, error)
-                failure = failure or error.with_traceback(None)  # whose frames hold the memory of what was begun
+                if failure is None or (is_unreadable(error) and not is_unreadable(failure)):
+                    failure = error.with_traceback(None)  # whose frames hold the memory of what was begun
                 continue
             self.redone = max(self.redone, chain.redone)
             self.base_step = chain.base if self.base_step is None else min(self.base_step, chain.base)
@@ -154,7 +156,10 @@ def _opened(path: str) -> Iterator[int]:
         with reading(path) as file:
             yield file.fileno()
     except OSError as error:
-        raise StoreError(f"{path} cannot be read: {error.strerror or error}") from error
+        what = f"{path} cannot be read: {error.strerror or error}"
+        if error.errno in (errno.ENOENT, errno.ENOTSUP):  # gone, or not a regular file
+            raise NotFoundError(what) from error
+        raise StoreError(what, retryable=True) from error
 
 
 async def _load_part(url: str, commit: Commit, layout: Layout, data: memoryview, others: Sequence[str]) -> list[str]:

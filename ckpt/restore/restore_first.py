@@ -21,7 +21,17 @@ import numpy as np
 
 from ckpt.checkpoint import losses
 from ckpt.checkpoint.losses import Loss, Skipped, passed_over
-from ckpt.errors import CheckpointError, CorruptError, DeadlineError, PeerError, StoreError, TransferError, UsageError
+from ckpt.errors import (
+    CheckpointError,
+    CorruptError,
+    DeadlineError,
+    PeerError,
+    StoreError,
+    TransferError,
+    UnreadableError,
+    UsageError,
+    is_unreadable,
+)
 from ckpt.events import log as logger
 from ckpt.failpoints import point
 from ckpt.format.columns import I64
@@ -85,9 +95,14 @@ def restore_first(
 
     `lost`: what damage has taken away: so is that of it which is newer, or of the `step` that was asked for.
 
-    Raises MismatchError, after which nothing has been changed.
+    Raises MismatchError, after which nothing has been changed; and UnreadableError if a checkpoint cannot be read now
+    from any tier that has it. An older one is not used instead: the history would continue from there, and the intact
+    newer one would never be restored again.
     """
+    unreadable: tuple[Attempt, str, CheckpointError] | None = None
     for source in sources:
+        if unreadable is not None and source.attempt != unreadable[0]:
+            break
         error = _problem(world, source, capture, result, strict=strict, on_touch=on_touch)
         if error is None:
             result.step, result.attempt, result.tier = source.attempt.step, str(source.attempt), source.tier
@@ -95,9 +110,19 @@ def restore_first(
             result.redone, result.base_step = source.redone, source.base_step
             _say_lost(world, lost, source.attempt, result, step)
             return source
+        if is_unreadable(error):
+            unreadable = unreadable or (source.attempt, source.tier, error)
+            logger.warning("step %d in %s cannot be read now: %s", source.attempt.step, source.tier, error)
+            continue
         result.skipped.append(Skipped(source.attempt.step, source.tier, str(error)))
         advice = "" if source.tier == "memory" else f" (`ckpt repair {source.tier}` may mend it)"
         logger.warning("step %d in %s cannot be used%s: %s", source.attempt.step, source.tier, advice, error)
+    if unreadable is not None:
+        attempt, tier, why = unreadable
+        raise UnreadableError(
+            f"step {attempt.step} in {tier} cannot be read now and may be intact, so no older step was restored: {why}",
+            retryable=why.retryable,
+        )
     _say_lost(world, lost, None, result, step)
     return None
 

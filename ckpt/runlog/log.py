@@ -64,6 +64,7 @@ __all__ = ["Acquire", "Commit", "Record", "RunLog", "RunState", "in_history", "i
 _DICE = SystemRandom()  # the training's own random numbers are not ours to draw
 MAX_PARTS = 1_000_000  # in a SNAPSHOT: with more it could become too large to be read, and is left out
 MAX_GAP = 100_000  # missing records, in all, before ones that are believed to belong to the log
+LOOKS = 8  # at a listed archive that cannot be found: it may be replaced by a larger one again and again
 BATCH = 1024  # records that are read before any is taken in
 
 
@@ -136,8 +137,15 @@ class RunLog(LogFiles):
             if missing and missing != lacking:
                 lacking = missing  # once more
                 continue
+            for seq in missing:
+                if seen.sizes.get(seq, MAX_RECORD + 1) <= MAX_RECORD:
+                    raise self._away(record_key(seq))
             for seq, raw in raws.items():
                 self._apply(seq, raw)
+
+    def _away(self, key: str) -> StoreError:
+        """Return the error for a file of the log that is listed, and that the store says is not there."""
+        return StoreError(f"{key} in {self.store.url} is listed, but cannot be read now", retryable=True)
 
     async def _look_on(self, own: Mapping[int, bytes]) -> Listed:
         """From the last record that we know on."""
@@ -208,13 +216,15 @@ class RunLog(LogFiles):
 
     async def _take_archived(self, seen: Listed) -> Listed:
         """Go on to the end of what is archived: who was away for long has missed it."""
-        lacking = -1  # from which number on nothing was to be had before
+        lacking, looks = -1, 0  # from which number on nothing was to be had before
         while (seq := self.state.next_seq) <= seen.floor:
             ahead = [one for one in chain(seen.archives) if one.last >= seq]
             there = bool(ahead) and ahead[0].first <= seq
             raw = await self.read_archive(ahead[0]) if there else None
-            if raw is None and lacking < seq:
-                lacking, seen = seq, await self._look_on({})  # in a larger one, or not listed yet
+            if raw is None and (lacking < seq or (there and looks < LOOKS)):
+                lacking, looks, seen = seq, looks + 1, await self._look_on({})  # in a larger one, or not listed yet
+            elif there and raw is None:
+                raise self._away(ahead[0].key)
             elif there:
                 self._unpack(ahead[0], raw or b"")
             else:

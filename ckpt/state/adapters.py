@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ckpt.errors import MismatchError
 from ckpt.format.saved_nodes import SavedNode
 from ckpt.format.values import Json, Path, encode, kind_of, show
 from ckpt.state.names import Names
@@ -203,7 +204,14 @@ class StatefulNode:
         elif self._is_alike(saved.values, placement):
             # An optimizer's own loader wants tensors that lie on the ranks like those that it has.
             own = self.read(Names()).loose if isinstance(target, torch.optim.Optimizer) else []
-            build = placement.build(saved.values, like={entry.name: entry for entry in own})
+            optimizer = isinstance(target, torch.optim.Optimizer)
+            try:
+                build = placement.build(saved.values, like={entry.name: entry for entry in own}, guarded=optimizer)
+            except MismatchError as error:
+                if not optimizer:
+                    raise
+                placement.problem(f"{show(self.path)} begins anew, since not all of its state can be had: {error}")
+                return
             placement.finish(self.path, lambda: target.load_state_dict(build()), last=last)
 
     def prepare_as_saved(self, saved: SavedNode, placement: Placement) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, MutableMapping
 from operator import is_
 from typing import Any
@@ -9,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ckpt.errors import CorruptError, StateError
-from ckpt.format.saved_nodes import PLAIN, SavedNode
+from ckpt.errors import CorruptError, MismatchError, StateError
+from ckpt.format.columns import ODD
+from ckpt.format.saved_nodes import SavedNode
 from ckpt.format.values import Json, Path, encode, kind_of, show, splitter
 from ckpt.state.adapters import Collector, Contents, Memories, Places
 from ckpt.state.joint import IN_TURN
@@ -18,7 +20,7 @@ from ckpt.state.names import Names, Span, span_of
 from ckpt.state.placement import Placement, references
 from ckpt.state.rewrap import MomentPlaces, facts_of, forms_of, matching
 from ckpt.state.settings import overruled, settings_of
-from ckpt.state.sharding import Division, Replicas, StateEntry, is_dtensor, is_plain_share, local, members
+from ckpt.state.sharding import Division, Replicas, StateEntry, is_dtensor, local
 from ckpt.state.wrappers import WrapperForm, is_wrapped, take_all_apart
 
 SCHEDULED = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"}  # settings that schedulers add
@@ -104,7 +106,7 @@ class OptimizerNode:
         self._params, self._dicts = list(self.optimizer.state), list(self.optimizer.state.values())
         places: list[tuple[dict[str, Any], str, Tensor]] = []
         state: list[StateEntry] = []
-        called, shares = self.param_names(names), self._shares()
+        called = self.param_names(names)
         for param, values in self.optimizer.state.items():
             name = called.get(id(param))
             if name is None:
@@ -114,7 +116,7 @@ class OptimizerNode:
                     raise StateError(f"{show(self.path)}: the key {key!r} in the state of {name} is not a str")
                 if isinstance(value, Tensor):
                     path = (*self.path, "state", name, key)
-                    state.append(StateEntry(show(path), value, True, _alike(value, param, names, key in shares), param))
+                    state.append(StateEntry(show(path), value, True, _beside(param, names), param))
                     places.append((values, key, value))
                 else:
                     self._others.append((name, values, key))
@@ -129,22 +131,7 @@ class OptimizerNode:
         self._memories = Memories([*(tensor for _, _, tensor in places), *(p for _, p, _ in self._nameless)])
         params = [[called[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
         facts = {"params": params, "with_state": [called[id(p)] for p in self._params]}
-        # Those beside which there is a DTensor are plain shares, see _alike().
-        plain = [one.name for one in fixed if is_dtensor(one.alike) and not is_dtensor(one.owner.tensor)]
-        facts |= {PLAIN: plain} if plain else {}
         self._piece = Contents([*fixed, *params_too], facts=facts | facts_of([*forms, *more]))
-
-    def _shares(self) -> set[str]:
-        """Return the keys whose plain tensors are this rank's shards, as TransformerEngine keeps moments of DTensors.
-
-        A step count of shape [1] looks like a shard of one element, but not next to every parameter.
-        """
-        shards, others = set[str](), {"step"}
-        for param, values in self.optimizer.state.items():
-            for key, value in values.items() if is_dtensor(param) else ():
-                if isinstance(value, Tensor) and not is_dtensor(value) and not is_wrapped(value):
-                    (shards if is_plain_share(value, param) else others).add(key)
-        return shards - others
 
     def _is_held(self, names: Names) -> list[bool]:
         return [names.hold(span) for _, _, span in self._nameless]
@@ -180,7 +167,7 @@ class OptimizerNode:
         self._begin_anew(fresh, params, placement)
         self._place_state(fresh, params, saved, placement)
         groups = self._groups_of(saved, placement)
-        others = [(name, key, placement.build(value)) for name, key, value in saved.values["state"] if name in fresh]
+        others = self._other_state(fresh, saved, placement)
 
         def finish() -> None:
             for name, key, value in others:
@@ -235,17 +222,50 @@ class OptimizerNode:
         nested = set(references(saved.values["state"]))  # inside lists and such, not values of their own
         forms = forms_of(saved.facts)
         wholes = {name: form.name for form in forms.values() for name in form.names}
-        split, odd, plain = splitter(fresh), set[str](), set(saved.facts.get(PLAIN, ()))
-        shares = self._shares()
+        split, odd = splitter(fresh), set[str]()
         for full in dict.fromkeys(wholes.get(full, full) for full in saved.names if full not in nested):
             found = split(full.removeprefix(prefix)) if full.startswith(prefix) else None
             if found is not None:
                 name, key = found
-                target = self._target(full, key, *params[name], placement, forms.get(full), full in plain, shares)
+                target = self._target(full, key, *params[name], placement, forms.get(full))
                 fresh[name][key] = target
                 odd |= {name} if target is None else set()
         for name in odd:
             del fresh[name]
+
+    def _other_state(
+        self, fresh: dict[str, dict[str, Any]], saved: SavedNode, placement: Placement
+    ) -> list[tuple[str, str, Callable[[], Any]]]:
+        """Build what is not a tensor. A parameter begins anew if that is not clear."""
+        rows = [(name, key, value) for name, key, value in saved.values["state"] if name in fresh]
+        unclear = self._note_differing(rows, placement) if rows and placement.resized else set[str]()
+        found = []
+        for name, key, value in rows:
+            if name not in unclear:
+                try:
+                    found.append((name, key, placement.build(value, guarded=True)))
+                except MismatchError:  # a problem has been noted
+                    unclear.add(name)
+        for name in unclear:
+            del fresh[name]
+        return [row for row in found if row[0] in fresh]
+
+    def _note_differing(self, rows: list[tuple[str, str, Json]], placement: Placement) -> set[str]:
+        """Note a problem for each plain value that ranks saved differently. Return the names of the parameters."""
+        wanted = {(name, key) for name, key, _ in rows}
+        said: dict[tuple[str, str], dict[str, list[int]]] = {}
+        try:
+            for rank, values in placement.saved.values_of(self.path):
+                for name, key, value in values["state"]:
+                    if (name, key) in wanted:
+                        said.setdefault((name, key), {}).setdefault(json.dumps(value, sort_keys=True), []).append(rank)
+        except ODD as error:
+            raise CorruptError(f"{show(self.path)}: what a rank stored is not the state of an optimizer") from error
+        differing = {one: words for one, words in said.items() if len(words) > 1}
+        for (name, key), words in differing.items():
+            ranks = sorted(rank for each in words.values() for rank in each)
+            placement.problem(placement.unclear(show((*self.path, "state", name, key)), ranks))
+        return {name for name, _ in differing}
 
     def _usable(self, live: MutableMapping[str, Any], saved: dict[str, Json], placement: Placement) -> dict[str, Json]:
         """The settings of a group that are of the kind that they are here, or were or are None."""
@@ -293,19 +313,10 @@ class OptimizerNode:
         placement.problem(f"{show(self.path)}: {text}")
 
     def _target(
-        self,
-        full: str,
-        key: str,
-        param: Tensor,
-        group: dict[str, Any],
-        placement: Placement,
-        form: WrapperForm | None,
-        plain: bool,
-        shares: set[str],
+        self, full: str, key: str, param: Tensor, group: dict[str, Any], placement: Placement, form: WrapperForm | None
     ) -> Tensor | None:
         """The live tensor if there is one that fits, else a new one, where torch itself would put it. None, and a
-        problem, if it is made of several (`form`) and cannot be had. `plain`: it was saved as a plain shard next to a
-        DTensor; `shares`: the keys of those that are such here."""
+        problem, if it is made of several (`form`) and cannot be had."""
         live = self.optimizer.state[param].get(key) if param in self.optimizer.state else None
         beside = _beside(param, placement.names)
 
@@ -318,13 +329,15 @@ class OptimizerNode:
         if form is not None or (isinstance(live, Tensor) and is_wrapped(live)):
             return MomentPlaces(placement, device_of).find(form, full, live, beside)
         if isinstance(live, Tensor):
-            entry = StateEntry(full, live, True, _alike(live, param, placement.names, key in shares))
+            entry = StateEntry(full, live, True, beside)
             if placement.fits(full, entry):
                 placement.fill(full, entry)
                 return live
         if (held := placement.names.get(id(param))) is not None and placement.were_one(full, held.name):
             return param.detach()  # it was the weight itself: so SAM leaves it
-        return placement.create(full, device_of(full), beside, plain=plain)
+        if placement.key_to_create(full, beside, guarded=True) is None:
+            return None  # a problem has been noted
+        return placement.create(full, device_of(full), beside, guarded=True, like=local(param))
 
 
 def _first(words: list[str], count: int = 5) -> str:
@@ -336,8 +349,6 @@ def _is_optimizer(saved: SavedNode) -> bool:
         return type(value) is list and all(type(one) is str for one in value)
 
     params, values = saved.facts.get("params"), saved.values
-    if not texts(saved.facts.get(PLAIN, [])):
-        return False
     if type(params) is not list or not all(map(texts, params)) or not texts(saved.facts.get("with_state")):
         return False
     if type(values) is not dict or type(values.get("groups")) is not list or type(values.get("state")) is not list:
@@ -384,14 +395,6 @@ def _beside(param: Tensor, names: Names) -> Replicas | Tensor | None:
         return param
     entry = names.get(id(param))
     return None if entry is None or isinstance(entry.alike, Division) else entry.alike
-
-
-def _alike(value: Tensor, param: Tensor, names: Names, share: bool) -> Replicas | Tensor | None:
-    """As `_beside`. A plain tensor next to a DTensor is its shard only if it is a `share`."""
-    beside = _beside(param, names)
-    if not is_dtensor(beside) or share or is_dtensor(value) or is_wrapped(value):
-        return beside
-    return Replicas(members(beside)) if value.numel() == 1 else None  # a step count: all have the same
 
 
 def _fit(mine: list[list[str]], theirs: list[list[str]]) -> bool:

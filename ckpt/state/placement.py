@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from ckpt.format.saved_state import Ambiguous, Key, SavedState
 from ckpt.format.values import Json, Path, decode, show
 from ckpt.state.filler import Target
 from ckpt.state.names import Names
-from ckpt.state.sharding import Division, LocalPiece, Replicas, StateEntry, is_dtensor, is_plain_share, local, pieces
+from ckpt.state.sharding import Division, LocalPiece, Replicas, StateEntry, is_dtensor, local, pieces
 from ckpt.state.tensors import DTYPE_NAME, TORCH_DTYPE, check_array, empty, memory_of, saved_device, to_array
 from ckpt.state.wrappers import WrapperForm, differs, remake, take_apart
 
@@ -42,9 +42,10 @@ class Placement:
     finishers: list[Callable[[], object]] = field(default_factory=list)
     last: list[Callable[[], object]] = field(default_factory=list)  # after all finishers: they may draw random numbers
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of saved tensors that are made of others
-    _keys: dict[tuple[str, int | None], Key | None] = field(default_factory=dict)
+    _keys: dict[tuple[str, int | None, bool], Key | None] = field(default_factory=dict)
     _reader: int | None = None
     _asked: dict[tuple[str, int, bool, int | None], tuple[StateEntry, Key | None]] = field(default_factory=dict)
+    _to_create: dict[tuple[str, int, bool], tuple[StateEntry, Key | None]] = field(default_factory=dict)
     _cut: dict[tuple[str, int], tuple[StateEntry, list[LocalPiece]]] = field(default_factory=dict)
     _created: dict[Key, Tensor] = field(default_factory=dict)
     _handed: set[Key] = field(default_factory=set)  # created only to be handed to a load_state_dict, which copies
@@ -66,25 +67,28 @@ class Placement:
         if self._reader is not None:  # as that rank saw it
             found = self.saved.resolve(name, self._reader, self.saved.world, instance, lenient=True)
             return found if isinstance(found, tuple) else None
-        if (name, instance) not in self._keys:
+        if (name, instance, lenient) not in self._keys:
             found = self.saved.resolve(name, self.seat.rank, self.seat.size, instance, lenient=lenient)
             if found is None:
                 raise CorruptError(f"the checkpoint refers to {name}, which it does not hold")
             if isinstance(found, Ambiguous):
-                ranks = ", ".join(map(str, found.ranks[:8]))
-                self.problem(
-                    f"{name} was saved by ranks {ranks} with values of their own, which differ: it is not clear what "
-                    f"this rank should take. {self.saved.world} ranks saved it, and {self.seat.size} restore it"
-                )
+                self.problem(self.unclear(name, found.ranks))
                 found = None
-            self._keys[name, instance] = found
-        return self._keys[name, instance]
+            self._keys[name, instance, lenient] = found
+        return self._keys[name, instance, lenient]
 
     def spec(self, name: str) -> TensorSpec:
         """Of the saved tensor, whole."""
         key = self.key(name)
         found = key if key is not None else (name, self.saved.instances(self.saved.canonical(name, self.seat.rank))[0])
         return self.saved.tensors[found].spec
+
+    def unclear(self, name: str, ranks: Sequence[int]) -> str:
+        """Say that ranks saved different values under one name."""
+        return (
+            f"{name} was saved by ranks {', '.join(map(str, ranks[:8]))} with values of their own, which differ: it is "
+            f"not clear what this rank should take. {self.saved.world} ranks saved it, and {self.seat.size} restore it"
+        )
 
     def problem(self, text: str) -> None:
         self.problems.append(text)
@@ -109,9 +113,7 @@ class Placement:
     def _form(self, entry: StateEntry) -> tuple[tuple[int, ...], str | None]:
         """The shape of the whole tensor, and the dtype."""
         here = self._pieces(entry)
-        alike: Any = entry.alike
-        of_more = isinstance(alike, Division) or is_plain_share(entry.tensor, alike)  # perhaps an empty share
-        whole = tuple(alike.shape if of_more else entry.tensor.shape)
+        whole = entry.alike.shape if isinstance(entry.alike, Division) else tuple(entry.tensor.shape)
         shape = here[0].holding.full if here else whole
         return shape, DTYPE_NAME.get(entry.tensor.dtype)
 
@@ -183,25 +185,58 @@ class Placement:
             self._live.setdefault(key, []).append(local(entry.tensor))
             self._called.setdefault(key, set()).add(name)
 
+    def key_to_create(self, name: str, beside: Replicas | Tensor | None = None, *, guarded: bool = False) -> Key | None:
+        """Return the saved tensor for one that must be created, by the rules for a live tensor in its place.
+
+        Return None, and note a problem, if it is not clear which one is meant. `guarded`: as in `StateEntry`.
+        """
+        if self._reader is not None:
+            return self.key(name)
+        asked = name, id(beside), guarded
+        if asked not in self._to_create:
+            spec = self.spec(name)
+            live = self._becomes(name, spec, beside)
+            if live is None:
+                live = torch.empty(spec.shape, dtype=TORCH_DTYPE[spec.dtype], device="meta")
+            entry = StateEntry(name, live, guarded, beside)
+            self._to_create[asked] = entry, self._look_up(name, entry)
+        return self._to_create[asked][1]
+
+    def _becomes(self, name: str, spec: TensorSpec, beside: Replicas | Tensor | None) -> Tensor | None:
+        """Return the DTensor that optimizer state next to it becomes like, None if it becomes a plain tensor."""
+        if not isinstance(beside, Tensor) or not is_dtensor(beside):
+            return None
+        return beside if tuple(beside.shape) == spec.shape and not name.endswith(".step") else None
+
     def create(
-        self, name: str, device: torch.device, beside: Replicas | Tensor | None = None, *, plain: bool = False
+        self,
+        name: str,
+        device: torch.device,
+        beside: Replicas | Tensor | None = None,
+        *,
+        guarded: bool = False,
+        like: Tensor | None = None,
     ) -> Tensor:
-        """A new tensor for `name`; the same one for its aliases. Optimizer state of a DTensor is one like it, or like
-        its local shard if it was `plain`."""
-        key = self.key(name)
+        """Return a new tensor for `name`, and the same one for its aliases. State of a DTensor becomes a DTensor.
+
+        guarded: as in `StateEntry`.
+        like: a tensor whose memory layout the new one gets if both have the same shape. Otherwise the new one gets the
+            layout that was saved.
+        """
+        key = self.key_to_create(name, beside, guarded=guarded)
         spec = self.spec(name)
         if key is None:
+            if not self.strict:  # nobody would look at the problem, and there are no values to hand out
+                raise MismatchError(f"it is not clear whose {name} this rank should take")
             return empty(spec, device)  # a problem has been noted
         if key not in self._created:
-            like: Any = beside
-            if like is not None and is_dtensor(like) and tuple(like.shape) == spec.shape and not name.endswith(".step"):
-                like = local(like) if plain else like
-                made = torch.empty_like(like, dtype=TORCH_DTYPE[spec.dtype], requires_grad=False)
+            if (parent := self._becomes(name, spec, beside)) is not None:
+                made = torch.empty_like(parent, dtype=TORCH_DTYPE[spec.dtype], requires_grad=False)
             else:
-                made = empty(spec, device)
+                made = empty(spec, device, like=like, order=self.saved.order(key, self.seat.rank))
             self._created[key] = made
-            entry = StateEntry(name, made, True, beside)
-            if isinstance(beside, Replicas) or not (is_dtensor(made) or (plain and is_dtensor(beside))):
+            entry = StateEntry(name, made, guarded, beside)
+            if isinstance(beside, Replicas) or not is_dtensor(made):
                 self.fills.setdefault(key, []).append(Target.whole(made))
                 self._live.setdefault(key, []).append(made)
             else:
@@ -215,18 +250,20 @@ class Placement:
         like: Mapping[str, StateEntry] | None = None,
         *,
         rank: int | None = None,
+        guarded: bool = False,
     ) -> Callable[[], Any]:
         """Plain values again, to be called when the tensors in them are filled: into `live` ones, or new ones.
 
         `like`: live tensors that the new ones will be copied into; a DTensor gets a DTensor. `rank`: that saved these
-        values, if they are not those that this rank takes.
+        values, if they are not those that this rank takes. `guarded`: the tensors belong to an optimizer, so different
+        values of the ranks are a problem when the number of ranks has changed.
         """
         decode(values, self._check)  # whatever is wrong with them is said before anything is changed
         self._reader = rank
         try:
             forms = forms_in(values)
             filled, live = self._filled_wrappers(forms, live)
-            tensors = self._tensors_of(values, live, like)
+            tensors = self._tensors_of(values, live, like, guarded)
             new = {form.name: self._wrapper(form, tensors) for form in forms if form.name not in filled}
         finally:
             self._reader = None
@@ -294,7 +331,11 @@ class Placement:
             check_array(self.spec(name), reference)
 
     def _tensors_of(
-        self, values: Json, live: Mapping[str, StateEntry] | None, like: Mapping[str, StateEntry] | None
+        self,
+        values: Json,
+        live: Mapping[str, StateEntry] | None,
+        like: Mapping[str, StateEntry] | None,
+        guarded: bool,
     ) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {}
         for name in references(values):
@@ -303,9 +344,10 @@ class Placement:
                 self.fill(name, have)
                 tensors[name] = have.tensor
             else:
-                model = (like or {}).get(name)
-                tensors[name] = self.create(name, saved_device(self.spec(name)), model.tensor if model else None)
-                key = self.key(name)
+                model = like[name].tensor if like and name in like else None
+                device = saved_device(self.spec(name))
+                tensors[name] = self.create(name, device, model, guarded=guarded, like=model)
+                key = self.key_to_create(name, model, guarded=guarded)
                 if live is None and key is not None:
                     self._handed.add(key)
         return tensors

@@ -86,18 +86,22 @@ class MomentPlaces:
 
     def _new(self, form: WrapperForm, beside: Any) -> Tensor | None:
         placement = self._placement
-        if any(placement.key(name) is None for name in form.names):
-            return None  # a problem has been noted
         sharded, cut = is_dtensor(beside), form.share is None and form.whole is not None
         if not cut and form.share != (share_of(beside) if sharded else None):
             raise MismatchError(cut_otherwise(form))
+        ranks = beside if isinstance(beside, Replicas) else None
+        if any(placement.key_to_create(name, beside if cut else ranks, guarded=True) is None for name in form.names):
+            return None  # a problem has been noted
         if form.whole is None:
-            ranks = beside if isinstance(beside, Replicas) else None
-            return remake(form, {n: placement.create(n, self._device_of(n), ranks) for n in form.names})
+            parts = {n: placement.create(n, self._device_of(n), ranks, guarded=True) for n in form.names}
+            return remake(form, parts)
         if not sharded or tuple(beside.shape) != form.whole:
             raise MismatchError(f"{form.name} was a rank's share of a DTensor of {list(form.whole)}, as is none here")
         size = tuple(local(beside).shape) if cut else form.size
-        tensors = {n: self._share(n, beside) if cut else placement.create(n, self._device_of(n)) for n in form.names}
+        tensors = {
+            n: self._share(n, beside) if cut else placement.create(n, self._device_of(n), guarded=True)
+            for n in form.names
+        }
         made = remake(replace(form, size=size, whole=None, share=None), tensors)
         mesh, placements = beside.device_mesh, beside.placements
         found = type(beside).from_local(
@@ -110,6 +114,6 @@ class MomentPlaces:
     def _share(self, name: str, beside: Any) -> Tensor:
         """New memory for this rank's share of a tensor, which lies as `beside` does."""
         spec = replace(self._placement.spec(name), shape=tuple(local(beside).shape))
-        made = empty(spec, self._device_of(name))
+        made = empty(spec, self._device_of(name), like=local(beside))
         self._placement.fill(name, StateEntry(name, made, True, beside))
         return made

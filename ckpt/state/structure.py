@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ckpt.errors import StateError
 from ckpt.format.layout import Layout, TensorSpec
 from ckpt.format.partition import GLOBAL, Cut, Holding, Seat, share
+from ckpt.format.saved_nodes import ORDERS
 from ckpt.format.saved_state import SavedState
 from ckpt.format.values import is_text, show
 from ckpt.state.adapters import Contents, StatefulNode, StateNode
@@ -24,7 +25,7 @@ from ckpt.state.optimizer_node import OptimizerNode
 from ckpt.state.sharding import Division, LocalPiece, StateEntry, is_dtensor, local, slices, storage_of
 from ckpt.state.sharding import pieces as of_rank
 from ckpt.state.shards import ShardsNode
-from ckpt.state.tensors import Memory, Versioned, memory_of
+from ckpt.state.tensors import Memory, Versioned, memory_of, order_of
 from ckpt.state.wrappers import Counters
 
 MOST_GUARDS = 16  # with many optimizers that step now and then there are too many to keep
@@ -116,7 +117,8 @@ class Structure:
         for entry in loose:
             key = memory_of(local(entry.tensor))
             owner = None if key is None else self._memory.get(key) or memory.setdefault(key, entry.name)
-            found.append(([p.holding for p in of_rank(entry, self._seat)], owner, entry.guarded))
+            order = order_of(local(entry.tensor))
+            found.append(([p.holding for p in of_rank(entry, self._seat)], owner, entry.guarded, order))
         return found
 
     # -- a moment of it --
@@ -217,7 +219,7 @@ def _layout(
     seat: Seat,
 ) -> Layout:
     components = [
-        {"path": list(node.path), "kind": node.kind, "facts": piece.facts, "names": piece.names}
+        {"path": list(node.path), "kind": node.kind, "facts": piece.facts | _orders(piece), "names": piece.names}
         for node, piece in zip(nodes, pieces, strict=True)
     ]
     return Layout(
@@ -229,6 +231,13 @@ def _layout(
         {p.holding.name: p.holding.instance for p in parts if p.holding.instance != GLOBAL},
         _elsewhere(parts, cuts),
     )
+
+
+def _orders(piece: Contents) -> dict[str, Any]:
+    """Return the memory layout of each tensor that is not contiguous, as a fact."""
+    entries = [entry for entry in (*piece.fixed, *piece.loose) if not isinstance(entry.alike, Division)]
+    found = {entry.name: order for entry in entries if (order := order_of(local(entry.tensor))) is not None}
+    return {ORDERS: found} if found else {}
 
 
 def _memory_of(tensor: Tensor) -> Memory | int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -76,12 +77,38 @@ def memory_of(tensor: Tensor) -> Memory | None:
     return address, tensor.dtype, tensor.shape, tensor.stride(), tensor.device, tensor.is_conj(), tensor.is_neg()
 
 
-def empty(of: TensorSpec, device: torch.device | str) -> Tensor:
-    """A new tensor to restore into."""
+def empty(
+    of: TensorSpec, device: torch.device | str, *, like: Tensor | None = None, order: Sequence[int] | None = None
+) -> Tensor:
+    """Return a new tensor to restore into.
+
+    like: a tensor whose memory layout it gets by torch's rule for `zeros_like`, if both have the same shape. Fused
+        optimizer kernels ignore strides, so a moment must lie in memory as its parameter does.
+    order: the dimensions from the outermost to the innermost in memory, default: as they are.
+    """
+    dtype = TORCH_DTYPE[of.dtype]
     try:
-        return torch.empty(of.shape, dtype=TORCH_DTYPE[of.dtype], device=device)
+        if like is not None and like.shape == of.shape:
+            return torch.empty_like(_form(like), dtype=dtype, device=device)
+        if order is not None:
+            return torch.empty_permuted(of.shape, tuple(order), dtype=dtype, device=device)
+        return torch.empty(of.shape, dtype=dtype, device=device)
     except RuntimeError as error:
         raise CheckpointError(f"no memory for {of.name}, {of.nbytes / 2**20:.0f} MiB: {error}") from error
+
+
+def order_of(tensor: Tensor) -> list[int] | None:
+    """Return the dimensions from the outermost to the innermost in memory; None if they lie as they are listed."""
+    if tensor.is_contiguous() and 1 not in tensor.shape:  # a dimension of length 1 may have any stride
+        return None
+    strides = torch.empty_like(_form(tensor)).stride()  # without the gaps that it may have
+    order = sorted(range(len(strides)), key=lambda dim: -strides[dim])
+    return None if order == list(range(len(order))) else order
+
+
+def _form(tensor: Tensor) -> Tensor:
+    """Return a tensor of the same shape and strides that has no memory and is not a subclass."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), device="meta")
 
 
 def saved_device(of: TensorSpec) -> torch.device:

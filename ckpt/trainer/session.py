@@ -222,6 +222,7 @@ class Session:
         self.ownership = Ownership(self.world, self.tiers, self.memory, settings.url, settings.busy_timeout_s)
         self.supervisor = self.ownership.open(lambda: self._prepare(state, takeover))
         undo.callback(self.supervisor.give_up)
+        self.stager.on_writer(self.supervisor.writer.client.pid)
         self.supervisor.hear(DamagedNote, self._on_damaged)
         self.supervisor.on_failure = self.errors.note
         self.errors.fenced = self.supervisor.writer.lost  # while it was opened

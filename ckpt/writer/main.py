@@ -24,7 +24,7 @@ import sys
 import psutil
 
 from ckpt import failpoints
-from ckpt.errors import NameTakenError
+from ckpt.errors import CheckpointError, NameTakenError, UsageError, WriterError
 from ckpt.faults.memory_pressure import spare_from_oom
 from ckpt.ipc import channel as link
 from ckpt.ipc.channel import Channel
@@ -96,19 +96,23 @@ async def _main(fd: int, key: str, path: str, started: int, awaited: bool) -> No
     """`started`: when the trainer was, as `ckpt.ipc.process.Process` says it; it may have died by now. `awaited`: it is
     about to give us the memory that a dead writer held."""
     sock = socket.socket(fileno=fd)
-    listener = link.listen(key)
+    try:
+        listener = link.listen(key)
+    except UsageError as error:
+        await _refuse(Channel(sock), WriterError(str(error)))
+        return
     if listener is None:
-        await _refuse(Channel(sock))
+        await _refuse(Channel(sock), NameTakenError("another writer of this run has started meanwhile"))
         return
     call_myself(link.AT_WORK)
     await serve(Channel(sock), listener, key, path, Process(link.peer_pid(sock), started), awaited)
 
 
-async def _refuse(channel: Channel) -> None:
-    """Another writer has the name: say so to the first who asks."""
+async def _refuse(channel: Channel, error: CheckpointError) -> None:
+    """Reply to the trainer's first request with the reason why this process cannot be the run's writer."""
     incoming = await asyncio.to_thread(channel.receive)
     if incoming is not None and incoming.id is not None:
-        channel.reply(incoming.id, failure(NameTakenError("another writer of this run has started meanwhile")))
+        channel.reply(incoming.id, failure(error))
 
 
 def main() -> None:

@@ -94,6 +94,8 @@ class TierOpener:
         # It is new, or what was there was removed, and is no run or another one now.
         tier = await open_place(spec, later=later)
         tier.tell = self.trainer.tell
+        if caveat := getattr(tier.store, "caveat", ""):
+            tier.tell(SaidNote(caveat))
         tier.encoder.threads, tier.encoder.pace, tier.encoder.idle = threads(), self.throttle, IdleCores()
         return tier
 

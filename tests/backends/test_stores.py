@@ -507,6 +507,20 @@ def test_what_is_nearly_a_url_is_no_folder(text: str) -> None:
     assert normalise("s3run").startswith("file:///")
 
 
+@pytest.mark.parametrize(
+    "url", ["s3://bucket//run", "s3://bucket/a//run", "s3a://bucket/./run", "gs://bucket/a/../run", "az://box//a"]
+)
+def test_url_with_ambiguous_segment_is_refused(url: str) -> None:
+    """s3fs and obstore would write to different keys."""
+    with pytest.raises(UsageError, match="empty segment"):
+        normalise(url)
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/a b%20c#d?e", "memory:///run", "s3://bucket/...", "hdfs:///data/run"])
+def test_url_with_plain_segments_is_kept(url: str) -> None:
+    assert normalise(url) == url
+
+
 def test_a_password_in_a_url_is_refused_and_not_repeated() -> None:
     """It would be in logs, ledgers and reports; a user's name alone is fine."""
     for url in ("s3://key:secret@bucket/run", "SFTP://me:secret@host/run"):

@@ -492,7 +492,7 @@ def test_json_is_one_document_with_stable_keys(command: str, made: Path, call: A
             "components", "values", "packs", "full", "needs", "needs_there", "chain", "stored_bytes",
             "older_packs", "older_steps", "restore_bytes", "cadence", "redo",
         },
-        "verify": {"url", "data", "problems", "checkpoints"},
+        "verify": {"url", "data", "problems", "unreadable", "checkpoints"},
         "diff": {"a", "b", "equal", "only_in_a", "only_in_b", "changed", "tensors", "values"},
     }  # fmt: skip
     found = call(*arguments_of(command, made), "--json")

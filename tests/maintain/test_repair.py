@@ -253,27 +253,23 @@ def test_what_can_be_had_comes_back_beside_what_cannot(made: Path, run: Path, ca
     assert problems and all(p.startswith("noise") for p in problems)
 
 
-def test_zeros_for_what_nobody_has_are_said(made: Path, run: Path, call: Call) -> None:
-    """A file that is gone is written for what can be had of it; what else it held is said to be zeros now, and which
-    checkpoints stay damaged. Control: with a sound copy nothing of that is said."""
+def test_repair_writes_no_file_that_lacks_bytes_everywhere(made: Path, run: Path, call: Call) -> None:
+    """A file that is gone is not written from the pieces that other files have: the rest of it would be zeros. Control:
+    the file is written if another location has all of it."""
     pack = pack_of(run, 2)
     pack.unlink()
     shown = call("repair", run)
     lines = shown.out.splitlines()
     verdicts = {row["step"]: row["verdict"] for row in call("repair", run, "--json").json["verdicts"]}
     assert lines[0].endswith("5 checkpoints read") and "step 2: lost" in lines and lines[4] == "steps 5, 1: sound"
-    assert {verdicts[3], verdicts[4]} == {"sound after this" if made.name.startswith("none") else "lost"}
-    assert "header is damaged" not in shown.out and "is gone" in shown.out and "to write again: 1 file, " in shown.out
-    found = call("repair", run, "--yes")
-    lost = [step for step in (4, 3, 2) if verdicts[step] == "lost"]
-    said = f"bytes that nobody has are zeros now: step{'s' * (len(lost) > 1)} {', '.join(map(str, lost))} stay"
-    assert found.code == 1 and said in found.out and "`ckpt verify` sees it, --no-data does not" in found.out
-    assert pack.exists() and "wrote 1 file again" in found.out
+    assert {verdicts[3], verdicts[4]} == {"stays damaged" if made.name.startswith("none") else "lost"}
+    assert "header is damaged" not in shown.out and "is gone" in shown.out and "to write again: 0 files, " in shown.out
+    assert "LOST: no location has" in shown.out
+    assert call("repair", run, "--yes").code == 1 and not pack.exists()
     damaged = [c["step"] for c in call("verify", run, "--all", "--json").json["checkpoints"] if c["problems"]]
-    assert damaged == lost and call("verify", run, "--all", "--no-data").code == 0
-    pack.unlink()
+    assert damaged == [4, 3, 2] and call("verify", run, "--all", "--no-data").code == 1
     found = call("repair", run, "--from", made / "near", "--yes")
-    assert found.code == 0 and "are zeros now" not in found.out and "step 2: sound after this" in found.out
+    assert found.code == 0 and "step 2: sound after this" in found.out
     assert same(run, made / "near")
 
 
@@ -295,8 +291,8 @@ def test_bytes_that_no_checkpoint_names_are_copied_as_they_are(made: Path, run: 
     pack.unlink()
     found = call("repair", run, "--yes", "--json")
     lost = {name for p in found.json["packs"] for piece in p["pieces"] if piece["why_not"] for name in piece["tensors"]}
-    assert "noise" not in lost and found.code == (1 if lost else 0)
-    assert found.json["done"]["zeros"] > 0 and pack.exists()
+    assert "noise" not in lost and found.code == 1 and not pack.exists()
+    assert [p["unavailable"] > 0 for p in found.json["packs"]] == [True]
 
 
 def logged(run: Path, work: Callable[[RunLog], Any]) -> Any:

@@ -27,7 +27,7 @@ from click.testing import CliRunner
 
 import ckpt
 import toy
-from ckpt.checkpoint import commit, losses, read
+from ckpt.checkpoint import commit, losses, read, steady
 from ckpt.checkpoint.losses import Loss
 from ckpt.checkpoint.write import RankSnapshot, write_part
 from ckpt.cli.app import cli
@@ -413,7 +413,8 @@ def test_nothing_but_damage(left: Left, tmp_path: Path) -> None:
     folder = left.copy(tmp_path / "run")
     for name in ("packs", "parts", "log"):
         shutil.rmtree(folder / name)
-    shutil.copytree(left.folder / "log", folder / "log")
+        (folder / name).mkdir()
+    shutil.copytree(left.folder / "log", folder / "log", dirs_exist_ok=True)
     for path in (folder / "redo").iterdir():
         flip(path, 3)
     done = restored(folder)
@@ -490,6 +491,7 @@ def victims(folder: Path) -> list[Path]:
 def read_everything(base: str) -> None:
     """In a process of its own: all that reads a run, with something else in the place of each file in turn."""
     torch.set_num_threads(1)
+    steady.WINDOW_S = 0.02
     for kind, place in itertools.product(KINDS, range(len(victims(Path(base))))):
         folder = Path(shutil.copytree(base, f"{base}.{kind}.{place}"))
         victim = victims(folder)[place]

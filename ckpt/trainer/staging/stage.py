@@ -60,6 +60,10 @@ class Stager:
     def arena(self) -> Arena | None:
         return self._arena
 
+    def on_writer(self, pid: int) -> None:
+        """Set the writer process that hands out the memory from now on, for messages about a long wait."""
+        self._gate.writer_pid = pid
+
     @property
     def skipped_bytes(self) -> int:
         """How much was not copied so far, since it was in its slot already; see `ckpt.trainer.staging.unchanged`."""
@@ -79,7 +83,7 @@ class Stager:
             job.submitted = True
             self._worker.put(lambda: self._stage(job))
             if not taken and not (job.eager_done.wait(None if job.memory is None else FIRST_S) or job.leave_out()):
-                job.eager_done.wait()
+                self._gate.wait_for(job.eager_done, "step()")
         except BaseException:  # Ctrl-C: whether it was begun or not, nobody shall wait for it
             job.error = job.error or SaveError(f"saving step {job.attempt.step} was interrupted")
             self._worker.put(lambda: _end(job))
@@ -87,7 +91,7 @@ class Stager:
         if before is not None:
             self._gate.follow(before)
         if mode == "wait" and job.memory is None:  # else an update waits, and for no longer than it has to
-            job.enqueued.wait()
+            self._gate.wait_for(job.enqueued, "step()")
             self._gate.follow(job)
 
     def _check_running(self) -> None:

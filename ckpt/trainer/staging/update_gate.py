@@ -12,15 +12,23 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ckpt.errors import DeadlineError, UsageError
+from ckpt.events import log
+from ckpt.ipc.process import Process
 from ckpt.trainer.staging import device
 from ckpt.trainer.staging.device import is_capturing
 from ckpt.trainer.staging.snapshot import PendingSnapshot
 
+WARN_S = 5.0  # how long training may wait for a copy before a warning explains it
+
 
 class UpdateGate:
-    """Of one trainer. Jobs come in turn, from the thread that trains; any thread may shut the gate."""
+    """Of one trainer. Jobs come in turn, from the thread that trains; any thread may shut the gate.
+
+    writer_pid: process id of the writer, which hands out the memory that a copy may wait for; 0 if it is unknown.
+    """
 
     def __init__(self) -> None:
+        self.writer_pid = 0
         self.job: PendingSnapshot | None = None  # the newest that no optimizer has come after
         self._unchecked: list[PendingSnapshot] = []  # older ones, not sealed yet
         self._copying: PendingSnapshot | None = None  # still read by a device: every stream that updates waits for it
@@ -58,17 +66,17 @@ class UpdateGate:
             return 0.0
         started = time.perf_counter()
         for opened in shut:
-            opened.wait(timeout_s)
+            self.wait_for(opened, "an optimizer", timeout_s)
         job = self.job
         if job is None:
             return time.perf_counter() - started
         if job.detached or job.leave_out():
             in_time = True
         elif job.streams:
-            in_time = job.enqueued.wait(timeout_s)
+            in_time = self.wait_for(job.enqueued, "an optimizer", timeout_s)
             self._line_up(job)
         else:
-            in_time = job.copied.wait(timeout_s)
+            in_time = self.wait_for(job.copied, "an optimizer", timeout_s)
         if not in_time:
             job.error = DeadlineError(f"copying step {job.attempt.step} took more than {timeout_s:g} s")
         for one in (*self._unchecked, job):
@@ -76,6 +84,31 @@ class UpdateGate:
                 one.check_versions()
         self.job, self._unchecked = None, []
         return time.perf_counter() - started
+
+    def wait_for(self, event: threading.Event, waiter: str, timeout_s: float | None = None) -> bool:
+        """Wait for an event in the training thread. Log one warning after 5 s that names the cause.
+
+        waiter: what waits, for the message
+        Returns False if the event did not happen within `timeout_s`.
+        """
+        first = WARN_S if timeout_s is None else min(WARN_S, timeout_s)
+        if event.wait(first):
+            return True
+        rest = None if timeout_s is None else timeout_s - first
+        if rest is None or rest > 0:
+            self._warn(waiter)
+        return event.wait(rest)
+
+    def _warn(self, waiter: str) -> None:
+        writer = Process.of(self.writer_pid)
+        if self.writer_pid and writer.suspended:
+            cause = (
+                f"the writer process {writer.pid} is stopped. Training goes on when that process continues "
+                f"(kill -CONT {writer.pid}) or ends"
+            )
+        else:
+            cause = f"the writer process {writer.pid} has not made the memory yet, or the machine is busy"
+        log.warning("%s has waited %g s for the copy of a step: %s", waiter, WARN_S, cause)
 
     def _line_up(self, job: PendingSnapshot) -> None:
         """What the caller queues from now on, on its current streams, comes after the copies of this job."""

@@ -105,6 +105,7 @@ class SnapshotMemory(WriterUser):
         return self.lasts and self._writer.failure is None and (arena is None or arena.is_kept())
 
     def on_new_writer(self, client: WriterClient) -> None:
+        self._stager.on_writer(client.pid)
         for arena in self.arenas():
             client.send(requests.AttachArena(foreign=arena.id in self._foreign), (arena.fd,))
         for arena_id, slot in list(self._read_before):  # by the writer that has died

@@ -1,0 +1,184 @@
+"""Run a training on file systems that lack a capability, and next to another user's sockets.
+
+A small C library, preloaded into trainer and writer, makes single system calls fail as such file systems do.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ckpt.ipc import channel
+from ckpt.store import normalise
+from processes import PYTHONPATH, REPO, eventually
+
+COMPILER = shutil.which("cc") or shutil.which("gcc")
+SOURCE = REPO / "tests" / "lib" / "lacking.c"
+
+TRAIN = """
+import logging, os, signal, sys, torch, ckpt
+logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
+run, steps, end = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+state = {"w": torch.zeros(700_000), "n": torch.zeros(1)}
+with ckpt.Checkpointer(state, [ckpt.Memory(linger_s=0), ckpt.Tier(run, every=2, keep=2)]) as cp:
+    start = cp.restore(default=0)
+    whole = bool((state["w"] == start).all()) and int(state["n"]) == start
+    print("start", start, whole, flush=True)
+    for step in range(start, start + steps):
+        state["w"].fill_(step + 1), state["n"].fill_(step + 1)
+        save = cp.step(step + 1)
+    save.committed(60)
+    if end == "kill": os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> str:
+    if COMPILER is None:
+        pytest.skip("there is no C compiler")
+    target = tmp_path_factory.mktemp("lacking") / "lacking.so"
+    subprocess.run([COMPILER, "-shared", "-fPIC", "-O1", "-o", target, SOURCE, "-ldl"], check=True)
+    return str(target)
+
+
+def train(
+    library: str, run: Path, capability: str, number: int, *, steps: int = 4, end: str = "kill"
+) -> subprocess.CompletedProcess[str]:
+    """Train on a file system that lacks a capability and answers with an errno."""
+    lacking = {"LACKING": capability, "LACKING_ERRNO": str(number), "LACKING_ROOT": str(run)}
+    environment = {**os.environ, "PYTHONPATH": PYTHONPATH, "LD_PRELOAD": library, **lacking}
+    words = [sys.executable, "-c", TRAIN, str(run), str(steps), end]
+    return subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("capability", "number"),
+    [
+        ("sync_folder", errno.EINVAL),
+        ("sync_folder", errno.ENOSYS),
+        ("link", errno.EINVAL),
+        ("link", errno.EACCES),
+        ("reserve", errno.ENOSYS),
+        ("direct", errno.EACCES),
+        ("sync_folder link reserve direct", errno.EOPNOTSUPP),
+    ],
+)
+def test_run_survives_kill_on_file_system_without(library: str, tmp_path: Path, capability: str, number: int) -> None:
+    """The library finds another way, and warns if that way promises less."""
+    run = tmp_path / "run"
+    killed = train(library, run, capability, number)
+    assert killed.stdout.split() == ["start", "0", "True"], killed.stderr
+    assert ("cannot fsync a folder" in killed.stderr) == ("sync_folder" in capability)
+    again = train(library, run, capability, number, end="return")
+    assert again.stdout.split() == ["start", "4", "True"], again.stderr
+    assert again.returncode == 0
+
+
+EXPORT = """
+import sys, torch, ckpt
+with ckpt.Checkpointer({"w": torch.ones(700_000)}, [ckpt.Tier(sys.argv[1], every=1)]) as cp: cp.step(1)
+from ckpt.cli import main
+sys.exit(main(["restore", sys.argv[1], "--to", sys.argv[2], "--only", "w"]))
+"""
+
+
+@pytest.mark.parametrize("capability", ["sync_folder", "reserve"])
+def test_export_succeeds_on_file_system_without(library: str, tmp_path: Path, capability: str) -> None:
+    lacking = {"LACKING": capability, "LACKING_ERRNO": str(errno.ENOSYS), "LACKING_ROOT": str(tmp_path)}
+    environment = {**os.environ, "PYTHONPATH": PYTHONPATH, "LD_PRELOAD": library, **lacking}
+    words = [sys.executable, "-c", EXPORT, str(tmp_path / "run"), str(tmp_path / "out.safetensors")]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert torch.equal(load_file(tmp_path / "out.safetensors")["w"], torch.ones(700_000))
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_file_system_without_exclusive_create_is_refused(library: str, tmp_path: Path, number: int) -> None:
+    refused = train(library, tmp_path / "run", "noreplace", number)
+    assert refused.returncode == 1
+    assert "neither hard links nor renameat2" in refused.stderr
+
+
+def test_negative_control_io_error_of_folder_fsync_fails_the_save(library: str, tmp_path: Path) -> None:
+    """An errno that does not mean "not supported" stays an error."""
+    failed = train(library, tmp_path / "run", "sync_folder", errno.EIO)
+    assert failed.returncode == 1
+    assert "start" not in failed.stdout
+
+
+@pytest.fixture
+def intruder(run_dir: str, own_sockets: Path, request: pytest.FixtureRequest) -> Iterator[str]:
+    """Have another user's process take every socket name of a run's writer, or of its trainer."""
+    if os.getuid() != 0:
+        pytest.skip("only root can start a process of another user")
+    key = channel.run_key(normalise(run_dir), 0)
+    chosen = channel.trainer_key(key) if request.param == "trainer" else key
+    names = [channel._address(chosen, number) for number in range(channel.NAMES)]
+    code = (
+        "import os, socket, sys\n"
+        "os.setuid(65534)\n"
+        f"sockets = [socket.socket(socket.AF_UNIX) for _ in {names!r}]\n"
+        f"for one, name in zip(sockets, {names!r}): one.bind(name), one.listen(8)\n"
+        "print('ready', flush=True); sys.stdin.read()\n"
+    )
+    with subprocess.Popen([sys.executable, "-I", "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+        yield run_dir
+        process.kill()
+
+
+@pytest.mark.parametrize("intruder", ["writer", "trainer"], indirect=True)
+def test_socket_names_taken_by_another_user_are_named(intruder: str) -> None:
+    environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
+    words = [sys.executable, "-c", TRAIN, intruder, "2", "return"]
+    refused = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120)
+    assert refused.returncode == 1
+    assert "another user of this machine (uid 65534) has the socket names of this run" in refused.stderr
+    assert channel.RUNTIME in refused.stderr
+
+
+STOPPED = """
+import logging, os, signal, sys, threading, torch, ckpt
+from ckpt.ipc import channel
+logging.basicConfig(level=logging.WARNING, format="%(message)s")
+model = torch.nn.Linear(300, 300); optim = torch.optim.AdamW(model.parameters())
+tiers = [ckpt.Memory(linger_s=0, keep=2), ckpt.Tier(sys.argv[1], every=1)]
+with ckpt.Checkpointer({"m": model, "o": optim}, tiers) as cp:
+    writer, warned = [], threading.Event()
+    class Seen(logging.Handler):
+        def emit(self, record):
+            if "is stopped" in record.getMessage(): warned.set()
+    logging.getLogger("ckpt").addHandler(Seen())
+    for step in range(200):
+        model(torch.ones(2, 300)).sum().backward(); optim.step(); optim.zero_grad()
+        save = cp.step(step + 1)
+        if step == 3:
+            save.committed(60)
+            writer = channel.writers_of(channel.run_key(ckpt.store.normalise(sys.argv[1]), 0))
+            def wake():
+                warned.wait(40); os.kill(writer[0], signal.SIGCONT)
+            threading.Thread(target=wake).start()
+            os.kill(writer[0], signal.SIGSTOP)
+        if warned.is_set(): break
+print("warned", warned.is_set(), "writer", *writer)
+"""
+
+
+def test_stopped_writer_is_named_while_training_waits(run_dir: str) -> None:
+    """Training waits for memory that only the writer hands out. It continues when the writer does."""
+    environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
+    ended = subprocess.run([sys.executable, "-c", STOPPED, run_dir], env=environment, capture_output=True, text=True)
+    words = ended.stdout.split()
+    assert words[:2] == ["warned", "True"], ended.stdout + ended.stderr
+    assert f"the writer process {words[3]} is stopped" in ended.stderr
+    assert ended.stderr.count("is stopped") == 1
+    assert eventually(lambda: not channel.writers_of(channel.run_key(normalise(run_dir), 0)))

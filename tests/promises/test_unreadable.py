@@ -1,0 +1,496 @@
+"""Files that cannot be read for a while are never taken for damaged or lost: nothing is overwritten or passed over."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import checkpoint as dcp
+
+import ckpt
+import ckpt.dcp
+from ckpt.checkpoint import steady
+from ckpt.errors import CorruptError, StoreError, UnreadableError, is_unreadable
+from ckpt.ranks.world import World
+from ckpt.restore import redo_logs
+from ckpt.restore.candidates import gather
+from ckpt.restore.restore_first import Restored, restore_first
+from ckpt.state.capture import Capture
+from ckpt_backends.disk import Disk
+from commands import Result, call
+from processes import PYTHONPATH, run_script
+from s3_server import FaultProxy, MotoServer, storage_options
+from threads import together as on_ranks
+
+__all__ = ["call"]  # a fixture
+
+Call = Callable[..., Result]
+
+ERRORS = ("EACCES", "EPERM", "ESTALE", "EMFILE", "ENFILE", "EIO", "ETIMEDOUT", "ENOENT")
+
+
+class Fault:
+    """Makes each access to matching files fail in this process, as long as it is on, or `count` times."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.number, self.match, self.left = 0, "", 0
+        for owner, name in ((Disk, "open"), (os, "lstat")):
+            patch.setattr(owner, name, self._faulty(getattr(owner, name), 1 if owner is Disk else 0))
+
+    def _faulty(self, real: Any, place: int) -> Any:
+        def call_or_fail(*arguments: Any, **more: Any) -> Any:
+            path = str(arguments[place])
+            if self.left and self.match in path:
+                self.left -= 1
+                raise OSError(self.number, os.strerror(self.number), path)
+            return real(*arguments, **more)
+
+        return call_or_fail
+
+    def on(self, name: str, match: str, count: int = 1 << 30) -> None:
+        self.number, self.match, self.left = getattr(errno, name), match, count
+
+    def off(self) -> None:
+        self.left = 0
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A run with steps 1 and 2, in two folders: run and near."""
+    folder = tmp_path_factory.mktemp("saved")
+    patch = pytest.MonkeyPatch()
+    patch.setenv("CKPT_RUNTIME_DIR", str(folder))
+    save(folder / "run", folder / "near")
+    yield folder
+    patch.undo()
+
+
+def save(*places: Path) -> None:
+    state = {"w": torch.zeros(50_000)}
+    with ckpt.Checkpointer(state, [ckpt.Tier(str(place), every=1) for place in places]) as cp:
+        for step in (1, 2):
+            state["w"].fill_(step)
+            cp.save(step).promoted(60)
+
+
+@pytest.fixture
+def run(saved: Path, tmp_path: Path) -> Path:
+    shutil.copytree(saved / "run", tmp_path / "run")
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def fault(monkeypatch: pytest.MonkeyPatch) -> Fault:
+    return Fault(monkeypatch)
+
+
+def pack(run: Path, step: int) -> Path:
+    (found,) = (run / "packs").glob(f"*-{step}.*")
+    return found
+
+
+def digests(run: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(run)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(run.rglob("*"))
+        if path.is_file() and path.parts[-2] in ("packs", "parts", "index", "log")
+    }
+
+
+def restore(run: Path, before: Callable[[], None] = lambda: None, **how: Any) -> tuple[int, float, ckpt.Checkpointer]:
+    """Restore in a new Checkpointer; `before` is called when it is open."""
+    state = {"w": torch.full((50_000,), -1.0)}
+    with ckpt.Checkpointer(state, [ckpt.Tier(str(run), every=1)]) as cp:
+        before()
+        return cp.restore(**how), float(state["w"][-1]), cp
+
+
+# -- while it lasts --
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_repair_and_verify_write_nothing_while_data_files_cannot_be_read(
+    run: Path,
+    saved: Path,
+    fault: Fault,
+    call: Call,
+    name: str,
+) -> None:
+    before = digests(run)
+    fault.on(name, "/packs/")
+    for extra in ((), ("--from", saved / "near")):
+        repaired = call("repair", run, "--yes", *extra)
+        assert repaired.code == 3 and "cannot be read now" in repaired.err and "nothing was written" in repaired.err
+    verified = call("verify", run, "--all")
+    assert verified.code == 3 and "cannot be read now" in verified.out
+    assert "ckpt repair" not in verified.out and "damaged" not in verified.out
+    found = call("verify", run, "--all", "--json").json
+    assert [one["verdict"] for one in found["checkpoints"]] == ["cannot be read now"] * 2 and not found["problems"]
+    fault.off()
+    assert digests(run) == before and call("verify", run, "--all").code == 0
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_restore_raises_and_skips_nothing_while_the_newest_step_cannot_be_read(
+    run: Path, fault: Fault, name: str
+) -> None:
+    match = str(pack(run, 2))
+    with pytest.raises(UnreadableError, match=r"step 2 in .* cannot be read now"):
+        restore(run, lambda: fault.on(name, match))
+    with pytest.raises(StoreError) as caught:
+        ckpt.load(str(run)).all()
+    assert is_unreadable(caught.value)
+    fault.off()
+    step, value, cp = restore(run)
+    assert (step, value) == (2, 2.0) and cp.last_restore is not None and not cp.last_restore.skipped
+
+
+@pytest.mark.parametrize("match", ["/parts/", "/index/", "/packs/"])
+def test_restore_raises_whichever_file_of_the_newest_step_cannot_be_read(run: Path, fault: Fault, match: str) -> None:
+    name = "EACCES"
+    fault.on(name, match)  # before it is opened, where the newest checkpoint is read ahead
+    with pytest.raises(UnreadableError):
+        restore(run)
+    fault.off()
+    assert restore(run)[:2] == (2, 2.0)
+
+
+def test_restore_of_an_older_step_by_name_works_while_the_newest_cannot_be_read(run: Path, fault: Fault) -> None:
+    fault.on("EIO", str(pack(run, 2)))
+    assert restore(run, step=1)[:2] == (1, 1.0)
+
+
+def test_restore_takes_the_step_from_another_tier_that_has_it(saved: Path, tmp_path: Path, fault: Fault) -> None:
+    for place in ("run", "near"):
+        shutil.copytree(saved / place, tmp_path / place)
+    state = {"w": torch.zeros(50_000)}
+    with ckpt.Checkpointer(state, [ckpt.Tier(str(tmp_path / place), every=1) for place in ("run", "near")]) as cp:
+        fault.on("ESTALE", str(tmp_path / "run" / "packs"))
+        assert cp.restore() == 2 and float(state["w"][0]) == 2.0
+        assert cp.last_restore is not None and not cp.last_restore.skipped
+
+
+@pytest.mark.parametrize("command", [("gc",), ("prune", "--keep-last", "2"), ("copy",)])
+def test_commands_delete_and_write_nothing_while_checkpoints_cannot_be_read(
+    run: Path,
+    tmp_path: Path,
+    fault: Fault,
+    call: Call,
+    command: tuple[str, ...],
+) -> None:
+    name, *options = command
+    before, target = digests(run), [tmp_path / "other"] if name == "copy" else []
+    for match in ("/index/", "/parts/"):
+        fault.on("ESTALE", match)
+        found = call(name, run, *target, *options, "--yes")
+        assert found.code == 3 and "`ckpt repair" not in found.err + found.out, found.out + found.err
+        fault.off()
+        assert digests(run) == before
+    assert call(name, run, *target, *options, "--yes").code == 0
+
+
+def test_dcp_raises_while_the_newest_step_cannot_be_read(tmp_path: Path, fault: Fault) -> None:
+    run = tmp_path / "run"
+    for step in (1, 2):
+        dcp.save({"w": torch.full((1000,), float(step))}, storage_writer=ckpt.dcp.StorageWriter(str(run), step=step))
+    state = {"w": torch.zeros(1000)}
+    for match in ("/packs/", "/parts/"):
+        fault.on("EACCES", match)
+        with pytest.raises(dcp.api.CheckpointException, match=r"step 2 cannot be read now: .*Permission denied"):
+            dcp.load(state, storage_reader=ckpt.dcp.StorageReader(str(run)))
+    fault.off()
+    dcp.load(state, storage_reader=ckpt.dcp.StorageReader(str(run)))
+    assert float(state["w"][0]) == 2.0
+
+
+def test_all_ranks_raise_while_one_of_them_cannot_read_its_share(run: Path, fault: Fault) -> None:
+    """Control: once the files can be read again, all restore the newest step."""
+
+    def body(world: World) -> Any:
+        state, result = {"w": torch.zeros(50_000)}, Restored(step=None)
+        sources = gather(world, [], [], [f"file://{run}"], [[0] * world.size], None)
+        try:
+            restore_first(world, sources, Capture(state), result, strict=True, on_touch=lambda: None)
+        except UnreadableError as error:
+            return str(error)
+        return result.step, float(state["w"][0])
+
+    fault.on("EIO", str(pack(run, 2)), 1 << 30)
+    first, second = on_ranks(2, dist.HashStore(), body, node_of=lambda rank: "one")
+    assert first == second and "step 2" in first and "rank" in first
+    fault.off()
+    assert on_ranks(2, dist.HashStore(), body, node_of=lambda rank: "one") == [(2, 2.0)] * 2
+
+
+def test_redo_log_that_cannot_be_read_is_not_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, state = tmp_path / "run", {"w": torch.zeros(50_000)}
+    with ckpt.Checkpointer(state, [ckpt.Tier(str(run), every=2, log_every_step=True)]) as cp:
+        for step in (1, 2, 3):
+            state["w"].fill_(step)
+            cp.step(step)
+        cp.wait()
+    real_open = os.open
+
+    def refused(path: Any, *arguments: Any, **more: Any) -> Any:
+        if "/redo/" in str(path):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return real_open(path, *arguments, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", refused)
+        with pytest.raises(StoreError, match="cannot be read now"):
+            redo_logs.look(f"file://{run}")
+    assert redo_logs.look(f"file://{run}").frames
+
+
+# -- for a moment --
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_readers_survive_errors_that_last_a_moment(
+    run: Path,
+    fault: Fault,
+    call: Call,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+) -> None:
+    monkeypatch.setattr(steady, "WINDOW_S", 20.0)
+    monkeypatch.setattr(steady, "FIRST_PAUSE_S", 0.01)
+    match = str(pack(run, 2))
+    step, value, cp = restore(run, lambda: fault.on(name, match, 5))
+    assert (step, value) == (2, 2.0) and cp.last_restore is not None and not cp.last_restore.skipped
+    assert fault.left == 0
+    for work in (("verify", run, "--all"), ("repair", run, "--yes"), ("copy", run, run.parent / "copy", "--yes")):
+        fault.on(name, match, 3)
+        assert call(*work).code == 0 and fault.left == 0
+    fault.on(name, match, 3)
+    assert float(ckpt.load(str(run))["w"][0]) == 2.0 and fault.left == 0
+
+
+@pytest.mark.parametrize("folder", ["", "packs"])
+def test_restore_waits_for_a_folder_that_is_away_for_a_moment(
+    run: Path, monkeypatch: pytest.MonkeyPatch, folder: str
+) -> None:
+    monkeypatch.setattr(steady, "WINDOW_S", 20.0)
+    gone = threading.Event()
+
+    def away() -> None:
+        os.rename(run / folder, run.parent / "away")
+        gone.set()
+        threading.Timer(0.5, os.rename, (run.parent / "away", run / folder)).start()
+
+    step, value, cp = restore(run, away)
+    assert gone.is_set() and (step, value) == (2, 2.0)
+    assert cp.last_restore is not None and not cp.last_restore.skipped
+
+
+@pytest.mark.parametrize("folder", ["", "packs"])
+def test_commands_take_a_folder_that_is_away_for_unreadable(
+    run: Path,
+    saved: Path,
+    call: Call,
+    folder: str,
+) -> None:
+    """Control: a file that is missing in a folder that is there is damage."""
+    before = digests(run)
+    os.rename(run / folder, run.parent / "away")
+    found = call("verify", run)
+    assert found.code == (3 if folder else 2) and "damaged" not in found.out
+    assert call("repair", run, "--from", saved / "near", "--yes").code == (3 if folder else 2)
+    os.rename(run.parent / "away", run / folder)
+    assert digests(run) == before
+    pack(run, 2).unlink()
+    found = call("verify", run)
+    assert found.code == 1 and "is gone" in found.out
+    assert call("repair", run, "--from", saved / "near", "--yes").code == 0 and digests(run) == before
+
+
+def test_a_listing_made_while_a_mount_is_away_does_not_make_files_lost(
+    run: Path,
+    saved: Path,
+    call: Call,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`repair` lists the data files once. Without a second look, each of them would be gone."""
+    from ckpt_backends.local import LocalStore
+
+    scan, before, lists = LocalStore._scan, digests(run), []
+
+    def empty(self: LocalStore, prefix: str, after: str) -> Any:
+        if prefix == "packs/":
+            lists.append(prefix)
+            return []
+        return scan(self, prefix, after)
+
+    monkeypatch.setattr(LocalStore, "_scan", empty)
+    found = call("repair", run, "--from", saved / "near", "--yes")
+    assert found.code == 0 and "nothing is damaged" in found.out and lists and digests(run) == before
+
+
+def test_a_listed_log_record_that_cannot_be_found_is_not_skipped(
+    run: Path,
+    fault: Fault,
+    call: Call,
+) -> None:
+    """Control: once the record is really gone, the run is damaged."""
+    newest = max((run / "log").glob("*.json"))
+    fault.on("ENOENT", str(newest))
+    assert call("ls", run).code == 3 and call("verify", run).code == 3
+    fault.off()
+    assert call("verify", run).code == 0
+
+
+# -- real faults --
+
+
+def test_repair_as_another_user_changes_nothing_without_permission(saved: Path) -> None:
+    """As in a job that runs as another user: the files are there, and cannot be opened."""
+    run = saved.parent / f"{saved.name}-other" / "run"
+    shutil.copytree(saved / "run", run)
+    before, user = digests(run), []
+    if os.geteuid() == 0:
+        subprocess.run(["chown", "-R", "65534:65534", str(run.parent)], check=True)
+        for folder in (saved.parent, saved.parent.parent):
+            os.chmod(folder, folder.stat().st_mode | 0o055)
+        user = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
+    for path in (run / "packs").iterdir():
+        path.chmod(0)
+    environment = {**os.environ, "PYTHONPATH": PYTHONPATH, "HOME": str(run.parent)}
+    words = [*user, sys.executable, "-m", "ckpt", "repair", str(run), "--yes"]
+    found = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    for path in (run / "packs").iterdir():
+        path.chmod(0o600)
+    assert found.returncode == 3 and "Permission denied" in found.stderr, found.stderr
+    assert digests(run) == before
+
+
+def test_commands_find_no_damage_when_descriptors_run_out(run: Path) -> None:
+    """Whatever number of descriptors is left. Control: with enough of them, all is read."""
+    code = """
+import os, resource, sys, ckpt
+from ckpt.checkpoint import steady
+from ckpt.cli import app
+steady.WINDOW_S = 0.05
+run = sys.argv[1]
+codes = [app.main(["verify", run, "--all"])]
+most = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, most[1]))
+for left in (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 100):
+    taken = []
+    try:
+        while True:
+            taken.append(os.dup(0))
+    except OSError:
+        pass
+    for fd in taken[:left]:
+        os.close(fd)
+    codes += [app.main(["verify", run, "--all"]), app.main(["repair", run, "--yes"])]
+    try:
+        found = ckpt.load(run).step
+    except (ckpt.CheckpointError, OSError):
+        found = 2
+    assert found == 2
+    for fd in taken[left:]:
+        os.close(fd)
+print("CODES", *codes)
+"""
+    before = digests(run)
+    done = run_script(code, str(run))
+    codes = done.stdout.rpartition("CODES")[2].split()
+    assert set(codes) <= {"0", "2", "3"} and {"0", "3"} <= set(codes), done.stdout + done.stderr
+    assert codes[0] == codes[-1] == "0" and digests(run) == before
+
+
+# -- real damage --
+
+
+def hurt(path: Path) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[-3] ^= 4
+    path.write_bytes(raw)
+
+
+@pytest.mark.parametrize(
+    "harm", [hurt, lambda path: os.truncate(path, 10_000), lambda path: path.unlink()], ids=["bytes", "length", "gone"]
+)
+def test_real_damage_is_still_noticed_and_passed_over(
+    run: Path,
+    saved: Path,
+    call: Call,
+    harm: Callable[[Path], None],
+) -> None:
+    """Control: the same readers, on a file that is really damaged or deleted."""
+    before = digests(run)
+    harm(pack(run, 2))
+    found = call("verify", run)
+    assert found.code == 1 and "ckpt repair" in found.out
+    with pytest.raises((CorruptError, StoreError)):
+        ckpt.load(str(run)).all()
+    assert call("repair", run, "--yes").code == 1  # nobody has it, and nothing is made up
+    again = call("repair", run, "--from", saved / "near", "--yes")
+    assert again.code == 0 and digests(run) == before
+    harm(pack(run, 2))
+    step, value, cp = restore(run)
+    assert (step, value) == (1, 1.0) and cp.last_restore is not None
+    assert [one.step for one in cp.last_restore.skipped] == [2]
+
+
+def test_repair_keeps_every_byte_of_a_file_that_it_cannot_cure(run: Path, call: Call) -> None:
+    """A truncated file, and one with a damaged range: without a sound copy both stay as they are."""
+    hurt(pack(run, 1))
+    os.truncate(pack(run, 2), 60_000)
+    before = digests(run)
+    assert call("repair", run, "--yes").code == 1 and digests(run) == before
+
+
+# -- object storage --
+
+
+@pytest.fixture(scope="module")
+def bucket() -> Iterator[tuple[MotoServer, FaultProxy]]:
+    with MotoServer() as server, FaultProxy(server.url) as proxy:
+        server.make_bucket("bucket")
+        yield server, proxy
+
+
+@pytest.mark.parametrize(("code", "s3_code"), [(400, "BadRequest"), (404, "NoSuchKey"), (403, "AccessDenied")])
+def test_object_storage_that_refuses_reads_is_unreadable(
+    bucket: tuple[MotoServer, FaultProxy],
+    call: Call,
+    monkeypatch: pytest.MonkeyPatch,
+    code: int,
+    s3_code: str,
+) -> None:
+    _, proxy = bucket
+    url = f"s3://bucket/run{code}"
+    tier = ckpt.Tier(url, every=1, storage_options=storage_options(proxy.url))
+    state = {"w": torch.zeros(50_000)}
+    with ckpt.Checkpointer(state, [tier]) as cp:
+        for step in (1, 2):
+            state["w"].fill_(step)
+            cp.save(step).committed(60)
+    with ckpt.Checkpointer(state, [tier]) as cp:
+        for method in ("GET", "HEAD"):
+            proxy.fail("status", method=method, match="-2\\.0\\.0", code=code, s3_code=s3_code, count=10_000)
+        with pytest.raises(UnreadableError):
+            cp.restore()
+        assert call("verify", f"{url}@2").code == 3
+        assert call("repair", url, "--yes").code == 3
+        assert not [one for one in proxy.hits() if one[0] not in ("GET", "HEAD")]
+        proxy.clear()
+        monkeypatch.setattr(steady, "WINDOW_S", 20.0)
+        proxy.fail("status", method="GET", match="-2\\.0\\.0", code=code, s3_code=s3_code, count=2)
+        assert cp.restore() == 2 and cp.last_restore is not None and not cp.last_restore.skipped
+        assert len(proxy.hits()) == 2
+        proxy.clear()

@@ -24,7 +24,7 @@ from ckpt.format.values import Json, decode, show
 from ckpt.restore.sources import fill_from_store
 from ckpt.runlog.log import Commit
 from ckpt.state.filler import Target
-from ckpt.state.tensors import empty, to_array
+from ckpt.state.tensors import empty, of_kind, to_array
 from ckpt.store import normalise, remember_options
 
 
@@ -103,7 +103,7 @@ class Loaded(Mapping[str, Tensor]):
         if not isinstance(key, tuple):
             raise CorruptError(f"{reference['name']} is not in step {self.step}")
         tensor = self._read([key])[key]
-        return tensor if reference["$"] == "tensor" else to_array(tensor, reference)
+        return of_kind(tensor, reference) if reference["$"] == "tensor" else to_array(tensor, reference)
 
     def _read(self, keys: list[Key]) -> dict[Key, Tensor]:
         with self._lock:

@@ -107,7 +107,7 @@ def encode(value: Any, path: Path = (), extern: Callable[[object, Path], Json | 
     if extern is not None and (reference := extern(value, path)) is not None:
         return reference
     numpy = sys.modules.get("numpy")  # a numpy value can only be here if numpy is
-    if numpy is not None and isinstance(value, numpy.generic) and value.dtype.kind in "biufcmM":
+    if numpy is not None and isinstance(value, numpy.generic) and _is_plain_scalar(value):
         return {"$": "scalar", "dtype": value.dtype.str, "v": value.tobytes().hex()}
     raise refuse(path, value)
 
@@ -246,6 +246,21 @@ def plain_dtype(text: object) -> np.dtype[Any]:
     if not isinstance(text, str) or not _DTYPE.fullmatch(text):
         raise CorruptError(f"not a plain numpy dtype: {text!r:.80}")
     return np.dtype(text)
+
+
+def is_plain_dtype(dtype: np.dtype[Any]) -> bool:
+    """Return True if numpy finds this very dtype again by its name: none of other packages, none with fields."""
+    if dtype.hasobject or dtype.names is not None or dtype.metadata or not dtype.itemsize:
+        return False
+    try:
+        return bool(plain_dtype(dtype.str) == dtype)
+    except (CorruptError, TypeError):  # numpy knows no such name
+        return False
+
+
+def _is_plain_scalar(value: np.generic) -> bool:
+    dtype = value.dtype
+    return dtype.kind in "biufcmM" and is_plain_dtype(dtype) and plain_dtype(dtype.str).type is type(value)
 
 
 def _numpy_scalar(dtype: object, raw: bytes) -> np.generic:

@@ -26,7 +26,7 @@ from ckpt.state.names import Names
 from ckpt.state.placement import Placement
 from ckpt.state.sharding import StateEntry, is_dtensor, local
 from ckpt.state.stateful import RNG, Resizable, Stateful
-from ckpt.state.tensors import from_array
+from ckpt.state.tensors import from_array, kind_of_tensor
 from ckpt.state.wrappers import inside, is_wrapped, sign, take_apart
 
 
@@ -67,9 +67,13 @@ class StateNode(Protocol):
 
 
 class Collector:
-    """Takes tensors and arrays out of plain values, leaving references."""
+    """Takes tensors and arrays out of plain values, leaving references.
 
-    def __init__(self) -> None:
+    `exact`: whoever gets the values back needs tensors of the same type, such as a Parameter. StateError for others.
+    """
+
+    def __init__(self, *, exact: bool = False) -> None:
+        self._exact = exact
         self.entries: list[StateEntry] = []
         self.objects: dict[str, object] = {}
 
@@ -79,7 +83,9 @@ class Collector:
             entries, form = take_apart(StateEntry(name, value))
             self.entries += entries
             self.objects.update((entry.name, value) for entry in entries)
-            return {"$": "tensor", "name": name} if form is None else form.to_json()
+            if form is not None:
+                return form.to_json()
+            return {"$": "tensor", "name": name, **(kind_of_tensor(value, path) if self._exact else {})}
         if not isinstance(value, np.ndarray):
             return None
         tensor, reference = from_array(value, path)
@@ -184,7 +190,7 @@ class StatefulNode:
         self._said = ""  # what kind of value
 
     def read(self, names: Names) -> Contents:
-        collect = Collector()
+        collect = Collector(exact=not isinstance(self.target, torch.optim.Optimizer))
         values = encode(self.target.state_dict(), self.path, collect)
         self._said = kind_of(values)
         return Contents(_NOTHING, collect.entries, values)
@@ -234,7 +240,7 @@ class PlainNode:
         self.path, self.parent, self.key = path, parent, key
 
     def read(self, names: Names) -> Contents:
-        collect = Collector()
+        collect = Collector(exact=True)
         values = encode(self.parent[self.key], self.path, collect)
         return Contents(_NOTHING, collect.entries, values)
 

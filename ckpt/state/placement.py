@@ -20,7 +20,7 @@ from ckpt.format.values import Json, Path, decode, show
 from ckpt.state.filler import Target
 from ckpt.state.names import Names
 from ckpt.state.sharding import Division, LocalPiece, Replicas, StateEntry, is_dtensor, local, pieces
-from ckpt.state.tensors import DTYPE_NAME, TORCH_DTYPE, check_array, empty, memory_of, saved_device, to_array
+from ckpt.state.tensors import DTYPE_NAME, TORCH_DTYPE, check_array, empty, memory_of, of_kind, saved_device, to_array
 from ckpt.state.wrappers import WrapperForm, differs, remake, take_apart
 
 
@@ -268,11 +268,16 @@ class Placement:
         finally:
             self._reader = None
 
+        made: dict[int, Tensor] = {}  # one Parameter for all references to one tensor
+
         def extern(reference: Json) -> object:
             if reference["$"] == "wrapper":
                 return (filled | new)[reference["name"]]
             if reference["$"] == "tensor":
-                return tensors[reference["name"]]
+                tensor, have = tensors[reference["name"]], (live or {}).get(reference["name"])
+                if have is not None and have.tensor is tensor:
+                    return tensor
+                return made.setdefault(id(tensor), of_kind(tensor, reference))
             if reference["$"] == "ndarray":
                 return to_array(tensors[reference["name"]].cpu(), reference)
             raise CorruptError(f"unknown tag {reference['$']!r}: written by a newer version?")
@@ -329,6 +334,8 @@ class Placement:
             raise CorruptError(f"not the name of a tensor: {name!r:.80}")
         if reference["$"] == "ndarray":
             check_array(self.spec(name), reference)
+        elif reference.get("kind") not in (None, "parameter", "buffer"):
+            raise CorruptError(f"unknown kind of tensor {reference['kind']!r:.80}: written by a newer version?")
 
     def _tensors_of(
         self,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ckpt.errors import CheckpointError, StateError
 from ckpt.format.layout import TensorSpec
-from ckpt.format.values import Json, Path, plain_dtype, show
+from ckpt.format.values import Json, Path, is_plain_dtype, plain_dtype, show
 
 _NAMES = {
     "float64": "F64", "int64": "I64", "uint64": "U64", "complex64": "C64", "float32": "F32", "int32": "I32",
@@ -136,8 +136,16 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 def from_array(array: npt.NDArray[Any], path: Path) -> tuple[Tensor, Json]:
     """A tensor with the array's bytes, and the reference (without a name) from which `to_array` makes it again."""
-    if array.dtype.hasobject or array.dtype.names is not None:
-        raise StateError(f"{show(path)}: a numpy array of dtype {array.dtype} cannot be saved safely")
+    kind = type(array)
+    if kind is not np.ndarray:
+        raise StateError(
+            f"{show(path)}: a {kind.__module__}.{kind.__qualname__} would come back as a plain numpy array: save "
+            "np.asarray() of it, and what is beyond that, such as a mask, as a value of its own"
+        )
+    if not is_plain_dtype(array.dtype):
+        raise StateError(
+            f"{show(path)}: a numpy array of dtype {array.dtype} cannot be saved safely: save a view of it"
+        )
     reference = {"$": "ndarray", "dtype": array.dtype.str, "shape": list(array.shape)}
     plain = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     return torch.from_numpy(plain if plain.flags.writeable else plain.copy()), reference
@@ -157,6 +165,32 @@ def check_array(of: TensorSpec, reference: Json) -> tuple[np.dtype[Any], list[in
     if of.dtype != "U8" or len(of.shape) != 1 or math.prod(shape) * dtype.itemsize != of.nbytes:
         raise ValueError(f"{of.name} does not hold an array of {dtype} of shape {shape!r:.80}")
     return dtype, shape
+
+
+# -- what tensors were, if they have to be made again --
+
+_KINDS = {torch.nn.Parameter: "parameter", torch.nn.Buffer: "buffer"}
+
+
+def kind_of_tensor(tensor: Tensor, path: Path) -> dict[str, Json]:
+    """Return what a reference to a tensor says besides its name, for `of_kind`. StateError for other subclasses."""
+    if type(tensor) not in PLAIN and not hasattr(tensor, "placements"):
+        raise StateError(
+            f"{show(path)}: a {type(tensor).__module__}.{type(tensor).__qualname__} would come back as a plain tensor: "
+            "save .as_subclass(torch.Tensor) of it"
+        )
+    kind = next((name for kind, name in _KINDS.items() if isinstance(tensor, kind)), None)
+    said: dict[str, Json] = {} if kind is None else {"kind": kind}
+    return {**said, "grad": True} if tensor.requires_grad and tensor.is_leaf else said
+
+
+def of_kind(tensor: Tensor, reference: Json) -> Tensor:
+    """Return a new tensor as the kind that the reference says."""
+    kind, grad = reference.get("kind"), bool(reference.get("grad"))
+    if kind == "parameter":
+        return torch.nn.Parameter(tensor, requires_grad=grad)
+    made: Tensor = torch.nn.Buffer(tensor) if kind == "buffer" else tensor
+    return made.detach().requires_grad_() if grad and kind is None else made
 
 
 class Versioned(Protocol):

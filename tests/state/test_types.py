@@ -1,0 +1,249 @@
+"""A value comes back with its type, or is refused by name at the first save."""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ckpt
+from ckpt.errors import CorruptError, StateError
+from ckpt.format.values import decode, encode
+from ckpt.state.capture import Capture
+from toy_states import Loader, Saved, freeze
+
+try:
+    import ml_dtypes
+except ImportError:  # it is on few machines
+    ml_dtypes = None
+
+
+class Text(str):
+    __slots__ = ()
+
+
+class Number(float):
+    pass
+
+
+class Count(int):
+    pass
+
+
+class Raw(bytes):
+    pass
+
+
+class Dict(dict):  # type: ignore[type-arg]
+    pass
+
+
+class List(list):  # type: ignore[type-arg]
+    pass
+
+
+class Moment(datetime):
+    pass
+
+
+class Level(enum.IntEnum):
+    LOW = 1
+
+
+class Word(enum.StrEnum):
+    A = "a"
+
+
+class Flag(enum.Flag):
+    ON = 1
+
+
+class Array(np.ndarray):  # type: ignore[type-arg]
+    pass
+
+
+class Scalar(np.float64):
+    pass
+
+
+class Picture(Tensor):
+    """A subclass that torch handles by `__torch_function__` alone, as torchvision's are."""
+
+
+Point = namedtuple("Point", "x y")
+
+REFUSED: dict[str, Callable[[], Any]] = {
+    "masked array": lambda: np.ma.masked_array([1.0, 2.0], mask=[0, 1]),
+    "masked constant": lambda: np.ma.masked,
+    "matrix": lambda: np.asmatrix([[1, 2]]),
+    "recarray": lambda: np.rec.array([(1, 2.0)], dtype=[("a", int), ("b", float)]),
+    "recarray without fields": lambda: np.zeros(3).view(np.recarray),
+    "chararray": lambda: np.char.array(["a", "b"]),
+    "subclass of ndarray": lambda: np.zeros(3).view(Array),
+    "structured": lambda: np.zeros(2, [("a", "<i4"), ("b", "<f4")]),
+    "structured scalar": lambda: np.zeros(2, [("a", "<i4")])[0],
+    "strings of any length": lambda: np.array(["a"], np.dtypes.StringDType()),
+    "objects": lambda: np.array([None, 1]),
+    "dtype with metadata": lambda: np.zeros(2, np.dtype("<f4", metadata={"unit": "m"})),
+    "no bytes each": lambda: np.zeros(2, "V0"),
+    "np.void": lambda: np.void(b"abc"),
+    "np.str_": lambda: np.str_("a"),
+    "np.bytes_": lambda: np.bytes_(b"a"),
+    "np.longlong": lambda: np.longlong(1),
+    "subclass of a numpy scalar": lambda: Scalar(1.5),
+    "subclass of str": lambda: Text("a"),
+    "subclass of float": lambda: Number(1.5),
+    "subclass of int": lambda: Count(1),
+    "subclass of bytes": lambda: Raw(b"a"),
+    "subclass of dict": lambda: Dict(a=1),
+    "subclass of list": lambda: List([1]),
+    "subclass of datetime": lambda: Moment(2020, 1, 1),
+    "bytearray": lambda: bytearray(b"a"),
+    "IntEnum": lambda: Level.LOW,
+    "StrEnum": lambda: Word.A,
+    "Flag": lambda: Flag.ON,
+    "namedtuple": lambda: Point(1, 2),
+    "defaultdict": lambda: defaultdict(list, a=[1]),
+    "deque": lambda: deque([1], 3),
+    "torch.Size": lambda: torch.Size([1, 2]),
+    "torch.dtype": lambda: torch.float32,
+    "set": lambda: {1},
+    "complex": lambda: 1j,
+    "key of type bool": lambda: {True: 1},
+    "key of a subclass": lambda: {Text("a"): 1},
+    "subclass of Tensor": lambda: torch.ones(3).as_subclass(Picture),
+    "subclass in a Parameter": lambda: nn.Parameter(torch.ones(3).as_subclass(Picture)),
+}
+if ml_dtypes is not None:
+    REFUSED |= {
+        "ml_dtypes": lambda: np.ones(3, ml_dtypes.bfloat16),
+        "ml_dtypes of one byte": lambda: np.ones(3, ml_dtypes.float8_e5m2),
+        "scalar of ml_dtypes": lambda: ml_dtypes.bfloat16(1),
+    }
+
+
+@pytest.mark.parametrize("where", ["plain", "object"])
+@pytest.mark.parametrize("kind", REFUSED)
+def test_value_whose_type_would_be_lost_is_refused_by_name(kind: str, where: str) -> None:
+    held = {"v": [REFUSED[kind]()]}
+    with pytest.raises(StateError, match=r"^meta\.v"):
+        Capture({"meta": held if where == "plain" else Loader(held)}).read()
+
+
+def test_memory_mapped_array_is_refused(tmp_path: Path) -> None:
+    mapped = np.memmap(tmp_path / "x", np.uint8, "w+", shape=(4,))
+    with pytest.raises(StateError, match=r"meta\.v: a numpy.*memmap"):
+        Capture({"meta": {"v": mapped}}).read()
+    Capture({"meta": {"v": np.asarray(mapped)}}).read()
+
+
+RETURNED: dict[str, Callable[[], Any]] = {
+    "big-endian": lambda: np.arange(6, dtype=">i4").reshape(2, 3),
+    "in Fortran order": lambda: np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+    "reversed": lambda: np.arange(6)[::-2],
+    "of no dimensions": lambda: np.array(1.5),
+    "empty": lambda: np.zeros((0, 3), np.float16),
+    "read-only": lambda: np.frombuffer(b"abcd", np.uint8),
+    "broadcast": lambda: np.broadcast_to(np.float32(1.5), (2, 3)),
+    "datetimes": lambda: np.array(["2020-01-01", "NaT"], "<M8[25s]"),
+    "long doubles": lambda: np.array([1, 2], np.longdouble) / 3,
+    "texts": lambda: np.array(["a", "bc\0"]),
+    "void": lambda: np.array([b"abc"], "V3"),
+    "float16": lambda: np.float16(1.5),
+    "longdouble": lambda: np.longdouble(1) / 3,
+    "big-endian scalar": lambda: np.zeros(1, ">f8")[0],
+    "datetime64": lambda: np.datetime64("2020-01-01", "h"),
+    "timedelta64": lambda: np.timedelta64("NaT"),
+    "np.bool": lambda: np.bool_(True),
+    "np.float64": lambda: np.float64(-0.0),
+    "bool, not int": lambda: [True, 1, 1.0, False, 0, -0.0],
+    "float of a full list": lambda: [-0.0, *map(float, range(100))],
+    "nan": lambda: [float("nan"), -float("nan"), float("inf")] * 40,
+    "ordered": lambda: OrderedDict(b=1, a=[OrderedDict()]),
+    "counter": lambda: Counter({"a": -1, "b": 0}),
+    "nested": lambda: {"a": ({1: (), "1": [b""]}, None)},
+}
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+@pytest.mark.parametrize("kind", RETURNED)
+def test_value_returns_with_its_type_and_bits(kind: str, fresh: bool) -> None:
+    """Into nothing, and into a value like it."""
+    value = RETURNED[kind]()
+    saved = Saved(Capture({"meta": {"v": value}}).read())
+    state = {"meta": {"v": None if fresh else RETURNED[kind]()}}
+    saved.restore(state)
+    assert repr(freeze(state["meta"]["v"])) == repr(freeze(value))
+
+
+KINDS: dict[str, Callable[[], Tensor]] = {
+    "parameter": lambda: nn.Parameter(torch.randn(3)),
+    "frozen parameter": lambda: nn.Parameter(torch.randn(3), requires_grad=False),
+    "parameter of integers": lambda: nn.Parameter(torch.arange(3), requires_grad=False),
+    "buffer": lambda: nn.Buffer(torch.randn(3)),  # type: ignore[no-untyped-call]
+    "leaf that requires gradients": lambda: torch.randn(3, requires_grad=True),
+    "result that requires gradients": lambda: torch.randn(3, requires_grad=True) * 2,
+    "plain": lambda: torch.randn(3),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tensor_that_is_made_again_is_of_its_kind(kind: str, tmp_path: Path) -> None:
+    value = KINDS[kind]()
+    loader = Loader({"x": value, "again": [value]})
+    with ckpt.Checkpointer({"meta": {"v": value}, "o": loader}, tmp_path / "run", every=1) as cp:
+        cp.step(1)
+    state, loader = {"meta": {"v": None}, "o": Loader({})}, Loader({})
+    state["o"] = loader
+    with ckpt.Checkpointer(state, tmp_path / "run") as cp:
+        cp.restore()
+    meta: Any = state["meta"]
+    for found in (meta["v"], loader.state["x"], ckpt.load(tmp_path / "run").plain("meta")["v"]):
+        assert type(found) is type(value) and torch.equal(found, value)
+        assert found.requires_grad is (value.requires_grad and value.is_leaf)
+    assert loader.state["again"][0] is loader.state["x"]
+
+
+def test_live_tensor_is_filled_in_place_whatever_was_saved() -> None:
+    saved = Saved(Capture({"meta": {"v": nn.Parameter(torch.ones(3))}}).read())
+    here = torch.zeros(3)
+    state = {"meta": {"v": here}}
+    saved.restore(state)
+    assert state["meta"]["v"] is here and here.tolist() == [1.0] * 3
+
+
+def test_module_with_its_own_state_dict_gets_tensors() -> None:
+    """As with torch.load: a module's own parameters are filled by its load_state_dict()."""
+
+    class Own(nn.Linear):
+        def state_dict(self, *args: Any, **settings: Any) -> Any:
+            return {**super().state_dict(*args, **settings), "n": 1}
+
+        def load_state_dict(self, state: Any, *args: Any, **settings: Any) -> Any:
+            assert type(state["weight"]) is Tensor and state.pop("n") == 1
+            return super().load_state_dict(state, *args, **settings)
+
+    saved, fresh = Own(2, 2), Own(2, 2)
+    Saved(Capture({"m": saved}).read()).restore({"m": fresh})
+    assert torch.equal(saved.weight, fresh.weight)
+
+
+def test_unknown_kind_of_tensor_is_an_error() -> None:
+    saved = Saved(Capture({"meta": {"v": nn.Parameter(torch.ones(3))}}).read())
+    saved.values = saved.values.replace('"parameter"', '"else"')
+    with pytest.raises(CorruptError, match="unknown kind of tensor 'else'"):
+        saved.restore({"meta": {"v": None}})
+
+
+def test_payload_of_a_nan_is_kept() -> None:
+    nan = np.array([0x7FF8000000000123], np.uint64).view(np.float64)
+    again = decode(encode(float(nan[0])))
+    assert np.float64(again).tobytes() == nan.tobytes()

@@ -84,10 +84,14 @@ class _Faults:
 
 
 _known: WeakKeyDictionary[Any, _Faults] = WeakKeyDictionary()
+_others = _Faults()  # of all stores whose class allows no weak references, or no hash
 
 
 def _faults(store: Store) -> _Faults:
-    return _known.setdefault(store, _Faults())
+    try:
+        return _known.setdefault(store, _Faults())
+    except TypeError:
+        return _others
 
 
 async def _check_lost(store: Store, key: str, error: StoreError) -> None:

@@ -38,6 +38,7 @@ SLOW = (
     "test_shards", "test_stopped", "test_restore_line", "test_to_lightning", "test_fabric", "test_machines",
     "test_fsdp1", "test_created", "test_torchft", "test_corners", "test_best", "test_composer",
     "test_promise_file_systems", "test_unreadable",
+    "test_further_state",
 )  # fmt: skip
 
 

@@ -7,8 +7,8 @@
 
 A step is saved when all that belongs to it is done: at once if nothing is due, else after it was logged and evaluated.
 So a run that is killed in an evaluation comes back one step before it, and evaluates again; one that is killed while
-gradients are accumulated, at the last optimizer step. From there losses, logs and weights are those of a run that was
-never killed, bit for bit.
+gradients are accumulated, at the last optimizer step. From there losses, weights and the Trainer's own log are those of
+a run that was never killed, bit for bit.
 
 The order of the examples is that of the sampler; what was trained on already is left out in the sampler, unread. Not
 repeated bit for bit: random numbers that a dataset or collator draws (random masks) for batches that had been fetched
@@ -40,6 +40,7 @@ from ckpt.state.sharding import ModulePart, named_parameters, unwrap
 from ckpt.state.stateful import RNG
 from ckpt.tiers import Memory, Tier, as_tiers
 from ckpt.transformers import trainer_internals
+from ckpt.transformers.further_state import ModuleWatch, check_further, further_modules
 from ckpt.transformers.pretrained import Pretrained, digest, is_adapter, nbytes, pretrained, trained
 from ckpt.transformers.trainer_internals import say, say_once
 
@@ -87,6 +88,7 @@ class CheckpointCallback(TrainerCallback):
         best: Best | None = None,
         strict: bool = True,
         only_trained: bool | None = None,
+        state: dict[str, Any] | None = None,
         **arguments: Any,
     ) -> None:
         """`tiers`: a folder or URL, or a list of `ckpt.Memory`, `ckpt.Tier` and such words, nearest first; None keeps
@@ -96,7 +98,10 @@ class CheckpointCallback(TrainerCallback):
         `best`: a `ckpt.Best("eval_loss", keep=3)`: the three best of the steps that were evaluated stay as well.
         `only_trained`: whether frozen parameters are left out, which `from_pretrained` brings again; a digest of them
         is kept, and another base is refused. By default so where the model is a PeftModel. `strict=False` restores what
-        fits where model, optimizer or data have changed. All other keywords are those of `ckpt.Checkpointer`, such as
+        fits where model, optimizer or data have changed.
+        `state`: objects that the Trainer does not know, by names of your own: `{"ema": ema}` for a module, an
+        optimizer, or anything with `state_dict()` and `load_state_dict()`. It is read when training begins.
+        All other keywords are those of `ckpt.Checkpointer`, such as
         `on_busy`, `on_error`, `triggers` and `on_fault`; UsageError for any else, which says what is meant.
         """
         check_keywords(CheckpointCallback, arguments, MEANT)
@@ -104,6 +109,8 @@ class CheckpointCallback(TrainerCallback):
         self._tiers: list[Memory | Tier] = [*([] if memory is None else [memory]), *durable]
         self._strict, self._only_trained, self._arguments = strict, only_trained, arguments
         self._best, self._said_missing = best, False
+        self._further = check_further(state)
+        self._watched_modules: ModuleWatch | None = None
         self._measured: dict[str, Any] = {}  # of the step that is not saved yet
         self.checkpointer: Checkpointer | None = None
         self.restored: Restored | None = None
@@ -118,6 +125,9 @@ class CheckpointCallback(TrainerCallback):
         self._paused = contextlib.ExitStack()
         self._watch = WATCHED
         self._drawn: list[Any] | None = None
+        self._run_batch_size: int | None = (
+            None  # of the run's newest step, while `auto_find_batch_size` goes down to it
+        )
 
     # -- the beginning --
 
@@ -145,11 +155,16 @@ class CheckpointCallback(TrainerCallback):
         trainer_internals.check(trainer)
         self._enclose(trainer)
         self._end()
+        if self._run_batch_size is not None:
+            trainer_internals.reduce_batch_size(trainer, self._run_batch_size)
+            self._run_batch_size = None
         _end_those_left()
         progress = self._progress = trainer_internals.TrainerProgress(trainer, given["train_dataloader"])
         self._pending, self._numbers, self._thread = False, None, threading.get_ident()
         self._measured, best = {}, self._best
-        self.checkpointer = Checkpointer(self._state(trainer, progress), self._tiers, best=best, **self._arguments)
+        saved = {**self._state(trainer, progress), **further_modules(trainer), **check_further(self._further)}
+        self._watched_modules = ModuleWatch(trainer, saved)
+        self.checkpointer = Checkpointer(saved, self._tiers, best=best, **self._arguments)
         _open.append(self)
         try:
             self._resume(trainer, progress, state, control)
@@ -225,11 +240,16 @@ class CheckpointCallback(TrainerCallback):
             )
         if theirs:
             say_once(trainer, "resume_from_checkpoint is passed over: %s has step %d", self._where(), step)
+        if trainer.args.auto_find_batch_size and saved["batch_size"] < trainer._train_batch_size:
+            self._run_batch_size = saved["batch_size"]
+            trainer_internals.reduce_batch_size(trainer, saved["batch_size"])
         progress.compare(saved, strict=self._strict)
         self._numbers = RNG().state_dict()
         progress.load(trainer, saved)
         epoch: int | None = saved["epoch"]
-        batches = (step - saved["epoch_began"]) * trainer.args.gradient_accumulation_steps
+        batches = progress.batches_done(saved, step)
+        if trainer.args.max_steps <= 0 and saved["data"]["examples_per_step"] != progress.data["examples_per_step"]:
+            state.max_steps = progress.last_step(saved, step, batches)
         if step >= state.max_steps or (
             trainer_internals.stopped_early(trainer) and saved["max_steps"] == state.max_steps
         ):
@@ -338,6 +358,13 @@ class CheckpointCallback(TrainerCallback):
 
     def _save(self, step: int) -> None:
         self._pending = False
+        for name in [] if self._watched_modules is None else self._watched_modules.changed():
+            say.warning(
+                "training changes the module %s, which the checkpoint does not contain, so a restart begins with a new "
+                "one. Save it with CheckpointCallback(..., state={%r: module})",
+                name,
+                name.rpartition(".")[2],
+            )
         if self.checkpointer is not None:
             self._latest = self.checkpointer.step(step) or self._latest
             if self._best is not None and self._measured:

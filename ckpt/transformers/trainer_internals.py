@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
+import math
 import os
 import random
 from collections.abc import Iterator
@@ -24,11 +25,19 @@ from transformers.utils import logging
 
 from ckpt.errors import MismatchError, UsageError
 from ckpt.state.stateful import RNG
+from ckpt.transformers.further_state import FurtherState
 
 say = logging.get_logger("transformers.everystep")  # shown where the Trainer's own messages are
 theirs = logging.get_logger("transformers.trainer")
 
-PRIVATE = ("_run_epoch", "_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step")
+PRIVATE = (
+    "_run_epoch",
+    "_tr_loss",
+    "_total_loss_scalar",
+    "_globalstep_last_logged",
+    "_initial_global_step",
+    "_train_batch_size",
+)
 NOWHERE = "/dev/null"  # where a checkpoint of the Trainer's own would be: only its loop shall believe that there is one
 KEPT = (
     "epoch",
@@ -70,6 +79,15 @@ def check(trainer: Trainer) -> None:
         raise UsageError(f"the Trainer of this version of transformers has no {', '.join(missing)}: use 5.23")
     if trainer.state.is_hyper_param_search:
         raise UsageError("the trials of a hyperparameter search would go on from each other: leave the callback out")
+
+
+def reduce_batch_size(trainer: Trainer, size: int) -> None:
+    """Have `auto_find_batch_size` try a smaller batch size, unless it has come down to `size` or below.
+
+    Raises what the Trainer takes for a lack of memory, which is the only way to make it start over.
+    """
+    if trainer._train_batch_size > size:
+        raise RuntimeError(f"CUDA out of memory. (Not really: the run in progress uses a batch size of {size}.)")
 
 
 class Rewind:
@@ -218,7 +236,7 @@ def data_of(trainer: Trainer, loader: Any) -> dict[str, Any]:
         steps = trainer.set_initial_training_values(args, loader)[1]
     except (TypeError, ValueError):  # a stream without a length
         examples = steps = None
-    each = args.train_batch_size * args.gradient_accumulation_steps * max(1, args.world_size)
+    each = trainer._train_batch_size * args.gradient_accumulation_steps * max(1, args.world_size)
     return {
         "examples": examples,
         "examples_per_step": each,
@@ -280,6 +298,7 @@ class TrainerProgress:
         self._generator = generator_of(loader)
         self._log = LogHistory()
         self._callbacks = CallbackStates(trainer)
+        self._further = FurtherState(trainer)
         self._order: dict[str, Any] = {}
         self.data = data_of(trainer, loader)
         self.base: dict[str, Any] | None = None
@@ -311,12 +330,14 @@ class TrainerProgress:
             "log": self._log.read(history),
             "losses": losses(self.trainer),
             "callbacks": self._callbacks.state_dict(),
+            "further": self._further.state_dict(),
             "epoch": self.epoch + self.ahead,
             "epoch_began": self.epoch_began,
             "order": self._order,
             "data": self.data,
             "base": self.base,
             "max_steps": state.max_steps,
+            "batch_size": self.trainer._train_batch_size,
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
@@ -332,15 +353,45 @@ class TrainerProgress:
         trainer.state.log_history[:] = self._log.parse(saved["log"])
         set_losses(trainer, saved["losses"])
         self._callbacks.load_state_dict(saved["callbacks"])
+        self._further.load_state_dict(saved["further"])
         self.epoch, self.epoch_began, self._order = saved["epoch"], saved["epoch_began"], saved["order"]
 
+    def batches_done(self, saved: dict[str, Any], step: int) -> int:
+        """Return how many batches of today's size hold the examples of the epoch that were trained on."""
+        each = self.trainer.args.gradient_accumulation_steps
+        steps, then, now = (
+            step - saved["epoch_began"],
+            saved["data"]["examples_per_step"],
+            self.data["examples_per_step"],
+        )
+        return int(steps * each if then == now else -(-steps * then * each // now))
+
+    def last_step(self, saved: dict[str, Any], step: int, batches: int) -> int:
+        """Return the step at which the last epoch ends if the batch size changed at `step`."""
+        each, steps = self.trainer.args.gradient_accumulation_steps, self.data["steps_per_epoch"]
+        if steps is None:
+            return int(self.trainer.state.max_steps)
+        left = self.trainer.args.num_train_epochs - saved["epoch"]
+        return int(step + max(0, math.ceil(left * steps) - batches // each))
+
     def compare(self, saved: dict[str, Any], *, strict: bool) -> None:
-        """MismatchError if the examples, or the frozen weights, are not those that were trained with."""
+        """MismatchError if the examples, or the frozen weights, are not those that were trained with.
+
+        With `auto_find_batch_size` the batch size is the Trainer's to choose: a smaller one is a warning.
+        """
+        found = ("examples_per_step", "steps_per_epoch") if self.trainer.args.auto_find_batch_size else ()
         lines = [
             f"{name}: {then!r} then, {self.data.get(name)!r} now"
             for name, then in saved["data"].items()
-            if self.data.get(name) != then
+            if self.data.get(name) != then and name not in found
         ]
+        if saved["batch_size"] != self.trainer._train_batch_size and found:
+            say.warning(
+                "auto_find_batch_size chose a batch size of %d, and the run had %d: training goes on with the examples "
+                "that are left, and the learning-rate schedule goes on counting steps",
+                self.trainer._train_batch_size,
+                saved["batch_size"],
+            )
         if lines:
             lines.insert(0, "the data are others than those of the run, so that the next batches cannot be the same")
         if self.base is not None and saved["base"] is not None and self.base != saved["base"]:

@@ -1,0 +1,175 @@
+"""State that TRL, PEFT and the user's own objects keep next to the Trainer.
+
+    FurtherState.state_dict()   attributes of known classes, which the checkpoint carries with the Trainer's progress
+    further_modules(trainer)    modules of known classes that training changes, saved as entries of the state
+    ModuleWatch.changed()       other modules that training changes, for a warning
+
+TRL's trainers count steps and tokens, collect metrics between two log entries, and reuse generated completions for
+several optimizer steps. PEFT's AdaLoRA ranks its weights by averages of their gradients. None of these is in the
+`state_dict()` of model, optimizer or TrainerState. Names from TRL 1.16 and PEFT 0.19.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Trainer
+from transformers.utils import logging
+
+from ckpt.errors import UsageError
+from ckpt.state.sharding import unwrap
+
+say = logging.get_logger("transformers.everystep")
+
+COUNTERS = ("_step", "_total_train_tokens", "_current_train_step_time")
+METRICS, GENERATED = "_metrics", "_buffered_inputs"
+AVERAGES = ("ipt", "exp_avg_ipt", "exp_avg_unc")
+OURS = frozenset({"model", "optimizer", "scheduler", "scaler", "rng", "trainer", "pretrained", "ref_model"})
+
+
+def check_further(state: object) -> dict[str, object]:
+    """Return the user's `state=` as a dict. Raise UsageError for other types and for names that the callback uses."""
+    if state is None:
+        return {}
+    if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
+        raise UsageError(f"state= must be a dict of names and objects, such as {{'ema': ema}}, not {state!r}")
+    if taken := sorted(OURS & state.keys()):
+        raise UsageError(f"state= must not use the name {taken[0]!r}: the callback saves the Trainer's own under it")
+    return state
+
+
+def further_modules(trainer: Trainer) -> dict[str, nn.Module]:
+    """Return the modules of known trainers that training changes: TRL's reference model with `sync_ref_model=True`."""
+    reference = getattr(trainer, "ref_model", None)
+    if getattr(trainer.args, "sync_ref_model", False) and isinstance(reference, nn.Module):
+        return {"ref_model": reference}
+    return {}
+
+
+class FurtherState:
+    """Attributes of TRL's trainers and PEFT's AdaLoRA, which belong to one rank."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer: Any = trainer
+        self._is_trl = any(one.__module__.partition(".")[0] == "trl" for one in type(trainer).__mro__)
+        self._warned = False
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = {"world": int(self._trainer.args.world_size)}
+        if self._is_trl:
+            state["counters"] = {
+                name: getattr(self._trainer, name) for name in COUNTERS if hasattr(self._trainer, name)
+            }
+            metrics = getattr(self._trainer, METRICS, None)
+            if isinstance(metrics, dict):
+                state["metrics"] = {mode: {key: list(rows) for key, rows in of.items()} for mode, of in metrics.items()}
+            generated = getattr(self._trainer, GENERATED, None)
+            if generated is not None and _is_plain(generated):
+                state["generated"] = generated
+            elif generated is not None and not self._warned:
+                self._warned = True
+                say.warning(
+                    "the completions that %s generated hold more than tensors and text, so they are not saved: after a "
+                    "restart it generates new ones",
+                    type(self._trainer).__name__,
+                )
+        if (found := _adalora(self._trainer)) is not None:
+            allocator, config = found
+            averages = {name: dict(getattr(allocator, name)) for name in AVERAGES}
+            state["adalora"] = {**averages, "rank_pattern": config.rank_pattern}
+        return state
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        trainer = self._trainer
+        if self._is_trl:
+            for name, value in saved.get("counters", {}).items():
+                setattr(trainer, name, value)
+            for mode, rows in saved.get("metrics", {}).items():
+                live = trainer._metrics[mode]
+                live.clear()
+                for key, values in rows.items():
+                    live[key] = list(values)
+            if "generated" in saved and saved["world"] == trainer.args.world_size:
+                trainer._buffered_inputs = _to(saved["generated"], trainer.accelerator.device)
+        found = _adalora(trainer)
+        if found is not None and "adalora" in saved:
+            allocator, config = found
+            devices = {name: parameter.device for name, parameter in allocator_parameters(trainer)}
+            for name in AVERAGES:
+                moved = {key: value.to(devices.get(key, value.device)) for key, value in saved["adalora"][name].items()}
+                setattr(allocator, name, moved)
+            config.rank_pattern = saved["adalora"]["rank_pattern"]
+
+
+def allocator_parameters(trainer: Trainer) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters of AdaLoRA's model under the names that its allocator uses."""
+    model: Any = unwrap(trainer.model_wrapped)
+    yield from model.base_model.model.named_parameters()
+
+
+def _adalora(trainer: Any) -> tuple[Any, Any] | None:
+    """Return the rank allocator of an AdaLoRA model and the configuration that it changes, if the model is one."""
+    peft = sys.modules.get("peft")
+    base = getattr(unwrap(trainer.model_wrapped), "base_model", None)
+    if peft is None or not isinstance(base, peft.AdaLoraModel) or not hasattr(base, "rankallocator"):
+        return None
+    return base.rankallocator, base.peft_config[base.trainable_adapter_name]
+
+
+def _is_plain(value: object) -> bool:
+    """Return True for tensors, text, numbers, None, and lists, tuples and dicts of them."""
+    if isinstance(value, Mapping):
+        return type(value) is dict and all(type(k) is str and _is_plain(v) for k, v in value.items())
+    if isinstance(value, (list, tuple)):
+        return type(value) in (list, tuple) and all(map(_is_plain, value))
+    return value is None or type(value) in (bool, int, float, str) or type(value) is Tensor
+
+
+def _to(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {key: _to(one, device) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_to(one, device) for one in value)
+    return value
+
+
+class ModuleWatch:
+    """Finds modules that training changes and the checkpoint does not contain.
+
+    A copy with averaged weights, for example, is often an attribute of the trainer or of a callback. Torch counts each
+    write to a tensor, and the sum of a module's counters tells whether it was written to.
+    """
+
+    def __init__(self, trainer: Trainer, saved: Mapping[str, object]) -> None:
+        known = {id(part) for one in (trainer.model, trainer.model_wrapped, *saved.values()) for part in _parts(one)}
+        self._modules: dict[str, nn.Module] = {}
+        for owner, where in [(trainer, "trainer"), *((one, type(one).__name__) for one in _callbacks(trainer))]:
+            for name, value in vars(owner).items():
+                if isinstance(value, nn.Module) and not known & {id(part) for part in value.parameters()}:
+                    self._modules[f"{where}.{name}"] = value
+        self._counts = {name: _writes(module) for name, module in self._modules.items()}
+
+    def changed(self) -> list[str]:
+        """Return the names of modules that were written to since the start, each once."""
+        found = [name for name, module in self._modules.items() if _writes(module) != self._counts[name]]
+        for name in found:
+            del self._modules[name], self._counts[name]
+        return found
+
+
+def _callbacks(trainer: Trainer) -> list[Any]:
+    return [one for one in trainer.callback_handler.callbacks if not type(one).__module__.startswith("ckpt.")]
+
+
+def _parts(value: object) -> list[Tensor]:
+    return list(value.parameters()) if isinstance(value, nn.Module) else []
+
+
+def _writes(module: nn.Module) -> int:
+    return sum(one._version for one in module.parameters() if not one.is_inference())

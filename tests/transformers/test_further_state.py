@@ -1,0 +1,315 @@
+"""Continue trainings whose Trainer, callbacks or adapters keep state of their own."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+
+from peft import AdaLoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+import ckpt
+from ckpt.errors import UsageError
+from ckpt.transformers import CheckpointCallback
+from ckpt.transformers.further_state import FurtherState
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Stop(Exception):
+    """Ends a training as abruptly as an exception can."""
+
+
+class StopAt(TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self.step:
+            raise Stop
+
+
+class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    def __init__(self, count: int = 48) -> None:
+        self.count = count
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        self.read.append(index)
+        tokens = torch.randint(0, 64, (8,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, pad_token_id=0,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def arguments(out: Path, **more: Any) -> TrainingArguments:
+    settings: dict[str, Any] = {
+        "output_dir": str(out), "per_device_train_batch_size": 8, "num_train_epochs": 2, "save_strategy": "no",
+        "report_to": [], "use_cpu": True, "disable_tqdm": True, "seed": 3, "logging_steps": 4,
+    }  # fmt: skip
+    return TrainingArguments(**{**settings, **more})
+
+
+def callback(run: str, **more: Any) -> CheckpointCallback:
+    return CheckpointCallback([ckpt.Tier(run, every=1)], **more)
+
+
+def train(trainer: Trainer) -> Trainer:
+    try:
+        trainer.train()
+    except Stop:
+        trainer.train_ended = False  # type: ignore[attr-defined]
+    return trainer
+
+
+def equal(one: nn.Module, other: nn.Module) -> bool:
+    pairs = zip(one.state_dict().items(), other.state_dict().items(), strict=True)
+    return all(a == b and torch.equal(x, y) for (a, x), (b, y) in pairs)
+
+
+# -- the batch size that the Trainer finds --
+
+
+class Fits(Trainer):
+    """A trainer whose device has room for `most` examples from step `since` on."""
+
+    most, since = 2, 0
+
+    def training_step(self, model: Any, inputs: Any, *rest: Any, **more: Any) -> Any:
+        if len(inputs["input_ids"]) > self.most and self.state.global_step >= self.since:
+            raise RuntimeError("CUDA out of memory.")
+        return super().training_step(model, inputs, *rest, **more)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_found_batch_size_is_kept_after_restart(tmp_path: Path, strict: bool) -> None:
+    args = {"auto_find_batch_size": True}
+    whole = train(Fits(llama(), arguments(tmp_path, **args), train_dataset=Tokens()))
+    run = str(tmp_path / "run")
+    parts = [callback(run, strict=strict), StopAt(9)]
+    train(Fits(llama(), arguments(tmp_path, **args), train_dataset=Tokens(), callbacks=parts))
+    again = Fits(llama(), arguments(tmp_path, **args), train_dataset=Tokens(), callbacks=[callback(run, strict=strict)])
+    train(again)
+    assert again.state.global_step == whole.state.global_step == 48
+    assert equal(again.model, whole.model)
+
+
+def test_batch_size_that_shrinks_in_mid_training_continues_the_epoch(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Steps 1 to 4 take 8 examples each. The 16 that are left of the epoch are trained on in batches of 2."""
+    data = Tokens()
+    trainer = Fits(
+        llama(),
+        arguments(tmp_path, auto_find_batch_size=True, num_train_epochs=1),
+        train_dataset=data,
+        callbacks=[callback(str(tmp_path / "run"))],
+    )
+    trainer.since = 4
+    train(trainer)
+    assert trainer.state.global_step == 4 + 8
+    assert trainer.state.epoch == 1.0
+    assert "auto_find_batch_size chose a batch size of 2, and the run had 8" in caplog.text
+
+
+def test_larger_batch_size_with_strict_false_trains_on_what_is_left(tmp_path: Path) -> None:
+    """A run that made 9 of 24 steps of 2 examples is not complete for a script with 4 steps of 12."""
+    run = str(tmp_path / "run")
+    small = arguments(tmp_path, per_device_train_batch_size=2, num_train_epochs=1)
+    train(Trainer(llama(), small, train_dataset=Tokens(), callbacks=[callback(run), StopAt(9)]))
+    large = arguments(tmp_path, per_device_train_batch_size=12, num_train_epochs=1)
+    again = train(Trainer(llama(), large, train_dataset=Tokens(), callbacks=[callback(run, strict=False)]))
+    assert again.state.global_step == 9 + 2, "18 examples fill two batches of 12, and two batches are left"
+
+
+def test_changed_batch_size_is_refused_without_auto_find(tmp_path: Path) -> None:
+    """Negative control: the batch size stays a setting of the script."""
+    run = str(tmp_path / "run")
+    train(Trainer(llama(), arguments(tmp_path), train_dataset=Tokens(), callbacks=[callback(run), StopAt(3)]))
+    other = arguments(tmp_path, per_device_train_batch_size=4)
+    with pytest.raises(ckpt.MismatchError, match="examples_per_step"):
+        Trainer(llama(), other, train_dataset=Tokens(), callbacks=[callback(run)]).train()
+
+
+# -- objects that the Trainer does not know --
+
+
+class Average(TrainerCallback):
+    """Averages the weights after each step, as many training scripts do."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.ema = copy.deepcopy(model)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        with torch.no_grad():
+            for mine, theirs in zip(self.ema.parameters(), model.parameters(), strict=True):
+                mine.lerp_(theirs, 0.1)
+
+
+def test_object_in_state_is_restored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def start(run: str | None, stop: int = -1) -> Average:
+        model = llama()
+        average = Average(model)
+        ours = [] if run is None else [callback(run, state={"ema": average.ema})]
+        train(Trainer(model, arguments(tmp_path), train_dataset=Tokens(), callbacks=[average, *ours, StopAt(stop)]))
+        return average
+
+    run = str(tmp_path / "run")
+    whole = start(None)
+    start(run, 5)
+    assert equal(start(run).ema, whole.ema)
+    assert "which the checkpoint does not contain" not in caplog.text
+
+
+def test_module_that_is_not_saved_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = llama()
+    frozen = StopAt(-1)
+    frozen.reference = copy.deepcopy(model)  # type: ignore[attr-defined]
+    ours = [Average(model), frozen, callback(str(tmp_path / "run"))]
+    train(Trainer(model, arguments(tmp_path), train_dataset=Tokens(), callbacks=ours))
+    warnings = [one.getMessage() for one in caplog.records if "does not contain" in one.getMessage()]
+    assert len(warnings) == 1
+    assert "Average.ema" in warnings[0] and "state={'ema'" in warnings[0]
+
+
+@pytest.mark.parametrize("state", [{"model": nn.Linear(1, 1)}, [nn.Linear(1, 1)], {1: nn.Linear(1, 1)}])
+def test_invalid_state_is_refused_when_the_callback_is_made(state: Any) -> None:
+    with pytest.raises(UsageError, match="state="):
+        CheckpointCallback(state=state)
+
+
+# -- TRL --
+
+
+class Reusing(Trainer):
+    """Keeps what TRL's GRPOTrainer keeps, under its names: generations that several steps reuse, counters, metrics."""
+
+    def __init__(self, *given: Any, **more: Any) -> None:
+        super().__init__(*given, **more)
+        self._step, self._total_train_tokens, self._current_train_step_time = 0, 0, 0.0
+        self._buffered_inputs: Any = None
+        self._metrics: dict[str, dict[str, list[float]]] = {"train": {}, "eval": {}}
+
+    def training_step(self, model: Any, inputs: Any, *rest: Any, **more: Any) -> Any:
+        if self._step % 4 == 0 or self._buffered_inputs is None:
+            tokens = torch.randint(0, 64, (4, 6 + self._step % 3))
+            self._buffered_inputs = [{"input_ids": row[None], "labels": row[None], "images": None} for row in tokens]
+        inputs = self._buffered_inputs[self._step % 4]
+        self._step += 1
+        self._total_train_tokens += inputs["input_ids"].numel()
+        loss = super().training_step(model, inputs, *rest, **more)
+        self._metrics["train"].setdefault("loss_again", []).append(float(loss))
+        return loss
+
+    def log(self, logs: dict[str, float], *rest: Any) -> None:
+        rows = self._metrics["train"]
+        logs.update({key: sum(values) / len(values) for key, values in rows.items()}, tokens=self._total_train_tokens)
+        rows.clear()
+        super().log(logs, *rest)
+
+
+Reusing.__module__ = "trl.trainer.grpo_trainer"
+
+
+def test_trl_generations_counters_and_metrics_are_restored(tmp_path: Path) -> None:
+    run = str(tmp_path / "run")
+    whole = train(Reusing(llama(), arguments(tmp_path), train_dataset=Tokens()))
+    for stop in (3, 6, 11):
+        train(Reusing(llama(), arguments(tmp_path), train_dataset=Tokens(), callbacks=[callback(run), StopAt(stop)]))
+    again = train(Reusing(llama(), arguments(tmp_path), train_dataset=Tokens(), callbacks=[callback(run)]))
+    assert equal(again.model, whole.model)
+    assert again._total_train_tokens == whole._total_train_tokens
+
+    def kept(trainer: Trainer) -> list[tuple[Any, ...]]:
+        return [(one["loss_again"], one["tokens"]) for one in trainer.state.log_history if "loss_again" in one]
+
+    assert kept(again) == kept(whole)
+
+
+def test_generations_of_foreign_types_are_named_and_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = Reusing(llama(), arguments(tmp_path), train_dataset=Tokens())
+    trainer._buffered_inputs = [{"image": object()}]
+    further = FurtherState(trainer)
+    with caplog.at_level(logging.WARNING):
+        assert "generated" not in further.state_dict()
+        further.state_dict()
+    assert caplog.text.count("the completions that Reusing generated") == 1
+
+
+def test_reference_model_that_is_synchronised_is_restored(tmp_path: Path) -> None:
+    class Referring(Reusing):
+        """Moves its reference model towards the model, as TRL does with `sync_ref_model=True`."""
+
+        def __init__(self, *given: Any, **more: Any) -> None:
+            super().__init__(*given, **more)
+            self.ref_model = copy.deepcopy(self.model)
+            self.args.sync_ref_model = True
+
+        def training_step(self, *given: Any, **more: Any) -> Any:
+            with torch.no_grad():
+                for mine, theirs in zip(self.ref_model.parameters(), self.model.parameters(), strict=True):
+                    mine.lerp_(theirs, 0.5)
+            return super().training_step(*given, **more)
+
+    run = str(tmp_path / "run")
+    whole = train(Referring(llama(), arguments(tmp_path), train_dataset=Tokens()))
+    train(Referring(llama(), arguments(tmp_path), train_dataset=Tokens(), callbacks=[callback(run), StopAt(7)]))
+    again = train(Referring(llama(), arguments(tmp_path), train_dataset=Tokens(), callbacks=[callback(run)]))
+    assert equal(again.ref_model, whole.ref_model)
+
+
+# -- PEFT --
+
+
+class Allocate(TrainerCallback):
+    """Calls AdaLoRA's allocator where its documentation says: after backward, before the gradients go."""
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        model.base_model.update_and_allocate(state.global_step)
+
+
+def test_adalora_allocator_is_restored(tmp_path: Path) -> None:
+    def start(run: str | None, stop: int = -1) -> Trainer:
+        config = AdaLoraConfig(
+            init_r=4, target_r=2, tinit=2, tfinal=2, deltaT=1, total_step=12, target_modules=["q_proj", "v_proj"]
+        )
+        model = get_peft_model(llama(), config)
+        ours = [] if run is None else [callback(run)]
+        args = arguments(tmp_path)
+        return train(Trainer(model, args, train_dataset=Tokens(), callbacks=[Allocate(), *ours, StopAt(stop)]))
+
+    run = str(tmp_path / "run")
+    whole = start(None)
+    start(run, 5)
+    start(run, 11)
+    again = start(run)
+    assert equal(again.model, whole.model)
+    patterns = [one.model.peft_config["default"].rank_pattern for one in (again, whole)]
+    assert patterns[0] == patterns[1] and patterns[0]

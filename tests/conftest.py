@@ -36,7 +36,7 @@ SLOW = (
     "test_damage", "test_metrics", "test_top", "test_benchmarks", "test_plan", "test_jobs", "test_surprises",
     "test_incremental", "test_waits", "test_process_groups", "test_flight_recorder", "test_home_made_zero",
     "test_shards", "test_stopped", "test_restore_line", "test_to_lightning", "test_fabric", "test_machines",
-    "test_fsdp1", "test_created", "test_torchft", "test_corners", "test_best", "test_composer",
+    "test_fsdp1", "test_created", "test_drift", "test_torchft", "test_corners", "test_best", "test_composer",
     "test_promise_file_systems", "test_unreadable",
     "test_further_state",
 )  # fmt: skip

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from ckpt.checkpoint.parts import MANY
 from ckpt.checkpoint.write import WrittenPart
 from ckpt.errors import CorruptError, SaveError
+from ckpt.format import replicas
 from ckpt.format.join_ranks import build
 from ckpt.format.layout import Layout
 from ckpt.format.manifest import MAX_NEEDS, Attempt, owner, rank_and_try
@@ -75,6 +76,16 @@ def check_fit(parts: list[WrittenPart]) -> None:
         SavedState(layouts, [w.part.values for w in ordered], merge([w.table for w in ordered]))
     except CorruptError as error:
         raise SaveError(str(error)) from error
+
+
+def check_replicas(parts: Sequence[WrittenPart]) -> None:
+    """SaveError naming each tensor of which ranks hold different values although they should hold the same."""
+    try:
+        found = replicas.differing((w.part.rank, w.part.replicas) for w in parts)
+    except CorruptError as error:
+        raise SaveError(str(error)) from error
+    if found:
+        raise SaveError(replicas.in_words(found))
 
 
 def index_of(parts: Sequence[WrittenPart], kind: str = "COMMIT") -> bytes:

@@ -21,6 +21,7 @@ from ckpt.failpoints import point
 from ckpt.format.digest import DIGEST_SIZE, blob_digest, file_digest
 from ckpt.format.layout import Layout, pages
 from ckpt.format.manifest import Attempt, PackInfo, Part, owner, pack_key, part_key, table_key
+from ckpt.format.replicas import Replicas
 from ckpt.format.shards import SavedShards
 from ckpt.format.slim import RankPieces
 from ckpt.format.table import Table
@@ -40,6 +41,7 @@ class RankSnapshot:
     data: memoryview
     values: list[Any]
     finite: bool | None = None
+    replicas: Callable[[], Replicas] = dict  # called when all is written
 
 
 @dataclass(frozen=True)
@@ -177,6 +179,7 @@ def _part(
         created=time.time(),
         reason=reason,
         finite=snapshot.finite,
+        replicas=snapshot.replicas(),
         needs=[] if base is None else [base.part.attempt],
         chain=0 if base is None else base.part.chain + 1,
         full="" if base is None else str(base.full),

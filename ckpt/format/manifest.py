@@ -274,6 +274,7 @@ class Part:
     `packs`: all that its table names, also those of older attempts. `needs`: the older attempts that it was built on,
     in their order: what it uses of still older ones, these used too. `chain`: how many increments lie between it and
     the last full one; 0 for a part that needs nothing. `full`: which that is; empty for a part that needs nothing.
+    `replicas`: see `ckpt.format.replicas`.
     """
 
     attempt: str
@@ -291,6 +292,7 @@ class Part:
     needs: list[str] = field(default_factory=list)
     chain: int = 0
     full: str = ""
+    replicas: dict[str, Any] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
         data = {one.name: getattr(self, one.name) for one in fields(self)}  # asdict() would copy the layout, row by row
@@ -298,6 +300,8 @@ class Part:
         data["layout"] = (self.layout if isinstance(self.layout, PressedObject) else PressedObject(self.layout)).text
         if not self.needs:  # a full one says what it has always said
             del data["needs"], data["chain"], data["full"]
+        if not self.replicas:
+            del data["replicas"]
         return seal(data)
 
     def check(self, what: str) -> None:
@@ -313,7 +317,7 @@ class Part:
             raise CorruptError(f"{what} builds on an impossible full one")
         kinds = (
             (self.layout, dict), (self.values, list), (self.table, str), (self.layout_digest, str), (self.reason, str),
-            (self.finite, (bool, type(None))), (self.created, (int, float)),
+            (self.finite, (bool, type(None))), (self.created, (int, float)), (self.replicas, dict),
         )  # fmt: skip
         if not all(isinstance(value, kind) for value, kind in kinds):
             raise CorruptError(f"{what} has a field of the wrong type")

@@ -264,13 +264,15 @@ class WriteSlotReply(Body, frozen=True):
 
 class WriteSlot(Request[WriteSlotReply], frozen=True):
     """Make a checkpoint of a sealed slot in one tier; answered when it is durable. `stored`: a writer before this one
-    has stored its bytes already."""
+    has stored its bytes already. `replicas`: what its part says of replicated tensors, see `ckpt.format.replicas`."""
 
+    most_bytes = MOST_BYTES
     tier: int
     arena: str
     slot: int
     attempt: str
     stored: bool = False
+    replicas: Json = field(default_factory=dict)
 
 
 class FollowSlot(Request[None], frozen=True):

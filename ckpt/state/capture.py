@@ -30,7 +30,7 @@ from ckpt.state.rewrap import forms_of
 from ckpt.state.sharding import LocalPiece, StateEntry, storage_of, unsupported
 from ckpt.state.shards import Shards, ShardsNode
 from ckpt.state.stateful import Scaler, Stateful, adapt
-from ckpt.state.structure import Structure, loose_of, params_of, parts_of, stepped_nodes, steps_for
+from ckpt.state.structure import SampledReplicas, Structure, loose_of, params_of, parts_of, stepped_nodes, steps_for
 from ckpt.state.tensors import Versioned
 from ckpt.state.wrappers import inside, is_wrapped
 
@@ -52,6 +52,7 @@ class Reading:
     values: list[Json]
     counters: Sequence[Versioned]
     spots: list[SampledPlaces] = field(default_factory=list)
+    replicas: list[SampledReplicas] = field(default_factory=list)  # what other ranks hold as well, whoever stages it
 
 
 SINGLE = Seat()
@@ -223,7 +224,8 @@ class Capture:
         tensors = known.tensors(pieces)
         values = [piece.values for piece in pieces]
         guards, counters = known.guards(self._silent()), known.counters(tensors, pieces)
-        return Reading(known.layout, tensors, guards.guarded, guards.early, values, counters, known.spots(tensors))
+        spots, replicas = known.spots(tensors), known.replicas(pieces) if self.seat.size > 1 else []
+        return Reading(known.layout, tensors, guards.guarded, guards.early, values, counters, spots, replicas)
 
     def _pieces(self) -> list[Contents]:
         """Modules and plain tensors first: optimizers need to know what parameters are called."""

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from ckpt.events import log
+from ckpt.format.digest import blob_digest
 from ckpt.format.layout import Layout
 
 Array = npt.NDArray[np.int64]
@@ -78,9 +79,12 @@ class SampledPlaces:
             else:
                 log.warning("on %s only writes that torch counts are noticed during a copy", device)
 
-    def look(self) -> Fingerprint:
-        """The elements as they are now; on a device, when it has done what is queued on its current stream."""
-        self._turn = (self._turn + 1) % (1 << TURNS_LOG2)
+    def look(self, turn: int | None = None) -> Fingerprint:
+        """The elements as they are now; on a device, when it has done what is queued on its current stream.
+
+        turn: which elements, modulo 16, default: others than the last time.
+        """
+        self._turn = (self._turn + 1 if turn is None else turn) % (1 << TURNS_LOG2)
         return Fingerprint(self._groups, self._turn)
 
 
@@ -102,6 +106,16 @@ class Fingerprint:
                     here.copy_(found, non_blocking=True)
                 self._found[i] = here
                 self._held.append(found)  # until then
+
+    def digests(self) -> dict[int, bytes]:
+        """Return a digest of the elements of each tensor, by number. Waits for a device."""
+        words: dict[int, list[bytes]] = {}
+        for group, found in zip(self._groups, self._found, strict=True):
+            numbers, here = group.numbers.numpy(), found.cpu().numpy()
+            order = np.argsort(numbers, kind="stable")
+            for rows in np.split(order, np.flatnonzero(np.diff(numbers[order])) + 1):
+                words.setdefault(int(numbers[rows[0]]), []).append(here[rows].tobytes())
+        return {number: blob_digest(b"".join(found)) for number, found in words.items()}
 
     def changed(self) -> set[int]:
         """The numbers of tensors on the host that are not now what they were."""

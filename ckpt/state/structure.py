@@ -5,7 +5,7 @@ It holds until something in the state has moved, which `Structure.same` tells. T
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -48,15 +48,16 @@ class Structure:
     def __init__(
         self, nodes: Sequence[StateNode], pieces: Sequence[Contents], seat: Seat, apart: set[str], eager: set[str]
     ) -> None:
-        self._seat, self._apart = seat, apart
+        self._seat = seat
         self._fixed, self._facts = [p.fixed for p in pieces], [p.facts for p in pieces]
         fixed, loose = [e for each in self._fixed for e in each], loose_of(pieces)
         entries = [*fixed, *loose]
         memory, aliases = _shared(entries)
         self._memory = {k: memory[k] for e in fixed if (k := memory_of(local(e.tensor))) in memory}
         self._signature = self._sign(loose)
-        parts = [part for entry in entries if entry.name not in aliases for part in self._pieces_of(entry)]
         beside = {e.name: memory[key] for e in fixed if e.of is not None and (key := _memory_of(e.of)) in memory}
+        self._apart = _spread(apart, beside)
+        parts = [part for entry in entries if entry.name not in aliases for part in self._pieces_of(entry)]
         cuts = share([part.holding for part in parts], seat, beside)
         self._note_loose(parts, cuts, {e.name for e in loose})
         self.layout = _layout(nodes, pieces, parts, cuts, aliases, seat)
@@ -86,6 +87,10 @@ class Structure:
         self._guarded, self._steppers = [guards[name] for name in names], [steppers[name] for name in names]
         shared = [p for p in parts if len(p.holding.replicas) > 1 and guards[p.holding.name]]
         self._shared = [(p, steppers[p.holding.name]) for p in shared]
+        loose = {entry.name for entry in loose_of(pieces)}
+        self._replicated = [p for p in parts if len(p.holding.replicas) > 1 and p.holding.name not in loose]
+        self._replicated_anew = {p.holding.name for p in parts if len(p.holding.replicas) > 1} & loose
+        self._replica_spots: list[SampledReplicas] | None = None
         self._guards: dict[frozenset[int], Guards] = {}  # by the optimizers that are not trusted
         remembered = {entry.name for entry in fixed if entry.of is not None}
         params = {entry.name for entry in fixed if isinstance(entry.owner.tensor, nn.Parameter)}
@@ -167,6 +172,16 @@ class Structure:
             self._spots[1:] = [SampledPlaces(self.layout, self._anew, [tensors[i] for i in self._anew])]
         return self._spots
 
+    def replicas(self, pieces: Sequence[Contents]) -> list[SampledReplicas]:
+        """Return where to sample whole tensors that other ranks hold as well."""
+        if self._replica_spots is None:
+            self._replica_spots = sampled_replicas(self._replicated)
+        if not self._replicated_anew:
+            return self._replica_spots
+        entries = [entry for entry in loose_of(pieces) if entry.name in self._replicated_anew]
+        anew = [part for entry in entries for part in self._pieces_of(entry)]
+        return [*self._replica_spots, *sampled_replicas([p for p in anew if len(p.holding.replicas) > 1])]
+
     def _pieces_of(self, entry: StateEntry) -> list[LocalPiece]:
         """What this rank has of an entry. What differs from rank to rank is its own, whatever it should be."""
         found, rank = of_rank(entry, self._seat), self._seat.rank
@@ -187,6 +202,35 @@ class Structure:
                 self._fixed_count -= 1
                 where = (cut.holding - first[holding.name], _index(holding, cut))
                 self._cuts.setdefault(holding.name, []).insert(0, where)
+
+
+@dataclass(frozen=True)
+class SampledReplicas:
+    """Elements to compare of tensors that several ranks hold. `places` has the numbers of `holdings`."""
+
+    holdings: list[Holding]
+    places: SampledPlaces
+
+
+def sampled_replicas(pieces: Sequence[LocalPiece]) -> list[SampledReplicas]:
+    """Return one for each group of ranks that hold the same: they sample the same elements of the same tensors."""
+    groups: dict[tuple[int, ...], list[LocalPiece]] = {}
+    for piece in pieces:
+        groups.setdefault(piece.holding.replicas, []).append(piece)
+    found = []
+    for some in groups.values():
+        specs = [TensorSpec(str(n), p.holding.dtype, p.holding.sizes) for n, p in enumerate(some)]
+        tensors = [piece.tensor.detach() for piece in some]
+        places = SampledPlaces(Layout(tuple(specs), {}, []), range(len(some)), tensors)
+        found.append(SampledReplicas([piece.holding for piece in some], places))
+    return found
+
+
+def _spread(apart: set[str], beside: Mapping[str, str]) -> set[str]:
+    """Add the optimizer state of each parameter that differs, and the parameter whose state differs: one makes the
+    other differ at the next step. `beside`: the parameter of each tensor of optimizer state."""
+    params = {beside.get(name, name) for name in apart}
+    return apart | {one for state, param in beside.items() if param in params for one in (state, param)}
 
 
 def loose_of(pieces: Sequence[Contents]) -> list[StateEntry]:

@@ -7,12 +7,13 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from ckpt.errors import CheckpointError, DeadlineError, FencedError, SaveError, SkippedError, WriterError
 from ckpt.events import log
 from ckpt.format.manifest import Attempt
+from ckpt.format.replicas import DIFFER, Replicas
 from ckpt.ipc.arena import Arena
 from ckpt.save import Save
 from ckpt.state.capture import Reading
@@ -37,6 +38,8 @@ class TierWrites:
         self._session = session
         self._lock = threading.RLock()  # a signal handler may close us meanwhile
         self._active: list[Save] = []
+        self.replicas_of: Callable[[Attempt], Replicas] = lambda attempt: {}  # what a part says of replicated tensors
+        self.on_drift: Callable[[Attempt], None] = lambda attempt: None  # ranks were found to differ there
 
     def follow(self, save: Save) -> None:
         """`wait` waits for it."""
@@ -70,8 +73,10 @@ class TierWrites:
                 save.set_committed(url)
             else:
                 self._on_failed(save, url, error)
+                if DIFFER in str(error):
+                    self.on_drift(attempt)
 
-        write = WriteInFlight(attempt, *place, tier, done)
+        write = WriteInFlight(attempt, *place, tier, done, replicas=self.replicas_of(attempt))
         self._session.supervisor.writes.write(write)
 
     def announce(self, job: PendingSnapshot, tiers: Sequence[int]) -> None:
@@ -138,6 +143,7 @@ class Saves:
         self._session, self._progress, self._staged, self._writes = session, progress, staged, writes
         self._stats = session.stalls.stats
         self._replicas = ReplicaCheck(session, progress)
+        writes.replicas_of, writes.on_drift = self._replicas.said_of, self._replicas.find_differing
         self._owed: set[int] = set()  # tiers whose due snapshot was dropped
         self._dropped = False  # whether the last snapshot was: the next step is saved instead, due or not
         self._exposed: set[str] = set()  # tensors that others than optimizers write to; replaced, never changed
@@ -200,8 +206,7 @@ class Saves:
             memory=memory,
             taken=taken,
         )
-        if timeout_s is None:  # else nobody comes to compare any more
-            self._replicas.begin(job)
+        self._replicas.begin(job, durable=bool(tiers), closing=timeout_s is not None)
         self._submit(save, job, started)
         return save
 

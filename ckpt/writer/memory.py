@@ -19,6 +19,7 @@ from ckpt.faults.memory_pressure import room
 from ckpt.format.digest import blob_digest
 from ckpt.format.layout import Layout
 from ckpt.format.manifest import Attempt
+from ckpt.format.replicas import Replicas
 from ckpt.ipc import requests
 from ckpt.ipc.arena import Arena, ArenaKeeper, Label
 from ckpt.ipc.mutex import Got
@@ -100,6 +101,7 @@ class HeldMemory:
         self.layouts: dict[str, Layout] = {}
         self.digests: dict[tuple[Attempt, int], bytes] = {}  # by attempt, and rank that took the snapshot
         self.retracted: set[Attempt] = set()  # what must not become a checkpoint
+        self.replicas: dict[Attempt, Replicas] = {}  # what the parts of our rank say of replicated tensors
         self._tries: dict[Attempt, int] = {}
         self.mirror = Replicator(check_room, self.keep_layout)
 
@@ -180,6 +182,7 @@ class HeldMemory:
         """What is known of snapshots that are not in memory any more."""
         held = {label.attempt for arena in self.all() for _, label in arena.sealed()}
         self.digests = {(attempt, rank): d for (attempt, rank), d in self.digests.items() if attempt in held}
+        self.replicas = {attempt: said for attempt, said in self.replicas.items() if attempt in held}
         self._tries = {attempt: number for attempt, number in self._tries.items() if attempt in held}
 
     def wanted(self, history: Sequence[Acquire], attempts: Collection[Attempt] | None = None) -> list[Attempt]:

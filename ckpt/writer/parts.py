@@ -25,6 +25,7 @@ from ckpt.format.digest import blob_digest
 from ckpt.format.layout import Layout
 from ckpt.format.manifest import Attempt, part_key, table_key
 from ckpt.format.manifest import owner as owner_of
+from ckpt.format.replicas import Replicas
 from ckpt.format.table import Table
 from ckpt.ipc.arena import Arena, Label
 from ckpt.ipc.notes import HeldNote, UnpinnedNote
@@ -294,7 +295,12 @@ class PartWriter:
                 following.look()
             number = memory.next_try(attempt, run.first_try)
             values = json.loads(bytes(arena.values(slot, label)))
-            snapshot = RankSnapshot(attempt, layout, arena.data(slot, label.data_size), values, label.finite)
+            data = arena.data(slot, label.data_size)
+
+            def replicas() -> Replicas:
+                return memory.replicas.get(attempt, {})
+
+            snapshot = RankSnapshot(attempt, layout, data, values, label.finite, replicas)
             async with run.taking:
                 run.succeed(tier.log)
                 tier.log.check_owner(run.mine())

@@ -61,6 +61,8 @@ class Persister:
         tier, attempt = self._run.tiers[request.tier], Attempt.parse(request.attempt)
         label = self._held_memory.arenas[request.arena].label(request.slot)
         size = 0 if label is None else label.data_size
+        if request.replicas:
+            self._held_memory.replicas[attempt] = request.replicas
         with self._books.saving(tier.url, size, attempt.step) as save:
             save.stored = own_bytes(await self._write(tier, attempt, request))
             return WriteSlotReply(size, save.stored)

@@ -56,6 +56,7 @@ class DeferredStep:
     weights: Sequence[bool]
     alive: Sequence[Tensor]  # whose memory the fingerprints look at
     too_large: str = ""
+    replicas: Sequence[Fingerprint] = ()  # see `PendingSnapshot`
 
     @property
     def watched(self) -> dict[int, int]:
@@ -112,7 +113,16 @@ class DeferredSteps:
         versions = _versions(reading.counters, left, len(stepped))
         taken = replace(reading, tensors=tensors)
         return DeferredStep(
-            step, taken, left, len(stepped), versions, prints, capture.weights, reading.tensors, too_large
+            step,
+            taken,
+            left,
+            len(stepped),
+            versions,
+            prints,
+            capture.weights,
+            reading.tensors,
+            too_large,
+            [one.places.look(step) for one in reading.replicas],
         )
 
     def _look_at(self, reading: Reading, numbers: list[int]) -> list[SampledPlaces]:
@@ -160,6 +170,7 @@ class PendingSnapshot:
     taken: DeferredStep | None = None  # the state at that step, if that is not what it is now
     fingerprints: list[Fingerprint] = field(default_factory=list)  # of what is copied beside training; when it begins
     watched: Mapping[int, int] = field(default_factory=dict)  # versions, by number, from which on nobody may write
+    replicas: Sequence[Fingerprint] = ()  # elements of what other ranks hold as well, as `reading.replicas` has it
     streams: PerDevice = field(default_factory=dict)  # the caller's compute streams
     ready: PerDevice = field(default_factory=dict)  # events on them
     eager: PerDevice = field(default_factory=dict)  # events after the copies of the eager part
@@ -178,6 +189,9 @@ class PendingSnapshot:
         reading = self.reading
         if self.taken is not None:
             self.fingerprints, self.watched = list(self.taken.fingerprints), self.taken.watched
+            self.replicas = self.taken.replicas
+        else:
+            self.replicas = [one.places.look(self.attempt.step) for one in reading.replicas]
         self.sources = reading.tensors
         if self.watched:
             self.overlapped = [reading.counters[n] for n in self.watched]

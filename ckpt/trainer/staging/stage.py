@@ -78,6 +78,9 @@ class Stager:
             # Else clones would pile up.
             idle = before is None or before.copied.is_set() or before.leave_out()
             taken = idle and job.take(self._packs, all_of_it=mode == "device")
+            if job.detached and job.beside is not None:  # no optimizer waits for it
+                job.beside()
+                job.beside = None
             job.bus_share = self._bus_share if mode == "paced" else 1.0
             job.mark_ready()
             job.submitted = True

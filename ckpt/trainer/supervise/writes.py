@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ckpt.errors import CheckpointError, FencedError, SaveError, WriterError
 from ckpt.failpoints import point
 from ckpt.format.layout import Layout
 from ckpt.format.manifest import Attempt
+from ckpt.format.replicas import Replicas
 from ckpt.ipc import requests
 from ckpt.ipc.arena import Arena
 from ckpt.ipc.notes import StoredNote
@@ -35,6 +36,7 @@ class WriteInFlight:
     stored: bool = False  # its bytes are in the store: the slot may be used again
     nbytes: int = 0  # when it is done: of the snapshot, and of what was stored for it
     nbytes_stored: int = 0
+    replicas: Replicas = field(default_factory=dict)  # what its part says of replicated tensors
 
 
 class Writes(WriterUser):
@@ -68,7 +70,7 @@ class Writes(WriterUser):
     def _send(self, client: WriterClient, write: WriteInFlight) -> None:
         write.tries += 1
         place = write.arena.id.hex(), write.slot
-        future = client.send(requests.WriteSlot(write.tier, *place, str(write.attempt), write.stored))
+        future = client.send(requests.WriteSlot(write.tier, *place, str(write.attempt), write.stored, write.replicas))
         future.add_done_callback(lambda f: self._on_written(write, f))
 
     def _on_written(self, write: WriteInFlight, future: Future[tuple[requests.WriteSlotReply, list[int]]]) -> None:

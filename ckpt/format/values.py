@@ -33,8 +33,9 @@ _DTYPE = re.compile(r"[<>|=][biufcmMSUV][0-9]{1,9}(\[[0-9]{0,9}[A-Za-z]{1,7}\])?
 
 
 def show(path: Path) -> str:
-    """A path as a user would write it: `model.layers.0`."""
-    return ".".join(str(part) for part in path) or "(the state itself)"
+    """A path as a user would write it: `model.layers.0`. Surrogates, which are not valid Unicode, are escaped."""
+    text = ".".join(str(part) for part in path) or "(the state itself)"
+    return text if text.isascii() else text.encode(errors="backslashreplace").decode()
 
 
 def splitter(names: Iterable[str]) -> Callable[[str], tuple[str, str] | None]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from operator import attrgetter, call, is_
 from typing import Any, Protocol
 
@@ -104,7 +105,7 @@ class Places:
     """What dicts hold under which keys, and how much. Asked at every step, so no Python runs for each of them."""
 
     def __init__(self, places: Sequence[tuple[Any, Any, object]] = (), sizes: Sequence[Any] = ()) -> None:
-        self._asks = [owner.get for owner, _, _ in places]
+        self._asks = [owner.get if isinstance(owner, dict) else partial(_get, owner) for owner, _, _ in places]
         self._keys, self._values = [key for _, key, _ in places], [value for _, _, value in places]
         self._sized, self._sizes = list(sizes), list(map(len, sizes))
 
@@ -113,6 +114,14 @@ class Places:
         if list(map(len, self._sized)) != self._sizes:
             return True
         return not all(map(is_, map(call, self._asks, self._keys), self._values))
+
+
+def _get(members: Any, key: str) -> object:
+    """Return a member of a ScriptModule, whose members are not in a dict."""
+    try:
+        return members[key]
+    except KeyError:
+        return None
 
 
 class Memories:

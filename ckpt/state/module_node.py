@@ -12,11 +12,21 @@ from ckpt.errors import CorruptError, StateError
 from ckpt.format.saved_nodes import SavedNode
 from ckpt.format.values import Json, Path, encode, pairs, show, unpaired
 from ckpt.state.adapters import Collector, Contents, Memories, Places
-from ckpt.state.module_state_dict import EXTRA, TWO_TENSORS, OwnState, hand_back, is_one, listen
+from ckpt.state.module_state_dict import (
+    EXTRA,
+    TWO_TENSORS,
+    OwnState,
+    hand_back,
+    hand_resized,
+    is_one,
+    listen,
+    load_into,
+)
 from ckpt.state.names import Names
 from ckpt.state.placement import Placement, references
-from ckpt.state.rewrap import facts_of, matching
-from ckpt.state.sharding import Replicas, StateEntry, named_modules, replicated_by_ddp, reshard, unwrap
+from ckpt.state.rewrap import facts_of, forms_of, matching
+from ckpt.state.sharding import Replicas, StateEntry, is_dtensor, named_modules, replicated_by_ddp, reshard, unwrap
+from ckpt.state.tensors import saved_device
 from ckpt.state.wrappers import WrapperForm, take_apart
 
 
@@ -138,24 +148,71 @@ class ModuleNode:
         state = self._saved_state(saved)
         free = set(references([value for key, value in state.items() if key.endswith(EXTRA)]))  # may differ each time
         own = {name: entry for name, entry in (lying | said).items() if not self._in_extra(name)}
-        names = placement.compare(self.path, [name for name in saved.names if name not in free], own)
+        resized = self._resized(saved, own, free, placement)
+        others = [name for name in saved.names if name not in free and name not in resized]
+        names = placement.compare(self.path, others, {name: e for name, e in own.items() if name not in resized})
         for name in matching(names, own, saved.facts, saved.names, placement):
             if name in lying:
                 placement.fill(name, lying[name])
             else:
                 placement.watch(name, said[name])
         self._prepare_words(state, said, placement)
-        self._hand_back(placement)
+        self._hand_back(placement, resized)
 
     def prepare_as_saved(self, saved: SavedNode, placement: Placement) -> bool:
         if self._words.spoken:
             return False
-        self._hand_back(placement)
+        self._hand_back(placement, {})
         return True
 
-    def _hand_back(self, placement: Placement) -> None:
-        for module in self._words.loaders.values():
-            placement.finish(self.path, partial(hand_back, module))
+    def _hand_back(self, placement: Placement, resized: Mapping[str, tuple[str, Tensor]]) -> None:
+        for prefix, module in self._words.loaders.items():
+            mine = {self._key(n).removeprefix(prefix): t for n, (p, t) in resized.items() if p == prefix}
+            if mine:
+                path = (*self.path, prefix.rstrip(".")) if prefix else self.path
+                placement.finish(self.path, partial(hand_resized, module, path, mine, placement.strict))
+            else:
+                placement.finish(self.path, partial(hand_back, module))
+
+    def _resized(
+        self, saved: SavedNode, own: Mapping[str, StateEntry], free: set[str], placement: Placement
+    ) -> dict[str, tuple[str, Tensor]]:
+        """Return what the loaders of modules decide about: saved tensors of other shapes than those here.
+
+        Also those of which there is None here. By name: the prefix of the loader, and a new tensor that will be filled.
+        """
+        found: dict[str, tuple[str, Tensor]] = {}
+        if not self._words.loaders:
+            return found
+        made_of_several = {part for form in forms_of(saved.facts).values() for part in form.names}
+        empty = {
+            f"{name}.{key}" if name else key
+            for name, _, module in named_modules(self.whole)
+            for members in (module._parameters, module._buffers)
+            for key, tensor in members.items()
+            if tensor is None
+        }
+        for name in saved.names:
+            key, entry = self._key(name), own.get(name)
+            prefix = max((p for p in self._words.loaders if key.startswith(p)), key=len, default=None)
+            if prefix is None or name in free or name in made_of_several or self._words.speaks(key):
+                continue
+            if entry is None:
+                if key in empty or "." not in key.removeprefix(prefix):
+                    found[name] = prefix, placement.create(name, saved_device(placement.spec(name)))
+            elif (
+                isinstance(entry.alike, Replicas | None)
+                and entry.part_of is None
+                and not is_dtensor(entry.tensor)
+                and placement.spec(name).shape != tuple(entry.tensor.shape)
+            ):
+                made = placement.create(name, entry.tensor.device, entry.alike, guarded=entry.guarded)
+                found[name] = prefix, made
+        return found
+
+    def _key(self, name: str) -> str:
+        """Return the name within the module."""
+        return name[len(self._name("")) :]
 
     def _in_extra(self, name: str) -> bool:
         return any(name.startswith(self._name(prefix + EXTRA)) for prefix in self._words.extras)
@@ -163,8 +220,7 @@ class ModuleNode:
     def _saved_state(self, saved: SavedNode) -> dict[str, Json]:
         """What was saved of it by key. CorruptError if it is not that."""
         if saved.kind == "module":
-            start = len(self._name(""))
-            return {name[start:]: {"$": "tensor", "name": name} for name in saved.names}
+            return {self._key(name): {"$": "tensor", "name": name} for name in saved.names}
         found = unpaired(saved.values)
         if found is None:
             raise CorruptError(f"{show(self.path)}: what is stored of it is not the state of a module")
@@ -194,4 +250,4 @@ def _set_extra(module: nn.Module, build: Callable[[], Any]) -> None:
 
 
 def _load(module: nn.Module, build: Callable[[], Any], strict: bool) -> None:
-    module.load_state_dict(build(), strict=strict)
+    load_into(module, build(), strict=strict)

@@ -8,6 +8,7 @@ at every reading; extra state is asked for by itself.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ckpt.errors import StateError
+from ckpt.errors import MismatchError, StateError
 from ckpt.events import log as logger
 from ckpt.format.values import Path, show
 from ckpt.state.sharding import belongs_to_torch, local, named_modules, plain_key, storage_of, wrapped_attribute
@@ -246,7 +247,43 @@ def hand_back(module: nn.Module) -> None:
     mode = _Refusing()
     try:
         with mode:
-            module.load_state_dict(module.state_dict(), strict=False)
+            load_into(module, module.state_dict(), strict=False)
     except Exception:
         if not mode.refused:
             raise
+
+
+def hand_resized(module: nn.Module, path: Path, tensors: Mapping[str, Tensor], strict: bool) -> None:
+    """Load tensors of other shapes than the module's own ones through its own loader, which may resize these.
+
+    Everything else is in place already. `tensors`: by their names within the module. Raises MismatchError if the loader
+    raises an error.
+    """
+    state = module.state_dict()
+    named = {plain_key(module, key): key for key in state}
+    for key, value in state.items():
+        if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+            state[key] = value.clone()  # the loader may overwrite its own tensors before it copies
+    state.update((named.get(name, name), tensor) for name, tensor in tensors.items())
+    try:
+        load_into(module, state, strict=strict)
+    except Exception as error:
+        problem = (
+            f"{show(path)}: the loader of {type(module).__qualname__} does not accept the saved "
+            f"{', '.join(f'{name} of shape {list(t.shape)}' for name, t in tensors.items())}: {error}"
+        )
+        if strict:
+            raise MismatchError(
+                f"{problem}. The rest was restored: make the module as it was, and restore again"
+            ) from error
+        logger.warning("%s. They were left as they are", problem)
+
+
+def load_into(module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> None:
+    """Call load_state_dict(), which need not have the parameter `strict` if the module has written it."""
+    parameters = inspect.signature(module.load_state_dict).parameters
+    takes = "strict" in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    if strict or not takes:
+        module.load_state_dict(state)
+    else:
+        module.load_state_dict(state, strict=False)

@@ -333,7 +333,7 @@ def _resolved(module: nn.Module, key: str) -> str | None:
             module = inner
         if i == len(path):
             return ".".join((*found, last)) if _has(module, last) else None
-        child = module._modules.get(part)
+        child = module._modules[part] if part in module._modules else None  # noqa: SIM401 - a ScriptModule has no get()
         if child is None:
             return None
         if part != wrapped:

@@ -144,8 +144,14 @@ OTHERS: dict[str, Callable[[], nn.Module]] = {
 
 
 @pytest.mark.parametrize("kind", OTHERS)
-def test_module_with_attributes_of_a_wrapper_is_saved_completely(kind: str, tmp_path: Path) -> None:
+def test_module_with_attributes_of_a_wrapper_is_saved_completely(kind: str) -> None:
     saved, fresh = shuffled(OTHERS[kind]()), OTHERS[kind]()
+    Saved(Capture({"model": saved}).read()).restore({"model": fresh})
+    assert differences(freeze(fresh), freeze(saved)) == []
+
+
+def test_run_of_a_module_that_forwards_to_a_compiled_one_is_whole(tmp_path: Path) -> None:
+    saved, fresh = shuffled(Forwarding()), Forwarding()
     with ckpt.Checkpointer({"model": saved}, tmp_path / "run", every=1) as cp:
         cp.step(1)
     with ckpt.Checkpointer({"model": fresh}, tmp_path / "run") as cp:

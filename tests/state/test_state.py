@@ -558,9 +558,9 @@ def test_an_object_that_repeats_a_tensor_of_the_model_returns() -> None:
         {"a": {"b": torch.ones(1)}, "a.b": torch.ones(2)},
         {"a": {1: torch.ones(1), "1": torch.ones(2)}},
         {"__metadata__": torch.ones(1)},
-        {"\ud800": torch.ones(1)},
+        {"\ud800": torch.ones(1), "\\ud800": torch.ones(2)},
     ],
-    ids=["dots", "int and str", "reserved", "surrogate"],
+    ids=["dots", "int and str", "reserved", "escaped"],
 )
 def test_names_that_clash_are_refused(state: State) -> None:
     """Two tensors never get one name, and none gets a name that no file can hold."""

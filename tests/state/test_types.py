@@ -195,21 +195,21 @@ KINDS: dict[str, Callable[[], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_tensor_that_is_made_again_is_of_its_kind(kind: str, tmp_path: Path) -> None:
-    value = KINDS[kind]()
-    loader = Loader({"x": value, "again": [value]})
-    with ckpt.Checkpointer({"meta": {"v": value}, "o": loader}, tmp_path / "run", every=1) as cp:
+def test_tensors_that_are_made_again_are_of_their_kind(tmp_path: Path) -> None:
+    values = {kind: make() for kind, make in KINDS.items()}
+    loader = Loader({"x": dict(values), "again": [values["parameter"]]})
+    with ckpt.Checkpointer({"meta": {"v": dict(values)}, "o": loader}, tmp_path / "run", every=1) as cp:
         cp.step(1)
-    state, loader = {"meta": {"v": None}, "o": Loader({})}, Loader({})
-    state["o"] = loader
+    loader = Loader({})
+    state: Any = {"meta": {"v": None}, "o": loader}
     with ckpt.Checkpointer(state, tmp_path / "run") as cp:
         cp.restore()
-    meta: Any = state["meta"]
-    for found in (meta["v"], loader.state["x"], ckpt.load(tmp_path / "run").plain("meta")["v"]):
-        assert type(found) is type(value) and torch.equal(found, value)
-        assert found.requires_grad is (value.requires_grad and value.is_leaf)
-    assert loader.state["again"][0] is loader.state["x"]
+    for back in (state["meta"]["v"], loader.state["x"], ckpt.load(tmp_path / "run").plain("meta")["v"]):
+        for kind, value in values.items():
+            found = back[kind]
+            assert type(found) is type(value) and torch.equal(found, value), kind
+            assert found.requires_grad is (value.requires_grad and value.is_leaf), kind
+    assert loader.state["again"][0] is loader.state["x"]["parameter"]
 
 
 def test_live_tensor_is_filled_in_place_whatever_was_saved() -> None:

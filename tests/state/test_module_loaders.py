@@ -1,0 +1,319 @@
+"""What a module's own loader accepts is restored through it; modules with torch's loader stay strict."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.ao.quantization as quantization
+from torch import Tensor, nn
+
+import ckpt
+from ckpt.errors import MismatchError, StateError
+from ckpt.state.capture import Capture
+from toy_states import Loader, Saved, State, differences, freeze
+
+
+class Grows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(2, 2)
+        self.register_buffer("seen", torch.zeros(0))
+        self.register_buffer("count", torch.zeros(1))
+        self.log: list[str] = []
+
+    def grow(self, size: int = 3) -> None:
+        self.seen = torch.cat([self.seen, torch.randn(size)])
+        self.count += size
+
+
+class InLoad(Grows):
+    def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
+        self.seen = torch.zeros_like(state[prefix + "seen"])
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
+class InPlace(Grows):
+    def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
+        for name, buffer in self._buffers.items():
+            assert buffer is not None
+            buffer.resize_(state[prefix + name].shape).zero_()
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
+class InHook(Grows):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_load_state_dict_pre_hook(resize)
+
+
+def resize(module: Any, state: State, prefix: str, *rest: Any) -> None:
+    module.seen = torch.zeros_like(state[prefix + "seen"])
+
+
+class InPrivateHook(Grows):
+    def __init__(self) -> None:
+        super().__init__()
+        self._register_load_state_dict_pre_hook(self.resize)
+
+    def resize(self, state: State, prefix: str, *rest: Any) -> None:
+        self.seen = torch.zeros_like(state[prefix + "seen"])
+
+
+class InOwn(Grows):
+    def load_state_dict(self, state: Any, *rest: Any, **more: Any) -> Any:
+        self.seen = torch.zeros_like(state["seen"])
+        return super().load_state_dict(state, *rest, **more)
+
+
+class InOwnOfOneParameter(Grows):
+    def load_state_dict(self, state: Any) -> Any:  # type: ignore[override]
+        self.seen = torch.zeros_like(state["seen"])
+        return super().load_state_dict(state)
+
+
+class OfParent(nn.Module):
+    """The one above resizes, and has the tensors in its hands alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.ModuleDict({"deep": Grows()})
+        self.register_load_state_dict_pre_hook(self.resize)
+
+    def grow(self) -> None:
+        self.inner["deep"].grow()  # type: ignore[operator]
+
+    def resize(self, module: Any, state: State, prefix: str, *rest: Any) -> None:
+        self.inner["deep"].seen = torch.zeros_like(state[prefix + "inner.deep.seen"])
+
+
+class FromNone(Grows):
+    """Has no buffer before there is something to put into it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("late", None)
+
+    def grow(self, size: int = 3) -> None:
+        super().grow(size)
+        self.late = torch.randn(size)
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
+        for name in ("seen", "late"):
+            if prefix + name in state:
+                self._buffers[name] = torch.zeros_like(state[prefix + name])
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
+class GrowsWeights(Grows):
+    def grow(self, size: int = 3) -> None:
+        self.lin.weight = nn.Parameter(torch.randn(2 + size, 2))
+
+    def load_state_dict(self, state: Any, *rest: Any, **more: Any) -> Any:
+        self.lin.weight = nn.Parameter(torch.empty_like(state["lin.weight"]))
+        return super().load_state_dict(state, *rest, **more)
+
+
+class Observed(nn.Module):
+    """Torch's per-channel observers have no statistics before they have seen something."""
+
+    def __init__(self, kind: Callable[..., nn.Module], **settings: Any) -> None:
+        super().__init__()
+        self.lin, self.observer = nn.Linear(3, 3), kind(**settings)
+
+    def grow(self) -> None:
+        self.observer(torch.randn(4, 3))
+
+
+def observed(kind: Any, **settings: Any) -> Callable[[], nn.Module]:
+    return lambda: Observed(kind, **settings)
+
+
+KINDS: dict[str, Callable[[], Any]] = {
+    **{k.__name__: k for k in (InLoad, InPlace, InHook, InPrivateHook, InOwn, InOwnOfOneParameter, OfParent, FromNone)},
+    "GrowsWeights": GrowsWeights,
+    "in another": lambda: Wrapped(InLoad()),
+    "compiled": lambda: torch.compile(InLoad()),
+    "observer": observed(quantization.PerChannelMinMaxObserver, ch_axis=1),
+    "moving observer": observed(quantization.MovingAveragePerChannelMinMaxObserver, ch_axis=1),
+    "fake quantization": observed(
+        quantization.FakeQuantize,
+        observer=quantization.PerChannelMinMaxObserver,
+        qscheme=torch.per_channel_affine,
+        dtype=torch.qint8,
+        quant_min=-128,
+        quant_max=127,
+        ch_axis=1,
+    ),
+}
+
+
+class Wrapped(nn.Module):
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def grow(self) -> None:
+        self.inner.grow()
+
+
+@pytest.mark.parametrize("grown", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.filterwarnings("ignore")
+def test_module_whose_loader_takes_another_size_is_restored(kind: str, grown: bool) -> None:
+    """Into a fresh one, and into one that has grown in another way; then it is saved and restored once more."""
+    saved, fresh, last = KINDS[kind](), KINDS[kind](), KINDS[kind]()
+    saved.grow()
+    if grown:
+        fresh.grow()
+        fresh.grow()
+    capture = Capture({"m": fresh})
+    capture.read()
+    Saved(Capture({"m": saved}).read()).restore({"m": fresh})
+    assert differences(freeze(fresh), freeze(saved)) == []
+    Saved(capture.read()).restore({"m": last})
+    assert differences(freeze(last), freeze(saved)) == []
+
+
+def test_run_goes_on_with_a_buffer_of_another_size(tmp_path: Path) -> None:
+    saved, fresh = InHook(), InHook()
+    saved.grow()
+    with ckpt.Checkpointer({"m": saved}, tmp_path / "run", every=1) as cp:
+        cp.step(1)
+    with ckpt.Checkpointer({"m": fresh}, tmp_path / "run", every=1) as cp:
+        cp.restore()
+        fresh.grow()
+        cp.step(2)
+    assert torch.equal(ckpt.load(tmp_path / "run")["m.seen"], fresh.seen)
+
+
+class Careful(Grows):
+    """Has a loader of its own, which accepts no other size."""
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
+        self.log.append(prefix)
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
+def test_loader_that_accepts_no_other_size_is_an_error_by_name(caplog: pytest.LogCaptureFixture) -> None:
+    saved = Careful()
+    saved.grow()
+    moment, fresh = Saved(Capture({"m": saved}).read()), Careful()
+    with pytest.raises(MismatchError, match=r"m: the loader of Careful .*seen of shape \[3\]: (.|\n)*size mismatch"):
+        moment.restore({"m": fresh})
+    with caplog.at_level(logging.WARNING):
+        moment.restore({"m": fresh}, strict=False)
+    assert "seen of shape [3]" in caplog.text and fresh.seen.shape == (0,) and fresh.count == 3
+
+
+def test_module_with_the_loader_of_torch_stays_strict() -> None:
+    saved = Grows()
+    saved.grow()
+    moment, fresh = Saved(Capture({"m": saved}).read()), Grows()
+    with pytest.raises(MismatchError, match=r"m\.seen has shape \[3\] in the checkpoint and \[0\] here"):
+        moment.restore({"m": fresh})
+    with pytest.raises(MismatchError, match=r"m\.1\.weight has shape"):  # next to one that has a loader
+        Saved(Capture({"m": nn.Sequential(InLoad(), nn.Linear(2, 3))}).read()).restore(
+            {"m": nn.Sequential(InLoad(), nn.Linear(2, 2))}
+        )
+
+
+class Scripted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin, self.norm = nn.Linear(2, 2), nn.BatchNorm1d(2)
+        self.register_buffer("scale", torch.ones(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.lin(x)) * self.scale  # type: ignore[no-any-return]
+
+
+def loaded(tmp_path: Path) -> nn.Module:
+    torch.jit.save(torch.jit.script(Scripted()), tmp_path / "x.pt")
+    return torch.jit.load(tmp_path / "x.pt")  # type: ignore[no-any-return]
+
+
+SCRIPTED: dict[str, Callable[[Path], nn.Module]] = {
+    "scripted": lambda path: torch.jit.script(Scripted()),
+    "traced": lambda path: torch.jit.trace(Scripted().eval(), torch.ones(2, 2)),
+    "loaded": loaded,
+    "inside": lambda path: nn.Sequential(torch.jit.script(Scripted()), nn.Linear(2, 2)),
+}
+
+
+@pytest.mark.parametrize("kind", SCRIPTED)
+@pytest.mark.filterwarnings("ignore")
+def test_script_module_is_trained_saved_and_restored(kind: str, tmp_path: Path) -> None:
+    """With its optimizer, at several steps, and the same as the module that it was made of."""
+
+    def build() -> tuple[nn.Module, State]:
+        torch.manual_seed(0)
+        found = SCRIPTED[kind](tmp_path)
+        return found, {"m": found, "optim": torch.optim.Adam(found.parameters(), lr=0.1)}
+
+    module, state = build()
+    capture = Capture(state)
+    for _ in range(3):
+        module(torch.randn(4, 2)).sum().backward()
+        state["optim"].step()
+        reading = capture.read()
+    assert capture.read().layout is reading.layout
+    fresh, twin = build()
+    Saved(capture.read()).restore(twin)
+    assert differences(freeze(fresh), freeze(module)) == []
+    assert differences(freeze(twin["optim"]), freeze(state["optim"])) == []
+    names = {spec.name for spec in reading.layout.tensors if spec.name.startswith("m.")}
+    assert names == {f"m.{name}" for name in module.state_dict()}
+
+
+ODD = "a\ud800b"
+WITH_SURROGATES: dict[str, Callable[[float], State]] = {
+    "value": lambda x: {ODD: x},
+    "tensor": lambda x: {"a": {ODD: torch.full((2,), x), "é": x}},
+    "tensor of its own": lambda x: {ODD: torch.full((2,), x)},
+    "module": lambda x: {ODD: filled(x)},
+    "module in a module": lambda x: {"m": nn.ModuleDict({ODD: filled(x)})},
+    "object": lambda x: {"o": Loader({ODD: torch.full((2,), x)})},
+    "optimizer": lambda x: stepped(filled(x)),
+}
+
+
+def filled(x: float) -> nn.Module:
+    found = nn.Linear(2, 2)
+    nn.init.constant_(found.weight, x)
+    return found
+
+
+def stepped(module: nn.Module) -> State:
+    optim = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    module(torch.ones(1, 2)).sum().backward()
+    optim.step()
+    return {ODD: module, "optim": optim}
+
+
+@pytest.mark.parametrize("kind", WITH_SURROGATES)
+def test_keys_with_surrogates_are_saved_and_restored(kind: str) -> None:
+    state, twin = WITH_SURROGATES[kind](1.5), WITH_SURROGATES[kind](2.5)
+    Saved(Capture(state).read()).restore(twin)
+    assert differences(freeze(twin), freeze(state)) == []
+
+
+def test_run_with_surrogates_in_keys_can_be_read(tmp_path: Path) -> None:
+    state, twin = ({str(i): make(x) for i, make in enumerate(WITH_SURROGATES.values())} for x in (1.5, 2.5))
+    with ckpt.Checkpointer(state, tmp_path / "run", every=1) as cp:
+        cp.step(1)
+    with ckpt.Checkpointer(twin, tmp_path / "run") as cp:
+        cp.restore()
+    assert differences(freeze(twin), freeze(state)) == []
+    for name in ckpt.load(tmp_path / "run"):
+        name.encode()
+
+
+def test_object_under_a_key_with_surrogates_is_refused_in_valid_unicode() -> None:
+    with pytest.raises(StateError, match=r"a\\ud800b: an object") as raised:
+        Capture({ODD: object()}).read()
+    str(raised.value).encode()

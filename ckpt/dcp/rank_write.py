@@ -26,7 +26,7 @@ from ckpt.format.digest import blob_hasher, file_digest
 from ckpt.format.layout import Layout, TensorSpec
 from ckpt.format.manifest import Attempt, PackInfo, pack_key
 from ckpt.format.values import is_text
-from ckpt.state.tensors import DTYPE_NAME, as_bytes, check
+from ckpt.state.tensors import DTYPE_NAME, as_bytes, check, check_memory
 from ckpt.store import PAGE, Store
 
 KIND = "dcp"  # of the one component of such a checkpoint
@@ -91,6 +91,7 @@ def dense(tensor: Tensor, name: str) -> Tensor:
     """The same values in host memory, contiguous. StateError if their bytes would not be the whole truth."""
     if type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
         check(tensor, (name,))
+    check_memory(tensor, (name,))  # an expanded one is fine
     if tensor.device.type != "cpu":
         torch.accelerator.synchronize(tensor.device)  # another stream than this thread's may be writing it
     return check(tensor.to("cpu").resolve_conj().resolve_neg().contiguous(), (name,))

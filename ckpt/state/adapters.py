@@ -10,6 +10,7 @@ Modules are in `ckpt.state.module_node`, optimizers in `ckpt.state.optimizer_nod
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -96,6 +97,7 @@ class Collector:
 
 
 _FORM = attrgetter("shape", "dtype")
+_NBYTES = torch.UntypedStorage.nbytes
 _TOGETHER = (
     256  # tensors of which all is asked before any of the next: what torch keeps of them stays near the processor
 )
@@ -147,13 +149,15 @@ class _Some:
         self._tensors = tensors
         now = self._now()
         self._were, self._forms, self._guards = _places(now), _shapes(now), guards(now)
+        self._storages = _storages(now)
+        self._sizes = list(map(_NBYTES, self._storages))
 
     def _now(self) -> Sequence[Tensor]:
         return self._tensors
 
     def changed(self) -> bool:
         now = self._now()
-        if _places(now) != self._were:
+        if _places(now) != self._were or list(map(_NBYTES, self._storages)) != self._sizes:
             return True
         # Another view of the same memory, or more of it: `.data` was set, or `t_()` or `resize_()` called.
         if self._guards is not None and self._guards(*now):
@@ -171,6 +175,16 @@ class _SomeDTensors(_Some):
 
 def _places(tensors: Sequence[Tensor]) -> list[int]:
     return list(map(Tensor.data_ptr, tensors))
+
+
+def _storages(tensors: Sequence[Tensor]) -> list[torch.UntypedStorage]:
+    """Return the storages, each once. Another storage, at another address, is noticed by `_places`."""
+    found = dict[int, torch.UntypedStorage]()
+    for one in tensors:
+        with contextlib.suppress(NotImplementedError, RuntimeError):  # sparse ones have none
+            storage = one.untyped_storage()
+            found[storage._cdata] = storage
+    return list(found.values())
 
 
 def _shapes(tensors: Sequence[Tensor]) -> list[object]:

@@ -44,10 +44,19 @@ class _Group:
     numbers: Tensor  # of each place: which tensor of the layout it is in
     live: tuple[Tensor, Tensor, Tensor]  # on the device: see `_places`
     slot: tuple[Tensor, Tensor, Tensor]  # the same within a slot, on the host
+    storages: dict[int, torch.UntypedStorage]  # by number of the tensor
+    memories: list[tuple[int, int]]  # where these storages were, and how large
 
     @property
     def device(self) -> torch.device:
         return self.memory.device
+
+    def freed(self) -> set[int]:
+        """Return the numbers of tensors whose memory is not there any more, so that nothing here can be read."""
+        now = _memories(self.storages.values())
+        if now == self.memories:
+            return set()
+        return {n for n, was, is_now in zip(self.storages, self.memories, now, strict=True) if was != is_now}
 
     def look(self, turn: int) -> Tensor:
         return self.memory.index_select(0, _places(self.live, turn))
@@ -65,17 +74,19 @@ class SampledPlaces:
         self._turn = 0
         self._groups: list[_Group] = []
         rows: dict[tuple[torch.device, int], list[list[int]]] = {}
+        storages: dict[tuple[torch.device, int], dict[int, torch.UntypedStorage]] = {}
         for number, tensor in zip(numbers, tensors, strict=True):
             # What is negated or conjugated when it is read is stored otherwise than it is copied.
             if tensor.numel() and not (tensor.is_conj() or tensor.is_neg()):
                 width, row = _row(number, tensor, layout.arrangement.offsets[number])
                 rows.setdefault((tensor.device, width), []).append(row)
+                storages.setdefault((tensor.device, width), {})[number] = tensor.untyped_storage()
                 if tensor.itemsize == 16:  # the other half of complex numbers
                     rows[tensor.device, width].append([n + 8 * (i in _WHERE) for i, n in enumerate(row)])
         between = max(0, ELEMENTS // max(1, len(tensors)) - 2)
         for (device, width), found in rows.items():
             if device.type in ("cpu", "cuda"):  # of others an address may mean something else
-                self._groups.append(_group(device, width, np.array(found, np.int64), between))
+                self._groups.append(_group(device, width, np.array(found, np.int64), between, storages[device, width]))
             else:
                 log.warning("on %s only writes that torch counts are noticed during a copy", device)
 
@@ -119,8 +130,10 @@ class Fingerprint:
 
     def changed(self) -> set[int]:
         """The numbers of tensors on the host that are not now what they were."""
-        both = zip(self._groups, self._found, strict=True)
-        return _differing((group, was, group.look(self._turn)) for group, was in both if group.device.type == "cpu")
+        both = [pair for pair in zip(self._groups, self._found, strict=True) if pair[0].device.type == "cpu"]
+        freed = {id(group): group.freed() for group, _ in both}
+        found = _differing((group, was, group.look(self._turn)) for group, was in both if not freed[id(group)])
+        return found.union(*freed.values())
 
     def differing(self, slot: Tensor) -> set[int]:
         """The numbers of tensors whose copy is not what they were. `slot`: its bytes. After `fetch`."""
@@ -156,7 +169,17 @@ def _row(number: int, tensor: Tensor, offset: int) -> tuple[int, list[int]]:
     ]  # fmt: skip
 
 
-def _group(device: torch.device, width: int, rows: Array, between: int) -> _Group:
+def _memories(storages: Iterable[torch.UntypedStorage]) -> list[tuple[int, int]]:
+    return [(one.data_ptr(), one.nbytes()) for one in storages]
+
+
+def _group(
+    device: torch.device,
+    width: int,
+    rows: Array,
+    between: int,
+    storages: dict[int, torch.UntypedStorage],
+) -> _Group:
     """The first element of each row, the last, and others from all parts of it."""
     number, count, address, apart, last, offset, apart_there, last_there = rows.T
     parts = np.minimum(between, count)
@@ -182,4 +205,6 @@ def _group(device: torch.device, width: int, rows: Array, between: int) -> _Grou
         torch.from_numpy(np.concatenate([number, number[more], number[row]])),
         places(*here, apart=apart, to=device),
         places(*there, apart=apart_there, to=torch.device("cpu")),
+        storages,
+        _memories(storages.values()),
     )

@@ -52,7 +52,30 @@ def check(tensor: Tensor, path: Path) -> Tensor:
         problem = "is expanded, so its elements share memory: use .contiguous()"
     if problem:
         raise StateError(f"{show(path)}: this tensor {problem}")
+    check_memory(tensor, path)
     return tensor
+
+
+def check_memory(tensor: Tensor, path: Path) -> None:
+    """Raise StateError naming the path if a tensor has elements outside of its storage, as after `resize_(0)`."""
+    if tensor._is_zerotensor():
+        raise StateError(f"{show(path)}: this tensor is a ZeroTensor, which has no memory: save a .clone() of it")
+    if tensor.device.type not in ("cpu", "cuda") or not tensor.numel():
+        return  # an address may mean something else elsewhere
+    try:
+        storage = tensor.untyped_storage()
+    except NotImplementedError:
+        raise StateError(
+            f"{show(path)}: this tensor is seen inside a transform such as vmap: save it outside"
+        ) from None
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    needed, there = (tensor.storage_offset() + reach + 1) * tensor.itemsize, storage.nbytes()
+    if needed > there or not storage.data_ptr():
+        raise StateError(
+            f"{show(path)}: this tensor needs {needed} bytes, and its storage has {there}. Its memory was freed, for "
+            "example by untyped_storage().resize_(): allocate it again before you save or restore, or take the tensor "
+            "out of the state"
+        )
 
 
 def overlaps_itself(tensor: Tensor) -> bool:

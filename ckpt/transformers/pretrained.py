@@ -33,7 +33,7 @@ from ckpt.format.regular_file import read_regular, write_regular
 from ckpt.format.values import splitter
 from ckpt.loading import load
 from ckpt.state.sharding import local, named_buffers, named_modules, named_parameters
-from ckpt.state.tensors import as_bytes
+from ckpt.state.tensors import as_bytes, check_memory
 
 LONG = 4096  # characters, from which a text is kept as bytes, which need not be encoded at every step
 MOST = 32 << 20  # bytes of a tokenizer that are kept with every checkpoint
@@ -138,6 +138,7 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
     """Of names, shapes and every bit."""
     total = []
     for name, tensor in sorted(tensors.items()):
+        check_memory(local(tensor), (name,))
         raw = as_bytes(local(tensor).contiguous())
         parts = [blob_digest(raw[at : at + CHUNK].cpu().numpy().data) for at in range(0, len(raw), CHUNK)]
         total.append(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode() + b"".join(parts))

@@ -583,7 +583,7 @@ def test_a_digest_lets_other_threads_run() -> None:
         begun.set()
         for _ in range(200):
             if not seen:
-                one._digest(data, data.nbytes)
+                one._digest(data.numpy().data)
     finally:
         sys.setswitchinterval(interval)
         other.join()

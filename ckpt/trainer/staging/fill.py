@@ -99,7 +99,8 @@ class SlotFiller:
     def _copy_part(self, arena: Arena, slot: int, job: PendingSnapshot, *, guarded: bool) -> None:
         """Those that only optimizers change, or all others."""
         views, sources = self._slot_views(arena, slot, job.reading.layout), job.sources
-        numbers = compress(range(len(views)), job.reading.guarded) if guarded else iter(job.reading.early)
+        numbers = list(compress(range(len(views)), job.reading.guarded) if guarded else job.reading.early)
+        job.check_memory(numbers)
         if job.streams:
             pairs = self._pairs(views, numbers, job, PIECE if guarded and job.bus_share < 1.0 else LOCK)
             self.copy(pairs, self._streams.of(job.streams), job.bus_share if guarded else 1.0)
@@ -118,7 +119,8 @@ class SlotFiller:
             if guarded:  # all others are there
                 arena.mark(slot, target.data_ptr() - start)
 
-        self.copy(large, {}, 1.0, mark)
+        # The caller waits for what is copied early, but for a step that was left in place.
+        self.copy(large, {}, 1.0, mark, guarded or job.taken is not None)
 
     def _pairs(self, views: list[Tensor], numbers: Iterable[int], job: PendingSnapshot, piece: int) -> list[Pair]:
         """Where each of these tensors goes, and what goes there."""
@@ -150,12 +152,13 @@ class SlotFiller:
         streams: PerDevice,
         bus_share: float = 1.0,
         on_next: Callable[[Tensor], None] = lambda target: None,
+        beside_training: bool = True,
     ) -> None:
         """What devices copy first, then what we copy: large contiguous host tensors one by one, unless they are there;
         the rest in one batched call a device, or in several with pauses between, for that share of the bus.
 
         `on_next`: called before each of these large ones, which go in the order of the slot: of all these pairs, what
-        lies before it is there.
+        lies before it is there. `beside_training`: the caller of step() goes on meanwhile.
         """
         batches: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {one: ([], []) for one in streams}
         large: list[Pair] = []
@@ -173,6 +176,7 @@ class SlotFiller:
             elif targets:
                 with self._steady:
                     device.copy_batch(targets, sources, streams)
+        self.frozen.beside_training = beside_training
         for target, source, number in sorted(large, key=lambda pair: pair[0].data_ptr()):
             on_next(target)
             self.frozen.put(number, target, source)

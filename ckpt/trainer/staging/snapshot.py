@@ -274,6 +274,19 @@ class PendingSnapshot:
         """The numbers of tensors that come in packs."""
         return {number for pack in (*self.early, *self.late) for number in pack.numbers}
 
+    def check_memory(self, numbers: Sequence[int]) -> None:
+        """Raise SaveError if the memory of one of these sources was freed after it was read."""
+        here = [n for n in numbers if self.sources[n].device.type in ("cpu", "cuda")]
+        sizes = map(self.reading.layout.sizes.__getitem__, here)
+        there = map(torch.UntypedStorage.nbytes, map(Tensor.untyped_storage, map(self.sources.__getitem__, here)))
+        if (
+            short := next((n for n, size, has in zip(here, sizes, there, strict=True) if has < size), None)
+        ) is not None:
+            raise SaveError(
+                f"step {self.attempt.step} was dropped: the storage of {self.reading.layout.tensors[short].name} was "
+                "freed or made smaller while it was copied. Call fence() of the Checkpointer before"
+            )
+
     def check_versions(self) -> None:
         """Note what others than optimizers have written to since this job began. Called when all has been copied, or
         before an optimizer is about to change something, whichever comes first: only the first time counts."""

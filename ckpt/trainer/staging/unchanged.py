@@ -13,6 +13,7 @@ same moment either way, and what guards the copy against other writers guards th
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from statistics import median
 
 from torch import Tensor
 
+from ckpt.errors import SaveError
 from ckpt.format import kernels
 from ckpt.format.digest import blob_digest
 from ckpt.format.layout import Layout
@@ -68,6 +70,7 @@ class Frozen:
     def __init__(self) -> None:
         self.rates = CopyRates()
         self.skipped_bytes = 0  # not copied, since they were there
+        self.beside_training = True  # other code runs meanwhile, and might free a storage
         self._layout: Layout | None = None
         self._past: dict[int, StagedBefore] = {}
         self._known: dict[int, dict[int, bytes]] = {}  # by slot, and number of the tensor: its digest
@@ -98,26 +101,27 @@ class Frozen:
 
     def put(self, number: int, target: Tensor, source: Tensor) -> None:
         """Have a contiguous host tensor in the slot, without the GIL; `number`: which one of the layout it is."""
+        data = _readable(source) if self.beside_training else _at_address(source)
         digest = self._before.pop(number, None)
         past = self._past.setdefault(number, StagedBefore(version_of(source)))
         past.fills += 1
         fresh = (past.fills + number) % FRESH == 0  # not all tensors at once
         if not self._promising(past, source):
-            self._copy(target, source)
+            self._copy(target, data)
         elif not self.rates.digests_pay():
             if fresh:
-                self._digest(source, PROBE)
-            self._copy(target, source)
+                self._digest(data[:PROBE])
+            self._copy(target, data)
         elif digest is None or fresh:
-            self._copy(target, source)
+            self._copy(target, data)
             self._note(number, past, target)
-        elif self._proven(digest, source):
+        elif self._proven(digest, data):
             self._now[number] = digest
             past.next_rest = 1
             self.skipped_bytes += source.nbytes
         else:
             past.changed()
-            self._copy(target, source)
+            self._copy(target, data)
 
     def _promising(self, past: StagedBefore, source: Tensor) -> bool:
         """Whether a tensor may be what it was, by all that costs nothing to know."""
@@ -131,28 +135,46 @@ class Frozen:
             return False
         return True
 
-    def _proven(self, digest: bytes, source: Tensor) -> bool:
+    def _proven(self, digest: bytes, data: memoryview) -> bool:
         """Whether these are the bytes in the slot."""
-        return self._digest(source, source.nbytes) == digest
+        return self._digest(data) == digest
 
     def _note(self, number: int, past: StagedBefore, target: Tensor) -> None:
         """Remember what has just been copied, if its beginning is as it was the last time."""
-        probe = self._digest(target, PROBE)
+        whole = as_bytes(target).numpy().data
+        probe = self._digest(whole[:PROBE])
         before, past.probe = past.probe, probe
         if probe == before:
-            self._now[number] = probe if target.nbytes <= PROBE else self._digest(target, target.nbytes)
+            self._now[number] = probe if target.nbytes <= PROBE else self._digest(whole)
         elif before:
             past.changed()
 
-    def _copy(self, target: Tensor, source: Tensor) -> None:
-        there, here = as_bytes(target).numpy().data, as_bytes(source).numpy().data
+    def _copy(self, target: Tensor, data: memoryview) -> None:
+        there = as_bytes(target).numpy().data
         started = time.perf_counter()
-        kernels.copy(there, here)  # training has its own use for the caches
+        kernels.copy(there, data)  # training has its own use for the caches
         self.rates.copying.append(target.nbytes / max(time.perf_counter() - started, 1e-9))
 
-    def _digest(self, tensor: Tensor, size: int) -> bytes:
-        data = as_bytes(tensor)[:size].numpy().data
+    def _digest(self, data: memoryview) -> bytes:
         started = time.perf_counter()
         found = blob_digest(data)
         self.rates.digesting.append(data.nbytes / max(time.perf_counter() - started, 1e-9))
         return found
+
+
+def _readable(source: Tensor) -> memoryview:
+    """Return the bytes of a tensor whose storage other code might free while they are read.
+
+    Torch never resizes a storage that numpy has seen: `resize_()` raises an error instead.
+    """
+    found = as_bytes(source).numpy().data
+    if source.untyped_storage().nbytes() < source.nbytes:
+        raise SaveError(
+            "the storage of a tensor was freed while it was copied. Call fence() of the Checkpointer before"
+        )
+    return found
+
+
+def _at_address(source: Tensor) -> memoryview:
+    """Return the bytes of a tensor, and leave its storage resizable."""
+    return memoryview((ctypes.c_ubyte * source.nbytes).from_address(source.data_ptr())).cast("B")

@@ -25,6 +25,7 @@ from ckpt.goodput.cadence import Auto
 from ckpt.restore.restore_first import Restored
 from ckpt.save import Save
 from ckpt.trainer.closing import Closing
+from ckpt.trainer.departures import Departures
 from ckpt.trainer.faults.fault_handler import FaultHandler
 from ckpt.trainer.faults.secure import LiveRun
 from ckpt.trainer.kept_steps import KeptSteps
@@ -51,9 +52,10 @@ class Checkpointer:
 
     `state`: a dict of modules, optimizers, anything with state_dict and load_state_dict, tensors and plain values. What
     an object's state_dict() does not say, though its load_state_dict() needs it, is not saved: nobody else can know it.
-    `tiers`: a folder or URL, or a list of `Memory` and `Tier`; None keeps snapshots in memory only, found again by
-    `name`. `every` and `keep` are of a tier that is given as a string: steps between checkpoints (100), a time such as
-    "10min", or "auto", see `ckpt.Auto`; and how many stay ("all"), see `ckpt.Tier`. Memory is saved at every step.
+    `tiers`: a folder or URL, or a list of them, with memory before them; or a list of `Memory` and `Tier`, which has
+    memory only if it names it; None keeps snapshots in memory only, found again by `name`. `every` and `keep` are of a
+    tier that is given as a string: steps between checkpoints (100), a time such as "10min", or "auto", see `ckpt.Auto`;
+    and how many stay ("all"), see `ckpt.Tier`. Memory is saved at every step.
     `best`: by which score some of them stay however old they get, see `ckpt.Best` and `score()`.
     `on_busy`: whether a step waits for a free slot ("wait", at most `busy_timeout_s`) or is not saved ("skip").
     `on_error`: "raise" lets the next call raise what went wrong in the background, "warn" only logs it.
@@ -134,7 +136,10 @@ class Checkpointer:
         self._fault_handler = FaultHandler(
             wanted, session.world, session.supervisor, session.heartbeat, self._live, on_fault
         )
-        self._closing = Closing(session, progress, self._staged, self._writes, self._keeper, self._fault_handler)
+        departures = Departures(session, progress, self._staged, self._writes)
+        self._closing = Closing(
+            session, progress, self._staged, self._writes, self._keeper, self._fault_handler, departures
+        )
         undo.callback(self._fault_handler.stop, STOP_S)
         self._fault_handler.start()
         for fault in self.faults:
@@ -190,9 +195,8 @@ class Checkpointer:
                     self._keeper.keep(step)
                 if save is not None and self._settings.on_busy == "skip":  # it may be left out yet
                     self._keeper.take(step)
-        except SkippedError as error:  # there is no memory for it, which was said
-            self.stats.skipped += 1
-            log.info("%s", error)
+        except SkippedError as error:  # there is no memory for it
+            self._saves.on_refused(step, error, self._saves.tiers_due(step, asked=False))
             self._keeper.keep(step)
         finally:
             if asked:
@@ -319,6 +323,8 @@ class Checkpointer:
         noted. DeadlineError past `timeout_s`."""
         self._progress.check_not_forked()
         self._kept.wait(timeout_s, step)
+        self._writes.note_owed()
+        self._session.errors.raise_pending()
 
     def close(self, timeout_s: float | None = None) -> None:
         """Make the last step durable in every tier, wait for all saves, let the writer leave. Harmless when called

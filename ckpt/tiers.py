@@ -182,9 +182,9 @@ class Tier:
 def as_tiers(tiers: object, every: object = None, keep: object = None) -> tuple[Memory | None, list[Tier]]:
     """What the user passed, as at most one memory tier and the durable ones in order, nearest first.
 
-    `every` and `keep` are of the tiers that are given as a string. Memory comes with such a tier, but for a list about
-    which nothing is said: who says how often to save to a folder does not want to lose the steps between. It is saved
-    at every step, or as often as "auto" finds out; where it is all there is, `every` is of it.
+    `every` and `keep` are of the tiers that are given as a string. A list of strings gets memory as one string does; a
+    list with a `Tier` or a `Memory` says itself what there is. Memory is saved at every step, or as often as "auto"
+    finds out; where it is all there is, `every` is of it.
     """
     said: dict[str, Any] = {name: value for name, value in (("every", every), ("keep", keep)) if value is not None}
     given = [] if tiers is None else [tiers] if isinstance(tiers, (str, Path, Memory, Tier)) else tiers
@@ -198,7 +198,7 @@ def as_tiers(tiers: object, every: object = None, keep: object = None) -> tuple[
     durable = [t if isinstance(t, Tier) else Tier(str(t), **said) for t in given if not isinstance(t, Memory)]
     if len(memory) > 1 or len({t.url for t in durable}) != len(durable) or (tiers is not None and not given):
         raise UsageError("tiers must name at least one tier, at most one Memory, and each URL once")
-    if not memory and (not isinstance(tiers, (list, tuple, Tier)) or said):
+    if not memory and (len(words) == len(given) or said):
         memory = [Memory() if every is None or (given and not is_auto(every)) else Memory(every=as_every(every))]
     for tier in durable:
         remember_options(tier.url, tier.storage_options)

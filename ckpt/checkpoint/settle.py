@@ -18,6 +18,7 @@ from ckpt.store import Store
 STAGGER_S = 5.0  # the writer of each further rank waits so much longer before it commits for the first one
 POLL_S = (0.01, 0.5)  # seconds between two looks, at first and in the end
 FAR_STAGGER_S, FAR_POLL_S = 60.0, (0.5, 10.0)  # the same where each look is a request
+REPORT_S, FAR_REPORT_S = 10.0, 60.0  # after which a rank is reported that has not saved its part
 GROWTH, FAR_GROWTH = 1.3, 2.0  # of the time between two looks
 
 
@@ -38,17 +39,19 @@ async def settle(
     *,
     deadline_s: float,
     on_held: Callable[[], None] = lambda: None,
+    on_slow: Callable[[str], None] = lambda text: None,
 ) -> None:
     """From a part to a checkpoint: commit when all ranks' parts are there, or wait until another rank's writer has.
 
     SaveError if the attempt is given up, or parts are
     missing after `deadline_s`. `on_held` is called when all that belongs into this place is there, and the checkpoint
-    needs those of other places as well.
+    needs those of other places as well. `on_slow` is called once if a rank is late: it may be in a long evaluation.
     """
     attempt = Attempt.parse(own.part.attempt)
     remote = log.store.remote
     stagger_s, poll_s = (FAR_STAGGER_S, FAR_POLL_S) if remote else (STAGGER_S, POLL_S)
-    started, pause, told = time.monotonic(), poll_s[0], False
+    report_s = FAR_REPORT_S if remote else REPORT_S
+    started, pause, told, reported = time.monotonic(), poll_s[0], False, role.place > 0 or len(role.ranks) == 1
     while True:
         waited = time.monotonic() - started
         if waited >= role.place * stagger_s:
@@ -63,6 +66,10 @@ async def settle(
         if attempt in log.state.held and not told:
             told = True
             on_held()
+        if waited > report_s and not reported and attempt not in log.state.held:
+            reported = True
+            if missing := await _missing(log.store, attempt, own, role):
+                on_slow(f"step {attempt.step} is not in {log.store.url} yet: rank {missing} has not saved its part")
         if waited > deadline_s:
             await _too_late(log, owner(), own, role, deadline_s)
         await asyncio.sleep(pause)
@@ -83,11 +90,16 @@ async def _present(store: Store, attempt: Attempt, own: WrittenPart, role: Role)
     return [found[rank] for rank in role.ranks] if found.keys() >= set(role.ranks) else None
 
 
+async def _missing(store: Store, attempt: Attempt, own: WrittenPart, role: Role) -> str:
+    """Return the ranks whose parts are not there, as text."""
+    keys = [info.key async for info in store.list(f"parts/{attempt}.")]
+    ready = (await sound_parts(store, attempt, keys, own)).keys()  # a damaged one has not come
+    return ", ".join(map(str, sorted(set(role.ranks) - ready)[:8]))
+
+
 async def _too_late(log: RunLog, mine: Acquire, own: WrittenPart, role: Role, deadline_s: float) -> None:
     attempt = Attempt.parse(own.part.attempt)
-    keys = [info.key async for info in log.store.list(f"parts/{attempt}.")]
-    ready = (await sound_parts(log.store, attempt, keys, own)).keys()  # a damaged one has not come
-    missing = ", ".join(map(str, sorted(set(role.ranks) - ready)[:8]))
+    missing = await _missing(log.store, attempt, own, role)
     what = f"the parts of ranks {missing}" if missing else "the word that the disks of other nodes hold theirs"
     reason = f"{what} did not come within {deadline_s:g} s"
     if not role.partial:

@@ -11,6 +11,7 @@ from ckpt.format.columns import ODD
 from ckpt.format.values import Json, Path
 
 SHARED_KINDS = ("module", "optimizer")  # of which each rank may hold some part
+PLAIN = "plain"  # among an optimizer's facts: names of plain tensors that are a rank's shards next to a DTensor
 JOINED_KIND = "optimizer"  # of which the values of all ranks are joined
 ORDERS = "orders"  # a fact: the dimensions of tensors that are not contiguous, from the outermost to the innermost
 
@@ -51,7 +52,10 @@ def _joined_facts(nodes: list[SavedNode]) -> dict[str, Any]:
     groups = max(len(node.facts["params"]) for node in nodes)
     params = [_union(node.facts["params"][i] for node in nodes if i < len(node.facts["params"])) for i in range(groups)]
     state = [[n for n in node.facts["with_state"] if i == 0 or n not in own] for i, node in enumerate(nodes)]
-    return {**nodes[0].facts, "params": params, "with_state": _union(state), **_joined_tensors(nodes)}
+    mine = set(nodes[0].names)
+    plain = _union([n for n in node.facts.get(PLAIN, ()) if i == 0 or n not in mine] for i, node in enumerate(nodes))
+    facts = {**nodes[0].facts, **({PLAIN: plain} if plain else {})}
+    return {**facts, "params": params, "with_state": _union(state), **_joined_tensors(nodes)}
 
 
 def _joined_tensors(nodes: list[SavedNode]) -> dict[str, Any]:

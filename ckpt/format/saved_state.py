@@ -321,6 +321,10 @@ class SavedState:
                 said.append(SavedNode(path, component["kind"], component["facts"], value, tuple(component["names"])))
         return [joined(nodes) for nodes in found.values()]
 
+    def paths(self, rank: int) -> set[Path]:
+        """Return the paths of the entries that the rank itself saved whose values `rank` takes."""
+        return {tuple(component["path"]) for component in self._view(rank).components}
+
     def values_of(self, path: Path) -> Iterator[tuple[int, Json]]:
         """The plain values that each rank saved for one entry."""
         yield from ((rank, value) for rank, _, value in self.said(lambda here: here == path))

@@ -63,12 +63,14 @@ class Board:
     def has(self, keys: list[str]) -> bool:
         return bool(self._ask(lambda: self._store.check(keys)))
 
-    def missing(self, keys: list[str], timeout_s: float) -> set[str]:
-        """Those that do not come in time."""
+    def missing(
+        self, keys: list[str], timeout_s: float, in_vain: Callable[[Board], bool] = lambda board: False
+    ) -> set[str]:
+        """Those that do not come in time, or until it is `in_vain` to wait."""
         end, pause = time.monotonic() + timeout_s, 0.001
         while not self.has(keys):
             left = end - time.monotonic()
-            if left <= 0:
+            if left <= 0 or in_vain(self):
                 return {key for key in keys if not self.has([key])}
             time.sleep(min(pause, left))
             pause = min(pause * 1.2, PAUSE_S)  # so that little is lost after the last one came

@@ -11,11 +11,12 @@ collects, decides and posts the verdict. Keys:
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from ckpt import errors
@@ -29,6 +30,7 @@ Decide = Callable[[list[Json]], Json]
 T = TypeVar("T")
 
 GRACE_S = 15.0  # the others wait longer than rank 0 by this, because it may come later than they do
+LEFT = "left"  # topic of a rank that comes to no further turn
 KEPT_MAIL = 64  # messages of a rank that stay in the store
 SHOWN = 8  # names in a message; of the rest, the count
 
@@ -97,6 +99,8 @@ class World:
         """
         import torch.distributed as dist
 
+        if not (dist.is_available() and dist.is_initialized() and dist.get_rank()):
+            hint_at_restarts()
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             store = dist.distributed_c10d._get_default_store()
             return cls(dist.get_rank(), dist.get_world_size(), store, node=node, timeout_s=timeout_s)
@@ -108,16 +112,25 @@ class World:
             )
         return cls(node=node, timeout_s=timeout_s)
 
-    def agree(self, topic: str, mine: Json, decide: Decide | None = None, *, timeout_s: float | None = None) -> Json:
+    def agree(
+        self,
+        topic: str,
+        mine: Json,
+        decide: Decide | None = None,
+        *,
+        timeout_s: float | None = None,
+        dead: Callable[[], Mapping[int, str]] = dict,
+    ) -> Json:
         """Every rank brings `mine`; all get what `decide` makes of the list, in rank order.
 
         All ranks make the same calls in the same order. `decide` is pure and runs on rank 0; without it, all get the
         list. An error of `decide` is raised by all: with its class where it is one of ours, else as PeerError. What a
-        rank does that may fail: `together`. `timeout_s`: for all ranks to come, from when rank 0 comes.
+        rank does that may fail: `together`. `timeout_s`: for all ranks to come, from when rank 0 comes. `dead`: returns
+        the ranks that will not come, and why.
 
         Errors: DeadlineError names the ranks that did not come, or says that rank 0 did not answer; PeerError where
-        the ranks make different calls, or the store cannot be reached; UsageError where a value is not JSON or is too
-        large.
+        the ranks make different calls, a rank has left or died, or the store cannot be reached; UsageError where a
+        value is not JSON or is too large.
         """
         decide, timeout_s = decide or list, self.timeout_s if timeout_s is None else timeout_s
         if self.size == 1:
@@ -127,9 +140,19 @@ class World:
             post = pack({"topic": topic, "value": mine})
         except UsageError as error:
             with contextlib.suppress(CheckpointError):
-                self._take_turn(turn, topic, pack({"topic": topic, "error": _wire(error)}), decide, timeout_s)
+                self._take_turn(turn, topic, pack({"topic": topic, "error": _wire(error)}), decide, timeout_s, dead)
             raise
-        return self._take_turn(turn, topic, post, decide, timeout_s)
+        return self._take_turn(turn, topic, post, decide, timeout_s, dead)
+
+    def leave(self, why: str, timeout_s: float = 5.0) -> None:
+        """Have the next turn fail at once on all ranks, because this one will not come. Never raises."""
+        if self.size == 1:
+            return
+        self._board.answer_s = min(self._board.answer_s, timeout_s)
+        post = pack({"topic": LEFT, "error": _wire(PeerError(f"rank {self.rank} {why}"))})
+        with contextlib.suppress(Exception):
+            for key in (str(self.rank) if self.rank else "verdict", LEFT):
+                self._board.put(f"{self._prefix}{self._turn}/{key}", post)
 
     def mailbox(self) -> Mailbox:
         """For a background thread: messages to other ranks, over a connection of its own."""
@@ -151,21 +174,39 @@ class World:
             elif not self._board.missing(keys, timeout_s):
                 self._board.drop([*self._done, *self._stale, *keys])
 
-    def _take_turn(self, turn: str, topic: str, post: bytes, decide: Decide, timeout_s: float) -> Json:
+    def _take_turn(
+        self,
+        turn: str,
+        topic: str,
+        post: bytes,
+        decide: Decide,
+        timeout_s: float,
+        dead: Callable[[], Mapping[int, str]],
+    ) -> Json:
         if self.rank == 0:
-            return self._lead(turn, topic, post, decide, timeout_s)
+            return self._lead(turn, topic, post, decide, timeout_s, dead)
         self._board.put(f"{turn}{self.rank}", post)
-        if self._board.missing([f"{turn}verdict"], timeout_s + GRACE_S):
+        if self._board.missing([f"{turn}verdict"], timeout_s + GRACE_S, lambda _: 0 in dead()):
+            if 0 in (known := dead()):
+                raise PeerError(f"{topic}: rank 0 does not come any more: {known[0]}")
             raise DeadlineError(f"{topic}: rank 0 did not answer within {timeout_s + GRACE_S:g} s")
         verdict = _message(self._board.get([f"{turn}verdict"])[0], "rank 0")
         if "error" in verdict:
             raise from_wire(verdict["error"])
         return verdict["value"]
 
-    def _lead(self, turn: str, topic: str, post: bytes, decide: Decide, timeout_s: float) -> Json:
+    def _lead(
+        self,
+        turn: str,
+        topic: str,
+        post: bytes,
+        decide: Decide,
+        timeout_s: float,
+        dead: Callable[[], Mapping[int, str]],
+    ) -> Json:
         told = ""
         try:
-            values = self._collect(turn, topic, post, timeout_s)
+            values = self._collect(turn, topic, post, timeout_s, dead)
             told = "rank 0: "
             verdict = pack({"value": decide(values)})
         except Exception as error:
@@ -176,9 +217,23 @@ class World:
         self._done = []
         return unpack(verdict)["value"]  # as the others get it: JSON makes lists of tuples
 
-    def _collect(self, turn: str, topic: str, post: bytes, timeout_s: float) -> list[Json]:
+    def _collect(
+        self, turn: str, topic: str, post: bytes, timeout_s: float, dead: Callable[[], Mapping[int, str]]
+    ) -> list[Json]:
         keys = {rank: f"{turn}{rank}" for rank in range(1, self.size)}
-        missing = self._board.missing(list(keys.values()), timeout_s)
+        left: dict[str, str] = {}
+
+        def in_vain(board: Board) -> bool:
+            """Return True if a rank has left or died."""
+            left.update((keys[rank], why) for rank, why in dead().items() if rank and not board.has([keys[rank]]))
+            return bool(left) or board.has([f"{turn}{LEFT}"])
+
+        missing = self._board.missing(list(keys.values()), timeout_s, in_vain)
+        if missing and self._board.has([f"{turn}{LEFT}"]):
+            raise PeerError(f"{topic}: {self._board.get([f'{turn}{LEFT}'])[0]['error']['message']}")
+        for rank, key in keys.items():
+            if key in left and key in missing:
+                raise PeerError(f"{topic}: rank {rank} does not come any more: {left[key]}")
         came = [rank for rank, key in keys.items() if key not in missing]
         posts = {0: unpack(post)} | dict(zip(came, self._board.get([keys[rank] for rank in came]), strict=True))
         self._stale += [*keys.values(), f"{turn}verdict"]
@@ -186,6 +241,19 @@ class World:
             self._done += self._stale[:-1]  # dropped after the others have their answer
             del self._stale[:-1]
         return _values(topic, posts, [r for r, key in keys.items() if key in missing], timeout_s)
+
+
+@functools.cache
+def hint_at_restarts() -> None:
+    """Log once if torchrun restarts ranks with the key-value store of those that died (pytorch#135712)."""
+    most, shares = os.environ.get("TORCHELASTIC_MAX_RESTARTS", ""), os.environ.get("TORCHELASTIC_USE_AGENT_STORE")
+    unset = os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1" and shares != "False"
+    if most.isdecimal() and int(most) > 0 and unset:
+        logger.warning(
+            "torchrun restarts this job up to %s times, and most restarts fail in torch itself because new ranks read "
+            "the addresses of dead ones (pytorch#135712). Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun",
+            most,
+        )
 
 
 class Mailbox:
@@ -239,6 +307,9 @@ def _wire(error: BaseException, told: str = "") -> dict[str, str]:
 def _values(topic: str, posts: dict[int, Json], missing: list[int], timeout_s: float) -> list[Json]:
     """What the ranks brought, in rank order, or the error that all of them shall raise."""
     messages = {rank: _message(post, f"rank {rank}") for rank, post in posts.items()}
+    for message in messages.values():
+        if message.get("topic") == LEFT:
+            raise PeerError(f"{topic}: {message['error']['message']}")
     for rank, message in messages.items():
         if message.get("topic") != topic:
             raise PeerError(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ckpt.errors import CorruptError, MismatchError, StateError
 from ckpt.format.columns import ODD
-from ckpt.format.saved_nodes import SavedNode
+from ckpt.format.saved_nodes import PLAIN, SavedNode
 from ckpt.format.values import Json, Path, encode, kind_of, show, splitter
 from ckpt.state.adapters import Collector, Contents, Memories, Places
 from ckpt.state.joint import IN_TURN
@@ -20,7 +20,7 @@ from ckpt.state.names import Names, Span, span_of
 from ckpt.state.placement import Placement, references
 from ckpt.state.rewrap import MomentPlaces, facts_of, forms_of, matching
 from ckpt.state.settings import overruled, settings_of
-from ckpt.state.sharding import Division, Replicas, StateEntry, is_dtensor, local
+from ckpt.state.sharding import Division, Replicas, StateEntry, is_dtensor, is_plain_share, local, members
 from ckpt.state.wrappers import WrapperForm, is_wrapped, take_all_apart
 
 SCHEDULED = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"}  # settings that schedulers add
@@ -106,7 +106,7 @@ class OptimizerNode:
         self._params, self._dicts = list(self.optimizer.state), list(self.optimizer.state.values())
         places: list[tuple[dict[str, Any], str, Tensor]] = []
         state: list[StateEntry] = []
-        called = self.param_names(names)
+        called, shares = self.param_names(names), self._shares()
         for param, values in self.optimizer.state.items():
             name = called.get(id(param))
             if name is None:
@@ -116,7 +116,7 @@ class OptimizerNode:
                     raise StateError(f"{show(self.path)}: the key {key!r} in the state of {name} is not a str")
                 if isinstance(value, Tensor):
                     path = (*self.path, "state", name, key)
-                    state.append(StateEntry(show(path), value, True, _beside(param, names), param))
+                    state.append(StateEntry(show(path), value, True, _alike(value, param, names, key in shares), param))
                     places.append((values, key, value))
                 else:
                     self._others.append((name, values, key))
@@ -131,7 +131,22 @@ class OptimizerNode:
         self._memories = Memories([*(tensor for _, _, tensor in places), *(p for _, p, _ in self._nameless)])
         params = [[called[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
         facts = {"params": params, "with_state": [called[id(p)] for p in self._params]}
+        # Those beside which there is a DTensor are plain shares, see _alike().
+        plain = [one.name for one in fixed if is_dtensor(one.alike) and not is_dtensor(one.owner.tensor)]
+        facts |= {PLAIN: plain} if plain else {}
         self._piece = Contents([*fixed, *params_too], facts=facts | facts_of([*forms, *more]))
+
+    def _shares(self) -> set[str]:
+        """Return the keys whose plain tensors are this rank's shards, as TransformerEngine keeps moments of DTensors.
+
+        A step count of shape [1] looks like a shard of one element, but not next to every parameter.
+        """
+        shards, others = set[str](), {"step"}
+        for param, values in self.optimizer.state.items():
+            for key, value in values.items() if is_dtensor(param) else ():
+                if isinstance(value, Tensor) and not is_dtensor(value) and not is_wrapped(value):
+                    (shards if is_plain_share(value, param) else others).add(key)
+        return shards - others
 
     def _is_held(self, names: Names) -> list[bool]:
         return [names.hold(span) for _, _, span in self._nameless]
@@ -222,12 +237,13 @@ class OptimizerNode:
         nested = set(references(saved.values["state"]))  # inside lists and such, not values of their own
         forms = forms_of(saved.facts)
         wholes = {name: form.name for form in forms.values() for name in form.names}
-        split, odd = splitter(fresh), set[str]()
+        split, odd, plain = splitter(fresh), set[str](), set(saved.facts.get(PLAIN, ()))
+        shares = self._shares()
         for full in dict.fromkeys(wholes.get(full, full) for full in saved.names if full not in nested):
             found = split(full.removeprefix(prefix)) if full.startswith(prefix) else None
             if found is not None:
                 name, key = found
-                target = self._target(full, key, *params[name], placement, forms.get(full))
+                target = self._target(full, key, *params[name], placement, forms.get(full), full in plain, shares)
                 fresh[name][key] = target
                 odd |= {name} if target is None else set()
         for name in odd:
@@ -313,10 +329,19 @@ class OptimizerNode:
         placement.problem(f"{show(self.path)}: {text}")
 
     def _target(
-        self, full: str, key: str, param: Tensor, group: dict[str, Any], placement: Placement, form: WrapperForm | None
+        self,
+        full: str,
+        key: str,
+        param: Tensor,
+        group: dict[str, Any],
+        placement: Placement,
+        form: WrapperForm | None,
+        plain: bool,
+        shares: set[str],
     ) -> Tensor | None:
         """The live tensor if there is one that fits, else a new one, where torch itself would put it. None, and a
-        problem, if it is made of several (`form`) and cannot be had."""
+        problem, if it is made of several (`form`) and cannot be had. `plain`: it was saved as a plain shard next to a
+        DTensor; `shares`: the keys of those that are such here."""
         live = self.optimizer.state[param].get(key) if param in self.optimizer.state else None
         beside = _beside(param, placement.names)
 
@@ -329,15 +354,15 @@ class OptimizerNode:
         if form is not None or (isinstance(live, Tensor) and is_wrapped(live)):
             return MomentPlaces(placement, device_of).find(form, full, live, beside)
         if isinstance(live, Tensor):
-            entry = StateEntry(full, live, True, beside)
+            entry = StateEntry(full, live, True, _alike(live, param, placement.names, key in shares))
             if placement.fits(full, entry):
                 placement.fill(full, entry)
                 return live
         if (held := placement.names.get(id(param))) is not None and placement.were_one(full, held.name):
             return param.detach()  # it was the weight itself: so SAM leaves it
-        if placement.key_to_create(full, beside, guarded=True) is None:
+        if placement.key_to_create(full, beside, guarded=True, plain=plain) is None:
             return None  # a problem has been noted
-        return placement.create(full, device_of(full), beside, guarded=True, like=local(param))
+        return placement.create(full, device_of(full), beside, guarded=True, plain=plain, like=local(param))
 
 
 def _first(words: list[str], count: int = 5) -> str:
@@ -349,6 +374,8 @@ def _is_optimizer(saved: SavedNode) -> bool:
         return type(value) is list and all(type(one) is str for one in value)
 
     params, values = saved.facts.get("params"), saved.values
+    if not texts(saved.facts.get(PLAIN, [])):
+        return False
     if type(params) is not list or not all(map(texts, params)) or not texts(saved.facts.get("with_state")):
         return False
     if type(values) is not dict or type(values.get("groups")) is not list or type(values.get("state")) is not list:
@@ -395,6 +422,14 @@ def _beside(param: Tensor, names: Names) -> Replicas | Tensor | None:
         return param
     entry = names.get(id(param))
     return None if entry is None or isinstance(entry.alike, Division) else entry.alike
+
+
+def _alike(value: Tensor, param: Tensor, names: Names, share: bool) -> Replicas | Tensor | None:
+    """As `_beside`. A plain tensor next to a DTensor is its shard only if it is a `share`."""
+    beside = _beside(param, names)
+    if not is_dtensor(beside) or share or is_dtensor(value) or is_wrapped(value):
+        return beside
+    return Replicas(members(beside)) if value.numel() == 1 else None  # a step count: all have the same
 
 
 def _fit(mine: list[list[str]], theirs: list[list[str]]) -> bool:

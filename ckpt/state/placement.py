@@ -19,7 +19,7 @@ from ckpt.format.saved_state import Ambiguous, Key, SavedState
 from ckpt.format.values import Json, Path, decode, show
 from ckpt.state.filler import Target
 from ckpt.state.names import Names
-from ckpt.state.sharding import Division, LocalPiece, Replicas, StateEntry, is_dtensor, local, pieces
+from ckpt.state.sharding import Division, LocalPiece, Replicas, StateEntry, is_dtensor, is_plain_share, local, pieces
 from ckpt.state.tensors import DTYPE_NAME, TORCH_DTYPE, check_array, empty, memory_of, of_kind, saved_device, to_array
 from ckpt.state.wrappers import WrapperForm, differs, remake, take_apart
 
@@ -45,7 +45,7 @@ class Placement:
     _keys: dict[tuple[str, int | None, bool], Key | None] = field(default_factory=dict)
     _reader: int | None = None
     _asked: dict[tuple[str, int, bool, int | None], tuple[StateEntry, Key | None]] = field(default_factory=dict)
-    _to_create: dict[tuple[str, int, bool], tuple[StateEntry, Key | None]] = field(default_factory=dict)
+    _to_create: dict[tuple[str, int, bool, bool], tuple[StateEntry, Key | None]] = field(default_factory=dict)
     _cut: dict[tuple[str, int], tuple[StateEntry, list[LocalPiece]]] = field(default_factory=dict)
     _created: dict[Key, Tensor] = field(default_factory=dict)
     _handed: set[Key] = field(default_factory=set)  # created only to be handed to a load_state_dict, which copies
@@ -113,7 +113,9 @@ class Placement:
     def _form(self, entry: StateEntry) -> tuple[tuple[int, ...], str | None]:
         """The shape of the whole tensor, and the dtype."""
         here = self._pieces(entry)
-        whole = entry.alike.shape if isinstance(entry.alike, Division) else tuple(entry.tensor.shape)
+        alike: Any = entry.alike
+        of_more = isinstance(alike, Division) or is_plain_share(entry.tensor, alike)  # perhaps an empty share
+        whole = tuple(alike.shape if of_more else entry.tensor.shape)
         shape = here[0].holding.full if here else whole
         return shape, DTYPE_NAME.get(entry.tensor.dtype)
 
@@ -185,28 +187,33 @@ class Placement:
             self._live.setdefault(key, []).append(local(entry.tensor))
             self._called.setdefault(key, set()).add(name)
 
-    def key_to_create(self, name: str, beside: Replicas | Tensor | None = None, *, guarded: bool = False) -> Key | None:
+    def key_to_create(
+        self, name: str, beside: Replicas | Tensor | None = None, *, guarded: bool = False, plain: bool = False
+    ) -> Key | None:
         """Return the saved tensor for one that must be created, by the rules for a live tensor in its place.
 
-        Return None, and note a problem, if it is not clear which one is meant. `guarded`: as in `StateEntry`.
+        Return None, and note a problem, if it is not clear which one is meant. `guarded`: as in `StateEntry`. `plain`:
+        as in `create`.
         """
         if self._reader is not None:
             return self.key(name)
-        asked = name, id(beside), guarded
+        asked = name, id(beside), guarded, plain
         if asked not in self._to_create:
             spec = self.spec(name)
-            live = self._becomes(name, spec, beside)
+            live = self._becomes(name, spec, beside, plain)
             if live is None:
                 live = torch.empty(spec.shape, dtype=TORCH_DTYPE[spec.dtype], device="meta")
             entry = StateEntry(name, live, guarded, beside)
             self._to_create[asked] = entry, self._look_up(name, entry)
         return self._to_create[asked][1]
 
-    def _becomes(self, name: str, spec: TensorSpec, beside: Replicas | Tensor | None) -> Tensor | None:
-        """Return the DTensor that optimizer state next to it becomes like, None if it becomes a plain tensor."""
+    def _becomes(self, name: str, spec: TensorSpec, beside: Replicas | Tensor | None, plain: bool) -> Tensor | None:
+        """Return what optimizer state next to a DTensor becomes like: it, its shard if `plain`, or None for neither."""
         if not isinstance(beside, Tensor) or not is_dtensor(beside):
             return None
-        return beside if tuple(beside.shape) == spec.shape and not name.endswith(".step") else None
+        if tuple(beside.shape) != spec.shape or name.endswith(".step"):
+            return None
+        return local(beside) if plain else beside
 
     def create(
         self,
@@ -215,28 +222,30 @@ class Placement:
         beside: Replicas | Tensor | None = None,
         *,
         guarded: bool = False,
+        plain: bool = False,
         like: Tensor | None = None,
     ) -> Tensor:
         """Return a new tensor for `name`, and the same one for its aliases. State of a DTensor becomes a DTensor.
 
         guarded: as in `StateEntry`.
+        plain: state of a DTensor becomes a plain tensor like its local shard.
         like: a tensor whose memory layout the new one gets if both have the same shape. Otherwise the new one gets the
             layout that was saved.
         """
-        key = self.key_to_create(name, beside, guarded=guarded)
+        key = self.key_to_create(name, beside, guarded=guarded, plain=plain)
         spec = self.spec(name)
         if key is None:
             if not self.strict:  # nobody would look at the problem, and there are no values to hand out
                 raise MismatchError(f"it is not clear whose {name} this rank should take")
             return empty(spec, device)  # a problem has been noted
         if key not in self._created:
-            if (parent := self._becomes(name, spec, beside)) is not None:
+            if (parent := self._becomes(name, spec, beside, plain)) is not None:
                 made = torch.empty_like(parent, dtype=TORCH_DTYPE[spec.dtype], requires_grad=False)
             else:
                 made = empty(spec, device, like=like, order=self.saved.order(key, self.seat.rank))
             self._created[key] = made
             entry = StateEntry(name, made, guarded, beside)
-            if isinstance(beside, Replicas) or not is_dtensor(made):
+            if isinstance(beside, Replicas) or not (is_dtensor(made) or (plain and is_dtensor(beside))):
                 self.fills.setdefault(key, []).append(Target.whole(made))
                 self._live.setdefault(key, []).append(made)
             else:

@@ -120,12 +120,20 @@ def _instance(ranks: tuple[int, ...], seat: Seat) -> int:
 
 def _beside(name: str, tensor: Tensor, param: Any, seat: Seat) -> list[LocalPiece]:
     """Optimizer state of a DTensor that is itself a plain tensor."""
-    members = _members(param)
-    if tensor.dim() and tensor.shape == param._local_tensor.shape != param.shape:  # made from the local shard
+    ranks = members(param)
+    if is_plain_share(tensor, param) and not tensor.numel() == param.numel() == 1:
         return _of_dtensor(name, param, seat, instead=tensor)
     if tensor.numel() == 1:  # a step count: every rank of the mesh has the same
-        return [_whole(name, tensor, members, _instance(members, seat))]
+        return [_whole(name, tensor, ranks, _instance(ranks, seat))]
     return [_whole(name, tensor, (seat.rank,), _instance((seat.rank,), seat))]
+
+
+def is_plain_share(tensor: Tensor, beside: object) -> bool:
+    """Return True for a plain tensor of the shape of a DTensor's local shard, as TransformerEngine keeps moments."""
+    if not is_dtensor(beside) or is_dtensor(tensor):
+        return False
+    mine: Any = beside
+    return tensor.dim() > 0 and tensor.shape == mine._local_tensor.shape
 
 
 def _of_division(entry: StateEntry, division: Division, seat: Seat) -> list[LocalPiece]:
@@ -148,7 +156,8 @@ def _of_division(entry: StateEntry, division: Division, seat: Seat) -> list[Loca
     return found
 
 
-def _members(tensor: Any) -> tuple[int, ...]:
+def members(tensor: Any) -> tuple[int, ...]:
+    """Return the ranks of a DTensor's mesh, ascending."""
     return _ranks(tensor.device_mesh)
 
 
@@ -194,7 +203,7 @@ def _of_dtensor(name: str, tensor: Any, seat: Seat, instead: Tensor | None = Non
     if sizes != tuple(mine.shape):
         raise StateError(f"{name}: the local shape {tuple(mine.shape)} is not what {placements} on {mesh} says")
     dtype, on_device = DTYPE_NAME[mine.dtype], mine.device.type != "cpu"
-    instance = _instance(_members(tensor), seat)
+    instance = _instance(members(tensor), seat)
     if not boxes and 0 in full:  # nothing at all is still a tensor
         empty = Holding(name, dtype, full, (0,) * len(full), full, replicas, instance, on_device)
         return [LocalPiece(empty, mine.new_empty(full))]

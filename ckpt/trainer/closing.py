@@ -7,13 +7,14 @@ import sys
 import time
 from typing import Any
 
-from ckpt.errors import CheckpointError, DeadlineError
+from ckpt.errors import CheckpointError, DeadlineError, SaveError
 from ckpt.events import log
 from ckpt.faults.report import starts_again
 from ckpt.faults.signals import ctrl_c_later
 from ckpt.format.manifest import Attempt
 from ckpt.ipc.heartbeat import LEAVING
 from ckpt.subscribers import flush, publish
+from ckpt.trainer.departures import Departures
 from ckpt.trainer.faults.fault_handler import FaultHandler
 from ckpt.trainer.progress import TURN_S, Progress, Staged, StagedStep
 from ckpt.trainer.saves import TierWrites
@@ -21,6 +22,7 @@ from ckpt.trainer.session import Session
 from ckpt.trainer.step_keeper import NO_TIME, StepKeeper
 
 STOP_S = 30.0  # for an incident that is being dealt with
+MOST_NAMED = 8  # ranks in a message
 INSIST_S = 10.0  # for the last step to get into memory; then one more Ctrl-C ends that, too
 
 
@@ -35,9 +37,11 @@ class Closing:
         writes: TierWrites,
         keeper: StepKeeper,
         fault_handler: FaultHandler,
+        departures: Departures,
     ) -> None:
         self._session, self._progress, self._staged = session, progress, staged
         self._writes, self._keeper, self._fault_handler = writes, keeper, fault_handler
+        self._departures = departures
         self._agreed = False  # whether the other ranks have come to close
         self.failed = False
 
@@ -47,10 +51,9 @@ class Closing:
         try:
             self.close(timeout_s, clean=under_way is None)
         except CheckpointError as failure:
-            if not isinstance(under_way, KeyboardInterrupt):
+            if not (isinstance(under_way, KeyboardInterrupt) or (isinstance(under_way, SystemExit) and under_way.code)):
                 raise
-            log.error("closing the Checkpointer failed: %s", failure)
-            under_way.add_note(f"besides, closing the Checkpointer failed: {failure}")
+            _add(under_way, failure)
             raise under_way from None  # it ends the script, also where we are called by `finally`
 
     def close_after(self, error: BaseException) -> None:
@@ -61,10 +64,13 @@ class Closing:
         if self._session.world.size > 1:  # the other ranks may be in a collective, and never come to close
             self.abandon()
             return
+        clean = isinstance(error, SystemExit) and not error.code
         try:
-            self.close(clean=isinstance(error, SystemExit) and not error.code)
-        except CheckpointError as failure:  # the user's own error matters more
-            error.add_note(f"besides, closing the Checkpointer failed: {failure}")
+            self.close(clean=clean)
+        except CheckpointError as failure:
+            if clean:  # else the script would exit with code 0
+                raise
+            _add(error, failure)
 
     def close_at_exit(self) -> None:
         """The interpreter ends, and nobody has closed us."""
@@ -73,8 +79,8 @@ class Closing:
             return
         try:
             self.close(clean=False)
-        except CheckpointError:
-            pass
+        except CheckpointError as failure:  # the exit code cannot be changed any more
+            log.error("closing the Checkpointer at the end of the script failed: %s", failure)
         except BaseException:  # Ctrl-C: nobody will call close() again, so the last step goes to memory at least
             self.abandon()
             raise
@@ -139,6 +145,8 @@ class Closing:
                 finally:  # whatever ends it
                     if why:
                         self._say_lost(self._staged.newest, why)
+            session.world.leave(f"left without close() after step {progress.step}")
+            self._departures.leave("left without close()")
             self._fault_handler.stop(STOP_S)
             session.supervisor.leave(timeout_s)
             self._end()
@@ -178,13 +186,18 @@ class Closing:
         self._agreed = False
         why = self._keeper.stage_last(end) if self._session.tiers or not clean else ""
         if self._session.world.size > 1:
+            self._departures.leave("closed")
             self._agree_last(end)
+            self._departures.look(all_left=True)
         self._agreed = True
         if self._session.errors.fenced is None and (self._session.tiers or why):
             self._write_last(end, why)
         self._writes.wait(max(0.0, end - time.monotonic()))
+        self._writes.note_owed()
         if why == NO_TIME:
             raise DeadlineError(f"step {self._progress.step} was the last one: {why}, and it is lost")
+        if self._session.tiers and self._session.errors.fenced is None:
+            self._check_any_saved(why)
 
     def _keeps_memory(self, clean: bool) -> bool:
         """Whether the writer is to keep it, and go on trying, as after a death: an earlier run's memory that was
@@ -203,7 +216,8 @@ class Closing:
         if staged.last is not None:
             staged.last[1].copied.wait(max(0.0, end - time.monotonic()))
         timeout_s = max(0.1, min(world.timeout_s, end - time.monotonic()))
-        common = world.agree("close", staged.sealed(), _worth_keeping, timeout_s=timeout_s)
+        dead = lambda: self._fault_handler.dead_ranks  # noqa: E731
+        common = world.agree("close", staged.sealed(), _worth_keeping, timeout_s=timeout_s, dead=dead)
         attempt = None if not common else Attempt.parse(common[0])
         staged.sound = staged.held(Attempt.parse(common[1])) if len(common) > 1 else None
         if attempt is not None and staged.newest is not None and staged.newest.attempt == attempt:
@@ -244,9 +258,18 @@ class Closing:
             return
         what = "no step is" if kept is None else f"step {kept} is"
         again = f"; a restart does {last - kept} steps again" if kept is not None else ""
-        log.warning(
-            "step %d was the last one, and %s kept: %s%s", last, what, why or "not all ranks have a newer one", again
-        )
+        log.warning("step %d was the last one, and %s kept: %s%s", last, what, why or self._why_not_common(last), again)
+
+    def _why_not_common(self, step: int) -> str:
+        return "; ".join(self._departures.behind(step)[:MOST_NAMED]) or "not all ranks have a newer one"
+
+    def _check_any_saved(self, why: str) -> None:
+        """Have close() raise SaveError if training has made steps and none was ever saved, in this start or before."""
+        staged, last = self._staged, self._staged.last
+        saved = staged.newest is not None or (last is not None and last[1].place is not None)
+        if self._progress.stepped and not saved and self._session.supervisor.owner.restored is None:
+            what = f"no step of this run was saved, and step {self._progress.step} was the last one"
+            self._session.errors.note(SaveError(f"{what}: {why or self._why_not_common(self._progress.step or 0)}"))
 
     def _is_only_in_memory(self) -> bool:
         """Whether the newest step should be on disk by now, and is not."""
@@ -254,6 +277,13 @@ class Closing:
         if newest is None or self._session.errors.fenced is not None or self._session.supervisor.failure is not None:
             return False
         return all(newest.save.failed(url) for url in newest.save.tiers)
+
+
+def _add(error: BaseException, failure: CheckpointError) -> None:
+    """Report that closing failed while the user's own exception ends the script."""
+    error.add_note(f"closing the Checkpointer failed too: {failure}")
+    if not isinstance(error, Exception):  # notes of these are not always printed
+        log.error("closing the Checkpointer failed: %s", failure)
 
 
 def _worth_keeping(posts: list[Any]) -> list[str]:

@@ -128,7 +128,7 @@ class Restoring:
                 session.stager.slots.pin(*place)
         # At once, so that Ctrl-C leaves either what was or what is.
         before, staged.restored = staged.restored, place if kept and supervisor.memory.rings else None
-        staged.last, staged.newest = None, newest
+        staged.last, staged.newest, self._writes.owed = None, newest, {}
         self._progress.went_back(source.attempt.step)
         if before is not None:
             session.stager.slots.unpin(before[0].id, before[1])

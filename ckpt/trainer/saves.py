@@ -23,11 +23,13 @@ from ckpt.trainer.progress import Progress, Staged, StagedStep
 from ckpt.trainer.replica_check import ReplicaCheck
 from ckpt.trainer.session import Session
 from ckpt.trainer.staging.awaited_memory import AwaitedMemory
+from ckpt.trainer.staging.slots import ALL_BUSY
 from ckpt.trainer.staging.snapshot import DeferredStep, PendingSnapshot
 from ckpt.trainer.supervise.writer_client import HUNG_UP
 from ckpt.trainer.supervise.writes import WriteInFlight
 from ckpt.units import decimal, duration
 
+SENT = 64  # attempts, more than can be under way
 FOLLOWED = 32 << 20  # bytes of a snapshot, from which on it is worth while to write it as it is filled
 
 
@@ -40,6 +42,20 @@ class TierWrites:
         self._active: list[Save] = []
         self.replicas_of: Callable[[Attempt], Replicas] = lambda attempt: {}  # what a part says of replicated tensors
         self.on_drift: Callable[[Attempt], None] = lambda attempt: None  # ranks were found to differ there
+        self.sent: deque[str] = deque(maxlen=SENT)  # attempts that the writer was asked to write
+        # By tier: the scheduled save that was not staged, and why; no error if that need not be raised (any more).
+        self.owed: dict[int, tuple[Save, CheckpointError | None]] = {}
+
+    def owe(self, tiers: Sequence[int], save: Save, error: CheckpointError | None) -> None:
+        """Have the next step saved to these tiers instead of one that was not staged."""
+        self.owed.update(dict.fromkeys(tiers, (save, error)))
+
+    def note_owed(self) -> None:
+        """Have the next call raise why scheduled saves are missing, unless a later step was saved in their place."""
+        missed = {error: save for save, error in self.owed.values() if error is not None}
+        self.owed = {tier: (save, None) for tier, (save, _) in self.owed.items()}
+        for error, save in missed.items():
+            self._session.errors.note(error, save)
 
     def follow(self, save: Save) -> None:
         """`wait` waits for it."""
@@ -63,9 +79,17 @@ class TierWrites:
         with self._lock:
             return any(save.step == step and save.tiers and save.unfinished() for save in self._active)
 
+    def under_way(self) -> list[str]:
+        """Return the attempts that are not committed yet in all their tiers, nor failed."""
+        with self._lock:
+            return [save.attempt for save in self._active if save.tiers and save.unfinished()]
+
     def write(self, save: Save, attempt: Attempt, place: tuple[Arena, int], tier: int) -> None:
         """Have the writer write it there."""
         url, began = self._session.tiers[tier].url, time.monotonic()
+        self.sent.append(save.attempt)
+        if tier in self.owed and self.owed[tier][0].step <= save.step:
+            del self.owed[tier]
 
         def done(error: CheckpointError | None) -> None:
             if error is None:
@@ -144,11 +168,11 @@ class Saves:
         self._stats = session.stalls.stats
         self._replicas = ReplicaCheck(session, progress)
         writes.replicas_of, writes.on_drift = self._replicas.said_of, self._replicas.find_differing
-        self._owed: set[int] = set()  # tiers whose due snapshot was dropped
         self._dropped = False  # whether the last snapshot was: the next step is saved instead, due or not
         self._exposed: set[str] = set()  # tensors that others than optimizers write to; replaced, never changed
         self._written: deque[int] = deque(maxlen=256)  # steps that went to a durable tier, or were to
         self._said_left_out = False
+        self._noted_no_memory = False
 
     def is_sent(self, step: int) -> bool:
         """Whether it goes to a durable tier in any case."""
@@ -157,7 +181,7 @@ class Saves:
     def tiers_due(self, step: int, asked: bool) -> list[int]:
         """The numbers of the tiers that this step goes to."""
         due = self._session.settings.everywhere if asked else self._session.cadence.schedule.tiers_due(step)
-        return sorted({*due, *self._owed}) if self._owed else due
+        return sorted({*due, *self._writes.owed}) if self._writes.owed else due
 
     def memory_due(self, step: int) -> bool:
         due = self._dropped or self._session.cadence.schedule.memory_due(step)
@@ -202,7 +226,7 @@ class Saves:
             busy="wait" if explicit else self._session.settings.on_busy,
             deadline=time.monotonic() + (self._session.settings.busy_timeout_s if timeout_s is None else timeout_s),
             on_eager=lambda job: self._writes.announce(job, tiers),
-            on_end=lambda job: self.on_ended(save, job, tiers, settings),
+            on_end=lambda job: self.on_ended(save, job, tiers, settings, must=must),
             memory=memory,
             taken=taken,
         )
@@ -299,18 +323,26 @@ class Saves:
 
     # -- events, from the staging thread and the receiving thread --
 
-    def on_ended(self, save: Save, job: PendingSnapshot, tiers: list[int], settings: Settings | None = None) -> None:
-        """It is staged, or never will be."""
+    def on_ended(
+        self,
+        save: Save,
+        job: PendingSnapshot,
+        tiers: list[int],
+        settings: Settings | None = None,
+        *,
+        must: bool = False,
+    ) -> None:
+        """Send a staged snapshot to its tiers, or deal with one that was not staged. `must`: it was scheduled for a
+        tier, or requested by the user."""
         if job.error is None and job.place is None:
             return
         self._exposed = self._exposed.union(job.written_by_others)  # before the user hears of it
         if job.error is not None:
-            self._on_dropped(save, job, job.error, tiers)
+            self._on_dropped(save, job, job.error, tiers, must=must)
             return
         assert job.place is not None
         self._staged.newest = StagedStep(save, job.attempt, job.place)
-        self._owed.difference_update(tiers)
-        self._dropped = self._said_left_out = False
+        self._dropped = self._said_left_out = self._noted_no_memory = False
         sound, supervisor = job.finite is not False, self._session.supervisor
         if sound:  # else what was there before is needed yet
             self._supersede(job)
@@ -329,20 +361,43 @@ class Saves:
         if not alone and supervisor.memory.newer == SURELY_NEWER:
             self._session.ownership.tell_newer(job.attempt.epoch)
 
-    def _on_dropped(self, save: Save, job: PendingSnapshot, error: CheckpointError, tiers: list[int]) -> None:
-        if job.written_by_others or isinstance(error, SkippedError):
+    def on_refused(self, step: int, error: SkippedError, tiers: Sequence[int]) -> None:
+        """Count a step that got no memory. If it was scheduled, the next call raises why. `tiers`: those of its
+        schedule."""
+        self._stats.skipped += 1
+        if tiers or self._is_noted_in_memory_alone():
+            self._session.errors.note(_naming(step, error))
+        else:
+            log.info("%s", error)
+
+    def _is_noted_in_memory_alone(self) -> bool:
+        """Return True for the first step in a row that memory cannot take, in a run that has no other tier."""
+        first, self._noted_no_memory = not self._noted_no_memory, True
+        return first and not self._session.tiers
+
+    def _on_dropped(
+        self, save: Save, job: PendingSnapshot, error: CheckpointError, tiers: list[int], *, must: bool
+    ) -> None:
+        torn = bool(job.written_by_others)
+        if torn or isinstance(error, SkippedError):
             alone = self._session.world.size == 1
             short = job.memory is not None and self._session.supervisor.memory.next.refused_any
-            if alone and not short:  # the next step makes up for it; other ranks would not save that one
-                self._owed.update(tiers)
             left_out = job.memory is not None and job.memory.left_out
-            self._dropped = alone and (left_out or bool(job.written_by_others))
+            made_up = alone and not short  # the next step makes up for it; other ranks would not save that one
+            if made_up:
+                chosen = job.busy == "skip" and ALL_BUSY in str(error)
+                self._writes.owe(tiers, save, None if chosen or save.told else error)
+            self._dropped = alone and (left_out or torn)
             self._stats.skipped += 1
-            if not left_out:
-                log.warning("%s", error)
-            elif not self._said_left_out:
+            if left_out and self._said_left_out:
+                pass
+            elif left_out:
                 self._said_left_out = True
                 log.info("%s. So are those after it, until it is there", error)
+            elif (must and not (made_up and tiers)) or (short and self._is_noted_in_memory_alone()):
+                self._session.errors.note(_naming(save.step, error), save)
+            else:
+                log.warning("%s", error)
         else:
             self._session.errors.note(error, save)
         self._retract(job.attempt, tiers, error)
@@ -363,3 +418,8 @@ class Saves:
         save.set_staged(self._session.supervisor.survives)
         stalled_s = self._session.stalls.until_staged(save)
         publish("staged", save.step, stall_s=stalled_s, nbytes=job.reading.layout.arrangement.data_size)
+
+
+def _naming(step: int, error: CheckpointError) -> CheckpointError:
+    """Return the error with the step that it is about."""
+    return error if str(error).startswith(f"step {step} ") else SkippedError(f"step {step} was not saved: {error}")

@@ -100,7 +100,7 @@ class HeldMemory:
         self.locked_by: dict[str, int] = {}  # by arena, the last adoption whose trainer has locked it
         self.layouts: dict[str, Layout] = {}
         self.digests: dict[tuple[Attempt, int], bytes] = {}  # by attempt, and rank that took the snapshot
-        self.retracted: set[Attempt] = set()  # what must not become a checkpoint
+        self.retracted: dict[Attempt, str] = {}  # what must not become a checkpoint, and why
         self.replicas: dict[Attempt, Replicas] = {}  # what the parts of our rank say of replicated tensors
         self._tries: dict[Attempt, int] = {}
         self.mirror = Replicator(check_room, self.keep_layout)
@@ -173,9 +173,9 @@ class HeldMemory:
         self._tries[attempt] = number + 1
         return number
 
-    def take_back(self, attempt: Attempt) -> None:
+    def take_back(self, attempt: Attempt, reason: str) -> None:
         """It must not become a checkpoint, nor must the copy on another node."""
-        self.retracted.add(attempt)
+        self.retracted.setdefault(attempt, reason)
         self.mirror.take_back(attempt)
 
     def forget_old(self) -> None:
@@ -188,7 +188,7 @@ class HeldMemory:
     def wanted(self, history: Sequence[Acquire], attempts: Collection[Attempt] | None = None) -> list[Attempt]:
         """What is here (of these, if they are given), belongs to this history and was not taken back, newest first."""
         ring = {label.attempt for _, _, label in self.ring() if label.attempt is not None}
-        found = in_history(history, ring - self.retracted)
+        found = in_history(history, ring - self.retracted.keys())
         return [attempt for attempt in found if attempts is None or attempt in attempts]
 
     def something(self) -> bool:

@@ -28,7 +28,7 @@ from ckpt.format.manifest import owner as owner_of
 from ckpt.format.replicas import Replicas
 from ckpt.format.table import Table
 from ckpt.ipc.arena import Arena, Label
-from ckpt.ipc.notes import HeldNote, UnpinnedNote
+from ckpt.ipc.notes import HeldNote, SaidNote, UnpinnedNote
 from ckpt.ipc.requests import Retract
 from ckpt.writer.dispatch import Background, handles
 from ckpt.writer.follow import Following
@@ -102,6 +102,7 @@ class Settler:
                 role,
                 deadline_s=run.commit_s * (FAR_PATIENCE if tier.store.remote else 1),
                 on_held=lambda: self.trainer.tell(held),
+                on_slow=lambda text: self.trainer.tell(SaidNote(text)),
             ),
         )
 
@@ -152,7 +153,7 @@ class Settler:
     async def retract(self, request: Retract) -> None:
         """A snapshot failed, or turned out not to be of one moment: it must not be committed, or not stay so."""
         attempt = Attempt.parse(request.attempt)
-        self.held_memory.take_back(attempt)
+        self.held_memory.take_back(attempt, request.reason)
         failures: list[CheckpointError] = []
         with self.under_way():
             for tier in self.run.tiers:  # all of them, whatever happens in one
@@ -307,7 +308,7 @@ class PartWriter:
             source = InMemory(layout, snapshot.data)
             written = await self.encode(tier, snapshot, source, number, reason=reason, check=check, arriving=following)
             if attempt in memory.retracted:
-                raise SaveError(f"step {attempt.step} was taken back while it was written")
+                raise SaveError(f"step {attempt.step} was given up: {memory.retracted[attempt]}")
         digests = written.table.digest[: written.table.owned].tobytes()
         memory.digests[attempt, layout.rank] = digests + blob_digest(arena.values(slot, label))
         return written

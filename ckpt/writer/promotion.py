@@ -153,7 +153,7 @@ class Promoter:
         """Not if it was taken back, or another rank has given it up."""
         state = tier.log.state
         if attempt in self.held_memory.retracted:
-            raise SaveError(f"step {attempt.step} was taken back")
+            raise SaveError(f"step {attempt.step} was given up: {self.held_memory.retracted[attempt]}")
         if attempt in state.aborted or (attempt in state.retired and attempt in state.reasons):
             raise commit.given_up(state, attempt)
 

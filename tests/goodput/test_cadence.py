@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -76,7 +77,10 @@ def test_a_number_or_a_time_is_of_the_folder() -> None:
     memory, (tier,) = as_tiers([ckpt.Memory(every=4), "/tmp/x"], keep=3)
     assert memory is not None and (memory.every, tier.every, tier.keeping.last) == (4, 100, 3)
     assert as_tiers(None, 5) == (ckpt.Memory(every=5), [])
-    assert as_tiers(["/tmp/x", "/tmp/y"])[0] is None  # a list says all there is
+    for paths in ("/tmp/x", ["/tmp/x"], ("/tmp/x",), ["/tmp/x", "/tmp/y"], [Path("/tmp/x")], None):
+        assert as_tiers(paths)[0] == ckpt.Memory()  # one path or several
+    for objects in (ckpt.Tier("/tmp/x"), [ckpt.Tier("/tmp/x")], [ckpt.Tier("/tmp/x"), "/tmp/y"]):
+        assert as_tiers(objects)[0] is None  # objects name all there is
     for tiers, words in ((None, {"keep": 3}), ([ckpt.Tier("/tmp/x")], {"keep": 3}), (ckpt.Memory(), {"every": 5})):
         with pytest.raises(UsageError, match="given as a string"):
             as_tiers(tiers, **words)

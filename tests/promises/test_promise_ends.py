@@ -376,7 +376,7 @@ def test_staged_says_what_it_is_worth(run_dir: str) -> None:
 SHORT = """
 import json, logging, sys, torch, ckpt
 logging.basicConfig(level=logging.WARNING, format="%(message)s")
-run, meminfo, memory = sys.argv[1:]
+run, meminfo, memory, *on_error = sys.argv[1:]
 weight = torch.nn.Parameter(torch.zeros(5 << 20))
 optim = torch.optim.SGD([weight], lr=1.0)
 tier = ckpt.Tier(run, every=2, keep=9, incremental=False)
@@ -391,7 +391,8 @@ def train(step):
     except ckpt.SkippedError:  # it was not known yet how much memory there is
         found.append(None)
 
-with ckpt.Checkpointer({"w": weight, "opt": optim}, [ckpt.Memory(), tier] if memory == "memory" else tier) as cp:
+tiers = [ckpt.Memory(), tier] if memory == "memory" else tier
+with ckpt.Checkpointer({"w": weight, "opt": optim}, tiers, on_error=(on_error or ["raise"])[0]) as cp:
     start = cp.restore(default=0)
     for step in range(start + 1, start + 5):
         train(step)
@@ -457,13 +458,127 @@ def test_checkpoints_are_written_where_one_snapshot_fits(tmp_path: Path, memory:
     assert float(ckpt.load(str(tmp_path / "run"))["w"][0]) == 8.0
 
 
-def test_training_goes_on_where_no_snapshot_fits(tmp_path: Path) -> None:
-    """No step is saved, which is said once, and no step() raises; who asks for a save is told; with room again the next
-    one that is due is saved."""
-    found = on_short_machine(tmp_path, 20, "memory")
+def test_training_continues_with_on_error_warn_when_no_snapshot_fits(tmp_path: Path) -> None:
+    """step() raises nothing, and each scheduled save that is missing is logged. save() raises. With room again the next
+    scheduled step is saved."""
+    found = on_short_machine(tmp_path, 20, "memory", "warn")
     assert found["found"] == [None, None, None, None, None, ["memory", 6]]
     assert found["explicit"] == "SkippedError" and found["log"].count("memory is short") == 1
+    assert [f"step {step} was not saved" in found["log"] for step in (1, 2, 3, 4)] == [False, True, False, True]
     assert float(ckpt.load(str(tmp_path / "run"))["w"][0]) == 6.0
+
+
+# Trains where no shared memory can be made, and prints how each script would end.
+NOTHING_FITS = """
+import json, resource, sys, tempfile, torch, ckpt
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+found = {}
+
+def script(work, tiers=None, every=2, **settings):
+    model = torch.nn.Linear(600, 600)
+    optim = torch.optim.AdamW(model.parameters())
+    name = work.__name__ if "name" in settings else None
+    place = None if name else tempfile.mkdtemp(dir=sys.argv[1]) + "/run"
+    settings = {**settings, "triggers": None} | ({} if name else {"every": every})
+
+    def train(cp, steps):
+        for step in range(cp.restore(default=0), steps):
+            model(torch.ones(1, 600)).sum().backward()
+            optim.step()
+            optim.zero_grad()
+            cp.step(step + 1)
+
+    try:
+        work(lambda: ckpt.Checkpointer({"model": model, "optim": optim}, place, **settings), train)
+        found[work.__name__] = "exit 0"
+    except BaseException as error:
+        code = f" {error.code}" if isinstance(error, SystemExit) else ""
+        found[work.__name__] = type(error).__name__ + code
+        print(work.__name__, repr(error), getattr(error, "__notes__", ""), file=sys.stderr)
+
+def with_block(make, train):
+    with make() as cp: train(cp, 12)
+def nothing_scheduled(make, train):
+    with make() as cp: train(cp, 3)
+def last_step_scheduled(make, train):
+    cp = make(); train(cp, 2); cp.close()
+def waited(make, train):
+    cp = make()
+    train(cp, 2)
+    try: cp.wait()
+    finally: cp._closing.abandon()
+def memory_alone(make, train):
+    with make() as cp: train(cp, 5)
+def exit_0(make, train):
+    with make() as cp: train(cp, 2); sys.exit(0)
+def exit_3(make, train):
+    with make() as cp: train(cp, 2); sys.exit(3)
+def exit_3_finally(make, train):
+    cp = make()
+    try: train(cp, 2); sys.exit(3)
+    finally: cp.close()
+def own_error(make, train):
+    with make() as cp: train(cp, 2); raise ZeroDivisionError
+def only_logged(make, train):
+    with make() as cp: train(cp, 12)
+
+for work in with_block, last_step_scheduled, waited, exit_0, exit_3, exit_3_finally, own_error: script(work)
+script(nothing_scheduled, every=100)
+script(memory_alone, name="n")
+script(only_logged, on_error="warn")
+print(json.dumps(found))
+"""
+
+
+def test_script_fails_when_no_save_succeeded(tmp_path: Path) -> None:
+    """However the script ends, it ends with an error, and its own exception or exit code comes first."""
+    done = run_script(NOTHING_FITS, str(tmp_path))
+    found = json.loads(done.stdout.splitlines()[-1])
+    own = {"exit_3": "SystemExit 3", "exit_3_finally": "SystemExit 3", "own_error": "ZeroDivisionError"}
+    assert {name: found.pop(name) for name in own} == own, done.stderr
+    assert found.pop("only_logged") == "exit 0"
+    assert set(found.values()) <= {"SkippedError", "SaveError"} and len(found) == 6, (found, done.stderr)
+    assert done.stderr.count("closing the Checkpointer failed") >= 3  # by exit_3, exit_3_finally and own_error
+
+
+@pytest.mark.parametrize("then", ["wait", "next step", "close", "moved on", "warn"])
+def test_scheduled_save_that_was_dropped_is_an_error_unless_made_up_for(run_dir: str, then: str) -> None:
+    """Weights are written to by hand while a scheduled step is copied. The next step is saved in its place. If there is
+    none, wait() and close() raise."""
+    model = torch.nn.Linear(64, 64)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train(step: int) -> None:
+        model.weight.grad = torch.ones_like(model.weight)
+        optim.step()
+        cp.step(step)
+
+    on_error = "warn" if then == "warn" else "raise"
+    cp = ckpt.Checkpointer({"model": model, "optim": optim}, run_dir, every=2, triggers=None, on_error=on_error)
+    cp.restore(default=0)
+    train(1)
+    memory_ready(cp)
+    copying = threading.Event()
+    cp._session.stager._worker.put(lambda: copying.wait() and None)
+    train(2)
+    with torch.no_grad():
+        model.weight.mul_(0.5)
+    copying.set()
+    if then == "wait":
+        with pytest.raises(ckpt.SaveError, match=r"step 2 was dropped: model\.weight changed outside"):
+            cp.wait(60)
+        cp.wait(60)  # once
+    if then in ("wait", "next step"):
+        train(3)
+        cp.close()
+        assert newest(run_dir) == 3
+        return
+    if then == "moved on":
+        model.weight.grad = torch.ones_like(model.weight)
+        optim.step()
+    with contextlib.nullcontext() if then == "warn" else pytest.raises(ckpt.SaveError, match="step 2 was dropped"):
+        cp.close()
+    assert newest(run_dir) == 1  # which memory had
 
 
 # -- an end within an end --

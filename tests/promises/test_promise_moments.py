@@ -15,6 +15,7 @@ import torch
 
 import ckpt
 import toy
+from boundaries import memory_ready
 from ckpt.format.values import encode
 from ckpt.state.fingerprint import SampledPlaces
 from processes import killed, run_script
@@ -31,6 +32,7 @@ def rare(run: str, *, between: bool | None = None) -> list[Any]:
 def train(cp: ckpt.Checkpointer, state: dict[str, Any], steps: int = STEPS) -> None:
     for step in range(cp.restore(default=0), steps):
         toy.train_step(state)
+        memory_ready(cp)
         cp.step(step + 1)
 
 
@@ -378,6 +380,7 @@ def test_stage_is_of_the_step_that_was_named(run_dir: str) -> None:
         for call in (cp.stage, cp.save):
             with pytest.raises(ckpt.UsageError, match="training went on"):
                 call()
+        cp.save(4)  # a run in which no step was saved ends with an error
 
 
 def test_what_was_said_of_a_step_is_of_that_step_alone(run_dir: str) -> None:

@@ -30,7 +30,7 @@ from ckpt.errors import (
 )
 from ckpt.ranks import board
 from ckpt.ranks import world as worlds
-from ckpt.ranks.world import Mailbox, World
+from ckpt.ranks.world import Mailbox, World, hint_at_restarts
 from ckpt.ranks.world import together as all_together
 from parallel import launch
 from processes import run_script
@@ -616,3 +616,26 @@ def test_mail_does_not_fill_the_store() -> None:
         box.put(f"{i}", i)
     assert store.num_keys() - before <= 70
     assert box.wait(["499"], 1.0) == [499]
+
+
+@pytest.mark.parametrize(
+    ("environment", "count"),
+    [
+        ({"TORCHELASTIC_MAX_RESTARTS": "3"}, 1),
+        ({"TORCHELASTIC_MAX_RESTARTS": "3", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}, 0),
+        ({"TORCHELASTIC_MAX_RESTARTS": "0"}, 0),
+        ({}, 0),
+    ],
+)
+def test_shared_store_of_torchrun_is_hinted_at_once_with_restarts(
+    environment: dict[str, str], count: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """torchrun's new ranks read the addresses of dead ones, unless a variable is set."""
+    for name in ("TORCHELASTIC_MAX_RESTARTS", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "TORCHELASTIC_USE_AGENT_STORE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    hint_at_restarts.cache_clear()
+    for _ in range(2):
+        World.detect("here")
+    assert caplog.text.count("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1") == count

@@ -135,8 +135,8 @@ async def test_what_was_taken_back_is_not_promoted(writer: Writer) -> None:
     async with writer.far.busy:
         writing = asyncio.create_task(writer.write(10))
         await asyncio.sleep(0.01)
-        writer.memory.retracted.add(writer.attempt(10))
-    with pytest.raises(SaveError, match="taken back"):
+        writer.memory.retracted[writer.attempt(10)] = "it is torn"
+    with pytest.raises(SaveError, match="given up: it is torn"):
         await writing
 
 

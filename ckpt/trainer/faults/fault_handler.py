@@ -25,7 +25,7 @@ from typing import Any
 from ckpt.events import log
 from ckpt.faults.report import Fault
 from ckpt.ipc.heartbeat import Heartbeat
-from ckpt.ipc.notes import HangNote
+from ckpt.ipc.notes import HangNote, PeerDiedNote
 from ckpt.ranks.world import World
 from ckpt.trainer.faults.incidents import SOFT_S, CaseCloser, FaultCall, Incidents, is_of_a_peer, is_oom, leave
 from ckpt.trainer.faults.look_around import look_around
@@ -86,6 +86,7 @@ class FaultHandler:
 
     def start(self) -> None:
         """Arm everything, or nothing."""
+        self._incidents.supervisor.hear(PeerDiedNote, self._on_peer_died)
         if not self._triggers:
             return
         _armed.add(self)
@@ -143,6 +144,14 @@ class FaultHandler:
         return bool(self._triggers) and not self._incidents.stopped
 
     # -- the main thread --
+
+    def _on_peer_died(self, note: PeerDiedNote) -> None:
+        self.dead_ranks[note.rank] = note.summary
+
+    @property
+    def dead_ranks(self) -> dict[int, str]:
+        """Ranks that were killed or crashed on this machine, and how."""
+        return self._incidents.dead_peers
 
     @property
     def saw_exception(self) -> bool:

@@ -189,15 +189,11 @@ class Perception:
     def _listen(self) -> None:
         """To what the writer sees of us, or hears."""
         hear, request = self._supervisor.hear, self._incidents.request
-        hear(notes.PeerDiedNote, self._on_peer_died)
         hear(notes.SignalNote, self._on_signal_note)
         hear(notes.PassedNote, lambda note: self.wakeup.pass_on(bytes(note.raw)))
         hear(notes.TriggerNote, lambda note: request(f"asked for at a shell: {note.why}", how="ckpt trigger"))
         hear(notes.HangNote, self._on_hang)
         hear(notes.PressureNote, self._on_pressure)
-
-    def _on_peer_died(self, note: notes.PeerDiedNote) -> None:
-        self._incidents.dead_peers[note.rank] = note.summary
 
     def _on_signal_note(self, note: notes.SignalNote) -> None:
         self._supervisor.writer.send(Heard())

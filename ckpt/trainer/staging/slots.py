@@ -11,6 +11,7 @@ from ckpt.errors import DeadlineError, SkippedError
 from ckpt.ipc.arena import Arena
 from ckpt.trainer.staging.snapshot import PendingSnapshot
 
+ALL_BUSY = "all snapshots are still being written"
 READY_S = 0.01  # between two looks at whether another slot is ready
 
 Slot = tuple[Arena, int]
@@ -72,7 +73,7 @@ class Slots:
         with self._changed:
             while (slot := self.free(arena, flying)) is None:
                 if job.busy == "skip":
-                    raise SkippedError(f"step {job.attempt.step} was not saved: all snapshots are still being written")
+                    raise SkippedError(f"step {job.attempt.step} was not saved: {ALL_BUSY}")
                 if not self._changed.wait(max(0.0, min(job.deadline - time.monotonic(), 3600.0))):
                     why = (
                         "the last trainer is still leaving the memory it had"

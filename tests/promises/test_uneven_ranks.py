@@ -1,0 +1,263 @@
+"""Ranks that do not do the same: they end at different steps, only some call step(), or each has a state of its own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ckpt
+from parallel import SHARDS_HERE, free_port, launch
+from processes import eventually
+
+# Each rank makes its number of steps, and prints what each of its calls raised. agree_timeout_s is 300.
+UNEVEN = """
+import json, os, signal, sys, time, torch, torch.distributed as dist, ckpt
+run, how, *counts = sys.argv[1:]
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+last, others = int(counts[rank]), dist.distributed_c10d._get_default_store()
+net = torch.nn.Linear(8, 8)
+optim = torch.optim.SGD(net.parameters(), 0.1)
+cp = ckpt.Checkpointer({"net": net, "optim": optim}, [ckpt.Memory(), ckpt.Tier(run, every=2)])
+cp.restore(default=0)
+
+def train(first, last):
+    for step in range(first, last + 1):
+        net(torch.ones(1, 8)).sum().backward()
+        optim.step()
+        optim.zero_grad()
+        cp.step(step)
+
+def wait_for(key):
+    while not others.check([key]):
+        time.sleep(0.05)
+
+found = {}
+try:
+    train(1, last)
+    if how == "one raises" and rank == 1:
+        with cp: raise ValueError("mine")
+    if how == "one is killed" and rank == 1:
+        cp.save().staged(60)
+        others.set("killed", "")
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "one is slow" and rank == 1:
+        with cp.pause(): time.sleep(1)
+        train(last + 1, 6)
+    if how == "one closes first" and rank == 0:
+        wait_for("closing")
+        try: cp.save(9).committed(60)
+        except ckpt.CheckpointError as error: found["save"] = str(error)
+    if how == "one is killed": wait_for("killed")
+    others.set("closing", "")
+    cp.close()
+except Exception as error:
+    found["error"] = f"{type(error).__name__}: {error} {getattr(error, '__notes__', '')}"
+print(json.dumps(found), flush=True)
+if how == "one is killed": os._exit(0)
+others.set(f"done/{rank}", "")
+if rank == 0:  # it hosts the store
+    for one in range(len(counts)): wait_for(f"done/{one}")
+"""
+
+
+def uneven(run: str, how: str, *counts: int) -> tuple[list[dict[str, Any]], str]:
+    """What each rank found, and the log of all. None of them waits for one that cannot come."""
+    done = launch(len(counts), UNEVEN, run, how, *counts, port=free_port(), timeout_s=100)
+    found = [json.loads(one.stdout) if one.stdout else {} for one in done]
+    return found, "\n".join(one.stderr for one in done)
+
+
+def steps(run: str) -> list[int]:
+    return sorted(one.step for one in ckpt.Run(run).list())
+
+
+@pytest.mark.parametrize(
+    ("counts", "missing", "kept"),
+    [
+        ((6, 5), "rank 1 closed after step 5 and saved no step 6", [2, 4, 5]),
+        ((5, 6, 6), "rank 0 closed after step 5 and saved no step 6", [2, 4, 5]),
+        ((6, 6, 0), "rank 2 closed without any step() and saved no step 2", []),
+    ],
+)
+def test_close_names_the_rank_that_ended_early(
+    run_dir: str, counts: tuple[int, ...], missing: str, kept: list[int]
+) -> None:
+    """The ranks that went further raise an error that names it. The newest step that all have is saved."""
+    found, logged = uneven(run_dir, "", *counts)
+    further = [rank for rank, count in enumerate(counts) if count == max(counts)]
+    assert all(missing in found[rank]["error"] for rank in further), (found, logged)
+    assert not any(found[rank] for rank in range(len(counts)) if rank not in further), found
+    assert steps(run_dir) == kept
+
+
+def test_save_fails_while_training_when_another_rank_has_closed(run_dir: str) -> None:
+    """The rank that goes on need not come to close() to be told."""
+    found, logged = uneven(run_dir, "one closes first", 3, 3)
+    assert "rank 1 closed after step 3 and saved no step 9" in found[0]["save"], (found, logged)
+
+
+@pytest.mark.parametrize(
+    ("how", "names"),
+    [("one raises", "rank 1 left without close() after step 4"), ("one is killed", "rank 1 does not come any more")],
+)
+def test_close_does_not_wait_for_a_rank_that_left(run_dir: str, how: str, names: str) -> None:
+    """It raised an exception or was killed. The error names it, and what was committed before stays."""
+    found, logged = uneven(run_dir, how, 4, 4)
+    assert found[0]["error"].startswith("PeerError: close: ") and names in found[0]["error"], (found, logged)
+    assert eventually(lambda: 4 in steps(run_dir))
+
+
+def test_slow_rank_fails_no_save(run_dir: str) -> None:
+    """It does something else for a while, and saves its part later."""
+    found, logged = uneven(run_dir, "one is slow", 6, 2)
+    assert found == [{}, {}] and steps(run_dir) == [2, 4, 6], (found, logged)
+
+
+# Rank 0 has a logger, averaged weights and an optimizer of their own; rank 1 has a tensor of its own.
+OWN = """
+import json, sys, torch, torch.distributed as dist, ckpt
+run = sys.argv[1]
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+
+def build():
+    torch.manual_seed(0)
+    net = torch.nn.Linear(8, 8)
+    state = {"net": net, "optim": torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)}
+    if rank == 0:
+        head = torch.nn.Linear(300, 300)
+        state |= {"log": {"losses": [], "path": "x"}, "ema": torch.nn.Linear(300, 300), "head": head}
+        state |= {"head_optim": torch.optim.Adam(head.parameters()), "all": {"inner": torch.zeros(3), "best": 0.5}}
+    if rank == 1:
+        state["counts"] = torch.zeros(700, 90)
+    return state
+
+def train(state, step):
+    for net, optim in ("net", "optim"), ("head", "head_optim"):
+        if net in state:
+            state[net](torch.ones(1, state[net].in_features)).sum().backward()
+            state[optim].step()
+            state[optim].zero_grad()
+    if rank == 0:
+        state["log"]["losses"].append(step)
+        state["all"]["best"] = step
+        state["all"]["inner"] += 1
+        state["ema"].weight.data.fill_(step)
+    if rank == 1:
+        state["counts"] += step
+
+def flat(value):
+    if isinstance(value, torch.nn.Module): value = dict(value.state_dict())
+    if isinstance(value, torch.optim.Optimizer): value = value.state_dict()
+    if isinstance(value, torch.Tensor): return value.sum(dtype=torch.float64).item()
+    if isinstance(value, dict): return {str(k): flat(v) for k, v in value.items()}
+    return [flat(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+state = build()
+found = {}
+try:
+    with ckpt.Checkpointer(state, [ckpt.Memory(linger_s=0), ckpt.Tier(run, every=2)], triggers=None) as cp:
+        found["step"] = cp.restore(default=0)
+        found["restored"] = flat(state)
+        for step in range(found["step"] + 1, found["step"] + 5):
+            train(state, step)
+            cp.step(step)
+except ckpt.CheckpointError as error:
+    found["error"] = str(error)
+print(json.dumps({**found, "then": flat(state)}))
+dist.barrier()
+"""
+
+
+def own(run: str, world: int) -> list[dict[str, Any]]:
+    done = launch(world, OWN, run, port=free_port())
+    assert not any(one.returncode for one in done), done
+    return [json.loads(one.stdout) for one in done]
+
+
+def test_state_of_one_rank_returns_to_that_rank(run_dir: str) -> None:
+    """The same number of ranks restores it. Another number is refused with the name of what is missing."""
+    first, second = own(run_dir, 2), own(run_dir, 2)
+    assert [one["step"] for one in second] == [4, 4], second
+    assert [one["restored"] for one in second] == [one["then"] for one in first]
+    assert "log" in first[0]["then"] and "counts" not in first[0]["then"] and "counts" in first[1]["then"]
+    for one in own(run_dir, 3):
+        assert "log is in the checkpoint, and not in the state" in one["error"]
+
+
+# An optimizer that keeps its moments as plain local tensors next to DTensor parameters, as TransformerEngine does.
+PLAIN = """
+import json, sys, torch, torch.distributed as dist, ckpt
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+run, steps = sys.argv[1], int(sys.argv[2])
+dist.init_process_group("gloo")
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wide, self.one = torch.nn.Linear(6, 7), torch.nn.Linear(7, 1)  # rank 1 has nothing of the second one
+    def forward(self, x):
+        return self.one(self.wide(x))
+
+class PlainAdam(torch.optim.Optimizer):
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+    @torch.no_grad()
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            mine, grad, state = p.to_local(), p.grad.to_local(), self.state[p]
+            if not state:
+                state["step"] = torch.zeros(1)
+                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(mine), torch.zeros_like(mine)
+            assert not any(isinstance(one, DTensor) for one in state.values())
+            assert state["exp_avg"].shape == mine.shape
+            state["step"] += 1
+            state["exp_avg"].lerp_(grad, 0.1)
+            state["exp_avg_sq"].lerp_(grad * grad, 0.1)
+            mine -= 0.1 * state["exp_avg"] / (state["exp_avg_sq"].sqrt() + 1e-3)
+
+torch.manual_seed(0)
+net = Net()
+for layer in net.wide, net.one, net: fully_shard(layer)
+optim = PlainAdam(net.parameters())
+with ckpt.Checkpointer({"net": net, "optim": optim}, [ckpt.Memory(linger_s=0), ckpt.Tier(run, every=2)]) as cp:
+    start = cp.restore(default=0)
+    for step in range(start, steps):
+        net(torch.full((2, 6), float(step))).pow(2).mean().backward()
+        optim.step()
+        optim.zero_grad()
+        cp.step(step + 1)
+whole = {name: p.full_tensor().flatten().tolist() for name, p in net.named_parameters()}
+kinds = [[key, type(v).__name__, list(v.shape)] for s in optim.state.values() for key, v in s.items()]
+print(json.dumps({"start": start, "whole": whole, "kinds": kinds}))
+dist.barrier()
+"""
+
+
+@pytest.mark.skipif(not SHARDS_HERE, reason="this torch has a fully_shard that wants a GPU")
+def test_plain_moments_next_to_dtensors_stay_plain(tmp_path: Path) -> None:
+    """After a restart the next step finds plain local tensors, on a rank with an empty shard too, and with another
+    number of ranks."""
+
+    def trained(run: Path, world: int, steps: int) -> list[dict[str, Any]]:
+        done = launch(world, PLAIN, run, steps, port=free_port())
+        assert not any(one.returncode for one in done), [one.stderr[-3000:] for one in done]
+        return [json.loads(one.stdout) for one in done]
+
+    straight = trained(tmp_path / "a", 2, 6)
+    trained(tmp_path / "b", 2, 4)
+    resumed = trained(tmp_path / "b", 2, 6)
+    assert [one["start"] for one in resumed] == [4, 4]
+    assert [one["kinds"] for one in resumed] == [one["kinds"] for one in straight]
+    assert [one["whole"] for one in resumed] == [one["whole"] for one in straight]
+    assert {kind for _, kind, _ in straight[1]["kinds"]} == {"Tensor"} and ["exp_avg", "Tensor", [0, 7]] in straight[1][
+        "kinds"
+    ]
+    assert ckpt.load(str(tmp_path / "b"))["optim.state.net.one.weight.exp_avg"].shape == (1, 7)
+    for world in (3, 1):
+        assert trained(tmp_path / "b", world, 8)[0]["start"] in (6, 8)

@@ -24,6 +24,7 @@ from ckpt.format.values import Json, decode, show
 from ckpt.restore.sources import fill_from_store
 from ckpt.runlog.log import Commit
 from ckpt.state.filler import Target
+from ckpt.state.special_values import as_plain
 from ckpt.state.tensors import empty, of_kind, to_array
 from ckpt.store import normalise, remember_options
 
@@ -88,7 +89,8 @@ class Loaded(Mapping[str, Tensor]):
     def plain(self, path: str, *, rank: int = 0) -> Any:
         """The plain values that a rank had under one entry of the state, such as `plain("epoch")`. KeyError if none.
 
-        A tensor subclass that is made of others comes as a dict of these, since its class may not be there."""
+        A tensor subclass that is made of others comes as a dict of these, and an object of an optimizer as a dict of
+        its attributes, since their classes may not be there. Members of enums come as their names."""
         if not 0 <= rank < self._saved.world:
             raise UsageError(f"step {self.step} was saved by ranks 0 to {self._saved.world - 1}, not by rank {rank}")
         for node in self._saved.nodes(rank):
@@ -99,6 +101,8 @@ class Loaded(Mapping[str, Tensor]):
     def _extern(self, reference: Json, rank: int) -> object:
         if reference["$"] == "wrapper":
             return {attribute: self._extern(one, rank) for attribute, one in reference["tensors"]}
+        if reference["$"] not in ("tensor", "ndarray"):
+            return as_plain(reference)
         key = self._saved.resolve(reference["name"], rank, self._saved.world, None, lenient=True)
         if not isinstance(key, tuple):
             raise CorruptError(f"{reference['name']} is not in step {self.step}")

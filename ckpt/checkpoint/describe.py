@@ -168,8 +168,16 @@ def leaves_of(entries: Entries, start: str, *, apart: bool = False) -> Iterator[
     """The plain values of an entry, decoded, by path; tensors among them as references."""
     facts, raw = entries.get(start, ({}, None))
     if raw is not None or facts.get("kind") == "plain":
-        decoded = values.decode(raw, lambda tagged: Reference(f"<{tagged['$']} {tagged['name']}>"))
+        decoded = values.decode(raw, _shown)
         yield from leaves(start, decoded, apart)
+
+
+def _shown(tagged: dict[str, Any]) -> object:
+    """Return what stands for a value that is not plain: text, or for an object its attributes."""
+    found = [tagged[key] for key in ("attributes", "state") if key in tagged]
+    if tagged["$"] == "namedtuple" or found:
+        return found[0] if found else tagged["v"]
+    return Reference(f"<{tagged['$']} {tagged['name'] if 'name' in tagged else tagged['v']}>")
 
 
 def leaves(path: str, value: Any, apart: bool) -> Iterator[tuple[str, Any]]:

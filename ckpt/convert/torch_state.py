@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date, timedelta
@@ -25,8 +25,9 @@ from ckpt.convert.output import Literal, OutFile, TensorRun
 from ckpt.convert.source import DESCRIPTION, MAX_DESCRIPTION, Origin, OriginEntry, RankView, describe, fingerprint
 from ckpt.errors import CorruptError, UsageError
 from ckpt.format.saved_nodes import ORDERS
-from ckpt.format.values import Json, decode, plain_dtype, show, splitter
+from ckpt.format.values import Json, decode, part_of, plain_dtype, show, splitter
 from ckpt.state.placement import references
+from ckpt.state.special_values import as_plain
 from ckpt.state.tensors import DTYPE_NAME, TORCH_DTYPE
 
 WEIGHTS = ("module", "custom module")
@@ -226,7 +227,7 @@ class Builder:
         self._fill(entry, state)
         for name, key, value in values["state"]:
             if name in state:
-                state[name][key] = decode(value, _named)
+                state[name][decode(key, _named)] = decode(value, _named)
         groups = []
         for settings, params in zip(values["groups"], facts["params"], strict=True):
             group = decode(settings, _named)
@@ -236,13 +237,19 @@ class Builder:
         self._optimizers.append(Groups(entry.path, tuple(tuple(called[n] for n in g) for g in facts["params"])))
         start = show((*entry.path, "params")) + "."  # what only the optimizer holds; torch's own loader ignores it
         own = {n.removeprefix(start): _Named(n) for n in entry.names if n.startswith(start) and self._has(n)}
-        saved = {"state": {keys[name]: found for name, found in state.items()}, "param_groups": groups}
-        return saved | {"params": own} if own else saved
+        more = {
+            decode(one["key"], _named) if "key" in one else keys[one["param"]]: decode(value, _named)
+            for one, value in values.get("more", ())
+            if "key" in one or one["param"] in keys
+        }
+        saved = {"state": {keys[name]: found for name, found in state.items()} | more, "param_groups": groups}
+        extra = decode(values["extra"], _named) if values.get("extra") else {}
+        return (saved | {"params": own} if own else saved) | extra
 
     def _fill(self, entry: OriginEntry, state: dict[str, dict[str, Any]]) -> None:
         """Tensors of the state, each under its parameter's name and its own key."""
         prefix = show((*entry.path, "state")) + "."
-        inside = set(references(entry.values["state"])) | set(references(entry.values["groups"]))
+        inside = set(references(entry.values))
         split = splitter(state)
         for full in entry.names:
             if full.startswith(prefix) and full not in inside and self._has(full):
@@ -265,12 +272,21 @@ class Builder:
         if kind is _Named:
             return self._tensor(value, at)
         if kind in (dict, OrderedDict, Counter):
-            for key, one in value.items():
-                value[key] = self._settle(one, (*at, str(key) if text else key), text_keys=text)
+            for key, one in list(value.items()):
+                if type(key) not in (str, int, float, bool, type(None)):  # others may hold what torch does not load
+                    del value[key]
+                    key = self._settle(key, at, text_keys=text)
+                value[key] = self._settle(one, (*at, str(key) if text else part_of(key)), text_keys=text)
             return value
         if kind in (list, tuple):
             text = text and kind is list  # DCP leaves tuples whole, with all that is in them
             return kind(self._settle(one, (*at, i), text_keys=text) for i, one in enumerate(value))
+        if kind is set:
+            return {self._settle(one, at, text_keys=text) for one in value}
+        if kind in (frozenset, deque):
+            self._changed[f"a {kind.__name__} became a {'list' if kind is deque else 'tuple'}"] += 1
+            items = [self._settle(one, (*at, i), text_keys=text) for i, one in enumerate(value)]
+            return items if kind is deque else tuple(items)
         if isinstance(value, np.generic):
             return self._number(value)
         if isinstance(value, (date, timedelta)):
@@ -315,7 +331,7 @@ def _named(reference: Json) -> object:
     if reference.get("$") == "wrapper":  # made of several tensors, by a class that others need not have
         return {attribute: _named(one) for attribute, one in reference["tensors"]}
     if reference.get("$") not in ("tensor", "ndarray"):
-        raise CorruptError(f"unknown tag {reference.get('$')!r}: written by a newer version?")
+        return as_plain(reference)
     return _Named(str(reference["name"]), reference if reference["$"] == "ndarray" else None)
 
 

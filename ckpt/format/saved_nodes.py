@@ -77,12 +77,19 @@ def _joined_values(nodes: list[SavedNode]) -> Json:
     """The settings of the groups are the first one's; plain state of single parameters is anybody's."""
     own = {name for group in nodes[0].facts["params"] for name in group}
     state = {
-        (name, key): value
+        (name, str(key)): [name, key, value]
         for i, node in reversed(list(enumerate(nodes)))
         for name, key, value in node.values["state"]
         if i == 0 or name not in own
     }
-    return {**nodes[0].values, "state": [[name, key, value] for (name, key), value in state.items()]}
+    found = {**nodes[0].values, "state": list(state.values())}
+    others = {
+        owner["param"]: [owner, value]
+        for node in reversed(nodes[1:])
+        for owner, value in node.values.get("more", ())
+        if "param" in owner and owner["param"] not in own
+    }
+    return {**found, "more": [*found.get("more", ()), *others.values()]} if others else found
 
 
 def _union(lists: Iterable[Iterable[Any]]) -> list[Any]:

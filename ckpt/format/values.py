@@ -10,12 +10,13 @@ the tagged reference that stands in their place.
 from __future__ import annotations
 
 import base64
+import json
 import math
 import operator
 import re
 import struct
 import sys
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Container, Iterable
 from datetime import date, datetime, timedelta
 from typing import TYPE_CHECKING, Any
@@ -72,8 +73,9 @@ def refuse(path: Path, value: object) -> StateError:
     instead = next((text for name, text in INSTEAD.items() if kind.startswith(name)), "")
     return StateError(
         f"{show(path)}: an object of type {kind} cannot be saved safely. {instead}Allowed are tensors, "
-        "numpy arrays and scalars, None, bool, int, float, str, bytes, date, datetime, timedelta, list, tuple, dict "
-        "with str or int keys, Counter and OrderedDict of these, and objects with state_dict() and load_state_dict()."
+        "numpy arrays and scalars, None, bool, int, float, complex, str, bytes, date, datetime, timedelta, list, "
+        "tuple, set, frozenset, deque, dict, Counter and OrderedDict of these, and objects with state_dict() and "
+        "load_state_dict()."
     )
 
 
@@ -93,6 +95,8 @@ def encode(value: Any, path: Path = (), extern: Callable[[object, Path], Json | 
         if math.isfinite(value):
             return value
         return {"$": "float", "v": struct.pack(">d", value).hex()}
+    if kind is complex:
+        return {"$": "complex", "v": struct.pack(">dd", value.real, value.imag).hex()}
     if kind is bytes:
         return {"$": "bytes", "v": base64.b64encode(value).decode()}
     if kind is list:
@@ -103,6 +107,12 @@ def encode(value: Any, path: Path = (), extern: Callable[[object, Path], Json | 
         return {"$": "tuple", "v": [encode(v, (*path, i), extern) for i, v in enumerate(value)]}
     if kind in (dict, OrderedDict, Counter):
         return _encode_dict(value, path, extern)
+    if kind is deque:
+        return {"$": "deque", "v": [encode(v, (*path, i), extern) for i, v in enumerate(value)], "maxlen": value.maxlen}
+    if kind in (set, frozenset):
+        items = [encode_key(item, path, extern) for item in value]
+        # Sorted, so that equal sets are stored alike: their order differs from process to process.
+        return {"$": kind.__name__, "v": sorted(items, key=lambda item: json.dumps(item, sort_keys=True))}
     if kind in _TIMES and repr(_decode_time(said := _encode_time(value))) == repr(value):  # else its zone has a name
         return said
     if extern is not None and (reference := extern(value, path)) is not None:
@@ -141,20 +151,66 @@ def _are_numbers(values: list[Any]) -> bool:
 
 
 def _encode_dict(value: dict[Any, Any], path: Path, extern: Callable[[object, Path], Json | None] | None) -> Json:
-    for key in value:
-        if type(key) is not str and type(key) is not int:
-            raise StateError(f"{show(path)}: the key {key!r} is neither str nor int")
     plain = type(value) is dict and "$" not in value and all(type(key) is str and is_text(key) for key in value)
     if plain and list(value) == sorted(value):  # the files' canonical JSON sorts keys: other orders need pairs
         return {key: encode(v, (*path, key), extern) for key, v in value.items()}
     tag = {dict: "dict", OrderedDict: "ordered", Counter: "counter"}[type(value)]
-    return {"$": tag, "v": [[encode(key), encode(v, (*path, key), extern)] for key, v in value.items()]}
+    rows = [[encode_key(key, path, extern), encode(v, (*path, part_of(key)), extern)] for key, v in value.items()]
+    return {"$": tag, "v": rows}
+
+
+def encode_key(key: object, path: Path, extern: Callable[[object, Path], Json | None] | None = None) -> Json:
+    """Encode a key of a dict or an element of a set."""
+    try:
+        found = encode(key, path, extern)
+        valid = _is_key(found)
+    except StateError:
+        valid = False
+    if not valid:
+        raise StateError(
+            f"{show(path)}: the key {key!r:.200} cannot be saved. Keys of a dict and elements of a set can be None, "
+            "bool, int, float, complex, str, bytes, dates, and tuples and frozensets of these"
+        )
+    return found
+
+
+def _decode_key(data: Json, extern: Callable[[Json], object] | None, depth: int) -> Any:
+    """Decode a key of a dict or an element of a set. Raises CorruptError for values that cannot be one."""
+    if type(data) is str or type(data) is int:
+        return data
+    if depth > 2 * MAX_DEPTH or not _is_key(data):
+        raise CorruptError("a key of a dict is of a type that keys cannot have")
+    return decode(data, extern, depth + 1)
+
+
+def part_of(key: object) -> str | int:
+    """Return the part of a path that names this key."""
+    return key if type(key) is str or type(key) is int else str(key)
+
+
+_KEY_TAGS = {
+    "str", "int", "float", "complex", "bytes", "date", "datetime", "timedelta", "scalar", "tuple", "frozenset",
+    "parameter", "enum", "torch.dtype", "torch.device", "torch.Size", "torch.layout", "torch.memory_format",
+}  # fmt: skip
+
+
+def _is_key(data: Json, depth: int = 0) -> bool:
+    """Return True if an encoded value has a hash that depends on nothing but its value."""
+    if type(data) is not dict:
+        return data is None or type(data) in (bool, int, float, str)
+    if type(tag := data.get("$")) is not str or tag not in _KEY_TAGS or depth > MAX_DEPTH:
+        return False
+    return tag not in ("tuple", "frozenset") or (
+        type(data.get("v")) is list and all(_is_key(item, depth + 1) for item in data["v"])
+    )
 
 
 _KINDS = {
     "dict": "a dict", "ordered": "a dict", "counter": "a dict", "tuple": "a list", "str": "text", "bytes": "bytes",
     "int": "a number", "float": "a number", "scalar": "a number", "tensor": "a tensor", "ndarray": "an array",
-    "date": "a time", "datetime": "a time", "timedelta": "a time",
+    "date": "a time", "datetime": "a time", "timedelta": "a time", "complex": "a number", "deque": "a list",
+    "set": "a set", "frozenset": "a set", "torch.dtype": "a dtype", "enum": "an Enum", "object": "an object",
+    "torch.device": "a device", "torch.Size": "a list", "namedtuple": "a list", "given": "an object",
 }  # fmt: skip
 
 
@@ -212,7 +268,7 @@ def decode(data: Json, extern: Callable[[Json], object] | None = None, depth: in
 
 def _decode_tagged(data: dict[str, Any], extern: Callable[[Json], object] | None, depth: int) -> Any:
     tag = data["$"]
-    if tag in ("tuple", "dict", "ordered", "counter") and type(data["v"]) is not list:
+    if tag in ("tuple", "dict", "ordered", "counter", "deque", "set", "frozenset") and type(data["v"]) is not list:
         raise CorruptError(f"a {tag} is not a list of what is in it")
     if tag == "str":
         return bytes.fromhex(data["v"]).decode("utf-32-be", "surrogatepass")
@@ -224,10 +280,14 @@ def _decode_tagged(data: dict[str, Any], extern: Callable[[Json], object] | None
         return base64.b64decode(data["v"], validate=True)
     if tag == "tuple":
         return tuple(decode(v, extern, depth + 1) for v in data["v"])
+    if tag == "complex":
+        return complex(*struct.unpack(">dd", bytes.fromhex(data["v"])))
+    if tag == "deque":
+        return deque((decode(v, extern, depth + 1) for v in data["v"]), data["maxlen"])
+    if tag in ("set", "frozenset"):
+        return (set if tag == "set" else frozenset)(_decode_key(v, extern, depth) for v in data["v"])
     if tag in ("dict", "ordered", "counter"):
-        pairs = [(decode(key, None, depth + 1), decode(v, extern, depth + 1)) for key, v in data["v"]]
-        if not all(type(key) in (str, int) for key, _ in pairs):
-            raise CorruptError("a key is neither str nor int")
+        pairs = [(_decode_key(key, extern, depth), decode(v, extern, depth + 1)) for key, v in data["v"]]
         if tag == "dict":
             return dict(pairs)
         return OrderedDict(pairs) if tag == "ordered" else Counter(dict(pairs))
@@ -236,6 +296,11 @@ def _decode_tagged(data: dict[str, Any], extern: Callable[[Json], object] | None
     if tag == "scalar":
         return _numpy_scalar(data["dtype"], bytes.fromhex(data["v"]))
     if extern is not None:
+        if tag == "namedtuple":
+            return extern({**data, "v": [decode(v, extern, depth + 1) for v in data["v"]]})
+        if tag in ("object", "generator"):
+            inner = {key: decode(data[key], extern, depth + 1) for key in ("attributes", "state") if key in data}
+            return extern({**data, **inner})
         return extern(data)
     raise CorruptError(f"unknown tag {tag!r}: written by a newer version?")
 

@@ -27,6 +27,7 @@ from ckpt.format.values import Json, Path, encode, kind_of, show
 from ckpt.state.names import Names
 from ckpt.state.placement import Placement
 from ckpt.state.sharding import StateEntry, is_dtensor, local
+from ckpt.state.special_values import ObjectsOf, encode_constant
 from ckpt.state.stateful import RNG, Resizable, Stateful
 from ckpt.state.tensors import from_array, kind_of_tensor
 from ckpt.state.wrappers import inside, is_wrapped, sign, take_apart
@@ -71,15 +72,21 @@ class StateNode(Protocol):
 class Collector:
     """Takes tensors and arrays out of plain values, leaving references.
 
+    `objects_of`: encodes the objects of an optimizer; without it they are refused.
     `exact`: whoever gets the values back needs tensors of the same type, such as a Parameter. StateError for others.
     """
 
-    def __init__(self, *, exact: bool = False) -> None:
+    def __init__(self, objects_of: ObjectsOf | None = None, *, exact: bool = False) -> None:
         self._exact = exact
         self.entries: list[StateEntry] = []
         self.objects: dict[str, object] = {}
+        self._objects_of = objects_of
 
     def __call__(self, value: object, path: Path) -> Json | None:
+        if not isinstance(value, Tensor | np.ndarray) and (constant := encode_constant(value, path, self)) is not None:
+            return constant
+        if self._objects_of is not None and (found := self._objects_of.encode(value, path, self)) is not None:
+            return found
         name = show(path)
         if isinstance(value, Tensor):
             entries, form = take_apart(StateEntry(name, value))
@@ -211,10 +218,15 @@ class StatefulNode:
     def __init__(self, path: Path, target: Stateful) -> None:
         self.path, self.target = path, target
         self._said = ""  # what kind of value
+        self._objects = ObjectsOf(target) if isinstance(target, torch.optim.Optimizer) else None
 
     def read(self, names: Names) -> Contents:
-        collect = Collector(exact=not isinstance(self.target, torch.optim.Optimizer))
+        collect = Collector(self._objects, exact=not isinstance(self.target, torch.optim.Optimizer))
+        if self._objects is not None:
+            self._objects.begin({})
         values = encode(self.target.state_dict(), self.path, collect)
+        if self._objects is not None:
+            self._objects.end()
         self._said = kind_of(values)
         return Contents(_NOTHING, collect.entries, values)
 
@@ -233,15 +245,17 @@ class StatefulNode:
         elif self._is_alike(saved.values, placement):
             # An optimizer's own loader wants tensors that lie on the ranks like those that it has.
             own = self.read(Names()).loose if isinstance(target, torch.optim.Optimizer) else []
+            like = {entry.name: entry for entry in own}
             optimizer = isinstance(target, torch.optim.Optimizer)
+            objects = None if self._objects is None else self._objects.restoring(saved.values)
             try:
-                build = placement.build(saved.values, like={entry.name: entry for entry in own}, guarded=optimizer)
+                build = placement.build(saved.values, like=like, guarded=optimizer, objects=objects)
             except MismatchError as error:
                 if not optimizer:
                     raise
                 placement.problem(f"{show(self.path)} begins anew, since not all of its state can be had: {error}")
                 return
-            placement.finish(self.path, lambda: target.load_state_dict(build()), last=last)
+            placement.finish(self.path, lambda: _load(target, build()), last=last)
 
     def prepare_as_saved(self, saved: SavedNode, placement: Placement) -> bool:
         return False
@@ -252,6 +266,29 @@ class StatefulNode:
             return True
         placement.problem(f"{show(self.path)} is {found} in the checkpoint and {self._said} here")
         return False
+
+
+def _load(target: Stateful, state: Any) -> None:
+    """Call a loader. Torch's own loader of optimizers casts moments to the dtypes of the weights: undo that."""
+    target.load_state_dict(state)
+    if isinstance(target, torch.optim.Optimizer):
+        _recast(target.state_dict(), state)  # the dicts of parameters in it are those that the optimizer has
+
+
+def _recast(live: Any, saved: Any) -> Any:
+    """Return what a loader made of a value, with the saved tensors where it has changed their dtype."""
+    if isinstance(live, Tensor):
+        cast = isinstance(saved, Tensor) and saved.shape == live.shape and saved.dtype != live.dtype
+        return saved.to(live.device) if cast else live
+    if isinstance(live, dict) and isinstance(saved, dict):
+        for key in live.keys() & saved.keys():
+            live[key] = _recast(live[key], saved[key])
+    elif type(live) in (list, tuple) and type(saved) is type(live) and len(live) == len(saved):
+        found = [_recast(one, other) for one, other in zip(live, saved, strict=True)]
+        if type(live) is tuple:
+            return tuple(found)
+        live[:] = found
+    return live
 
 
 class PlainNode:
@@ -274,7 +311,7 @@ class PlainNode:
         build = placement.build(saved.values, live)
 
         def finish() -> None:
-            self.parent[self.key] = _write_back(self.parent[self.key], build())
+            self.parent[self.key] = write_back(self.parent[self.key], build())
 
         placement.finish(self.path, finish)
 
@@ -282,17 +319,17 @@ class PlainNode:
         return False
 
 
-def _write_back(live: Any, value: Any) -> Any:
+def write_back(live: Any, value: Any) -> Any:
     """`value`, inside the user's own containers and arrays where they are of the same type."""
     if type(live) is not type(value):
         return value
     if isinstance(live, dict):
-        new = {k: _write_back(live[k], v) if k in live else v for k, v in value.items()}
+        new = {k: write_back(live[k], v) if k in live else v for k, v in value.items()}
         live.clear()
         live.update(new)
         return live
     if isinstance(live, list):
-        live[:] = [_write_back(live[i], v) if i < len(live) else v for i, v in enumerate(value)]
+        live[:] = [write_back(live[i], v) if i < len(live) else v for i, v in enumerate(value)]
         return live
     if isinstance(live, np.ndarray) and (live.dtype, live.shape) == (value.dtype, value.shape) and live.flags.writeable:
         np.copyto(live, value)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from itertools import compress
 from operator import is_
 from typing import Any
 
@@ -13,14 +14,15 @@ from torch import Tensor
 from ckpt.errors import CorruptError, MismatchError, StateError
 from ckpt.format.columns import ODD
 from ckpt.format.saved_nodes import PLAIN, SavedNode
-from ckpt.format.values import Json, Path, encode, kind_of, show, splitter
-from ckpt.state.adapters import Collector, Contents, Memories, Places
+from ckpt.format.values import Json, Path, decode, encode, encode_key, kind_of, part_of, show, splitter
+from ckpt.state.adapters import Collector, Contents, Memories, Places, write_back
 from ckpt.state.joint import IN_TURN
 from ckpt.state.names import Names, Span, span_of
 from ckpt.state.placement import Placement, references
 from ckpt.state.rewrap import MomentPlaces, facts_of, forms_of, matching
 from ckpt.state.settings import overruled, settings_of
 from ckpt.state.sharding import Division, Replicas, StateEntry, is_dtensor, is_plain_share, local, members
+from ckpt.state.special_values import ObjectsOf, RestoredObjects, as_plain
 from ckpt.state.wrappers import WrapperForm, is_wrapped, take_all_apart
 
 SCHEDULED = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"}  # settings that schedulers add
@@ -30,6 +32,10 @@ class OptimizerNode:
     """A torch optimizer: state by parameter name, written back directly (its own loader would cast dtypes).
 
     What it steps and nothing else in the state holds, such as fp32 masters, is saved with it.
+
+    State that is not a dict of a parameter, such as `state["global"]`, is saved among the values, as `more`. If the
+    optimizer has a `state_dict()` that adds entries to those of torch, these are saved as `extra`, and a restore hands
+    them to its `load_state_dict()`.
     """
 
     kind = "optimizer"
@@ -42,11 +48,16 @@ class OptimizerNode:
         self._names: Names | None = None
         self._piece: Contents | None = None
         self._state: object = None
-        self._params, self._dicts = list[Tensor](), list[dict[str, Any]]()  # which have state, and what
+        self._params, self._dicts = list[Any](), list[dict[Any, Any]]()  # the keys of its state; what parameters have
+        self._with_dicts: list[bool] = []  # which of the keys are parameters that have a dict
         self._groups: list[list[Tensor]] = []
         self._there, self._memories = Places(), Memories()
-        self._others: list[tuple[str, dict[str, Any], str]] = []
+        self._others: list[tuple[str, dict[str, Any], Any]] = []  # no tensors, or under keys that are not text
+        self._more: list[tuple[Json, Any]] = []  # entries of `state` that are not dicts of parameters, and their keys
+        self._objects = ObjectsOf(optimizer)
+        self._adds_entries = speaks_for_itself(optimizer)
         self._nameless: list[tuple[str, Tensor, Span | None]] = []  # parameters, by their places
+        self._called: dict[int, str] = {}  # what the parameters are called, by id
         self._held: list[bool] = []  # which of them something else holds
         self._own: dict[str, StateEntry] = {}
 
@@ -57,7 +68,8 @@ class OptimizerNode:
 
     def _contents(self) -> Contents:
         assert self._piece is not None
-        collect = Collector()
+        collect, state = Collector(self._objects), self.optimizer.state
+        self._objects.begin(self._called)
         values = {
             "groups": [
                 {
@@ -68,12 +80,35 @@ class OptimizerNode:
                 for i, group in enumerate(self.optimizer.param_groups)
             ],
             "state": [
-                [name, key, encode(state[key], (*self.path, "state", name, key), collect)]
-                for name, state, key in self._others
+                [
+                    name,
+                    encode_key(key, self.path, collect),
+                    encode(held[key], (*self.path, "state", name, part_of(key)), collect),
+                ]
+                for name, held, key in self._others
             ],
             "settings": self.settings,
         }
+        if self._more:
+            values["more"] = [
+                [owner, encode(state[key], self._path_of_more(owner), collect)] for owner, key in self._more
+            ]
+        if extra := self._extra():
+            values["extra"] = encode(extra, (*self.path, "extra"), collect)
+        self._objects.end()
         return Contents(self._piece.fixed, collect.entries, values, self._piece.facts)
+
+    def _path_of_more(self, owner: Json) -> Path:
+        """Return the path of an entry of the state that is not a dict of a parameter."""
+        (name,) = owner.values()
+        return (*self.path, "more", name if type(name) is str else part_of(decode(name, as_plain)))
+
+    def _extra(self) -> dict[str, Any]:
+        """Return the entries that the optimizer's own `state_dict()` adds to those of torch."""
+        if not self._adds_entries:
+            return {}
+        said = self.optimizer.state_dict()
+        return {key: value for key, value in said.items() if key not in ("state", "param_groups")}
 
     def changed(self) -> bool:
         """Whether the optimizer has other tensors than were read, or has them elsewhere."""
@@ -82,7 +117,8 @@ class OptimizerNode:
         if state is not self._state or len(state) != len(self._params):
             return True
         # In the order in which they came, since to look a tensor up runs Python.
-        if not (all(map(is_, state, self._params)) and all(map(is_, state.values(), self._dicts))):
+        dicts = compress(state.values(), self._with_dicts) if self._more else state.values()
+        if not (all(map(is_, state, self._params)) and all(map(is_, dicts, self._dicts))):
             return True
         if len(self._groups) != len(optimizer.param_groups):
             return True
@@ -92,7 +128,10 @@ class OptimizerNode:
         if self._there.differs() or self._memories.changed():
             return True
         # A key that was None may have become a tensor, or have gone where another one came.
-        return any(isinstance(values.get(key, self._GONE), Tensor) for _, values, key in self._others)
+        return any(
+            key not in values or (type(key) is str and isinstance(values[key], Tensor))
+            for _, values, key in self._others
+        )
 
     def _read(self, names: Names) -> None:
         self._piece = None  # as in ModuleNode
@@ -102,19 +141,25 @@ class OptimizerNode:
             *self.settings,
             *settings_of(self.optimizer)[len(self.settings) :],
         ]  # of a group that came late
-        self._others, self._there, self._memories = [], Places(), Memories()
-        self._params, self._dicts = list(self.optimizer.state), list(self.optimizer.state.values())
+        self._others, self._more, self._there, self._memories = [], [], Places(), Memories()
+        self._params, self._dicts, self._with_dicts = list(self.optimizer.state), [], []
         places: list[tuple[dict[str, Any], str, Tensor]] = []
         state: list[StateEntry] = []
         called, shares = self.param_names(names), self._shares()
+        self._called, with_state = called, list[str]()
         for param, values in self.optimizer.state.items():
-            name = called.get(id(param))
-            if name is None:
+            name = called.get(id(param)) if isinstance(param, Tensor) else None
+            if name is None and isinstance(param, Tensor):
                 raise StateError(f"{show(self.path)}: holds state of a tensor that is in none of its groups")
+            self._with_dicts.append(name is not None and isinstance(values, dict))
+            if name is None or not isinstance(values, dict):
+                owner = {"key": encode_key(param, self.path, Collector())} if name is None else {"param": name}
+                self._more.append((owner, param))
+                continue
+            with_state.append(name)
+            self._dicts.append(values)
             for key, value in values.items():
-                if type(key) is not str:
-                    raise StateError(f"{show(self.path)}: the key {key!r} in the state of {name} is not a str")
-                if isinstance(value, Tensor):
+                if type(key) is str and isinstance(value, Tensor) and id(value) not in called:
                     path = (*self.path, "state", name, key)
                     state.append(StateEntry(show(path), value, True, _alike(value, param, names, key in shares), param))
                     places.append((values, key, value))
@@ -130,7 +175,7 @@ class OptimizerNode:
         self._there = Places(places, self._dicts)
         self._memories = Memories([*(tensor for _, _, tensor in places), *(p for _, p, _ in self._nameless)])
         params = [[called[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
-        facts = {"params": params, "with_state": [called[id(p)] for p in self._params]}
+        facts = {"params": params, "with_state": with_state}
         # Those beside which there is a DTensor are plain shares, see _alike().
         plain = [one.name for one in fixed if is_dtensor(one.alike) and not is_dtensor(one.owner.tensor)]
         facts |= {PLAIN: plain} if plain else {}
@@ -143,7 +188,7 @@ class OptimizerNode:
         """
         shards, others = set[str](), {"step"}
         for param, values in self.optimizer.state.items():
-            for key, value in values.items() if is_dtensor(param) else ():
+            for key, value in values.items() if is_dtensor(param) and isinstance(values, dict) else ():
                 if isinstance(value, Tensor) and not is_dtensor(value) and not is_wrapped(value):
                     (shards if is_plain_share(value, param) else others).add(key)
         return shards - others
@@ -181,25 +226,41 @@ class OptimizerNode:
         fresh: dict[str, dict[str, Any]] = {name: {} for name in saved.facts["with_state"] if name in params}
         self._begin_anew(fresh, params, placement)
         self._place_state(fresh, params, saved, placement)
-        groups = self._groups_of(saved, placement)
-        others = self._other_state(fresh, saved, placement)
+        if saved.values.get("extra") is not None and not self._adds_entries:
+            placement.problem(f"{show(self.path)}: its state_dict() had entries of its own, and has none here")
+        objects = self._objects.restoring(saved.values)
+        others = self._other_state(fresh, saved, placement, objects)
+        more, extra = self._more_state(params, saved, placement, objects)
+        groups = self._groups_of(saved, placement, objects)
 
         def finish() -> None:
             for name, key, value in others:
                 fresh[name][key] = value()
-            state = {params[name][0]: values for name, values in fresh.items()}
-            if not _filled(self.optimizer.state, state):
-                self.optimizer.state.clear()
-                self.optimizer.state.update(state)
+            state: dict[Any, Any] = {params[name][0]: values for name, values in fresh.items()}
+            for key, value in more:
+                state[key] = write_back(self.optimizer.state.get(key), value())
+            self._put(state)
             groups()
+            if extra is not None:
+                self.optimizer.load_state_dict({**self.optimizer.state_dict(), **extra()})
+                self._put(state)  # torch's loader casts moments to the dtypes of the weights
 
         placement.finish(self.path, finish)
 
     def prepare_as_saved(self, saved: SavedNode, placement: Placement) -> bool:
-        if self._others or not _is_optimizer(saved) or saved.values["state"] or self._other_kind(saved):
+        values = saved.values
+        if self._others or self._more or self._adds_entries or not _is_optimizer(saved) or self._other_kind(saved):
             return False
-        placement.finish(self.path, self._groups_of(saved, placement))
+        if values["state"] or values.get("more") or values.get("extra"):
+            return False
+        placement.finish(self.path, self._groups_of(saved, placement, self._objects.restoring(values)))
         return True
+
+    def _put(self, state: dict[Any, Any]) -> None:
+        """Make the optimizer's state consist of these entries."""
+        if not _filled(self.optimizer.state, state):
+            self.optimizer.state.clear()
+            self.optimizer.state.update(state)
 
     def _other_kind(self, saved: SavedNode) -> str:
         """What tells that another kind of optimizer was saved, "" if nothing: both have settings that the other has
@@ -210,10 +271,10 @@ class OptimizerNode:
         odd = [key for key in dict.fromkeys(theirs) if key not in here]
         return f"the checkpoint's settings have {_first(odd)}, and here are {_first(own)}" if own and odd else ""
 
-    def _groups_of(self, saved: SavedNode, placement: Placement) -> Callable[[], None]:
+    def _groups_of(self, saved: SavedNode, placement: Placement, objects: RestoredObjects) -> Callable[[], None]:
         """What sets the groups to what was saved of them."""
         settings = zip(self.optimizer.param_groups, saved.values["groups"], strict=False)
-        groups = [placement.build(self._usable(live, group, placement)) for live, group in settings]
+        groups = [placement.build(self._usable(live, group, placement), objects=objects) for live, group in settings]
         then = saved.values.get("settings") or self.settings  # an older version did not save them
 
         def finish() -> None:
@@ -250,38 +311,65 @@ class OptimizerNode:
             del fresh[name]
 
     def _other_state(
-        self, fresh: dict[str, dict[str, Any]], saved: SavedNode, placement: Placement
-    ) -> list[tuple[str, str, Callable[[], Any]]]:
+        self, fresh: dict[str, dict[Any, Any]], saved: SavedNode, placement: Placement, objects: RestoredObjects
+    ) -> list[tuple[str, Any, Callable[[], Any]]]:
         """Build what is not a tensor. A parameter begins anew if that is not clear."""
-        rows = [(name, key, value) for name, key, value in saved.values["state"] if name in fresh]
-        unclear = self._note_differing(rows, placement) if rows and placement.resized else set[str]()
+        rows = {(name, _words(key)): (key, value) for name, key, value in saved.values["state"] if name in fresh}
+        unclear = {name for name, _ in self._note_differing(rows, _rows_of_params, placement)}
         found = []
-        for name, key, value in rows:
+        for (name, _), (key, value) in rows.items():
             if name not in unclear:
                 try:
-                    found.append((name, key, placement.build(value, guarded=True)))
-                except MismatchError:  # a problem has been noted
+                    build = placement.build(value, guarded=True, objects=objects)
+                    found.append((name, objects.key(key), build))
+                except MismatchError as error:
+                    placement.problem(str(error))
                     unclear.add(name)
         for name in unclear:
             del fresh[name]
         return [row for row in found if row[0] in fresh]
 
-    def _note_differing(self, rows: list[tuple[str, str, Json]], placement: Placement) -> set[str]:
-        """Note a problem for each plain value that ranks saved differently. Return the names of the parameters."""
-        wanted = {(name, key) for name, key, _ in rows}
-        said: dict[tuple[str, str], dict[str, list[int]]] = {}
+    def _more_state(
+        self, params: Mapping[str, tuple[Tensor, Any]], saved: SavedNode, placement: Placement, objects: RestoredObjects
+    ) -> tuple[list[tuple[Any, Callable[[], Any]]], Callable[[], Any] | None]:
+        """Build the entries of the state that are not dicts of parameters, and those that `state_dict()` adds."""
+        rows = {("more", _words(owner)): (owner, value) for owner, value in saved.values.get("more", ())}
+        rows = {k: row for k, row in rows.items() if "key" in row[0] or row[0]["param"] in params}
+        if saved.values.get("extra") is not None and self._adds_entries:
+            rows["extra", ""] = None, saved.values["extra"]
+        unclear = self._note_differing(rows, _rows_beside_params, placement)
+        found: list[tuple[Any, Callable[[], Any]]] = []
+        extra = None
+        for one, (owner, value) in rows.items():
+            if one in unclear:
+                continue
+            build = placement.build(value, guarded=True, objects=objects)
+            if owner is None:
+                extra = build
+            else:
+                key = objects.key(owner["key"]) if "key" in owner else params[owner["param"]][0]
+                found.append((key, build))
+        return found, extra
+
+    def _note_differing(
+        self, rows: Mapping[Row, Any], rows_of: Callable[[Json], Iterable[tuple[Row, Json]]], placement: Placement
+    ) -> set[Row]:
+        """If the number of ranks changed, note a problem for each value that they saved differently. Return these."""
+        if not rows or not placement.resized:
+            return set()
+        said: dict[Row, dict[str, list[int]]] = {}
         try:
             for rank, values in placement.saved.values_of(self.path):
-                for name, key, value in values["state"]:
-                    if (name, key) in wanted:
-                        said.setdefault((name, key), {}).setdefault(json.dumps(value, sort_keys=True), []).append(rank)
+                for row, value in rows_of(values):
+                    if row in rows:
+                        said.setdefault(row, {}).setdefault(_words(value), []).append(rank)
         except ODD as error:
             raise CorruptError(f"{show(self.path)}: what a rank stored is not the state of an optimizer") from error
-        differing = {one: words for one, words in said.items() if len(words) > 1}
-        for (name, key), words in differing.items():
+        differing = {row: words for row, words in said.items() if len(words) > 1}
+        for row, words in differing.items():
             ranks = sorted(rank for each in words.values() for rank in each)
-            placement.problem(placement.unclear(show((*self.path, "state", name, key)), ranks))
-        return {name for name, _ in differing}
+            placement.problem(placement.unclear(show((*self.path, *_path_of_row(row))), ranks))
+        return set(differing)
 
     def _usable(self, live: MutableMapping[str, Any], saved: dict[str, Json], placement: Placement) -> dict[str, Json]:
         """The settings of a group that are of the kind that they are here, or were or are None."""
@@ -289,12 +377,15 @@ class OptimizerNode:
         for key, value in saved.items():
             if key in IN_TURN:
                 continue
-            kinds = {kind_of(value), kind_of(encode(live.get(key), (*self.path, key), Collector()))} - {"None"}
+            kinds = {kind_of(value), self._kind_of(live.get(key))} - {"None"}
             if len(kinds) < 2 or kinds == {"a number", "a tensor"}:
                 found[key] = value
             else:
                 placement.problem(f"{show(self.path)}: {key} is {kind_of(value)} in the checkpoint, and not here")
         return found
+
+    def _kind_of(self, value: object) -> str:
+        return kind_of(encode(value, (*self.path, "param_groups", 0, "live"), Collector(ObjectsOf(self.optimizer))))
 
     def _begin_anew(
         self, fresh: dict[str, Any], params: Mapping[str, tuple[Tensor, Any]], placement: Placement
@@ -365,6 +456,32 @@ class OptimizerNode:
         return placement.create(full, device_of(full), beside, guarded=True, plain=plain, like=local(param))
 
 
+Row = tuple[str, str]  # what tells a plain value of the state from the others
+
+
+def _words(value: Json) -> str:
+    return json.dumps(value, sort_keys=True)
+
+
+def _rows_of_params(values: Json) -> Iterable[tuple[Row, Json]]:
+    return [((name, _words(key)), value) for name, key, value in values["state"]]
+
+
+def _rows_beside_params(values: Json) -> Iterable[tuple[Row, Json]]:
+    more = [(("more", _words(owner)), value) for owner, value in values.get("more", ())]
+    return [*more, (("extra", ""), values["extra"])] if "extra" in values else more
+
+
+def _path_of_row(row: Row) -> Path:
+    sort, words = row
+    if sort == "extra":
+        return (sort,)
+    if sort != "more":
+        return ("state", sort, part_of(decode(json.loads(words), as_plain)))
+    owner = json.loads(words)
+    return (sort, owner["param"] if "param" in owner else part_of(decode(owner["key"], as_plain)))
+
+
 def _first(words: list[str], count: int = 5) -> str:
     return ", ".join(words[:count]) + (", …" if len(words) > count else "")
 
@@ -381,19 +498,45 @@ def _is_optimizer(saved: SavedNode) -> bool:
     if type(values) is not dict or type(values.get("groups")) is not list or type(values.get("state")) is not list:
         return False
     groups = (type(group) is dict and not group.keys() & {"$", "params"} for group in values["groups"])
-    return all(groups) and all(type(row) is list and len(row) == 3 and texts(row[:2]) for row in values["state"])
+    more = values.get("more", [])
+    owners = (type(row) is list and len(row) == 2 and type(row[0]) is dict for row in more)
+    if type(more) is not list or not all(owners) or not all("key" in o or texts([o.get("param")]) for o, _ in more):
+        return False
+    return all(groups) and all(type(row) is list and len(row) == 3 and texts(row[:1]) for row in values["state"])
+
+
+TRUSTED = {"torch", "accelerate", "lightning", "lightning_fabric", "pytorch_lightning", "opacus"}
+"""Packages whose wrappers of optimizers add nothing to the `state_dict()` of the optimizer inside."""
+
+
+def speaks_for_itself(optimizer: Any) -> bool:
+    """Return True if `state_dict()` may say more than `.state` and `.param_groups`: it is overridden, or has hooks."""
+    if vars(optimizer).get("_optimizer_state_dict_post_hooks") or "state_dict" in vars(optimizer):
+        return True
+    owner = next((one for one in type(optimizer).__mro__ if "state_dict" in vars(one)), None)
+    if owner is None:
+        return False
+    if owner.__module__.split(".")[0] not in TRUSTED:
+        return True
+    return any(speaks_for_itself(one) for one in _inside(optimizer) if one.state is optimizer.state)
+
+
+def _inside(optimizer: Any) -> list[torch.optim.Optimizer]:
+    return [one for one in vars(optimizer).values() if isinstance(one, torch.optim.Optimizer)]
 
 
 def keeps_elsewhere(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether what `state_dict()` says is not what `.state` and `.param_groups` hold, as of several optimizers in one.
+    """Return True if `state_dict()` returns something other than `.state` and `.param_groups`, such as the states of
+    several optimizers.
 
-    A wrapper forwards those of the one that it is around.
+    A wrapper that forwards both and only adds entries to its `state_dict()` keeps nothing elsewhere.
     """
-    owner = next(one for one in type(optimizer).__mro__ if "state_dict" in vars(one))
-    if owner.__module__.startswith("torch."):
+    if not speaks_for_itself(optimizer):
         return False
-    inner = (one for one in vars(optimizer).values() if isinstance(one, torch.optim.Optimizer))
-    return not any(one.state is optimizer.state for one in inner)
+    owner = next(one for one in type(optimizer).__mro__ if "state_dict" in vars(one))
+    if not any(one.state is optimizer.state for one in _inside(optimizer)):
+        return owner.__module__.split(".")[0] != "torch" or "state_dict" in vars(optimizer)
+    return not {"state", "param_groups"} <= optimizer.state_dict().keys()
 
 
 def forgotten(optimizer: torch.optim.Optimizer) -> tuple[str, torch.optim.Optimizer] | None:
@@ -405,15 +548,25 @@ def forgotten(optimizer: torch.optim.Optimizer) -> tuple[str, torch.optim.Optimi
     return None
 
 
-def _filled(live: Mapping[Any, dict[str, Any]], wanted: Mapping[Any, dict[str, Any]]) -> bool:
+def _filled(live: Mapping[Any, Any], wanted: Mapping[Any, Any]) -> bool:
     """Whether the state consists of these very tensors in these places already, and of nothing else."""
-    if list(map(id, live)) != list(map(id, wanted)):
+    if len(live) != len(wanted) or not all(a is b for a, b in zip(live, wanted, strict=True)):
         return False
     for param, values in wanted.items():
         have = live[param]
-        if list(have) != list(values) or any(have[key] is not value for key, value in values.items()):
+        if have is values:
+            continue
+        if type(have) is not dict or type(values) is not dict or len(have) != len(values):
+            return False
+        # In the same order. A key may be a tensor, which must not be compared.
+        if list(map(hash, have)) != list(map(hash, values)):
+            return False
+        if any(have.get(key, _NOT_THERE) is not value for key, value in values.items()):
             return False
     return True
+
+
+_NOT_THERE = object()
 
 
 def _beside(param: Tensor, names: Names) -> Replicas | Tensor | None:
@@ -441,5 +594,7 @@ def _update_group(group: MutableMapping[str, Any], saved: dict[str, Any]) -> Non
         live = group.get(key)
         if isinstance(live, Tensor) and isinstance(value, Tensor) and live.shape == value.shape:
             live.copy_(value)  # a captured graph reads this very tensor
+        elif isinstance(live, torch.device) and isinstance(value, torch.device):
+            continue  # the device of this rank, which need not be that of the rank that saved
         else:
             group[key] = value

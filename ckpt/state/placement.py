@@ -20,6 +20,7 @@ from ckpt.format.values import Json, Path, decode, show
 from ckpt.state.filler import Target
 from ckpt.state.names import Names
 from ckpt.state.sharding import Division, LocalPiece, Replicas, StateEntry, is_dtensor, is_plain_share, local, pieces
+from ckpt.state.special_values import OBJECT_TAGS, RestoredObjects, decode_constant
 from ckpt.state.tensors import DTYPE_NAME, TORCH_DTYPE, check_array, empty, memory_of, of_kind, saved_device, to_array
 from ckpt.state.wrappers import WrapperForm, differs, remake, take_apart
 
@@ -260,14 +261,23 @@ class Placement:
         *,
         rank: int | None = None,
         guarded: bool = False,
+        objects: RestoredObjects | None = None,
     ) -> Callable[[], Any]:
         """Plain values again, to be called when the tensors in them are filled: into `live` ones, or new ones.
 
         `like`: live tensors that the new ones will be copied into; a DTensor gets a DTensor. `rank`: that saved these
         values, if they are not those that this rank takes. `guarded`: the tensors belong to an optimizer, so different
-        values of the ranks are a problem when the number of ranks has changed.
+        values of the ranks are a problem when the number of ranks has changed. `objects`: restores the objects of that
+        optimizer.
         """
-        decode(values, self._check)  # whatever is wrong with them is said before anything is changed
+
+        def check(reference: Json) -> object:
+            return None if objects is not None and reference["$"] in OBJECT_TAGS else self._check(reference)
+
+        decode(values, check)  # whatever is wrong with them is said before anything is changed
+        if objects is not None:
+            for problem in objects.check(values):
+                self.problem(problem)
         self._reader = rank
         try:
             forms = forms_in(values)
@@ -280,6 +290,8 @@ class Placement:
         made: dict[int, Tensor] = {}  # one Parameter for all references to one tensor
 
         def extern(reference: Json) -> object:
+            if objects is not None and reference["$"] in OBJECT_TAGS:
+                return objects.decode(reference)
             if reference["$"] == "wrapper":
                 return (filled | new)[reference["name"]]
             if reference["$"] == "tensor":
@@ -289,7 +301,7 @@ class Placement:
                 return made.setdefault(id(tensor), of_kind(tensor, reference))
             if reference["$"] == "ndarray":
                 return to_array(tensors[reference["name"]].cpu(), reference)
-            raise CorruptError(f"unknown tag {reference['$']!r}: written by a newer version?")
+            return decode_constant(reference)
 
         return lambda: decode(values, extern)
 
@@ -332,19 +344,21 @@ class Placement:
             self.problem(str(error))
             return None
 
-    def _check(self, reference: Json) -> None:
-        """CorruptError or ValueError unless it is one of a tensor, or of an array of as many bytes as are stored."""
+    def _check(self, reference: Json) -> object:
+        """CorruptError or ValueError unless it is one of a constant, a tensor, or an array of as many bytes as are
+        stored."""
         if reference["$"] == "wrapper":
             WrapperForm.from_json(reference)
-            return
+            return None
         if reference["$"] not in ("tensor", "ndarray"):
-            raise CorruptError(f"unknown tag {reference['$']!r}: written by a newer version?")
+            return decode_constant(reference)
         if type(name := reference["name"]) is not str:
             raise CorruptError(f"not the name of a tensor: {name!r:.80}")
         if reference["$"] == "ndarray":
             check_array(self.spec(name), reference)
         elif reference.get("kind") not in (None, "parameter", "buffer"):
             raise CorruptError(f"unknown kind of tensor {reference['kind']!r:.80}: written by a newer version?")
+        return None
 
     def _tensors_of(
         self,

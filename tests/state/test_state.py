@@ -585,11 +585,11 @@ def test_the_state_is_a_dict(state: Any) -> None:
 def test_wrong_values_name_their_path() -> None:
     """Of plain values, group settings, optimizer state and what objects say of themselves."""
     p = nn.Parameter(torch.ones(1))
-    optim = torch.optim.SGD([{"params": [p], "odd": {1, 2}}], lr=0.1)
+    optim = torch.optim.SGD([{"params": [p], "odd": object()}], lr=0.1)
     with pytest.raises(StateError, match=r"optim\.param_groups\.0\.odd"):
         Capture({"optim": optim}).read()
     with pytest.raises(StateError, match=r"loader\.x"):
-        Capture({"loader": Loader({"x": {1}})}).read()
+        Capture({"loader": Loader({"x": object()})}).read()
     with pytest.raises(StateError, match=r"a\.0\.b"):
         Capture({"a": [{"b": object()}]}).read()
     with pytest.raises(StateError, match="neither str nor int"):
@@ -597,7 +597,7 @@ def test_wrong_values_name_their_path() -> None:
     with pytest.raises(StateError, match="use a list"):
         Capture({"a": (nn.Linear(1, 1), 1)}).read()
     optim = torch.optim.SGD([p], lr=0.1)
-    optim.state[p]["odd"] = {1}
+    optim.state[p]["odd"] = object()
     with pytest.raises(StateError, match=r"optim\.state\.p\.odd"):
         Capture({"p": p, "optim": optim}).read()
 

@@ -1,0 +1,620 @@
+"""Optimizers of every form: a restored optimizer continues like the saved one, or is refused with the reason."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import threading
+from collections import deque, namedtuple
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum, Flag, IntEnum
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.state import AcceleratorState
+from torch import Tensor, nn
+
+import ckpt
+from ckpt.cli import app
+from ckpt.errors import CorruptError, MismatchError, StateError
+from ckpt.state.capture import Capture
+from toy_states import Saved, State
+
+
+class Mode(Enum):
+    SLOW = "slow"
+    FAST = "fast"
+
+
+class Level(IntEnum):
+    HIGH = 3
+
+
+class Options(Flag):
+    NESTEROV = 1
+    DECOUPLED = 2
+
+
+Limits = namedtuple("Limits", "low high")
+
+
+def halved(x: float) -> float:
+    return x / 2
+
+
+class Projector:
+    """A helper object without a state_dict(), as GaLore keeps one for each parameter."""
+
+    def __init__(self, param: Tensor) -> None:
+        self.basis = torch.ones_like(param, dtype=torch.float64)
+        self.history = np.zeros(3)
+        self.calls, self.sizes = 0, (param.shape, {0.5: [None]})
+        self.inner: Any = None
+
+    def scale(self) -> float:
+        self.calls += 1
+        self.basis = self.basis * 1.1
+        self.history = np.roll(self.history, 1) + self.calls
+        return 1 / (float(self.basis.mean()) + float(self.history.sum()))
+
+
+@dataclass(slots=True)
+class Slotted:
+    """A helper object whose attributes are slots."""
+
+    calls: int = 0
+    values: list[Tensor] = field(default_factory=list)
+
+
+class Counting:
+    """A helper object that can only be filled, because it has a lock."""
+
+    def __init__(self) -> None:
+        self.lock, self.count, self.total = threading.Lock(), 0, torch.zeros(1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count, "total": self.total}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count, self.total = state["count"], state["total"]
+
+
+class Base(torch.optim.Optimizer):
+    """Scales the gradient by a number that depends on everything that it keeps."""
+
+    settings: dict[str, Any] = {}  # noqa: RUF012
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.01, **self.settings})
+
+    def scale(self, p: Tensor, group: dict[str, Any]) -> float:
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad, alpha=group["lr"] * self.scale(p, group))
+
+
+FORMS: dict[str, type[Base]] = {}
+
+
+def form(kind: type[Base]) -> type[Base]:
+    FORMS[kind.__name__] = kind
+    return kind
+
+
+@form
+class TextKey(Base):
+    def scale(self, p: Tensor, group: dict[str, Any]) -> float:
+        shared = self.state.setdefault("global", {"k": torch.zeros(()), "n": 0})  # type: ignore[call-overload]
+        shared["k"] += 1
+        shared["n"] += 1
+        return 1 / (float(shared["k"]) + shared["n"])
+
+
+@form
+class OtherKeys(Base):
+    def scale(self, p: Tensor, group: dict[str, Any]) -> float:
+        state: Any = self.state
+        state[None] = state.get(None, 0) + 1
+        state[0, "a"] = state.get((0, "a"), torch.ones(2)) * 1.5
+        state[Mode.FAST] = [*state.get(Mode.FAST, ()), state[None]]
+        return 1 / (state[None] + float(state[0, "a"].sum()) + sum(state[Mode.FAST]))
+
+
+@form
+class NoDicts(Base):
+    """Keeps something other than a dict for each parameter."""
+
+    def scale(self, p: Tensor, group: dict[str, Any]) -> float:
+        state: Any = self.state
+        kept = state.get(p)
+        state[p] = (torch.ones_like(p), 1) if kept is None else (kept[0] * 1.1, kept[1] + 1)
+        return 1 / (float(state[p][0].mean()) + state[p][1])
+
+
+@form
+class KeysInside(Base):
+    def scale(self, p: Tensor, group: dict[str, Any]) -> float:
+        state = self.state[p]
+        for key in (0.9, (1, "b"), None, True, 7, torch.float16, Level.HIGH):
+            state[key] = state.get(key, torch.zeros_like(p)) + 1
+        state["nested"] = {(0, 0): {"m": torch.ones(1)}, p: state[0.9], **state.get("nested", {})}
+        assert p in state["nested"]
+        return 1 / sum(float(state[key].mean()) for key in (0.9, (1, "b"), None, torch.float16))
+
+
+@form
+class Collections(Base):
+    def scale(self, p: Tensor, group: dict[str, Any]) -> float:
+        state = self.state[p]
+        state.setdefault("last", deque(maxlen=3)).append(float(p.grad.norm()))  # type: ignore[union-attr]
+        state.setdefault("tensors", deque()).append(torch.ones(2) * len(state["tensors"]))
+        state.setdefault("seen", set()).add((len(state["last"]), "x"))
+        state["frozen"] = frozenset({*state.get("frozen", ()), len(state["tensors"])})
+        state["phase"] = state.get("phase", 1j) * (1 + 1j)
+        tensors = sum(float(one.sum()) for one in state["tensors"])
+        return 1 / (1 + sum(state["last"]) + len(state["seen"]) + sum(state["frozen"]) + abs(state["phase"]) + tensors)
+
+
+@form
+class Settings(Base):
+    settings = {  # noqa: RUF012
+        "mode": Mode.SLOW, "level": Level.HIGH, "options": Options.NESTEROV | Options.DECOUPLED, "dtype": torch.float64,
+        "format": torch.channels_last, "shape": torch.Size([2, 3]), "device": torch.device("cpu"), "fn": halved,
+        "part": partial(halved, 1.0), "kind": Projector, "limits": Limits(1, [2.5]), "norm": torch.linalg.norm,
+    }  # fmt: skip
+
+    def scale(self, p: Tensor, group: dict[str, Any]) -> float:
+        for key, value in self.settings.items():
+            assert type(group[key]) is type(value)
+        assert group["fn"] is halved and group["options"] is Options.NESTEROV | Options.DECOUPLED
+        group["mode"] = Mode.FAST
+        group["limits"] = Limits(group["limits"].low + 1, group["limits"].high)
+        return float(group["fn"](1.0) / group["limits"].low)
+
+
+@form
+class Helpers(Base):
+    """Makes helper objects in the first step: of a class with a dict, of one with slots, and one inside another."""
+
+    def scale(self, p: Tensor, group: dict[str, Any]) -> float:
+        state = self.state[p]
+        if "projector" not in state:
+            state["projector"], state["slotted"] = Projector(p), Slotted()
+            state["projector"].inner = [Projector(p), {"slotted": state["slotted"]}]
+        state["slotted"].calls += 1
+        state["slotted"].values.append(torch.ones(1))
+        assert state["projector"].inner[1]["slotted"] is state["slotted"]
+        scales = state["projector"].scale() + state["projector"].inner[0].scale()
+        return float(scales / (state["slotted"].calls + len(state["slotted"].values)))
+
+
+@form
+class SharedHelper(Base):
+    """Keeps one object for all parameters, which refers to a parameter and to itself."""
+
+    def scale(self, p: Tensor, group: dict[str, Any]) -> float:
+        first = self.param_groups[0]["params"][0]
+        state: Any = self.state
+        shared = next((held["helper"] for held in state.values() if "helper" in held), None) or Projector(p)
+        state[p]["helper"] = shared
+        shared.inner = {"self": shared, "param": first}
+        assert len({id(held["helper"]) for held in state.values()}) == 1 and shared.inner["param"] is first
+        return shared.scale()
+
+
+@form
+class EarlyHelper(Base):
+    """Makes objects in its constructor that a restore can only fill."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        state: Any = self.state
+        state["counting"], state["numpy"] = {"one": Counting()}, np.random.default_rng(0)
+        self.held = state["counting"]["one"]
+
+    def scale(self, p: Tensor, group: dict[str, Any]) -> float:
+        state: Any = self.state
+        assert state["counting"]["one"] is self.held
+        self.held.count += 1
+        self.held.total = self.held.total + state["numpy"].random()
+        return 1 / (self.held.count + float(self.held.total))
+
+
+@form
+class Generators(Base):
+    def scale(self, p: Tensor, group: dict[str, Any]) -> float:
+        made = self.state[p].setdefault("generator", torch.Generator().manual_seed(3))
+        return float(torch.rand((), generator=made))
+
+
+@form
+class OddNumbers(Base):
+    def scale(self, p: Tensor, group: dict[str, Any]) -> float:
+        state = self.state[p]
+        state["n"] = state.get("n", np.float32(0)) + np.float32(1)
+        state["list"] = [*state.get("list", ()), (torch.ones(1), {"x": [float(state["n"])]})]
+        state["inf"] = math.inf
+        return 1 / (float(state["n"]) + len(state["list"]))
+
+
+def made(kind: Callable[[Any], Any], seed: int, dtype: torch.dtype = torch.float32) -> State:
+    torch.manual_seed(seed)
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)).to(dtype)
+    return {"net": net, "opt": kind(net.parameters())}
+
+
+def train(state: State, steps: range) -> None:
+    net, opt = state["net"], state["opt"]
+    for step in steps:
+        opt.zero_grad()
+        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(step)).to(next(net.parameters()).dtype)
+        (net(x) - 1).square().mean().backward()
+        opt.step()
+
+
+def weights(state: State) -> list[Tensor]:
+    return [p.detach().clone() for p in state["net"].parameters()]
+
+
+def continues_alike(make: Callable[[int], State]) -> tuple[State, State]:
+    """Check that a restored state continues like the one that was saved, whether or not it has stepped before."""
+    state = make(0)
+    capture = Capture(state)
+    capture.read()  # when the Checkpointer is created
+    train(state, range(3))
+    saved = Saved(capture.read())
+    twins = [make(1), make(2)]
+    captures = [Capture(twin) for twin in twins]
+    for one in captures:
+        one.read()
+    train(twins[1], range(7, 9))
+    for twin in twins:
+        assert any(not torch.equal(a, b) for a, b in zip(weights(state), weights(twin), strict=True))
+        saved.restore(twin)
+    train(state, range(3, 6))
+    for twin in twins:
+        train(twin, range(3, 6))
+        assert all(torch.equal(a, b) for a, b in zip(weights(state), weights(twin), strict=True))
+    return state, twins[0]
+
+
+@pytest.mark.parametrize("kind", FORMS)
+def test_optimizer_continues_alike_after_restore(kind: str) -> None:
+    """Every form of state and settings comes back with its type, in a fresh optimizer and in one that has stepped."""
+    continues_alike(lambda seed: made(FORMS[kind], seed))
+
+
+@pytest.mark.parametrize("kind", FORMS)
+def test_layout_of_optimizer_stays_the_same_object(kind: str) -> None:
+    """State that is not a tensor does not make each step read everything again, unless tensors come and go."""
+    state = made(FORMS[kind], 0)
+    capture = Capture(state)
+    layouts = []
+    for step in range(4):
+        train(state, range(step, step + 1))
+        layouts.append(capture.read().layout)
+    growing = kind in ("Collections", "Helpers", "OddNumbers", "KeysInside")
+    assert growing or layouts[3] is layouts[2]
+
+
+def test_optimizers_of_all_forms_continue_alike_through_a_checkpointer(tmp_path: Path) -> None:
+    """The same through files. Readers without the optimizer get plain values, and torch.load reads an export."""
+    torch.set_num_threads(1)
+
+    def make(seed: int) -> State:
+        return {name: made(kind, seed) for name, kind in FORMS.items()}
+
+    state, run = make(0), tmp_path / "run"
+    with ckpt.Checkpointer(state, run) as cp:
+        for one in state.values():
+            train(one, range(3))
+        cp.step(3)
+        cp.save().committed()
+    for one in state.values():
+        train(one, range(3, 5))
+    twin = make(1)
+    with ckpt.Checkpointer(twin, run) as cp:
+        assert cp.restore() == 3
+        for one in twin.values():
+            train(one, range(3, 5))
+    for name, one in state.items():
+        assert all(torch.equal(a, b) for a, b in zip(weights(one), weights(twin[name]), strict=True)), name
+    loaded = ckpt.load(run)
+    settings = loaded.plain("Settings.opt")["groups"][0]
+    assert (settings["mode"], settings["dtype"], settings["limits"]) == ("FAST", torch.float64, (13, [2.5]))
+    rows = {(name, key): value for name, key, value in loaded.plain("Helpers.opt")["state"]}
+    assert rows["Helpers.net.0.weight", "projector"]["calls"] == 3
+    exported = tmp_path / "state.pt"
+    assert app.main(["restore", str(run), "--to", str(exported)]) == 0
+    found = torch.load(exported, weights_only=True)
+    assert found["TextKey"]["opt"]["state"]["global"]["n"] == 12
+    fresh = made(FORMS["TextKey"], 1)["opt"]
+    fresh.load_state_dict(found["TextKey"]["opt"])
+    assert float(fresh.state["global"]["k"]) == 12
+
+
+# -- what cannot be saved --
+
+
+class Deleting(Projector):
+    def __del__(self) -> None:
+        pass
+
+
+class Locked:
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+
+def local_member() -> Any:
+    class Hidden(Enum):
+        ONE = 1
+
+    return Hidden.ONE
+
+
+REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
+    "class with __del__": (Deleting, r": .*Deleting cannot be saved: its class has its own __del__"),
+    "lock": (lambda p: Locked(), r"\.lock: an object of type _thread\.lock cannot be saved: it has no attributes"),
+    "class of another package": (lambda p: random.Random(1), r": .*made this random\.Random during the training"),
+    "late object that can only be filled": (lambda p: Counting(), r": .*made this .*Counting during the training"),
+    "late function": (lambda p: halved, r": .*made this builtins\.function during the training"),
+    "member of a local enum": (lambda p: local_member(), r": .*cannot find this class by its name.*top level"),
+    "set of objects": (lambda p: {Projector(p)}, r": the key .*Projector.* cannot be saved"),
+    "path": (lambda p: Path("a"), r": .*PosixPath cannot be saved: its class"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_optimizer_state_is_refused_with_the_reason(kind: str) -> None:
+    """The error names the path and the one reason, at the first reading that finds the value."""
+    make, reason = REFUSED[kind]
+    state = made(torch.optim.AdamW, 0)
+    capture = Capture(state)
+    capture.read()
+    train(state, range(1))
+    first = next(iter(state["opt"].state))
+    state["opt"].state[first]["x"] = make(first)
+    state["opt"].__class__ = type("AdamW", (torch.optim.AdamW,), {"__module__": __name__})  # a class of this package
+    with pytest.raises(StateError, match=r"opt\.state\.net\.0\.weight\.x" + reason):
+        capture.read()
+
+
+def test_object_of_another_package_is_refused() -> None:
+    """A class that the optimizer's package neither defines nor imports is not made again."""
+    state = made(torch.optim.AdamW, 0)
+    train(state, range(1))
+    next(iter(state["opt"].state.values()))["x"] = Projector(torch.ones(1))
+    with pytest.raises(StateError, match="does not belong to the optimizer's package"):
+        Capture(state).read()
+
+
+def test_state_of_a_foreign_tensor_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    """The Checkpointer is not created, and the reason is not that keys must be tensors."""
+    state = made(torch.optim.SGD, 0)
+    state["opt"].state[nn.Parameter(torch.ones(1))] = {"m": torch.ones(1)}
+    with pytest.raises(StateError, match="state of a tensor that is in none of its groups"):
+        ckpt.Checkpointer(state, tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("kind", "old", "new", "error"),
+    [
+        ("Helpers", '"Projector"', '"Missing"', r"no such class: import test_optimizer_values"),
+        ("Helpers", f'"{__name__}", "Projector"', '"threading", "Thread"', r"cannot be made again"),
+        ("Helpers", f'"{__name__}", "Projector"', '"os", "_wrap_close"', r"cannot be made again"),
+        ("Settings", '"FAST"', '"GONE"', r"Mode has no member 'GONE'"),
+        ("Settings", '"Mode"', '"Projector"', r"is not an Enum"),
+        ("Settings", '"Limits"', '"Mode"', r"is not a named tuple"),
+        ("Settings", f'"{__name__}.halved"', '"os.system"', r"opt\.param_groups\.0\.fn was 'os\.system'"),
+        ("Settings", '"float64"', '"system"', r"not a torch\.dtype"),
+        ("EarlyHelper", '"state": {"count"', '"stale": {"count"', r"nothing is stored of the object"),
+        ("SharedHelper", '"v": "net.0.weight"', '"v": "net.9.weight"', r"refers to a parameter 'net\.9\.weight'"),
+    ],
+)
+def test_object_from_a_forged_checkpoint_is_never_made(kind: str, old: str, new: str, error: str) -> None:
+    """A name in a file leads to no class of another package and to no function. Nothing is changed."""
+    state = made(FORMS[kind], 0)
+    Capture(state).read()
+    train(state, range(1))
+    saved = Saved(Capture(state).read())
+    assert old in saved.values
+    saved.values = saved.values.replace(old, new)
+    twin = made(FORMS[kind], 1)
+    capture, before = Capture(twin), weights(twin)
+    capture.read()
+    with pytest.raises((MismatchError, CorruptError), match=error):
+        saved.restore(twin)
+    assert all(torch.equal(a, b) for a, b in zip(weights(twin), before, strict=True))
+
+
+def test_helper_of_a_resized_job_is_refused_if_ranks_saved_different_ones() -> None:
+    """With the same number of ranks each takes its own."""
+    from ckpt.format.saved_nodes import SavedNode, joined
+
+    def node(names: list[str], more: list[Any]) -> SavedNode:
+        facts = {"params": [names], "with_state": []}
+        return SavedNode(("opt",), "optimizer", facts, {"groups": [{}], "state": [], "more": more}, ())
+
+    own = [{"param": "a"}, 1]
+    found = joined(
+        [node(["a"], [own, [{"key": "g"}, 5]]), node(["a", "b"], [[{"param": "a"}, 2], [{"param": "b"}, 3]])]
+    )
+    assert found.values["more"] == [own, [{"key": "g"}, 5], [{"param": "b"}, 3]]
+
+
+# -- optimizers whose state_dict() says more --
+
+
+class Forwarding(torch.optim.Optimizer):
+    """A wrapper that forwards everything, and adds an average of the gradients to the state_dict()."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.ema, self.hist = inner, 0.0, deque[float](maxlen=2)
+
+    state = property(lambda self: self.inner.state)  # type: ignore[assignment]
+    param_groups = property(lambda self: self.inner.param_groups)  # type: ignore[assignment]
+    defaults = property(lambda self: self.inner.defaults)  # type: ignore[assignment]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> None:
+        grads = [p.grad for group in self.param_groups for p in group["params"]]
+        self.ema = 0.9 * self.ema + 0.1 * sum(float(g.norm()) for g in grads)
+        self.hist.append(self.ema)
+        for group in self.param_groups:
+            group["lr"] = 0.01 / (1 + sum(self.hist))
+        self.inner.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**self.inner.state_dict(), "ema": self.ema, "hist": self.hist}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        own = dict(state_dict)
+        self.ema, self.hist = own.pop("ema"), own.pop("hist")
+        self.inner.load_state_dict(own)
+
+
+class Nesting(Forwarding):
+    """The same, with the state of the inner optimizer in an entry of its own."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"inner": self.inner.state_dict(), "ema": self.ema, (0, "hist"): self.hist}  # type: ignore[dict-item]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.ema, self.hist = state_dict["ema"], state_dict[0, "hist"]  # type: ignore[index]
+        self.inner.load_state_dict(state_dict["inner"])
+
+
+class Momentum(torch.optim.Optimizer):
+    """Keeps moments in float32, whatever the dtype of the weights is, and some of them in lists."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                state["m"] = state.get("m", torch.zeros_like(p, dtype=torch.float32)) * 0.9 + p.grad.float()
+                state["parts"] = [(state["m"] / 3,), {"half": state["m"] / 2}]
+                update = state["m"] + state["parts"][0][0] + state["parts"][1]["half"]
+                p.copy_(p.float() - group["lr"] * update)
+
+
+class Subclass(Momentum):
+    """An optimizer with an entry of its own in its state_dict()."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.ema = 0.0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        self.ema += 0.25
+        for group in self.param_groups:
+            group["lr"] = 0.01 / (1 + self.ema)
+        return super().step(closure)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "ema": self.ema}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.ema = state_dict["ema"]
+        super().load_state_dict(state_dict)
+
+
+def hooked(params: Any) -> torch.optim.Optimizer:
+    """An optimizer of torch with hooks that add an entry and take it back."""
+    inner = Momentum(params)
+    held = Forwarding(inner)
+
+    def before(optimizer: Any, args: Any, kwargs: Any) -> None:
+        held.ema += 0.5
+        inner.param_groups[0]["lr"] = 0.01 / (1 + held.ema)
+
+    inner.register_step_pre_hook(before)
+    inner.register_state_dict_post_hook(lambda optimizer, state: {**state, "ema": held.ema})
+
+    def take(optimizer: Any, state: dict[str, Any]) -> None:
+        held.ema = state.pop("ema")
+
+    inner.register_load_state_dict_pre_hook(take)
+    return inner
+
+
+WRAPPED: dict[str, Callable[[Any], Any]] = {
+    "forwarding": lambda p: Forwarding(Momentum(p)),
+    "nesting": lambda p: Nesting(Momentum(p)),
+    "subclass": Subclass,
+    "hooked": hooked,
+    "twice": lambda p: Nesting(Forwarding(Momentum(p))),
+    "in accelerate": lambda p: AcceleratedOptimizer(Forwarding(Momentum(p))),
+    "accelerate": lambda p: AcceleratedOptimizer(Momentum(p)),
+    "around text keys": lambda p: Forwarding(TextKey(p)),
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def accelerator() -> Iterator[None]:
+    """Accelerate's wrapper needs the state that an Accelerator makes."""
+    Accelerator(cpu=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", WRAPPED)
+def test_entries_of_state_dict_survive_next_to_exact_moments(kind: str, dtype: torch.dtype) -> None:
+    """No entry of a state_dict() is lost, and moments keep a dtype that torch's own loader would cast."""
+
+    state, twin = continues_alike(lambda seed: made(WRAPPED[kind], seed, dtype))
+    dtypes = [
+        [value.dtype for held in one["opt"].state.values() for value in held.values() if isinstance(value, Tensor)]
+        for one in (state, twin)
+    ]
+    assert dtypes[0] == dtypes[1]
+
+
+def test_wrapper_that_adds_nothing_is_not_asked_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Accelerate's wrapper only forwards, so its state_dict() is not called when a step is saved."""
+    state = made(WRAPPED["accelerate"], 0)
+    train(state, range(2))
+    capture = Capture(state)
+    capture.read()
+    monkeypatch.setattr(torch.optim.Optimizer, "state_dict", None)
+    capture.read()
+    assert "extra" not in capture.read().values[1]
+
+
+def test_entries_without_a_loader_here_are_a_mismatch() -> None:
+    """A plain optimizer cannot take what a wrapper saved, and strict=False leaves it out."""
+    state, twin = made(WRAPPED["forwarding"], 0), made(Momentum, 1)
+    train(state, range(2))
+    saved = Saved(Capture(state).read())
+    with pytest.raises(MismatchError, match=r"opt: its state_dict\(\) had entries of its own"):
+        saved.restore(twin)
+    saved.restore(twin, strict=False)
+    assert all(torch.equal(a, b) for a, b in zip(weights(state), weights(twin), strict=True))
+
+
+def test_old_values_are_json(tmp_path: Path) -> None:
+    """What is stored of an optimizer is text that any JSON reader takes."""
+    for kind in FORMS.values():
+        state = made(kind, 0)
+        train(state, range(2))
+        json.loads(json.dumps(Capture(state).read().values, allow_nan=False))

@@ -226,10 +226,10 @@ async def commit_fitting(
     log: RunLog, mine: Acquire | None, parts: list[WrittenPart], *, kind: str = "COMMIT"
 ) -> Commit:
     """`commit`, of parts that are checked first. SaveError also if they cannot be a checkpoint."""
-    if len(parts) > 1:
-        await asyncio.to_thread(commit_checks.check_replicas, parts)
     if len(parts) > 1 and kind == "COMMIT" and not commit_checks.is_large(parts, kind):
         await asyncio.to_thread(check_fit, parts)  # to make a directory is to check it
+    if len(parts) > 1:
+        await asyncio.to_thread(commit_checks.check_replicas, parts)
     return await commit(log, mine, parts, kind=kind)
 
 

@@ -24,6 +24,7 @@ import os
 import re
 import secrets
 import threading
+import uuid
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -210,6 +211,7 @@ class StorageReader(storage.StorageReader):
         self._id: CheckpointId = step
         self._trusted, self._resume = trusted, resume
         self._found: dcp_source.Found | None = None
+        self._load_id = str(uuid.uuid4())
 
     @property
     def checkpoint_id(self) -> CheckpointId:
@@ -223,11 +225,17 @@ class StorageReader(storage.StorageReader):
         self._found = None
         self._step = self._default if checkpoint_id is None else step_of(checkpoint_id)
         self._id = self._default if checkpoint_id is None else checkpoint_id
+        self._load_id = str(uuid.uuid4())
 
     # Without **kwargs: with them torch would take what cannot be read for a checkpoint that each rank has for itself.
     def read_metadata(self) -> Metadata:
         self._found = read.run(dcp_source.find(_reachable(self._tiers), self._step))
-        return dcp_source.metadata_of(self._found.saved)
+        return replace(dcp_source.metadata_of(self._found.saved), storage_meta=self.storage_meta())
+
+    def storage_meta(self) -> StorageMeta:
+        """Return the checkpoint to load, by default the step that was found, and the id of this load."""
+        step = self._id if self._id is not None or self._found is None else self._found.attempt.step
+        return StorageMeta(checkpoint_id=None if step is None else str(step), load_id=self._load_id)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if self._found is None:

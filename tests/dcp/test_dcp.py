@@ -15,9 +15,13 @@ import shutil
 import sys
 import threading
 import time
+import uuid
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -853,6 +857,77 @@ def test_objects_that_are_no_archives_are_refused() -> None:
         with pytest.raises(ckpt.UsageError, match="refused"):
             objects.check_object("x", memoryview(raw))
     objects.check_object("x", pickled({"a": [1, "x", (2.5, None)], "t": torch.ones(3)}))
+
+
+HARMLESS: list[Any] = [
+    *(io.BytesIO(b"abc"), deque([1, [2]]), deque([1], 3), deque(), Decimal("-1.5E+7"), Decimal("NaN"), Fraction(-1, 3)),
+    *(uuid.UUID(int=5), uuid.uuid1(), slice(1, None), range(1, 9, 2), frozenset([1, "a", (2,)]), frozenset()),
+    *(PurePosixPath("a/b"), [deque([Decimal(1), frozenset([Fraction(2)])])]),
+]
+
+
+def test_harmless_objects_are_loaded_without_trust(run_dir: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing is warned of when they are saved, and they are what they were."""
+    state = {"w": torch.ones(3), **{f"o{i}": value for i, value in enumerate(HARMLESS)}}
+    save(state, 1, run_dir)
+    assert "trusted" not in caplog.text
+    found: dict[str, Any] = {"w": torch.zeros(3), **{f"o{i}": None for i in range(len(HARMLESS))}}
+    load(found, run_dir)
+    for i, value in enumerate(HARMLESS):
+        back = found[f"o{i}"]
+        assert type(back) is type(value)
+        if isinstance(value, io.BytesIO):
+            assert (back.getvalue(), back.tell()) == (value.getvalue(), value.tell())
+        else:
+            assert repr(back) == repr(value)
+    with torch.serialization.safe_globals([deque, uuid.UUID]):  # what the user has named stays
+        objects.check_object("x", pickled(deque([1])))
+        assert {deque, uuid.UUID} <= set(torch.serialization.get_safe_globals())
+    assert not set(objects.STAND_INS) & set(torch.serialization.get_safe_globals())
+
+
+class Odd:
+    """Pickles something that Python would never pickle for that class."""
+
+    def __init__(self, *how: Any) -> None:
+        self.how = how
+
+    def __reduce__(self) -> Any:
+        return self.how
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        (Fraction, ("1e999999999",)),
+        (Fraction, ("9" * 5000,)),
+        (Decimal, ((0, (1,), 10**9),)),
+        (deque, (Odd(Path.touch, (Path("/nowhere/mark"),)),)),
+        (deque, (), {"append": print}),
+        (uuid.UUID, (), {"int": print}),
+        (io.BytesIO, (), (b"", 0, {"read": print})),
+        (frozenset, ("ab",)),
+        (range, (0.5,)),
+        (getattr, (deque, "append")),
+        (frozenset, ([Odd(Path.touch, (Path("/nowhere/mark"),))],)),
+    ],
+    ids=str,
+)
+def test_odd_pickles_of_harmless_classes_are_refused(how: Any) -> None:
+    with pytest.raises(ckpt.UsageError, match="refused"):
+        objects.check_object("x", pickled(Odd(*how)))
+
+
+def test_reader_tells_planners_which_checkpoint_it_is(run_dir: str) -> None:
+    for step in (1, 2):
+        save({"w": torch.ones(3)}, step, run_dir)
+    reader = ckpt.dcp.StorageReader(run_dir)
+    newest = reader.read_metadata().storage_meta
+    assert newest is not None and newest.checkpoint_id == "2" and newest.load_id
+    reader.reset("step-1")
+    named = reader.read_metadata().storage_meta
+    assert named is not None and named.checkpoint_id == "step-1" and named.load_id not in (None, newest.load_id)
+    assert reader.storage_meta() == named
 
 
 def pickled(value: Any) -> memoryview:

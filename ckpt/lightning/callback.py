@@ -16,17 +16,21 @@ torchmetrics that are parts of the model. Of accumulated gradients nothing is ke
 batches since the last one are seen again. A validation that was under way runs again from its beginning. Losses,
 weights and metrics are then those of a run that was never interrupted, bit for bit.
 
-**Batches.** A loader with `state_dict()` (torchdata's `StatefulDataLoader`) is asked for its state. With any other the
-epoch begins again with the random numbers it began with, and fetches the batches it has had before and drops them:
-exact, also with `shuffle=True` and workers, and it takes as long as loading them does. Not exact are only: random
-numbers of workers that outlive an epoch (`persistent_workers=True`), data sets that keep a state of their own from one
-epoch to the next, or that look at a clock; and an epoch that another number of ranks goes on with. The first and the
-last are said in a warning.
+**Batches.** A loader with `state_dict()` (torchdata's `StatefulDataLoader`) restores its own state. With other loaders,
+the epoch begins again with the random numbers it began with, fetches the batches it has had before and drops them. This
+is exact, also with `shuffle=True`, workers, and loaders that start again within an epoch, and takes as long as loading
+the batches does. Three cases are not exact, and a warning is logged for each: random numbers of workers that outlive an
+epoch (`persistent_workers=True`), more than 512 batches of an epoch that draw from the shared generators, and an epoch
+that is resumed on another number of ranks.
+
+**Hooks.** `on_train_epoch_start` runs again when an epoch is resumed in its middle, and its changes to the state are
+undone. Flags of parameters, groups that were added, metrics, and lists that `on_train_epoch_end` reads come back.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ckpt import best
@@ -169,7 +173,7 @@ class CheckpointCallback(Base):
             say(trainer, "fast_dev_run: nothing is saved, and nothing restored")
             return
         self._trainer = trainer
-        self._seams = LoopHooks(trainer, self._begin, self._done, self._look)
+        self._seams = LoopHooks(trainer, self._begin, self._done, self._look, self._epoch_started)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         if self._cp is not None:
@@ -180,6 +184,10 @@ class CheckpointCallback(Base):
         if self._cp is not None:
             self._pause.close()
             self._look()
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        if self._rest is not None:
+            self._rest.epoch_begins()
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         if self._cp is not None:
@@ -248,6 +256,10 @@ class CheckpointCallback(Base):
         seams.skip()
         say_finished(trainer, self._where(), self._step, limit)
         return True
+
+    def _epoch_started(self, put_random_state: Callable[[], None], groups: list[int]) -> None:
+        assert self._rest is not None
+        self._rest.epoch_started(put_random_state, groups)
 
     def _log_again(self) -> None:
         assert self._rest is not None

@@ -32,8 +32,8 @@ from ckpt.checkpoint.write import RankSnapshot, page_aligned, write_part
 from ckpt.errors import FormatError, NoCheckpointError, UsageError
 from ckpt.events import log as logger
 from ckpt.format.manifest import Attempt, new_nonce
+from ckpt.lightning.collected import to_device
 from ckpt.lightning.configs import from_plain, to_plain
-from ckpt.lightning.trainer_state import to_device
 from ckpt.loading import load
 from ckpt.state.capture import Capture
 from ckpt.state.tensors import TORCH_DTYPE

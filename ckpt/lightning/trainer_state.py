@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.amp import GradScaler
 
 from ckpt.errors import StateError
 from ckpt.format.values import encode
-from ckpt.lightning.configs import to_plain
+from ckpt.lightning import epoch_start
+from ckpt.lightning.batches import say
+from ckpt.lightning.collected import MAX_ITEMS, CollectedMetrics, Flags, ModelStructure, Outputs, to_device
+from ckpt.lightning.configs import from_plain, to_plain
 from ckpt.lightning.loop_hooks import LoopHooks, State
 from ckpt.state.stateful import RNG
 
@@ -79,7 +81,12 @@ class TrainerState:
         self._others = [c for c in trainer.callbacks if c is not callback]
         self._savers = [c for c in self._others if overrides(c, "on_save_checkpoint")]
         self._module_saves = overrides(trainer.lightning_module, "on_save_checkpoint")
-        self._metrics = list(_metrics(trainer.lightning_module))
+        self._metrics = CollectedMetrics(trainer, self._others)
+        self._outputs = Outputs(trainer, self._others)
+        self._flags = Flags(trainer.lightning_module)
+        self._structure = ModelStructure(trainer, self._others)
+        self._said_left_out = False
+        self._restored: State = {}
         self._logged: State = {}
         self._constructed = constructed(trainer.lightning_module) | constructed(trainer.datamodule)
 
@@ -91,16 +98,33 @@ class TrainerState:
         loops, callbacks = self._seams.state_dict(), self._callbacks()
         return {
             "loops": loops,
-            "callbacks": callbacks,
-            "hooks": self._from_hooks(loops, callbacks),
+            "callbacks": to_plain(callbacks),
+            "hooks": to_plain(self._from_hooks(loops, callbacks)),
             "datamodule": {} if data is None else dict(data.state_dict()),
             "precision": {} if scaler_of(trainer) is not None else dict(plugin.state_dict()),
             "collected": dict(trainer.callback_metrics),
             "logged": _logged(trainer),
-            "metrics": {name: _metric_state(metric) for name, metric in self._metrics},
+            "metrics": self._metrics.read(),
+            "outputs": self._read_outputs(),
+            "flags": self._flags.read(),
+            "structure": self._structure.read(),
             "own": self._own(),
             "constructed": self._constructed,
         }
+
+    def _read_outputs(self) -> State:
+        found = self._outputs.read()
+        if self._outputs.left_out and not self._said_left_out:
+            self._said_left_out = True
+            say(
+                self._trainer,
+                "%s is not saved, since it has more than %d items, or items that cannot be stored: after a restart in "
+                "the middle of an epoch, on_train_epoch_end sees only the items of later batches. Use "
+                "self.log(on_epoch=True) or a metric of torchmetrics",
+                ", ".join(sorted(self._outputs.left_out)),
+                MAX_ITEMS,
+            )
+        return found
 
     def _callbacks(self) -> State:
         found = {c.state_key: c.state_dict() for c in self._others}
@@ -132,30 +156,67 @@ class TrainerState:
 
     # -- putting back --
 
+    def match_structure(self, saved: dict[Any, Any]) -> None:
+        """Change the model and its optimizers as callbacks had changed them when this state was saved.
+
+        saved: each entry of the state by its path. Called before anything is restored.
+        """
+        self._structure.match(saved)
+
     def load_state_dict(self, state: State) -> None:
         trainer = self._trainer
+        state = {**state, "callbacks": from_plain(state["callbacks"]), "hooks": from_plain(state["hooks"])}
+        self._restored = state
         self._put_own(state["own"])
         self._seams.load_state_dict(state["loops"])
         if state["datamodule"] and trainer.datamodule is not None:
             trainer.datamodule.load_state_dict(state["datamodule"])
         if state["precision"]:
             trainer.precision_plugin.load_state_dict(state["precision"])
+        self._flags.put(state["flags"])
+        self._structure.put(state["structure"], trainer.strategy.root_device)
+        self._load_hooks(state, self._others)
+        self._metrics.put(state["metrics"])
+        self._outputs.put(state["outputs"], trainer.strategy.root_device)
+        trainer.callback_metrics.update(to_device(state["collected"], trainer.strategy.root_device))
+        self._logged = state["logged"]
+
+    def _load_hooks(self, state: State, callbacks: list[Any]) -> None:
+        """Hand what the module and the callbacks have saved back to them."""
+        trainer = self._trainer
         checkpoint = {**self._checkpoint(state["loops"], state["callbacks"]), **state["hooks"]}
         if overrides(trainer.lightning_module, "on_load_checkpoint"):
             trainer.lightning_module.on_load_checkpoint(checkpoint)
-        for callback in self._others:
+        for callback in callbacks:
             callback.on_load_checkpoint(trainer, trainer.lightning_module, checkpoint)
-        for callback in self._others:
+        for callback in callbacks:
             if saved := state["callbacks"].get(callback.state_key):
                 patience = getattr(callback, "patience", None)
                 callback.load_state_dict(deepcopy(saved))
                 if patience is not None:  # which EarlyStopping takes for a part of its state: it is the script's
                     callback.patience = patience
-        for name, metric in self._metrics:
-            if name in state["metrics"]:
-                _put_metric(metric, state["metrics"][name])
-        trainer.callback_metrics.update(to_device(state["collected"], trainer.strategy.root_device))
-        self._logged = state["logged"]
+                if hasattr(callback, "_internal_optimizer_metadata"):  # BaseFinetuning: the groups are there already
+                    callback._restarting = False
+
+    def epoch_started(self, put_random_state: Callable[[], None], groups: list[int]) -> None:
+        """Run on_train_epoch_start of the resumed epoch again, without a change to the restored state.
+
+        put_random_state: sets the random state in which the hook ran before. groups: how many parameter groups each
+        optimizer had then.
+        """
+        state, self._restored = self._restored, {}
+        flags = self._flags.now()
+        put_random_state()
+        if epoch_start.run_again(self._trainer, self._others, groups):
+            self._flags.set(flags)
+            self._load_hooks(state, self._others)
+            self._trainer.fit_loop.epoch_loop._results.clear()  # what it has logged was logged before
+        self._metrics.put(state["metrics"])  # hooks of the start may have created or reset them
+        self._outputs.put(state["outputs"], self._trainer.strategy.root_device)
+
+    def epoch_begins(self) -> None:
+        """Look for metrics that hooks have created."""
+        self._metrics.find()
 
     def log_again(self) -> None:
         """Once the loops are where they were: what was logged in this epoch before."""
@@ -234,26 +295,6 @@ def _names(results: Any, one: Any) -> tuple[str, ...]:
     return (*_epoch_names(results, one), *results._forked_name(one, True))
 
 
-# -- torchmetrics that are parts of the model: what they have collected is no part of its state_dict --
-
-
-def _metrics(module: Any) -> Iterator[tuple[str, Any]]:
-    for name, one in module.named_modules():
-        if hasattr(one, "metric_state") and hasattr(one, "_update_count"):
-            yield name, one
-
-
-def _metric_state(metric: Any) -> State:
-    values = {key: list(v) if isinstance(v, list) else v for key, v in metric.metric_state.items()}
-    return {"values": values, "updates": metric._update_count}
-
-
-def _put_metric(metric: Any, saved: State) -> None:
-    for key, value in saved["values"].items():
-        setattr(metric, key, to_device(value, metric.device))
-    metric._update_count, metric._computed = saved["updates"], None
-
-
 # -- what was logged on the way to the end of an epoch --
 
 SAID = (
@@ -292,10 +333,3 @@ def _log_again(trainer: Any, saved: State) -> None:
                 results[key].cumulated_batch_size = one["count"]
     trainer._logger_connector._first_loop_iter = saved["first"]
     trainer._logger_connector._current_fx = saved["fx"]
-
-
-def to_device(value: Any, device: Any) -> Any:
-    """The same with all tensors in it on a device."""
-    from lightning_utilities.core.apply_func import apply_to_collection
-
-    return apply_to_collection(value, Tensor, lambda tensor: tensor.to(device))

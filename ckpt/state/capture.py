@@ -255,7 +255,16 @@ class Capture:
     # -- putting back --
 
     def place(self, saved: SavedState, *, strict: bool = True) -> Placement:
-        """Where the tensors of a saved state go. Changes nothing; what does not fit is among its `problems`."""
+        """Where the tensors of a saved state go. Changes nothing; what does not fit is among its `problems`.
+
+        If the class of an object in the state has a method `match_structure`, it may first change the structure of the
+        other entries. It gets each saved entry by its path.
+        """
+        found = saved.nodes(self.seat.rank)
+        targets: list[Any] = [getattr(node, "target", None) for node in self.nodes]
+        for target in targets:
+            if hasattr(type(target), "match_structure"):
+                target.match_structure({one.path: one for one in found})
         if self._walk.moved():
             self._walk_again()
         pieces = self._pieces()
@@ -264,7 +273,6 @@ class Capture:
         as_saved, lying = known is not None and known.is_as_saved(saved, pieces), set[str]()
         fixed = {node.path: piece.fixed for node, piece in zip(self.nodes, pieces, strict=True)}
         live = {node.path: node for node in self.nodes}
-        found = saved.nodes(self.seat.rank)
         if found and all(one.kind == BY_DCP for one in found):
             raise MismatchError(
                 "this was saved through ckpt.dcp: dcp.load reads it, and `ckpt restore RUN --to NEW --format run` "

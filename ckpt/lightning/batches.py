@@ -1,0 +1,429 @@
+"""Where the batches of a Lightning training come from, so that a restored run sees the same ones.
+
+The order of a plain loader follows from the random state at a few moments. `BatchFeed` records these states, and
+repeats them when a run is restored.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils import data
+
+from ckpt.errors import UsageError
+from ckpt.state.stateful import RNG, adapt
+
+State = dict[str, Any]
+PLAIN = (bool, int, float, str, type(None))
+GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+PARTS = {"sampler", "batch_sampler", "dataset", "loader", "dataloader"}  # attributes that hold parts of a loader
+MAX_OBJECTS, MAX_ITEMS = 64, 32
+MAX_DRAWS = 512  # batches of an epoch, at about 5 KB each
+AT_ONCE = (
+    data.SequentialSampler, data.RandomSampler, data.SubsetRandomSampler, data.WeightedRandomSampler,
+    data.DistributedSampler,
+)  # fmt: skip
+
+
+def say(trainer: Any, text: str, *values: object) -> None:
+    """A warning among Lightning's own, which are shown unless somebody has turned them off."""
+    _logger(trainer).warning(text, *values)
+
+
+def inform(trainer: Any, text: str, *values: object) -> None:
+    """What is no warning, shown like Lightning's own "Restoring states from …"."""
+    _logger(trainer).info(text, *values)
+
+
+def _logger(trainer: Any) -> logging.Logger:
+    return logging.getLogger(type(trainer.fit_loop).__module__.partition(".loops")[0])
+
+
+class BatchFeed:
+    """Records where batches come from, and comes back to a batch.
+
+    Lightning restores loaders with a state of their own (all loaders of a training, or none counts). With other
+    loaders, the order of an epoch, and what their workers draw, follow from the random state at two moments: when the
+    iterator was created, and when the first batch was requested. So the iterator is created again from those, the
+    batches that are done are fetched again and dropped, and then the random state is set to that of the step.
+
+    Three more moments count. Loaders are created in the epoch, and from the random state, in which the run created
+    them. A shorter loader of several starts again within the epoch. And samplers, streams and generators without a
+    known class may draw from the shared generators at each batch: each such state is recorded before the batch, unless
+    nothing has drawn from that generator since the batch before.
+
+    Counters and generators in samplers and data sets count as a part of the random state.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._world = trainer.world_size
+        self.made: State = {}  # the epoch and the random state in which the loaders were created
+        self.val_made: State = {}  # the same for validation
+        self.epoch_started: State = {}  # random state before on_train_epoch_start
+        self._begun: State = {}  # before the iterator was created
+        self._fetch: State = {}  # before its first batch
+        self._was_made = False  # by the epoch; else by what was set up before it
+        self._first = 0  # batches of this epoch that were done before
+        self._ahead: list[State] | None = None  # states of the loaders before the batch that was fetched in advance
+        self._step: State = {}  # what was restored
+        self._saved_world = self._world
+        self._base: list[State] = []  # counters of samplers and data sets as the script made them
+        self._objects: list[Any] = []  # loaders, samplers and data sets
+        self._lazy = self._several = False  # which batches may draw: any; those in which a loader starts again
+        self._draws = Draws()
+        self._count = 0  # batches fetched since the first of this epoch
+        self._before: State = {}  # random state before the batch that is being fetched
+        self._after: State = {}  # and after the one before it
+        self._iterators: list[tuple[int, int]] = []
+        self._replaying = False
+        self._returning = False  # restored, and not back at the batch yet
+
+    # -- random states --
+
+    def now(self) -> State:
+        """Return every random state that the order of batches may depend on."""
+        return {"rng": RNG().state_dict(), "objects": self._counted()}
+
+    def _put(self, state: State) -> None:
+        RNG().load_state_dict(state["rng"])
+        self._count_as(state["objects"])
+
+    def put_epoch_started(self) -> None:
+        """Set the random state in which on_train_epoch_start ran."""
+        if self.epoch_started:
+            self._put(self.epoch_started)
+
+    def _loaders(self) -> list[Any]:
+        combined = self._trainer.fit_loop._combined_loader
+        return [] if combined is None else list(combined.flattened)
+
+    @property
+    def _stateful(self) -> bool:
+        loaders = self._loaders()
+        return bool(loaders) and all(_is_stateful(loader) for loader in loaders)
+
+    # -- counters and generators in loaders --
+
+    def loaders_made(self, loaders: list[Any]) -> None:
+        """Note the parts of the loaders and their counters, before an iterator is created."""
+        self._objects = _parts(loaders)
+        self._base = [_scalars(one) for one in self._objects]
+        stateful = all(map(_is_stateful, loaders))
+        self._lazy = not stateful and not all(map(_draws_at_once, loaders))
+        self._several = not stateful and len(loaders) > 1
+
+    def _counted(self) -> list[Any]:
+        """Return the counters that differ from what the script set, and the state of each generator."""
+        found: list[Any] = []
+        for number, (one, base) in enumerate(zip(self._objects, self._base, strict=True)):
+            changed = {k: v for k, v in _scalars(one).items() if k not in base or base[k] != v}
+            generators = {k: _state_of(v) for k, v in vars(one).items() if isinstance(v, GENERATORS)}
+            if changed or generators:
+                found.append([number, type(one).__qualname__, changed, generators])
+        return found
+
+    def _count_as(self, saved: list[Any]) -> None:
+        by_number = {number: rest for number, *rest in saved}
+        for number, (one, base) in enumerate(zip(self._objects, self._base, strict=True)):
+            kind, changed, generators = by_number.get(number, (type(one).__qualname__, {}, {}))
+            if kind != type(one).__qualname__:  # the script has other loaders now
+                continue
+            for key, value in _scalars(one).items():
+                wanted = changed.get(key, base.get(key, value))
+                if wanted != value:
+                    vars(one)[key] = wanted
+            vars(one).update({key: value for key, value in changed.items() if key not in vars(one)})
+            for key, state in generators.items():
+                if isinstance(vars(one).get(key), GENERATORS):
+                    _set_state(vars(one)[key], state)
+
+    # -- as training goes on --
+
+    def making(self) -> State:
+        """Return what loaders that are created now may depend on."""
+        return {"epoch": self._trainer.current_epoch, "rng": RNG().state_dict()}
+
+    @contextlib.contextmanager
+    def as_made(self, made: State) -> Iterator[None]:
+        """Set the epoch and the random state in which the loaders were created; afterwards, the epoch of now."""
+        current = self._trainer.fit_loop.epoch_progress.current
+        epoch, current.completed = current.completed, made["epoch"]
+        RNG().load_state_dict(made["rng"])
+        try:
+            yield
+        finally:
+            current.completed = epoch
+
+    def epoch_ends(self) -> None:
+        """Batches that are fetched from now on belong to the next epoch."""
+        self._fetch = {}
+
+    def epoch_begins(self, before: State, *, made: bool) -> None:
+        self._begun, self._was_made, self._fetch = before if made else {}, made, {}
+
+    def before_batch(self, fetcher: Any) -> None:
+        if not self._fetch:
+            self._check(fetcher)
+            self._fetch, self._first = self.now(), self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
+            self._draws, self._count, self._after = Draws(), 0, self._fetch["rng"]
+        if fetcher.length is None and self._stateful:  # such are fetched one ahead
+            self._ahead = self._trainer.fit_loop._combined_loader._state_dicts()
+
+    def before_fetch(self) -> None:
+        if self._replaying:
+            self._draws.repeat(self._count)
+        elif self._fetch and not self._returning and (self._lazy or self._several):
+            self._before, self._iterators = RNG().state_dict(), self._iterated()
+
+    def after_fetch(self) -> None:
+        if self._before and not self._replaying:
+            self._note_draws()
+        self._count += 1
+
+    def _note_draws(self) -> None:
+        before, self._before = self._before, {}
+        now = RNG().state_dict()
+        if self._lazy or self._has_restarted():
+            drawn = {k: v for k, v in before.items() if not _same(v, now[k]) and not _same(v, self._after.get(k))}
+            if drawn and not self._draws.add(self._count, drawn):
+                say(
+                    self._trainer,
+                    "more than %d batches of this epoch drew from the shared random generators, and training drew from "
+                    "them between the batches: a restart from here on sees other batches in the rest of the epoch. "
+                    "Give the sampler or data set a torch.Generator of its own, or use a StatefulDataLoader",
+                    MAX_DRAWS,
+                )
+        self._after = now
+
+    def _iterated(self) -> list[tuple[int, int]]:
+        inner = getattr(self._trainer.fit_loop._combined_loader, "_iterator", None)
+        return [(id(one), getattr(one, "_num_yielded", 0)) for one in getattr(inner, "iterators", ())]
+
+    def _has_restarted(self) -> bool:
+        """Return True if a loader of several started again in this fetch."""
+        pairs = zip(self._iterators, self._iterated(), strict=False)
+        return any(old != new or now <= then for (old, then), (new, now) in pairs)
+
+    @staticmethod
+    def _check(fetcher: Any) -> None:
+        if hasattr(fetcher, "iterator_wrapper"):
+            raise UsageError(
+                "training_step(dataloader_iter) fetches batches by itself, so that nobody can come back to one: take "
+                "`batch` instead"
+            )
+
+    # -- saved and restored --
+
+    def fix(self, loop: State) -> None:
+        """What Lightning's loop says of its loaders, put right."""
+        if not self._stateful:
+            loop.pop("combined_loader", None)
+        elif self._ahead is not None and "combined_loader" in loop:
+            loop["combined_loader"] = self._ahead
+
+    def state_dict(self) -> State:
+        return {
+            "begun": self._begun,
+            "fetch": self._fetch,
+            "was_made": self._was_made,
+            "first": self._first,
+            "draws": self._draws.state_dict(),
+            "made": self.made,
+            "val_made": self.val_made,
+            "epoch_started": self.epoch_started,
+            "objects": self._counted(),
+            "world": self._world,
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        self._begun, self._fetch, self._was_made = state["begun"], state["fetch"], state["was_made"]
+        self._first, self._saved_world = state["first"], state["world"]
+        self.made, self.val_made, self.epoch_started = state["made"], state["val_made"], state["epoch_started"]
+        self._draws = Draws()
+        self._draws.load_state_dict(state["draws"])
+        self._step, self._returning = {"objects": state["objects"]}, True
+
+    def resume(self) -> None:
+        """Everything is restored, random numbers too: keep these for later."""
+        self._step["rng"] = RNG().state_dict()
+
+    def come_back(self, fetcher: Any) -> None:
+        """The batches of this epoch that are done will not come again, those that come are the ones that would have."""
+        progress = self._trainer.fit_loop.epoch_loop.batch_progress
+        done = progress.current.ready
+        self._check(fetcher)
+        if not self._trainer.fit_loop.epoch_loop._num_ready_batches_reached() and not self._stateful:
+            self._say_what_differs()
+            if self._was_made:
+                self._put(self._begun)
+                iter(fetcher)  # makes a new one inside
+            else:
+                fetcher.fetched -= done  # it counts on, and these are yet to be fetched
+            self._put(self._fetch)
+            self._count, self._replaying = 0, True
+            try:
+                for _ in range(done - self._first):
+                    next(fetcher)
+            finally:
+                self._replaying = False
+        self._after, self._returning = {}, False
+        self._put(self._step)
+
+    def _say_what_differs(self) -> None:
+        if self._saved_world != self._world:
+            say(
+                self._trainer,
+                "saved by %d ranks and restored by %d in the middle of an epoch: the batches of its rest are divided "
+                "anew, so that some samples may come twice and some not at all in this epoch",
+                self._saved_world,
+                self._world,
+            )
+        if any(getattr(loader, "persistent_workers", False) for loader in self._loaders()):
+            say(
+                self._trainer,
+                "persistent_workers=True: the batches are the same again, but what workers draw at random goes on from "
+                "other numbers than in the run that was interrupted",
+            )
+
+
+class Draws:
+    """Random states before single batches of an epoch, by the number of the batch.
+
+    The states are the rows of one array for each generator, so that a save has few entries, and new ones rarely.
+    """
+
+    def __init__(self) -> None:
+        self._rows: dict[str, np.ndarray[Any, Any]] = {}
+        self._marks: list[list[Any]] = []  # number of the batch; of each generator its row, and what is no array
+        self._full = False
+
+    def add(self, count: int, state: State) -> bool:
+        """Record a state. Return False the first time there is no room for it."""
+        if len(self._marks) >= MAX_DRAWS:
+            first, self._full = not self._full, True
+            return not first
+        mark: dict[str, Any] = {}
+        for name, value in state.items():
+            array, rest = _split(name, value)
+            rows = self._rows.get(name)
+            used = sum(name in marked for _, marked in self._marks)
+            if rows is None or used == len(rows):
+                grown = np.zeros((max(4, 2 * used), array.size), array.dtype)
+                if rows is not None:
+                    grown[:used] = rows
+                rows = self._rows[name] = grown
+            rows[used] = array
+            mark[name] = [used, rest]
+        self._marks.append([count, mark])
+        return True
+
+    def repeat(self, count: int) -> None:
+        """Set the state that was recorded before this batch, if there is one."""
+        for marked, mark in self._marks:
+            if marked == count:
+                whole = {name: _join(name, self._rows[name][row], rest) for name, (row, rest) in mark.items()}
+                RNG().load_state_dict({**RNG().state_dict(), **whole})
+
+    def state_dict(self) -> State:
+        return {"rows": dict(self._rows), "marks": list(self._marks), "full": self._full}
+
+    def load_state_dict(self, state: State) -> None:
+        self._rows = {name: np.array(rows) for name, rows in state["rows"].items()}
+        self._marks, self._full = list(state["marks"]), state["full"]
+
+
+def _split(name: str, value: Any) -> tuple[np.ndarray[Any, Any], Any]:
+    """Take the state of one of the generators of `RNG` apart into one array and plain values."""
+    if name == "torch":
+        return value.numpy(), None
+    if name == "accelerator":
+        return np.concatenate([one.cpu().numpy() for one in value]), [one.numel() for one in value]
+    before, array, *after = value if name == "numpy" else (value[0], value[1], value[2])
+    return np.asarray(array), [before, *after]
+
+
+def _join(name: str, array: np.ndarray[Any, Any], rest: Any) -> Any:
+    if name == "torch":
+        return torch.from_numpy(array.copy())
+    if name == "accelerator":
+        return list(torch.split(torch.from_numpy(array.copy()), rest))
+    return (rest[0], array.copy(), *rest[1:])
+
+
+def _same(one: Any, other: Any) -> bool:
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, (tuple, list)):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    return bool(np.array_equal(one, other)) if isinstance(one, np.ndarray) else bool(one == other)
+
+
+def _is_stateful(loader: Any) -> bool:
+    return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+
+
+def _draws_at_once(loader: Any) -> bool:
+    """Return True if the order of an epoch is known to be drawn when its iteration begins."""
+    if _is_stateful(loader):
+        return True
+    if not isinstance(loader, data.DataLoader):
+        return False
+    if isinstance(loader.dataset, data.IterableDataset):
+        return loader.num_workers > 0  # they draw, from seeds that were drawn then
+    batches = loader.batch_sampler
+    samplers = [loader.sampler] if batches is None else [batches, getattr(batches, "sampler", None)]
+    return all(type(one) in (*AT_ONCE, data.BatchSampler) for one in samplers)
+
+
+def _parts(loaders: list[Any]) -> list[Any]:
+    """Return the loaders and the samplers and data sets in them, each once, always in the same order."""
+    found: dict[int, Any] = {}
+    pending = list(loaders)
+    while pending and len(found) < MAX_OBJECTS:
+        one = pending.pop(0)
+        if id(one) in found or not hasattr(one, "__dict__") or isinstance(one, type):
+            continue
+        found[id(one)] = one
+        for key, value in vars(one).items():
+            several = (
+                list(value.values()) if type(value) is dict else value if type(value) in (list, tuple) else [value]
+            )
+            if len(several) <= MAX_ITEMS:
+                kinds = (data.DataLoader, data.Sampler, data.Dataset)
+                pending += [v for v in several if isinstance(v, kinds) or (key in PARTS and hasattr(v, "__dict__"))]
+    return list(found.values())
+
+
+_OF_TORCH = frozenset(vars(data.DataLoader(data.TensorDataset(torch.zeros(1)))))
+
+
+def _scalars(one: Any) -> State:
+    """Return the plain attributes of a loader, sampler or data set that its user may count in."""
+    if _is_stateful(one):
+        return {}
+    skipped = _OF_TORCH if isinstance(one, data.DataLoader) else frozenset[str]()
+    return {k: v for k, v in vars(one).items() if type(v) in PLAIN and k not in skipped and not k.startswith("__")}
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, np.random.RandomState):
+        return generator.get_state(legacy=True)
+    adapted = adapt(generator)
+    assert adapted is not None
+    return adapted.state_dict()
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, np.random.RandomState):
+        generator.set_state(state)
+    elif (adapted := adapt(generator)) is not None:
+        adapted.load_state_dict(state)

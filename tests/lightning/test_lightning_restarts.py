@@ -1,0 +1,695 @@
+"""Lightning trainings that are interrupted several times end like uninterrupted ones, bit for bit.
+
+Each recipe is a way of training that people have: what hooks and callbacks do by the epoch, where batches come from,
+what is collected on the way.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset
+
+pytest.importorskip("lightning")
+import lightning.pytorch as pl
+import torchmetrics
+from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning, Callback, LambdaCallback, ModelPruning
+from lightning.pytorch.utilities import CombinedLoader
+
+from ckpt.lightning import CheckpointCallback
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+EPOCHS, BATCHES = 4, 6
+STOPS = (4, 10, 18)  # batches that are begun and not done; 18 is the first of an epoch
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Any:
+    """Turn Lightning's hints off."""
+    logger, threads = logging.getLogger("lightning.pytorch"), torch.get_num_threads()
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+    logger.setLevel(level)
+
+
+def data(n: int = 4 * BATCHES, seed: int = 7) -> TensorDataset:
+    x = torch.randn(n, 8, generator=torch.Generator().manual_seed(seed))
+    return TensorDataset(x, x.roll(1, 1))
+
+
+class Model(pl.LightningModule):
+    """A backbone with batch norm, and a head with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh())
+        self.head = nn.Sequential(nn.Dropout(0.2), nn.Linear(8, 8))
+        self.told: list[list[Any]] = []
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        if isinstance(batch, dict):
+            x, y = batch["a"]
+            x = x + batch["b"][0][: len(x)].mean()
+        else:
+            x, y = batch
+        return self.loss(x, y)
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return (self.head(self.backbone(x)) - y).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], 1e-2)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(data(), 4, shuffle=True)
+
+    def tell(self, *values: Any) -> None:
+        """Note a value of an epoch: the last note of each epoch counts."""
+        self.told.append([self.current_epoch, *(v.tolist() if isinstance(v, Tensor) else v for v in values)])
+
+
+class Stop(Callback):
+    def __init__(self, at: int | None) -> None:
+        self.at = at
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.fit_loop.total_batch_idx == self.at:
+            raise RuntimeError("stop here")
+
+
+def fit(recipe: Any, run: str | None, stop: int | None = None, epochs: int = EPOCHS) -> Any:
+    """One process of a training; the module, and the trainer."""
+    pl.seed_everything(0, verbose=False)
+    module, callbacks, settings = recipe()
+    saving = [] if run is None else [CheckpointCallback(run, every=5)]
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        max_epochs=epochs,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        callbacks=[*saving, *callbacks, Stop(stop)],
+        **settings,
+    )
+    trainer.fit(module)
+    return module, trainer
+
+
+def compare(recipe: Any, run: str, stops: tuple[int, ...] = STOPS) -> None:
+    """Interrupt a training at each of these batches, and compare it with one that never was."""
+    whole, _ = fit(recipe, None)
+    told: dict[int, Any] = {}
+    for stop in stops:
+        with pytest.raises(RuntimeError, match="stop here"):
+            fit(recipe, run, stop)
+    last, trainer = fit(recipe, run)
+    assert trainer.global_step == EPOCHS * BATCHES
+    for name, value in whole.state_dict().items():
+        assert torch.equal(value, last.state_dict()[name]), name
+    told |= {epoch: values for epoch, *values in last.told}
+    expected = {epoch: values for epoch, *values in whole.told}
+    assert told == {epoch: expected[epoch] for epoch in told} and (not expected or told)
+
+
+Recipe = Callable[[], tuple[Any, list[Any], dict[str, Any]]]
+RECIPES: dict[str, Recipe] = {}
+
+
+def recipe(make: Recipe) -> Recipe:
+    RECIPES[make.__name__] = make
+    return make
+
+
+# -- callbacks and hooks that change the model or the optimizer by the epoch --
+
+
+class Unfreeze(BaseFinetuning):
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.backbone, train_bn=False)
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.backbone, optimizer, lr=1e-3)
+
+
+@recipe
+def base_finetuning() -> Any:
+    return Model(), [Unfreeze()], {}
+
+
+@recipe
+def backbone_finetuning() -> Any:
+    class Head(Model):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.Adam(self.head.parameters(), 1e-2)
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)]
+
+    return Head(), [BackboneFinetuning(1, lambda epoch: 1.5, verbose=False)], {}
+
+
+@recipe
+def group_added_by_a_hook() -> Any:
+    class Adds(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.backbone.requires_grad_(False)
+
+        def on_train_epoch_start(self) -> None:
+            if self.current_epoch == 2:
+                self.backbone.requires_grad_(True)
+                self.optimizers().add_param_group({"params": list(self.backbone.parameters()), "lr": 1e-3})
+
+    return Adds(), [], {}
+
+
+@recipe
+def pruning() -> Any:
+    return Model(), [ModelPruning("l1_unstructured", amount=0.2, make_pruning_permanent=False)], {}
+
+
+@recipe
+def permanent_pruning() -> Any:
+    return Model(), [ModelPruning("l1_unstructured", parameter_names=["weight"], amount=0.3)], {}
+
+
+@recipe
+def frozen_by_the_epoch() -> Any:
+    class ByEpoch(Model):
+        def on_train_epoch_start(self) -> None:
+            self.backbone.requires_grad_(self.current_epoch % 2 == 1)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), 1e-2, momentum=0.9)
+
+    return ByEpoch(), [], {}
+
+
+@recipe
+def unfrozen_once_at_a_batch() -> Any:
+    class Once(Callback):
+        def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+            pl_module.backbone.requires_grad_(False)
+
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            if trainer.global_step == 8:
+                pl_module.backbone.requires_grad_(True)
+                pl_module.head[0].eval()
+
+    class All(Model):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), 1e-2)
+
+    return All(), [Once()], {}
+
+
+@recipe
+def attributes_of_the_epoch() -> Any:
+    """Set by the module, by a callback, and by a function in a LambdaCallback."""
+
+    class Weighted(Model):
+        weight = offset = scale = 1.0
+
+        def on_train_start(self) -> None:
+            self.table = [0.5, 1.0, 2.0, 3.0]
+
+        def on_train_epoch_start(self) -> None:
+            self.weight = self.table[self.current_epoch]
+
+        def loss(self, x: Tensor, y: Tensor) -> Tensor:
+            return super().loss(x * self.scale, y) * self.weight + self.offset * self.head[1].weight.square().mean()
+
+    class Sets(Callback):
+        def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+            pl_module.offset = 0.1 * trainer.current_epoch
+
+    def scale(trainer: Any, pl_module: Any) -> None:
+        pl_module.scale = 1 + trainer.current_epoch
+
+    return Weighted(), [Sets(), LambdaCallback(on_train_epoch_start=scale)], {}
+
+
+@recipe
+def hook_that_changes_the_state() -> Any:
+    """Once an epoch, and not once more when it is resumed: settings, moments, weights, schedules, counters, logs."""
+
+    class Changes(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mean = torchmetrics.MeanMetric()
+            self.register_buffer("scale", torch.ones(()), persistent=False)
+            self.epochs = 0
+
+        def on_train_epoch_start(self) -> None:
+            self.epochs += 1
+            self.mean.reset()
+            self.scale.fill_(1.0 + self.current_epoch)  # not in the state, so the hook has to set it again
+            optimizer, schedule = self.optimizers().optimizer, self.lr_schedulers()
+            optimizer.param_groups[0]["weight_decay"] *= 0.5
+            schedule.step()
+            self.log("begun", float(self.current_epoch + torch.rand(())))
+            with torch.no_grad():
+                self.head[1].weight.mul_(0.9)
+            self.head[1].bias.data.add_(torch.randn(8))
+            self.backbone[0].weight.data = self.backbone[0].weight.data * 1.1
+            if self.current_epoch == 2:
+                optimizer.state.clear()
+            for values in optimizer.state.values():
+                values["exp_avg"].mul_(0.5)
+
+        def training_step(self, batch: Any, index: int) -> Any:
+            loss = super().training_step(batch, index) * self.scale
+            self.mean(loss.detach())
+            self.log("loss", loss, on_epoch=True, on_step=False)
+            return loss
+
+        def on_train_epoch_end(self) -> None:
+            metrics = self.trainer.callback_metrics
+            self.tell(self.epochs, self.mean.compute(), metrics["begun"], metrics["loss"])
+
+        def on_save_checkpoint(self, checkpoint: Any) -> None:
+            checkpoint["epochs"] = self.epochs
+
+        def on_load_checkpoint(self, checkpoint: Any) -> None:
+            self.epochs = checkpoint["epochs"]
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.AdamW(self.parameters(), 1e-2, weight_decay=0.5)
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.7)]
+
+    return Changes(), [], {}
+
+
+# -- where batches come from --
+
+
+def with_loader(make: Callable[[Any], Any], **settings: Any) -> Any:
+    class Loads(Model):
+        def train_dataloader(self) -> Any:
+            return make(self)
+
+    return Loads(), [], settings
+
+
+@recipe
+def cycled_loader() -> Any:
+    return with_loader(
+        lambda _: {"a": DataLoader(data(), 4, shuffle=True), "b": DataLoader(data(10, 3), 4, shuffle=True)}
+    )
+
+
+@recipe
+def cycled_loader_with_augmentation() -> Any:
+    class Noisy(Dataset[Any]):
+        def __init__(self, n: int) -> None:
+            self.inner = data(n)
+
+        def __len__(self) -> int:
+            return len(self.inner)
+
+        def __getitem__(self, index: int) -> Any:
+            x, y = self.inner[index]
+            return x + 0.1 * torch.randn(8) + random.random() + np.random.rand(), y.float()
+
+    def make(_: Any) -> Any:
+        loaders = {"b": DataLoader(Noisy(10), 4, shuffle=True), "a": DataLoader(Noisy(4 * BATCHES), 4, shuffle=True)}
+        return CombinedLoader(loaders, "max_size_cycle")
+
+    class Floats(Model):
+        def train_dataloader(self) -> Any:
+            return make(self)
+
+        def loss(self, x: Tensor, y: Tensor) -> Tensor:
+            return super().loss(x.float(), y)
+
+    return Floats(), [], {}
+
+
+def cycle(loader: Any) -> Iterator[Any]:
+    while True:
+        yield from loader
+
+
+@recipe
+def endless_generator() -> Any:
+    return with_loader(lambda _: cycle(DataLoader(data(10), 4, shuffle=True)), limit_train_batches=BATCHES)
+
+
+@recipe
+def shuffle_buffer() -> Any:
+    class Buffer(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            held: list[Any] = []
+            for item in data(4 * BATCHES):
+                held.append(item)
+                if len(held) > 8:
+                    yield held.pop(int(torch.randint(len(held), ())))
+            random.shuffle(held)
+            yield from held
+
+    return with_loader(lambda _: DataLoader(Buffer(), 4))
+
+
+@recipe
+def sampler_that_draws_as_it_goes() -> Any:
+    class Draws(Sampler[int]):
+        def __init__(self, kind: str) -> None:
+            self.kind = kind
+
+        def __iter__(self) -> Iterator[int]:
+            for _ in range(4 * BATCHES):
+                yield {
+                    "torch": lambda: int(torch.randint(24, ())),
+                    "numpy": lambda: int(np.random.randint(24)),
+                    "python": lambda: random.randrange(24),
+                }[self.kind]()
+
+        def __len__(self) -> int:
+            return 4 * BATCHES
+
+    class Noisy(Model):
+        def train_dataloader(self) -> Any:
+            return {k: DataLoader(data(), 4, sampler=Draws(v)) for k, v in {"a": "torch", "b": "numpy"}.items()}
+
+        def loss(self, x: Tensor, y: Tensor) -> Tensor:
+            return super().loss(x + random.random() * np.random.rand(), y)
+
+    return Noisy(), [], {}
+
+
+@recipe
+def samplers_with_counters() -> Any:
+    """A counter of epochs, and generators of their own that are never seeded again."""
+
+    class Counts(Sampler[int]):
+        def __init__(self) -> None:
+            self.epoch, self.python, self.numpy = 0, random.Random(3), np.random.default_rng(3)
+            self.old, self.torch = np.random.RandomState(3), torch.Generator().manual_seed(3)
+
+        def __iter__(self) -> Iterator[int]:
+            self.epoch += 1
+            order = list(range(4 * BATCHES))
+            random.Random(self.epoch).shuffle(order)
+            self.python.shuffle(order)
+            self.numpy.shuffle(order)
+            self.old.shuffle(order)
+            yield from (order[i] for i in torch.randperm(len(order), generator=self.torch).tolist())
+
+        def __len__(self) -> int:
+            return 4 * BATCHES
+
+    class Counted(Dataset[Any]):
+        def __init__(self) -> None:
+            self.inner, self.read = data(), 0
+
+        def __len__(self) -> int:
+            return len(self.inner)
+
+        def __getitem__(self, index: int) -> Any:
+            self.read += 1
+            x, y = self.inner[index]
+            return x + 0.01 * self.read, y
+
+    return with_loader(lambda _: DataLoader(Counted(), 4, sampler=Counts()))
+
+
+@recipe
+def stateful_loaders_of_several_lengths() -> Any:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    return with_loader(
+        lambda _: {"a": StatefulDataLoader(data(), 4, shuffle=True), "b": StatefulDataLoader(data(10), 4, shuffle=True)}
+    )
+
+
+@recipe
+def reloaded_loaders() -> Any:
+    """Training and validation data are those of the epoch in which they were loaded, and drawn then."""
+
+    class Reloads(Model):
+        def train_dataloader(self) -> Any:
+            order = torch.randperm(4 * BATCHES)
+            return DataLoader([data(seed=100 + self.current_epoch)[i] for i in order.tolist()], 4, shuffle=True)
+
+        def val_dataloader(self) -> Any:
+            return DataLoader(data(8, 200 + self.current_epoch + int(torch.randint(50, ()))), 4)
+
+        def validation_step(self, batch: Any, index: int) -> None:
+            self.log("val", self.loss(*batch))
+
+        def on_train_epoch_end(self) -> None:
+            self.tell(self.trainer.callback_metrics["val"])
+
+    return Reloads(), [], {"reload_dataloaders_every_n_epochs": 2}
+
+
+@recipe
+def loader_of_the_epoch() -> Any:
+    """Asked for once, in epoch 0."""
+    return with_loader(lambda module: DataLoader(data(seed=module.current_epoch), 4, shuffle=True))
+
+
+# -- what is collected --
+
+
+class Averages(Model):
+    """Reads what it has collected at the end of an epoch."""
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        loss = super().training_step(batch, index)
+        self.collect(loss, batch)
+        return loss
+
+    def collect(self, loss: Tensor, batch: Any) -> None:
+        raise NotImplementedError
+
+
+@recipe
+def outputs_of_steps() -> Any:
+    """As in Lightning's documentation, also as dicts, plain numbers, tuples, and lists in a dict."""
+
+    class Outputs(Averages):
+        def __init__(self) -> None:
+            super().__init__()
+            self.training_step_outputs: list[Tensor] = []
+            self.predictions: list[dict[str, Any]] = []
+            self.numbers: list[float] = []
+            self.by_name: dict[str, list[Any]] = {"loss": []}
+
+        def collect(self, loss: Tensor, batch: Any) -> None:
+            self.training_step_outputs.append(loss)
+            x = batch[0][: 1 + len(self.numbers) % 3]
+            self.predictions.append({"x": x, "name": "a", "both": (loss.item(), x.sum())})
+            self.numbers.append(loss.item())
+            self.by_name["loss"].append(loss.detach())
+
+        def on_train_epoch_end(self) -> None:
+            self.tell(torch.stack(self.training_step_outputs).mean(), self.rest())
+            for one in (self.training_step_outputs, self.predictions, self.numbers, self.by_name["loss"]):
+                one.clear()
+
+        def rest(self) -> Any:
+            x = torch.cat([one["x"] for one in self.predictions])
+            both = [[loss, float(total)] for loss, total in (one["both"] for one in self.predictions)]
+            return [x.tolist(), both, list(self.numbers), torch.stack(self.by_name["loss"]).tolist()]
+
+    return Outputs(), [], {}
+
+
+@recipe
+def outputs_of_a_callback() -> Any:
+    class Collects(Callback):
+        def __init__(self) -> None:
+            self.losses: list[Any] = []
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.losses.append(outputs["loss"])
+
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            pl_module.tell(torch.stack(self.losses).mean())
+            self.losses = []
+
+    return Model(), [Collects()], {}
+
+
+def with_metrics(make: Callable[[], dict[str, Any]], *, plain: bool = False, begin: Any = None) -> Any:
+    """A module that updates metrics with its loss; in a ModuleDict, or in a plain dict."""
+
+    class Metrics(Averages):
+        def __init__(self) -> None:
+            super().__init__()
+            self.metrics = make() if plain else nn.ModuleDict(make())
+
+        def on_train_epoch_start(self) -> None:
+            for metric in self.metrics.values():
+                (begin or (lambda one: None))(metric)
+
+        def collect(self, loss: Tensor, batch: Any) -> None:
+            target = (batch[0][:, 0] > 0).long()
+            for name, metric in self.metrics.items():
+                if "class" in name:
+                    metric.update((batch[1][:, 1] > loss.detach()).long(), target)
+                else:
+                    metric.update(loss.detach().reshape(1))
+
+        def on_train_epoch_end(self) -> None:
+            found = {name: metric.compute() for name, metric in self.metrics.items()}
+            self.tell(*(sorted((k, v.tolist()) for k, v in _flat(name, value)) for name, value in found.items()))
+            for metric in self.metrics.values():
+                if begin is None:
+                    metric.reset()
+
+    return Metrics(), [], {}
+
+
+def _flat(name: str, value: Any) -> list[tuple[str, Any]]:
+    if isinstance(value, dict):
+        return [one for key, inner in value.items() for one in _flat(f"{name}.{key}", inner)]
+    return [(name, value)]
+
+
+@recipe
+def wrapped_metrics() -> Any:
+    def make() -> dict[str, Any]:
+        return {
+            "minmax": torchmetrics.MinMaxMetric(torchmetrics.MeanMetric()),
+            "running": torchmetrics.wrappers.Running(torchmetrics.SumMetric(), window=4),
+            "boot": torchmetrics.BootStrapper(torchmetrics.MeanMetric(), num_bootstraps=3),
+            "sum of two": torchmetrics.MeanMetric() + torchmetrics.SumMetric(),
+        }
+
+    return with_metrics(make)
+
+
+@recipe
+def tracked_metrics() -> Any:
+    return with_metrics(
+        lambda: {"tracker": torchmetrics.MetricTracker(torchmetrics.MeanMetric(), maximize=False)},
+        begin=lambda tracker: tracker.increment(),
+    )
+
+
+@recipe
+def metrics_in_a_collection() -> Any:
+    """Members of one group share their state: only the first of them is updated."""
+
+    def make() -> dict[str, Any]:
+        kinds = {"task": "multiclass", "num_classes": 2, "average": "macro"}
+        return {
+            "classes": torchmetrics.MetricCollection([torchmetrics.Recall(**kinds), torchmetrics.Precision(**kinds)])
+        }
+
+    return with_metrics(make)
+
+
+@recipe
+def metrics_in_a_plain_dict() -> Any:
+    return with_metrics(lambda: {"mean": torchmetrics.MeanMetric(), "last": torchmetrics.CatMetric()}, plain=True)
+
+
+@recipe
+def metric_of_a_callback() -> Any:
+    class Collects(Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            self.metric = torchmetrics.MeanMetric()
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.metric.update(outputs["loss"])
+
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            pl_module.tell(self.metric.compute())
+            self.metric.reset()
+
+    return Model(), [Collects()], {}
+
+
+@pytest.mark.parametrize("name", list(RECIPES))
+def test_interrupted_training_ends_like_an_uninterrupted_one(name: str, tmp_path: Path) -> None:
+    compare(RECIPES[name], str(tmp_path / "run"))
+
+
+# -- warnings --
+
+OURS = Path(str(sys.modules[CheckpointCallback.__module__].__file__)).parent
+
+
+@pytest.fixture
+def warned(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]]:
+    """Return what our code has logged for Lightning's users since the last call."""
+    logger = logging.getLogger("lightning.pytorch")
+    logger.addHandler(caplog.handler)
+
+    def read() -> list[str]:
+        records = {id(record): record for record in caplog.records}.values()
+        ours = [r for r in records if r.levelno >= logging.WARNING and Path(r.pathname).parent == OURS]
+        caplog.clear()
+        return [record.getMessage() for record in ours]
+
+    yield read
+    logger.removeHandler(caplog.handler)
+
+
+def interrupt_and_continue(make: Recipe, run: str) -> None:
+    with pytest.raises(RuntimeError, match="stop here"):
+        fit(make, run, 10)
+    fit(make, run)
+
+
+@pytest.mark.parametrize("name", ["shuffle_buffer", "cycled_loader", "cycled_loader_with_augmentation"])
+def test_too_many_draws_of_batches_are_warned_of_once_an_epoch(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warned: Callable[[], list[str]]
+) -> None:
+    """Only where they decide about later batches: loaders that start again draw rarely."""
+    monkeypatch.setattr("ckpt.lightning.batches.MAX_DRAWS", 1)
+    fit(RECIPES[name], str(tmp_path / "run"), epochs=1)
+    found = warned()
+    assert len(found) == (name == "shuffle_buffer")
+    assert all("more than 1 batches of this epoch drew from the shared random generators" in text for text in found)
+
+
+def test_outputs_that_are_not_saved_are_warned_of_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warned: Callable[[], list[str]]
+) -> None:
+    monkeypatch.setattr("ckpt.lightning.collected.MAX_ITEMS", 2)
+    monkeypatch.setattr("ckpt.lightning.trainer_state.MAX_ITEMS", 2)
+    fit(RECIPES["outputs_of_a_callback"], str(tmp_path / "run"), epochs=2)
+    [text] = warned()
+    assert "losses is not saved, since it has more than 2 items" in text and "on_epoch=True" in text
+
+
+def test_hook_that_cannot_run_twice_is_warned_of_and_changes_nothing(
+    tmp_path: Path, warned: Callable[[], list[str]]
+) -> None:
+    def make() -> Any:
+        class Once(Model):
+            def on_train_epoch_start(self) -> None:
+                with torch.no_grad():
+                    self.head[1].weight.mul_(0.9)
+                if self.trainer.fit_loop.total_batch_idx % BATCHES != BATCHES - 1:
+                    raise ValueError("not in the middle")
+
+        return Once(), [], {}
+
+    compare(make, str(tmp_path / "run"), (10,))
+    [text] = warned()
+    assert "Once.on_train_epoch_start failed when it ran again" in text and "not in the middle" in text
+
+
+@pytest.mark.parametrize(
+    "name", ["frozen_by_the_epoch", "outputs_of_steps", "wrapped_metrics", "samplers_with_counters"]
+)
+def test_exact_restarts_log_no_warning(name: str, tmp_path: Path, warned: Callable[[], list[str]]) -> None:
+    interrupt_and_continue(RECIPES[name], str(tmp_path / "run"))
+    assert warned() == []

@@ -46,7 +46,9 @@ class Progress:
         self.step, self._updates, self.deferred, self.moment = step, session.hook.count, None, None
         session.heartbeat.beat(step, stats.stalled_s, stats.saves, stats.skipped)
         self.stepped, self.exchanged, self.thread = True, False, threading.get_ident()
-        session.capture.trust(session.hook.announced())
+        stepped = session.hook.announced()
+        session.capture.trust(stepped)
+        session.unsaved.check(stepped)
 
     def went_back(self, step: int) -> None:
         """The state is that of a checkpoint."""

@@ -35,6 +35,7 @@ from ckpt.trainer.staging.device import memory_node, traced
 from ckpt.trainer.staging.stage import Stager
 from ckpt.trainer.staging.update_gate import UpdateHook
 from ckpt.trainer.supervise.writer_supervisor import WriterSupervisor
+from ckpt.trainer.unsaved_optimizers import UnsavedOptimizers
 from ckpt.version import VERSION
 
 if TYPE_CHECKING:
@@ -233,6 +234,8 @@ class Session:
         self.stalls = Stalls(self.stager, self.heartbeat, settings.busy_timeout_s)
         self.hook = UpdateHook(self.stalls.before_update, self.capture.unguard, self.capture.concerns)
         self.ends.callback(self.hook.remove)
+        self.unsaved = UnsavedOptimizers(self.capture)
+        self.ends.callback(self.unsaved.close)
         self.redo = self._redo()
 
     def _prepare(self, state: dict[str, Any], takeover: bool) -> WriterSupervisor:

@@ -206,11 +206,13 @@ class CheckpointCallback(Base):
         self._close()
         if seams is not None:
             seams.detach()
-        if cp is not None:
-            cp.__exit__(type(exception), exception, exception.__traceback__)
-        shorten(exception)
-        if type(exception).__name__ == "SIGTERMException" and isinstance(exception, SystemExit):
-            exception.code = exception.code or 128 + 15  # Lightning would leave with 0, as if it had finished
+        try:
+            if cp is not None:
+                cp.__exit__(type(exception), exception, exception.__traceback__)
+        finally:
+            shorten(exception)
+            if type(exception).__name__ == "SIGTERMException" and isinstance(exception, SystemExit):
+                exception.code = exception.code or 128 + 15  # Lightning would leave with 0, as if it had finished
 
     # -- beginning --
 

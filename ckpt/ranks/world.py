@@ -274,9 +274,9 @@ class Mailbox:
         if len(self._sent) > KEPT_MAIL:
             self._board.drop([self._sent.popleft()])
 
-    def wait(self, keys: Sequence[str], timeout_s: float) -> list[Json]:
-        """The values, once all are there. DeadlineError names those that are not."""
-        missing = self._board.missing([self._prefix + key for key in keys], timeout_s)
+    def wait(self, keys: Sequence[str], timeout_s: float, stopped: Callable[[], bool] = lambda: False) -> list[Json]:
+        """The values, once all are there. DeadlineError names those that are not in time, or when it is `stopped`."""
+        missing = self._board.missing([self._prefix + key for key in keys], timeout_s, lambda _: stopped())
         if missing:
             names = [key for key in keys if self._prefix + key in missing]
             raise DeadlineError(f"no word from other ranks within {timeout_s:g} s: {_some(names)}")

@@ -26,6 +26,7 @@ from ckpt.runlog.log import Acquire
 from ckpt.tiers import Memory, Tier
 from ckpt.trainer.supervise.writer_supervisor import WriterSupervisor
 
+JOIN_S = 1.0
 NEWER_S = 24 * 3600.0  # a rank whose memory is being made takes its time
 
 
@@ -37,6 +38,8 @@ class Ownership:
         self._place, self._timeout_s = place, timeout_s
         self._post: Mailbox | None = None
         self._mailing = threading.Lock()
+        self._closed = threading.Event()
+        self._threads: list[threading.Thread] = []
         self.roots: list[list[int]] = []
         self.has_checkpoints = False
         self.cadence: dict[str, Any] = {}  # what the last incarnation saved by
@@ -148,12 +151,21 @@ class Ownership:
             try:
                 mailbox = self.mailbox()
                 mailbox.put(f"{key}/{self._world.rank}", True)
-                mailbox.wait([f"{key}/{rank}" for rank in ranks], timeout_s)
+                mailbox.wait([f"{key}/{rank}" for rank in ranks], timeout_s, self._closed.is_set)
                 then()
             except CheckpointError as error:
-                log.warning("%s: %s", otherwise, error)
+                if not self._closed.is_set():
+                    log.warning("%s: %s", otherwise, error)
 
-        threading.Thread(target=tell, name="ckpt-posts", daemon=True).start()
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        self._threads.append(threading.Thread(target=tell, name="ckpt-posts", daemon=True))
+        self._threads[-1].start()
+
+    def close(self) -> None:
+        """Wait for no other rank any more."""
+        self._closed.set()
+        for thread in self._threads:
+            thread.join(JOIN_S)
 
     def mailbox(self) -> Mailbox:
         with self._mailing:

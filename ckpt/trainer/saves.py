@@ -91,7 +91,7 @@ class TierWrites:
         if tier in self.owed and self.owed[tier][0].step <= save.step:
             del self.owed[tier]
 
-        def done(error: CheckpointError | None) -> None:
+        def done(error: CheckpointError | None, write: WriteInFlight) -> None:
             if error is None:
                 self._say_committed(save, url, time.monotonic() - began, write)
                 save.set_committed(url)

@@ -224,6 +224,7 @@ class Session:
         self.supervisor = self.ownership.open(lambda: self._prepare(state, takeover))
         undo.callback(self.supervisor.give_up)
         self.stager.on_writer(self.supervisor.writer.client.pid)
+        self.ends.callback(self.ownership.close)
         self.supervisor.hear(DamagedNote, self._on_damaged)
         self.supervisor.on_failure = self.errors.note
         self.errors.fenced = self.supervisor.writer.lost  # while it was opened

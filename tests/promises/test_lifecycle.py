@@ -957,3 +957,32 @@ def test_closed_gives_its_memory_back(run_dir: str) -> None:
     assert done.returncode == 0, done.stderr
     held, left = json.loads(done.stdout.splitlines()[-1])
     assert held >= 4096 and left < 1024
+
+
+def test_no_thread_and_no_memory_outlives_close(run_dir: str) -> None:
+    """Neither waits for the writer to end, nor for the garbage collector."""
+    state = toy.build()
+    threads, gc_was_on = set(threading.enumerate()), gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        for tiers in (run_dir, [run_dir + "-a", run_dir + "-b"]):
+            arenas = _arenas()
+            with ckpt.Checkpointer(state, tiers, every=2) as cp:
+                for step in range(cp.restore(default=0), 4):
+                    toy.train_step(state)
+                    cp.step(step + 1)
+            assert {one.name for one in set(threading.enumerate()) - threads} == set()
+            assert _arenas() == arenas
+    finally:
+        if gc_was_on:
+            gc.enable()
+
+
+def _arenas() -> int:
+    """Count the descriptors of snapshot memory in this process."""
+    found = 0
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found += "ckpt-arena" in os.readlink(f"/proc/self/fd/{name}")
+    return found

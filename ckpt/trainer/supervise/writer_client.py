@@ -71,13 +71,16 @@ class SpareThreads:
             self.busy -= 1
 
 
-def start_thread(work: Callable[[], None], name: str) -> None:
-    """In a thread of its own, or in one that was kept for the end."""
+def start_thread(work: Callable[[], None], name: str) -> threading.Thread | None:
+    """In a thread of its own, which is returned, or in one that was kept for the end."""
+    thread = threading.Thread(target=work, name=name, daemon=True)
     try:
-        threading.Thread(target=work, name=name, daemon=True).start()
+        thread.start()
     except RuntimeError:
         if SpareThreads.kept:
             min(SpareThreads.kept, key=lambda one: one.busy).take(work)
+        return None
+    return thread
 
 
 R = TypeVar("R")
@@ -116,8 +119,7 @@ class WriterClient:
         self._early: list[Note] = []  # notes that came before
         self._on_lost: Callable[[], None] = lambda: None
         self._sent = threading.Event()
-        start_thread(self._transmit, "ckpt-send")
-        start_thread(self._receive, "ckpt-link")
+        self._threads = [start_thread(self._transmit, "ckpt-send"), start_thread(self._receive, "ckpt-link")]
 
     @classmethod
     def find(cls, key: str) -> WriterClient | None:
@@ -314,10 +316,10 @@ class WriterClient:
             self._outbox.put(None)
         for _, future in waiting.values():
             future.set_exception(WriterError(HUNG_UP if self._closing else "the writer died"))
-        process = self._process
-        ours = not (self._closing or self._fenced)
-        if process is not None and not _until_gone(process) and ours and self._kill(process):
-            _until_gone(process)  # it stood still, and another takes over
+        process, closing = self._process, lambda: self._closing
+        gone = process is None or _until_gone(process, closing)
+        if process is not None and not (gone or self._closing or self._fenced) and self._kill(process):
+            _until_gone(process, closing)  # it stood still, and another takes over
         if not self._closing:
             log.warning("the writer is gone")
             self._on_lost()
@@ -360,6 +362,9 @@ class WriterClient:
         self._outbox.put(None)
         self._sent.wait(link.SEND_S)
         self._channel.close()
+        for thread in self._threads:
+            if thread is not None and thread is not threading.current_thread():
+                thread.join(JOIN_S)
 
     def forget(self) -> None:
         """In a forked child: drop the descriptor without a word."""
@@ -367,9 +372,9 @@ class WriterClient:
         self._channel.forget()
 
 
-def _until_gone(process: Process) -> bool:
-    """Whether it is no more; waits for that a while."""
+def _until_gone(process: Process, closing: Callable[[], bool] = lambda: False) -> bool:
+    """Whether it is no more; waits for that a while, but not while we are `closing`."""
     end = time.monotonic() + ENDING_S
-    while process.alive and time.monotonic() < end:
+    while process.alive and time.monotonic() < end and not closing():
         time.sleep(0.01)
     return not process.alive

@@ -31,7 +31,7 @@ class WriteInFlight:
     arena: Arena
     slot: int
     tier: int
-    done: Callable[[CheckpointError | None], None]
+    done: Callable[[CheckpointError | None, WriteInFlight], None]  # a cycle would keep the arena after close()
     tries: int = 0
     stored: bool = False  # its bytes are in the store: the slot may be used again
     nbytes: int = 0  # when it is done: of the snapshot, and of what was stored for it
@@ -54,7 +54,7 @@ class Writes(WriterUser):
             self._stager.slots.pin(write.arena, write.slot)
             if self._writer.failure is not None:
                 self._stager.slots.unpin(write.arena.id, write.slot)
-                write.done(self._writer.failure)
+                write.done(self._writer.failure, write)
                 return
             self._writes.append(write)
             self._send(self._writer.client, write)
@@ -87,7 +87,7 @@ class Writes(WriterUser):
             write.nbytes, write.nbytes_stored = reply.nbytes, reply.stored
         elif not isinstance(error, CheckpointError):
             error = SaveError(str(error))
-        write.done(error)
+        write.done(error, write)
 
     def on_stored(self, note: StoredNote) -> None:
         with self._writer.lock:
@@ -136,7 +136,7 @@ class Writes(WriterUser):
     def on_no_writer(self, error: CheckpointError) -> None:
         for write in self._writes:
             self._release(write)
-            write.done(error)
+            write.done(error, write)
         self._writes.clear()
 
     def in_use(self) -> set[bytes]:

@@ -39,6 +39,7 @@ SLOW = (
     "test_fsdp1", "test_created", "test_drift", "test_torchft", "test_corners", "test_best", "test_composer",
     "test_promise_file_systems", "test_unreadable",
     "test_further_state",
+    "test_uneven_ranks",
 )  # fmt: skip
 
 

@@ -745,6 +745,28 @@ def test_parts_in_any_order_are_one_checkpoint(order: tuple[int, ...]) -> None:
 
 
 @pytest.mark.usefixtures("hasty")
+def test_slow_rank_is_reported_once_by_name_and_its_checkpoint_lands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be in a long evaluation: only the first writer reports it, and nothing is given up."""
+    monkeypatch.setattr(settling, "REPORT_S", 0.0)
+    monkeypatch.setattr(settling, "FAR_REPORT_S", 0.0)
+    reports: list[str] = []
+
+    async def scenario() -> None:
+        ranks = await Ranks.open()
+        waiting = [
+            asyncio.create_task(ranks.settle(await ranks.write(rank), on_slow=reports.append)) for rank in (0, 1)
+        ]
+        while not reports:
+            await asyncio.sleep(0.01)
+        await ranks.save(2)
+        await asyncio.gather(*waiting)
+        await ranks.check()
+
+    asyncio.run(scenario())
+    assert len(reports) == 1 and "rank 2 has not saved its part" in reports[0]
+
+
+@pytest.mark.usefixtures("hasty")
 def test_a_part_that_never_comes_ends_the_attempt() -> None:
     """After the deadline ABORT names the rank; who comes later, or was waiting, hears why."""
 

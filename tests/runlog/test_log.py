@@ -753,9 +753,8 @@ def test_slow_rank_is_reported_once_by_name_and_its_checkpoint_lands(monkeypatch
 
     async def scenario() -> None:
         ranks = await Ranks.open()
-        waiting = [
-            asyncio.create_task(ranks.settle(await ranks.write(rank), on_slow=reports.append)) for rank in (0, 1)
-        ]
+        parts = [await ranks.write(rank) for rank in (0, 1)]
+        waiting = [asyncio.create_task(ranks.settle(part, on_slow=reports.append)) for part in parts]
         while not reports:
             await asyncio.sleep(0.01)
         await ranks.save(2)

@@ -20,12 +20,14 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
 
 from ckpt.errors import MismatchError
 from ckpt.format.saved_nodes import SavedNode
 from ckpt.format.values import Json, Path, encode, kind_of, show
 from ckpt.state.names import Names
 from ckpt.state.placement import Placement
+from ckpt.state.settings import overridden, scheduler_settings
 from ckpt.state.sharding import StateEntry, is_dtensor, local
 from ckpt.state.special_values import ObjectsOf, encode_constant
 from ckpt.state.stateful import RNG, Resizable, Stateful
@@ -219,6 +221,8 @@ class StatefulNode:
         self.path, self.target = path, target
         self._said = ""  # what kind of value
         self._objects = ObjectsOf(target) if isinstance(target, torch.optim.Optimizer) else None
+        # As the script made it, to report what the checkpoint overrides.
+        self._settings = scheduler_settings(target) if isinstance(target, LRScheduler) else None
 
     def read(self, names: Names) -> Contents:
         collect = Collector(self._objects, exact=not isinstance(self.target, torch.optim.Optimizer))
@@ -255,7 +259,13 @@ class StatefulNode:
                     raise
                 placement.problem(f"{show(self.path)} begins anew, since not all of its state can be had: {error}")
                 return
-            placement.finish(self.path, lambda: _load(target, build()), last=last)
+
+            def finish() -> None:
+                _load(target, build())
+                if self._settings and (text := overridden(self._settings, scheduler_settings(target))):
+                    placement.overruled.append(f"{show(self.path)}: {text}")
+
+            placement.finish(self.path, finish, last=last)
 
     def prepare_as_saved(self, saved: SavedNode, placement: Placement) -> bool:
         return False

@@ -35,3 +35,37 @@ def overruled(then: Settings, now: Settings, in_effect: Settings) -> str:
         text if len(groups) == len(in_effect) else f"{text} (group {', '.join(groups)})"
         for text, groups in differ.items()
     )
+
+
+PROGRESS = {
+    "last_epoch", "best", "num_bad_epochs", "cooldown_counter", "T_cur", "T_i", "_step_count", "_last_lr",
+    "_get_lr_called_within_step", "_is_initial",
+}  # fmt: skip
+"""What a scheduler's state_dict() has that changes during the training."""
+
+
+def scheduler_settings(scheduler: Any) -> dict[str, Any]:
+    """Return the numbers that a scheduler was made with, by name, those of schedulers inside it too."""
+    found: dict[str, Any] = {}
+
+    def collect(start: str, values: Any) -> None:
+        for key, value in values.items() if isinstance(values, dict) else enumerate(values):
+            several = list(value) if isinstance(value, tuple) else value
+            if isinstance(key, str) and key in PROGRESS:
+                continue
+            if _is_number(value) or (isinstance(several, list) and several and all(map(_is_number, several))):
+                found[f"{start}{key}"] = several
+            elif isinstance(several, dict | list):
+                collect(f"{start}{key}.", several)
+
+    try:
+        collect("", scheduler.state_dict())
+    except Exception:  # the code of others; a save will say what is wrong with it
+        return {}
+    return found
+
+
+def overridden(script: dict[str, Any], now: dict[str, Any]) -> str:
+    """Return which settings of the script the checkpoint overrides, "" if none."""
+    differ = [key for key in sorted(script.keys() & now.keys()) if script[key] != now[key]]
+    return "; ".join(f"{key} {now[key]}, not the script's {script[key]}" for key in differ)

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ckpt.checkpoint import read, retention, spelling
+from ckpt.checkpoint import losses, read, retention, spelling
 from ckpt.checkpoint.retention import Keep, as_keep
 from ckpt.checkpoint.spelling import Which
 from ckpt.convert.export import Exported, export
@@ -135,6 +135,7 @@ class Run:
         async def opened() -> T:
             log = await read.open_run(self.url)
             try:
+                await losses.warn(log)
                 return await work(log)
             finally:
                 await log.store.aclose()

@@ -37,9 +37,8 @@ SLOW = (
     "test_incremental", "test_waits", "test_process_groups", "test_flight_recorder", "test_home_made_zero",
     "test_shards", "test_stopped", "test_restore_line", "test_to_lightning", "test_fabric", "test_machines",
     "test_fsdp1", "test_created", "test_drift", "test_torchft", "test_corners", "test_best", "test_composer",
-    "test_promise_file_systems", "test_unreadable",
-    "test_further_state",
-    "test_uneven_ranks",
+    "test_promise_file_systems", "test_unreadable", "test_further_state", "test_uneven_ranks",
+    "test_unnoticed_damage",
 )  # fmt: skip
 
 

@@ -1,20 +1,25 @@
 """What was lost to damage, and what that cost: a restore that comes back to an older step says so.
 
 A damaged log record does not say any more what it said. That it made a checkpoint of an attempt shows in the index
-file, which is stored just before: an attempt with an index and without an end in the log is what may be lost.
+file, which is stored just before: an attempt with an index and without an end in the log is what may be lost. The same
+holds if the newest record is missing, which leaves no gap in the log.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from ckpt.events import log as logger
 from ckpt.format.manifest import Attempt, owner
 from ckpt.runlog.log import RunLog
 from ckpt.runlog.records import Acquire, in_history
 
 UNCLEAR = "may have been taken back"  # so says a reason for an ABORT of what nobody can vouch for
 SHOWN = 4  # problems in one message
+RECORDED_S = 0.5  # from an index to the record that names it
+NO_RECORD = "no log record says"
 
 
 @dataclass(frozen=True)
@@ -38,13 +43,41 @@ class Loss:
 
 async def of_log(log: RunLog) -> list[Loss]:
     """What may be lost with damaged or missing records. StoreError if that cannot be read now."""
+    lost = await _unrecorded(log)
+    if lost and not log.state.damaged:  # a running job writes the record right after the index
+        await asyncio.sleep(RECORDED_S)
+        await log.refresh()
+        lost = await _unrecorded(log)
     state = log.state
     if not state.damaged:
-        return []
-    begun = {owner(info.key) async for info in log.store.list("index/")}
-    lost = {a for a in begun if a is not None and not state.ended(a) and a not in state.held}
+        return [Loss(log.store.url, _unrecorded_steps(lost), of_each(lost))] if lost else []
     lost |= {a for a in state.aborted if UNCLEAR in state.reasons.get(a, "")}
     return [Loss(log.store.url, f"{records(state.damaged)}{_may_have(lost)}", of_each(lost))]
+
+
+async def warn(log: RunLog) -> None:
+    """Log a warning for what may be lost with damaged or missing records."""
+    for loss in await of_log(log):
+        logger.warning("%s: %s", loss.tier, loss.reason)
+
+
+async def _unrecorded(log: RunLog) -> set[Attempt]:
+    """Return the attempts that have an index, and no record that ends them."""
+    begun = {owner(info.key) async for info in log.store.list("index/")}
+    state = log.state
+    return {a for a in begun if a is not None and not state.ended(a) and a not in state.held}
+
+
+def _unrecorded_steps(lost: Iterable[Attempt]) -> str:
+    steps = sorted({attempt.step for attempt in lost})
+    shown = ", ".join(map(str, steps[-SHOWN:]))
+    which = f"step {shown} is a checkpoint, but it has"
+    if len(steps) > 1:
+        which = f"steps {shown} are checkpoints, but each has"
+    return (
+        f"{NO_RECORD} that {which} an index: the newest record is missing, or the job was stopped just before it wrote "
+        "one. The next start of the job records what is whole"
+    )
 
 
 def records(damaged: Sequence[int]) -> str:

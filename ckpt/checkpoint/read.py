@@ -8,6 +8,7 @@ blobs are read is in `blobs`, of which files a checkpoint is put together in `pa
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -368,9 +369,28 @@ async def verify(
             for pack in part.packs:
                 if not new or owner(pack.key) == commit.attempt:
                     await check(read_header(store, pack))
+        if manifest:
+            await check(asyncio.to_thread(_check_parses, manifest, index))
         if data and manifest:
             await _verify_blobs(store, commit, manifest.table, new, on_bytes, note, on_lost)
     return problems
+
+
+def _check_parses(manifest: Manifest, index: Table | Directory | None) -> None:
+    """Raise CorruptError unless layouts, names and plain values of these parts are what a restore can read."""
+    values = {part.rank: part.values for part in manifest.parts}
+    if isinstance(index, Directory):
+        SavedState.listed(index, no_tables, no_tables).check_values(values)
+    elif len(values) == manifest.commit.world <= MANY:
+        manifest.saved().check_values(values)
+    elif manifest.commit.world <= MANY:  # the other parts are on the disks of other nodes
+        for rank in values:
+            manifest.layout(rank)
+
+
+def no_tables(ranks: Sequence[int]) -> dict[int, Any]:
+    """In place of what a check does not read."""
+    return {}
 
 
 async def _verify_blobs(

@@ -32,7 +32,7 @@ from ckpt.errors import CheckpointError, FormatError
 from ckpt.runlog.records import words_of
 from ckpt.store import normalise
 
-REASONS = {"ring": "extra"}
+REASONS = {"ring": "extra", "late": "extra"}
 
 
 @click.command(

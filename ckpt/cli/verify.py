@@ -28,7 +28,7 @@ from ckpt.cli.terminal import (
     put,
 )
 from ckpt.errors import CorruptError, NotFoundError, StoreError, is_unreadable
-from ckpt.format.manifest import read_format
+from ckpt.format.manifest import MAX_FORMAT, read_format
 from ckpt.format.rank_index import Directory
 from ckpt.maintain.examine import examine
 from ckpt.maintain.prune import some
@@ -87,7 +87,7 @@ LOST_RECORDS = (
 
 
 def mendable(problem: str) -> bool:
-    return not problem.startswith(("log record", "redo log"))
+    return not problem.startswith(("log record", "redo log", losses.NO_RECORD))
 
 
 def by_problem(checkpoints: list[dict[str, Any]], kind: str = "problems") -> Iterator[str]:
@@ -108,7 +108,7 @@ async def _verify(url: str, step: Which, every: bool, data: bool) -> dict[str, A
         with progress("reading the redo log", 0) if data and has_logs(log.store.url) else contextlib.nullcontext():
             problems += await asyncio.to_thread(_redo_problems, log, data)
         try:
-            read_format(await steady.get(log.store, "FORMAT.json"))
+            read_format(await steady.get(log.store, "FORMAT.json", limit=MAX_FORMAT))
         except (CorruptError, StoreError) as error:  # the log made up for it
             what = "FORMAT.json is lost" if isinstance(error, NotFoundError) else str(error)
             (away if is_unreadable(error) else problems).append(what)

@@ -23,6 +23,7 @@ from ckpt.convert.source import OriginEntry
 from ckpt.convert.source_files import Foreign
 from ckpt.errors import CorruptError, UsageError
 from ckpt.format.layout import BITS
+from ckpt.format.regular_file import read_regular
 from ckpt.format.values import Path, show
 
 WHAT = "a torch_dist checkpoint of Megatron"
@@ -31,6 +32,7 @@ STATE = re.compile(r"optimizer\.state\.(param|exp_avg|exp_avg_sq)\.(.+)")
 OPTIMIZER = ("optimizer.", "chained_")  # what keys of optimizers begin with
 NOWHERE = {"place": [0] * 5}  # random numbers of a rank that there is not, so nobody takes them (`ckpt.megatron`)
 TOLD = ("checkpoint_version", "content_metadata", "iteration", "model", "opt_param_scheduler", "optimizer")
+MAX_SAID = 1 << 20  # bytes of Megatron's metadata.json
 
 
 def sniff(path: FilePath) -> bool:
@@ -40,7 +42,7 @@ def sniff(path: FilePath) -> bool:
 
 def _said(path: FilePath) -> dict[str, Any]:
     try:
-        found = json.loads((path / "metadata.json").read_bytes()) if path.is_dir() else {}
+        found = json.loads(read_regular(path / "metadata.json", MAX_SAID)) if path.is_dir() else {}
     except (OSError, ValueError, RecursionError):
         return {}
     return found if type(found) is dict else {}

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
-from ckpt.checkpoint import read
+from ckpt.checkpoint import losses, read
 from ckpt.dcp.objects import check_object
 from ckpt.dcp.rank_write import KIND
 from ckpt.errors import (
@@ -142,7 +142,10 @@ async def _look(urls: Sequence[str]) -> tuple[dict[str, RunState], CheckpointErr
     for url in urls:
         try:
             log = await read.open_run(url)
-            await log.store.aclose()
+            try:
+                await losses.warn(log)
+            finally:
+                await log.store.aclose()
             states[url] = log.state
         except CheckpointError as error:
             first = first or error

@@ -54,7 +54,7 @@ class Pressed:
     rows: tuple[str, ...]
     spoken: tuple[str, ...]
     whole: tuple[str, ...] = ()
-    folds: int = 1 << 20
+    folds: int = 256
 
     def to_bytes(self, columns: Mapping[str, npt.NDArray[Any]]) -> bytes:
         press = zstandard.ZstdCompressor(level=self.level, write_content_size=True)

@@ -211,12 +211,17 @@ def unpress(text: str) -> PressedObject:
     return PressedObject(found, text)
 
 
+def plain_size(stored: int) -> int:
+    """Return how many bytes so many compressed bytes may become. Readers refuse more before they decompress them."""
+    return FEW_BYTES + MOST_FOLDS * stored
+
+
 def unpressed(text: str) -> bytes:
     """The JSON. ValueError if it is implausibly large, or was not pressed."""
     try:
         frame = base64.b64decode(text, validate=True)
         size = zstandard.frame_content_size(frame)
-        if not 0 <= size <= min(MAX_JSON, FEW_BYTES + MOST_FOLDS * len(frame)):
+        if not 0 <= size <= min(MAX_JSON, plain_size(len(frame))):
             raise ValueError(f"implausibly large: {size} bytes")
         return zstandard.ZstdDecompressor(max_window_size=1 << 27).decompress(frame, allow_extra_data=False)
     except zstandard.ZstdError as error:

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import BinaryIO
 
+MAX_SMALL = 256 << 20  # bytes
+
 
 def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
     """A descriptor. OSError if it cannot be opened, or is anything but a regular file."""
@@ -28,10 +30,13 @@ def reading(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         yield file
 
 
-def read_regular(path: str | os.PathLike[str]) -> bytes:
-    """All that a file holds. OSError as of `open_regular`."""
+def read_regular(path: str | os.PathLike[str], limit: int = MAX_SMALL) -> bytes:
+    """Read a small file as a whole. Raises OSError as `open_regular` does, and if it has more than `limit` bytes."""
     with reading(path) as file:
-        return file.read()
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise OSError(errno.EFBIG, "it is implausibly large", os.fspath(path))
+    return data
 
 
 def write_regular(path: str | os.PathLike[str], data: bytes) -> None:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from ckpt.errors import CorruptError
 from ckpt.format.columns import ODD
-from ckpt.format.values import Json, Path
+from ckpt.format.layout import TensorSpec
+from ckpt.format.values import Json, Path, decode, plain_dtype, show, unpaired
 
 SHARED_KINDS = ("module", "optimizer")  # of which each rank may hold some part
 PLAIN = "plain"  # among an optimizer's facts: names of plain tensors that are a rank's shards next to a DTensor
+OBJECT_TAGS = ("enum", "namedtuple", "object", "generator", "given", "parameter")
 JOINED_KIND = "optimizer"  # of which the values of all ranks are joined
 ORDERS = "orders"  # a fact: the dimensions of tensors that are not contiguous, from the outermost to the innermost
 
@@ -94,3 +99,74 @@ def _joined_values(nodes: list[SavedNode]) -> Json:
 
 def _union(lists: Iterable[Iterable[Any]]) -> list[Any]:
     return list(dict.fromkeys(one for each in lists for one in each))
+
+
+# -- whether one can be restored --
+
+
+def check_node(node: SavedNode, find: Callable[[str], TensorSpec | None]) -> None:
+    """Raise CorruptError unless a restore can read this entry. `find`: the tensor of a name, None if there is none."""
+    if node.kind == "optimizer" and not is_optimizer(node):
+        raise CorruptError(f"{show(node.path)}: what is stored of it is not the state of an optimizer")
+    if node.kind == "custom module" and unpaired(node.values) is None:
+        raise CorruptError(f"{show(node.path)}: what is stored of it is not the state of a module")
+
+    def check(reference: Json) -> str:
+        tag = str(reference["$"])
+        if tag in OBJECT_TAGS or tag.startswith("torch."):  # only torch, or the script, knows what they stand for
+            return f"{tag} {reference['name'] if 'name' in reference else reference['v']!r}"
+        if tag not in ("tensor", "ndarray", "wrapper"):
+            raise CorruptError(f"unknown tag {tag!r}: written by a newer version?")
+        if reference["$"] == "tensor" and reference.get("kind") not in (None, "parameter", "buffer"):
+            raise CorruptError(f"unknown kind of tensor {reference['kind']!r:.80}: written by a newer version?")
+        for name in [reference["name"]] if reference["$"] != "wrapper" else _names_in(reference):
+            found = find(name) if type(name) is str else None
+            if found is None:
+                raise CorruptError(f"{show(node.path)} refers to {name!r:.80}, which the checkpoint does not hold")
+            if reference["$"] == "ndarray":
+                check_array(found, reference)
+        return tag
+
+    try:
+        decode(node.values, check)
+        for form in node.facts.get("wrappers", ()):
+            check(form)
+    except ODD as error:
+        raise CorruptError(f"{show(node.path)}: what is stored of it is damaged: {error}") from None
+
+
+def _names_in(wrapper: Json) -> list[Any]:
+    """Return the names of all tensors that a tensor is made of."""
+    parts = [part for _, part in wrapper["tensors"]]
+    return [n for part in parts for n in ([part["name"]] if part["$"] == "tensor" else _names_in(part))]
+
+
+def is_optimizer(saved: SavedNode) -> bool:
+    """Return True if an entry is the state of an optimizer."""
+
+    def texts(value: object) -> bool:
+        return type(value) is list and all(type(one) is str for one in value)
+
+    params, values = saved.facts.get("params"), saved.values
+    if not texts(saved.facts.get(PLAIN, [])):
+        return False
+    if type(params) is not list or not all(map(texts, params)) or not texts(saved.facts.get("with_state")):
+        return False
+    if type(values) is not dict or type(values.get("groups")) is not list or type(values.get("state")) is not list:
+        return False
+    groups = (type(group) is dict and not group.keys() & {"$", "params"} for group in values["groups"])
+    more = values.get("more", [])
+    owners = (type(row) is list and len(row) == 2 and type(row[0]) is dict for row in more)
+    if type(more) is not list or not all(owners) or not all("key" in o or texts([o.get("param")]) for o, _ in more):
+        return False
+    return all(groups) and all(type(row) is list and len(row) == 3 and texts(row[:1]) for row in values["state"])
+
+
+def check_array(of: TensorSpec, reference: Json) -> tuple[np.dtype[Any], list[int]]:
+    """Return dtype and shape of the array in these bytes. Raises CorruptError or ValueError if they cannot be one."""
+    dtype, shape = plain_dtype(reference["dtype"]), reference["shape"]
+    if type(shape) is not list or not all(type(n) is int and n >= 0 for n in shape):
+        raise ValueError(f"not a shape: {shape!r:.80}")
+    if of.dtype != "U8" or len(of.shape) != 1 or math.prod(shape) * dtype.itemsize != of.nbytes:
+        raise ValueError(f"{of.name} does not hold an array of {dtype} of shape {shape!r:.80}")
+    return dtype, shape

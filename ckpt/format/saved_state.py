@@ -21,11 +21,11 @@ import numpy as np
 from ckpt.errors import CorruptError
 from ckpt.format.boxes import Box, Effort
 from ckpt.format.columns import I64, end_to_end, starts_of
-from ckpt.format.layout import Layout
+from ckpt.format.layout import Layout, TensorSpec
 from ckpt.format.partition import GLOBAL
 from ckpt.format.rank_index import Directory, RanksView, find_shards
 from ckpt.format.rank_index import Key as Key
-from ckpt.format.saved_nodes import ORDERS, SHARED_KINDS, SavedNode, joined
+from ckpt.format.saved_nodes import ORDERS, SHARED_KINDS, SavedNode, check_node, joined
 from ckpt.format.saved_tensors import SavedTensor, collect
 from ckpt.format.table import Table, empty, merge
 from ckpt.format.values import Json, Path, unlike
@@ -366,6 +366,21 @@ class SavedState:
             if len(mine) != len(self._view(rank).components):
                 raise CorruptError(f"the plain values of rank {rank} are not of its layout")
         self._fetched.update(values)
+
+    def check_values(self, values: Mapping[int, list[Json]]) -> None:
+        """Raise CorruptError unless a restore can read what these ranks saved of every entry of the state."""
+
+        def find(name: str) -> TensorSpec | None:
+            found = self.instances(self.canonical(name, rank))
+            return self.tensors[self.canonical(name, rank), found[0]].spec if found else None
+
+        for rank, mine in values.items():
+            components = self._view(rank).components
+            if len(components) != len(mine):
+                raise CorruptError(f"the plain values of rank {rank} are not of its layout")
+            for one, value in zip(components, mine, strict=True):
+                node = SavedNode(tuple(one["path"]), one["kind"], one["facts"], value, tuple(one["names"]))
+                check_node(node, find)
 
     def shared_names(self) -> set[str]:
         """The names, none of them an alias, of everything in modules and optimizers: somebody must want each."""

@@ -48,9 +48,7 @@ COLUMNS = {
     "stored": "int64", "length": "int64", "codec": "uint8", "base": "int64", "digest": "uint8",
     "stored_digest": "uint8", "packs": "uint8",
 }  # fmt: skip
-PRESSED = Pressed(
-    COLUMNS, 3, MAX_TABLE, ("name_ends", "dtypes", "length"), ("packs",), ("digest", "stored_digest"), folds=256
-)
+PRESSED = Pressed(COLUMNS, 3, MAX_TABLE, ("name_ends", "dtypes", "length"), ("packs",), ("digest", "stored_digest"))
 MAX_BLOB = 64 << 20  # bytes read at once; we cut at 4 MiB
 MAX_MASTERS = 8  # blobs that one may be derived from; as we cut there are two
 Content = tuple[bytes, int]

@@ -5,13 +5,16 @@ slot are taken and touched before it is used, since the first touch of a fresh p
 next, and the size is sealed, so that no reader can ever be hit by SIGBUS. The first slot is `ready` when the arena is
 handed out; its maker makes the others ready while that one is filled.
 
-    page 0       magic, geometry, the robust mutexes of the trainer's staging thread, and of who keeps the arena
+    page 0       magic, geometry, how many slots there are; the robust mutexes of the trainer's staging thread, and of
+                 who keeps the arena
     page 1       the slot table: one `Label` a slot, guarded by a sequence number that is odd while it changes
     2 MiB        slot 0, slot 1, ...
 
 A slot is EMPTY, FILLING, EAGER (all of it is there that cannot be had later: what optimizers change is missing) or
 SEALED. One thread of the trainer makes all transitions while the trainer lives. Behind the label stands the fill mark:
 of a slot that is being filled, so many bytes from the beginning are there, if the snapshot is sealed in the end.
+
+Geometry, counts, labels and marks have checksums, and the kinds of the mutexes are compared: damage is noticed.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ import os
 import platform
 import struct
 import threading
+import time
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -38,10 +42,10 @@ from ckpt.store import PAGE
 EMPTY, FILLING, SEALED, EAGER = 0, 1, 2, 3
 MAX_SLOTS = 16
 
-_MAGIC = b"EVSTEP01"
-_HEADER = struct.Struct("<8sIIQ16s")  # magic, slots, how many of them are ready, slot size, id
-_COUNT = struct.Struct("<I")
-_SLOTS, _READY = 8, 12
+_MAGIC = b"EVSTEP02"
+_HEADER = struct.Struct("<8sIIQ16s")  # magic, checksum of the rest, slots at most, slot size, id
+_COUNTS = 40  # one number, stored at once: how many slots it has, how many of them are ready (16 bits each), checksum
+_CHECKSUM = struct.Struct("<I")
 _SEQUENCE = struct.Struct("<Q")
 _LABEL = struct.Struct("<IIQQQ8s32sQQd")  # state, checksum of the rest, then as in `Label`
 _STATE, _FINITE = 0xFF, {0: None, 0x100: False, 0x200: True}  # both are in one field
@@ -51,6 +55,8 @@ LOCK = 64 << 20  # bytes of a slot that are page-locked for a device in one call
 _TABLE = PAGE
 _ENTRY = PAGE // MAX_SLOTS
 _MARK = 128  # of an entry, from its beginning: the fill mark
+_MARK_BYTES = (1 << 48) - 1
+_LOOKS, _LOOK_S = 20, 0.001  # until a label that is being changed counts as left so
 _DATA = 2 << 20
 _HUGE = 2 << 20
 _MBIND = {"x86_64": 237, "aarch64": 235}  # of system calls
@@ -85,10 +91,14 @@ class Arena:
     """A mapped arena. `create` makes one, `attach` maps another process's."""
 
     def __init__(self, fd: int, memory: mmap.mmap) -> None:
+        """Raises CorruptError if the header is damaged."""
         self.fd, self.memory = fd, memory
-        magic, slots, ready, self.slot_size, self.id = _HEADER.unpack_from(memory, 0)
-        if magic != _MAGIC or not 0 < ready <= slots <= MAX_SLOTS or _DATA + slots * self.slot_size > len(memory):
-            raise CorruptError("the shared memory is not an arena of this version")
+        magic, checksum, most, self.slot_size, self.id = _HEADER.unpack_from(memory, 0)
+        if magic != _MAGIC or checksum != zlib.crc32(memory[12 : _HEADER.size]):
+            raise CorruptError("the header of the shared memory is damaged, or of another version")
+        self._known = (0, 0)  # slots and ready, as they were last read
+        if not 0 < self.ready <= self.slots <= most <= MAX_SLOTS or _DATA + most * self.slot_size > len(memory):
+            raise CorruptError("the header of the shared memory is damaged: it counts impossible slots")
         self.mutex = RobustMutex(memory, _MUTEX)
         self._keeper, self._asking = RobustMutex(memory, _KEEPER), threading.Lock()
         self.view = memoryview(memory)
@@ -109,10 +119,14 @@ class Arena:
                 _prefer(memory, node)
             _populate(fd, memory, _DATA + ready * slot_size)
             fcntl.fcntl(fd, _ADD_SEALS, _SEALS)
-            _HEADER.pack_into(memory, 0, _MAGIC, slots, ready, slot_size, os.urandom(16))
+            _HEADER.pack_into(memory, 0, _MAGIC, 0, slots, slot_size, os.urandom(16))
+            _CHECKSUM.pack_into(memory, 8, zlib.crc32(memory[12 : _HEADER.size]))
+            _set_counts(memory, slots, ready)
             arena = cls(fd, memory)
             arena.mutex.initialise()
             arena._keeper.initialise()
+            for slot in range(slots):
+                arena.set_label(slot, Label(EMPTY))  # so that zeros are no label
             return arena
         except BaseException:
             os.close(fd)
@@ -120,12 +134,16 @@ class Arena:
 
     @classmethod
     def attach(cls, fd: int) -> Arena:
-        """Map an arena received as a descriptor; not inherited by forked children."""
+        """Map an arena received as a descriptor; not inherited by forked children. Raises CorruptError if its header
+        is damaged."""
         memory = mmap.mmap(fd, os.fstat(fd).st_size)
         memory.madvise(mmap.MADV_DONTFORK)
         with contextlib.suppress(OSError):
             memory.madvise(mmap.MADV_HUGEPAGE)  # what was made of huge pages is mapped by them too
-        return cls(fd, memory)
+        arena = cls(fd, memory)
+        if not (arena.mutex.is_sound() and arena._keeper.is_sound()):
+            raise CorruptError("the header of the shared memory is damaged: its locks are not locks any more")
+        return arena
 
     def close(self) -> None:
         """Give the descriptor up; the mapping goes with the last view of it."""
@@ -152,14 +170,19 @@ class Arena:
     @property
     def slots(self) -> int:
         """How many it has, or is about to have."""
-        count: int = _COUNT.unpack_from(self.memory, _SLOTS)[0]
-        return count
+        return self._counts()[0]
 
     @property
     def ready(self) -> int:
         """How many of them may be used: their memory is there."""
-        count: int = _COUNT.unpack_from(self.memory, _READY)[0]
-        return count
+        return self._counts()[1]
+
+    def _counts(self) -> tuple[int, int]:
+        """What was read last, if it is damaged now."""
+        raw: int = _SEQUENCE.unpack_from(self.memory, _COUNTS)[0]
+        if raw >> 32 == zlib.crc32(_CHECKSUM.pack(raw & 0xFFFFFFFF)):
+            self._known = raw & 0xFFFF, raw >> 16 & 0xFFFF
+        return self._known
 
     def make_ready(self) -> None:
         """Take the memory of the other slots, one after the other; for the process that keeps the arena. Those that it
@@ -173,9 +196,9 @@ class Arena:
                     start = _DATA + slot * self.slot_size + at
                     _take(self.fd, self.memory, start, min(_PIECE, self.slot_size - at))
             except MemoryError:
-                _COUNT.pack_into(self.memory, _SLOTS, slot)
+                _set_counts(self.memory, slot, slot)
                 raise
-            _COUNT.pack_into(self.memory, _READY, slot + 1)
+            _set_counts(self.memory, self.slots, slot + 1)
 
     def touch(self, slot: int, wanted: Callable[[], bool] = lambda: True) -> None:
         """Enter the pages of a slot into this process's page table, all at once and without the GIL.
@@ -204,21 +227,42 @@ class Arena:
         return bool(pages(data_size) + values_size <= self.slot_size)
 
     def label(self, slot: int) -> Label | None:
-        """What a slot says, or None while it is being changed."""
+        """What a slot says, or None while it is being changed. Raises CorruptError if it is damaged."""
         at = _TABLE + slot * _ENTRY
         before = _SEQUENCE.unpack_from(self.memory, at)[0]
         raw = bytes(self.memory[at + 8 : at + 8 + _LABEL.size])
-        state, checksum, order, epoch, step, nonce, layout, data, values, time = _LABEL.unpack(raw)
         if before % 2 or _SEQUENCE.unpack_from(self.memory, at)[0] != before:
             return None
-        if state == EMPTY and not any(raw):
-            return Label(EMPTY)  # never used
+        return self._parsed(slot, raw)
+
+    def settled(self, slot: int) -> Label:
+        """What a slot says, once nobody changes it. If its trainer died in between, or the sequence number is damaged,
+        a label counts that is whole: it is stored before, and after, all that it speaks of. Raises CorruptError."""
+        for _ in range(_LOOKS):
+            if (label := self.label(slot)) is not None:
+                return label
+            time.sleep(_LOOK_S)
+        at = _TABLE + slot * _ENTRY
+        return self._parsed(slot, bytes(self.memory[at + 8 : at + 8 + _LABEL.size]))
+
+    def damage(self) -> list[str]:
+        """Say what is wrong with the labels of this arena, a text for each slot that cannot be used."""
+        found = []
+        for slot in range(self.slots):
+            try:
+                self.settled(slot)
+            except CorruptError as error:
+                found.append(f"{error}: the snapshot in it, perhaps a newer step, is lost")
+        return found
+
+    def _parsed(self, slot: int, raw: bytes) -> Label:
+        state, checksum, order, epoch, step, nonce, layout, data, values, at = _LABEL.unpack(raw)
         if checksum != zlib.crc32(raw[8:], state) or pages(data) + values > self.slot_size:
             raise CorruptError(f"slot {slot} of the shared memory is damaged")
         if state == EMPTY:
             return Label(EMPTY)
         attempt, finite = Attempt(epoch, step, nonce.decode()), _FINITE.get(state & ~_STATE)
-        return Label(state & _STATE, order, attempt, layout.hex(), data, values, time, finite)
+        return Label(state & _STATE, order, attempt, layout.hex(), data, values, at, finite)
 
     def set_label(self, slot: int, label: Label) -> None:
         """Only the thread that holds `mutex` may call this."""
@@ -246,12 +290,13 @@ class Arena:
     def mark(self, slot: int, nbytes: int) -> None:
         """So much of a slot that is being filled is there, and nothing is stored to it any more. Only for the thread
         that holds `mutex`."""
-        _SEQUENCE.pack_into(self.memory, _TABLE + slot * _ENTRY + _MARK, nbytes)
+        _SEQUENCE.pack_into(self.memory, _TABLE + slot * _ENTRY + _MARK, _guarded(nbytes))
 
     def filled(self, slot: int, of: Label) -> int | None:
         """How many bytes are there, from the beginning, of the snapshot that had this label while it was being filled;
         None if it was dropped, or its place was taken."""
         found: int = _SEQUENCE.unpack_from(self.memory, _TABLE + slot * _ENTRY + _MARK)[0]
+        found = found & _MARK_BYTES if found == _guarded(found & _MARK_BYTES) else 0
         label = self.label(slot)  # after the mark: whatever has been claimed since has another
         if label is None:
             return 0  # it is being changed: look again
@@ -276,10 +321,19 @@ class Arena:
         found: list[tuple[int, Label]] = []
         for slot in range(self.slots):
             with contextlib.suppress(CorruptError):
-                label = self.label(slot)
-                if label is not None and label.state == state:
+                if (label := self.settled(slot)).state == state:
                     found.append((slot, label))
         return sorted(found, key=lambda item: -item[1].order)
+
+
+def _set_counts(memory: mmap.mmap, slots: int, ready: int) -> None:
+    counts = slots | ready << 16
+    _SEQUENCE.pack_into(memory, _COUNTS, counts | zlib.crc32(_CHECKSUM.pack(counts)) << 32)
+
+
+def _guarded(nbytes: int) -> int:
+    """A fill mark with its checksum in the highest bits."""
+    return nbytes | (zlib.crc32(_SEQUENCE.pack(nbytes)) & 0xFFFF) << 48
 
 
 class ArenaKeeper:

@@ -14,9 +14,12 @@ import errno
 import mmap
 import os
 from enum import Enum
+from functools import lru_cache
 
 _SHARED = 1
 _ROBUST = 1
+_KIND = 16  # where glibc keeps the kind of a mutex, on 64-bit machines
+_OWNER = 0x3FFFFFFF  # of its first word: the number of the thread that holds it
 
 _libc = ctypes.CDLL(None)  # releases the GIL while it waits
 
@@ -44,6 +47,20 @@ class RobustMutex:
         _check(_libc.pthread_mutexattr_setrobust(attributes, _ROBUST))
         _check(_libc.pthread_mutex_init(self._address, attributes))
 
+    def is_sound(self) -> bool:
+        """Return False if the memory was damaged so that it is not a mutex of this kind any more. glibc must not see
+        such a one: it would end the process."""
+        return self._word(_KIND) == _sound_kind()
+
+    def is_orphaned(self) -> bool:
+        """Return True if a thread holds it, by its number, that does not exist: nobody will ever unlock it. The kernel
+        hands over what a thread leaves locked before it takes the thread away, so the memory was damaged."""
+        owner = self._word(0) & _OWNER
+        return bool(owner) and not os.path.exists(f"/proc/{owner}") and owner == self._word(0) & _OWNER
+
+    def _word(self, offset: int) -> int:
+        return ctypes.c_uint32.from_address((self._address.value or 0) + offset).value
+
     def lock(self) -> Got:
         """Wait until the owner unlocks or dies."""
         return self._got(_libc.pthread_mutex_lock(self._address))
@@ -62,6 +79,13 @@ class RobustMutex:
             return Got.OWNER_DIED
         _check(code)
         return Got.FREE
+
+
+@lru_cache(1)
+def _sound_kind() -> int:
+    mutex = RobustMutex(mmap.mmap(-1, mmap.PAGESIZE), 0)
+    mutex.initialise()
+    return mutex._word(_KIND)
 
 
 def _check(code: int) -> None:

@@ -15,7 +15,7 @@ from ckpt.version import VERSION
 
 Json = dict[str, Any]
 Owner = tuple[int, str, str | None]  # epoch, nonce, and the attempt that it went back to
-Digest = tuple[str, int, str]  # attempt, rank, and the digests of its blobs in hex
+Digest = tuple[str, int, str, bool]  # attempt, rank, the digests of its blobs in hex, and whether they came late
 
 # -- whose run it is --
 

@@ -21,12 +21,14 @@ except ImportError as error:
 from ckpt.checkpoint.retention import Keep
 from ckpt.checkpointer import Checkpointer
 from ckpt.errors import CorruptError, UsageError
+from ckpt.format.regular_file import read_regular
 from ckpt.goodput.cadence import Auto
 from ckpt.tiers import Memory, Tier
 from ckpt.version import check_known
 
 KNOWN = ((2, 60), (2, 70))  # from, and below
 POINTER = "everystep.json"
+MAX_POINTER = 1 << 20  # bytes
 SCHEMES = {"local": "", "s3": "s3://", "gcs": "gs://", "abfs": "az://"}  # of pyarrow's file systems
 
 
@@ -95,7 +97,7 @@ def place_of(checkpoint: Any) -> str:
     """`RUN@STEP` of a checkpoint that was reported, such as `result.checkpoint`: for `ckpt.load` and the commands."""
     with checkpoint.as_directory() as folder:
         try:
-            said = json.loads(Path(folder, POINTER).read_text())
+            said = json.loads(read_regular(Path(folder, POINTER), MAX_POINTER))
             return f"{said['run']}@{int(said['step'])}"
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise CorruptError(f"{checkpoint.path} is no checkpoint that ckpt.ray has reported: {error}") from None

@@ -29,7 +29,7 @@ from ckpt.errors import CorruptError
 from ckpt.format.columns import I64, ODD
 from ckpt.format.digest import DIGEST_SIZE, file_digest
 from ckpt.format.layout import BLOB, Layout
-from ckpt.format.manifest import Attempt, canonical
+from ckpt.format.manifest import Attempt, canonical, plain_size
 from ckpt.redo.adam import CoefficientRow, Coefficients
 
 RAW, WHOLE, DELTA, PREDICTED, SAME, DERIVED = range(6)
@@ -231,9 +231,10 @@ def _unpack_columns(table: bytes, count: int) -> FrameColumns:
 
 
 def unzip(data: bytes, most: int) -> bytes:
+    """Decompress a part of a frame. Raises CorruptError if it would be larger than `most`, or than its size allows."""
     try:
-        if zstandard.frame_content_size(data) > most:
+        if not 0 <= zstandard.frame_content_size(data) <= min(most, plain_size(len(data))):
             raise CorruptError("a part of a frame that is implausibly large")
-        return zstandard.ZstdDecompressor().decompress(data)
+        return zstandard.ZstdDecompressor(max_window_size=1 << 27).decompress(data)
     except zstandard.ZstdError as error:
         raise CorruptError(f"a part of a frame does not decompress: {error}") from None

@@ -18,10 +18,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 import zstandard
 
-from ckpt.errors import CorruptError, FormatError
+from ckpt.errors import CorruptError, FormatError, SaveError
 from ckpt.failpoints import point
 from ckpt.format.digest import DIGEST_SIZE, blob_hasher
-from ckpt.format.manifest import Attempt
+from ckpt.format.manifest import Attempt, plain_size
 from ckpt.format.regular_file import reading
 from ckpt.redo.adam import VERSION as PREDICTOR
 from ckpt.redo.frame import (
@@ -136,6 +136,11 @@ class Appender:
         """What is known of the frame when its blobs are there, and `values`, as JSON: it is durable afterwards. The
         bytes that it takes in the file."""
         packed_values = zstandard.compress(bytes(values), 1)
+        if memoryview(values).nbytes > plain_size(len(packed_values)):
+            raise SaveError(
+                f"step {frame.attempt.step} was not logged: its plain values take {memoryview(values).nbytes} bytes, "
+                f"compressed {len(packed_values)}, which readers reject as implausible. Keep such values in a tensor"
+            )
         self.add(packed_values)
         columns = pack_columns(frame.columns)
         text = meta_of(frame, self._last, len(packed_values))

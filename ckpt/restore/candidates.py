@@ -36,15 +36,17 @@ def gather(
     step: int | None,
     lost: list[Loss] | None = None,
     early: EarlyLook | None = None,
+    held_damage: Sequence[Loss] = (),
 ) -> list[RestoreSource]:
     """Every checkpoint that all ranks together can restore, newest first, memory before disk, what was undone last.
 
     `snapshots`: on this node; `acquires`: the history as far as memory knows it; `roots`: for each of the tiers `urls`,
     which root each rank has (by the lowest rank that has it). With `step` only checkpoints of that step, and without it
     nothing that was undone or not finite. All ranks get the same list. What damage has taken away is added to `lost`.
-    `early`: what was read of these tiers before.
+    `early`: what was read of these tiers before. `held_damage`: of the memory of this node; it is complete when all
+    `snapshots` were taken.
     """
-    view = _View(world, urls, roots, early or EarlyLook())
+    view = _View(world, urls, roots, early or EarlyLook(), held_damage)
     agreed, damage = together(world, "candidates", lambda: view.look(snapshots, acquires, step), _candidates)
     if lost is not None:
         lost += [Loss(tier, reason, tuple(map(Attempt.parse, attempts))) for tier, reason, attempts in damage]
@@ -61,7 +63,15 @@ Candidate = tuple[str, int, bool]
 class _View:
     """What this rank sees: the memory of its node, and all tiers."""
 
-    def __init__(self, world: World, urls: Sequence[str], roots: Sequence[Sequence[int]], early: EarlyLook) -> None:
+    def __init__(
+        self,
+        world: World,
+        urls: Sequence[str],
+        roots: Sequence[Sequence[int]],
+        early: EarlyLook,
+        held_damage: Sequence[Loss],
+    ) -> None:
+        self._held_damage = held_damage
         self._world, self._urls, self._roots, self._early = world, urls, roots, early
         self._here: dict[Attempt, list[HeldSnapshot]] = {}
         self._logs: list[RunLog] = []
@@ -75,7 +85,7 @@ class _View:
         """As JSON, for all ranks."""
         for snapshot in snapshots:
             self._here.setdefault(snapshot.attempt, []).append(snapshot)
-        found: list[Loss] = []
+        found: list[Loss] = list(self._held_damage)
         for i, (url, (log, damage)) in enumerate(zip(self._urls, self._early.logs(self._urls), strict=True)):
             self._logs.append(log)
             if self._speaks(i):

@@ -62,7 +62,9 @@ class Restored:
     many steps came from a redo log, after `base_step` had been loaded. `skipped`: what was newer and could not be used,
     or was lost with a damaged log record or redo log.
 
-    `verified` is False only for a snapshot that nobody has digested yet.
+    `verified`: every byte matched a digest that was computed when the step was written to a tier while its trainer
+    lived. False for a snapshot in memory that no tier had, and for a step that a writer stored only after a fault.
+    Damage before the digest is computed cannot be noticed.
     """
 
     step: int | None
@@ -205,7 +207,7 @@ def _restore(
         result.overruled = mine.placement.overruled
         if world.rank == 0 and result.overruled:
             logger.warning(OVERRULED, "; ".join(result.overruled))
-        result.verified = source.saved.digested
+        result.verified = source.verified
     finally:
         mine.close()
 

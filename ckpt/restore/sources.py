@@ -73,6 +73,11 @@ class RestoreSource(ABC):
         assert self._saved is not None
         return self._saved
 
+    @property
+    def verified(self) -> bool:
+        """Whether all bytes are compared with digests that were computed while the trainer lived."""
+        return self.saved.digested
+
     @abstractmethod
     def narrow(self, wanted: Mapping[Key, Iterable[Box]]) -> None:
         """From here on `saved` has the blobs in which these boxes of these tensors lie, if it had not."""
@@ -91,13 +96,15 @@ class RestoreSource(ABC):
 
 @dataclass(frozen=True)
 class HeldSnapshot:
-    """A sealed slot of an arena on this node. `digests`: of all blobs, then of the plain values; None: not known."""
+    """A sealed slot of an arena on this node. `digests`: of all blobs, then of the plain values; None: not known.
+    `late`: they were computed so late that what was damaged before matches them all the same."""
 
     arena: Arena
     slot: int
     label: Label
     layout: Layout
     digests: bytes | None
+    late: bool = False
 
     @property
     def attempt(self) -> Attempt:
@@ -113,7 +120,7 @@ class HeldSnapshot:
 
     def check(self) -> None:
         """CorruptError if it was overwritten, or is not what its layout says."""
-        if self.arena.label(self.slot) != self.label:
+        if self.arena.settled(self.slot) != self.label:
             raise CorruptError(f"the snapshot of step {self.attempt.step} in memory was overwritten meanwhile")
         if self.label.data_size != self.layout.arrangement.data_size:
             raise CorruptError("the snapshot in memory is of another size than its layout")
@@ -134,6 +141,7 @@ class MemorySource(RestoreSource):
         super().__init__(attempt, "memory", partial=not alone, undone=undone, describing=describing)
         self._here = {s.layout.rank: s for s in snapshots}
         self._digested: set[int] = set()  # ranks whose digests are known
+        self._late = False  # some of them were computed late
 
     def describe(self) -> Json:
         if not self._describing:
@@ -143,6 +151,7 @@ class MemorySource(RestoreSource):
                 "layout": snapshot.layout.to_json(),
                 "values": snapshot.values().decode("utf-8", "replace"),
                 "digests": None if snapshot.digests is None else base64.b64encode(snapshot.digests).decode(),
+                "late": snapshot.late,
             }
             for snapshot in self._here.values()
         ]
@@ -150,12 +159,15 @@ class MemorySource(RestoreSource):
     def open(self, described: Sequence[Json], known: Layout | None = None) -> None:
         for snapshot in self._here.values():
             snapshot.check()
-        own = ((s.layout_or(known), s.values(), s.digests) for s in self._here.values())
+        own = ((s.layout_or(known), s.values(), s.digests, s.late) for s in self._here.values())
         seen: dict[int, tuple[Layout, list[Any], bytes | None]] = {}
-        for layout, values, digests in _told(described) if described else own:
+        late = set[int]()
+        for layout, values, digests, so_late in _told(described) if described else own:
             before = seen.get(layout.rank)
             if before is None or (before[2] is None and digests is not None):
                 seen[layout.rank] = (layout, _values(values, digests, layout), digests)
+                (late.add if so_late else late.discard)(layout.rank)
+        self._late = bool(late)
         world = max(layout.world for layout, _, _ in seen.values())
         if missing := sorted(set(range(world)) - seen.keys()):
             raise CorruptError(f"the snapshots of ranks {', '.join(map(str, missing[:8]))} are not in memory any more")
@@ -165,6 +177,10 @@ class MemorySource(RestoreSource):
         digested = len(self._digested) == world
         layouts = [layout for layout, _, _ in ranks]
         self._saved = SavedState(layouts, [values for _, values, _ in ranks], merge(tables), digested=digested)
+
+    @property
+    def verified(self) -> bool:
+        return self.saved.digested and not self._late
 
     def narrow(self, wanted: Mapping[Key, Iterable[Box]]) -> None:
         """All of it is known."""
@@ -222,11 +238,11 @@ class MemorySource(RestoreSource):
         return None if found is None else (found.arena, found.slot)
 
 
-def _told(described: Sequence[Json]) -> Iterator[tuple[Layout, bytes, bytes | None]]:
-    """What ranks have described: layout, plain values and digests of each snapshot."""
+def _told(described: Sequence[Json]) -> Iterator[tuple[Layout, bytes, bytes | None, bool]]:
+    """What ranks have described: layout, plain values and digests of each snapshot, and whether these came late."""
     for one in (one for each in described for one in each or ()):
         digests = None if one["digests"] is None else base64.b64decode(one["digests"])
-        yield Layout.from_json(one["layout"]), one["values"].encode(), digests
+        yield Layout.from_json(one["layout"]), one["values"].encode(), digests, bool(one["late"])
 
 
 def _shares(blobs: I64, length: I64) -> list[I64]:
@@ -296,6 +312,10 @@ class StoreSource(RestoreSource):
         self._saved = SavedState(
             layouts, [parts[rank]["values"] for rank in sorted(parts)], merge(list(tables.values()))
         )
+
+    @property
+    def verified(self) -> bool:
+        return self.saved.digested and (self._commit is None or self._commit.reason != "late")
 
     async def _load(self, commit: Commit) -> read.Manifest:
         async with read.opened(self.tier) as store:

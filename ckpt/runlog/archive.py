@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import zstandard
 
 from ckpt.errors import CorruptError
+from ckpt.format.manifest import plain_size
 from ckpt.store import ObjectInfo
 
 LEVEL = 9  # of zstd: 256 records in 10 ms
@@ -69,17 +70,27 @@ def pack(records: Sequence[bytes]) -> bytes:
     return zstandard.ZstdCompressor(level=LEVEL, write_checksum=True).compress(text)
 
 
-def unpack(raw: bytes | memoryview, most: int) -> Iterator[bytes]:
-    """The records, until one is out of reach. CorruptError then, and if one has more than `most` bytes."""
-    rest = b""
+def unpack(raw: bytes | memoryview, count: int, most: int) -> Iterator[bytes]:
+    """Yield the records of an archive of `count` records. Raises CorruptError at the first that cannot be had, if there
+    are more, if one has more than `most` bytes, or if they have more bytes than a file of this size can hold."""
+    left, pieces = plain_size(len(raw)), list[bytes]()
     try:
         with zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True) as reader:
             while chunk := reader.read(_CHUNK):
-                *whole, rest = (rest + chunk).split(b"\n")
-                yield from whole
-                if len(rest) > most:
+                left -= len(chunk)
+                if left < 0:
+                    raise CorruptError(f"an archive of {len(raw)} bytes decompresses to implausibly many")
+                *whole, rest = chunk.split(b"\n")
+                for line in whole:
+                    count -= 1
+                    if count < 0:
+                        raise CorruptError("an archive has more records than its name says")
+                    yield b"".join((*pieces, line))
+                    pieces.clear()
+                pieces.append(rest)
+                if sum(map(len, pieces)) > most:
                     raise CorruptError("an archive has an implausibly large record")
     except zstandard.ZstdError as error:
         raise CorruptError(f"an archive does not decompress: {error}") from None
-    if rest:
+    if any(pieces):
         raise CorruptError("an archive ends in the middle of a record")

@@ -101,7 +101,7 @@ class Archivist:
     async def _count(self, archive: Archive, raw: bytes) -> int:
         """How many records it has, sound, and each following the one before; -1 if one is not."""
         try:
-            return await asyncio.to_thread(self._follow, archive.first, unpack(raw, MAX_RECORD))
+            return await asyncio.to_thread(self._follow, archive.first, unpack(raw, archive.count, MAX_RECORD))
         except CorruptError as error:
             logger.warning("%s: %s is damaged: %s", self._log.store.url, archive.key, error)
             return -1
@@ -130,7 +130,10 @@ class Archivist:
             seen = await self._log.look()
             if seen.floor >= first:
                 continue  # somebody else has done it meanwhile
-            await self._put(Archive(first + SNAPSHOT_EVERY - 1, first), await asyncio.to_thread(pack, raws))
+            archive, raw = Archive(first + SNAPSHOT_EVERY - 1, first), await asyncio.to_thread(pack, raws)
+            if await self._count(archive, raw) != archive.count:
+                raise CorruptError(f"records {first} to {archive.last} do not fit into an archive that readers accept")
+            await self._put(archive, raw)
             point("archive.stored")
             seen = await self._log.look()
             if seen.floor < first:
@@ -153,7 +156,7 @@ class Archivist:
         with contextlib.suppress(ExistsError):  # of another one who archives, or our own
             await self._log.store.put(archive.key, raw, create=True)
         there = await self._log.read_archive(archive)
-        if there not in (None, raw) and not await asyncio.to_thread(_alike, there or b"", raw):
+        if there not in (None, raw) and not await asyncio.to_thread(_alike, archive.count, there or b"", raw):
             raise CorruptError(f"{archive.key} is not what was written")
 
     async def _merge(self, parts: Sequence[Archive]) -> Archive | None:
@@ -168,9 +171,9 @@ class Archivist:
         return larger
 
 
-def _alike(one: bytes, other: bytes) -> bool:
+def _alike(count: int, one: bytes, other: bytes) -> bool:
     """Whether two archives have the same records: another version may pack them otherwise."""
-    pairs = itertools.zip_longest(unpack(one, MAX_RECORD), unpack(other, MAX_RECORD))
+    pairs = itertools.zip_longest(unpack(one, count, MAX_RECORD), unpack(other, count, MAX_RECORD))
     return all(mine == theirs for mine, theirs in pairs)
 
 

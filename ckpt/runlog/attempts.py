@@ -71,9 +71,10 @@ class Attempts(MutableSet[Attempt]):
         return {f"{epoch}.{nonce}": [list(row) for row in rows] for (epoch, nonce), rows in found}
 
     @classmethod
-    def from_json(cls, groups: dict[str, list[Any]]) -> Attempts:
-        """CorruptError, ValueError or TypeError if that is impossible. A number alone is a step."""
-        found, left = cls(), MOST
+    def from_json(cls, groups: dict[str, list[Any]], most: int = MOST) -> Attempts:
+        """Make the set again. Raises CorruptError, ValueError or TypeError if it is impossible, or if it has more than
+        `most` steps. A number alone is a step."""
+        found, left = cls(), min(most, MOST)
         for name, rows in groups.items():
             any_one = Attempt.parse(f"{name}-0")
             steps = found._steps.setdefault((any_one.epoch, any_one.nonce), set())

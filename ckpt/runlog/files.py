@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ckpt.errors import CorruptError, NotFoundError
+from ckpt.errors import CorruptError, NotFoundError, StoreError
 from ckpt.format.manifest import unseal
 from ckpt.runlog.archive import MAX_ARCHIVE, Archive, archive_of
 from ckpt.store import Store
@@ -74,6 +74,17 @@ class LogFiles:
             return bytes(await self.store.get(key, limit=limit))
         except NotFoundError:
             return None
+        except StoreError as error:
+            if self.store.remote or error.retryable or await self._is_file(key):
+                raise
+            return None  # a pipe, a link or a folder has its name: what it was is lost
+
+    async def _is_file(self, key: str) -> bool:
+        try:
+            await self.store.head(key)
+        except NotFoundError:
+            return False
+        return True
 
     def _is_sound(self, seq: int, raw: bytes | None) -> bool:
         try:

@@ -207,7 +207,7 @@ class RunLog(LogFiles):
             record = self.unsealed(seq, raw)
             if record["type"] != "SNAPSHOT":
                 return None  # whoever came here had not read all that was before
-            state = expand(record["body"])
+            state = expand(record["body"], seq)
             state.requests[str(record["id"])] = seq
         except (CorruptError, FormatError, KeyError, TypeError):
             return None
@@ -234,8 +234,8 @@ class RunLog(LogFiles):
     def _unpack(self, archive: Archive, raw: bytes) -> None:
         """Take in the records of an archive, as far as they are new."""
         try:
-            for seq, record in enumerate(unpack(raw, MAX_RECORD), archive.first):
-                if self.state.next_seq <= seq <= archive.last:
+            for seq, record in enumerate(unpack(raw, archive.count, MAX_RECORD), archive.first):
+                if self.state.next_seq <= seq:
                     self._apply(seq, record)
         except CorruptError as error:
             logger.warning("%s: %s is damaged: %s", self.store.url, archive.key, error)

@@ -21,7 +21,7 @@ from typing import Any
 
 from ckpt.errors import CorruptError
 from ckpt.format.manifest import MAX_EPOCH, MAX_WORLD, Attempt, needs_texts, owner, read_needs
-from ckpt.runlog.attempts import Attempts
+from ckpt.runlog.attempts import MOST, Attempts
 
 SNAPSHOT_EVERY = 256
 LOOSE = {"reasons", "requests", "doubts"}  # of a SNAPSHOT: only the last ones, and versions may differ in how many
@@ -32,6 +32,7 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 MARK = "kept by training: "  # so begin notes of KEEP records that a training has written; others are left alone
 THE_BEST = "best, "  # and then so the note of the best of those that were scored
 LONGEST = 500  # characters of a note
+FEW_ENDED, ENDED_EACH = 4096, 64  # a SNAPSHOT may name so many ended attempts, and so many for each record before it
 BY_HAND = "; by hand: "  # and what follows in it, if anything, is not training's to take away
 
 
@@ -72,7 +73,7 @@ class Commit:
     parts: tuple[tuple[int, int, str], ...]
     index: str
     finite: bool | None = None
-    reason: str = "due"  # or "ring": persisted because the trainer died, besides the cadence
+    reason: str = "due"  # or "ring": persisted at a fault, besides the cadence; "late": after the trainer's death
     needs: tuple[Attempt, ...] = ()
 
     @property
@@ -222,13 +223,14 @@ def _keep(state: RunState, body: dict[str, Any]) -> None:
 def _snapshot(state: RunState, body: dict[str, Any]) -> None:
     mine = summary(state)
     differs = [key for key in mine.keys() - LOOSE if body[key] != mine[key]]  # what a later version adds is its own
-    if any(key not in ("retired", "aborted") or _ended(body[key]) != mine[key] for key in differs):
+    most = {"retired": len(state.retired), "aborted": len(state.aborted)}
+    if any(key not in most or _ended(body[key], most[key]) != mine[key] for key in differs):
         raise CorruptError("a snapshot says something else than the records before it")
 
 
-def _ended(groups: Any) -> Any:
+def _ended(groups: Any, most: int) -> Any:
     """As we say it."""
-    return Attempts.from_json(groups).to_json()
+    return Attempts.from_json(groups, most).to_json()
 
 
 _FOLDS = {
@@ -299,14 +301,15 @@ def summary(state: RunState) -> dict[str, Any]:
     }
 
 
-def expand(body: dict[str, Any]) -> RunState:
-    """The state that a SNAPSHOT says. CorruptError if that is impossible."""
+def expand(body: dict[str, Any], seq: int = MOST) -> RunState:
+    """Return the state that the SNAPSHOT with the number `seq` describes. Raises CorruptError if it is impossible."""
+    most = FEW_ENDED + ENDED_EACH * seq
     try:
         state = RunState(
             commits={one.attempt: one for one in map(_checked, body["commits"])},
             held={one.attempt: one for one in map(_checked, body["held"])},
-            retired=Attempts.from_json(body["retired"]),
-            aborted=Attempts.from_json(body["aborted"]),
+            retired=Attempts.from_json(body["retired"], most),
+            aborted=Attempts.from_json(body["aborted"], most),
             reasons={Attempt.parse(a): str(why) for a, why in body.get("reasons", ())},
             pins={(a := Attempt.parse(text)): read_needs(pins, a) for text, pins in body["pins"].items()},
             kept={Attempt.parse(a): str(note) for a, note in body["kept"]},

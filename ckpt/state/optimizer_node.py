@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ckpt.errors import CorruptError, MismatchError, StateError
 from ckpt.format.columns import ODD
-from ckpt.format.saved_nodes import PLAIN, SavedNode
+from ckpt.format.saved_nodes import PLAIN, SavedNode, is_optimizer
 from ckpt.format.values import Json, Path, decode, encode, encode_key, kind_of, part_of, show, splitter
 from ckpt.state.adapters import Collector, Contents, Memories, Places, write_back
 from ckpt.state.joint import IN_TURN
@@ -211,7 +211,7 @@ class OptimizerNode:
     def prepare(self, saved: SavedNode, placement: Placement) -> None:
         called = self.param_names(placement.names)
         mine = [[called[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
-        if not _is_optimizer(saved):
+        if not is_optimizer(saved):
             raise CorruptError(f"{show(self.path)}: what is stored of it is not the state of an optimizer")
         params = {called[id(p)]: (p, g) for g in self.optimizer.param_groups for p in g["params"]}
         start = show((*self.path, "params")) + "."
@@ -249,7 +249,7 @@ class OptimizerNode:
 
     def prepare_as_saved(self, saved: SavedNode, placement: Placement) -> bool:
         values = saved.values
-        if self._others or self._more or self._adds_entries or not _is_optimizer(saved) or self._other_kind(saved):
+        if self._others or self._more or self._adds_entries or not is_optimizer(saved) or self._other_kind(saved):
             return False
         if values["state"] or values.get("more") or values.get("extra"):
             return False
@@ -484,25 +484,6 @@ def _path_of_row(row: Row) -> Path:
 
 def _first(words: list[str], count: int = 5) -> str:
     return ", ".join(words[:count]) + (", …" if len(words) > count else "")
-
-
-def _is_optimizer(saved: SavedNode) -> bool:
-    def texts(value: object) -> bool:
-        return type(value) is list and all(type(one) is str for one in value)
-
-    params, values = saved.facts.get("params"), saved.values
-    if not texts(saved.facts.get(PLAIN, [])):
-        return False
-    if type(params) is not list or not all(map(texts, params)) or not texts(saved.facts.get("with_state")):
-        return False
-    if type(values) is not dict or type(values.get("groups")) is not list or type(values.get("state")) is not list:
-        return False
-    groups = (type(group) is dict and not group.keys() & {"$", "params"} for group in values["groups"])
-    more = values.get("more", [])
-    owners = (type(row) is list and len(row) == 2 and type(row[0]) is dict for row in more)
-    if type(more) is not list or not all(owners) or not all("key" in o or texts([o.get("param")]) for o, _ in more):
-        return False
-    return all(groups) and all(type(row) is list and len(row) == 3 and texts(row[:1]) for row in values["state"])
 
 
 TRUSTED = {"torch", "accelerate", "lightning", "lightning_fabric", "pytorch_lightning", "opacus"}

@@ -15,13 +15,14 @@ from torch import Tensor
 from ckpt.errors import CheckpointError, CorruptError, MismatchError
 from ckpt.format.layout import TensorSpec
 from ckpt.format.partition import GLOBAL, Seat
+from ckpt.format.saved_nodes import check_array
 from ckpt.format.saved_state import Ambiguous, Key, SavedState
 from ckpt.format.values import Json, Path, decode, show
 from ckpt.state.filler import Target
 from ckpt.state.names import Names
 from ckpt.state.sharding import Division, LocalPiece, Replicas, StateEntry, is_dtensor, is_plain_share, local, pieces
 from ckpt.state.special_values import OBJECT_TAGS, RestoredObjects, decode_constant
-from ckpt.state.tensors import DTYPE_NAME, TORCH_DTYPE, check_array, empty, memory_of, of_kind, saved_device, to_array
+from ckpt.state.tensors import DTYPE_NAME, TORCH_DTYPE, empty, memory_of, of_kind, saved_device, to_array
 from ckpt.state.wrappers import WrapperForm, differs, remake, take_apart
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -13,7 +12,8 @@ from torch import Tensor
 
 from ckpt.errors import CheckpointError, StateError
 from ckpt.format.layout import TensorSpec
-from ckpt.format.values import Json, Path, is_plain_dtype, plain_dtype, show
+from ckpt.format.saved_nodes import check_array
+from ckpt.format.values import Json, Path, is_plain_dtype, show
 
 _NAMES = {
     "float64": "F64", "int64": "I64", "uint64": "U64", "complex64": "C64", "float32": "F32", "int32": "I32",
@@ -178,16 +178,6 @@ def to_array(tensor: Tensor, reference: Json) -> npt.NDArray[Any]:
     dtype, shape = check_array(spec(reference["name"], tensor), reference)
     found: npt.NDArray[Any] = tensor.numpy().view(dtype).reshape(shape)
     return found
-
-
-def check_array(of: TensorSpec, reference: Json) -> tuple[np.dtype[Any], list[int]]:
-    """Dtype and shape of the array in these bytes. CorruptError or ValueError if they cannot be one."""
-    dtype, shape = plain_dtype(reference["dtype"]), reference["shape"]
-    if type(shape) is not list or not all(type(n) is int and n >= 0 for n in shape):
-        raise ValueError(f"not a shape: {shape!r:.80}")
-    if of.dtype != "U8" or len(of.shape) != 1 or math.prod(shape) * dtype.itemsize != of.nbytes:
-        raise ValueError(f"{of.name} does not hold an array of {dtype} of shape {shape!r:.80}")
-    return dtype, shape
 
 
 # -- what tensors were, if they have to be made again --

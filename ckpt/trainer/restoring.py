@@ -63,7 +63,8 @@ class Restoring:
             damage: list[Loss] = []
             early, session.early = session.early, EarlyLook()
             roots = session.ownership.roots
-            sources = gather(session.world, snapshots, acquires, urls, roots, step, damage, early)
+            held = session.supervisor.held.damage
+            sources = gather(session.world, snapshots, acquires, urls, roots, step, damage, early, held)
             if session.redo is not None:
                 session.redo.reset()
             source = restore_first(
@@ -169,7 +170,7 @@ class Restoring:
 
 def _line(result: Restored, faults: Sequence[Fault]) -> str:
     """What was restored from where, and what is lost with it, as far as that is known."""
-    how = "" if result.verified else ", not yet verified by a digest"
+    how = "" if result.verified else " (not verified: no digest was computed while its trainer lived)"
     if result.redone:
         how = f": step {result.base_step} was loaded, and {result.redone} steps after it redone{how}"
     step = result.step or 0

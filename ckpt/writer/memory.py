@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from ckpt.checkpoint.write import digest_blobs
-from ckpt.errors import SkippedError
+from ckpt.errors import SaveError, SkippedError
 from ckpt.events import log
 from ckpt.faults.memory_pressure import room
 from ckpt.format.digest import blob_digest
@@ -100,6 +100,7 @@ class HeldMemory:
         self.locked_by: dict[str, int] = {}  # by arena, the last adoption whose trainer has locked it
         self.layouts: dict[str, Layout] = {}
         self.digests: dict[tuple[Attempt, int], bytes] = {}  # by attempt, and rank that took the snapshot
+        self.late: set[tuple[Attempt, int]] = set()  # of these they were computed by `digest_ring`, or after a death
         self.retracted: dict[Attempt, str] = {}  # what must not become a checkpoint, and why
         self.replicas: dict[Attempt, Replicas] = {}  # what the parts of our rank say of replicated tensors
         self._tries: dict[Attempt, int] = {}
@@ -165,7 +166,21 @@ class HeldMemory:
             self.layouts = {key: self.layouts[key] for key in self.layouts if key in used or key in recent}
 
     def known_digests(self) -> list[Digest]:
-        return [(str(attempt), rank, digests.hex()) for (attempt, rank), digests in list(self.digests.items())]
+        return [(str(key[0]), key[1], found.hex(), key in self.late) for key, found in list(self.digests.items())]
+
+    def know_digests(self, attempt: Attempt, rank: int, digests: bytes) -> None:
+        """Remember the digests of what was written. Raises SaveError if memory was damaged since they were computed."""
+        key = attempt, rank
+        if not self._trainer.dead:
+            self.digests[key] = digests
+            return
+        if key not in self.digests:
+            self.late.add(key)
+        if self.digests.setdefault(key, digests) != digests:
+            raise SaveError(
+                f"step {attempt.step} of rank {rank} was damaged in memory: its bytes do not match the digests that "
+                "were computed before"
+            )
 
     def next_try(self, attempt: Attempt, first: int) -> int:
         """The number of the next writing of a part of it."""
@@ -182,6 +197,7 @@ class HeldMemory:
         """What is known of snapshots that are not in memory any more."""
         held = {label.attempt for arena in self.all() for _, label in arena.sealed()}
         self.digests = {(attempt, rank): d for (attempt, rank), d in self.digests.items() if attempt in held}
+        self.late &= self.digests.keys()
         self.replicas = {attempt: said for attempt, said in self.replicas.items() if attempt in held}
         self._tries = {attempt: number for attempt, number in self._tries.items() if attempt in held}
 
@@ -192,17 +208,21 @@ class HeldMemory:
         return [attempt for attempt in found if attempts is None or attempt in attempts]
 
     def something(self) -> bool:
-        return any(arena.sealed() for arena in self.all())
+        """Return True if there is a snapshot, or damage that the next start has to report."""
+        return any(arena.sealed() or arena.damage() for arena in self.all())
 
     def digest_ring(self) -> None:
         for arena in self.all():
+            for problem in arena.damage():
+                log.warning("%s", problem)
             for slot, label in arena.sealed():
                 layout = self.layouts.get(label.layout)
                 if layout is None or label.attempt is None or (label.attempt, layout.rank) in self.digests:
                     continue
                 blobs = digest_blobs(layout, arena.data(slot, label.data_size))
                 found = blobs + blob_digest(arena.values(slot, label))
-                if arena.label(slot) == label:  # the trainer may be alive, and go on
+                if arena.settled(slot) == label:  # the trainer may be alive, and go on
+                    self.late.add((label.attempt, layout.rank))
                     self.digests[label.attempt, layout.rank] = found
 
     # -- what is asked --

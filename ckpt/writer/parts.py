@@ -282,7 +282,7 @@ class PartWriter:
             # A trainer that lives may go round the ring: before it changes a byte it changes the label.
             if following is not None:
                 following.check()
-            elif arena.label(slot) != label:
+            elif arena.settled(slot) != label:
                 raise SaveError(f"step {attempt.step} {problem}")
 
         memory, run = self.held_memory, self.run
@@ -310,7 +310,7 @@ class PartWriter:
             if attempt in memory.retracted:
                 raise SaveError(f"step {attempt.step} was given up: {memory.retracted[attempt]}")
         digests = written.table.digest[: written.table.owned].tobytes()
-        memory.digests[attempt, layout.rank] = digests + blob_digest(arena.values(slot, label))
+        memory.know_digests(attempt, layout.rank, digests + blob_digest(arena.values(slot, label)))
         return written
 
     async def encode(
@@ -357,7 +357,7 @@ class PartWriter:
 
 def _bases(tier: OpenTier, near: OpenTier | None, rank: int, reason: str) -> Bases:
     """Where the bytes are read that deltas are taken against."""
-    if reason == "ring":
+    if reason in ("ring", "late"):
         return no_bases
     if near is None:
         return no_bases if tier.store.remote else bases_in(tier.store)

@@ -292,7 +292,8 @@ class Drain:
         assert label.attempt is not None
         stored = False
         try:
-            written = await self.parts.store(tier, arena, slot, label, "ring")
+            reason = "late" if self.trainer.dead else "ring"
+            written = await self.parts.store(tier, arena, slot, label, reason)
             stored = True
             if written is not None and written.part.world == 1:
                 with self.settler.under_way():

@@ -74,7 +74,8 @@ def layout_of(state: State, rank: int = 0, world: int = 1) -> Layout:
     names = sorted(state)
     tensors = tuple(TensorSpec(n, state[n][0], (state[n][1],)) for i, n in enumerate(names) if i % world == rank)
     elsewhere = {n: (state[n][0], (state[n][1],)) for i, n in enumerate(names) if i % world != rank}
-    return Layout(tensors, {}, [], rank=rank, world=world, elsewhere=elsewhere)
+    components = [{"path": ["state"], "kind": "module", "facts": {}, "names": names}]  # all ranks know all
+    return Layout(tensors, {}, components, rank=rank, world=world, elsewhere=elsewhere)
 
 
 def data_of(layout: Layout, state: State) -> memoryview:
@@ -116,7 +117,7 @@ class Job:
         previous = await encoder.previous(self.log, attempt, layout)
         return await encoder.write(
             self.log.store,
-            RankSnapshot(attempt, layout, data, []),
+            RankSnapshot(attempt, layout, data, [None]),
             InMemory(layout, data),
             previous,
             number=number,

@@ -588,7 +588,7 @@ class Oracle:
         archive = archive_of(ObjectInfo(key, len(raw)))
         if archive is None or archive.last >= len(self.records):
             raise Violation(f"{key} cannot be, of {len(self.records)} records")
-        if list(unpack(raw, 1 << 20)) != self.records[archive.first : archive.last + 1]:
+        if list(unpack(raw, archive.count, 1 << 20)) != self.records[archive.first : archive.last + 1]:
             raise Violation(f"{key} has something else than the log")
         if sum(json.loads(one)["type"] == "SNAPSHOT" for one in self.records[archive.last + 1 :]) < 2:
             raise Violation(f"{key} was made before the last two SNAPSHOTs were there")

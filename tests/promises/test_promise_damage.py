@@ -538,18 +538,18 @@ def test_a_pipe_in_the_place_of_a_redo_log_is_told(
     assert "STEP 4" in done.stdout and "not a regular file" in done.stderr, done.stderr[-2000:]
 
 
-def test_a_record_that_is_no_file_is_refused(left: Left, tmp_path: Path) -> None:
-    """What lies where the next record belongs, and is none, is named at once: no job waits for it to become one."""
+def test_record_that_is_no_file_counts_as_damaged_at_a_start(left: Left, tmp_path: Path) -> None:
+    """A job names it, goes on behind it, and does not wait for it to become a file."""
     folder = left.copy(tmp_path / "run")
     name = f"{max(seq for seq, _ in records(folder)) + 1:012d}.json"
     os.mkfifo(folder / "log" / name)
     code = (
         "import sys, ckpt, toy\n"
-        "try: ckpt.Checkpointer(toy.build(), [ckpt.Tier(sys.argv[1])])\n"
-        "except ckpt.CheckpointError as error: print('REFUSED', error)"
+        "with ckpt.Checkpointer(toy.build(), [ckpt.Tier(sys.argv[1])]) as cp: print('RESTORED', cp.restore())"
     )
     done = run_script(code, folder, timeout_s=40)
-    assert "REFUSED" in done.stdout and name in done.stdout and "not a file" in done.stdout, done.stdout + done.stderr
+    assert "RESTORED" in done.stdout and f"log record {int(name[:12])} is damaged" in done.stderr, done
+    assert max(os.listdir(folder / "log")) > name
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import tracemalloc
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_log import kept
@@ -23,7 +25,7 @@ from ckpt.runlog.archive import Archive, archive_of, chain, pack, unpack
 from ckpt.runlog.archiving import Archivist, to_merge
 from ckpt.runlog.attempts import Attempts
 from ckpt.runlog.log import RunLog, record_key
-from ckpt.runlog.records import expand, summary
+from ckpt.runlog.records import RunState, expand, summary
 from ckpt.store import ObjectInfo
 from ckpt_backends.memory import MemoryStore
 from logs import attempt, new_log, reopened
@@ -384,10 +386,49 @@ def test_names_that_are_no_archive(name: str) -> None:
 def test_archives_put_together_are_an_archive(parts: list[list[bytes]]) -> None:
     """And whatever bytes one has, it is read, or a CorruptError of ours."""
     whole = b"".join(map(pack, parts))
-    assert list(unpack(whole, 1 << 20)) == [raw for part in parts for raw in part]
+    count = sum(map(len, parts))
+    assert list(unpack(whole, count, 1 << 20)) == [raw for part in parts for raw in part]
     for cut in range(0, len(whole), max(1, len(whole) // 20)):
         with contextlib.suppress(CorruptError):
-            list(unpack(whole[:cut] + bytes([whole[cut] ^ 255]) + whole[cut + 1 :], 1 << 20))
+            list(unpack(whole[:cut] + bytes([whole[cut] ^ 255]) + whole[cut + 1 :], count, 1 << 20))
+
+
+BOMBS: dict[str, list[bytes]] = {  # frames of records from 8 on, of which there should be 8
+    "one long line": [bytes(1 << 26)] * 8,
+    "empty records": [b"\n" * (1 << 26)] * 8,
+    "too many records": [b"{}\n" * 9],
+    "long records": [(bytes(1 << 24) + b"\n") * 8],
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_archive_is_damaged_if_it_decompresses_to_more_than_its_size_allows(name: str) -> None:
+    """Readers stop early, report the records as damaged, and go on behind them; memory stays bounded."""
+    whole = b"".join(map(zstandard.ZstdCompressor(level=1).compress, BOMBS[name]))
+
+    async def scenario() -> None:
+        store = MemoryStore()
+        log, _, plain = await long_log(store, EVERY * 5)
+        archive = chain(files(store)[1])[-1]
+        store.objects[archive.key] = whole + bytes(max(0, 32 * archive.count - len(whole)))
+        found = RunLog(store, whole=True)
+        tracemalloc.start()
+        await found.open()
+        assert tracemalloc.get_traced_memory()[1] < 128 << 20
+        assert found.state.damaged and found.state.next_seq == len(plain)
+        assert (await reopened(store)).state.commits.keys() == log.state.commits.keys()
+
+    try:
+        asyncio.run(scenario())
+    finally:
+        tracemalloc.stop()
+
+
+def test_snapshot_is_damaged_if_it_names_more_ended_attempts_than_records_before_it() -> None:
+    """A few bytes stand for any number of steps: `[first, stride, count]`."""
+    body = summary(RunState()) | {"retired": {"1.00000000": [[0, 1, 10_000_000]]}}
+    with pytest.raises(CorruptError):
+        expand(body, 256)
 
 
 @given(st.sets(st.tuples(st.integers(1, 3), st.integers(0, 60), st.sampled_from(["0" * 8, "1" * 8]))))

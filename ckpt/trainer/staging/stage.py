@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from ckpt.errors import CheckpointError, ClosedError, SaveError, SkippedError, WriterError
+from ckpt.errors import CheckpointError, ClosedError, CorruptError, SaveError, SkippedError, WriterError
 from ckpt.events import log
 from ckpt.failpoints import point
 from ckpt.ipc.arena import EAGER, EMPTY, FILLING, SEALED, Arena, Label
@@ -219,7 +219,10 @@ class Stager:
         if self._arena is not None:
             self.page_locks.release_all()
             self._filler.frozen.clear()
-            self._arena.mutex.unlock()
+            try:
+                self._arena.mutex.unlock()
+            except OSError as error:
+                log.warning("the header of the shared memory is damaged, its lock cannot be released: %s", error)
             self._arena = None
 
     @traced("ckpt.stage")
@@ -345,6 +348,8 @@ def _end(job: PendingSnapshot) -> None:
 def _lock(arena: Arena) -> None:
     end = time.monotonic() + LEAVING_S
     while arena.mutex.try_lock() is Got.BUSY:  # the writer, who noticed the death, is about to let go of it
+        if arena.mutex.is_orphaned():
+            raise CorruptError("the header of the shared memory is damaged: nobody can lock it any more")
         if time.monotonic() > end:
             raise WriterError("the memory of the last run is still locked by another process")
         time.sleep(0.001)

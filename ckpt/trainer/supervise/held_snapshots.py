@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from ckpt.checkpoint.losses import Loss
 from ckpt.errors import CheckpointError, DeadlineError, WriterError
 from ckpt.events import log
 from ckpt.format.manifest import Attempt
@@ -50,6 +51,7 @@ class HeldSnapshots:
     ) -> None:
         self._key, self._writer, self._stager, self._world = key, writer, stager, world
         self._memory, self._layouts, self._run, self._takeover = memory, layouts, run, takeover
+        self.damage: list[Loss] = []  # of the snapshots that were looked for last
 
     def sealed(self) -> dict[Attempt, int]:
         """Slots of the present arena that hold what these ranks took, and no rollback has undone."""
@@ -96,11 +98,13 @@ class HeldSnapshots:
             everything = self._layouts.differ_from(self._world.size)
             inherited.digests.update(as_digests(self._writer.ask(requests.AskDigests(all=everything), REQUEST_S)))
         layouts = {**inherited.layouts, **self._layouts.known}
-        ours = HeldElsewhere(self._memory.all_arenas(), layouts, inherited.digests)
+        ours = HeldElsewhere(self._memory.all_arenas(), layouts, inherited.digests, damaged=inherited.damaged)
+        self.damage[:] = _damage(ours)
         found = {(one.attempt, one.layout.rank): one for one in _sealed(ours)}
         for key in self._beside():
             if (there := self._visit(key)) is not None:
                 visited.append(there.held)
+                self.damage += _damage(there.held)
                 inherited.learn(there.held.acquires)
                 for one in _sealed(there.held):
                     found.setdefault((one.attempt, one.layout.rank), one)
@@ -131,7 +135,7 @@ class HeldSnapshots:
             if found is not None:
                 self._layouts.take(found.held.layouts)
                 self._memory.take(found.held)
-                taken[key] = [arena.id.hex() for arena in found.held.arenas]
+                taken[key] = [*(arena.id.hex() for arena in found.held.arenas), *found.held.damaged]
         return taken
 
     def dismiss(self, taken: dict[str, list[str]]) -> None:
@@ -197,5 +201,12 @@ def _sealed(held: HeldElsewhere) -> Iterator[HeldSnapshot]:
         for slot, label in arena.sealed():
             layout = held.layouts.get(label.layout)
             if layout is not None and label.attempt is not None:
-                digests = held.digests.get((label.attempt, layout.rank))
-                yield HeldSnapshot(arena, slot, label, layout, digests)
+                known = held.digests.get((label.attempt, layout.rank))
+                digests, late = (None, False) if known is None else known
+                yield HeldSnapshot(arena, slot, label, layout, digests, late)
+
+
+def _damage(held: HeldElsewhere) -> list[Loss]:
+    """What cannot be used of it, and perhaps was newer than all that can be."""
+    found = [*held.damaged.values(), *(problem for arena in held.arenas for problem in arena.damage())]
+    return [Loss("memory", problem) for problem in found]

@@ -8,7 +8,10 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
+from ckpt.errors import CorruptError, WriterError
+from ckpt.events import log
 from ckpt.format.layout import Layout
 from ckpt.format.manifest import Attempt
 from ckpt.ipc import requests
@@ -22,18 +25,29 @@ from ckpt.trainer.supervise.current_writer import CurrentWriter, WriterUser
 from ckpt.trainer.supervise.next_arena import NextArena
 from ckpt.trainer.supervise.writer_client import ENDING_S, WriterClient, start_thread
 
-Digests = dict[tuple[Attempt, int], bytes]
-"""By attempt and rank: of all blobs, then of the plain values."""
+
+class KnownDigests(NamedTuple):
+    """Of all blobs, then of the plain values. `late`: computed after the trainer's death, or when they were asked for:
+    what was damaged before matches them all the same."""
+
+    digests: bytes
+    late: bool
+
+
+Digests = dict[tuple[Attempt, int], KnownDigests]
+"""By attempt and rank."""
 
 
 @dataclass
 class HeldElsewhere:
-    """What a writer held for an earlier incarnation, or holds for another rank."""
+    """What a writer held for an earlier incarnation, or holds for another rank. `damaged`: of arenas that cannot be
+    used, by their ids, why."""
 
     arenas: list[Arena] = field(default_factory=list)
     layouts: dict[str, Layout] = field(default_factory=dict)
     digests: Digests = field(default_factory=dict)
     acquires: list[Acquire] = field(default_factory=list)
+    damaged: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -43,7 +57,22 @@ class HeldElsewhere:
         layouts = {digest: Layout.from_json(layout) for digest, layout in hello.layouts.items()}
         acquires = [Acquire(e, n, None if r is None else Attempt.parse(r)) for e, n, r in hello.acquires]
         found = as_digests(hello.digests if digests is None else digests)
-        return cls([Arena.attach(fd) for fd in fds], layouts, found, acquires)
+        held = cls([], layouts, found, acquires)
+        for key, fd in zip(hello.arenas, fds, strict=True):
+            held._attach(key, fd)
+        return held
+
+    def _attach(self, key: str, fd: int) -> None:
+        try:
+            arena = Arena.attach(fd)
+            if arena.id.hex() != key:
+                raise CorruptError("the header of the shared memory is damaged: it is of another arena")
+        except CorruptError as error:
+            os.close(fd)
+            self.damaged[key] = f"{error}. All snapshots in it are lost"
+            log.warning("memory of the last run is discarded: %s", self.damaged[key])
+        else:
+            self.arenas.append(arena)
 
     def learn(self, acquires: Iterable[Acquire]) -> None:
         self.acquires += [one for one in acquires if one not in self.acquires]
@@ -137,9 +166,15 @@ class SnapshotMemory(WriterUser):
                 self._read_before.add((arena.id, slot))
 
     def adopt(self) -> None:
-        """Go on in what was inherited."""
+        """Go on in what was inherited. What cannot be locked is only read; what cannot be read is released."""
+        for key in self.inherited.damaged:
+            self._writer.send(requests.ReleaseArena(key))
         if self._arriving is not None:
-            self._use(self._arriving)
+            try:
+                self._use(self._arriving)
+            except (CorruptError, WriterError) as error:
+                log.warning("memory of the last run is read, and not used any more: %s", error)
+                self._spares.append(self._arriving)
             self._arriving = None
 
     def on_gone(self) -> None:
@@ -298,4 +333,4 @@ NONE_KEPT = ", so none is kept there: only steps that are due in a tier are save
 
 
 def as_digests(rows: list[requests.Digest]) -> Digests:
-    return {(Attempt.parse(attempt), rank): bytes.fromhex(found) for attempt, rank, found in rows}
+    return {(Attempt.parse(attempt), rank): KnownDigests(bytes.fromhex(d), late) for attempt, rank, d, late in rows}

@@ -378,6 +378,7 @@ class SavedState:
             components = self._view(rank).components
             if len(components) != len(mine):
                 raise CorruptError(f"the plain values of rank {rank} are not of its layout")
+            self._orders(self._view(rank))
             for one, value in zip(components, mine, strict=True):
                 node = SavedNode(tuple(one["path"]), one["kind"], one["facts"], value, tuple(one["names"]))
                 check_node(node, find)

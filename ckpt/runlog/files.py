@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ckpt.errors import CorruptError, NotFoundError, StoreError
+from ckpt.errors import CorruptError, NotFoundError
 from ckpt.format.manifest import unseal
 from ckpt.runlog.archive import MAX_ARCHIVE, Archive, archive_of
 from ckpt.store import Store
@@ -59,9 +59,12 @@ class LogFiles:
         return Listed({seq: size for seq, size in sizes.items() if seq > floor}, archives, floor, below)
 
     async def read(self, seq: int, size: int | None) -> bytes | None:
-        """None if it is not there. From a remote place twice, if need be: it may have been damaged on its way."""
+        """None if it is not there. From a remote place twice, if need be: it may have been damaged on its way. Nothing
+        of a pipe, a link or a folder under its name, which a store lists as empty: what was there is lost."""
         if size is None or size > MAX_RECORD:
             return None
+        if size == 0:
+            return b""
         raw = await self._get(record_key(seq))
         return raw if not self.store.remote or self._is_sound(seq, raw) else await self._get(record_key(seq))
 
@@ -74,17 +77,6 @@ class LogFiles:
             return bytes(await self.store.get(key, limit=limit))
         except NotFoundError:
             return None
-        except StoreError as error:
-            if self.store.remote or error.retryable or await self._is_file(key):
-                raise
-            return None  # a pipe, a link or a folder has its name: what it was is lost
-
-    async def _is_file(self, key: str) -> bool:
-        try:
-            await self.store.head(key)
-        except NotFoundError:
-            return False
-        return True
 
     def _is_sound(self, seq: int, raw: bytes | None) -> bool:
         try:

@@ -65,6 +65,7 @@ _HOMES = {
     "StoreError": "errors",
     "UsageError": "errors",
     "PeerError": "errors",
+    "RunGoneError": "errors",
     "WriterError": "errors",
 }
 
@@ -99,6 +100,7 @@ if TYPE_CHECKING:
     from ckpt.errors import NotFoundError as NotFoundError
     from ckpt.errors import OutcomeUnknownError as OutcomeUnknownError
     from ckpt.errors import PeerError as PeerError
+    from ckpt.errors import RunGoneError as RunGoneError
     from ckpt.errors import SaveError as SaveError
     from ckpt.errors import SkippedError as SkippedError
     from ckpt.errors import StateError as StateError

@@ -24,6 +24,7 @@
         ├── ExistsError       create-if-absent found it present
         ├── FullError         no space left
         ├── AccessError       no such bucket, no permission, or credentials that do not hold
+        ├── RunGoneError      the folder or bucket is no longer the run that was opened there
         ├── TransferError     bytes did not get from one rank to another
         └── OutcomeUnknownError   a commit may or may not have landed
 
@@ -232,6 +233,22 @@ class FullError(StoreError):
 
 class AccessError(StoreError):
     """The place is not there, or refuses us: no such bucket, no permission, expired or wrong credentials."""
+
+
+class RunGoneError(StoreError):
+    """The folder or bucket is no longer the run that was opened there."""
+
+    advice = (
+        "Put the run back, and later saves go there again; or start the training again. Steps in memory stay there "
+        "until a new run begins."
+    )
+
+    @classmethod
+    def of(cls, url: str) -> RunGoneError:
+        return cls(
+            f"{url} is no longer this run: it was deleted, moved, emptied or replaced while the job ran. This save is "
+            "not stored there"
+        )
 
 
 class TransferError(StoreError):

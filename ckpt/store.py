@@ -108,7 +108,8 @@ class Store(Protocol):
     async def drop_uploads(self, wanted: Callable[[str], bool]) -> int:
         """Abort uploads that a dead process has left unfinished and that nobody sees, unless their key is wanted.
 
-        How many. Stores where an unfinished object is an object like any other have none.
+        How many. Stores where an unfinished object is an object like any other have none. A folder also passes the
+        names of temporary files that crashed writers left (`is_temporary`).
         """
 
     async def aclose(self) -> None:
@@ -120,6 +121,11 @@ def check_key(key: str) -> str:
     if not _KEY.fullmatch(key) or len(key) > 512:
         raise UsageError(f"not a valid object key: {key!r}")
     return key
+
+
+def is_temporary(key: str) -> bool:
+    """Return True for the name of a temporary file, which `drop_uploads` passes to `wanted` as it is."""
+    return key.rpartition("/")[2].startswith(".")
 
 
 async def get_small(store: Store, key: str, limit: int) -> memoryview:

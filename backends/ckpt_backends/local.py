@@ -5,12 +5,16 @@ appear whole or not at all, also after a power cut. Large ones are written strai
 cache (O_DIRECT) where the file system allows it, and mean nothing until a log record names them. Measured on ext4 over
 NVMe, aligned O_DIRECT wrote 1.0-1.7 GB/s against 0.2-1.2 GB/s for buffered writes and fsync, at a tenth of the CPU.
 
-Names beginning with a dot are temporary and are never listed. Only files are listed, with one exception: a pipe, a link
+Names that begin with a dot are temporary and are never listed. Only files are listed, with one exception: a pipe, a link
 or anything else under the name of a log record is listed with size 0, so that readers notice that the record is lost.
-A large object that replaces another is written as `.<name>.<random>.new`, locked as long as somebody writes it: one
-that nobody has locked was left by a crash, and goes with the next upload that replaces the same object, or by
-`drop_uploads`. `.reserve` is a megabyte that is given up when
-the disk is full, so that the log can still say what happened.
+
+A small object is written as `.<random>.tmp`, a large one that replaces another as `.<name>.<random>.new`. The writer holds a lock on such a file as long as it uses it. A
+file without a lock was left by a crash: `drop_uploads` deletes it, and so does the next upload that replaces the same
+object. `.reserve` is a megabyte that is given up when the disk is full, so that the log can still say what happened.
+
+A path may stop naming the run while a process writes there: somebody deletes, moves or replaces the folder. After
+`watch()` each change first checks that FORMAT.json is still the same file. A subfolder that vanished is made again only
+if FORMAT.json is still there a moment later.
 """
 
 from __future__ import annotations
@@ -22,14 +26,15 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import aiofiles
 
-from ckpt.errors import CorruptError, FullError, NotFoundError, StoreError, TruncatedError
+from ckpt.errors import CorruptError, FullError, NotFoundError, RunGoneError, StoreError, TruncatedError
 from ckpt.failpoints import point
 from ckpt.store import Buffer, ObjectInfo, check_key
 from ckpt_backends.disk import Disk
@@ -42,7 +47,11 @@ Listing = list[ObjectInfo]
 THREADS = 8  # enough requests in flight to keep one NVMe drive busy
 RESERVE = 1 << 20
 _RECORD = re.compile(r"log/[0-9]{12}\.json")
+VANISHED_S = 0.2  # before a folder that vanished is made again: `rm -rf` may be about to delete the whole run
+OWN = ("packs/", "parts/", "index/")  # names in these folders contain a random part: no other run uses the same name
+TRIES = 3  # a temporary file may be taken for a leftover before it is locked
 _LEFTOVER = re.compile(r"\.(.+)\.[0-9a-f]{16}\.new")
+_TEMPORARY = re.compile(r"\.[0-9a-f]{16}\.tmp")
 
 
 class LocalStore:
@@ -59,6 +68,8 @@ class LocalStore:
         self._calls: set[Future[Any]] = set()  # under way in it
         self.open_files = OpenFiles(self.disk, direct)
         self._known_folders: set[str] = set()
+        self._check: Callable[[], Awaitable[None]] | None = None
+        self._format: tuple[int, ...] | None = None  # identifies the FORMAT.json that was checked last
         if writable:
             with errors(self.url, self.root):
                 self._make_root()
@@ -73,6 +84,37 @@ class LocalStore:
             f"{self.root}: this file system cannot fsync a folder, so a power cut may undo the newest checkpoints. "
             "The death of a process loses nothing"
         )
+
+    # -- whether the folder is still the run --
+
+    def watch(self, check: Callable[[], Awaitable[None]]) -> None:
+        """Check before each change that the folder is still the run.
+
+        check: raises RunGoneError if it is not. It is called only if FORMAT.json is not the file that was checked last.
+        """
+        self._check = check
+
+    def _identify(self) -> tuple[int, ...] | None:
+        """Return what tells this FORMAT.json from any other file, None if there is none."""
+        try:
+            found = os.stat(f"{self.root}/FORMAT.json", follow_symlinks=False)
+        except OSError:
+            return None
+        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+    async def _check_run(self) -> None:
+        """Raise RunGoneError if the folder is no longer the run that was opened."""
+        if self._check is None:
+            return
+        found = await self.run(self._identify)
+        if found is None or found != self._format:
+            await self._check()
+            self._format = found
+
+    def _check_again(self) -> None:
+        """Raise RunGoneError if FORMAT.json has changed since `_check_run`, in the thread that is about to write."""
+        if self._check is not None and self._format is not None and self._identify() != self._format:
+            raise RunGoneError.of(self.url)
 
     # -- small objects --
 
@@ -92,18 +134,30 @@ class LocalStore:
 
     async def _put(self, path: str, data: Buffer, create: bool) -> None:
         folder = os.path.dirname(path)
-        temporary = f"{folder}/.{secrets.token_hex(8)}.tmp"
-        log = folder.endswith("/log")
+        await self._check_run()
         with errors(self.url, path):
             await self.run(self._make_folders, folder)
-            try:
-                # Unbuffered: the descriptor is synced before it is closed, and nothing may be left behind in between.
-                async with aiofiles.open(temporary, "xb", buffering=0, opener=self._opener) as file:
-                    view = memoryview(data)
-                    while view:
-                        written = await file.write(view)
-                        view = view[written:]
-                    await self.run(self.disk.fsync, file.fileno())
+            for number in range(TRIES):
+                temporary = f"{folder}/.{secrets.token_hex(8)}.tmp"
+                try:
+                    await self._put_as(temporary, path, data, create)
+                    return
+                except FileNotFoundError:  # a clean-up deleted it before it was locked, or where locks do not work
+                    if number == TRIES - 1 or not await self.run(os.path.isdir, folder):
+                        raise
+
+    async def _put_as(self, temporary: str, path: str, data: Buffer, create: bool) -> None:
+        folder = os.path.dirname(path)
+        log = folder.endswith("/log")
+        try:
+            # Unbuffered: the descriptor is synced before it is closed, and nothing may be left behind in between. It
+            # stays open until the file has its name, because closing it would release the lock.
+            async with aiofiles.open(temporary, "xb", buffering=0, opener=self._opener) as file:
+                view = memoryview(data)
+                while view:
+                    written = await file.write(view)
+                    view = view[written:]
+                await self.run(self.disk.fsync, file.fileno())
                 if log:
                     point("log.synced")
                 try:
@@ -111,16 +165,19 @@ class LocalStore:
                 except FileExistsError:
                     await self.run(self.disk.fsync_dir, folder)  # perhaps our own: the caller will take it for durable
                     raise
-                self.open_files.forget(path)
-                if log:
-                    point("log.linked")
-                await self.run(self.disk.fsync_dir, folder)
-            finally:
-                with contextlib.suppress(OSError):  # replaced, renamed, never made, or a disk beyond help
-                    await self.run(self.disk.unlink, temporary)
+            self.open_files.forget(path)
+            if log:
+                point("log.linked")
+            await self.run(self.disk.fsync_dir, folder)
+        finally:
+            with contextlib.suppress(OSError):  # replaced, renamed, never made, or a disk beyond help
+                await self.run(self.disk.unlink, temporary)
 
     def _opener(self, path: str, flags: int) -> int:
-        return self.disk.open(path, flags)
+        self._check_again()
+        fd = self.disk.open(path, flags)
+        self.disk.lock(fd)
+        return fd
 
     async def head(self, key: str) -> ObjectInfo:
         path = self._path(key)
@@ -136,6 +193,8 @@ class LocalStore:
 
     async def delete(self, key: str) -> None:
         path = self._path(key)
+        if not key.startswith(OWN):
+            await self._check_run()
         self.open_files.forget(path)  # or the disk space would stay taken
         with errors(self.url, path), contextlib.suppress(FileNotFoundError):
             await self.run(self.disk.unlink, path)
@@ -145,7 +204,10 @@ class LocalStore:
             await self.delete(key)
 
     async def drop_uploads(self, wanted: Callable[[str], bool]) -> int:
-        """Of those that were to replace something: any other that is unfinished is a file like any other."""
+        """Delete what crashed writers left: temporary files, and uploads that were to replace something.
+
+        Any other unfinished upload is a file like any other.
+        """
         return await self.run(self._drop_leftovers, wanted)
 
     def _drop_leftovers(self, wanted: Callable[[str], bool]) -> int:
@@ -155,25 +217,38 @@ class LocalStore:
             with contextlib.suppress(OSError):
                 for entry in list(os.scandir(f"{self.root}/{folder}")):
                     found = _LEFTOVER.fullmatch(entry.name)
+                    key = folder + (found[1] if found is not None else entry.name)
                     if entry.is_dir(follow_symlinks=False) and not entry.name.startswith("."):
                         pending.append(f"{folder}{entry.name}/")
-                    elif found is not None and self._is_left(entry.path) and not wanted(folder + found[1]):
-                        self.disk.unlink(entry.path)
-                        dropped += 1
+                    elif found is not None or _TEMPORARY.fullmatch(entry.name):
+                        with contextlib.suppress(OSError):  # its writer was quicker, or it cannot be opened
+                            dropped += self._drop_left(entry.path, lambda key=key: wanted(key))  # type: ignore[misc]
         return dropped
 
-    def _is_left(self, path: str) -> bool:
-        """Whether nobody is writing what is to replace something."""
-        fd = self.disk.open(path, os.O_RDONLY)
+    def _drop_left(self, path: str, wanted: Callable[[], bool] = lambda: False) -> bool:
+        """Delete a temporary file unless its writer lives or it is wanted. Return True if it was deleted.
+
+        It stays where locks exclude nobody, because its writer cannot be seen there.
+        """
+        fds: list[int] = []
         try:
-            return self.disk.lock(fd)
+            for free in (True, False):  # a second descriptor must not get the lock that the first one holds
+                fds.append(self.disk.open(path, os.O_RDWR))
+                if self.disk.lock(fds[-1]) is not free:
+                    return False
+            if wanted():
+                return False
+            self.disk.unlink(path)
+            return True
         finally:
-            self.disk.close(fd)
+            for fd in fds:
+                self.disk.close(fd)
 
     # -- large objects --
 
     async def upload(self, key: str, *, size: int, replace: bool = False) -> LocalUpload:
         path = self._path(key)
+        await self._check_run()
         with errors(self.url, path):
             return await self.run(self._open_upload, path, size, replace)
 
@@ -185,10 +260,11 @@ class LocalStore:
             with contextlib.suppress(OSError):  # what cannot be looked at stays
                 for entry in list(os.scandir(folder)):
                     found = _LEFTOVER.fullmatch(entry.name)
-                    if found is not None and found[1] == name and self._is_left(entry.path):
-                        self.disk.unlink(entry.path)
+                    if found is not None and found[1] == name:
+                        self._drop_left(entry.path)
             path = f"{folder}/.{name}.{secrets.token_hex(8)}.new"
         create = os.O_CREAT | os.O_EXCL | os.O_WRONLY
+        self._check_again()
         buffered = self.disk.open(path, create)
         try:
             if replace:
@@ -294,8 +370,11 @@ class LocalStore:
             pending += [one.path for one in entries if one.is_dir(follow_symlinks=False) and one.name[0] != "."]
 
     def _make_folders(self, folder: str) -> None:
-        if folder in self._known_folders and os.path.isdir(folder):  # somebody may have removed it beneath us
-            return
+        if folder in self._known_folders:
+            if os.path.isdir(folder):
+                return
+            time.sleep(VANISHED_S)
+        self._check_again()
         try:
             self.disk.mkdir(folder)
         except FileExistsError:
@@ -336,8 +415,9 @@ class LocalStore:
     def _take_reserve(self) -> None:
         path = f"{self.root}/.reserve"
         try:
+            self._check_again()
             fd = self.disk.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
-        except OSError:
+        except (OSError, RunGoneError):
             return  # there already, or no room for it yet
         try:
             self.disk.reserve(fd, RESERVE)

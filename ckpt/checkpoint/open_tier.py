@@ -22,7 +22,7 @@ from ckpt.checkpoint.incremental import Policy
 from ckpt.checkpoint.read import verify
 from ckpt.checkpoint.scrub import Scrub
 from ckpt.checkpoint.upload_stats import UploadStats
-from ckpt.errors import CheckpointError, FencedError, is_unreadable
+from ckpt.errors import CheckpointError, FencedError, RunGoneError, is_unreadable
 from ckpt.format.manifest import Attempt
 from ckpt.format.manifest import owner as owner_of
 from ckpt.ipc.notes import DamagedNote, SaidNote
@@ -30,7 +30,7 @@ from ckpt.ipc.protocol import Note
 from ckpt.runlog.archiving import Archivist
 from ckpt.runlog.log import RunLog
 from ckpt.runlog.records import Acquire, RunState, words_of
-from ckpt.store import Store, open_store, remember_options
+from ckpt.store import Store, is_temporary, open_store, remember_options
 
 READ_BACK_EVERY = 10  # checkpoints, in a remote place
 LIST_EVERY = 32  # clean-ups, in a remote place: between them only what is known by name goes
@@ -65,6 +65,7 @@ class OpenTier:
     waiting: int = 0  # checkpoints on their way here, those that wait for their turn among them
     spec: dict[str, Any] = field(default_factory=dict, repr=False)  # perhaps secrets
     opened: bool = True
+    root: str = ""  # the id of the run that it must be, if that is known before it is opened
     outdated: list[Store] = field(default_factory=list)  # what is on its way goes on with them
     sweeping: asyncio.Task[None] | None = None
     sweeps: int = 0
@@ -95,15 +96,14 @@ class OpenTier:
         return f"Free some: {what}, and keep=3 on its Tier does so from now on"
 
     async def prepare(self) -> None:
-        """Open the place now, if it was out of reach before. Raises what is wrong with it.
-
-        A folder that is not this run any more is not written to; in a bucket the log notices before it commits.
-        """
+        """Open the place now if it could not be opened before. Raises RunGoneError if it is no longer this run."""
         if not self.opened:
+            if self.root:
+                await self.log.check_same()
             await self.log.open()
-            self.opened = True
+            self.root, self.opened = self.log.root, True
             self.scrub_slowly()
-        elif not self.store.remote:
+        else:
             await self.log.check_same()
 
     def scrub_slowly(self) -> None:
@@ -132,11 +132,13 @@ class OpenTier:
             del self.promoting[attempt]
 
     async def drop_uploads(self, mine: Acquire, wanted: set[Attempt]) -> None:
-        """Abort what earlier incarnations were uploading when they died; nobody sees it, and somebody pays for it."""
+        """Abort what earlier incarnations were uploading when they died, and delete their temporary files."""
 
         def keep(key: str) -> bool:
             attempt = owner_of(key)
-            if attempt is None or attempt in wanted or attempt in self.in_flight:
+            if attempt is None:
+                return not is_temporary(key)
+            if attempt in wanted or attempt in self.in_flight:
                 return True
             return attempt.epoch >= mine.epoch and not self.log.state.ended(attempt)
 
@@ -147,6 +149,17 @@ class OpenTier:
             return
         if dropped:
             events.log.info("aborted %d unfinished uploads to %s", dropped, self.url)
+
+    async def remove_rest(self, attempt: Attempt, rank: int) -> None:
+        """Delete this rank's files of an attempt that was being written when the run was deleted or replaced.
+
+        No other run has files of these names. A restart in the emptied place would be refused because of them.
+        """
+        try:
+            for prefix in (f"packs/{attempt}.{rank}.", f"parts/{attempt}.{rank}.", f"index/{attempt}-"):
+                await self.store.delete_many([info.key async for info in self.store.list(prefix)])
+        except CheckpointError as error:
+            events.log.warning("files of step %d may be left in %s: %s", attempt.step, self.url, error)
 
     async def sweep(self, mine: Acquire, tell: Callable[[Note], None]) -> None:
         """Retention, and of old log records. Errors are no reason to stop anything else: clean-up is tried again after
@@ -297,20 +310,25 @@ def _say(tell: Callable[[Note], None], text: str) -> None:
     tell(SaidNote(text))
 
 
-async def open_place(spec: dict[str, Any], *, later: bool = False) -> OpenTier:
+async def open_place(spec: dict[str, Any], *, later: bool = False, root: str = "", again: bool = False) -> OpenTier:
     """What a trainer says of a tier, opened: created if it is not there, refused if it cannot be trusted.
 
     `spec`: see `ckpt.tiers.Tier.spec`. `later`: a remote place that cannot be opened now is opened when it is needed.
+    `root`: the id of the run that it must be, "" for any; RunGoneError if it is another one or none. `again`: the
+    trainer has opened it before: then it is opened when it is that run again.
     """
-    store = _store_of(spec)
+    store = store_of(spec)
     log = RunLog(store)
     place = OpenTier(str(spec["url"]), retention.Keep(spec["last"], spec["every"]), log, spec=spec)
     _settings(place, spec)
     try:
+        if root:
+            log.root = place.root = root
+            await log.check_same()
         await commit.create_run(store)
         await log.open()
     except CheckpointError as error:
-        if not (later and store.remote):
+        if not (later and store.remote) and not (again and isinstance(error, RunGoneError)):
             await store.aclose()
             raise
         place.opened = False
@@ -328,7 +346,8 @@ async def renew(place: OpenTier, spec: dict[str, Any]) -> None:
     _settings(place, spec)
     if any(spec.get(key) != place.spec.get(key) for key in REACHING):
         place.outdated.append(place.store)
-        place.log.store = _store_of(spec)
+        place.log.store = store_of(spec)
+        place.log.watch()
     place.spec = spec
     store: Any = place.store
     if store.remote:
@@ -349,10 +368,11 @@ def _settings(place: OpenTier, spec: dict[str, Any]) -> None:
     place.grace_s = float(grace_s) if grace_s is not None else retention.default_grace_s(place.store)
 
 
-def _store_of(spec: dict[str, Any]) -> Any:
+def store_of(spec: Mapping[str, Any], *, writable: bool = True) -> Any:
+    """Return the store of a tier, with its credentials and limits. A folder is created if it is to be writable."""
     url = str(spec["url"])
     os.environ.update(spec.get("environment") or {})
     remember_options(url, spec.get("options"))
     rate, in_flight = spec.get("max_mib_s"), float(spec.get("max_inflight_mib") or 256)
     limits = {"bytes_per_s": rate and float(rate) * 2**20, "in_flight": int(in_flight * 2**20)}
-    return open_store(url, writable=True, limits=limits, patience_s=OPENING_S)
+    return open_store(url, writable=writable, limits=limits, patience_s=OPENING_S)

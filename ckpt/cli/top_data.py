@@ -16,6 +16,7 @@ import traceback
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+from ckpt.checkpoint.identity import writer_keys
 from ckpt.checkpoint.ledger_files import account_keys
 from ckpt.cli.reading import fault_from, read_each
 from ckpt.cli.terminal import PATIENCE_S, say
@@ -95,7 +96,7 @@ class RunWatch:
 
     def ask(self) -> None:
         """All writers of this run on this machine."""
-        keys = link.siblings(link.run_key(self.place, 0))
+        keys = writer_keys(self.place)
         looks, silent = list[RankStatus](), dict[int, str]()
         for number, found in zip(keys, self._asking.map(_ask, keys.values()), strict=True):
             if isinstance(found, RankStatus):

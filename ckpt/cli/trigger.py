@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 from msgspec import structs
 
+from ckpt.checkpoint.identity import writer_keys
 from ckpt.cli.arguments import folders
 from ckpt.cli.terminal import example, json_option, print_json, put
 from ckpt.errors import CheckpointError, UsageError
@@ -26,7 +27,7 @@ def trigger(run: str, why: str, as_json: bool) -> int:
     log say what became of it.
     """
     place = run if run.startswith("memory:") else normalise(run)
-    keys = channel.siblings(channel.run_key(place, 0))
+    keys = writer_keys(place)
     problem = "no writer of this run is on this machine"
     for _, key in sorted(keys.items()):
         try:

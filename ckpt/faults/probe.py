@@ -20,6 +20,7 @@ import psutil
 from ckpt.faults import hang
 from ckpt.faults.hang import MAX_ITEMS, Evidence, plain
 from ckpt.ipc.heartbeat import Beat
+from ckpt.ipc.process import number_in_proc
 
 DUMP_SIGNAL = signal.SIGRTMIN + 6  # answered by faulthandler; no default of anybody's
 _STATES = {
@@ -42,7 +43,7 @@ def sample(pid: int, rank: int, beat: Beat, *, ours: int = 0) -> Evidence:
     """
     state, cpu_s, written = hang.GONE, 0.0, -1
     with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-        process = psutil.Process(pid)
+        process = psutil.Process(number_in_proc(pid))
         with process.oneshot():
             state = _STATES.get(process.status(), hang.UNKNOWN)
             times = process.cpu_times()

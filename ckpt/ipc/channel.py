@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from ckpt.errors import UsageError
-from ckpt.ipc.process import boot_id, namespace
+from ckpt.ipc.process import boot_id, namespace, number_in_proc
 from ckpt.ipc.protocol import MOST_BYTES, Incoming, Message, Request, decode, encode, encode_reply, reply_of, too_long
 
 R = TypeVar("R")
@@ -36,6 +36,7 @@ SEND_S = 10
 CONNECT_S = 2.0
 BIND_S = 1.0  # for a name that is in use to answer, or to become free
 NAMES = 4
+PLACE = 16  # characters of a key that stand for the path or URL; as many follow for the identity of the run
 QUEUE = 4096  # all ranks of a node may ask all writers at once; and a trainer never answers those who ask for its name
 RUNTIME = "CKPT_RUNTIME_DIR"
 AT_WORK, LEAVING = "ckpt-writer", "ckpt-leaving"  # what a writer calls its process
@@ -135,10 +136,21 @@ class Channel:
         self.sock.close()
 
 
-def run_key(place: str, local_rank: int) -> str:
-    """Names the writer of a run on this host, so that a restarted trainer finds it."""
-    text = "\0".join([place, str(os.getuid()), socket.gethostname()])
-    return f"{hashlib.sha256(text.encode()).hexdigest()[:24]}-{local_rank}"
+def run_key(place: str, local_rank: int, identity: str = "") -> str:
+    """Return the key of a run's writer on this host, by which a restarted trainer finds it.
+
+    identity: `ckpt.checkpoint.identity.Identity.text`. The path or URL alone may be that of several runs.
+    """
+    return f"{_digest(place, str(os.getuid()))}{_digest(identity)}-{local_rank}"
+
+
+def _digest(*texts: str) -> str:
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:PLACE]
+
+
+def at_place(key: str) -> list[str]:
+    """Return the keys of all writers on this host whose run has the same path or URL, whatever is there for them."""
+    return [one for one in all_keys() if one[:PLACE] == key[:PLACE]]
 
 
 def siblings(key: str) -> dict[int, str]:
@@ -155,7 +167,7 @@ def siblings(key: str) -> dict[int, str]:
 
 def all_keys() -> list[str]:
     """The keys of all writers of this user on this host; one may be gone by now."""
-    named = re.compile(rf"@everystep/{re.escape(_scope())}/([0-9a-f]{{24}}-\d+)(/\d+)?")
+    named = re.compile(rf"@everystep/{re.escape(_scope())}/([0-9a-f]{{{2 * PLACE}}}-\d+)(/\d+)?")
     found = {match[1] for name, _, listening in _bound() if listening and (match := named.fullmatch(name))}
     return sorted(found)
 
@@ -378,14 +390,17 @@ def writers_of(key: str) -> list[int]:
     for folder in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
             mine = folder.name.isdecimal() and folder.stat().st_uid == os.getuid()
-            if mine and is_writer(int(folder.name), key, AT_WORK):
+            if mine and _is_writer(folder, key, AT_WORK):
                 found.append(int(folder.name))
     return found
 
 
 def is_writer(pid: int, key: str, *states: str) -> bool:
     """Whether a process is a writer of this run, in any state or in one of these. OSError if it cannot be seen."""
-    folder = Path(f"/proc/{pid}")
+    return _is_writer(Path(f"/proc/{number_in_proc(pid)}"), key, *(states or (AT_WORK, LEAVING)))
+
+
+def _is_writer(folder: Path, key: str, *states: str) -> bool:
     if key.encode() not in (folder / "cmdline").read_bytes().split(b"\0"):
         return False
-    return (folder / "comm").read_text().strip() in (states or (AT_WORK, LEAVING))
+    return (folder / "comm").read_text().strip() in states

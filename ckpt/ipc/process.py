@@ -45,10 +45,29 @@ class Process:
 
 def _stat(pid: int) -> tuple[int, bool] | None:
     """When a process was started, in ticks since boot, and whether it is at its end; None if there is none."""
-    with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{pid}/stat", "rb") as file:
+    with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{number_in_proc(pid)}/stat", "rb") as file:
         fields = file.read().rpartition(b")")[2].split()
         return int(fields[19]), fields[0] in (b"Z", b"X") or bool(int(fields[6]) & _EXITING)
     return None
+
+
+def number_in_proc(pid: int) -> int:
+    """Return the number by which /proc lists a process of this PID namespace, -1 if it does not.
+
+    It differs from `pid` in a container that has a PID namespace of its own and the /proc of another one.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        if int(os.readlink("/proc/self")) == os.getpid():
+            return pid
+    try:
+        fd = os.pidfd_open(pid)
+    except (OSError, ValueError):
+        return -1
+    try:
+        with open(f"/proc/self/fdinfo/{fd}") as file:
+            return next((int(line[4:]) for line in file if line.startswith("Pid:")), -1)
+    finally:
+        os.close(fd)
 
 
 def boot_id() -> str:

@@ -58,23 +58,30 @@ class Greeting(Request[GreetingReply], frozen=True):
 
 
 class WhoseReply(Body, frozen=True):
-    """The trainer's process, epoch and nonce that were opened, and processes that have lost the run and are there."""
+    """The trainer's process, epoch and nonce that were opened, and processes that have lost the run and are there.
+    `roots`: by URL, the ids of the runs that were opened; `sees`: whether the writer sees the file of the question."""
 
     trainer: int
     owner: tuple[int, str] | None
     losers: list[int]
+    roots: dict[str, str]
+    sees: bool
 
 
 class Whose(Request[WhoseReply], frozen=True):
-    """Whose run is it, as far as the writer knows?"""
+    """Whose run is it, as far as the writer knows? `proof`: a temporary file in the folder of the nearest tier, by
+    which the two find out whether they see the same folder; "" for none."""
+
+    proof: str = ""
 
 
 class Lose(Request[None], frozen=True):
     """Another job takes the run over: the trainer has lost it."""
 
 
-class Drop(Request[None], frozen=True):
-    """The run whose memory the writer holds is not there any more."""
+class Drop(Request[bool], frozen=True):
+    """A new run has begun at this path or URL. The writer checks whether that is so in all of its tiers. If it is, and
+    its trainer is dead, the writer releases its memory and ends. Replied with whether it does."""
 
 
 class TierFound(Body, frozen=True):
@@ -95,7 +102,8 @@ class OpenRunReply(Body, frozen=True):
 
 class OpenRun(Request[OpenRunReply], frozen=True):
     """Open the tiers (see `Tier.spec`), without changing anything in them. `check`: refuse if somebody trains the run;
-    `auto`: tiers whose cadence is to be found out; `first_try`: of all parts; `acquires`: the history of the memory."""
+    `auto`: tiers whose cadence is to be found out; `first_try`: of all parts; `acquires`: the history of the memory;
+    `roots`: the ids that the runs in these tiers must have, "" for any."""
 
     tiers: list[Json]
     linger_s: float
@@ -105,6 +113,7 @@ class OpenRun(Request[OpenRunReply], frozen=True):
     first_try: int = 0
     check: bool = False
     successor: str = ""
+    roots: list[str] = field(default_factory=list)
 
 
 class Successor(Request[None], frozen=True):

@@ -23,7 +23,7 @@ from ckpt.failpoints import point
 from ckpt.format.manifest import Attempt, by_owner, owner
 from ckpt.runlog.log import RunLog
 from ckpt.runlog.records import Commit, Record, RunState, live_packs
-from ckpt.store import Store
+from ckpt.store import Store, is_temporary
 
 OURS = ("FORMAT.json", "log/", "faults/", "ledger/", "redo/")  # files of a run that belong to no attempt
 TRIES = 10  # a job may commit between our look and our record, though not for ever
@@ -258,7 +258,7 @@ def plan_gc(url: str, state: RunState, stock: RunFiles, uploads: Sequence[str], 
         stock.files(found.delete),
         tuple(stock.item(a, keys, _why_open(state, a)) for a, keys in owned if not state.ended(a)),
         ending,
-        tuple(key for key in uploads if (a := owner(key)) is not None and later.ended(a)),
+        tuple(key for key in uploads if is_temporary(key) or ((a := owner(key)) is not None and later.ended(a))),
         tuple(key for key in stock.sizes if owner(key) is None and not key.startswith(OURS)),
         Item(Attempt(0, 0, ""), sum(stock.sizes[key] for key in live), len(live)),
     )
@@ -316,7 +316,7 @@ async def gc(log: RunLog, stock: RunFiles, ending: Iterable[Attempt]) -> tuple[S
 
     def wanted(key: str) -> bool:
         attempt = owner(key)
-        return attempt is None or not state.ended(attempt)
+        return not is_temporary(key) if attempt is None else not state.ended(attempt)
 
     return landed, await log.store.drop_uploads(wanted)
 

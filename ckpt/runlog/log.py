@@ -35,6 +35,7 @@ from ckpt.errors import (
     FullError,
     NotFoundError,
     OutcomeUnknownError,
+    RunGoneError,
     StoreError,
 )
 from ckpt.events import log as logger
@@ -90,12 +91,18 @@ class RunLog(LogFiles):
             return await infer_root(self.store) == self.root
 
     async def check_same(self) -> None:
-        """StoreError if it is not."""
+        """RunGoneError if it is not."""
         if not await self.same():
-            raise StoreError(
-                f"{self.store.url} is not the run any more that it was: it was deleted, moved, emptied or replaced "
-                "meanwhile. Nothing was written there. Put it back, or start again"
-            )
+            raise RunGoneError.of(self.store.url)
+
+    async def replaced(self) -> bool:
+        """Return True if another run has begun there: another root id, and a log that has records."""
+        try:
+            if read_format(await get_small(self.store, "FORMAT.json", MAX_FORMAT)) == self.root:
+                return False
+        except (NotFoundError, CorruptError):
+            return False
+        return await infer_root(self.store) not in (None, self.root)
 
     async def open(self) -> None:
         """Read FORMAT.json and fold the log. FormatError if this is not a run."""
@@ -109,7 +116,13 @@ class RunLog(LogFiles):
                 raise FormatError(f"{self.store.url} is not a run, or nothing of its log is whole: {error}") from None
             logger.warning("%s: FORMAT.json is lost (%s); the log says what it was", self.store.url, error)
             self.root = root
+        self.watch()
         await self.refresh()
+
+    def watch(self) -> None:
+        """Have a local store check before each change that its folder is still this run."""
+        if (watch := getattr(self.store, "watch", None)) is not None:
+            watch(self.check_same)
 
     async def refresh(self) -> RunState:
         """Fold what was appended since. Damaged and missing records are skipped and listed in `state.damaged`."""

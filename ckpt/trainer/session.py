@@ -8,6 +8,7 @@ import platform
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,8 @@ import msgspec
 import torch
 
 from ckpt.best import Best
+from ckpt.checkpoint.concurrent import run
+from ckpt.checkpoint.identity import Identity, identify
 from ckpt.errors import CheckpointError, FencedError, SaveError, UsageError
 from ckpt.events import log
 from ckpt.format.partition import Seat
@@ -240,9 +243,25 @@ class Session:
         self.redo = self._redo()
 
     def _prepare(self, state: dict[str, Any], takeover: bool) -> WriterSupervisor:
-        key, timeout_s = channel.run_key(self.settings.url, self.world.local_rank), self.settings.busy_timeout_s
         read = functools.cache(lambda: self._read(state))
-        return WriterSupervisor(key, self.tiers, self.memory, self.stager, self.world, timeout_s, takeover, read)
+        seen = self._identify(read)
+        key = channel.run_key(self.settings.url, self.world.local_rank, seen.text)
+        timeout_s = self.settings.busy_timeout_s
+        return WriterSupervisor(
+            key, self.tiers, self.memory, self.stager, self.world, timeout_s, takeover, read, seen.root
+        )
+
+    def _identify(self, read: Callable[[], object]) -> Identity:
+        """Identify the run of the nearest tier. It is created only after `read` found that the state can be saved."""
+        if not self.tiers:
+            return Identity()
+        spec = self.tiers[0].spec()
+        seen = run(identify(spec))
+        if seen is None:
+            read()
+            seen = run(identify(spec, create=True))
+        assert seen is not None
+        return seen
 
     def _read(self, state: dict[str, Any]) -> int | None:
         """Nobody else trains the run here: look at it. What cannot be saved of the state is said now. By which memory

@@ -101,10 +101,13 @@ class AfterDeath:
             await asyncio.sleep(0.01)
 
     async def _drain_until(self, adoptions: int, deadline: float, owed: Collection[Attempt] | None = None) -> None:
-        """What failed is tried again, until the deadline or until somebody else has come for it."""
+        """What failed is tried again, until the deadline, or until somebody else has come for it or another run has
+        begun there."""
         while adoptions == self.trainer.adoptions:
             attempts = None if owed is None else self.drain.wanted(owed)
             if await self.drain.drain(adoptions, attempts) or time.monotonic() >= deadline:
+                return
+            if await self.run.replaced():
                 return
             await asyncio.sleep(min(RETRY_S, self.run.linger_s))
 
@@ -115,8 +118,8 @@ class AfterDeath:
             if time.monotonic() > looked + RETRY_S:
                 looked = time.monotonic()
                 await self.run.check_owner()
-                if self.run.tiers and len(await self.run.lost()) == len(self.run.tiers):
-                    events.log.warning("the run was removed: its memory is let go of")
+                if await self.run.replaced():
+                    events.log.warning("another run has begun in place of this one: its memory is released")
                     return
             await asyncio.sleep(min(LOOK_S, self.run.linger_s))
 

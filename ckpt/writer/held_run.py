@@ -21,10 +21,11 @@ from ckpt.format.manifest import Attempt
 from ckpt.ipc import channel as link
 from ckpt.ipc.channel import Channel
 from ckpt.ipc.notes import FencedNote, SaidNote
-from ckpt.ipc.process import Process
+from ckpt.ipc.process import Process, number_in_proc
 from ckpt.ipc.protocol import Note
 from ckpt.ipc.requests import AskKept, KeepSteps, KeptReply, Owner, Successor
 from ckpt.runlog.log import Acquire, RunLog
+from ckpt.store import folder_of, is_temporary
 from ckpt.writer.dispatch import handles
 
 LOST_S = 5.0  # for a tier to say which run it is
@@ -120,7 +121,7 @@ class PresentTrainer:
         if self.closed:
             return "closed"
         try:
-            status = psutil.Process(self.pid).status()
+            status = psutil.Process(number_in_proc(self.pid)).status()
         except psutil.Error:
             return "dead"
         if not self.process.alive:
@@ -229,6 +230,24 @@ class HeldRun:
                 if not await asyncio.wait_for(tier.log.same(), LOST_S):
                     found.append(tier.url)
         return found
+
+    async def replaced(self) -> bool:
+        """Return True if another run has begun in every tier: nobody can come for this memory any more."""
+        if not self.tiers or not all(tier.opened for tier in self.tiers):
+            return False
+        with contextlib.suppress(CheckpointError, TimeoutError):
+            return all([await asyncio.wait_for(tier.log.replaced(), LOST_S) for tier in self.tiers])
+        return False
+
+    @property
+    def roots(self) -> dict[str, str]:
+        """The ids of the runs in the tiers, by URL."""
+        return {tier.url: tier.log.root for tier in self.tiers if tier.log.root}
+
+    def sees(self, proof: str) -> bool:
+        """Return True if the folder of the nearest tier has this temporary file."""
+        folder = folder_of(self.tiers[0].url) if self.tiers else None
+        return folder is not None and is_temporary(proof) and "/" not in proof and (folder / proof).exists()
 
 
 def acquire_of(owner: Owner) -> Acquire:

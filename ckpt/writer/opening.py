@@ -54,10 +54,11 @@ class TierOpener:
         run.acquires = [acquire_of(one) for one in request.acquires]
         known = {tier.url: tier for tier in run.tiers}  # one of them may be writing the ring at this moment
         tiers: list[OpenTier] = []
-        for spec in request.tiers:
+        again, roots = bool(run.first_try), [*request.roots, *[""] * len(request.tiers)]
+        for spec, root in zip(request.tiers, roots, strict=False):
             # A writer that takes the place of a dead one must not fail for a bucket that is out of reach just now.
             try:
-                tiers.append(await self._open_tier(spec, known, later=bool(run.first_try and tiers)))
+                tiers.append(await self._open_tier(spec, known, root, later=bool(again and tiers), again=again))
             except StoreError as error:
                 raise self._as_it_stands(error, str(spec["url"]), tiers) from error
         if request.check:
@@ -86,13 +87,15 @@ class TierOpener:
             retryable=error.retryable,
         )
 
-    async def _open_tier(self, spec: dict[str, Any], known: dict[str, OpenTier], *, later: bool) -> OpenTier:
+    async def _open_tier(
+        self, spec: dict[str, Any], known: dict[str, OpenTier], root: str, *, later: bool, again: bool
+    ) -> OpenTier:
         tier = known.pop(spec["url"], None)
         if tier is not None and tier.url not in await self.run.lost([tier]):
             await renew(tier, spec)
             return tier
         # It is new, or what was there was removed, and is no run or another one now.
-        tier = await open_place(spec, later=later)
+        tier = await open_place(spec, later=later, root=root, again=again)
         tier.tell = self.trainer.tell
         if caveat := getattr(tier.store, "caveat", ""):
             tier.tell(SaidNote(caveat))

@@ -19,7 +19,7 @@ from ckpt.checkpoint.open_tier import OpenTier
 from ckpt.checkpoint.retention import remember_packs
 from ckpt.checkpoint.settle import settle
 from ckpt.checkpoint.write import Arriving, RankSnapshot, WrittenPart
-from ckpt.errors import CheckpointError, CorruptError, FencedError, FullError, SaveError, StoreError
+from ckpt.errors import CheckpointError, CorruptError, FencedError, FullError, RunGoneError, SaveError, StoreError
 from ckpt.failpoints import point
 from ckpt.format.digest import blob_digest
 from ckpt.format.layout import Layout
@@ -79,6 +79,8 @@ class Settler:
                 await self._give_up(tier, written, error)
             if attempt in tier.log.state.held:
                 self._sweep_soon(tier)  # others of its kind may have been there for long
+            if isinstance(error, RunGoneError):
+                await tier.remove_rest(attempt, written.part.rank)
             raise
         finally:
             tier.in_flight.discard(attempt)
@@ -222,6 +224,8 @@ class PartWriter:
                 written = written or await self._store(tier, arena, slot, label, layout, attempt, reason)
         except BaseException as error:
             tier.in_flight.discard(attempt)
+            if isinstance(error, RunGoneError):
+                await tier.remove_rest(attempt, layout.rank)
             if last and reason == "due":
                 await self.settler.tell_others(tier, attempt, layout.rank, error)
                 if attempt in tier.log.state.commits:

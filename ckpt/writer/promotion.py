@@ -14,7 +14,7 @@ from ckpt.checkpoint import commit, promote
 from ckpt.checkpoint.byte_source import InStore
 from ckpt.checkpoint.open_tier import OpenTier
 from ckpt.checkpoint.write import RankSnapshot, WrittenPart
-from ckpt.errors import CheckpointError, SaveError, SkippedError
+from ckpt.errors import CheckpointError, RunGoneError, SaveError, SkippedError
 from ckpt.format.layout import Layout
 from ckpt.format.manifest import Attempt, rank_and_try
 from ckpt.ipc.requests import Resume
@@ -122,6 +122,8 @@ class Promoter:
             return written
         except BaseException as error:
             tier.in_flight.discard(attempt)
+            if isinstance(error, RunGoneError):
+                await tier.remove_rest(attempt, rank)
             self.background.spawn(self.settler.tell_others(tier, attempt, rank, error))
             raise
         finally:
@@ -210,7 +212,13 @@ class Promoter:
                     await commit.load_part(near.store, one.attempt, rank, number, expected=digest)
                     for rank, number, digest in mine
                 ]
-                written = [await self._transfer(tier, near, part) for part in here]
+                await tier.prepare()
+                try:
+                    written = [await self._transfer(tier, near, part) for part in here]
+                except RunGoneError:
+                    for part in here:
+                        await tier.remove_rest(one.attempt, part.part.rank)
+                    raise
             await self.settler.settle(tier, written[0])
         finally:
             near.unpin(one.attempt)

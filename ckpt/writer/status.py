@@ -23,6 +23,7 @@ from ckpt.goodput.ledger import Decision
 from ckpt.ipc import watch_requests as watch
 from ckpt.ipc.arena import EAGER, EMPTY, FILLING, SEALED, Arena
 from ckpt.ipc.heartbeat import Beat, Heartbeat, StepDone
+from ckpt.ipc.process import number_in_proc
 from ckpt.ipc.requests import Json
 from ckpt.metrics import Metrics
 from ckpt.telemetry import status
@@ -77,7 +78,7 @@ class Observers:
         self._faults, self._fault = 0, Fault("", "")
         self._devices, self._device_at = Devices(), float("-inf")
         self._device: DeviceStatus | None = None
-        self._me = psutil.Process()
+        self._me = psutil.Process(number_in_proc(os.getpid()))
         self.exporter = Exporter(self.look, trainer.say, self._metrics_at)
 
     # -- what the trainer says --
@@ -305,5 +306,5 @@ def _slots(arena: Arena) -> list[SlotStatus]:
 
 def _rss(pid: int) -> int:
     with contextlib.suppress(psutil.Error, OSError):
-        return int(psutil.Process(pid).memory_info().rss) if pid else 0
+        return int(psutil.Process(number_in_proc(pid)).memory_info().rss) if pid else 0
     return 0

@@ -185,7 +185,13 @@ class Succession:
     def whose(self, request: requests.Whose) -> requests.WhoseReply:
         owner = self.run.owner
         opened = None if owner is None else (owner.epoch, owner.nonce)
-        return requests.WhoseReply(self.trainer.pid, opened, self.trainer.losers(self.trainer.process))
+        return requests.WhoseReply(
+            self.trainer.pid,
+            opened,
+            self.trainer.losers(self.trainer.process),
+            self.run.roots,
+            bool(request.proof) and self.run.sees(request.proof),
+        )
 
     @handles(requests.OwnRun)
     async def own(self, request: requests.OwnRun) -> list[requests.PartsHere]:
@@ -208,12 +214,19 @@ class Succession:
                 events.log.warning("who owns the run cannot be seen: %s", error)
 
     @handles(requests.Drop)
-    def drop(self, request: requests.Drop, caller: Caller) -> None:
-        """The run whose memory we hold is not there any more."""
-        if caller.channel is self.trainer.channel:
-            self.trainer.disown()
-            self.trainer.closed = True
-            self.after_death.leave_soon()
+    async def drop(self, request: requests.Drop) -> bool:
+        """Another run has begun where ours was."""
+        begun = self.trainer.adoptions
+        if not self.trainer.dead or not await self.run.replaced() or begun != self.trainer.adoptions:
+            return False
+        self.trainer.disown()
+        self.trainer.closed = True
+        for arena in list(self.held_memory.arenas):
+            if not any(key == arena for key, _ in self.parts.reads):
+                self.held_memory.release(requests.ReleaseArena(arena))
+        events.log.warning("another run has begun in place of this one: its memory is released")
+        self.after_death.leave_soon()
+        return True
 
     @handles(requests.Taken)
     def taken(self, request: requests.Taken) -> None:

@@ -24,12 +24,12 @@ from hypothesis import strategies as st
 import ckpt
 import ckpt.writer.main  # what deals with requests
 import toy
+from ckpt.checkpoint.identity import key_of
 from ckpt.errors import FencedError, ProtocolError, UsageError, to_wire
 from ckpt.ipc import channel as link
 from ckpt.ipc import notes, protocol, requests
 from ckpt.ipc.channel import Channel
 from ckpt.ipc.protocol import MIB, MOST_BYTES, Note, Request, message_of, reply_of, table
-from ckpt.store import normalise
 from ckpt.trainer.supervise import writer_client
 from ckpt.trainer.supervise.writer_client import SpareThreads, WriterClient
 from ckpt.writer import dispatch
@@ -213,7 +213,7 @@ def test_a_real_writer_refuses_by_name_and_goes_on(own_sockets: Path, run_dir: s
     live = toy.build()
     with ckpt.Checkpointer(live, [ckpt.Memory(), ckpt.Tier(run_dir, every=1)]) as cp:
         cp.restore(default=0)
-        key, pid = link.run_key(normalise(run_dir), 0), cp.writer_pid
+        key, pid = key_of(run_dir, 0), cp.writer_pid
         one = link.connect(key)
         assert one is not None
         for number, (fields, said) in enumerate(WRONG.values()):

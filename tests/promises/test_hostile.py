@@ -41,6 +41,7 @@ from hypothesis import strategies as st
 import ckpt
 import toy
 from ckpt.checkpoint import commit, read, retention
+from ckpt.checkpoint.identity import key_of
 from ckpt.checkpoint.retention import Keep
 from ckpt.checkpoint.write import RankSnapshot, write_part
 from ckpt.errors import (
@@ -78,7 +79,7 @@ from ckpt.restore.restore_first import Restored, restore_first
 from ckpt.restore.sources import RestoreSource
 from ckpt.runlog.log import RunLog, record_key
 from ckpt.state.capture import Capture
-from ckpt.store import normalise, open_store
+from ckpt.store import open_store
 from ckpt_backends.memory import MemoryStore
 from processes import eventually, run_script, writers
 
@@ -1628,7 +1629,7 @@ def test_hostile_messages_leave_writer_and_training_alone(own_sockets: Path, run
         first = cp.save(1)
         first.committed(60)
         before = [process.pid for process in writers(own_sockets)]
-        address = link._address(link.run_key(normalise(run_dir), 0), 0)
+        address = link._address(key_of(run_dir, 0), 0)
         open_ones = []
         for step, (name, raw) in enumerate(HOSTILE_MESSAGES.items(), start=2):
             peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -1654,7 +1655,7 @@ def test_a_writer_answers_nonsense_with_errors_of_ours(own_sockets: Path, run_di
     """A request that cannot be met gets a reply that says so, and the connection stays usable."""
     with ckpt.Checkpointer(toy.build(), [ckpt.Memory(), ckpt.Tier(run_dir, every=1)]) as cp:
         cp.restore(default=0)
-        channel = link.connect(link.run_key(normalise(run_dir), 0))
+        channel = link.connect(key_of(run_dir, 0))
         assert channel is not None
         requests: list[Json] = [{"op": "nonsense"}, {"op": "know_layout", "layout": 5}, {"op": "watch_arena"}, {}]
         for number, request in enumerate(requests):

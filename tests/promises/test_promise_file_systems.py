@@ -17,8 +17,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import ckpt
+from ckpt.checkpoint.concurrent import run
+from ckpt.checkpoint.identity import identify, key_of
 from ckpt.ipc import channel
-from ckpt.store import normalise
 from processes import PYTHONPATH, REPO, eventually
 
 COMPILER = shutil.which("cc") or shutil.which("gcc")
@@ -120,7 +122,8 @@ def intruder(run_dir: str, own_sockets: Path, request: pytest.FixtureRequest) ->
     """Have another user's process take every socket name of a run's writer, or of its trainer."""
     if os.getuid() != 0:
         pytest.skip("only root can start a process of another user")
-    key = channel.run_key(normalise(run_dir), 0)
+    run(identify(ckpt.Tier(run_dir).spec(), create=True))  # its socket names depend on its id
+    key = key_of(run_dir)
     chosen = channel.trainer_key(key) if request.param == "trainer" else key
     names = [channel._address(chosen, number) for number in range(channel.NAMES)]
     code = (
@@ -148,6 +151,7 @@ def test_socket_names_taken_by_another_user_are_named(intruder: str) -> None:
 
 STOPPED = """
 import logging, os, signal, sys, threading, torch, ckpt
+from ckpt.checkpoint.identity import key_of
 from ckpt.ipc import channel
 logging.basicConfig(level=logging.WARNING, format="%(message)s")
 model = torch.nn.Linear(300, 300); optim = torch.optim.AdamW(model.parameters())
@@ -163,7 +167,7 @@ with ckpt.Checkpointer({"m": model, "o": optim}, tiers) as cp:
         save = cp.step(step + 1)
         if step == 3:
             save.committed(60)
-            writer = channel.writers_of(channel.run_key(ckpt.store.normalise(sys.argv[1]), 0))
+            writer = channel.writers_of(key_of(sys.argv[1]))
             def wake():
                 warned.wait(40); os.kill(writer[0], signal.SIGCONT)
             threading.Thread(target=wake).start()
@@ -181,4 +185,4 @@ def test_stopped_writer_is_named_while_training_waits(run_dir: str) -> None:
     assert words[:2] == ["warned", "True"], ended.stdout + ended.stderr
     assert f"the writer process {words[3]} is stopped" in ended.stderr
     assert ended.stderr.count("is stopped") == 1
-    assert eventually(lambda: not channel.writers_of(channel.run_key(normalise(run_dir), 0)))
+    assert eventually(lambda: not channel.writers_of(key_of(run_dir)))

@@ -32,6 +32,7 @@ import ckpt
 import toy
 from ckpt.checkpoint.byte_source import InMemory
 from ckpt.checkpoint.encode import Encoder
+from ckpt.checkpoint.identity import key_of
 from ckpt.checkpoint.incremental import Policy
 from ckpt.checkpoint.promote import copy_part
 from ckpt.checkpoint.upload_stats import UploadStats
@@ -125,7 +126,7 @@ def scalars(folder: Path, tag: str, rank: int = 0) -> list[tuple[int, float]]:
 
 
 def look_at(run_dir: str, number: int = 0) -> RankStatus:
-    reply = channel.ask_once(channel.run_key(normalise(run_dir), number), Look(), 30.0)
+    reply = channel.ask_once(key_of(run_dir, number), Look(), 30.0)
     assert reply is not None
     return RankStatus.from_json(reply)
 

@@ -24,13 +24,14 @@ import torch
 
 import ckpt
 import toy
+from ckpt.checkpoint.identity import key_of
 from ckpt.errors import UsageError
 from ckpt.faults.report import Fault
 from ckpt.ipc import channel
 from ckpt.ipc.notes import PressureNote
 from ckpt.ipc.watch_requests import TriggerSave
 from ckpt.runlog.log import RunLog
-from ckpt.store import normalise, open_store
+from ckpt.store import open_store
 from processes import PYTHONPATH, eventually, run_script, start_python, writers
 
 SIGTERM_CODE = 128 + signal.SIGTERM
@@ -859,7 +860,7 @@ def test_a_run_without_triggers_cannot_be_asked(run_dir: str) -> None:
     with training(run_dir, triggers=[]) as run:
         run.go()
         with pytest.raises(UsageError, match="takes no triggers"):
-            channel.ask_once(channel.run_key(normalise(run_dir), 0), TriggerSave(""), 10.0)
+            channel.ask_once(key_of(run_dir, 0), TriggerSave(""), 10.0)
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, SystemExit])

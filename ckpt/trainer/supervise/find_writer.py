@@ -10,7 +10,16 @@ from collections.abc import Callable
 
 from ckpt.checkpoint.in_use import check_places
 from ckpt.checkpoint.read import run
-from ckpt.errors import CheckpointError, DeadlineError, FencedError, InUseError, NameTakenError, StoreError, WriterError
+from ckpt.errors import (
+    CheckpointError,
+    DeadlineError,
+    FencedError,
+    InUseError,
+    NameTakenError,
+    RunGoneError,
+    StoreError,
+    WriterError,
+)
 from ckpt.events import log
 from ckpt.ipc import channel, requests
 from ckpt.ipc.claim import Claim
@@ -147,22 +156,14 @@ class WriterFinder:
         except BaseException:
             found.close()
             raise
-        if hello.lost and len(hello.lost) == len(self._tiers):
-            self._let_go(found, hello, fds)
+        if self._tiers and self._tiers[0].url in hello.lost:  # deleted since we looked, or the writer sees another one
+            for fd in fds:
+                os.close(fd)
+            found.send(requests.Leave())
+            found.close()
+            raise RunGoneError.of(self._tiers[0].url)
         self._losers = hello.losers
         return found, (hello, fds)
-
-    def _let_go(self, found: WriterClient, hello: requests.GreetingReply, fds: list[int]) -> None:
-        log.warning(
-            "%s: the run that was here is gone. What was held in memory of it is let go of, and a new run begins. "
-            "To keep it, put the folder back before you start",
-            " and ".join(hello.lost),
-        )
-        for fd in fds:
-            os.close(fd)
-        found.ask(requests.Drop())
-        found.close()
-        raise _Leaving("the run whose memory it held is gone")
 
     def _greet(self, found: WriterClient) -> Greeted:
         """Introduce ourselves. A trainer that was killed just now may take a moment to be seen as dead; one that lives

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from ckpt.ipc import channel, requests
 from ckpt.ranks.world import World
 from ckpt.restore.sources import HeldSnapshot
 from ckpt.runlog.log import in_history
+from ckpt.store import folder_of
+from ckpt.tiers import Tier
 from ckpt.trainer.staging.stage import Stager
 from ckpt.trainer.supervise.current_writer import CurrentWriter
 from ckpt.trainer.supervise.find_writer import DYING_S, HELLO_S, PATIENT_S, in_use
@@ -22,6 +25,8 @@ from ckpt.trainer.supervise.memory import HeldElsewhere, SnapshotMemory, as_dige
 from ckpt.trainer.supervise.opening import RunOpener
 from ckpt.trainer.supervise.writer_client import REQUEST_S, WriterClient
 from ckpt.trainer.supervise.writes import KnownLayouts
+
+FORMER_S = 3.0  # for a writer to reply that probably holds another run
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,8 @@ class Visited:
 
 class HeldSnapshots:
     """As one rank sees them. Orphans are in the writers of local ranks that this job does not have: the ranks that are
-    there now share them out."""
+    there now share them out. Former writers have the same path or URL and another key: they hold another run, or this
+    one, if its folder was restored from a copy, or if only the nearest tier was emptied."""
 
     def __init__(
         self,
@@ -120,17 +126,63 @@ class HeldSnapshots:
         world, found = self._world, channel.siblings(self._key)
         return [key for n, key in found.items() if n >= world.local_size and n % world.local_size == world.local_rank]
 
+    def _share(self, local_rank: int) -> bool:
+        """Return True if this rank is the one that looks at what another local rank has left."""
+        return local_rank % self._world.local_size == self._world.local_rank
+
+    def _former(self) -> dict[str, requests.WhoseReply]:
+        """Return what former writers reply, by key. `sees` is set for those that see the same folder as we do."""
+        ours = self._key.rpartition("-")[0]
+        keys = [key for key in channel.at_place(self._key) if key.rpartition("-")[0] != ours]
+        found: dict[str, requests.WhoseReply] = {}
+        if not keys:
+            return found
+        with _proof(self._run.tiers) as proof:
+            for key in (key for key in keys if self._share(int(key.rpartition("-")[2]))):
+                with contextlib.suppress(CheckpointError):  # of another version, for example
+                    if (reply := channel.ask_once(key, requests.Whose(proof), FORMER_S)) is not None:
+                        found[key] = reply
+        return found
+
+    def _former_of_folder(self) -> list[str]:
+        """Return the former writers that hold the run of our nearest tier, in the very same folder."""
+        near = self._run.near
+        former = self._former() if near else {}
+        return [key for key, reply in former.items() if reply.sees and near.items() <= reply.roots.items()]
+
+    def _former_of_run(self) -> list[str]:
+        """Return those that hold this run, by any of its tiers. The run has to be open."""
+        near, roots = self._run.near, self._run.roots
+        return [
+            key
+            for key, reply in self._former().items()
+            if (roots.items() & reply.roots.items()) - (set() if reply.sees else near.items())
+        ]
+
     def check_orphans(self) -> None:
         """Before anything is taken: InUseError if such a rank is still trained, and this is no takeover."""
-        for key in () if self._takeover else self._orphans():
+        for key in () if self._takeover else [*self._orphans(), *self._former_of_folder()]:
             found = self._visit_orphan(key)
             if found is not None:
                 found.held.close()
 
     def take_orphans(self) -> dict[str, list[str]]:
         """Have our writer hold what they hold. Returns whose arenas it has now."""
+        return self._take(self._orphans())
+
+    def take_former(self) -> dict[str, list[str]]:
+        """The same of former writers that hold this run."""
+        return self._take(self._former_of_run())
+
+    def drop_former(self) -> None:
+        """The run has begun here: have former writers end whose run was in its place."""
+        for key in self._former():
+            with contextlib.suppress(CheckpointError):
+                channel.ask_once(key, requests.Drop(), FORMER_S)
+
+    def _take(self, keys: list[str]) -> dict[str, list[str]]:
         taken: dict[str, list[str]] = {}
-        for key in self._orphans():
+        for key in keys:
             found = self._visit_orphan(key)
             if found is not None:
                 self._layouts.take(found.held.layouts)
@@ -194,6 +246,24 @@ class HeldSnapshots:
             ) from error
         finally:
             client.close()
+
+
+@contextlib.contextmanager
+def _proof(tiers: list[Tier]) -> Iterator[str]:
+    """Yield the name of a temporary file in the folder of the nearest tier, "" if there is none."""
+    folder = folder_of(tiers[0].url) if tiers else None
+    name = f".{secrets.token_hex(8)}.tmp"
+    if folder is None:
+        yield ""
+        return
+    try:
+        (folder / name).touch(exist_ok=False)
+        yield name
+    except OSError:
+        yield ""
+    finally:
+        with contextlib.suppress(OSError):
+            (folder / name).unlink()
 
 
 def _sealed(held: HeldElsewhere) -> Iterator[HeldSnapshot]:

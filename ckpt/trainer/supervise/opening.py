@@ -42,10 +42,14 @@ class RunOpener:
         world: World,
         commit_s: float,
         takeover: bool,
+        root: str,
     ) -> None:
+        """`root`: the id of the run in the nearest tier, as this process sees it."""
+        self._roots = [root] if tiers else []  # once the run was opened, of all tiers
         self._writer, self._held, self.tiers, self._memory = writer, held, tiers, memory
         self._world, self._commit_s, self._takeover = world, commit_s, takeover
         self.owner = Acquire(0, "", None)
+        self.found: list[str] = []  # the ids of the runs in all tiers
         self.roles = [Role((world.rank,), 0, world.size) for _ in tiers]
         self._successor = ""
 
@@ -60,8 +64,11 @@ class RunOpener:
             auto=[name for name, every in self._cadences() if isinstance(every, Auto)],
             successor=self._successor,
             acquires=[_row(acquire) for acquire in self._held.inherited.acquires],
+            roots=self._roots,
         )
         reply = client.ask(request, OPEN_S)
+        if not self.owner.epoch:
+            self.found = [tier.root for tier in reply.tiers]
         inherited = self._held.inherited
         epochs = [*(a.epoch for a in inherited.acquires), *(tier.epoch for tier in reply.tiers)]
         stored = any(tier.checkpoints or tier.damaged for tier in reply.tiers)
@@ -77,6 +84,16 @@ class RunOpener:
         self.open(client, writers=writers)
         if self.owner.epoch:
             self._own(client, recover=False)
+
+    @property
+    def near(self) -> dict[str, str]:
+        """The id of the run in the nearest tier, by its URL."""
+        return dict(zip([tier.url for tier in self.tiers], self._roots[:1], strict=False))
+
+    @property
+    def roots(self) -> dict[str, str]:
+        """The ids of the runs in all tiers, by URL, once they are open."""
+        return dict(zip([tier.url for tier in self.tiers], self.found, strict=True))
 
     def announce(self, nonce: str) -> None:
         """Before any rank takes the run over by this nonce: our writer must not take us for another job."""
@@ -95,6 +112,7 @@ class RunOpener:
         """All ranks agree on the owner. Of the tiers that this rank recovers: what only parts are here of."""
         with self._writer.lock:
             self.owner = owner
+            self._roots = self.found  # a writer that takes the place of a dead one must find the same
             self._held.inherited.acquires.append(owner)
         self._held.count_anew()
         return self._writer.insist(lambda client: self._own(client, recover=recover))

@@ -26,7 +26,7 @@ from ckpt.events import log
 from ckpt.ipc import channel as link
 from ckpt.ipc.channel import Channel
 from ckpt.ipc.notes import FencedNote
-from ckpt.ipc.process import Process
+from ckpt.ipc.process import Process, number_in_proc
 from ckpt.ipc.protocol import PROTOCOL, REPLY, Incoming, Note, Request, encode, message_of, reply_of, table
 from ckpt.ipc.requests import Greeting, GreetingReply
 
@@ -268,7 +268,7 @@ class WriterClient:
     def _wake(self) -> bool:
         """Whether the writer that we found can run."""
         with contextlib.suppress(psutil.Error, OSError, ValueError):
-            found = psutil.Process(link.peer_pid(self._channel.sock))
+            found = psutil.Process(number_in_proc(link.peer_pid(self._channel.sock)))
             if found.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
                 log.warning("the writer (process %d) was stopped: it is told to go on", found.pid)
                 found.resume()

@@ -48,8 +48,10 @@ class WriterSupervisor:
         commit_s: float,
         takeover: bool = False,
         node: Callable[[], int | None] = lambda: None,
+        root: str = "",
     ) -> None:
-        """`node`: see `SnapshotMemory`; asked for while the writer starts, since the state is read for it."""
+        """`node`: see `SnapshotMemory`; asked for while the writer starts, since the state is read for it. `root`: see
+        `RunOpener`."""
         self._tiers, self._stager = tiers, stager
         self._hears: dict[type[Note], Callable[[Any], None]] = {}
         self._adopted = False
@@ -64,7 +66,7 @@ class WriterSupervisor:
         self.writes = Writes(writer, stager)
         self.acknowledgements = Acknowledgements(writer, self.layouts)
         writer.users = [self.layouts, self.memory, self.standing, self.writes, self.acknowledgements]
-        self.run = RunOpener(writer, self.memory, tiers, memory, world, commit_s, takeover)
+        self.run = RunOpener(writer, self.memory, tiers, memory, world, commit_s, takeover, root)
         self.held = HeldSnapshots(key, writer, stager, world, self.memory, self.layouts, self.run, takeover)
         self._finder = WriterFinder(writer, self.run, key, self._claim, tiers, takeover, node, self._listen)
         self._hear_all()
@@ -82,7 +84,9 @@ class WriterSupervisor:
         try:
             taken = self.held.take_orphans()
             self.opened = self.writer.insist(self.run.open)
-            self.held.dismiss(taken)
+            if former := self.held.take_former():
+                self.opened = self.writer.insist(self.run.open)  # its writer must know the history of that memory
+            self.held.dismiss({**taken, **former})
         except BaseException:
             self.give_up()
             raise

@@ -1,0 +1,376 @@
+"""A run is the folder or bucket that a process sees, not the path or URL by which it is named.
+
+Two containers may mount different folders at one path, and a folder or bucket may be deleted, moved, emptied or
+replaced while its job runs. Each job restores, holds and commits its own run, and nothing is written elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+import ckpt
+from ckpt.checkpoint import read
+from ckpt.cli.app import cli
+from ckpt.store import open_store, remember_options
+from kills import Trainer, kill_all
+from processes import REPO, eventually, start_python, writers
+from s3_server import MotoServer, storage_options
+
+JOB = """
+import json, sys, torch, ckpt
+tag, places, options = float(sys.argv[1]), sys.argv[2].split(","), json.loads(sys.argv[3])
+w = torch.nn.Parameter(torch.full((8,), tag))
+opt = torch.optim.SGD([w], lr=0.0)
+tiers = [ckpt.Tier(p, every=1000, storage_options=options if "://" in p else None) for p in places]
+with ckpt.Checkpointer({"w": w, "opt": opt}, [ckpt.Memory(), *tiers], on_error="warn") as cp:
+    step = cp.restore(default=0)
+    print("start", step, w[0].item(), cp.last_restore.tier if step else None, flush=True)
+    for line in sys.stdin:
+        word, number = line.split()
+        for step in range(step + 1, int(number) + 1):
+            cp.step(step).staged(30)
+        try:
+            if word == "commit":
+                cp.save().promoted(30)
+            print("done", step, flush=True)
+        except ckpt.CheckpointError as error:
+            print(type(error).__name__, error, flush=True)
+"""
+ROOT = subprocess.run(["unshare", "-m", "true"], check=False, capture_output=True).returncode == 0
+unshared = pytest.mark.skipif(not ROOT, reason="namespaces need root")
+PROC = ("--mount-proc", "--kill-child")
+NAMESPACES = {"mount": (), "mount and pid": ("-p", "-f", *PROC), "pid without its own /proc": ("-p", "-f", PROC[1])}
+names = count()
+
+
+class Job(Trainer):
+    """A job that trains up to a step, and commits if it is told to."""
+
+    def __init__(self, tag: float, *places: object, before: Sequence[str] = (), options: str = "{}") -> None:
+        super().__init__(JOB, tag, ",".join(map(str, places)), options, before=before, stderr=subprocess.PIPE)
+        self.began = self.line()
+
+    def go(self, word: str, step: int) -> str:
+        self.say(f"{word} {step}")
+        return self.line()
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        assert self.process.wait(60) == 0
+
+    def error(self) -> str:
+        assert self.process.stderr is not None
+        return self.process.stderr.read()
+
+
+def started(tag: float, *places: object, **more: object) -> str:
+    """What a start finds, which ends again."""
+    with Job(tag, *places, **more) as job:  # type: ignore[arg-type]
+        if job.began:
+            job.close()
+        return job.began or job.error()
+
+
+@pytest.fixture
+def mounted(tmp_path: Path) -> Callable[..., list[str]]:
+    """The command that mounts one of two folders at the path of the job."""
+    for name in ("a", "b", "at"):
+        (tmp_path / name).mkdir()
+
+    def command(name: str, namespaces: Sequence[str] = ()) -> list[str]:
+        mount = f'mount --bind "{tmp_path}/{name}" "{tmp_path}/at" && exec "$@"'
+        return ["unshare", "-m", *namespaces, "sh", "-c", mount, "sh"]
+
+    return command
+
+
+@unshared
+@pytest.mark.parametrize(
+    "kind, copied",
+    [
+        ("mount", False),
+        ("mount", True),
+        pytest.param("mount and pid", False, marks=pytest.mark.long),
+        pytest.param("pid without its own /proc", False, marks=pytest.mark.long),
+    ],
+)
+def test_job_keeps_its_own_run_beside_another_at_the_same_path(
+    kind: str, copied: bool, mounted: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    """While the other job trains, while its writer lingers, and when the other one starts again."""
+    run, step = tmp_path / "at" / "run", 0
+    if copied:
+        with Job(7.0, tmp_path / "a" / "run") as base:
+            base.go("commit", 3)
+            base.close()
+        shutil.copytree(tmp_path / "a" / "run", tmp_path / "b" / "run")
+        step = 3
+    kept = 7.0 if copied else 2.0
+    with Job(1.0, run, before=mounted("a", NAMESPACES[kind])) as a:
+        assert a.began.split()[:2] == ["start", str(step)] and a.go("commit", 20) == "done 20"
+        with Job(2.0, run, before=mounted("b", NAMESPACES[kind])) as b:
+            assert b.began.split()[:3] == ["start", str(step), str(kept)], b.began or b.error()
+            assert b.go("commit", 5) == "done 5"
+            assert "InUseError" in started(3.0, run, before=mounted("b", NAMESPACES[kind]))
+            b.process.kill()
+        a.go("commit", 25)
+        a.process.kill()
+    for name, last in (("b", 5), ("a", 25)):
+        found = started(9.0, run, before=mounted(name, NAMESPACES[kind])).split()
+        assert found[:3] == ["start", str(last), str(7.0 if copied else {"a": 1.0, "b": 2.0}[name])]
+        assert ckpt.load(tmp_path / name / "run").step == last
+
+
+@unshared
+def test_run_is_protected_in_two_pid_namespaces(tmp_path: Path) -> None:
+    """One folder, one path, two namespaces that cannot see each other's processes."""
+    away = ("unshare", "-p", "-f", *PROC)
+    with Job(1.0, tmp_path / "run", before=away) as job:
+        assert job.go("commit", 2) == "done 2"
+        assert "InUseError" in started(2.0, tmp_path / "run")
+        assert "InUseError" in started(2.0, tmp_path / "run", before=away)
+        assert job.go("commit", 4) == "done 4"
+
+
+@unshared
+def test_commands_reach_only_the_run_that_they_see(mounted: Callable[..., list[str]], tmp_path: Path) -> None:
+    """`ckpt trigger` and `ckpt top` inside one container do not reach the job of another at the same path."""
+    run = str(tmp_path / "at" / "run")
+    with Job(1.0, run, before=mounted("a")) as a, Job(2.0, run, before=mounted("b")) as b:
+        a.go("commit", 4), b.go("commit", 9)
+        for name, step in (("a", 4), ("b", 9)):
+            for words in (["trigger", run], ["top", run, "--once"]):
+                told = start_python(
+                    [*mounted(name), sys.executable, "-m", "ckpt", *words],
+                    stdout=subprocess.PIPE,
+                    text=True,
+                    env={**os.environ, "PYTHONPATH": f"{REPO}:{REPO / 'backends'}"},
+                ).communicate(timeout=60)[0]
+                assert f"step {step}" in told and f"step {13 - step}" not in told, told
+
+
+@pytest.mark.parametrize("how", ["the folder was restored from a copy", "only the nearest tier was emptied"])
+def test_memory_is_found_by_the_run_when_its_folder_is_another_one(how: str, tmp_path: Path) -> None:
+    """The writer of a killed trainer holds newer steps than any tier. Control: a fresh run does not get them."""
+    near, far, copy = tmp_path / "near", tmp_path / "far", tmp_path / "copy"
+    places = (near, far) if "nearest" in how else (near,)
+    with Job(1.0, *places) as job:
+        job.go("commit", 3)
+        shutil.copytree(near, copy)
+        job.go("step", 8)
+        shutil.rmtree(near)
+        job.process.kill()
+        job.process.wait()
+    if len(places) == 1:
+        assert started(5.0, tmp_path / "near2") == "start 0 5.0 None"
+        copy.rename(near)
+    assert started(5.0, *places).startswith("start 8 1.0 memory")
+
+
+@pytest.mark.parametrize("gap_s", [0.0, 0.1, 0.4])
+@pytest.mark.parametrize("how", ["deleted", "moved", "replaced", "swapped link"])
+def test_new_folder_is_a_new_run_whatever_the_old_writer_was_about_to_write(
+    how: str, gap_s: float, tmp_path: Path, own_sockets: Path
+) -> None:
+    """The killed trainer's writer is about to write a step. Nothing of it appears in the new folder, and its memory is
+    released once another run has begun there."""
+    folder, other = tmp_path / "run", tmp_path / "other"
+    with Job(6.0, other) as job:
+        job.go("commit", 2)
+        job.close()
+    if how == "swapped link":
+        (tmp_path / "first").mkdir()
+        folder.symlink_to("first")
+    with Job(1.0, folder) as job:
+        job.go("commit", 3)
+        job.go("step", 8)
+        job.process.send_signal(signal.SIGKILL)
+        eventually(lambda: False, gap_s)
+    if how == "swapped link":
+        folder.unlink()
+        folder.symlink_to("other")
+    elif how == "moved":
+        folder.rename(tmp_path / "moved")
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+    if how == "replaced":
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(other, folder)
+    folder.mkdir(exist_ok=True)
+    eventually(lambda: False, 0.5)
+    expected = "start 2 6.0" if how in ("replaced", "swapped link") else "start 0 5.0"
+    with Job(5.0, folder) as job:
+        assert job.began.startswith(expected), job.began or job.error()
+        assert how == "swapped link" or eventually(lambda: len(writers(own_sockets)) == 1)
+
+
+def test_new_writer_does_not_begin_a_run_in_an_emptied_folder(tmp_path: Path, own_sockets: Path) -> None:
+    """The folder is emptied, and then the writer dies: the next one says so at each save. Put back, saves go on."""
+    folder, aside = tmp_path / "run", tmp_path / "aside"
+    with Job(1.0, folder) as job:
+        assert job.go("commit", 2) == "done 2"
+        folder.rename(aside)
+        folder.mkdir()
+        kill_all(writers(own_sockets))
+        assert "moved, emptied or replaced" in job.go("commit", 4)
+        assert list(folder.iterdir()) == []
+        folder.rmdir()
+        aside.rename(folder)
+        assert job.go("commit", 6) == "done 6"
+        job.close()
+    assert ckpt.load(folder).step == 6
+
+
+# -- buckets --
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[list[MotoServer]]:
+    with MotoServer() as one, MotoServer() as other:
+        one.make_bucket("bucket")
+        other.make_bucket("bucket")
+        yield [one, other]
+
+
+@pytest.fixture
+def url() -> str:
+    return f"s3://bucket/identity{next(names)}"
+
+
+def options_of(server: MotoServer) -> str:
+    return json.dumps(storage_options(server.url))
+
+
+def keys_at(url: str, server: MotoServer, *, delete: bool = False) -> list[str]:
+    remember_options(url, storage_options(server.url))
+
+    async def look() -> list[str]:
+        store = open_store(url, writable=True)
+        keys = [info.key async for info in store.list()]
+        if delete:
+            await store.delete_many(keys)
+        await store.aclose()
+        return keys
+
+    return read.run(look())
+
+
+def test_buckets_of_one_name_at_two_endpoints_are_two_runs(servers: list[MotoServer], url: str) -> None:
+    """Both jobs train at once; each restarts from its own memory."""
+    one, other = map(options_of, servers)
+    with Job(1.0, url, options=one) as a, Job(2.0, url, options=other) as b:
+        assert (a.began, b.began) == ("start 0 1.0 None", "start 0 2.0 None"), a.began or a.error()
+        assert a.go("commit", 3) == "done 3" and b.go("commit", 5) == "done 5"
+        a.go("step", 4), b.go("step", 7)
+        a.process.kill(), b.process.kill()
+    assert started(9.0, url, options=other).startswith("start 7 2.0 memory")
+    assert started(9.0, url, options=one).startswith("start 4 1.0 memory")
+
+
+@pytest.mark.parametrize("alone", [True, False], ids=["bucket", "folder and bucket"])
+def test_nothing_is_uploaded_to_an_emptied_bucket(
+    alone: bool, servers: list[MotoServer], url: str, tmp_path: Path, own_sockets: Path
+) -> None:
+    """Each save fails and says so, and the bucket stays empty. The restart begins a new run there, or goes on from the
+    folder; the memory of the old run is released once the new one has begun."""
+    places, options = (url,) if alone else (tmp_path / "run", url), options_of(servers[0])
+    with Job(1.0, *places, options=options) as job:
+        assert job.go("commit", 2) == "done 2"
+        assert keys_at(url, servers[0], delete=True)
+        for step in (4, 6):
+            assert "moved, emptied or replaced" in job.go("commit", step)
+        assert keys_at(url, servers[0]) == []
+        job.process.kill()
+        job.process.wait()
+    assert len(writers(own_sockets)) == 1 and keys_at(url, servers[0]) == []  # it keeps the memory
+    with Job(5.0, *places, options=options) as job:
+        assert job.began.startswith("start 0 5.0" if alone else "start 6 1.0 memory"), job.began or job.error()
+        assert job.go("commit", 8) == "done 8" and "FORMAT.json" in keys_at(url, servers[0])
+        assert eventually(lambda: len(writers(own_sockets)) == 1)
+
+
+def test_memory_is_kept_until_the_new_run_has_begun(servers: list[MotoServer], url: str, tmp_path: Path) -> None:
+    """A start fails after it has found the emptied bucket. Put back, the run goes on from memory."""
+    options, saved = options_of(servers[0]), dict[str, bytes]()
+    with Job(1.0, url, options=options) as job:
+        assert job.go("commit", 2) == "done 2" and job.go("step", 5) == "done 5"
+        job.process.kill()
+        job.process.wait()
+    assert eventually(lambda: len([key for key in keys_at(url, servers[0]) if "-5." in key]) > 0)
+
+    async def put_back() -> None:
+        store = open_store(url, writable=True)
+        for key, data in saved.items():
+            await store.put(key, data)
+        await store.aclose()
+
+    async def take() -> None:
+        store = open_store(url)
+        for key in [info.key async for info in store.list()]:
+            saved[key] = bytes(await store.get(key))
+        await store.aclose()
+
+    read.run(take())
+    keys_at(url, servers[0], delete=True)
+    assert "Error" in started(5.0, url, "/proc/nothing/here", options=options)
+    keys_at(url, servers[0], delete=True)
+    read.run(put_back())
+    assert started(5.0, url, options=options).startswith("start 5 1.0 memory")
+
+
+# -- temporary files --
+
+
+@pytest.mark.parametrize("by", ["start", "gc"])
+def test_temporary_files_of_crashed_writers_are_deleted(
+    by: str, run_dir: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In all folders of a run; not one that is being written, nor a user's file."""
+    with Job(1.0, run_dir) as job:
+        job.go("commit", 2)
+        job.close()
+    folders = [Path(run_dir), *(path for path in Path(run_dir).rglob("*") if path.is_dir())]
+    left = [folder / f".{i:016x}.tmp" for i, folder in enumerate(folders)]
+    for path in left:
+        path.write_text("half of a file")
+    mine, live = Path(run_dir) / "log" / ".notes.tmp", Path(run_dir) / "log" / f".{99:016x}.tmp"
+    mine.write_text("a user's")
+    code = "import fcntl, sys; f = open(sys.argv[1], 'x'); fcntl.flock(f, 2); print(flush=True); sys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", code, live], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as writer:
+        assert writer.stdout is not None and writer.stdout.readline()
+        if by == "gc":
+            cli.main(["gc", run_dir, "--json"], standalone_mode=False)
+            assert all(path.exists() for path in left), "only a plan"
+            cli.main(["gc", run_dir, "--yes", "--json"], standalone_mode=False)
+        else:
+            assert started(1.0, run_dir).startswith("start 2")
+        assert [path for path in left if path.exists()] == [] and live.exists() and mine.exists()
+        writer.kill()
+    capsys.readouterr()
+
+
+def test_put_succeeds_if_its_temporary_file_is_deleted(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a file system whose locks do not reach other machines a clean-up may delete it."""
+    store = open_store(run_dir, writable=True)
+    link, hits = store.disk.link, []  # type: ignore[attr-defined]
+
+    def deleted_first(source: str, target: str) -> None:
+        if not hits:
+            hits.append(source)
+            os.unlink(source)
+        link(source, target)
+
+    monkeypatch.setattr(store.disk, "link", deleted_first)  # type: ignore[attr-defined]
+    read.run(store.put("log/000000000000.json", b"x", create=True))
+    assert hits and bytes(read.run(store.get("log/000000000000.json"))) == b"x"

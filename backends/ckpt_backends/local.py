@@ -5,12 +5,14 @@ appear whole or not at all, also after a power cut. Large ones are written strai
 cache (O_DIRECT) where the file system allows it, and mean nothing until a log record names them. Measured on ext4 over
 NVMe, aligned O_DIRECT wrote 1.0-1.7 GB/s against 0.2-1.2 GB/s for buffered writes and fsync, at a tenth of the CPU.
 
-Names that begin with a dot are temporary and are never listed. Only files are listed, with one exception: a pipe, a link
-or anything else under the name of a log record is listed with size 0, so that readers notice that the record is lost.
+Names that begin with a dot are temporary and are never listed. Only files are listed, with one exception: a pipe, a
+link or anything else under the name of a log record is listed with size 0, so that readers notice that the record is
+lost.
 
-A small object is written as `.<random>.tmp`, a large one that replaces another as `.<name>.<random>.new`. The writer holds a lock on such a file as long as it uses it. A
-file without a lock was left by a crash: `drop_uploads` deletes it, and so does the next upload that replaces the same
-object. `.reserve` is a megabyte that is given up when the disk is full, so that the log can still say what happened.
+A small object is written as `.<random>.tmp`, a large one that replaces another as `.<name>.<random>.new`. The writer
+holds a lock on such a file as long as it uses it. A file without a lock was left by a crash: `drop_uploads` deletes it,
+and so does the next upload that replaces the same object. `.reserve` is a megabyte that is given up when the disk is
+full, so that the log can still say what happened.
 
 A path may stop naming the run while a process writes there: somebody deletes, moves or replaces the folder. After
 `watch()` each change first checks that FORMAT.json is still the same file. A subfolder that vanished is made again only

@@ -5,15 +5,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import enum
 import json
 import logging
 import os
 import shutil
 import signal
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from datetime import datetime
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from click.testing import CliRunner
 
 import ckpt
@@ -280,3 +285,28 @@ def test_damaged_fill_mark_is_not_believed() -> None:
         assert arena.filled(0, label) == 0
         flip(arena.view, PAGE + 128 + at)
     arena.close()
+
+
+class Colour(enum.Enum):
+    """A value that only this script knows."""
+
+    RED = "red"
+
+
+def test_verify_accepts_values_of_every_kind(run_dir: str) -> None:
+    """What a restore can read is not called damaged, whoever knows what it stands for."""
+    model = torch.nn.Linear(3, 2).to(memory_format=torch.preserve_format)
+    optim = torch.optim.AdamW(model.parameters())
+    optim.param_groups[0] |= {"kind": torch.bfloat16, "colour": Colour.RED, "when": deque([1, 2], 3)}
+    plain = {
+        "set": {1, "x", (2.0, None)}, "deque": deque([torch.ones(2), {"a": 1j}]), "array": np.ones((2, 3)),
+        "keys": {1.5: "a", None: "b", (1, "x"): frozenset({3})}, "counter": Counter("aab"), "bytes": b"\0\xff",
+        "parameter": torch.nn.Parameter(torch.ones(3)), "time": datetime(2026, 1, 1), "scalar": np.float32(2),
+    }  # fmt: skip
+    with ckpt.Checkpointer({"model": model, "optim": optim, "plain": plain, "rng": ckpt.RNG()}, run_dir) as cp:
+        model(torch.ones(3)).sum().backward()
+        optim.step()
+        cp.step(1)
+        cp.save().committed()
+    verified = CliRunner().invoke(cli, ["verify", run_dir], standalone_mode=False)
+    assert verified.return_value == 0, verified.output

@@ -911,7 +911,7 @@ class Odd:
         (getattr, (deque, "append")),
         (frozenset, ([Odd(Path.touch, (Path("/nowhere/mark"),))],)),
     ],
-    ids=str,
+    ids=lambda how: how[0].__name__,
 )
 def test_odd_pickles_of_harmless_classes_are_refused(how: Any) -> None:
     with pytest.raises(ckpt.UsageError, match="refused"):

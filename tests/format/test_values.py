@@ -150,7 +150,9 @@ def test_anything_else_is_refused_by_its_path(value: Any) -> None:
         round_trip({"a": [{7: value}]})
 
 
-@pytest.mark.parametrize("key", [MyStr("x"), Colour.RED, (1, Colour.RED), Point(1), object(), int], ids=repr)
+@pytest.mark.parametrize(
+    "key", [MyStr("x"), Colour.RED, (1, Colour.RED), Point(1), object(), int], ids=lambda key: type(key).__name__
+)
 def test_keys_of_other_types_are_refused_by_path(key: Any) -> None:
     """A key of any other type would come back as another type, in a dict and in a set."""
     with pytest.raises(StateError, match=r"root\.a: the key"):
@@ -167,7 +169,7 @@ def test_keys_of_other_types_are_refused_by_path(key: Any) -> None:
         set(), {1, "a", 2.5, None, (1, "b"), b"c"}, frozenset({frozenset({1}), (2,)}), complex(-0.0, float("inf")),
         deque([1, [2.5], {"a": (3,)}]), deque([1, 2, 3], maxlen=3), deque(maxlen=0), [{"a": deque([{1}])}],
     ],
-    ids=lambda v: str(v).replace("\x00", ""),
+    ids=lambda value: type(value).__name__,
 )  # fmt: skip
 def test_sets_deques_and_keys_of_any_plain_type_return(value: Any) -> None:
     """Type, order, bits and the length limit of a deque survive."""

@@ -178,7 +178,8 @@ class LocalStore:
     def _opener(self, path: str, flags: int) -> int:
         self._check_again()
         fd = self.disk.open(path, flags)
-        self.disk.lock(fd)
+        with contextlib.suppress(OSError):  # the lock only keeps clean-up away from the temporary file
+            self.disk.lock(fd)
         return fd
 
     async def head(self, key: str) -> ObjectInfo:

@@ -154,7 +154,10 @@ class OpenTier:
         """Delete this rank's files of an attempt that was being written when the run was deleted or replaced.
 
         No other run has files of these names. A restart in the emptied place would be refused because of them.
+        Files of a committed checkpoint stay: the place may only have looked as if the run was gone.
         """
+        if attempt in self.log.state.commits or attempt in self.log.state.held:
+            return
         try:
             for prefix in (f"packs/{attempt}.{rank}.", f"parts/{attempt}.{rank}.", f"index/{attempt}-"):
                 await self.store.delete_many([info.key async for info in self.store.list(prefix)])

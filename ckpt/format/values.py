@@ -211,6 +211,7 @@ _KINDS = {
     "date": "a time", "datetime": "a time", "timedelta": "a time", "complex": "a number", "deque": "a list",
     "set": "a set", "frozenset": "a set", "torch.dtype": "a dtype", "enum": "an Enum", "object": "an object",
     "torch.device": "a device", "torch.Size": "a list", "namedtuple": "a list", "given": "an object",
+    "parameter": "a tensor",
 }  # fmt: skip
 
 

@@ -16,6 +16,8 @@ import os
 from enum import Enum
 from functools import lru_cache
 
+from ckpt.ipc.process import number_in_proc
+
 _SHARED = 1
 _ROBUST = 1
 _KIND = 16  # where glibc keeps the kind of a mutex, on 64-bit machines
@@ -55,6 +57,8 @@ class RobustMutex:
     def is_orphaned(self) -> bool:
         """Return True if a thread holds it, by its number, that does not exist: nobody will ever unlock it. The kernel
         hands over what a thread leaves locked before it takes the thread away, so the memory was damaged."""
+        if number_in_proc(os.getpid()) != os.getpid():
+            return False  # /proc belongs to another PID namespace: it lists threads under other numbers
         owner = self._word(0) & _OWNER
         return bool(owner) and not os.path.exists(f"/proc/{owner}") and owner == self._word(0) & _OWNER
 

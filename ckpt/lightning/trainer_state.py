@@ -76,7 +76,7 @@ class TrainerState:
         own: Callable[[], State],
         put_own: Callable[[State], None],
     ) -> None:
-        self._trainer, self._seams, self._callback = trainer, seams, callback
+        self._trainer, self._seams = trainer, seams
         self._own, self._put_own = own, put_own
         self._others = [c for c in trainer.callbacks if c is not callback]
         self._savers = [c for c in self._others if overrides(c, "on_save_checkpoint")]

@@ -37,6 +37,7 @@ from ckpt.errors import (
     OutcomeUnknownError,
     RunGoneError,
     StoreError,
+    UnreadableError,
 )
 from ckpt.events import log as logger
 from ckpt.failpoints import point
@@ -88,7 +89,12 @@ class RunLog(LogFiles):
         try:
             return read_format(await get_small(self.store, "FORMAT.json", MAX_FORMAT)) == self.root
         except (NotFoundError, CorruptError):
-            return await infer_root(self.store) == self.root
+            root = await infer_root(self.store)
+            if root is None and [one async for one in self.store.list("log/") if sequence(one.key) is not None]:
+                raise UnreadableError(
+                    f"{self.store.url} cannot be read now: it lists records of a run, and returns none of them"
+                ) from None
+            return root == self.root
 
     async def check_same(self) -> None:
         """RunGoneError if it is not."""

@@ -39,7 +39,6 @@ class OptimizerNode:
     """
 
     kind = "optimizer"
-    _GONE = torch.empty(0)
 
     def __init__(self, path: Path, optimizer: torch.optim.Optimizer) -> None:
         self.path, self.optimizer = path, optimizer
@@ -573,7 +572,11 @@ def _fit(mine: list[list[str]], theirs: list[list[str]]) -> bool:
 def _update_group(group: MutableMapping[str, Any], saved: dict[str, Any]) -> None:
     for key, value in saved.items():
         live = group.get(key)
-        if isinstance(live, Tensor) and isinstance(value, Tensor) and live.shape == value.shape:
+        if live is value:
+            continue
+        if isinstance(value, torch.nn.Parameter):  # one of the optimizer's own
+            group[key] = value
+        elif isinstance(live, Tensor) and isinstance(value, Tensor) and live.shape == value.shape:
             live.copy_(value)  # a captured graph reads this very tensor
         elif isinstance(live, torch.device) and isinstance(value, torch.device):
             continue  # the device of this rank, which need not be that of the rank that saved

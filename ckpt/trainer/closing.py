@@ -188,7 +188,10 @@ class Closing:
         if self._session.world.size > 1:
             self._departures.leave("closed")
             self._agree_last(end)
-            self._departures.look(all_left=True)
+            try:
+                self._departures.look(all_left=True)
+            except CheckpointError as error:
+                log.info("posts of ranks that left cannot be read: %s", error)
         self._agreed = True
         if self._session.errors.fenced is None and (self._session.tiers or why):
             self._write_last(end, why)
@@ -252,7 +255,9 @@ class Closing:
     def _say_lost(self, newest: StagedStep | None, why: str) -> None:
         """Once, at the end, if the step that stays is not the last one."""
         restored, last = self._session.supervisor.owner.restored, self._progress.step
-        kept = restored.step if newest is None and restored is not None else newest.save.step if newest else None
+        kept = newest.save.step if newest else restored.step if restored is not None else None
+        if self._writes.committed is not None:
+            kept = max(kept if kept is not None else -1, self._writes.committed)
         speaks = bool(why) or self._session.world.rank == 0
         if not self._progress.stepped or last is None or kept == last or not speaks:
             return
@@ -266,7 +271,8 @@ class Closing:
     def _check_any_saved(self, why: str) -> None:
         """Have close() raise SaveError if training has made steps and none was ever saved, in this start or before."""
         staged, last = self._staged, self._staged.last
-        saved = staged.newest is not None or (last is not None and last[1].place is not None)
+        saved = self._writes.committed is not None or staged.newest is not None
+        saved |= last is not None and last[1].place is not None
         if self._progress.stepped and not saved and self._session.supervisor.owner.restored is None:
             what = f"no step of this run was saved, and step {self._progress.step} was the last one"
             self._session.errors.note(SaveError(f"{what}: {why or self._why_not_common(self._progress.step or 0)}"))

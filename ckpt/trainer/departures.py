@@ -32,7 +32,7 @@ class Departures:
         self._others = [rank for rank in range(session.world.size) if rank != session.world.rank]
         self._posts: dict[int, dict[str, Any]] = {}  # by rank that has left
         self._seen: set[str] = set()  # attempts that were found to miss a rank
-        self._looking = threading.Lock()
+        self._looking = threading.RLock()  # a signal handler may close us meanwhile
         self._stopped = threading.Event()
         self._mail: Mailbox | None = None
         if self._others and session.tiers:
@@ -99,7 +99,8 @@ class Departures:
 
     def behind(self, step: int) -> list[str]:
         """Describe the ranks that left before this step."""
-        return [self.describe(rank) for rank, post in sorted(self._posts.items()) if (post["step"] or -1) < step]
+        steps = {rank: -1 if post["step"] is None else post["step"] for rank, post in sorted(self._posts.items())}
+        return [self.describe(rank) for rank, last in steps.items() if last < step]
 
     def _watch(self) -> None:
         usual_s = max(LOOK_S, self._session.world.size / LOOKS_PER_S)

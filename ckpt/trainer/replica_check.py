@@ -93,8 +93,8 @@ class ReplicaCheck:
         if due and not self._progress.closed:
             self._epoch = epoch
             text = (
-                "Steps saved until now mix them. From the next one on each rank's own are saved; sharded tensors "
-                "(HSDP) cannot be saved"
+                "Snapshots in memory until now mix them. From the next one on each rank's own are saved; sharded "
+                "tensors (HSDP) cannot be saved"
             )
             self._compare_soon(job.attempt, text, job)
 
@@ -113,13 +113,17 @@ class ReplicaCheck:
         """Find out together with the other ranks what differs in a checkpoint that failed for it."""
         with self._lock:
             again = attempt in self._compared or attempt not in self._sampled
-            self._compared.add(attempt)
         if not again and not self._progress.closed:
             self._compare_soon(attempt, "From now on each rank's own are saved; sharded tensors (HSDP) cannot be saved")
 
     def _compare_soon(self, attempt: Attempt, text: str, job: PendingSnapshot | None = None) -> None:
         """Compare in the background. `job`: it is still being copied."""
-        args = attempt, self._sampled[attempt], text, job
+        with self._lock:
+            sampled = self._sampled.get(attempt)
+            self._compared = {*self._compared & self._sampled.keys(), attempt}
+        if sampled is None:
+            return
+        args = attempt, sampled, text, job
         threading.Thread(target=self._compare, args=args, name="ckpt-replicas", daemon=True).start()
 
     def _compare(self, attempt: Attempt, sampled: _Sampled, text: str, job: PendingSnapshot | None) -> None:

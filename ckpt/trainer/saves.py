@@ -43,6 +43,7 @@ class TierWrites:
         self.replicas_of: Callable[[Attempt], Replicas] = lambda attempt: {}  # what a part says of replicated tensors
         self.on_drift: Callable[[Attempt], None] = lambda attempt: None  # ranks were found to differ there
         self.sent: deque[str] = deque(maxlen=SENT)  # attempts that the writer was asked to write
+        self.committed: int | None = None  # the newest step of this start that a tier has
         # By tier: the scheduled save that was not staged, and why; no error if that need not be raised (any more).
         self.owed: dict[int, tuple[Save, CheckpointError | None]] = {}
 
@@ -93,6 +94,7 @@ class TierWrites:
 
         def done(error: CheckpointError | None, write: WriteInFlight) -> None:
             if error is None:
+                self.committed = max(save.step, -1 if self.committed is None else self.committed)
                 self._say_committed(save, url, time.monotonic() - began, write)
                 save.set_committed(url)
             else:

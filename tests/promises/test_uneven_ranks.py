@@ -75,6 +75,14 @@ def steps(run: str) -> list[int]:
     return sorted(one.step for one in ckpt.Run(run).list())
 
 
+def test_close_counts_a_committed_step_as_saved(run_dir: str) -> None:
+    """Rank 0 is so far ahead that the ranks have no step in common in memory. The folder has one."""
+    found, _ = uneven(run_dir, "", 14, 4)
+    assert 4 in steps(run_dir)
+    assert "no step of this run was saved" not in json.dumps(found)
+    assert "rank 1 closed after step 4" in found[0]["error"]
+
+
 @pytest.mark.parametrize(
     ("counts", "missing", "kept"),
     [

@@ -104,13 +104,17 @@ def test_nothing_is_read_twice(left: tuple[Path, Path], reads: Counter[str]) -> 
 
 
 def test_a_start_looks_at_the_run_once(left: tuple[Path, Path], tmp_path: Path, reads: Counter[str]) -> None:
-    """From the opening of a run to the end of restore() the training reads each of its files once."""
+    """From the opening of a run to the end of restore() the training reads each of its files once.
+
+    FORMAT.json is read once more, to compare the run's id with that of a writer on this machine.
+    """
     folder = shutil.copytree(left[1], tmp_path / "run")
     state = state_of(0)
     with ckpt.Checkpointer(state, str(folder), triggers=()) as cp:
         assert cp.restore() == 3
         assert torch.equal(state["weight"], state_of(3)["weight"])
-        assert set(small(reads).values()) == {1}, small(reads)
+        assert small(reads) | {"FORMAT.json": 1} == dict.fromkeys(small(reads), 1), small(reads)
+        assert small(reads)["FORMAT.json"] <= 2
         assert cp.restore(step=1) == 1  # also what came since is seen: our own taking over
         assert torch.equal(state["weight"], state_of(1)["weight"])
 

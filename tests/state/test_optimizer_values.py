@@ -618,3 +618,14 @@ def test_old_values_are_json(tmp_path: Path) -> None:
         state = made(kind, 0)
         train(state, range(2))
         json.loads(json.dumps(Capture(state).read().values, allow_nan=False))
+
+
+def test_parameter_among_group_settings_stays_the_parameter() -> None:
+    """A restore leaves the setting bound to the live parameter and does not copy into it."""
+    state, twin = made(Momentum, 0), made(Momentum, 1)
+    for one in (state, twin):
+        one["opt"].param_groups[0]["anchor"] = one["opt"].param_groups[0]["params"][0]
+    train(state, range(2))
+    Saved(Capture(state).read()).restore(twin)
+    assert twin["opt"].param_groups[0]["anchor"] is twin["opt"].param_groups[0]["params"][0]
+    assert all(torch.equal(a, b) for a, b in zip(weights(state), weights(twin), strict=True))

@@ -21,6 +21,7 @@ deleted from such a run, since the record might have protected it. Nor is a SNAP
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Mapping
 from random import SystemRandom
@@ -67,6 +68,7 @@ _DICE = SystemRandom()  # the training's own random numbers are not ours to draw
 MAX_PARTS = 1_000_000  # in a SNAPSHOT: with more it could become too large to be read, and is left out
 MAX_GAP = 100_000  # missing records, in all, before ones that are believed to belong to the log
 LOOKS = 8  # at a listed archive that cannot be found: it may be replaced by a larger one again and again
+VANISHED_S = 1.0  # for FORMAT.json to vanish from a folder, once a record did
 BATCH = 1024  # records that are read before any is taken in
 
 
@@ -94,7 +96,14 @@ class RunLog(LogFiles):
                 raise UnreadableError(
                     f"{self.store.url} cannot be read now: it lists records of a run, and returns none of them"
                 ) from None
-            return root == self.root
+            return root == self.root and not await self._beheaded()
+
+    async def _beheaded(self) -> bool:
+        """Return True if the two newest records that were read are not both there: the run is being deleted."""
+        seen = await self.look()
+        newest = self.state.next_seq - 1
+        wanted = {seq for seq in (newest - 1, newest) if seq > seen.floor and seq not in self._damaged}
+        return not wanted <= seen.sizes.keys()
 
     async def check_same(self) -> None:
         """RunGoneError if it is not."""
@@ -172,8 +181,16 @@ class RunLog(LogFiles):
         seen = await self.look("" if newest < 1 else record_key(newest - 1))
         seen.sizes.update({seq: len(raw) for seq, raw in own.items() if seq > seen.floor})
         if newest > seen.floor and newest not in seen.sizes and newest not in self._damaged:
-            await self.check_same()
+            await self._check_vanished()
         return seen
+
+    async def _check_vanished(self) -> None:
+        """RunGoneError if the run is gone. A record vanished, and `rm -rf` may delete FORMAT.json a moment later."""
+        await self.check_same()
+        end = time.monotonic() + (0 if self.store.remote else VANISHED_S)
+        while time.monotonic() < end:
+            await asyncio.sleep(0.1)
+            await self.check_same()
 
     def _end(self, seen: Listed) -> int:
         """The number behind the last record that belongs to the log."""
@@ -334,10 +351,29 @@ class RunLog(LogFiles):
         while True:
             try:
                 await self._refresh({seq: raw})
+                await self._check_before(seq, raw)
+            except RunGoneError:
+                await self._take_back(seq, raw)
+                raise
             except StoreError as error:
                 await self._unknown(record, error, end)
             else:
                 return self.floor < seq
+
+    async def _check_before(self, seq: int, raw: bytes) -> None:
+        """RunGoneError if the record before vanished from a folder while this one was put: the run is being deleted."""
+        if not self.store.remote and seq > self.floor + 1 and seq - 1 not in self._damaged:
+            try:
+                await self.store.head(record_key(seq - 1))
+            except NotFoundError:
+                if (await self.look()).floor < seq - 1:
+                    await self._check_vanished()
+
+    async def _take_back(self, seq: int, raw: bytes) -> None:
+        """Delete a record that was put while the run was being deleted: a start would take it for a damaged run."""
+        with contextlib.suppress(StoreError):
+            if bytes(await self.store.get(record_key(seq))) == raw:
+                await getattr(self.store, "discard", self.store.delete)(record_key(seq))
 
     async def _unknown(self, record: Record, error: StoreError, end: float, *, put: bool = True) -> None:
         """A disk that fails is no network that lost a reply: there nothing is tried twice."""

@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from pathlib import Path
@@ -19,8 +20,11 @@ from pathlib import Path
 import pytest
 
 import ckpt
+from ckpt.checkpoint import commit as commits
 from ckpt.checkpoint import read
 from ckpt.cli.app import cli
+from ckpt.errors import RunGoneError
+from ckpt.format.manifest import Attempt
 from ckpt.store import open_store, remember_options
 from kills import Trainer, kill_all
 from processes import REPO, eventually, start_python, writers
@@ -374,3 +378,36 @@ def test_put_succeeds_if_its_temporary_file_is_deleted(run_dir: str, monkeypatch
     monkeypatch.setattr(store.disk, "link", deleted_first)  # type: ignore[attr-defined]
     read.run(store.put("log/000000000000.json", b"x", create=True))
     assert hits and bytes(read.run(store.get("log/000000000000.json"))) == b"x"
+
+
+@pytest.mark.parametrize("when", ["before the append", "during the append"])
+def test_append_leaves_no_record_in_a_run_that_is_being_deleted(
+    when: str, run_dir: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`rm -rf` deletes the log first and FORMAT.json a moment later. The folder must be empty then."""
+
+    def delete_log() -> None:
+        for path in Path(run_dir, "log").iterdir():
+            if path.suffix == ".json":
+                path.unlink()
+        threading.Timer(0.3, Path(run_dir, "FORMAT.json").unlink).start()
+
+    async def append() -> None:
+        async with commits.written_run(run_dir) as log:
+            mine = await commits.acquire(log, "0" * 8)
+            disk = log.store.disk  # type: ignore[attr-defined]
+            link = disk.link
+
+            def and_delete(source: str, target: str) -> None:
+                delete_log()
+                link(source, target)
+
+            if when == "during the append":
+                monkeypatch.setattr(disk, "link", and_delete)
+            else:
+                delete_log()
+            with pytest.raises(RunGoneError):
+                await commits.abort(log, mine, Attempt(mine.epoch, 1, mine.nonce), "a test")
+
+    read.run(append())
+    assert list(Path(run_dir, "log").iterdir()) == []

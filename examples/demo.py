@@ -34,8 +34,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from ckpt import Tier
-from ckpt.ipc import channel
+from ckpt.checkpoint.identity import key_of
 
 TRAINER = Path(__file__).with_name("train_gpt.py")
 FIRST_KILL, SECOND_KILL = 0.35, 0.74  # of all steps
@@ -298,7 +297,7 @@ def compare(reference: dict[str, Any], other: dict[str, Any]) -> list[str]:
 
 def processes(run: Path) -> list[psutil.Process]:
     """Trainers and writers of a run. A writer carries the key of its run among its arguments."""
-    key = channel.run_key(Tier(str(run)).url, 0)
+    key = key_of(run)
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):

@@ -51,6 +51,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import ckpt
+from ckpt.checkpoint.identity import key_of
 from ckpt.errors import CorruptError
 from ckpt.faults.report import Fault, incidents
 from ckpt.format.manifest import Attempt
@@ -637,13 +638,14 @@ class Faults:
         return found
 
     def writer_key(self, rank: int) -> str:
-        return channel.run_key(ckpt.Tier(str(self.run)).url, rank)
+        return key_of(self.run, rank)
 
     def find_writer(self, rank: int) -> int | None:
         """A writer carries the key of its run among its arguments, and says by its name when it is ready."""
+        key = self.writer_key(rank)
         for process in self.processes():
             with contextlib.suppress(psutil.Error):
-                if self.writer_key(rank) in process.cmdline() and process.name() == channel.AT_WORK:
+                if key in process.cmdline() and process.name() == channel.AT_WORK:
                     return process.pid
         return None
 

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import ckpt
+from ckpt.checkpoint.identity import key_of
 from ckpt.ipc import channel as link
 
 CONTEXT, BATCH = 64, 16
@@ -176,7 +177,7 @@ class Killer:
 
 def writer_pid(run: str) -> int | None:
     """The process that holds a run's memory on this machine."""
-    channel = link.connect(link.run_key(ckpt.Tier(run).url, 0))
+    channel = link.connect(key_of(run))
     if channel is None:
         return None
     with contextlib.closing(channel):

@@ -15,6 +15,9 @@ SEALED. One thread of the trainer makes all transitions while the trainer lives.
 of a slot that is being filled, so many bytes from the beginning are there, if the snapshot is sealed in the end.
 
 Geometry, counts, labels and marks have checksums, and the kinds of the mutexes are compared: damage is noticed.
+
+Numbers that another process reads while they change are stored as aligned words of 8 bytes, at once. `struct.pack_into`
+would not do: it fills the place with zeros first, and a reader on another core sees them.
 """
 
 from __future__ import annotations
@@ -46,7 +49,7 @@ _MAGIC = b"EVSTEP02"
 _HEADER = struct.Struct("<8sIIQ16s")  # magic, checksum of the rest, slots at most, slot size, id
 _COUNTS = 40  # one number, stored at once: how many slots it has, how many of them are ready (16 bits each), checksum
 _CHECKSUM = struct.Struct("<I")
-_SEQUENCE = struct.Struct("<Q")
+_WORD = 8  # bytes
 _LABEL = struct.Struct("<IIQQQ8s32sQQd")  # state, checksum of the rest, then as in `Label`
 _STATE, _FINITE = 0xFF, {0: None, 0x100: False, 0x200: True}  # both are in one field
 _MUTEX = 256  # glibc's needs 40 bytes on x86-64 and 48 on arm64
@@ -93,6 +96,7 @@ class Arena:
     def __init__(self, fd: int, memory: mmap.mmap) -> None:
         """Raises CorruptError if the header is damaged."""
         self.fd, self.memory = fd, memory
+        self._words = memoryview(memory).cast("Q")
         magic, checksum, most, self.slot_size, self.id = _HEADER.unpack_from(memory, 0)
         if magic != _MAGIC or checksum != zlib.crc32(memory[12 : _HEADER.size]):
             raise CorruptError("the header of the shared memory is damaged, or of another version")
@@ -121,7 +125,7 @@ class Arena:
             fcntl.fcntl(fd, _ADD_SEALS, _SEALS)
             _HEADER.pack_into(memory, 0, _MAGIC, 0, slots, slot_size, os.urandom(16))
             _CHECKSUM.pack_into(memory, 8, zlib.crc32(memory[12 : _HEADER.size]))
-            _set_counts(memory, slots, ready)
+            _set_counts(memoryview(memory).cast("Q"), slots, ready)
             arena = cls(fd, memory)
             arena.mutex.initialise()
             arena._keeper.initialise()
@@ -179,7 +183,7 @@ class Arena:
 
     def _counts(self) -> tuple[int, int]:
         """What was read last, if it is damaged now."""
-        raw: int = _SEQUENCE.unpack_from(self.memory, _COUNTS)[0]
+        raw = self._words[_COUNTS // _WORD]
         if raw >> 32 == zlib.crc32(_CHECKSUM.pack(raw & 0xFFFFFFFF)):
             self._known = raw & 0xFFFF, raw >> 16 & 0xFFFF
         return self._known
@@ -196,9 +200,9 @@ class Arena:
                     start = _DATA + slot * self.slot_size + at
                     _take(self.fd, self.memory, start, min(_PIECE, self.slot_size - at))
             except MemoryError:
-                _set_counts(self.memory, slot, slot)
+                _set_counts(self._words, slot, slot)
                 raise
-            _set_counts(self.memory, self.slots, slot + 1)
+            _set_counts(self._words, self.slots, slot + 1)
 
     def touch(self, slot: int, wanted: Callable[[], bool] = lambda: True) -> None:
         """Enter the pages of a slot into this process's page table, all at once and without the GIL.
@@ -229,9 +233,9 @@ class Arena:
     def label(self, slot: int) -> Label | None:
         """What a slot says, or None while it is being changed. Raises CorruptError if it is damaged."""
         at = _TABLE + slot * _ENTRY
-        before = _SEQUENCE.unpack_from(self.memory, at)[0]
+        before = self._words[at // _WORD]
         raw = bytes(self.memory[at + 8 : at + 8 + _LABEL.size])
-        if before % 2 or _SEQUENCE.unpack_from(self.memory, at)[0] != before:
+        if before % 2 or self._words[at // _WORD] != before:
             return None
         return self._parsed(slot, raw)
 
@@ -267,8 +271,8 @@ class Arena:
     def set_label(self, slot: int, label: Label) -> None:
         """Only the thread that holds `mutex` may call this."""
         at = _TABLE + slot * _ENTRY
-        number: int = _SEQUENCE.unpack_from(self.memory, at)[0] | 1
-        _SEQUENCE.pack_into(self.memory, at, number)
+        number = self._words[at // _WORD] | 1
+        self._words[at // _WORD] = number
         if label.state == FILLING:
             self.mark(slot, 0)  # before anybody can take the mark of the last snapshot for one of this
         attempt = label.attempt or Attempt(0, 0, "0" * 8)
@@ -285,17 +289,17 @@ class Arena:
         state = label.state | next(code for code, finite in _FINITE.items() if finite is label.finite)
         rest = _LABEL.pack(state, 0, *fields)[8:]
         _LABEL.pack_into(self.memory, at + 8, state, zlib.crc32(rest, state), *fields)
-        _SEQUENCE.pack_into(self.memory, at, number + 1)
+        self._words[at // _WORD] = (number + 1) % (1 << 64)  # a damaged one may be the largest
 
     def mark(self, slot: int, nbytes: int) -> None:
         """So much of a slot that is being filled is there, and nothing is stored to it any more. Only for the thread
         that holds `mutex`."""
-        _SEQUENCE.pack_into(self.memory, _TABLE + slot * _ENTRY + _MARK, _guarded(nbytes))
+        self._words[(_TABLE + slot * _ENTRY + _MARK) // _WORD] = _guarded(nbytes)
 
     def filled(self, slot: int, of: Label) -> int | None:
         """How many bytes are there, from the beginning, of the snapshot that had this label while it was being filled;
         None if it was dropped, or its place was taken."""
-        found: int = _SEQUENCE.unpack_from(self.memory, _TABLE + slot * _ENTRY + _MARK)[0]
+        found = self._words[(_TABLE + slot * _ENTRY + _MARK) // _WORD]
         found = found & _MARK_BYTES if found == _guarded(found & _MARK_BYTES) else 0
         label = self.label(slot)  # after the mark: whatever has been claimed since has another
         if label is None:
@@ -326,14 +330,14 @@ class Arena:
         return sorted(found, key=lambda item: -item[1].order)
 
 
-def _set_counts(memory: mmap.mmap, slots: int, ready: int) -> None:
+def _set_counts(words: memoryview, slots: int, ready: int) -> None:
     counts = slots | ready << 16
-    _SEQUENCE.pack_into(memory, _COUNTS, counts | zlib.crc32(_CHECKSUM.pack(counts)) << 32)
+    words[_COUNTS // _WORD] = counts | zlib.crc32(_CHECKSUM.pack(counts)) << 32
 
 
 def _guarded(nbytes: int) -> int:
     """A fill mark with its checksum in the highest bits."""
-    return nbytes | (zlib.crc32(_SEQUENCE.pack(nbytes)) & 0xFFFF) << 48
+    return nbytes | (zlib.crc32(nbytes.to_bytes(_WORD, "little")) & 0xFFFF) << 48
 
 
 class ArenaKeeper:

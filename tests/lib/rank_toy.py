@@ -187,6 +187,7 @@ def train(
     rank = dist.get_rank()
     if salts is not None:
         ReplicaCheck.said_of = lambda self, attempt: {}  # type: ignore[method-assign]
+        ReplicaCheck._compare_soon = lambda self, *given: None  # type: ignore[method-assign]
     toy, open_saves = Toy(), list[ckpt.Save]()
     place = {"name": "toy", "tiers": None} if run is None else {"tiers": [ckpt.Memory(), ckpt.Tier(run, every, 2)]}
     with ckpt.Checkpointer(toy.state, **place) as cp:  # type: ignore[arg-type]

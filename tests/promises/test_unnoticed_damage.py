@@ -11,6 +11,8 @@ import logging
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from datetime import datetime
@@ -27,10 +29,10 @@ from ckpt.checkpoint import losses, read
 from ckpt.cli.app import cli
 from ckpt.errors import CorruptError, WriterError
 from ckpt.format.manifest import Attempt
-from ckpt.ipc.arena import FILLING, Arena, Label
+from ckpt.ipc.arena import FILLING, Arena, Label, _set_counts
 from ckpt.store import PAGE
 from ckpt.trainer.staging import stage
-from processes import eventually, killed, run_script, writers
+from processes import PYTHONPATH, eventually, killed, run_script, writers
 
 STEPS = (2, 4, 6)
 pytestmark = pytest.mark.timeout(60)  # a hang is a failure
@@ -284,6 +286,40 @@ def test_damaged_fill_mark_is_not_believed() -> None:
         flip(arena.view, PAGE + 128 + at)
         assert arena.filled(0, label) == 0
         flip(arena.view, PAGE + 128 + at)
+    arena.close()
+
+
+def change_for_ever(fd: int) -> None:
+    """A process that changes the counts, a label and a mark all the time."""
+    arena, label = Arena.attach(fd), Label(FILLING, 1, Attempt(1, 1, "0" * 8), "00" * 32, 4 * PAGE, 8)
+    print("ready", flush=True)
+    while True:
+        _set_counts(arena._words, 2, 2)
+        arena.set_label(0, label)
+        arena.mark(0, PAGE)
+
+
+def test_what_is_being_changed_is_not_called_damaged() -> None:
+    """A reader on another core sees each number as it was before a change, or as it is after it."""
+    arena = Arena.create(2, 8 * PAGE)
+    arena.set_label(0, Label(FILLING, 1, Attempt(1, 1, "0" * 8), "00" * 32, 4 * PAGE, 8))
+    code = f"import test_unnoticed_damage as t; t.change_for_ever({arena.fd})"
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        pass_fds=[arena.fd],
+        env={**os.environ, "PYTHONPATH": PYTHONPATH},
+    ) as other:
+        try:
+            assert other.stdout is not None and other.stdout.readline() == b"ready\n"
+            seen = set()
+            for _ in range(20_000):
+                fresh = Arena(-1, arena.memory)  # raises CorruptError if its header is damaged
+                seen.add((fresh.slots, fresh.ready))
+                arena.label(0)
+            assert seen == {(2, 2)} and arena.damage() == []
+        finally:
+            other.kill()
     arena.close()
 
 

@@ -501,7 +501,10 @@ def test_a_learning_rate_that_is_overruled_is_said(run_dir: str, caplog: pytest.
     assert hf_toy.run(run_dir, kill=("stop", 6)) == {}
     assert "not the script's" not in caplog.text
     assert hf_toy.run(run_dir, kill=("stop", 7), learning_rate=1e-3) == {}
-    assert "were taken for optimizer: lr 0.01, not the script's 0.001. To have" in caplog.text
+    assert (
+        "were taken for optimizer: lr 0.01, not the script's 0.001; scheduler: base_lrs [0.01, 0.01], not"
+        in caplog.text
+    )
     assert hf_toy.run(run_dir, kill=("stop", 9), learning_rate=1e-3, more=(NewRate(),)) == {}
     caplog.clear()
     found = hf_toy.run(run_dir, learning_rate=1e-3, more=(NewRate(),))

@@ -101,6 +101,7 @@ class Arena:
         if magic != _MAGIC or checksum != zlib.crc32(memory[12 : _HEADER.size]):
             raise CorruptError("the header of the shared memory is damaged, or of another version")
         self._known = (0, 0)  # slots and ready, as they were last read
+        self._known_word = -1
         if not 0 < self.ready <= self.slots <= most <= MAX_SLOTS or _DATA + most * self.slot_size > len(memory):
             raise CorruptError("the header of the shared memory is damaged: it counts impossible slots")
         self.mutex = RobustMutex(memory, _MUTEX)
@@ -184,8 +185,8 @@ class Arena:
     def _counts(self) -> tuple[int, int]:
         """What was read last, if it is damaged now."""
         raw = self._words[_COUNTS // _WORD]
-        if raw >> 32 == zlib.crc32(_CHECKSUM.pack(raw & 0xFFFFFFFF)):
-            self._known = raw & 0xFFFF, raw >> 16 & 0xFFFF
+        if raw != self._known_word and raw >> 32 == zlib.crc32(_CHECKSUM.pack(raw & 0xFFFFFFFF)):
+            self._known, self._known_word = (raw & 0xFFFF, raw >> 16 & 0xFFFF), raw
         return self._known
 
     def make_ready(self) -> None:

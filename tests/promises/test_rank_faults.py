@@ -27,9 +27,8 @@ import torch
 
 import ckpt
 import rank_toy
-from ckpt.checkpoint import read
 from ckpt.failpoints import TRAINER_POINTS, WRITER_POINTS
-from kills import DISK, MEMORY, kill_all, lost, problems
+from kills import DISK, MEMORY, kill_all, lost, problems, steps_on_disk
 from model_disk import volume, why_not
 from parallel import free_port
 from processes import PYTHONPATH, eventually, start_python, writers
@@ -196,8 +195,7 @@ class Run:
 def check_disk(run: str) -> list[int]:
     """O2, and that every live checkpoint is, bit for bit, one step of one job. The steps, newest first."""
     assert problems(run) == []
-    log = read.run(read.open_run(f"file://{run}"))
-    found = [commit.step for commit in log.state.lineage()]
+    found = steps_on_disk(run)
     for step in found:
         assert mixed(run, step) == []
     return found

@@ -127,14 +127,16 @@ def test_freed_tensor_is_refused_by_name_wherever_it_is(place: str, left: int) -
 def test_storage_that_shrank_at_its_old_address_is_noticed() -> None:
     """The allocator may give the same address again."""
     for _ in range(100):
-        tensor = torch.ones(1 << 14)
+        tensor = torch.ones(256)
         capture = Capture({"net": holder(tensor)})
         capture.read()
         address = tensor.data_ptr()
         tensor.untyped_storage().resize_(0)
-        tensor.untyped_storage().resize_((1 << 16) - 64)
+        tensor.untyped_storage().resize_(512)
         if tensor.data_ptr() == address:
             break
+    else:
+        pytest.skip("the allocator never gave the same address again")
     with pytest.raises(StateError, match=rf"net\.w: .*{FREED}"):
         capture.read()
 

@@ -6,7 +6,7 @@ JOBS ?= 2
 PART ?= quick
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-long test-gpu test-corners test-s3 bench first-contact bench-gpu bench-ranks bench-faults bench-storage bench-codecs bench-offline bench-scale bench-chaos bench-ledger bench-callbacks bench-deepspeed bench-torchtitan bench-ray bench-megatron bench-waits lint docs wheel format clean
+.PHONY: demo test torture test-long test-gpu test-corners test-s3 bench first-contact bench-gpu bench-ranks bench-faults bench-storage bench-codecs bench-offline bench-scale bench-chaos bench-ledger bench-callbacks bench-deepspeed bench-torchtitan bench-ray bench-megatron bench-waits lint docs wheel format clean
 
 $(READY): pyproject.toml constraints.txt hatch_build.py $(wildcard ckpt/format/*.c)
 	$(PYTHON) -m venv $(VENV)
@@ -22,6 +22,9 @@ test: $(READY)
 
 test-long: $(READY)
 	$(BIN)/python -m pytest -m long --timeout 7200
+
+torture: $(READY)
+	$(BIN)/python benchmarks/torture.py $(ARGS)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/figures.py $(ARGS)

@@ -1,0 +1,92 @@
+"""The torture program: it finds nothing wrong here, and it would count whatever is wrong."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from processes import REPO
+
+sys.path.insert(0, str(REPO / "benchmarks"))
+import torture
+from torture import QUICK, Counts, Journal
+
+
+def journal(folder: Path, *lines: dict[str, object]) -> Journal:
+    path = folder / "journal"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return Journal(path)
+
+
+STEPS = [{"step": 4, "digest": "four"}, {"step": 5, "digest": "five"}, {"ack": "staged", "step": 5}]
+
+
+@pytest.mark.parametrize(
+    ("restored", "column"),
+    [
+        ({"restored": 5, "digest": "five", "from": "memory"}, ""),
+        ({"restored": 4, "digest": "four", "from": "disk"}, "lost"),
+        ({"restored": 5, "digest": "four", "from": "disk"}, "wrong"),
+        ({"restored": 0, "digest": "", "from": ""}, "lost"),
+        (None, "lost"),
+    ],
+)
+def test_check_start_counts_wrong_and_lost_states(
+    tmp_path: Path, restored: dict[str, object] | None, column: str
+) -> None:
+    counts = Counts("kill")
+    lines = [*STEPS, *([restored] if restored else [])]
+    torture.check_start(journal(tmp_path, *lines), counts, 5, "a test")
+    assert (counts.wrong, counts.lost) == (int(column == "wrong"), int(column == "lost"))
+    assert counts.bad == bool(column)
+
+
+def test_damage_files_counts_wrong_tensors_losses_and_foreign_errors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader that believes damaged bytes, skips two checkpoints, or raises any error, is found out."""
+    real = torture.read_newest
+
+    def unclear(run: str) -> tuple[int, str]:
+        raise KeyError("rank-0")
+
+    readers: dict[str, Callable[[str], tuple[int, str]]] = {
+        "wrong": lambda run: (real(run)[0], "another digest"),
+        "lost": lambda run: (2, str(torture.read_digest(run, 2))),
+        "unclear": unclear,
+    }
+    for column, reader in readers.items():
+        monkeypatch.setattr(torture, "read_newest", reader)
+        counts, folder = Counts("remove"), tmp_path / column
+        folder.mkdir()
+        torture.damage_files(counts, 1, folder, random.Random(1), lambda path: "left as it is")
+        assert counts.attempts == getattr(counts, column) > 3, counts.notes
+
+
+def test_journal_digest_changes_with_one_bit() -> None:
+    import torture_job
+
+    state = torture_job.build(1, 1)
+    torture_job.train_step(state, 1)
+    before = torture_job.digest(state)
+    moment = next(iter(state["optim"].state.values()))["exp_avg"]
+    moment.view(torch.int32).view(-1)[3] ^= 1
+    assert torture_job.digest(state) != before
+
+
+@pytest.mark.parametrize("fault", torture.FAULTS)
+def test_no_fault_gives_wrong_tensors_losses_hangs_or_unclear_errors(fault: str, tmp_path: Path) -> None:
+    command = [sys.executable, str(REPO / "benchmarks" / "torture.py"), "--quick", "--only", fault]
+    written = tmp_path / "counts.json"
+    done = subprocess.run([*command, "--json", str(written)], capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    [counts] = json.loads(written.read_text())["faults"]
+    assert counts["attempts"] >= 1 or counts["skipped"]
+    assert QUICK.kills >= 1

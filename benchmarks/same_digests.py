@@ -28,6 +28,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+
 from torture import LIMIT_S, REPO, Job, Journal
 from torture_job import VARIANTS
 

@@ -44,7 +44,7 @@ from ckpt.restore.division import Work, divided, fitting, known, verified, wante
 from ckpt.restore.sources import RestoreSource
 from ckpt.state.capture import Capture
 from ckpt.state.filler import Filler
-from ckpt.state.placement import Placement, mismatch
+from ckpt.state.placement import Placement, comes_from_user, mismatch
 
 RETRY_AFTER_S = (0.2, 1.0)
 OVERRULED = (
@@ -311,4 +311,6 @@ def _place(capture: Capture, saved: SavedState, strict: bool) -> Placement:
     try:
         return capture.place(saved, strict=strict)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
+        if comes_from_user(error):
+            raise
         raise CorruptError(f"what was saved does not describe a state: {type(error).__name__}: {error}") from error

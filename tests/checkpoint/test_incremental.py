@@ -1040,7 +1040,7 @@ def test_a_part_that_is_built_on_says_so_in_its_file() -> None:
 
 
 def test_what_is_suspected_is_stored_anew() -> None:
-    """A blob that scrubbing found damaged is in a pack of the next checkpoint's own, and no delta is against it; the
+    """A blob that was found damaged is in a pack of the next checkpoint's own, and no delta is against it; the
     one after that takes it from there."""
 
     async def run(compression: str) -> None:

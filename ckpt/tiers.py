@@ -78,8 +78,6 @@ class Tier:
     checkpoint is stored as a whole all the same, and the first two: no bad file can spoil all there is. `compression`:
     "zstd" stores each tensor in the smallest form that gives back the same bits, also as the difference to an older
     one; "none" never does; "auto" does where the place takes bytes more slowly than idle cores compress them.
-    `scrub_mib_s`: how fast what is stored is read again in the background, to notice bytes that go bad; 0: never; by
-    default 8 in folders and 0 in object stores, which check themselves and charge for reading.
 
     `log_every_step`: EXPERIMENTAL, see docs/redo.md; on a quick disk `every=1, compression="none"` costs training less.
     For folders: every step between two checkpoints is durable too, in a redo log of what it changed; a restore takes
@@ -97,7 +95,6 @@ class Tier:
     incremental: bool = True
     compression: str = "auto"
     full_every: int = 10
-    scrub_mib_s: float | None = None
     log_every_step: bool = False
     max_restore_s: float = 60.0
 
@@ -126,8 +123,6 @@ class Tier:
             raise UsageError("storage_options must be plain values: they are handed to the writer process") from None
 
     def _check_increments(self) -> None:
-        rate = self.scrub_mib_s
-        number = rate is None or (isinstance(rate, (int, float)) and type(rate) is not bool and rate >= 0)
         for right, name, wanted in (
             (self.compression in COMPRESSION, "compression", '"auto", "none" or "zstd"'),
             (type(self.incremental) is bool, "incremental", "True or False"),
@@ -136,7 +131,6 @@ class Tier:
                 "full_every",
                 "a whole number from 1 (1: always full)",
             ),
-            (number, "scrub_mib_s", "MiB a second from 0 (0: never)"),
             (type(self.log_every_step) is bool, "log_every_step", "True or False"),
             (
                 type(self.max_restore_s) in (int, float) and 0 < self.max_restore_s < float("inf"),
@@ -161,7 +155,6 @@ class Tier:
             "incremental": self.incremental,
             "compression": self.compression,
             "full_every": self.full_every,
-            "scrub_mib_s": self.scrub_mib_s,
             "max_restore_s": self.max_restore_s,
             "environment": {k: v for k, v in os.environ.items() if k.startswith(CREDENTIALS)},
         }

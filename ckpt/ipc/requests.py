@@ -284,16 +284,6 @@ class WriteSlot(Request[WriteSlotReply], frozen=True):
     replicas: Json = field(default_factory=dict)
 
 
-class FollowSlot(Request[None], frozen=True):
-    """A slot is being filled that is to be written to a tier: write what is there of it already. `WriteSlot` comes when
-    it is sealed; if it never is, nothing of it stays."""
-
-    tier: int
-    arena: str
-    slot: int
-    attempt: str
-
-
 class Retract(Request[None], frozen=True):
     """A snapshot must not become a checkpoint, or not stay one."""
 

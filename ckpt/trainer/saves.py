@@ -30,7 +30,6 @@ from ckpt.trainer.supervise.writes import WriteInFlight
 from ckpt.units import decimal, duration
 
 SENT = 64  # attempts, more than can be under way
-FOLLOWED = 32 << 20  # bytes of a snapshot, from which on it is worth while to write it as it is filled
 
 
 class TierWrites:
@@ -104,11 +103,6 @@ class TierWrites:
 
         write = WriteInFlight(attempt, *place, tier, done, replicas=self.replicas_of(attempt))
         self._session.supervisor.writes.write(write)
-
-    def announce(self, job: PendingSnapshot, tiers: Sequence[int]) -> None:
-        """Have the writer begin with what is there already, in the nearest of these tiers."""
-        if tiers and job.slot is not None and job.reading.layout.arrangement.data_size >= FOLLOWED:
-            self._session.supervisor.writes.announce(job.attempt, *job.slot, min(tiers))
 
     def write_also(self, save: Save, attempt: Attempt, place: tuple[Arena, int], tier: int) -> None:
         """To a tier that it was not on its way to. Cut off by Ctrl-C, nobody waits for it, and close() tries again."""
@@ -227,7 +221,6 @@ class Saves:
             finite=self._progress.finite,
             busy="wait" if explicit else self._session.settings.on_busy,
             deadline=time.monotonic() + (self._session.settings.busy_timeout_s if timeout_s is None else timeout_s),
-            on_eager=lambda job: self._writes.announce(job, tiers),
             on_end=lambda job: self.on_ended(save, job, tiers, settings, must=must),
             memory=memory,
             taken=taken,

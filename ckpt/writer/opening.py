@@ -96,9 +96,8 @@ class TierOpener:
             return tier
         # It is new, or what was there was removed, and is no run or another one now.
         tier = await open_place(spec, later=later, root=root, again=again)
-        tier.tell = self.trainer.tell
         if caveat := getattr(tier.store, "caveat", ""):
-            tier.tell(SaidNote(caveat))
+            self.trainer.tell(SaidNote(caveat))
         tier.encoder.threads, tier.encoder.pace, tier.encoder.idle = threads(), self.throttle, IdleCores()
         return tier
 
@@ -145,8 +144,6 @@ class TierOpener:
             run.become(owner)
         for tier, (ranks, place, world) in zip(run.tiers, request.roles, strict=True):
             tier.role = commit.Role(tuple(ranks), place, world)
-        for tier in (tier for tier in run.tiers if tier.opened):
-            tier.scrub_slowly()
         return [parts for i in request.recover for parts in await self._recover(i, run.tiers[i])]
 
     async def _recover(self, number: int, tier: OpenTier) -> list[PartsHere]:

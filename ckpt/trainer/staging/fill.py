@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import compress, pairwise
 from math import prod
 from typing import Any
@@ -67,8 +67,6 @@ class SlotFiller:
         """What only optimizers change, and what else is to be done meanwhile. A device may have done nothing of it yet:
         `job.done` says when it has."""
         streams = self._streams.of(job.streams)
-        if not streams:
-            job.on_eager(job)
         for pack in job.late:
             with device.on(streams):
                 pack.gather(job.sources)
@@ -113,14 +111,8 @@ class SlotFiller:
                 large.append((views[n], sources[n], n))
         if little:
             device.copy_batch([views[n] for n in little], [sources[n] for n in little], {})
-        start = self.whole(arena, slot).data_ptr()
-
-        def mark(target: Tensor) -> None:
-            if guarded:  # all others are there
-                arena.mark(slot, target.data_ptr() - start)
-
         # The caller waits for what is copied early, but for a step that was left in place.
-        self.copy(large, {}, 1.0, mark, guarded or job.taken is not None)
+        self.copy(large, {}, 1.0, guarded or job.taken is not None)
 
     def _pairs(self, views: list[Tensor], numbers: Iterable[int], job: PendingSnapshot, piece: int) -> list[Pair]:
         """Where each of these tensors goes, and what goes there."""
@@ -151,14 +143,12 @@ class SlotFiller:
         pairs: Sequence[Pair],
         streams: PerDevice,
         bus_share: float = 1.0,
-        on_next: Callable[[Tensor], None] = lambda target: None,
         beside_training: bool = True,
     ) -> None:
         """What devices copy first, then what we copy: large contiguous host tensors one by one, unless they are there;
         the rest in one batched call a device, or in several with pauses between, for that share of the bus.
 
-        `on_next`: called before each of these large ones, which go in the order of the slot: of all these pairs, what
-        lies before it is there. `beside_training`: the caller of step() goes on meanwhile.
+        `beside_training`: the caller of step() goes on meanwhile.
         """
         batches: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {one: ([], []) for one in streams}
         large: list[Pair] = []
@@ -177,8 +167,7 @@ class SlotFiller:
                 with self._steady:
                     device.copy_batch(targets, sources, streams)
         self.frozen.beside_training = beside_training
-        for target, source, number in sorted(large, key=lambda pair: pair[0].data_ptr()):
-            on_next(target)
+        for target, source, number in large:
             self.frozen.put(number, target, source)
 
     def _copy_paced(self, targets: list[Tensor], sources: list[Tensor], streams: PerDevice, bus_share: float) -> None:

@@ -150,7 +150,6 @@ class PendingSnapshot:
     values: bytes
     busy: str = "wait"  # or "skip"
     deadline: float = float("inf")  # of waiting for a slot, monotonic
-    on_eager: Callable[[PendingSnapshot], None] = lambda job: None  # `slot` says EAGER: what is left comes in its order
     on_end: Callable[[PendingSnapshot], None] = lambda job: None
     memory: AwaitedMemory | None = None  # what it waits for, if its memory may not be there yet
     beside: Callable[[], None] | None = None  # to be done as well while the guarded tensors do not change

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from ckpt.checkpoint.retention import Keep, as_keep
 from ckpt.errors import UsageError
 from ckpt.goodput.cadence import FIRST_DURABLE, Auto, as_every, is_auto
-from ckpt.store import folder_of, normalise, remember_options
+from ckpt.store import normalise, remember_options
 
 COMPRESSION = ("auto", "none", "zstd")
 CREDENTIALS = ("AWS_", "GOOGLE_", "AZURE_")  # so begin the names of what says who one is
@@ -80,11 +80,6 @@ class Tier:
     one; "none" never does; "auto" does where the place takes bytes more slowly than idle cores compress them.
     `scrub_mib_s`: how fast what is stored is read again in the background, to notice bytes that go bad; 0: never; by
     default 8 in folders and 0 in object stores, which check themselves and charge for reading.
-
-    `log_every_step`: EXPERIMENTAL, see docs/redo.md; on a quick disk `every=1, compression="none"` costs training less.
-    For folders: every step between two checkpoints is durable too, in a redo log of what it changed; a restore takes
-    the checkpoint and redoes the steps after it. `max_restore_s`: how long that may take; before it would take longer,
-    a step is logged as a whole.
     """
 
     url: str
@@ -98,8 +93,6 @@ class Tier:
     compression: str = "auto"
     full_every: int = 10
     scrub_mib_s: float | None = None
-    log_every_step: bool = False
-    max_restore_s: float = 60.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "every", as_every(self.every))
@@ -113,11 +106,6 @@ class Tier:
         object.__setattr__(self, "url", normalise(self.url))
         if urlsplit(self.url).password:
             raise UsageError("a password does not belong into a URL, which is logged: give it in storage_options=")
-        if self.log_every_step and folder_of(self.url) is None:
-            raise UsageError(
-                f"{self.url}: a redo log is appended to and fsynced at every step, which a folder on a disk can do. "
-                "Put log_every_step=True on a Tier for a folder, before this one"
-            )
         if self.url.startswith("memory:"):
             raise UsageError(f"{self.url} lives in one process only, and would end with it: use ckpt.Memory()")
         try:
@@ -137,12 +125,6 @@ class Tier:
                 "a whole number from 1 (1: always full)",
             ),
             (number, "scrub_mib_s", "MiB a second from 0 (0: never)"),
-            (type(self.log_every_step) is bool, "log_every_step", "True or False"),
-            (
-                type(self.max_restore_s) in (int, float) and 0 < self.max_restore_s < float("inf"),
-                "max_restore_s",
-                "a number of seconds above 0",
-            ),
         ):
             if not right:
                 raise UsageError(f"Tier({self.url!r}): {name}={getattr(self, name)!r}, and it has to be {wanted}")
@@ -162,7 +144,6 @@ class Tier:
             "compression": self.compression,
             "full_every": self.full_every,
             "scrub_mib_s": self.scrub_mib_s,
-            "max_restore_s": self.max_restore_s,
             "environment": {k: v for k, v in os.environ.items() if k.startswith(CREDENTIALS)},
         }
 

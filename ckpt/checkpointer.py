@@ -189,7 +189,7 @@ class Checkpointer:
         try:
             with self._keeper.not_cut_off(step):
                 self._progress.begin(step, finite)
-                if tiers or asked or self._session.redo is not None or self._saves.memory_due(step):
+                if tiers or asked or self._saves.memory_due(step):
                     save = self._saves.begin(step, tiers, explicit=asked, asked=asked)
                 else:
                     self._keeper.keep(step)

@@ -55,12 +55,6 @@ ARCHIVE_POINTS = (  # of a writer whose log has become long
     "archive.deleting",  # some of these are gone
     "archive.merged",  # several archives are in one, and are there as well
 )
-REDO_POINTS = (  # of a writer that logs every step
-    "frame.writing",  # some bytes of a step are in the file
-    "frame.written",  # all of them, but the head, without which it is none
-    "frame.headed",  # that too, and nothing is durable
-    "frame.durable",
-)
 OFFLINE_POINTS = (  # of a command that makes something new of a checkpoint
     "export.window",  # some bytes are about to be written
     "export.whole",  # all is there, and nothing has its name yet
@@ -71,7 +65,6 @@ POINTS = (
     *WRITER_POINTS,
     *INCREMENT_POINTS,
     *ARCHIVE_POINTS,
-    *REDO_POINTS,
     *OFFLINE_POINTS,
 )
 

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from ckpt.checkpoint.retention import Keep, as_keep
 from ckpt.errors import UsageError
 from ckpt.goodput.cadence import FIRST_DURABLE, Auto, as_every, is_auto
-from ckpt.store import folder_of, normalise, remember_options
+from ckpt.store import normalise, remember_options
 
 COMPRESSION = ("auto", "none", "zstd")
 CREDENTIALS = ("AWS_", "GOOGLE_", "AZURE_")  # so begin the names of what says who one is
@@ -78,11 +78,6 @@ class Tier:
     checkpoint is stored as a whole all the same, and the first two: no bad file can spoil all there is. `compression`:
     "zstd" stores each tensor in the smallest form that gives back the same bits, also as the difference to an older
     one; "none" never does; "auto" does where the place takes bytes more slowly than idle cores compress them.
-
-    `log_every_step`: EXPERIMENTAL, see docs/redo.md; on a quick disk `every=1, compression="none"` costs training less.
-    For folders: every step between two checkpoints is durable too, in a redo log of what it changed; a restore takes
-    the checkpoint and redoes the steps after it. `max_restore_s`: how long that may take; before it would take longer,
-    a step is logged as a whole.
     """
 
     url: str
@@ -95,8 +90,6 @@ class Tier:
     incremental: bool = True
     compression: str = "auto"
     full_every: int = 10
-    log_every_step: bool = False
-    max_restore_s: float = 60.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "every", as_every(self.every))
@@ -110,11 +103,6 @@ class Tier:
         object.__setattr__(self, "url", normalise(self.url))
         if urlsplit(self.url).password:
             raise UsageError("a password does not belong into a URL, which is logged: give it in storage_options=")
-        if self.log_every_step and folder_of(self.url) is None:
-            raise UsageError(
-                f"{self.url}: a redo log is appended to and fsynced at every step, which a folder on a disk can do. "
-                "Put log_every_step=True on a Tier for a folder, before this one"
-            )
         if self.url.startswith("memory:"):
             raise UsageError(f"{self.url} lives in one process only, and would end with it: use ckpt.Memory()")
         try:
@@ -130,12 +118,6 @@ class Tier:
                 type(self.full_every) is int and self.full_every >= 1,
                 "full_every",
                 "a whole number from 1 (1: always full)",
-            ),
-            (type(self.log_every_step) is bool, "log_every_step", "True or False"),
-            (
-                type(self.max_restore_s) in (int, float) and 0 < self.max_restore_s < float("inf"),
-                "max_restore_s",
-                "a number of seconds above 0",
             ),
         ):
             if not right:
@@ -155,7 +137,6 @@ class Tier:
             "incremental": self.incremental,
             "compression": self.compression,
             "full_every": self.full_every,
-            "max_restore_s": self.max_restore_s,
             "environment": {k: v for k, v in os.environ.items() if k.startswith(CREDENTIALS)},
         }
 

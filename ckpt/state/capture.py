@@ -166,11 +166,6 @@ class Capture:
         known = self._structure if self._holds else None
         return [] if known is None else known.guards(self._silent()).replicated
 
-    @property
-    def stepping(self) -> list[tuple[Path, torch.optim.Optimizer, dict[int, str]]]:
-        """Of each optimizer: its path, itself, and what its parameters are called, by id."""
-        return [(node.path, node.optimizer, node.param_names(self._names)) for node in self._walk.optimizers]
-
     def holds_gradients(self) -> bool:
         """Whether any parameter of the optimizers has a gradient."""
         return any(p.grad is not None for optimizer in self.optimizers for p in params_of(optimizer))

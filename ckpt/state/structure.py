@@ -58,7 +58,7 @@ class Structure:
         beside = {e.name: memory[key] for e in fixed if e.of is not None and (key := _memory_of(e.of)) in memory}
         self._apart = _spread(apart, beside)
         parts = [part for entry in entries if entry.name not in aliases for part in self._pieces_of(entry)]
-        cuts = share([part.holding for part in parts], seat, beside)
+        cuts = share([part.holding for part in parts], seat)
         self._note_loose(parts, cuts, {e.name for e in loose})
         self.layout = _layout(nodes, pieces, parts, cuts, aliases, seat)
         self._tensors = [parts[cut.holding].tensor.detach()[_index(parts[cut.holding].holding, cut)] for cut in cuts]

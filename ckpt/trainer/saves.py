@@ -153,8 +153,6 @@ class TierWrites:
 SURELY_NEWER = 2  # snapshots of a rank: another may be one step behind
 ASK_S, PAUSE_S = 0.02, 0.002  # between two looks at whether memory has been made
 
-Settings = list[list[float] | None]  # of optimizers, as the redo log wants them
-
 
 class Saves:
     """Of one Checkpointer. `begin` belongs to the thread that trains; what comes of it, to that of the stager."""
@@ -206,9 +204,9 @@ class Saves:
         save, attempt = self.new(step, tiers)
         save.told = asked and not self._session.cadence.schedule.tiers_due(step)  # a best effort is no error
         try:
-            reading, values, settings = self._read(save, taken)
+            reading, values = self._read(taken)
             sizes, must = (reading.layout.arrangement.data_size, len(values)), explicit or bool(tiers)
-            memory = self._memory_for(step, sizes, must=must or self._is_never_skipped)
+            memory = self._memory_for(step, sizes, must=must)
         except BaseException as error:
             what = error if isinstance(error, CheckpointError) else SaveError(f"step {step} was not saved: {error!r}")
             save.set_failed(what)
@@ -221,18 +219,13 @@ class Saves:
             finite=self._progress.finite,
             busy="wait" if explicit else self._session.settings.on_busy,
             deadline=time.monotonic() + (self._session.settings.busy_timeout_s if timeout_s is None else timeout_s),
-            on_end=lambda job: self.on_ended(save, job, tiers, settings, must=must),
+            on_end=lambda job: self.on_ended(save, job, tiers, must=must),
             memory=memory,
             taken=taken,
         )
         self._replicas.begin(job, durable=bool(tiers), closing=timeout_s is not None)
         self._submit(save, job, started)
         return save
-
-    @property
-    def _is_never_skipped(self) -> bool:
-        """Whether training waits for each step to be logged."""
-        return self._session.redo is not None and self._session.settings.on_busy == "wait"
 
     def write_again(self, save: Save, job: PendingSnapshot) -> None:
         """It is in memory already, perhaps on its way to a tier: write it to the tiers that it misses."""
@@ -244,8 +237,8 @@ class Saves:
             if tier.url not in save.tiers or save.failed(tier.url):
                 self._writes.write_also(save, job.attempt, job.place, i)
 
-    def _read(self, save: Save, taken: DeferredStep | None) -> tuple[Reading, bytes, Settings | None]:
-        """The state, its plain values as JSON, and what the redo log needs to know of a step that goes there."""
+    def _read(self, taken: DeferredStep | None) -> tuple[Reading, bytes]:
+        """The state, and its plain values as JSON."""
         session = self._session
         if taken is None:
             session.capture.copy_eagerly(self._exposed)
@@ -253,12 +246,7 @@ class Saves:
         reading = session.capture.read() if taken is None else taken.reading
         values = json.dumps(reading.values, separators=(",", ":")).encode()
         session.supervisor.layouts.tell(reading.layout)
-        if session.redo is None:
-            return reading, values, None
-        session.redo.prepare(reading)
-        for url in session.redo.urls:
-            save.add_log(url)
-        return reading, values, session.redo.told()
+        return reading, values
 
     def _submit(self, save: Save, job: PendingSnapshot, started: float) -> None:
         save.began = started
@@ -279,7 +267,7 @@ class Saves:
         session, arena = self._session, self._session.stager.arena
         if not (fits := session.fits(*sizes)):
             self._have_made(sizes, must=must)
-        if not (must or session.redo is not None or session.supervisor.memory.rings):
+        if not (must or session.supervisor.memory.rings):
             raise SkippedError(f"step {step} was not saved: memory is short, and it was due nowhere else")
         if fits and arena is not None and arena.ready == arena.slots:
             return None
@@ -312,21 +300,13 @@ class Saves:
         if not session.fits(*sizes):
             supervisor.memory.next.prepare(*sizes, again=must)  # the writer may have died meanwhile
             supervisor.memory.take_prepared(ASK_S)
-            if not (must or session.redo is not None or supervisor.memory.rings):
+            if not (must or supervisor.memory.rings):
                 raise SkippedError(f"step {step} was not saved: there is room for one snapshot, and it was due nowhere")
         time.sleep(PAUSE_S)  # it may be touched yet
 
     # -- events, from the staging thread and the receiving thread --
 
-    def on_ended(
-        self,
-        save: Save,
-        job: PendingSnapshot,
-        tiers: list[int],
-        settings: Settings | None = None,
-        *,
-        must: bool = False,
-    ) -> None:
+    def on_ended(self, save: Save, job: PendingSnapshot, tiers: list[int], *, must: bool = False) -> None:
         """Send a staged snapshot to its tiers, or deal with one that was not staged. `must`: it was scheduled for a
         tier, or requested by the user."""
         if job.error is None and job.place is None:
@@ -342,8 +322,6 @@ class Saves:
         if sound:  # else what was there before is needed yet
             self._supersede(job)
         supervisor.acknowledgements.acknowledge(job.attempt, *job.place, lambda error: self._on_kept(save, job, error))
-        if settings is not None and self._session.redo is not None:
-            self._session.redo.log(save, job.attempt, job.place, settings)
         supervisor.memory.on_sealed(sound=sound)
         for i in tiers:
             self._writes.write(save, job.attempt, job.place, i)

@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import torch
@@ -40,9 +40,6 @@ from ckpt.trainer.staging.update_gate import UpdateHook
 from ckpt.trainer.supervise.writer_supervisor import WriterSupervisor
 from ckpt.trainer.unsaved_optimizers import UnsavedOptimizers
 from ckpt.version import VERSION
-
-if TYPE_CHECKING:
-    from ckpt.trainer.redo import RedoClient
 
 
 @dataclass(frozen=True)
@@ -240,7 +237,6 @@ class Session:
         self.ends.callback(self.hook.remove)
         self.unsaved = UnsavedOptimizers(self.capture)
         self.ends.callback(self.unsaved.close)
-        self.redo = self._redo()
 
     def _prepare(self, state: dict[str, Any], takeover: bool) -> WriterSupervisor:
         read = functools.cache(lambda: self._read(state))
@@ -269,17 +265,6 @@ class Session:
         self.early = EarlyLook(tier.url for tier in self.tiers)
         self.capture = Capture(state, Seat(self.world.rank, self.world.size))
         return memory_node(self.capture.read().tensors)
-
-    def _redo(self) -> RedoClient | None:
-        """For tiers that log every step; without one nothing of it is imported."""
-        logging_tiers = {i: tier.url for i, tier in enumerate(self.tiers) if tier.log_every_step}
-        if not logging_tiers:
-            return None
-        from ckpt.trainer.redo import RedoClient
-
-        redo = RedoClient(logging_tiers, self.supervisor, self.stager, self.capture, self.errors.note)
-        self.hook.on_step = redo.watch.note
-        return redo
 
     def fits(self, data_size: int, values_size: int) -> bool:
         """Whether there is memory for a snapshot of that many bytes."""

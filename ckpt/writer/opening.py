@@ -23,7 +23,6 @@ from ckpt.ipc import requests
 from ckpt.ipc.notes import SaidNote
 from ckpt.ipc.process import boot_id, namespace
 from ckpt.ipc.requests import PartsHere, TierFound
-from ckpt.redo import has_logs
 from ckpt.writer.bookkeeper import Bookkeeper
 from ckpt.writer.dispatch import handles
 from ckpt.writer.held_run import HeldRun, PresentTrainer, acquire_of
@@ -178,9 +177,4 @@ class TierOpener:
 
 def _found(tier: OpenTier) -> TierFound:
     state = tier.log.state
-    checkpoints = len(state.commits) + len(state.held)
-    if not checkpoints and has_logs(tier.url):
-        from ckpt.redo.append import holds_logs
-
-        checkpoints = int(holds_logs(tier.url))
-    return TierFound(tier.log.root, state.epoch, checkpoints, state.damaged)
+    return TierFound(tier.log.root, state.epoch, len(state.commits) + len(state.held), state.damaged)

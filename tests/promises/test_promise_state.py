@@ -545,9 +545,7 @@ def test_masters_that_only_the_optimizer_holds_come_back(kind: str, tmp_path: Pa
 
 
 def test_masters_are_saved_under_the_optimizers_name_and_guarded(tmp_path: Path) -> None:
-    """Like other parameters; and their steps are predicted like those of others."""
-    from ckpt.redo.optimizer_recipe import find_recipes
-
+    """Like other parameters."""
     state = mastered(0)
     optimize(state, 0)
     capture = Capture(state)
@@ -555,8 +553,6 @@ def test_masters_are_saved_under_the_optimizers_name_and_guarded(tmp_path: Path)
     names = [t.name for t in reading.layout.tensors]
     guarded = dict(zip(names, reading.guarded, strict=True))
     assert guarded["optim.params.0.0"] and guarded["optim.params.0.3"] and not guarded["model.0.weight"]
-    weights = {names[r.weight] for r in find_recipes(reading.layout, reading.tensors, capture.stepping)}
-    assert weights == {f"optim.params.0.{i}" for i in range(4)}
 
 
 @contextmanager

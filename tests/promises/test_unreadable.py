@@ -23,7 +23,6 @@ import ckpt.dcp
 from ckpt.checkpoint import steady
 from ckpt.errors import CorruptError, StoreError, UnreadableError, is_unreadable
 from ckpt.ranks.world import World
-from ckpt.restore import redo_logs
 from ckpt.restore.candidates import gather
 from ckpt.restore.restore_first import Restored, restore_first
 from ckpt.state.capture import Capture
@@ -231,27 +230,6 @@ def test_all_ranks_raise_while_one_of_them_cannot_read_its_share(run: Path, faul
     assert first == second and "step 2" in first and "rank" in first
     fault.off()
     assert on_ranks(2, dist.HashStore(), body, node_of=lambda rank: "one") == [(2, 2.0)] * 2
-
-
-def test_redo_log_that_cannot_be_read_is_not_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, state = tmp_path / "run", {"w": torch.zeros(50_000)}
-    with ckpt.Checkpointer(state, [ckpt.Tier(str(run), every=2, log_every_step=True)]) as cp:
-        for step in (1, 2, 3):
-            state["w"].fill_(step)
-            cp.step(step)
-        cp.wait()
-    real_open = os.open
-
-    def refused(path: Any, *arguments: Any, **more: Any) -> Any:
-        if "/redo/" in str(path):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-        return real_open(path, *arguments, **more)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "open", refused)
-        with pytest.raises(StoreError, match="cannot be read now"):
-            redo_logs.look(f"file://{run}")
-    assert redo_logs.look(f"file://{run}").frames
 
 
 # -- for a moment --

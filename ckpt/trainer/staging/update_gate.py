@@ -141,7 +141,6 @@ class UpdateHook:
     ) -> None:
         self.count = 0
         self._announced: dict[int, object] = {}
-        self.on_step: Callable[[object], None] | None = None  # told which optimizer is about to step
         self._before, self._on_captured, self._concerns = before, on_captured, concerns
         self._handle = register_optimizer_step_pre_hook(_untraced(self._hook))
         self._active = True
@@ -173,8 +172,6 @@ class UpdateHook:
             return None
         self.count += 1
         self._announced[id(optimizer)] = optimizer
-        if self.on_step is not None:
-            self.on_step(optimizer)
         if is_capturing():
             self._on_captured(optimizer)
             return None

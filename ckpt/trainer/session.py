@@ -99,11 +99,6 @@ class Settings:
         return list(range(len(self.tiers)))
 
     @property
-    def between(self) -> bool | None:
-        """Whether steps that are not due are kept; None if that is to be found out."""
-        return None if self.memory is None else self.memory.between
-
-    @property
     def stage(self) -> str:
         """How snapshots leave a device."""
         return "auto" if self.memory is None else self.memory.stage

@@ -17,7 +17,7 @@ import torch
 
 import ckpt
 from boundaries import check_boundaries
-from ckpt.ipc.arena import EAGER, EMPTY, Arena
+from ckpt.ipc.arena import EMPTY, Arena
 from ckpt.trainer.staging import fill as staging_fill
 from ckpt.trainer.staging import snapshot
 from ckpt.trainer.staging.fill import SlotFiller
@@ -231,77 +231,26 @@ def test_a_slot_is_free_after_a_failure_when_nothing_is_copied_into_it(
     assert ended == [True]
 
 
-def postponed(cp: ckpt.Checkpointer, step: int) -> PendingSnapshot:
-    """A step of which only what may change is copied now, as of several ranks one that is not due."""
-    job = another(cp, step)
-    cp._session.stager.postpone(job)
-    return job
-
-
-def test_what_is_said_to_be_there_of_a_postponed_step_is(
-    open_run: Any, spins: Spins, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A slot says EAGER when its buffers are in it, not when their copy is queued."""
+def test_an_update_waits_while_the_gate_is_held(open_run: Any) -> None:
+    """As for the save of another thread."""
     run = buffers()
     cp = open_run(run.state)
     ready(cp, run)
-    spins.eager = True
-    with noted_labels(monkeypatch, EAGER, lambda: not spins.under_way) as there:
-        job = postponed(cp, 2)
-        assert eventually(lambda: bool(there))
-    assert there == [True] and job.error is None
+    weight = run.state["model"].weight
+    before, held, same = weight.detach().cpu(), threading.Event(), list[bool]()
 
+    def hold() -> None:
+        with cp._session.stager.held():
+            held.set()
+            time.sleep(0.3)
+            same.append(torch.equal(weight.detach().cpu(), before))
 
-def test_completing_a_step_loses_no_other(open_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One before it is still on its way, as far as anybody has said: it is sealed first."""
-    run = buffers()
-    cp = open_run(run.state)
-    ready(cp, run)
-    monkeypatch.setattr(cp._session.stager._waiter, "when_reached", lambda *_: None)
-    save = cp.step(2)
-    before = job_of(cp)
-    assert before.enqueued.wait(60.0)
-    job = postponed(cp, 3)
-    outcome: list[bool] = []
-    thread = threading.Thread(target=lambda: outcome.append(cp._session.stager.complete(job, lambda: True, 60.0)))
-    with ended_anyway(before):
-        thread.start()
-        thread.join()
-        assert outcome == [True] and job.place is not None
-        assert eventually(lambda: before.place is not None, 2.0)
-        save.staged(60.0)
-
-
-def test_an_update_waits_while_a_step_is_completed(open_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The gate is shut until the rest has been copied."""
-    run = buffers()
-    cp = open_run(run.state)
-    ready(cp, run)
-    weights = [p.detach().cpu() for p in run.state["model"].parameters()]
-    job = postponed(cp, 2)
-    slow_thread(monkeypatch, "fill_guarded")
-    begun, shut = threading.Event(), cp._session.stager._gate.shut
-
-    def noted() -> threading.Event:
-        opened = shut()
-        begun.set()
-        return opened
-
-    monkeypatch.setattr(cp._session.stager._gate, "shut", noted)
-    outcome: list[bool] = []
-    thread = threading.Thread(target=lambda: outcome.append(cp._session.stager.complete(job, lambda: True, 60.0)))
+    thread = threading.Thread(target=hold)
     thread.start()
-    assert begun.wait(60.0)
+    assert held.wait(60.0)
     run.move(run.state, 3)
     thread.join()
-    assert outcome == [True] and job.place is not None
-    arena, slot = job.place
-    layout = job.reading.layout
-    for name, weight in zip(("model.weight", "model.bias"), weights, strict=True):
-        number = next(i for i, spec in enumerate(layout.tensors) if spec.name == name)
-        at = layout.arrangement.offsets[number]
-        found = torch.frombuffer(arena.data(slot)[at : at + weight.nbytes], dtype=weight.dtype)
-        assert torch.equal(found, weight.reshape(-1))
+    assert same == [True]
 
 
 def test_what_is_compared_with_the_copy_is_kept_until_then(open_run: Any, spins: Spins) -> None:

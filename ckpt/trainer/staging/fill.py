@@ -119,8 +119,7 @@ class SlotFiller:
             if guarded:  # all others are there
                 arena.mark(slot, target.data_ptr() - start)
 
-        # The caller waits for what is copied early, but for a step that was left in place.
-        self.copy(large, {}, 1.0, mark, guarded or job.taken is not None)
+        self.copy(large, {}, 1.0, mark, guarded)  # the caller waits for what is copied early
 
     def _pairs(self, views: list[Tensor], numbers: Iterable[int], job: PendingSnapshot, piece: int) -> list[Pair]:
         """Where each of these tensors goes, and what goes there."""

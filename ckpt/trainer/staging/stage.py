@@ -101,31 +101,6 @@ class Stager:
         if self._stopped:
             raise ClosedError("this Checkpointer is closed: make a new one")
 
-    def postpone(self, job: PendingSnapshot) -> None:
-        """Copy of a job only what cannot be had later; `complete` may ask for the rest."""
-        self._check_running()
-        job.postponed = True
-        job.mark_ready()
-        self._worker.put(lambda: self._stage(job))
-        job.eager_done.wait()
-
-    def complete(self, job: PendingSnapshot, untouched: Callable[[], bool], timeout_s: float) -> bool:
-        """The rest of a job that was postponed, while the training thread is elsewhere and before any optimizer goes
-        on; whether it is whole now. Not if one may have begun, which `untouched` looks at once the gate is shut."""
-        opened = self._gate.shut()
-        if not untouched():
-            opened.set()
-            return False
-
-        def run() -> None:
-            try:
-                self._complete(job)
-            finally:
-                opened.set()
-
-        self._worker.put(run)
-        return opened.wait(timeout_s) and job.place is not None
-
     def held(self) -> contextlib.AbstractContextManager[None]:
         """No optimizer changes anything meanwhile, but for one that has begun before and has been counted."""
         return self._gate.held()
@@ -245,31 +220,11 @@ class Stager:
             self._filler.fill_eager(arena, slot, job)
             point("stage.eager")
             job.eager_done.set()
-            if job.postponed or not job.streams:
-                wait_for(job.eager)
-                job.eager = {}
+            if not job.streams:
                 arena.set_label(slot, job.label(EAGER))
-            if job.postponed:
-                self._filler.end(slot)
-                return
             self._fill_guarded(arena, slot, job)
             if not job.streams:
                 self._seal(arena, slot, job)
-
-    def _complete(self, job: PendingSnapshot) -> None:
-        """The rest of a job that was postponed."""
-        with self._ending(job):
-            arena, slot = job.slot or (None, 0)
-            label = arena.label(slot) if arena is not None and arena is self._arena else None
-            if arena is None or label is None or (label.state, label.attempt) != (EAGER, job.attempt):
-                job.slot = None
-                raise SkippedError(f"step {job.attempt.step} was not saved: its place in memory was taken")
-            self._land(wait=True)
-            job.postponed = False
-            self._filler.begin(slot, job)
-            self._fill_guarded(arena, slot, job)
-            self._flying.clear()  # it is the only one, and waited for here
-            self._seal(arena, slot, job)
 
     @contextlib.contextmanager
     def _ending(self, job: PendingSnapshot) -> Iterator[None]:
@@ -281,7 +236,7 @@ class Stager:
         except BaseException as error:
             log.exception("staging step %d failed", job.attempt.step)
             job.error = SaveError(f"step {job.attempt.step} could not be staged: {type(error).__name__}: {error}")
-        if job.error is None and (job.postponed or job in self._flying):
+        if job.error is None and job in self._flying:
             return
         if job.error is not None:
             self._flying = deque(one for one in self._flying if one is not job)

@@ -40,18 +40,12 @@ class UpdateGate:
         self._line_up(before)
         self._unchecked = [one for one in (*self._unchecked, before) if not one.ended]
 
-    def shut(self) -> threading.Event:
-        """From now on an optimizer waits until this is set, and what others have shut it with. One that has begun
-        before that has been counted."""
-        opened = threading.Event()
-        with self._shutting:
-            self._shut = (*(one for one in self._shut if not one.is_set()), opened)
-        return opened
-
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
         """No optimizer changes anything meanwhile, but for one that has begun before and has been counted."""
-        opened = self.shut()
+        opened = threading.Event()
+        with self._shutting:
+            self._shut = (*(one for one in self._shut if not one.is_set()), opened)
         try:
             yield
         finally:

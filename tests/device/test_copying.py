@@ -24,6 +24,7 @@ from ckpt.trainer.staging.fill import SlotFiller
 from ckpt.trainer.staging.page_locks import PageLocks
 from ckpt.trainer.staging.slots import Slots
 from ckpt.trainer.staging.snapshot import PendingSnapshot
+from ckpt.trainer.staging.stage_mode import StageMode
 from processes import eventually
 from test_gpu import LARGE, LONG, Spins, adamw, buffers, open_run, read_back, ready, spins
 from toy_states import differences, freeze
@@ -273,13 +274,14 @@ def test_paced_copies_leave_the_bus_to_others(open_run: Any, monkeypatch: pytest
     """In pieces, each of which begins when the one before has arrived, and after a pause; the snapshot is whole."""
     monkeypatch.setattr(staging_fill, "PIECE", 64 << 10)
     run = adamw(fused=True)
-    cp = open_run(run.state, tiers=ckpt.Memory(stage="paced", bus_share=0.9))
+    monkeypatch.setattr(StageMode, "next", lambda self, step: "paced")
+    cp = open_run(run.state)
     copy_paced, copy_batch = SlotFiller._copy_paced, staging_fill.device.copy_batch
     idle, sizes, pieces = list[bool](), list[int](), list[torch.cuda.Event]()
 
-    def paced(self: SlotFiller, *batch_and_share: Any) -> None:
+    def paced(self: SlotFiller, *batch: Any) -> None:
         pieces.clear()
-        copy_paced(self, *batch_and_share)
+        copy_paced(self, *batch)
 
     def noted(targets: Any, sources: Any, streams: Any) -> None:
         if pieces:  # the first one may come behind what is copied early
@@ -295,10 +297,11 @@ def test_paced_copies_leave_the_bus_to_others(open_run: Any, monkeypatch: pytest
     assert all(idle) and max(sizes) <= 64 << 10
 
 
-def test_a_paced_copy_holds_no_earlier_one_up(open_run: Any, spins: Spins) -> None:
+def test_a_paced_copy_holds_no_earlier_one_up(open_run: Any, spins: Spins, monkeypatch: pytest.MonkeyPatch) -> None:
     """While it waits for the device to come to its step, what has arrived before is sealed."""
     run = adamw(fused=True)
-    cp = open_run(run.state, tiers=ckpt.Memory(stage="paced"))
+    monkeypatch.setattr(StageMode, "next", lambda self, step: "paced")
+    cp = open_run(run.state)
     boundary = ready(cp, run)
     save = cp.step(2)
     run.move(run.state, 3)

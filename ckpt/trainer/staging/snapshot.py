@@ -69,8 +69,7 @@ class PendingSnapshot:
     early: list[Pack] = field(default_factory=list)  # of small tensors, gathered before step() returned
     late: list[Pack] = field(default_factory=list)  # and beside training
     taken_early: bool = False  # what may change before the next optimizer step was cloned on its device
-    detached: bool = False  # all was: no optimizer waits for the copies
-    bus_share: float = 1.0  # of the bus, that copies beside training may take
+    paced: bool = False  # copies beside training leave room for what else crosses the bus
     done: PerDevice = field(default_factory=dict)  # events after the copies
     eager_there: threading.Event = field(default_factory=threading.Event)  # devices have reached these events
     all_there: threading.Event = field(default_factory=threading.Event)
@@ -93,9 +92,8 @@ class PendingSnapshot:
         size = layout.arrangement.data_size
         return Label(state, self.order, self.attempt, layout.digest, size, len(self.values), time.time(), self.finite)
 
-    def take(self, packs: Packs, *, all_of_it: bool = False) -> bool:
-        """Clone what may change before the next optimizer step, where it is, if it is little; whether that is done.
-        `all_of_it`: what is on devices in any case, for then an optimizer need not wait for copies."""
+    def take(self, packs: Packs) -> bool:
+        """Clone what may change before the next optimizer step, where it is, if it is little; whether that is done."""
         sizes, guarded = self.reading.layout.sizes, self.reading.guarded
         little = LITTLE if self.memory is None else MOST  # a copy takes less time than memory that is being made
         if not self.streams and sum(sizes[n] for n in self.reading.early) > little:
@@ -106,20 +104,16 @@ class PendingSnapshot:
                 self.sources[n] = self.sources[n].clone()
             return True
         here = [n for n, one in enumerate(self.sources) if one.device.type == "cpu" and not guarded[n]]
-        there = [n for n, one in enumerate(self.sources) if one.device.type != "cpu" and (all_of_it or not guarded[n])]
-        if sum(sizes[n] for n in here) > little:
+        there = [n for n, one in enumerate(self.sources) if one.device.type != "cpu" and not guarded[n]]
+        if sum(sizes[n] for n in here) > little or sum(sizes[n] for n in there) > MOST:
             return False
-        if not all_of_it and sum(sizes[n] for n in there) > MOST:
-            return False
-        return self._clone_on_devices(packs, [*here, *there], all_of_it=all_of_it)
+        return self._clone_on_devices(packs, [*here, *there])
 
-    def _clone_on_devices(self, packs: Packs, numbers: list[int], *, all_of_it: bool) -> bool:
+    def _clone_on_devices(self, packs: Packs, numbers: list[int]) -> bool:
         """By kernels in the order of the caller's streams: what these do later is no matter, and they wait for
         nothing."""
         try:
             self.early = packs.take(self.reading, late=False)
-            if all_of_it:
-                self.early = [*self.early, *packs.take(self.reading, late=True)]
             for pack in self.early:
                 pack.gather(self.sources)
             packed = self.packed
@@ -133,9 +127,6 @@ class PendingSnapshot:
             self.early = []
             return False
         self.sources, self.taken_early = sources, True
-        if all_of_it and all(self.reading.tensors[n].device.type != "cpu" for n in self.numbers):
-            self.detached = True
-            self.check_versions()
         return True
 
     def fits(self, arena: Arena) -> bool:
@@ -148,11 +139,6 @@ class PendingSnapshot:
     def mark_ready(self) -> None:
         """What is on the caller's streams by now comes before the copies."""
         self.ready = events_behind(self.streams)
-
-    @property
-    def numbers(self) -> list[int]:
-        """Which tensors are `overlapped`."""
-        return list(compress(range(len(self.reading.guarded)), self.reading.guarded))
 
     @property
     def packed(self) -> set[int]:
@@ -180,7 +166,8 @@ class PendingSnapshot:
                 return
             self._checked = True
             if list(map(_VERSION, self.overlapped)) != self.versions:
-                pairs = zip(self.numbers, self.overlapped, self.versions, strict=True)
+                numbers = compress(range(len(self.reading.guarded)), self.reading.guarded)
+                pairs = zip(numbers, self.overlapped, self.versions, strict=True)
                 self._note({number for number, tensor, version in pairs if tensor._version != version})
             self.overlapped = []
 

@@ -38,14 +38,13 @@ LEAVING_S = 30.0  # for a writer to let go of the mutex of a trainer that has di
 class Stager:
     """The staging thread of one trainer."""
 
-    def __init__(self, stage: str = "auto", bus_share: float = 1.0) -> None:
-        """Both as in `ckpt.Memory`."""
+    def __init__(self) -> None:
         self.slots = Slots()
         self.page_locks = PageLocks()
         self._filler = SlotFiller(self.page_locks.steady)
         self._waiter = Waiter()
         self._packs = Packs()
-        self._mode, self._bus_share = StageMode(stage), bus_share
+        self._mode = StageMode()
         self._toucher = SlotToucher()
         self._gate = UpdateGate()
         self._arena: Arena | None = None
@@ -77,11 +76,8 @@ class Stager:
         try:
             # Else clones would pile up.
             idle = before is None or before.copied.is_set() or before.leave_out()
-            taken = idle and job.take(self._packs, all_of_it=mode == "device")
-            if job.detached and job.beside is not None:  # no optimizer waits for it
-                job.beside()
-                job.beside = None
-            job.bus_share = self._bus_share if mode == "paced" else 1.0
+            taken = idle and job.take(self._packs)
+            job.paced = mode == "paced"
             job.mark_ready()
             job.submitted = True
             self._worker.put(lambda: self._stage(job))
@@ -268,10 +264,10 @@ class Stager:
         return slot
 
     def _fill_guarded(self, arena: Arena, slot: int, job: PendingSnapshot) -> None:
-        if job.bus_share < 1.0:  # a pace means nothing to copies that pile up behind other kernels
+        if job.paced:  # a pace means nothing to copies that pile up behind other kernels
             self._waiter.until_reached(job.ready, lambda: self._land(wait=False))
             self._land(wait=True)
-        if job.streams and not job.detached:
+        if job.streams:
             job.late = self._packs.take(job.reading, late=True)
         self._filler.fill_guarded(arena, slot, job)
         self._filler.end(slot)

@@ -64,7 +64,7 @@ class UpdateGate:
         job = self.job
         if job is None:
             return time.perf_counter() - started
-        if job.detached or job.leave_out():
+        if job.leave_out():
             in_time = True
         elif job.streams:
             in_time = self.wait_for(job.enqueued, "an optimizer", timeout_s)
@@ -106,8 +106,6 @@ class UpdateGate:
 
     def _line_up(self, job: PendingSnapshot) -> None:
         """What the caller queues from now on, on its current streams, comes after the copies of this job."""
-        if job.detached:
-            return
         device.queue_caller_behind(job.done)
         if job.done:  # one that was not taken leaves what is copied before it
             self._copying = job

@@ -20,9 +20,6 @@ COMPRESSION = ("auto", "none", "zstd")
 CREDENTIALS = ("AWS_", "GOOGLE_", "AZURE_")  # so begin the names of what says who one is
 
 
-STAGES = ("auto", "overlap", "paced", "wait", "device")
-
-
 @dataclass(frozen=True, slots=True)
 class Memory:
     """Host memory, held by the writer process, so that it survives the trainer.
@@ -33,32 +30,18 @@ class Memory:
     flight; fewer where memory is short).
     `linger_s`: how long the memory is held after the trainer has died. `replicas`: 2 has a writer on another
     node keep a copy of each snapshot, sent over the network in the background, so that memory survives the loss of a
-    node. `between`: with `every` above 1, keep of each step between what could not be read at a fault, so that no step
-    is lost to it; None: where that costs under 0.1 % of a step, and else only for a script that ends or raises, where
-    it costs under 0.5 ms, or 5 % of a step up to 2 ms.
-
-    `stage`, on a GPU: how snapshots leave it. "overlap": beside the next forward and backward; "paced": so too, in
-    small pieces that take at most `bus_share` of the bus, with pauses between; "wait": before these begin; "device":
-    from a copy on the device, as large as the state, so that training waits for no bus; "auto": what takes least of
-    the first three, found out by the run's own steps.
+    node.
     """
 
     every: int | str | Auto = 1
     keep: int = 3
     linger_s: float = 600.0
     replicas: int = 1
-    between: bool | None = None
-    stage: str = "auto"
-    bus_share: float = 0.5
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "every", as_every(self.every))
-        if self.stage not in STAGES:
-            raise UsageError(f"stage is one of {', '.join(STAGES)}, not {self.stage!r}")
-        if isinstance(self.bus_share, bool) or not 0 < self.bus_share <= 1:
-            raise UsageError(f"bus_share is a part of 1, not {self.bus_share!r}")
         numbers = type(self.keep) is int and isinstance(self.linger_s, (int, float))
-        numbers = numbers and self.replicas in (1, 2) and self.between in (None, True, False)
+        numbers = numbers and self.replicas in (1, 2)
         if not numbers or not 2 <= self.keep <= 12 or self.linger_s < 0:
             raise UsageError(f"{self} makes no sense: keep counts from 2 to 12, linger_s from 0, replicas is 1 or 2")
 

@@ -89,16 +89,6 @@ class Capture:
         """As the state was when it was last read, if it is known."""
         return self._structure.layout if self._structure is not None and self._holds else None
 
-    @property
-    def weights(self) -> list[bool]:
-        """Of each tensor last read: whether optimizers step it, and do not only remember it."""
-        return [] if self._structure is None else self._structure.weights
-
-    @property
-    def parameters(self) -> list[bool]:
-        """Of each: whether it is a module's parameter, trained or not."""
-        return [] if self._structure is None else self._structure.parameters
-
     def name_of(self, param: Tensor) -> str:
         """What a parameter is called, "" if nothing in the state names it."""
         if (entry := self._names.get(id(param))) is not None:

@@ -92,10 +92,6 @@ class Structure:
         self._replicated_anew = {p.holding.name for p in parts if len(p.holding.replicas) > 1} & loose
         self._replica_spots: list[SampledReplicas] | None = None
         self._guards: dict[frozenset[int], Guards] = {}  # by the optimizers that are not trusted
-        remembered = {entry.name for entry in fixed if entry.of is not None}
-        params = {entry.name for entry in fixed if isinstance(entry.owner.tensor, nn.Parameter)}
-        self.weights = [guards[name] and name not in remembered for name in names]
-        self.parameters = [name in params for name in names]
 
     # -- whether it still holds --
 

@@ -39,7 +39,6 @@ class Restoring:
         """See `Checkpointer.restore`."""
         heartbeat = self._session.heartbeat
         heartbeat.touch(RESTORING)
-        self._progress.deferred = None
         began = time.monotonic()
         try:
             result, source = self._fill(step, strict)

@@ -24,7 +24,7 @@ from ckpt.trainer.replica_check import ReplicaCheck
 from ckpt.trainer.session import Session
 from ckpt.trainer.staging.awaited_memory import AwaitedMemory
 from ckpt.trainer.staging.slots import ALL_BUSY
-from ckpt.trainer.staging.snapshot import DeferredStep, PendingSnapshot
+from ckpt.trainer.staging.snapshot import PendingSnapshot
 from ckpt.trainer.supervise.writer_client import HUNG_UP
 from ckpt.trainer.supervise.writes import WriteInFlight
 from ckpt.units import decimal, duration
@@ -195,16 +195,14 @@ class Saves:
         *,
         explicit: bool,
         asked: bool = False,
-        taken: DeferredStep | None = None,
         timeout_s: float | None = None,
     ) -> Save:
-        """`taken`: what the state was at that step, if that is not what it is now. `timeout_s`: given by close()."""
+        """Save the state as it is now. `timeout_s`: given by close()."""
         started = time.perf_counter()
-        self._progress.deferred = None
         save, attempt = self.new(step, tiers)
         save.told = asked and not self._session.cadence.schedule.tiers_due(step)  # a best effort is no error
         try:
-            reading, values = self._read(taken)
+            reading, values = self._read()
             sizes, must = (reading.layout.arrangement.data_size, len(values)), explicit or bool(tiers)
             memory = self._memory_for(step, sizes, must=must)
         except BaseException as error:
@@ -221,7 +219,6 @@ class Saves:
             deadline=time.monotonic() + (self._session.settings.busy_timeout_s if timeout_s is None else timeout_s),
             on_end=lambda job: self.on_ended(save, job, tiers, must=must),
             memory=memory,
-            taken=taken,
         )
         self._replicas.begin(job, durable=bool(tiers), closing=timeout_s is not None)
         self._submit(save, job, started)
@@ -237,13 +234,12 @@ class Saves:
             if tier.url not in save.tiers or save.failed(tier.url):
                 self._writes.write_also(save, job.attempt, job.place, i)
 
-    def _read(self, taken: DeferredStep | None) -> tuple[Reading, bytes]:
+    def _read(self) -> tuple[Reading, bytes]:
         """The state, and its plain values as JSON."""
         session = self._session
-        if taken is None:
-            session.capture.copy_eagerly(self._exposed)
-            session.capture.keep_apart(self._replicas.differing)
-        reading = session.capture.read() if taken is None else taken.reading
+        session.capture.copy_eagerly(self._exposed)
+        session.capture.keep_apart(self._replicas.differing)
+        reading = session.capture.read()
         values = json.dumps(reading.values, separators=(",", ":")).encode()
         session.supervisor.layouts.tell(reading.layout)
         return reading, values

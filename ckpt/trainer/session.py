@@ -96,21 +96,6 @@ class Settings:
         return list(range(len(self.tiers)))
 
     @property
-    def between(self) -> bool | None:
-        """Whether steps that are not due are kept; None if that is to be found out."""
-        return None if self.memory is None else self.memory.between
-
-    @property
-    def stage(self) -> str:
-        """How snapshots leave a device."""
-        return "auto" if self.memory is None else self.memory.stage
-
-    @property
-    def bus_share(self) -> float:
-        """See `ckpt.Memory`."""
-        return Memory().bus_share if self.memory is None else self.memory.bus_share
-
-    @property
     def places(self) -> str:
         """For messages."""
         return " or ".join([*(["memory"] if self.memory else []), *(tier.url for tier in self.tiers)])
@@ -218,7 +203,7 @@ class Session:
         self.ends = undo.enter_context(contextlib.ExitStack())  # what is stopped when this is closed
         self.errors = BackgroundErrors(settings.on_error)
         self.heartbeat = Heartbeat.create()
-        self.stager = Stager(settings.stage, settings.bus_share)
+        self.stager = Stager()
         undo.callback(self.stager.stop)
         self.ownership = Ownership(self.world, self.tiers, self.memory, settings.url, settings.busy_timeout_s)
         self.supervisor = self.ownership.open(lambda: self._prepare(state, takeover))

@@ -99,9 +99,7 @@ class Job:
         await log.open()
         return cls(log, await commits.acquire(log, new_nonce()), [Encoder(policy) for _ in range(world)])
 
-    async def write(
-        self, step: int, state: State, rank: int = 0, number: int = 0, arriving: Arriving | None = None
-    ) -> WrittenPart:
+    async def write(self, step: int, state: State, rank: int = 0, number: int = 0) -> WrittenPart:
         attempt = Attempt(self.mine.epoch, step, self.mine.nonce)
         layout = layout_of(state, rank, len(self.encoders))
         data = data_of(layout, state)
@@ -123,7 +121,6 @@ class Job:
             number=number,
             on_needs=begin,
             bases=bases_in(self.log.store),
-            arriving=arriving,
         )
 
     async def save(self, step: int, state: State) -> Commit:

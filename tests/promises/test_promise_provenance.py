@@ -202,30 +202,10 @@ def test_a_few_elements_by_a_write_that_torch_counts(open_run: Any, gate: thread
         save.staged(30.0)
 
 
-def test_a_step_that_was_not_due_and_is_copied_later(open_run: Any) -> None:
-    """What is copied at a fault only, because weights stay as they are until an optimizer begins, is looked at in the
-    same way: no snapshot, if somebody else has written to them."""
-    run = sgd()
-    cp = open_run(run.state, tiers=ckpt.Memory(every=1000, between=True), on_error="warn")
-    run.move(run.state, 1)
-    cp.save(1).staged(30.0)
-    for step in (2, 3):
-        run.move(run.state, step)
-        boundary = freeze(run.state)
-        assert cp.step(step) is None
-        if step == 3:
-            decayed(run.state)
-        assert cp._live.copy_live() == (step if step == 2 else None)
-        if step == 2:
-            assert differences(read_back(cp, step, run.twin), boundary) == []
-    with cp._session.supervisor.held.snapshots() as snapshots:
-        assert [s.attempt.step for s in snapshots] == [2, 1]
-
-
 def test_the_next_step_is_saved_instead(open_run: Any, gate: threading.Event) -> None:
     """Memory is due at every fourth step: when that snapshot is dropped, the step behind it is saved."""
     run = sgd()
-    cp = open_run(run.state, tiers=ckpt.Memory(every=4, between=False), on_error="warn")
+    cp = open_run(run.state, tiers=ckpt.Memory(every=4), on_error="warn")
     saved = []
     for step in range(1, 10):
         run.move(run.state, step)

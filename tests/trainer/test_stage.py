@@ -233,7 +233,7 @@ def test_negative_control_without_the_clone_later_writes_leak_in(
     open_run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is the clone that keeps them out."""
-    monkeypatch.setattr(PendingSnapshot, "take", lambda self, packs, all_of_it: True)
+    monkeypatch.setattr(PendingSnapshot, "take", lambda self, packs: True)
     state, twin = small_buffers(), small_buffers()
     cp = open_run(state)
     cp.step(1).staged(30.0)

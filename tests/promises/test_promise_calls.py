@@ -101,7 +101,7 @@ def test_two_that_are_made_at_once(run_dir: str, monkeypatch: pytest.MonkeyPatch
 
 
 ENDING = """
-import sys, threading, toy, ckpt
+import atexit, sys, threading, toy, ckpt
 start = threading.Thread.start
 def none_at_the_end(thread):
     if thread.name == "ckpt-touch":
@@ -110,6 +110,7 @@ def none_at_the_end(thread):
 threading.Thread.start = none_at_the_end
 state = toy.build()
 cp = ckpt.Checkpointer(state, [ckpt.Memory(every=100), ckpt.Tier(sys.argv[1], every=100)], triggers=None)
+atexit.register(cp.close)
 for step in range(cp.restore(default=0), 3):
     toy.train_step(state)
     cp.step(step + 1)

@@ -11,6 +11,9 @@ import asyncio
 import contextlib
 import json
 import os
+import signal
+import subprocess
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, replace
@@ -22,26 +25,31 @@ import pytest
 import torch
 
 import ckpt
-from ckpt import loading
+from ckpt import dcp, loading
 from ckpt import store as stores
-from ckpt.checkpoint import blobs, incremental, losses, parts, read, retention, steady, write
+from ckpt.checkpoint import blobs, identity, incremental, losses, open_tier, parts, read, retention, steady, write
 from ckpt.checkpoint import commit as commits
 from ckpt.checkpoint.scrub import Scrub
 from ckpt.cli import app
-from ckpt.errors import CheckpointError, NoCheckpointError, NotFoundError, StateError
+from ckpt.convert import source_files
+from ckpt.errors import CheckpointError, CorruptError, NoCheckpointError, NotFoundError, StateError
 from ckpt.failpoints import INCREMENT_POINTS as INCREMENT_POINTS
 from ckpt.failpoints import POINTS as POINTS
 from ckpt.failpoints import TRAINER_POINTS as TRAINER_POINTS
 from ckpt.failpoints import WRITER_POINTS as WRITER_POINTS
 from ckpt.format import codec, manifest
-from ckpt.format.digest import blob_digest
+from ckpt.format.digest import blob_digest, file_digest
 from ckpt.format.layout import BLOB, Layout, TensorSpec, pages
-from ckpt.format.manifest import Attempt, index_key, owner, table_key
-from ckpt.format.table import Table
-from ckpt.ipc import process
+from ckpt.format.manifest import Attempt, index_key, owner, part_key, table_key
+from ckpt.format.table import PRESSED, Table, columns_of, merge
+from ckpt.ipc import channel, process
 from ckpt.ipc.arena import SEALED, Arena, Label
+from ckpt.ipc.protocol import MOST_BYTES
+from ckpt.ipc.requests import Close, Greeting, Taken
+from ckpt.ipc.watch_requests import Look
 from ckpt.ranks.world import World
 from ckpt.redo.frame_file import StoredFrame as StoredFrame
+from ckpt.redo.optimizer_recipe import find_recipes
 from ckpt.restore import redo_logs as redo_logs
 from ckpt.restore import sources
 from ckpt.restore.candidates import gather
@@ -54,17 +62,28 @@ from ckpt.state.capture import Capture
 from ckpt.state.filler import Filler
 from ckpt.state.structure import Structure
 from ckpt.state.tensors import TORCH_DTYPE
+from ckpt.tiers import as_tiers
 from ckpt.trainer.closing import Closing
 from ckpt.trainer.faults.fault_handler import FaultHandler
 from ckpt.trainer.ownership import Ownership
 from ckpt.trainer.saves import TierWrites
 from ckpt.trainer.session import Session
+from ckpt.trainer.staging import device, snapshot
+from ckpt.trainer.staging.fill import SlotFiller
+from ckpt.trainer.staging.page_locks import PageLocks
 from ckpt.trainer.staging.snapshot import PendingSnapshot
 from ckpt.trainer.staging.stage import Stager
+from ckpt.trainer.staging.unchanged import Frozen
 from ckpt.trainer.step_keeper import StepKeeper
 from ckpt.trainer.supervise import find_writer, writer_client
+from ckpt.trainer.supervise.held_snapshots import HeldSnapshots
+from ckpt.trainer.supervise.memory import SnapshotMemory
 from ckpt.trainer.supervise.next_arena import NextArena
+from ckpt.trainer.supervise.opening import RunOpener
+from ckpt.trainer.supervise.writer_supervisor import WriterSupervisor
 from ckpt.trainer.supervise.writes import KnownLayouts
+from ckpt_backends.memory import MemoryStore
+from toy_states import Saved
 
 T = TypeVar("T")
 
@@ -511,6 +530,33 @@ ckpt.runlog.log.RunLog.check_owner = lambda self, owner: None
 """  # a sitecustomize.py with which a writer does not notice that the run has another owner
 
 
+def keep_of(tiers: Any, every: Any = None) -> ckpt.Keep:
+    """Return what is kept of the only tier that a Checkpointer is given."""
+    (tier,) = as_tiers(tiers, every)[1]
+    return tier.keeping
+
+
+def keep_of_dcp(tiers: Any) -> ckpt.Keep:
+    """Return what is kept of the only tier that torch's DCP is given."""
+    (tier,) = dcp.storage._tiers(tiers)
+    return tier.keeping
+
+
+def open_place(url: str) -> None:
+    """Open a tier as a writer does, which begins the run, and close it."""
+
+    async def honest() -> None:
+        place = await open_tier.open_place(ckpt.Tier(url).spec())
+        await place.close(None, lambda message: None)
+
+    asyncio.run(honest())
+
+
+def create_run(url: str) -> None:
+    """Begin a run in a place, or find that it has one."""
+    _with_store(url, commits.create_run, writable=True)
+
+
 # -- processes --
 
 WRITER = "ckpt.writer.main"  # a word in the command line of each writer
@@ -539,6 +585,118 @@ def run_in_writers(patch: pytest.MonkeyPatch, code: str) -> None:
     patch.setattr(writer_client, "_BOOT", f"{code}; {writer_client._BOOT}")
 
 
+FOREVER = pytest.MonkeyPatch()  # in place of a fixture, in a process of its own: nothing is undone
+
+
+def wait_for_writers_for(answer_s: float, meet_s: float | None = None) -> None:
+    """Say for how long a start of this process waits for a writer that does not answer. `meet_s`: for one to appear."""
+    find_writer.HELLO_S = find_writer.PATIENT_S = answer_s
+    if meet_s is not None:
+        find_writer.MEET_S = meet_s
+
+
+def wake_no_writer() -> None:
+    """Have starts of this process leave writers alone that stand still."""
+    writer_client.WriterClient._wake = lambda self: 0  # type: ignore[method-assign, assignment]
+
+
+def name_of_writer(run: str, rank: int = 0) -> str:
+    """Return the name by which the writer of a run is found, of a run in memory alone (`memory:NAME`)."""
+    return channel.run_key(run, rank)
+
+
+def name_of_writer_in(folder: str) -> str:
+    """Return the name by which the writer of a run in a folder is found."""
+    return identity.key_of(folder)
+
+
+def begin_folder(folder: str) -> None:
+    """Make an empty run in a folder: from then on its writer has a name."""
+    read.run(identity.identify(ckpt.Tier(folder).spec(), create=True))
+
+
+def writer_named(run: str, rank: int = 0) -> int | None:
+    """Return the number of the process that has the name of the writer of a run."""
+    return channel.holder(name_of_writer(run, rank))
+
+
+def writers_in(folder: str) -> list[int]:
+    """Return the numbers of the writers of a run in a folder."""
+    return channel.writers_of(name_of_writer_in(folder))
+
+
+def trainer_named(run: str) -> int | None:
+    """Return the number of the process that has the name of the trainer of a run."""
+    return channel.holder(channel.trainer_key(name_of_writer(run)))
+
+
+def take_name_of_writer(name: str) -> Any:
+    """Have this process own the name of a writer, and say nothing. Return the socket, None if the name is taken."""
+    return channel.listen(name)
+
+
+def names_taken(name: str) -> dict[int, str]:
+    """Return the names of the writers of one run on this machine, by rank."""
+    return channel.siblings(name)
+
+
+def addresses_of(name: str, *, of_trainer: bool = False) -> list[str]:
+    """Return the addresses of the sockets under which a writer, or its trainer, can be found."""
+    chosen = channel.trainer_key(name) if of_trainer else name
+    return [channel._address(chosen, number) for number in range(channel.NAMES)]
+
+
+VARIABLE_OF_NAMES = channel.RUNTIME  # the environment variable that gives a process names of its own
+
+
+def can_connect(name: str) -> bool:
+    """Return True if a writer of this user has the name and can be spoken to."""
+    found = channel.connect(name)
+    if found is not None:
+        found.close()
+    return found is not None
+
+
+def log_of_writer(name: str) -> str:
+    """Return the file into which a writer of this name would write what it says; empty if there is no safe one."""
+    return channel.log_path(name)
+
+
+LARGEST_MESSAGE = MOST_BYTES  # bytes, between a trainer and its writer
+
+
+def is_at_the_writer(run: str, pid: int) -> bool:
+    """Return True if the writer of a run has this trainer, or this process has come for what it has."""
+    key = name_of_writer(run)
+    if (channel.ask_once(key, Look(), 10.0) or {}).get("pid") == pid:
+        return True
+    there = channel.ask_once(key, Greeting(visit=True), 10.0)
+    return there is not None and there.trainer == pid
+
+
+def has_lost_its_trainer(run: str) -> bool:
+    """Return True if the writer of a run says that its trainer has gone."""
+    there = channel.ask_once(name_of_writer(run), Greeting(visit=True), 10.0)
+    return there is not None and not there.alive
+
+
+def say_memory_was_taken(run: str, memories: list[str]) -> None:
+    """Tell the writer of a run that another one has these pieces of its memory now."""
+    channel.ask_once(name_of_writer(run), Taken(memories), 10.0)
+
+
+class LateWriter:
+    """A writer of a start that came to nothing: it has the name of a run for a while."""
+
+    def __init__(self, run: str) -> None:
+        self._client = writer_client.WriterClient.spawn(name_of_writer(run))
+        self._client.greet(60.0, 60.0)
+
+    def leave(self) -> None:
+        self._client.ask(Close())
+        self._client.close()
+
+
 # -- moments within a call, at which a test makes something happen --
 
 Moment = tuple[type, str]
@@ -565,6 +723,19 @@ CLOSING: dict[str, Moment] = {  # in `close()`, one after the other
     "let go": (Closing, "_let_go"),
 }
 WRITE_IS_ASKED_FOR: Moment = (TierWrites, "write")
+STAGING_THREAD_IS_ASKED: Moment = (Stager, "do")
+MEMORY_IS_ADOPTED: Moment = (Stager, "use")
+MEMORY_IS_PREPARED: Moment = (SnapshotMemory, "take_prepared")
+COPIED_BESIDE_TRAINING: Moment = (SlotFiller, "fill_guarded")
+NEXT_WRITER_GETS_MEMORY: Moment = (SnapshotMemory, "on_new_writer")
+ORPHANS_ARE_TAKEN: Moment = (HeldSnapshots, "take_orphans")
+TAKING_OVER: dict[str, Moment] = {  # while a run is taken over from another trainer
+    "memory": (SnapshotMemory, "inherit"),
+    "messages": (WriterSupervisor, "_listen"),
+    "orphans": ORPHANS_ARE_TAKEN,
+    "opening": (RunOpener, "open"),
+}
+FILE_IS_CONVERTED: Moment = (source_files.FilesOrigin, "_read")
 
 
 def interrupt_at(
@@ -574,18 +745,15 @@ def interrupt_at(
     *,
     before: bool = True,
     always: bool = False,
-    only: bool = False,
 ) -> None:
-    """Have something happen at the first time, or `always`, that this moment comes: before what is done then, after it,
-    or, with `only`, in place of it."""
+    """Have something happen at the first time, or `always`, that this moment comes: before what is done then, or after
+    it."""
     owner, method = moment
     original, left = getattr(owner, method), [act]
 
     def interrupted(*arguments: Any, **options: Any) -> Any:
         if before and left:
             (left[0] if always else left.pop())()
-        if only:
-            return None
         found = original(*arguments, **options)
         if not before and left:
             (left[0] if always else left.pop())()
@@ -594,7 +762,330 @@ def interrupt_at(
     patch.setattr(owner, method, interrupted)
 
 
+def act_instead(patch: pytest.MonkeyPatch, moment: Moment, act: Callable[[], object]) -> None:
+    """Have something happen in place of what is done at this moment, each time."""
+    patch.setattr(*moment, lambda *arguments, **options: act())
+
+
+def kill_first_writer_before_it_opens() -> None:
+    """Have this process kill its first writer when that one is about to open the run."""
+    opening, tries = RunOpener.open, list[object]()
+
+    def killing(self: Any, client: Any, **more: Any) -> Any:
+        tries.append(client)
+        if len(tries) == 1:
+            os.kill(client.pid, signal.SIGKILL)
+        return opening(self, client, **more)
+
+    RunOpener.open = killing  # type: ignore[method-assign]
+
+
+def die_before_next_writer_reads() -> None:
+    """Have this process, when it gets a new writer, stop that one for a while, send it all it is to know, and die
+    before that was read."""
+    first, last = KnownLayouts.on_new_writer, SnapshotMemory.on_new_writer
+
+    def early(self: Any, client: Any) -> None:
+        os.kill(client.pid, signal.SIGSTOP)
+        subprocess.Popen(["sh", "-c", f"sleep 1.5; kill -CONT {client.pid}"])
+        first(self, client)
+
+    def late(self: Any, client: Any) -> None:
+        last(self, client)
+        while not client._outbox.empty():
+            time.sleep(0.001)
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    KnownLayouts.on_new_writer = early  # type: ignore[method-assign]
+    SnapshotMemory.on_new_writer = late  # type: ignore[method-assign]
+
+
+def stop_before_sealing(step: int) -> None:
+    """Have this process stop itself, as a machine that is suspended, before the snapshot of this step is whole."""
+    set_label = Arena.set_label
+
+    def stopping(arena: Arena, slot: int, label: Label) -> None:
+        if label.state == SEALED and label.attempt is not None and label.attempt.step == step:
+            Arena.set_label = set_label  # type: ignore[method-assign]
+            os.kill(os.getpid(), signal.SIGSTOP)
+            time.sleep(0.3)  # another thread may get it
+        set_label(arena, slot, label)
+
+    Arena.set_label = stopping  # type: ignore[method-assign]
+
+
+def do_not_say_that_a_trainer_has_gone(patch: pytest.MonkeyPatch) -> None:
+    """Have no writer say to a trainer which inherits memory that the one before has gone."""
+    inherit = SnapshotMemory.inherit
+
+    def lingering(self: SnapshotMemory, hello: Any, fds: list[int]) -> None:
+        hello = type(hello)(**{**{f: getattr(hello, f) for f in hello.__struct_fields__}, "gone": False})
+        inherit(self, hello, fds)
+
+    patch.setattr(SnapshotMemory, "inherit", lingering)
+
+
+def before_copies(patch: pytest.MonkeyPatch, act: Callable[[list[Any], bool], object]) -> None:
+    """Have something happen before tensors are copied to shared memory, by the thread that copies. It gets the streams
+    of the devices that copy, and whether training goes on meanwhile."""
+    copy, fill, beside = SlotFiller.copy, SlotFiller.fill_guarded, list[object]()
+
+    def guarded(self: SlotFiller, arena: Any, slot: int, job: Any) -> None:
+        beside.append(job)
+        try:
+            fill(self, arena, slot, job)
+        finally:
+            beside.clear()
+
+    def late(self: SlotFiller, pairs: Any, streams: Any, *more: Any) -> None:
+        if pairs:
+            act(list(streams.values()), bool(beside))
+        copy(self, pairs, streams, *more)
+
+    patch.setattr(SlotFiller, "copy", late)
+    patch.setattr(SlotFiller, "fill_guarded", guarded)
+
+
+def after_each_large_copy(patch: pytest.MonkeyPatch, act: Callable[[torch.Tensor], object]) -> None:
+    """Have something happen after each large tensor of the host was copied to shared memory. It gets the tensor."""
+    put = Frozen.put
+
+    def meanwhile(self: Frozen, number: int, target: torch.Tensor, source: torch.Tensor) -> None:
+        put(self, number, target, source)
+        act(source)
+
+    patch.setattr(Frozen, "put", meanwhile)
+
+
+# -- how a device copies --
+
+
+def let_updates_pass(patch: pytest.MonkeyPatch, until: str = "") -> None:
+    """Have no stream of an optimizer wait for the copy of the last snapshot. The host waits for nothing, or until that
+    copy is "queued" or "copied"."""
+
+    def passing(self: Stager, timeout_s: float = 60.0) -> float:
+        job = self._gate.job
+        if job is not None and until:
+            (job.enqueued if until == "queued" else job.copied).wait(timeout_s)
+            self._gate.job = None
+        return 0.0
+
+    patch.setattr(Stager, "before_update", passing)
+
+
+def copy_before_the_step_has_ended(patch: pytest.MonkeyPatch) -> None:
+    """Have copies wait for streams on which nothing goes on, and not for the caller's."""
+
+    def hasty(job: PendingSnapshot) -> None:
+        job.ready = {device: torch.cuda.Stream(device).record_event() for device in job.streams}
+
+    patch.setattr(PendingSnapshot, "mark_ready", hasty)
+
+
+def hold_other_streams(patch: pytest.MonkeyPatch) -> None:
+    """Have other streams than the caller's wait for copies."""
+    begin = PendingSnapshot.__post_init__
+
+    def changed(self: PendingSnapshot) -> None:
+        begin(self)
+        self.streams = {device: torch.cuda.Stream(device) for device in self.streams}
+
+    patch.setattr(PendingSnapshot, "__post_init__", changed)
+
+
+def check_no_copies(patch: pytest.MonkeyPatch, *, nor_versions: bool = False) -> None:
+    """Take each copy for what was to be copied, whatever was written to meanwhile."""
+    for check in ("check_copies", "check_versions")[: 1 + nor_versions]:
+        patch.setattr(PendingSnapshot, check, lambda *_: None)
+
+
+def clone_at_most(patch: pytest.MonkeyPatch, nbytes: int) -> None:
+    """Say how many bytes of what is copied at once may be cloned on the device, so that the caller can go on."""
+    patch.setattr(snapshot, "MOST", nbytes)
+
+
+def clone_nothing(patch: pytest.MonkeyPatch) -> None:
+    """Have the caller go on as if what is copied at once had been cloned."""
+
+    def no_clones(job: PendingSnapshot, packs: Any, all_of_it: bool) -> bool:
+        job.taken_early = True
+        return True
+
+    patch.setattr(PendingSnapshot, "take", no_clones)
+
+
+def count_copies(patch: pytest.MonkeyPatch) -> list[int]:
+    """Note, for each part of a snapshot from now on, how many tensors of devices are copied."""
+    copies, copy = list[int](), SlotFiller.copy
+
+    def counted(self: SlotFiller, pairs: Any, streams: Any, *more: Any) -> None:
+        copies.append(sum(source.device.type == "cuda" for _, source, _ in pairs))
+        copy(self, pairs, streams, *more)
+
+    patch.setattr(SlotFiller, "copy", counted)
+    return copies
+
+
+def lock_no_pages(patch: pytest.MonkeyPatch) -> None:
+    """Have no memory of snapshots known to the driver of the device."""
+    patch.setattr(PageLocks, "begin", lambda self, arena, where: None)
+
+
+def before_pages_are_locked(patch: pytest.MonkeyPatch, act: Callable[[int, int], object]) -> None:
+    """Have something happen before the driver is told of memory. It gets the address and the size."""
+    register = device.lock_pages
+
+    def late(address: int, size: int, where: torch.device) -> int:
+        act(address, size)
+        return register(address, size, where)
+
+    patch.setattr(device, "lock_pages", late)
+
+
+def page_locks(cp: ckpt.Checkpointer) -> Any:
+    """Return what the driver has been told of memory of snapshots, and not been told to forget."""
+    return cp._session.stager.page_locks.held
+
+
 # -- a Checkpointer --
+
+
+def memory_ready(cp: ckpt.Checkpointer) -> None:
+    """Wait until the memory that is being made is there: no step is left out for that."""
+    cp._session.supervisor.memory.take_prepared(30.0)
+    end = time.monotonic() + 30.0
+    while (arena := cp._session.stager.arena) is not None and arena.ready < arena.slots and time.monotonic() < end:
+        time.sleep(0.002)
+
+
+def restore_from_memory(cp: ckpt.Checkpointer, step: int, into: dict[str, Any]) -> None:
+    """Restore the snapshot of a step from shared memory into another state."""
+    with cp._session.supervisor.held.snapshots() as snapshots:
+        snapshot = next(s for s in snapshots if s.attempt.step == step)
+        result = restore_first_of([Snapshot(snapshot).source], into)
+    assert result.step == step, result.skipped
+
+
+def steps_in_memory(cp: ckpt.Checkpointer) -> list[int]:
+    """List the steps of which a snapshot can be restored from memory, newest first."""
+    with cp._session.supervisor.held.snapshots() as snapshots:
+        return [snapshot.attempt.step for snapshot in snapshots]
+
+
+def steps_in_any_memory(cp: ckpt.Checkpointer) -> set[int]:
+    """List the steps of which there is a snapshot, also in memory that is not used any more."""
+    labels = [label for arena in cp._session.supervisor.memory.arenas() for _, label in arena.sealed()]
+    return {label.attempt.step for label in labels if label.attempt is not None}
+
+
+def finite_in_memory(cp: ckpt.Checkpointer) -> set[bool | None]:
+    """Return what has been said of `finite` of the snapshots in memory."""
+    arena = cp._session.stager.arena
+    assert arena is not None
+    return {label.finite for _, label in arena.sealed()}
+
+
+def slots_of(cp: ckpt.Checkpointer) -> list[memoryview]:
+    """Return the memory of each snapshot."""
+    arena = cp._session.stager.arena
+    assert arena is not None
+    return [arena.data(slot) for slot in range(arena.slots)]
+
+
+def give_up_slots(cp: ckpt.Checkpointer) -> None:
+    """Give memory back, as if it were short, until as few snapshots as possible are left."""
+    while cp._session.stager.give_up_slot():
+        pass
+
+
+def slots_held_for_others(cp: ckpt.Checkpointer) -> int:
+    """Count the trainers for whom snapshots in memory are not overwritten."""
+    return cp._session.stager.slots._holds
+
+
+def wait_until_copied(cp: ckpt.Checkpointer, timeout_s: float) -> bool:
+    """Wait until the newest snapshot was copied, without asking whether it is whole."""
+    return cp._staged.last[1].copied.wait(timeout_s)
+
+
+def when_staged(save: ckpt.Save, act: Callable[[], object]) -> None:
+    """Have something happen when a snapshot is staged, or has failed."""
+    save._staged.add_done_callback(lambda _: act())
+
+
+def copy_at_a_fault(cp: ckpt.Checkpointer) -> int | None:
+    """Copy what has not been copied yet, as at a fault. Return the step, None if it cannot be had any more."""
+    return cp._live.copy_live()
+
+
+def copied_at_once(cp: ckpt.Checkpointer) -> set[Any]:
+    """Return the tensors of optimizers that are copied before `step()` returns, since somebody else writes to them."""
+    return cp._session.capture.eager
+
+
+def guarded(cp: ckpt.Checkpointer) -> dict[str, bool]:
+    """Map each tensor to whether it may be copied while training goes on: only an optimizer writes to it."""
+    reading = cp._session.capture.read()
+    return dict(zip([t.name for t in reading.layout.tensors], reading.guarded, strict=True))
+
+
+def worked_out(cp: ckpt.Checkpointer) -> tuple[int, int]:
+    """Identify what is worked out once for a state, and once for the optimizers that have stepped."""
+    reading = cp._session.capture.read()
+    return id(reading.layout), id(reading.guarded)
+
+
+def updates_announced(cp: ckpt.Checkpointer) -> int:
+    """Count the updates that optimizers have announced."""
+    return cp._session.hook.count
+
+
+def current_step(cp: ckpt.Checkpointer) -> int | None:
+    """Return the step of the state as it is."""
+    return cp._progress.step
+
+
+def is_closed(cp: ckpt.Checkpointer) -> bool:
+    """Return True once `close()` has begun."""
+    return cp._progress.closed
+
+
+def abandon(cp: ckpt.Checkpointer) -> None:
+    """Let go of what is under way, as an exception of one of several ranks does."""
+    cp._closing.abandon()
+
+
+def close_at_exit(cp: ckpt.Checkpointer) -> None:
+    """Do what the end of the interpreter does."""
+    cp._closing.close_at_exit()
+
+
+def fail_in_background(cp: ckpt.Checkpointer, error: ckpt.CheckpointError) -> None:
+    """Have an error wait for the next call."""
+    cp._session.errors.note(error)
+
+
+def run_in_staging_thread(cp: ckpt.Checkpointer, act: Callable[[], object]) -> None:
+    """Have the thread that copies do something first."""
+    cp._session.stager._worker.put(act)
+
+
+def do_before_it_lets_go_of_memory(cp: ckpt.Checkpointer, act: Callable[[], object]) -> None:
+    """Have something happen before a trainer that leaves stops copying."""
+    stager, stop = cp._session.stager, cp._session.stager.stop
+
+    def late(*arguments: Any) -> Any:
+        act()
+        return stop(*arguments)
+
+    stager.stop = late  # type: ignore[method-assign]
+
+
+def writer_of(cp: ckpt.Checkpointer) -> int:
+    """Return the number of the process of its writer, also if the run was lost."""
+    return cp._session.supervisor.client.pid
 
 
 def wait_for_writes(cp: ckpt.Checkpointer, timeout_s: float) -> None:
@@ -722,6 +1213,11 @@ class Job:
     async def save(self, step: int, contents: Contents, data: bytes, values: list[Any]) -> None:
         await self.commit(await self.write(step, contents, data, values))
 
+    async def verify(self) -> None:
+        """Read every byte of the checkpoints of the present history."""
+        for found in self.log.state.lineage():
+            await read.verify(self.log.store, found)
+
     async def abort(self, written: write.WrittenPart) -> None:
         """Say that what was written never becomes a checkpoint."""
         await commits.abort(self.log, self.owner, Attempt.parse(written.part.attempt), "it mixes two moments")
@@ -777,6 +1273,20 @@ async def check_unreadable(store: Any, step: int) -> None:
                 await read.load_saved(store, found)
 
 
+async def checked_steps(store: Any) -> list[int]:
+    """Verify every byte of every live checkpoint. Return their steps; fail if anything is damaged."""
+    log = await read.open_run(store.url, store)
+    assert not log.state.damaged
+    for found in log.state.commits.values():
+        assert await read.verify(store, found) == []
+    return sorted(attempt.step for attempt in log.state.commits)
+
+
+def write_in_pieces_of(patch: pytest.MonkeyPatch, nbytes: int) -> None:
+    """Say how many bytes of a data file one call writes."""
+    patch.setattr(write, "CHUNK", nbytes)
+
+
 async def problems_in(store: Any, step: int) -> list[str]:
     """Verify one checkpoint. Return what is wrong."""
     log = await read.open_run(store.url, store)
@@ -825,6 +1335,116 @@ def try_again_for(patch: pytest.MonkeyPatch, window_s: float, first_pause_s: flo
     patch.setattr(steady, "WINDOW_S", window_s)
     if first_pause_s is not None:
         patch.setattr(steady, "FIRST_PAUSE_S", first_pause_s)
+
+
+# -- a run whose files are forged, digests and all --
+
+NOTHING = Contents(Layout((), {}, []))
+
+
+def names_of_files(of: Attempt, rank: int = 0) -> dict[str, str]:
+    """Return the names of what a rank has written of a checkpoint: what it has saved, where that lies, the data."""
+    return {
+        "part": part_key(of, rank, 0),
+        "table": table_key(of, rank, 0),
+        "pack": f"packs/{of}.{rank}.0.safetensors",
+    }
+
+
+name_of_record = record_key  # of a log, by its number
+
+
+async def saved_objects(states: Sequence[tuple[int, dict[str, Any]]], ranks: int) -> tuple[dict[str, bytes], Attempt]:
+    """Save states that so many ranks hold alike, each under its step. Return the files, and the name that those of the
+    last checkpoint have in theirs."""
+    store = MemoryStore()
+    job = await Job.open(store, recover=False)
+    for step, state in states:
+        reading = Capture(state).read()
+        raw = [t.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for t in reading.tensors]
+        shares = [_divided(reading.layout, raw, rank, ranks) for rank in range(ranks)]
+        written = [await job.write(step, Contents(layout), data, reading.values) for layout, data in shares]
+        await commits.commit(job.log, job.owner, written)
+    return store.objects, Attempt(job.owner.epoch, step, job.owner.nonce)
+
+
+def _divided(layout: Layout, raw: list[bytes], rank: int, world: int) -> tuple[Layout, bytes]:
+    """The layout and data of one rank of several that hold a state alike: rows of every tensor, some of the rest."""
+    pieces, data, elsewhere = list[TensorSpec](), list[bytes](), {}
+    for i, (t, whole) in enumerate(zip(layout.tensors, raw, strict=True)):
+        rows = t.shape[0] if t.shape else 0
+        if world > 1 and rows >= world:
+            low, high = rows * rank // world, rows * (rank + 1) // world
+            size, at = len(whole) // rows, (low, *(0 for _ in t.shape[1:]))
+            pieces.append(replace(t, shape=(high - low, *t.shape[1:]), whole=t.shape, offsets=at))
+            data.append(whole[low * size : high * size])
+        elif i % world == rank:
+            pieces.append(t)
+            data.append(whole)
+        else:
+            elsewhere[t.name] = (t.dtype, t.shape)
+    mine = replace(layout, tensors=tuple(pieces), rank=rank, world=world, elsewhere=elsewhere)
+    return mine, b"".join(data[i] for i in mine.arrangement.order)
+
+
+def resealed(document: Any) -> bytes:
+    """Make a small file of a document, with a right digest."""
+    if isinstance(document.get("layout"), dict):
+        document = document | {"layout": manifest.press(manifest.canonical(document["layout"]))}
+    return manifest.seal({k: v for k, v in document.items() if k != "digest"})
+
+
+def opened_part(raw: bytes) -> Any:
+    """Read what a rank has saved, with its layout to be changed."""
+    document: Any = json.loads(raw)
+    return document | {"layout": json.loads(manifest.canonical(manifest.unpress(document["layout"])))}
+
+
+def _indexed(tables: list[bytes]) -> bytes:
+    """The index of a checkpoint whose parts have these tables; some table where that cannot be."""
+    try:
+        return merge([Table.from_bytes(raw, "a table") for raw in tables]).to_bytes() if len(tables) > 1 else tables[0]
+    except CorruptError:
+        return tables[-1]
+
+
+def forge(
+    run: tuple[dict[str, bytes], Attempt],
+    *,
+    rank: int = 0,
+    part: Callable[[Any], object] = lambda document: None,
+    columns: Callable[[Any], object] = lambda columns: None,
+    table: bytes | None = None,
+    raw_part: bytes | None = None,
+    body: Callable[[Any], object] = lambda body: None,
+    record: Callable[[Any], object] = lambda record: None,
+) -> dict[str, bytes]:
+    """The run with its newest checkpoint changed as told, in what one rank saved, and every digest made anew."""
+    objects, attempt = dict(run[0]), run[1]
+    keys = part_key(attempt, rank, 0), table_key(attempt, rank, 0)
+    found = {k: v.copy() for k, v in columns_of(objects[keys[1]], "a table").items()}
+    columns(found)
+    if table is None:
+        table = PRESSED.to_bytes(found)
+    document = opened_part(objects[keys[0]])
+    before = document["layout_digest"]
+    document["table"] = file_digest(table)
+    part(document)
+    if document.get("layout_digest") == before:
+        with contextlib.suppress(Exception):  # not a layout at all
+            document["layout_digest"] = Layout.from_json(document["layout"]).digest
+    raw_part = raw_part or resealed(document)
+    last = max(k for k in objects if k.startswith("log/"))
+    log_record = json.loads(objects[last])
+    objects |= {keys[0]: raw_part, keys[1]: table}
+    parts = log_record["body"]["parts"]
+    parts[rank] = [rank, 0, file_digest(raw_part)]
+    index = _indexed([objects[table_key(attempt, r, 0)] for r, _, _ in parts])
+    log_record["body"] |= {"index": file_digest(index)}
+    body(log_record["body"])
+    record(log_record)
+    objects |= {index_key(attempt, file_digest(index)): index, last: resealed(log_record)}
+    return objects
 
 
 # -- a snapshot in shared memory --
@@ -1019,6 +1639,25 @@ def readable(state: dict[str, Any]) -> None:
     Capture(state).read()
 
 
+def save_and_restore(state: dict[str, Any], into: dict[str, Any]) -> None:
+    """Restore a state from bytes and JSON, as any place keeps them, into another one."""
+    Saved(Capture(state).read()).restore(into)
+
+
+def guarded_in(state: dict[str, Any]) -> dict[str, bool]:
+    """Map each tensor that is saved of a state to whether only an optimizer writes to it."""
+    reading = Capture(state).read()
+    return dict(zip([t.name for t in reading.layout.tensors], reading.guarded, strict=True))
+
+
+def predicted_in(state: dict[str, Any]) -> set[str]:
+    """Name the weights whose steps the redo log can predict. This goes with the redo log."""
+    capture = Capture(state)
+    reading = capture.read()
+    recipes = find_recipes(reading.layout, reading.tensors, capture.stepping)
+    return {reading.layout.tensors[recipe.weight].name for recipe in recipes}
+
+
 def tensor_of(state: dict[str, Any], name: str) -> torch.Tensor:
     """Return what a state has under the name that a tensor of it has in checkpoints."""
     reading = Capture(state).read()
@@ -1030,15 +1669,18 @@ def restore_first_of(
     into: dict[str, Any],
     *,
     strict: bool = True,
+    known: bool = False,
     on_touch: Callable[[], None] = lambda: None,
 ) -> ckpt.Restored:
     """Restore from the first source that can be used, in one process. Its `step` is None if none can.
 
-    `on_touch` is called before anything of the state is changed.
+    `known`: the state was read before, as it is by whoever opens a run. `on_touch` is called before anything of it is
+    changed.
     """
     result, capture = ckpt.Restored(step=None), Capture(into)
-    with contextlib.suppress(StateError):
-        capture.read()  # as whoever opens a run does
+    if known:
+        with contextlib.suppress(StateError):
+            capture.read()
     found = restore_first(World(), sources, capture, result, strict=strict, on_touch=on_touch)
     result.step = None if found is None else found.attempt.step
     return result

@@ -189,9 +189,7 @@ def test_a_forked_child_holds_nothing_and_waits_for_nothing(run_dir: str) -> Non
     assert (done.returncode, done.stdout) == (0, "7\n"), done.stderr
 
 
-SLOWLY = "on_new_writer = memory.SnapshotMemory.on_new_writer\n" + (
-    "memory.SnapshotMemory.on_new_writer = lambda *a: (__import__('time').sleep(2), on_new_writer(*a))"
-)
+SLOWLY = "inside.interrupt_at(inside.FOREVER, inside.NEXT_WRITER_GETS_MEMORY, lambda: time.sleep(2), always=True)"
 
 
 def test_a_takeover_while_the_next_writer_gets_the_memory(run_dir: str) -> None:

@@ -41,7 +41,7 @@ def restore(*sources: Any, into: State, strict: bool = True, untouched: bool = F
         assert not untouched, "touched"
         touched.append(True)
 
-    result = inside.restore_first_of(sources, into, strict=strict, on_touch=on_touch)
+    result = inside.restore_first_of(sources, into, strict=strict, known=True, on_touch=on_touch)
     if result.step is None:
         raise CorruptError("; ".join(skipped.reason for skipped in result.skipped))
     assert touched

@@ -20,13 +20,8 @@ from torch.distributed import checkpoint as dcp
 
 import ckpt
 import ckpt.dcp
-from ckpt.checkpoint import steady
+import inside
 from ckpt.errors import CorruptError, StoreError, UnreadableError, is_unreadable
-from ckpt.ranks.world import World
-from ckpt.restore import redo_logs
-from ckpt.restore.candidates import gather
-from ckpt.restore.restore_first import Restored, restore_first
-from ckpt.state.capture import Capture
 from ckpt_backends.disk import Disk
 from commands import Result, call
 from processes import PYTHONPATH, run_script
@@ -217,11 +212,10 @@ def test_dcp_raises_while_the_newest_step_cannot_be_read(tmp_path: Path, fault: 
 def test_all_ranks_raise_while_one_of_them_cannot_read_its_share(run: Path, fault: Fault) -> None:
     """Control: once the files can be read again, all restore the newest step."""
 
-    def body(world: World) -> Any:
-        state, result = {"w": torch.zeros(50_000)}, Restored(step=None)
-        sources = gather(world, [], [], [f"file://{run}"], [[0] * world.size], None)
+    def body(ranks: Any) -> Any:
+        state = {"w": torch.zeros(50_000)}
         try:
-            restore_first(world, sources, Capture(state), result, strict=True, on_touch=lambda: None)
+            result = inside.restore_folder(f"file://{run}", state, ranks)
         except UnreadableError as error:
             return str(error)
         return result.step, float(state["w"][0])
@@ -250,8 +244,8 @@ def test_redo_log_that_cannot_be_read_is_not_passed_over(tmp_path: Path, monkeyp
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", refused)
         with pytest.raises(StoreError, match="cannot be read now"):
-            redo_logs.look(f"file://{run}")
-    assert redo_logs.look(f"file://{run}").frames
+            inside.look(f"file://{run}")
+    assert inside.look(f"file://{run}").frames
 
 
 # -- for a moment --
@@ -265,8 +259,7 @@ def test_readers_survive_errors_that_last_a_moment(
     monkeypatch: pytest.MonkeyPatch,
     name: str,
 ) -> None:
-    monkeypatch.setattr(steady, "WINDOW_S", 20.0)
-    monkeypatch.setattr(steady, "FIRST_PAUSE_S", 0.01)
+    inside.try_again_for(monkeypatch, 20.0, 0.01)
     match = str(pack(run, 2))
     step, value, cp = restore(run, lambda: fault.on(name, match, 5))
     assert (step, value) == (2, 2.0) and cp.last_restore is not None and not cp.last_restore.skipped
@@ -282,7 +275,7 @@ def test_readers_survive_errors_that_last_a_moment(
 def test_restore_waits_for_a_folder_that_is_away_for_a_moment(
     run: Path, monkeypatch: pytest.MonkeyPatch, folder: str
 ) -> None:
-    monkeypatch.setattr(steady, "WINDOW_S", 20.0)
+    inside.try_again_for(monkeypatch, 20.0)
     gone = threading.Event()
 
     def away() -> None:
@@ -489,7 +482,7 @@ def test_object_storage_that_refuses_reads_is_unreadable(
         assert call("repair", url, "--yes").code == 3
         assert not [one for one in proxy.hits() if one[0] not in ("GET", "HEAD")]
         proxy.clear()
-        monkeypatch.setattr(steady, "WINDOW_S", 20.0)
+        inside.try_again_for(monkeypatch, 20.0)
         proxy.fail("status", method="GET", match="-2\\.0\\.0", code=code, s3_code=s3_code, count=2)
         assert cp.restore() == 2 and cp.last_restore is not None and not cp.last_restore.skipped
         assert len(proxy.hits()) == 2

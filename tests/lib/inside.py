@@ -2,7 +2,8 @@
 
 Files in `tests/promises` import only public names of `ckpt`, and this module. When the code behind a promise is
 rewritten, this module follows it and the promises stay as they are; `tests/test_imports.py` checks that. So a name here
-says what a test needs, not how the library does it today.
+says what a test needs, not how the library does it today. Stores (`ckpt_backends`) are not inside: their contract is
+public.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import pytest
 import torch
 
 import ckpt
-from ckpt import dcp, loading
+from ckpt import failpoints, loading
 from ckpt import store as stores
 from ckpt.checkpoint import blobs, identity, incremental, losses, open_tier, parts, read, retention, steady, write
 from ckpt.checkpoint import commit as commits
@@ -41,12 +42,14 @@ from ckpt.format import codec, manifest
 from ckpt.format.digest import blob_digest, file_digest
 from ckpt.format.layout import BLOB, Layout, TensorSpec, pages
 from ckpt.format.manifest import Attempt, index_key, owner, part_key, table_key
+from ckpt.format.saved_state import SavedState
 from ckpt.format.table import PRESSED, Table, columns_of, merge
 from ckpt.ipc import channel, process
 from ckpt.ipc.arena import SEALED, Arena, Label
 from ckpt.ipc.protocol import MOST_BYTES
 from ckpt.ipc.requests import Close, Greeting, Taken
 from ckpt.ipc.watch_requests import Look
+from ckpt.ranks import world as worlds
 from ckpt.ranks.world import World
 from ckpt.redo.frame_file import StoredFrame as StoredFrame
 from ckpt.redo.optimizer_recipe import find_recipes
@@ -58,7 +61,7 @@ from ckpt.restore.restore_first import restore_first
 from ckpt.restore.sources import HeldSnapshot, MemorySource, RestoreSource, StoreSource
 from ckpt.runlog.log import RunLog, record_key
 from ckpt.runlog.records import MARK, Acquire, Commit, RunState
-from ckpt.state.capture import Capture
+from ckpt.state.capture import Capture, Reading
 from ckpt.state.filler import Filler
 from ckpt.state.structure import Structure
 from ckpt.state.tensors import TORCH_DTYPE
@@ -66,9 +69,10 @@ from ckpt.tiers import as_tiers
 from ckpt.trainer.closing import Closing
 from ckpt.trainer.faults.fault_handler import FaultHandler
 from ckpt.trainer.ownership import Ownership
+from ckpt.trainer.replica_check import ReplicaCheck
 from ckpt.trainer.saves import TierWrites
 from ckpt.trainer.session import Session
-from ckpt.trainer.staging import device, snapshot
+from ckpt.trainer.staging import device, snapshot, stage
 from ckpt.trainer.staging.fill import SlotFiller
 from ckpt.trainer.staging.page_locks import PageLocks
 from ckpt.trainer.staging.snapshot import PendingSnapshot
@@ -83,7 +87,6 @@ from ckpt.trainer.supervise.opening import RunOpener
 from ckpt.trainer.supervise.writer_supervisor import WriterSupervisor
 from ckpt.trainer.supervise.writes import KnownLayouts
 from ckpt_backends.memory import MemoryStore
-from toy_states import Saved
 
 T = TypeVar("T")
 
@@ -538,7 +541,9 @@ def keep_of(tiers: Any, every: Any = None) -> ckpt.Keep:
 
 def keep_of_dcp(tiers: Any) -> ckpt.Keep:
     """Return what is kept of the only tier that torch's DCP is given."""
-    (tier,) = dcp.storage._tiers(tiers)
+    from ckpt.dcp import storage  # torch's part of it takes a second to import
+
+    (tier,) = storage._tiers(tiers)
     return tier.keeping
 
 
@@ -583,6 +588,37 @@ MOST_RESTARTS_OF_WRITER = find_writer.RESPAWN_LIMIT  # after so many deaths in a
 def run_in_writers(patch: pytest.MonkeyPatch, code: str) -> None:
     """Have each writer that this process starts run a line of code first."""
     patch.setattr(writer_client, "_BOOT", f"{code}; {writer_client._BOOT}")
+
+
+def compare_no_replicas() -> None:
+    """Have this process not notice that replicas on several ranks differ."""
+    ReplicaCheck.said_of = lambda self, attempt: {}  # type: ignore[method-assign]
+    ReplicaCheck._compare_soon = lambda self, *given: None  # type: ignore[method-assign]
+
+
+def wait_for_ranks_for(grace_s: float) -> None:
+    """Say for how long this process waits for ranks, beyond what they have agreed on."""
+    worlds.GRACE_S = grace_s
+
+
+def rank(number: int, size: int, store: Any, *, node: str, **options: Any) -> World:
+    """Return one of several ranks that are threads of this process."""
+    return World(number, size, store, node=node, **options)
+
+
+def arm(fail: str) -> None:
+    """Arm a fail point in this process, in the words of the variable CKPT_FAIL."""
+    failpoints._armed = failpoints._parse(fail)
+
+
+def at_points_of_staging(act: Callable[[str], object]) -> None:
+    """Have something happen at each fail point of the thread that copies. It gets the name of the point."""
+    stage.point = act  # type: ignore[assignment]
+
+
+def disarm() -> None:
+    """Undo `arm` and `at_points_of_staging`."""
+    stage.point, failpoints._armed = failpoints.point, None
 
 
 FOREVER = pytest.MonkeyPatch()  # in place of a fixture, in a process of its own: nothing is undone
@@ -1637,6 +1673,34 @@ class SharedMemory:
 def readable(state: dict[str, Any]) -> None:
     """Read a state as each save does. StateError if it cannot be saved."""
     Capture(state).read()
+
+
+class Saved:
+    """One moment of a state as bytes and JSON text, as any place keeps it."""
+
+    def __init__(self, reading: Reading) -> None:
+        from toy_states import raw  # which imports much of torch
+
+        self.layout = json.dumps(reading.layout.to_json())
+        self.values = json.dumps(reading.values)
+        self.data = {s.key: raw(t) for s, t in zip(reading.layout.tensors, reading.tensors, strict=True)}
+
+    def restore(self, state: dict[str, Any], *, strict: bool = True) -> None:
+        layout = Layout.from_json(json.loads(self.layout))
+        table = write.build_table(layout, "packs/1.0badcafe-1.0.0.safetensors", None)
+        saved = SavedState([layout], [json.loads(self.values)], table, digested=False)
+        placement = Capture(state).place(saved, strict=strict)
+        placement.check()
+        filler = Filler(saved, placement.fills, placement.lying)
+        in_order = (layout.tensors[i] for i in layout.arrangement.order)
+        shards = [self.data[spec.key] for spec in in_order]
+        for blob in filler.blobs:
+            start, length = int(saved.position[blob]), int(table.length[blob])
+            data = shards[int(saved.shard_of_blob[blob])][start : start + length]
+            filler.add(blob, memoryview(bytearray(data)))
+        filler.finish()
+        for finish in (*placement.finishers, *placement.last):
+            finish()
 
 
 def save_and_restore(state: dict[str, Any], into: dict[str, Any]) -> None:

@@ -371,12 +371,10 @@ def test_repair_as_another_user_changes_nothing_without_permission(saved: Path) 
 def test_commands_find_no_damage_when_descriptors_run_out(run: Path) -> None:
     """Whatever number of descriptors is left. Control: with enough of them, all is read."""
     code = """
-import os, resource, sys, ckpt
-from ckpt.checkpoint import steady
-from ckpt.cli import app
-steady.WINDOW_S = 0.05
+import os, resource, sys, ckpt, inside
+inside.try_again_for(inside.FOREVER, 0.05)
 run = sys.argv[1]
-codes = [app.main(["verify", run, "--all"])]
+codes = [inside.main(["verify", run, "--all"])]
 most = resource.getrlimit(resource.RLIMIT_NOFILE)
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, most[1]))
 for left in (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 100):
@@ -388,7 +386,7 @@ for left in (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 100):
         pass
     for fd in taken[:left]:
         os.close(fd)
-    codes += [app.main(["verify", run, "--all"]), app.main(["repair", run, "--yes"])]
+    codes += [inside.main(["verify", run, "--all"]), inside.main(["repair", run, "--yes"])]
     try:
         found = ckpt.load(run).step
     except (ckpt.CheckpointError, OSError):

@@ -90,9 +90,8 @@ from ckpt_backends.memory import MemoryStore
 
 T = TypeVar("T")
 
-# Re-exported above: the names of all fail points, by the process that gets there. Tests visit each of them.
-# `StoredFrame`, `look` and `redo_logs` go with the redo log.
-# And here, by its name in a file, each dtype that can be saved.
+# Re-exported above: the names of all fail points, by process, because tests visit each of them. `StoredFrame`, `look`
+# and `redo_logs` are to be removed with the redo log. `DTYPES` maps the name of each dtype in files to the dtype.
 DTYPES: dict[str, torch.dtype] = TORCH_DTYPE
 
 
@@ -118,12 +117,12 @@ def invoke(*words: object, standalone_mode: bool = True) -> click.testing.Result
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end, also if an event loop is running."""
+    """Run a coroutine to its end. This works inside a running event loop too."""
     return read.run(work)
 
 
 def _with_log(url: str | Path, work: Callable[[RunLog], Awaitable[T]]) -> T:
-    """Do something with the log of an existing run."""
+    """Open the log of an existing run, call `work` with it, and close the store."""
 
     async def look() -> T:
         log = await read.open_run(str(url))
@@ -148,22 +147,22 @@ def steps_at(url: str | Path) -> list[int]:
 
 
 def finite_at(url: str | Path) -> dict[int, bool | None]:
-    """Map each step of a run to what its log says of `finite`."""
+    """Map each step of a run to the value of `finite` in its log record."""
     return {commit.step: commit.finite for commit in _state(url).commits.values()}
 
 
 def kept_at(url: str | Path) -> dict[int, str]:
-    """Map the steps that a training keeps to the reasons it has given."""
+    """Map each step that the training pinned to the note it gave."""
     return {attempt.step: note.removeprefix(MARK) for attempt, note in _state(url).kept.items()}
 
 
 @dataclass(frozen=True)
 class LogView:
-    """What the log of one place of a run says."""
+    """Summarises the log of one tier of a run."""
 
     steps: list[int]  # of the present history, ascending
-    ranks: dict[str, tuple[int, ...]]  # of each checkpoint, those whose files are in this place
-    held_ids: list[str]  # of steps whose files are here, and which may lack those of other places
+    ranks: dict[str, tuple[int, ...]]  # checkpoint id: the ranks whose files are in this tier
+    held_ids: list[str]  # checkpoints whose files are here and that may lack files on other nodes
 
     @property
     def held(self) -> list[int]:
@@ -172,7 +171,7 @@ class LogView:
 
 
 def log_at(folder: Path) -> LogView:
-    """Return what the log of a place says."""
+    """Read the log of one tier of a run."""
     state = _state(folder)
     ranks = {str(attempt): tuple(rank for rank, _, _ in commit.parts) for attempt, commit in state.commits.items()}
     steps = sorted(commit.step for commit in state.lineage())
@@ -180,7 +179,7 @@ def log_at(folder: Path) -> LogView:
 
 
 def problems_at(url: str | Path) -> list[str]:
-    """Verify every byte of every live checkpoint. Return all that is wrong, damaged log records included."""
+    """Verify every byte of every live checkpoint. Return all problems, including damaged log records."""
 
     async def look(log: RunLog) -> list[str]:
         found = [f"log record {seq} is damaged" for seq in log.state.damaged]
@@ -192,7 +191,7 @@ def problems_at(url: str | Path) -> list[str]:
 
 
 def lasting_problems_at(url: str | Path) -> list[str]:
-    """Verify a run that others write to: return what is wrong with checkpoints that are live before and after."""
+    """Verify a run that is being written to. Return the problems of checkpoints that were live before and after."""
 
     async def look(log: RunLog) -> list[str]:
         found: list[tuple[Attempt, str]] = []
@@ -205,7 +204,7 @@ def lasting_problems_at(url: str | Path) -> list[str]:
 
 
 def problems_of_newest(url: str | Path) -> list[str]:
-    """Verify every byte of the newest checkpoint of the present history. Return what is wrong."""
+    """Verify every byte of the newest checkpoint of the present history. Return its problems."""
 
     async def look(log: RunLog) -> list[str]:
         return await read.verify(log.store, log.state.lineage()[0])
@@ -214,7 +213,7 @@ def problems_of_newest(url: str | Path) -> list[str]:
 
 
 def losses_at(url: str | Path, meanwhile: Callable[[], object] = lambda: None, after_s: float = 0.0) -> list[int]:
-    """List the steps that a reader says are lost. `meanwhile` happens while it looks, after so many seconds."""
+    """List the steps that a reader reports as lost. `meanwhile` is called `after_s` seconds after it opened the log."""
 
     async def look(log: RunLog) -> list[int]:
         asyncio.get_running_loop().call_later(after_s, meanwhile)
@@ -224,14 +223,14 @@ def losses_at(url: str | Path, meanwhile: Callable[[], object] = lambda: None, a
 
 
 def step_of_file(key: str) -> int | None:
-    """Return the step whose checkpoint has written a file of a run, None if its name does not say one."""
+    """Return the step of the checkpoint that wrote a file, or None if the file name contains no step."""
     found = owner(key)
     return found.step if found else None
 
 
 def take_back(url: str | Path, choose: Callable[[list[int]], Collection[int]]) -> list[int]:
-    """Retract checkpoints, as somebody else does who gives them up. `choose` gets the steps of the history, newest
-    first. Return what it has chosen."""
+    """Retract checkpoints from another process's point of view. `choose` receives the steps of the history, newest
+    first, and returns those to retract. Return its choice."""
 
     async def work() -> list[int]:
         store = stores.open_store(url, writable=True)
@@ -250,13 +249,13 @@ def take_back(url: str | Path, choose: Callable[[list[int]], Collection[int]]) -
 
 
 def rewrite_format(run: Path, **fields: object) -> None:
-    """Change fields of the file that says what a run is written in, and make its digest right again."""
+    """Change fields of a run's FORMAT.json and recompute its digest."""
     path = run / "FORMAT.json"
     path.write_bytes(manifest.seal({**manifest.unseal(path.read_bytes(), "it"), **fields}))
 
 
 def race_to_keep(url: str, times: int) -> None:
-    """Have two processes, as it were, write a note on the same checkpoint at the same moment, several times."""
+    """Write a note on one checkpoint through two open logs at the same moment, `times` times."""
 
     async def both() -> None:
         logs = [await read.open_run(url) for _ in range(2)]
@@ -269,7 +268,7 @@ def race_to_keep(url: str, times: int) -> None:
 
 
 def append_record(folder: str, before: Callable[[Any], None]) -> None:
-    """Open a run for writing and append a record to its log. `before` gets the store, when all but that is done."""
+    """Open a run for writing and append a record to its log. Call `before` with the store right before the append."""
 
     async def append() -> None:
         async with commits.written_run(folder) as log:
@@ -287,7 +286,7 @@ ENCODINGS = {
     codec.DELTA: "delta",
     codec.FLOAT_DELTA: "float delta",
     codec.BF16: "derived",
-}  # the others are called by their numbers
+}  # other codecs go by their numbers
 
 
 @dataclass(frozen=True)
@@ -303,7 +302,7 @@ class SavedStep:
 
     @property
     def id(self) -> str:
-        """The name that all its files have in theirs."""
+        """The checkpoint id, which is part of the name of each of its files."""
         return str(self._commit.attempt)
 
     @property
@@ -318,7 +317,7 @@ class SavedStep:
 
     @property
     def files(self) -> set[str]:
-        """The data files in which its tensors lie, of whichever checkpoint."""
+        """The data files that contain its tensors, including files of older checkpoints."""
         return set(self._table.packs)
 
     @property
@@ -331,7 +330,7 @@ class SavedStep:
         return {step for key in self._table.packs if (step := step_of_file(key)) is not None}
 
     def owns(self, key: str) -> bool:
-        """Return True if this checkpoint has written that file."""
+        """Return True if this checkpoint wrote the file."""
         return owner(key) == self._commit.attempt
 
     @property
@@ -341,7 +340,7 @@ class SavedStep:
 
     @property
     def has_bases(self) -> bool:
-        """Return True if it knows pieces that others are stored as differences to."""
+        """Return True if some of its pieces are stored as differences to a base."""
         return len(self._table.length) > self._table.owned
 
     def _shard(self, name: str) -> int:
@@ -356,7 +355,7 @@ class SavedStep:
         return self._table.place(self._first_difference())
 
     def place_of_base(self) -> tuple[str, int]:
-        """Return the file and the offset of what that piece is a difference to."""
+        """Return the file and the offset of the base of that piece."""
         return self._table.place(int(self._table.base[self._first_difference()]))
 
     def _first_difference(self) -> int:
@@ -364,7 +363,7 @@ class SavedStep:
         return next(b for b in range(table.owned) if table.codec[b] in (codec.DELTA, codec.FLOAT_DELTA))
 
     def bases_of(self, name: str) -> set[int]:
-        """The steps to which the pieces of a tensor that this checkpoint has written are differences."""
+        """The steps that contain the bases of those pieces of a tensor that this checkpoint wrote."""
         table = self._table
         of = [step_of_file(key) for key in table.packs]
         rows = [b for b in table.blobs(self._shard(name)) if table.base[b] >= table.owned]
@@ -372,17 +371,17 @@ class SavedStep:
         return {step for step in found if step is not None}
 
     def suspect(self, name: str) -> Any:
-        """Return what a writer remembers of the first piece of a tensor once it has found it damaged."""
+        """Return the entry that a writer keeps for the first piece of a tensor after it found the piece damaged."""
         return self.place_of(name)
 
     @property
     def small_files(self) -> list[str]:
-        """Patterns of the files that say where its tensors lie."""
+        """Glob patterns of its small files, which contain the locations of its tensors."""
         return [f"index/{self.id}*", table_key(self._commit.attempt, 0, 0)]
 
 
 def history(url: str | Path) -> dict[int, SavedStep]:
-    """Every checkpoint of the present history by its step, newest first; also while others write and clean up."""
+    """Map each step of the present history to its checkpoint, newest first. The run may be in use meanwhile."""
 
     async def look(log: RunLog) -> dict[int, SavedStep]:
         while True:
@@ -397,7 +396,7 @@ def history(url: str | Path) -> dict[int, SavedStep]:
 
 
 def newest(url: str | Path) -> SavedStep:
-    """The newest checkpoint, by its index alone, whatever other files are damaged or gone."""
+    """Return the newest checkpoint, read from its index alone. Its other files may be damaged or missing."""
 
     async def look(log: RunLog) -> SavedStep:
         commit = log.state.lineage()[0]
@@ -408,7 +407,7 @@ def newest(url: str | Path) -> SavedStep:
 
 
 def bytes_by_rank(url: str | Path) -> list[int]:
-    """How many bytes of tensors each rank has written of the newest checkpoint."""
+    """Return the bytes of tensor data that each rank wrote to the newest checkpoint."""
 
     async def look(log: RunLog) -> list[int]:
         found = await read.load_manifest(log.store, read.choose(log))
@@ -418,7 +417,7 @@ def bytes_by_rank(url: str | Path) -> list[int]:
 
 
 def bytes_of_tensors(url: str | Path, prefix: str) -> int:
-    """How many bytes the tensors of the newest checkpoint have whose names begin so."""
+    """Return the total size of those tensors of the newest checkpoint whose names start with `prefix`."""
 
     async def look(log: RunLog) -> int:
         found = await read.load_manifest(log.store, read.choose(log))
@@ -427,12 +426,12 @@ def bytes_of_tensors(url: str | Path, prefix: str) -> int:
     return _with_log(url, look)
 
 
-MAX_CHAIN = incremental.MAX_CHAIN  # so many increments on one another, then comes a full checkpoint
+MAX_CHAIN = incremental.MAX_CHAIN  # after this many increments in a row comes a full checkpoint
 
 
 def scrub_twice(url: str) -> tuple[list[list[Any]], list[int], list[bool]]:
-    """Read a place in the background twice, as a writer does. Return for each round what has been found until then,
-    how many bytes have been read until then, and whether there was anything to do."""
+    """Scrub a tier twice, as a writer does in the background. Return for each round all damage found so far, the bytes
+    read so far, and whether there was anything to do."""
 
     async def look(log: RunLog) -> tuple[list[list[Any]], list[int], list[bool]]:
         found: list[Any] = []
@@ -463,14 +462,14 @@ class Soon:
         return spec
 
 sys.meta_path.insert(0, Soon())
-"""  # a sitecustomize.py with which writers read what they have stored at once, and again and again
+"""  # a sitecustomize.py that makes writers scrub without pauses
 
 
 # -- files in a folder or a bucket --
 
 
 def use_options(url: str, options: dict[str, Any]) -> None:
-    """Say how this process reaches a bucket."""
+    """Set the storage options with which this process opens a bucket."""
     stores.remember_options(url, options)
 
 
@@ -486,7 +485,7 @@ def _with_store(url: str, work: Callable[[Any], Awaitable[T]], *, writable: bool
 
 
 def file_names(url: str, prefix: str = "") -> list[str]:
-    """List the files of a place."""
+    """List the files of a folder or bucket."""
 
     async def names(store: Any) -> list[str]:
         return [info.key async for info in store.list(prefix)]
@@ -495,7 +494,7 @@ def file_names(url: str, prefix: str = "") -> list[str]:
 
 
 def read_files(url: str) -> dict[str, bytes]:
-    """Read every file of a place."""
+    """Read every file of a folder or bucket."""
 
     async def contents(store: Any) -> dict[str, bytes]:
         return {info.key: bytes(await store.get(info.key)) async for info in store.list()}
@@ -504,7 +503,7 @@ def read_files(url: str) -> dict[str, bytes]:
 
 
 def write_files(url: str, files: dict[str, bytes]) -> None:
-    """Write files to a place, whatever is there."""
+    """Write files to a folder or bucket, overwriting existing ones."""
 
     async def put(store: Any) -> None:
         for key, raw in files.items():
@@ -514,7 +513,7 @@ def write_files(url: str, files: dict[str, bytes]) -> None:
 
 
 def delete_files(url: str) -> None:
-    """Delete every file of a place."""
+    """Delete every file of a folder or bucket."""
 
     async def delete(store: Any) -> None:
         await store.delete_many([info.key async for info in store.list()])
@@ -530,17 +529,17 @@ def open_folder(folder: str) -> Any:
 WITHOUT_FENCE = """
 import ckpt.runlog.log
 ckpt.runlog.log.RunLog.check_owner = lambda self, owner: None
-"""  # a sitecustomize.py with which a writer does not notice that the run has another owner
+"""  # a sitecustomize.py that makes a writer ignore that another job owns the run
 
 
 def keep_of(tiers: Any, every: Any = None) -> ckpt.Keep:
-    """Return what is kept of the only tier that a Checkpointer is given."""
+    """Return the retention rule of the only tier, parsed as `Checkpointer` parses its arguments."""
     (tier,) = as_tiers(tiers, every)[1]
     return tier.keeping
 
 
 def keep_of_dcp(tiers: Any) -> ckpt.Keep:
-    """Return what is kept of the only tier that torch's DCP is given."""
+    """Return the retention rule of the only tier, parsed as `ckpt.dcp` parses its arguments."""
     from ckpt.dcp import storage  # torch's part of it takes a second to import
 
     (tier,) = storage._tiers(tiers)
@@ -548,7 +547,7 @@ def keep_of_dcp(tiers: Any) -> ckpt.Keep:
 
 
 def open_place(url: str) -> None:
-    """Open a tier as a writer does, which begins the run, and close it."""
+    """Open a tier as a writer does, which creates the run, and close it."""
 
     async def honest() -> None:
         place = await open_tier.open_place(ckpt.Tier(url).spec())
@@ -558,17 +557,17 @@ def open_place(url: str) -> None:
 
 
 def create_run(url: str) -> None:
-    """Begin a run in a place, or find that it has one."""
+    """Create a run in a folder or bucket, if it has none."""
     _with_store(url, commits.create_run, writable=True)
 
 
 # -- processes --
 
-WRITER = "ckpt.writer.main"  # a word in the command line of each writer
+WRITER = "ckpt.writer.main"  # part of the command line of each writer process
 
 
 class Process(Protocol):
-    """A process as the library knows it: by more than its number."""
+    """Identifies a process by its PID and start time."""
 
     @property
     def pid(self) -> int: ...
@@ -578,41 +577,41 @@ class Process(Protocol):
 
 
 def process_of(pid: int) -> Process:
-    """Return a process that is not taken for another one which gets its number later."""
+    """Return the process that has this PID now. A later process with the same PID is not taken for it."""
     return process.Process.of(pid)
 
 
-MOST_RESTARTS_OF_WRITER = find_writer.RESPAWN_LIMIT  # after so many deaths in a row no writer is started any more
+MOST_RESTARTS_OF_WRITER = find_writer.RESPAWN_LIMIT  # deaths in a row after which no new writer is started
 
 
 def run_in_writers(patch: pytest.MonkeyPatch, code: str) -> None:
-    """Have each writer that this process starts run a line of code first."""
+    """Make each writer that this process starts run a line of code first."""
     patch.setattr(writer_client, "_BOOT", f"{code}; {writer_client._BOOT}")
 
 
 def compare_no_replicas() -> None:
-    """Have this process not notice that replicas on several ranks differ."""
+    """Turn off the comparison of replicas across ranks in this process."""
     ReplicaCheck.said_of = lambda self, attempt: {}  # type: ignore[method-assign]
     ReplicaCheck._compare_soon = lambda self, *given: None  # type: ignore[method-assign]
 
 
 def wait_for_ranks_for(grace_s: float) -> None:
-    """Say for how long this process waits for ranks, beyond what they have agreed on."""
+    """Set how long this process waits for other ranks beyond the agreed timeout."""
     worlds.GRACE_S = grace_s
 
 
 def rank(number: int, size: int, store: Any, *, node: str, **options: Any) -> World:
-    """Return one of several ranks that are threads of this process."""
+    """Return the communication object of one rank, for ranks that are threads of this process."""
     return World(number, size, store, node=node, **options)
 
 
 def arm(fail: str) -> None:
-    """Arm a fail point in this process, in the words of the variable CKPT_FAIL."""
+    """Arm a fail point in this process. `fail` has the syntax of the variable CKPT_FAIL."""
     failpoints._armed = failpoints._parse(fail)
 
 
 def at_points_of_staging(act: Callable[[str], object]) -> None:
-    """Have something happen at each fail point of the thread that copies. It gets the name of the point."""
+    """Call `act` with the name of each fail point that the staging thread reaches."""
     stage.point = act  # type: ignore[assignment]
 
 
@@ -621,72 +620,72 @@ def disarm() -> None:
     stage.point, failpoints._armed = failpoints.point, None
 
 
-FOREVER = pytest.MonkeyPatch()  # in place of a fixture, in a process of its own: nothing is undone
+FOREVER = pytest.MonkeyPatch()  # for scripts in their own process, where nothing must be undone
 
 
 def wait_for_writers_for(answer_s: float, meet_s: float | None = None) -> None:
-    """Say for how long a start of this process waits for a writer that does not answer. `meet_s`: for one to appear."""
+    """Set how long this process waits for a writer to answer and, with `meet_s`, for one to appear."""
     find_writer.HELLO_S = find_writer.PATIENT_S = answer_s
     if meet_s is not None:
         find_writer.MEET_S = meet_s
 
 
 def wake_no_writer() -> None:
-    """Have starts of this process leave writers alone that stand still."""
+    """Make this process not resume stopped writers."""
     writer_client.WriterClient._wake = lambda self: 0  # type: ignore[method-assign, assignment]
 
 
 def name_of_writer(run: str, rank: int = 0) -> str:
-    """Return the name by which the writer of a run is found, of a run in memory alone (`memory:NAME`)."""
+    """Return the socket name of the writer of a run in memory. `run`: `memory:NAME`."""
     return channel.run_key(run, rank)
 
 
 def name_of_writer_in(folder: str) -> str:
-    """Return the name by which the writer of a run in a folder is found."""
+    """Return the socket name of the writer of a run in a folder."""
     return identity.key_of(folder)
 
 
 def begin_folder(folder: str) -> None:
-    """Make an empty run in a folder: from then on its writer has a name."""
+    """Create an empty run in a folder, so that its writer has a socket name."""
     read.run(identity.identify(ckpt.Tier(folder).spec(), create=True))
 
 
 def writer_named(run: str, rank: int = 0) -> int | None:
-    """Return the number of the process that has the name of the writer of a run."""
+    """Return the PID of the process that owns the socket name of a run's writer, or None."""
     return channel.holder(name_of_writer(run, rank))
 
 
 def writers_in(folder: str) -> list[int]:
-    """Return the numbers of the writers of a run in a folder."""
+    """Return the PIDs of the writers of a run in a folder."""
     return channel.writers_of(name_of_writer_in(folder))
 
 
 def trainer_named(run: str) -> int | None:
-    """Return the number of the process that has the name of the trainer of a run."""
+    """Return the PID of the process that owns the socket name of a run's trainer, or None."""
     return channel.holder(channel.trainer_key(name_of_writer(run)))
 
 
 def take_name_of_writer(name: str) -> Any:
-    """Have this process own the name of a writer, and say nothing. Return the socket, None if the name is taken."""
+    """Take the socket name of a writer. Return a socket that never answers, or None if the name is taken."""
     return channel.listen(name)
 
 
 def names_taken(name: str) -> dict[int, str]:
-    """Return the names of the writers of one run on this machine, by rank."""
+    """Map each rank of a run to the socket name of its writer on this machine."""
     return channel.siblings(name)
 
 
 def addresses_of(name: str, *, of_trainer: bool = False) -> list[str]:
-    """Return the addresses of the sockets under which a writer, or its trainer, can be found."""
+    """Return the socket addresses at which a writer, or its trainer, may listen."""
     chosen = channel.trainer_key(name) if of_trainer else name
     return [channel._address(chosen, number) for number in range(channel.NAMES)]
 
 
-VARIABLE_OF_NAMES = channel.RUNTIME  # the environment variable that gives a process names of its own
+VARIABLE_OF_NAMES = channel.RUNTIME  # the environment variable that separates the socket names of runs
 
 
 def can_connect(name: str) -> bool:
-    """Return True if a writer of this user has the name and can be spoken to."""
+    """Return True if a writer of this user listens under this name."""
     found = channel.connect(name)
     if found is not None:
         found.close()
@@ -694,7 +693,7 @@ def can_connect(name: str) -> bool:
 
 
 def log_of_writer(name: str) -> str:
-    """Return the file into which a writer of this name would write what it says; empty if there is no safe one."""
+    """Return the log file of a writer of this name, or an empty string if no safe folder exists."""
     return channel.log_path(name)
 
 
@@ -702,7 +701,7 @@ LARGEST_MESSAGE = MOST_BYTES  # bytes, between a trainer and its writer
 
 
 def is_at_the_writer(run: str, pid: int) -> bool:
-    """Return True if the writer of a run has this trainer, or this process has come for what it has."""
+    """Return True if the writer of a run serves this trainer, or this process has asked for its memory."""
     key = name_of_writer(run)
     if (channel.ask_once(key, Look(), 10.0) or {}).get("pid") == pid:
         return True
@@ -711,18 +710,18 @@ def is_at_the_writer(run: str, pid: int) -> bool:
 
 
 def has_lost_its_trainer(run: str) -> bool:
-    """Return True if the writer of a run says that its trainer has gone."""
+    """Return True if the writer of a run reports that its trainer has ended."""
     there = channel.ask_once(name_of_writer(run), Greeting(visit=True), 10.0)
     return there is not None and not there.alive
 
 
 def say_memory_was_taken(run: str, memories: list[str]) -> None:
-    """Tell the writer of a run that another one has these pieces of its memory now."""
+    """Notify the writer of a run that another writer has adopted these arenas."""
     channel.ask_once(name_of_writer(run), Taken(memories), 10.0)
 
 
 class LateWriter:
-    """A writer of a start that came to nothing: it has the name of a run for a while."""
+    """A writer without a trainer, left over from a failed start. It owns the name of the run until it leaves."""
 
     def __init__(self, run: str) -> None:
         self._client = writer_client.WriterClient.spawn(name_of_writer(run))
@@ -733,25 +732,25 @@ class LateWriter:
         self._client.close()
 
 
-# -- moments within a call, at which a test makes something happen --
+# -- moments within a call, at which a test interferes --
 
 Moment = tuple[type, str]
 
 STATE_IS_READ: Moment = (Capture, "read")
 RUN_IS_TAKEN: Moment = (Ownership, "take_over")
-MADE: dict[str, Moment] = {  # what comes one after the other when a Checkpointer is made
+MADE: dict[str, Moment] = {  # in order, while a Checkpointer is made
     "introduce": (Session, "introduce"),
     "show": (Session, "_show"),
     "prepare": (Session, "_prepare"),
     "watch for faults": (FaultHandler, "start"),
 }
-STEPPING: dict[str, Moment] = {  # in `step()`; what comes then is another thread's, to which no signal comes
+STEPPING: dict[str, Moment] = {  # in `step()`, in the main thread; other threads receive no signal
     "prepare memory": (NextArena, "prepare"),
     "tell the layout": (KnownLayouts, "tell"),
     "hand over": (Stager, "submit"),
 }
 LAST_STEP_IS_STAGED: Moment = (StepKeeper, "stage_last")
-CLOSING: dict[str, Moment] = {  # in `close()`, one after the other
+CLOSING: dict[str, Moment] = {  # in order, in `close()`
     "save the last step": (Closing, "_save_last"),
     "stage the last step": LAST_STEP_IS_STAGED,
     "wait for writes": (TierWrites, "wait"),
@@ -765,7 +764,7 @@ MEMORY_IS_PREPARED: Moment = (SnapshotMemory, "take_prepared")
 COPIED_BESIDE_TRAINING: Moment = (SlotFiller, "fill_guarded")
 NEXT_WRITER_GETS_MEMORY: Moment = (SnapshotMemory, "on_new_writer")
 ORPHANS_ARE_TAKEN: Moment = (HeldSnapshots, "take_orphans")
-TAKING_OVER: dict[str, Moment] = {  # while a run is taken over from another trainer
+TAKING_OVER: dict[str, Moment] = {  # while a trainer takes ownership from another one
     "memory": (SnapshotMemory, "inherit"),
     "messages": (WriterSupervisor, "_listen"),
     "orphans": ORPHANS_ARE_TAKEN,
@@ -782,8 +781,7 @@ def interrupt_at(
     before: bool = True,
     always: bool = False,
 ) -> None:
-    """Have something happen at the first time, or `always`, that this moment comes: before what is done then, or after
-    it."""
+    """Call `act` the first time, or `always`, that a moment is reached: before it, or after it if `before` is False."""
     owner, method = moment
     original, left = getattr(owner, method), [act]
 
@@ -799,12 +797,12 @@ def interrupt_at(
 
 
 def act_instead(patch: pytest.MonkeyPatch, moment: Moment, act: Callable[[], object]) -> None:
-    """Have something happen in place of what is done at this moment, each time."""
+    """Call `act` instead of the code of a moment, each time it is reached."""
     patch.setattr(*moment, lambda *arguments, **options: act())
 
 
 def kill_first_writer_before_it_opens() -> None:
-    """Have this process kill its first writer when that one is about to open the run."""
+    """Make this process kill its first writer when that writer is about to open the run."""
     opening, tries = RunOpener.open, list[object]()
 
     def killing(self: Any, client: Any, **more: Any) -> Any:
@@ -817,8 +815,7 @@ def kill_first_writer_before_it_opens() -> None:
 
 
 def die_before_next_writer_reads() -> None:
-    """Have this process, when it gets a new writer, stop that one for a while, send it all it is to know, and die
-    before that was read."""
+    """Make this process stop its next writer for a while, send it all messages, and die before it has read them."""
     first, last = KnownLayouts.on_new_writer, SnapshotMemory.on_new_writer
 
     def early(self: Any, client: Any) -> None:
@@ -838,7 +835,7 @@ def die_before_next_writer_reads() -> None:
 
 
 def stop_before_sealing(step: int) -> None:
-    """Have this process stop itself, as a machine that is suspended, before the snapshot of this step is whole."""
+    """Make this process stop itself with SIGSTOP before it seals the snapshot of a step."""
     set_label = Arena.set_label
 
     def stopping(arena: Arena, slot: int, label: Label) -> None:
@@ -852,7 +849,7 @@ def stop_before_sealing(step: int) -> None:
 
 
 def do_not_say_that_a_trainer_has_gone(patch: pytest.MonkeyPatch) -> None:
-    """Have no writer say to a trainer which inherits memory that the one before has gone."""
+    """Hide from a trainer that inherits memory that its previous owner has ended."""
     inherit = SnapshotMemory.inherit
 
     def lingering(self: SnapshotMemory, hello: Any, fds: list[int]) -> None:
@@ -863,8 +860,8 @@ def do_not_say_that_a_trainer_has_gone(patch: pytest.MonkeyPatch) -> None:
 
 
 def before_copies(patch: pytest.MonkeyPatch, act: Callable[[list[Any], bool], object]) -> None:
-    """Have something happen before tensors are copied to shared memory, by the thread that copies. It gets the streams
-    of the devices that copy, and whether training goes on meanwhile."""
+    """Call `act` in the staging thread before tensors are copied to shared memory. Its arguments: the copy streams, and
+    whether training goes on during this copy."""
     copy, fill, beside = SlotFiller.copy, SlotFiller.fill_guarded, list[object]()
 
     def guarded(self: SlotFiller, arena: Any, slot: int, job: Any) -> None:
@@ -884,7 +881,7 @@ def before_copies(patch: pytest.MonkeyPatch, act: Callable[[list[Any], bool], ob
 
 
 def after_each_large_copy(patch: pytest.MonkeyPatch, act: Callable[[torch.Tensor], object]) -> None:
-    """Have something happen after each large tensor of the host was copied to shared memory. It gets the tensor."""
+    """Call `act` with each large host tensor after it was copied to shared memory."""
     put = Frozen.put
 
     def meanwhile(self: Frozen, number: int, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -898,8 +895,8 @@ def after_each_large_copy(patch: pytest.MonkeyPatch, act: Callable[[torch.Tensor
 
 
 def let_updates_pass(patch: pytest.MonkeyPatch, until: str = "") -> None:
-    """Have no stream of an optimizer wait for the copy of the last snapshot. The host waits for nothing, or until that
-    copy is "queued" or "copied"."""
+    """Make no stream of an optimizer wait for the copy of the last snapshot. The host does not wait either, or only
+    until that copy is "queued" or "copied"."""
 
     def passing(self: Stager, timeout_s: float = 60.0) -> float:
         job = self._gate.job
@@ -912,7 +909,7 @@ def let_updates_pass(patch: pytest.MonkeyPatch, until: str = "") -> None:
 
 
 def copy_before_the_step_has_ended(patch: pytest.MonkeyPatch) -> None:
-    """Have copies wait for streams on which nothing goes on, and not for the caller's."""
+    """Make copies wait for idle streams instead of the caller's stream."""
 
     def hasty(job: PendingSnapshot) -> None:
         job.ready = {device: torch.cuda.Stream(device).record_event() for device in job.streams}
@@ -921,7 +918,7 @@ def copy_before_the_step_has_ended(patch: pytest.MonkeyPatch) -> None:
 
 
 def hold_other_streams(patch: pytest.MonkeyPatch) -> None:
-    """Have other streams than the caller's wait for copies."""
+    """Make other streams than the caller's wait for copies."""
     begin = PendingSnapshot.__post_init__
 
     def changed(self: PendingSnapshot) -> None:
@@ -932,18 +929,18 @@ def hold_other_streams(patch: pytest.MonkeyPatch) -> None:
 
 
 def check_no_copies(patch: pytest.MonkeyPatch, *, nor_versions: bool = False) -> None:
-    """Take each copy for what was to be copied, whatever was written to meanwhile."""
+    """Turn off the check that a tensor did not change while it was copied."""
     for check in ("check_copies", "check_versions")[: 1 + nor_versions]:
         patch.setattr(PendingSnapshot, check, lambda *_: None)
 
 
 def clone_at_most(patch: pytest.MonkeyPatch, nbytes: int) -> None:
-    """Say how many bytes of what is copied at once may be cloned on the device, so that the caller can go on."""
+    """Set how many bytes of the tensors that are copied now may be cloned on the device."""
     patch.setattr(snapshot, "MOST", nbytes)
 
 
 def clone_nothing(patch: pytest.MonkeyPatch) -> None:
-    """Have the caller go on as if what is copied at once had been cloned."""
+    """Make the caller continue as if the tensors that are copied now had been cloned."""
 
     def no_clones(job: PendingSnapshot, packs: Any, all_of_it: bool) -> bool:
         job.taken_early = True
@@ -953,7 +950,7 @@ def clone_nothing(patch: pytest.MonkeyPatch) -> None:
 
 
 def count_copies(patch: pytest.MonkeyPatch) -> list[int]:
-    """Note, for each part of a snapshot from now on, how many tensors of devices are copied."""
+    """Record, for each part of a snapshot from now on, how many device tensors are copied."""
     copies, copy = list[int](), SlotFiller.copy
 
     def counted(self: SlotFiller, pairs: Any, streams: Any, *more: Any) -> None:
@@ -965,12 +962,12 @@ def count_copies(patch: pytest.MonkeyPatch) -> list[int]:
 
 
 def lock_no_pages(patch: pytest.MonkeyPatch) -> None:
-    """Have no memory of snapshots known to the driver of the device."""
+    """Turn off page-locking of snapshot memory."""
     patch.setattr(PageLocks, "begin", lambda self, arena, where: None)
 
 
 def before_pages_are_locked(patch: pytest.MonkeyPatch, act: Callable[[int, int], object]) -> None:
-    """Have something happen before the driver is told of memory. It gets the address and the size."""
+    """Call `act` with address and size before memory is page-locked."""
     register = device.lock_pages
 
     def late(address: int, size: int, where: torch.device) -> int:
@@ -981,7 +978,7 @@ def before_pages_are_locked(patch: pytest.MonkeyPatch, act: Callable[[int, int],
 
 
 def page_locks(cp: ckpt.Checkpointer) -> Any:
-    """Return what the driver has been told of memory of snapshots, and not been told to forget."""
+    """Return the page-locked ranges of snapshot memory."""
     return cp._session.stager.page_locks.held
 
 
@@ -989,7 +986,7 @@ def page_locks(cp: ckpt.Checkpointer) -> Any:
 
 
 def memory_ready(cp: ckpt.Checkpointer) -> None:
-    """Wait until the memory that is being made is there: no step is left out for that."""
+    """Wait until all snapshot memory is ready, so that no step is skipped for lack of it."""
     cp._session.supervisor.memory.take_prepared(30.0)
     end = time.monotonic() + 30.0
     while (arena := cp._session.stager.arena) is not None and arena.ready < arena.slots and time.monotonic() < end:
@@ -1005,81 +1002,81 @@ def restore_from_memory(cp: ckpt.Checkpointer, step: int, into: dict[str, Any]) 
 
 
 def steps_in_memory(cp: ckpt.Checkpointer) -> list[int]:
-    """List the steps of which a snapshot can be restored from memory, newest first."""
+    """List the steps that can be restored from memory, newest first."""
     with cp._session.supervisor.held.snapshots() as snapshots:
         return [snapshot.attempt.step for snapshot in snapshots]
 
 
 def steps_in_any_memory(cp: ckpt.Checkpointer) -> set[int]:
-    """List the steps of which there is a snapshot, also in memory that is not used any more."""
+    """List the steps that have a snapshot, including snapshots in outgrown memory."""
     labels = [label for arena in cp._session.supervisor.memory.arenas() for _, label in arena.sealed()]
     return {label.attempt.step for label in labels if label.attempt is not None}
 
 
 def finite_in_memory(cp: ckpt.Checkpointer) -> set[bool | None]:
-    """Return what has been said of `finite` of the snapshots in memory."""
+    """Return the values of `finite` of the snapshots in memory."""
     arena = cp._session.stager.arena
     assert arena is not None
     return {label.finite for _, label in arena.sealed()}
 
 
 def slots_of(cp: ckpt.Checkpointer) -> list[memoryview]:
-    """Return the memory of each snapshot."""
+    """Return the memory of each slot."""
     arena = cp._session.stager.arena
     assert arena is not None
     return [arena.data(slot) for slot in range(arena.slots)]
 
 
 def give_up_slots(cp: ckpt.Checkpointer) -> None:
-    """Give memory back, as if it were short, until as few snapshots as possible are left."""
+    """Release slots, as under memory pressure, until no more can be released."""
     while cp._session.stager.give_up_slot():
         pass
 
 
 def slots_held_for_others(cp: ckpt.Checkpointer) -> int:
-    """Count the trainers for whom snapshots in memory are not overwritten."""
+    """Count the previous owners for whom snapshots in memory must not be overwritten."""
     return cp._session.stager.slots._holds
 
 
 def wait_until_copied(cp: ckpt.Checkpointer, timeout_s: float) -> bool:
-    """Wait until the newest snapshot was copied, without asking whether it is whole."""
+    """Wait until the newest snapshot was copied, without checking that it is intact."""
     return cp._staged.last[1].copied.wait(timeout_s)
 
 
 def when_staged(save: ckpt.Save, act: Callable[[], object]) -> None:
-    """Have something happen when a snapshot is staged, or has failed."""
+    """Call `act` when staging has succeeded or failed."""
     save._staged.add_done_callback(lambda _: act())
 
 
 def copy_at_a_fault(cp: ckpt.Checkpointer) -> int | None:
-    """Copy what has not been copied yet, as at a fault. Return the step, None if it cannot be had any more."""
+    """Copy the live state, as at a fault. Return its step, or None if it can no longer be saved."""
     return cp._live.copy_live()
 
 
 def copied_at_once(cp: ckpt.Checkpointer) -> set[Any]:
-    """Return the tensors of optimizers that are copied before `step()` returns, since somebody else writes to them."""
+    """Return the optimizer-owned tensors that are copied before `step()` returns because other code writes to them."""
     return cp._session.capture.eager
 
 
 def guarded(cp: ckpt.Checkpointer) -> dict[str, bool]:
-    """Map each tensor to whether it may be copied while training goes on: only an optimizer writes to it."""
+    """Map each tensor to True if only an optimizer writes to it, so that it may be copied during training."""
     reading = cp._session.capture.read()
     return dict(zip([t.name for t in reading.layout.tensors], reading.guarded, strict=True))
 
 
 def worked_out(cp: ckpt.Checkpointer) -> tuple[int, int]:
-    """Identify what is worked out once for a state, and once for the optimizers that have stepped."""
+    """Return the identities of two cached objects: the layout, and the list of optimizer-owned tensors."""
     reading = cp._session.capture.read()
     return id(reading.layout), id(reading.guarded)
 
 
 def updates_announced(cp: ckpt.Checkpointer) -> int:
-    """Count the updates that optimizers have announced."""
+    """Count the optimizer updates that hooks have announced."""
     return cp._session.hook.count
 
 
 def current_step(cp: ckpt.Checkpointer) -> int | None:
-    """Return the step of the state as it is."""
+    """Return the step that the live state is at."""
     return cp._progress.step
 
 
@@ -1089,27 +1086,27 @@ def is_closed(cp: ckpt.Checkpointer) -> bool:
 
 
 def abandon(cp: ckpt.Checkpointer) -> None:
-    """Let go of what is under way, as an exception of one of several ranks does."""
+    """Abandon saves that are in progress, as an exception on one of several ranks does."""
     cp._closing.abandon()
 
 
 def close_at_exit(cp: ckpt.Checkpointer) -> None:
-    """Do what the end of the interpreter does."""
+    """Close it as the end of the interpreter does."""
     cp._closing.close_at_exit()
 
 
 def fail_in_background(cp: ckpt.Checkpointer, error: ckpt.CheckpointError) -> None:
-    """Have an error wait for the next call."""
+    """Record an error that the next call raises."""
     cp._session.errors.note(error)
 
 
 def run_in_staging_thread(cp: ckpt.Checkpointer, act: Callable[[], object]) -> None:
-    """Have the thread that copies do something first."""
+    """Call `act` in the staging thread before its next task."""
     cp._session.stager._worker.put(act)
 
 
 def do_before_it_lets_go_of_memory(cp: ckpt.Checkpointer, act: Callable[[], object]) -> None:
-    """Have something happen before a trainer that leaves stops copying."""
+    """Call `act` before the staging thread stops at close."""
     stager, stop = cp._session.stager, cp._session.stager.stop
 
     def late(*arguments: Any) -> Any:
@@ -1120,12 +1117,12 @@ def do_before_it_lets_go_of_memory(cp: ckpt.Checkpointer, act: Callable[[], obje
 
 
 def writer_of(cp: ckpt.Checkpointer) -> int:
-    """Return the number of the process of its writer, also if the run was lost."""
+    """Return the PID of its writer, even if another job owns the run."""
     return cp._session.supervisor.client.pid
 
 
 def wait_for_writes(cp: ckpt.Checkpointer, timeout_s: float) -> None:
-    """Wait as `wait()` does, and raise nothing of what has failed."""
+    """Wait as `wait()` does, without raising errors of failed saves."""
     cp._kept.wait(timeout_s, None)
 
 
@@ -1135,12 +1132,12 @@ def state_of(cp: ckpt.Checkpointer) -> dict[str, Any]:
 
 
 def differing_replicas(cp: ckpt.Checkpointer) -> Any:
-    """Return what it knows of replicas that are not alike any more."""
+    """Return the replicas that were found to differ across ranks."""
     return cp._saves._replicas.differing
 
 
 def scores(callback: Any) -> list[tuple[float, int]]:
-    """Return the best scores that a trainer's callback has noted, each with its step."""
+    """Return the best scores that a trainer callback has recorded, each with its step."""
     return list(callback._best.scores)
 
 
@@ -1155,13 +1152,13 @@ PAGE = stores.PAGE  # bytes: pieces of different tensors do not share one
 
 @dataclass(frozen=True)
 class Contents:
-    """Tensors of some kind, and how their bytes lie in one snapshot."""
+    """Describes tensors and the order of their bytes in a snapshot."""
 
     layout: Layout
 
     @classmethod
     def of(cls, tensors: Tensors) -> Contents:
-        """The first has a second name, as tied weights do. There is one plain value besides."""
+        """Give the first tensor a second name, as tied weights have, and add one plain value."""
         specs = tuple(TensorSpec(name, dtype, shape) for name, (dtype, shape) in tensors.items())
         component = {"path": ["x"], "kind": "plain", "facts": {}, "names": list(tensors)}
         return cls(Layout(specs, {"tied": specs[0].name}, [component]))
@@ -1173,16 +1170,16 @@ class Contents:
 
     @property
     def names(self) -> list[str]:
-        """The tensors in the order in which their bytes lie."""
+        """The tensors in the order of their bytes."""
         return [self.layout.tensors[i].name for i in self.layout.arrangement.order]
 
     def offset_of(self, name: str) -> int:
-        """Where the bytes of a tensor begin."""
+        """The position of the first byte of a tensor."""
         names = [tensor.name for tensor in self.layout.tensors]
         return self.layout.arrangement.offsets[names.index(name)]
 
     def name_at(self, position: int) -> str:
-        """The tensor to which a byte belongs."""
+        """The tensor that contains this byte."""
         pieces = self.layout.arrangement.blobs
         piece = next(one for one in pieces if one.offset <= position < one.offset + one.length)
         return self.layout.tensors[piece.tensor].name
@@ -1207,11 +1204,11 @@ class Job:
 
     log: RunLog
     owner: Acquire
-    damaged: list[int]  # log records that were damaged when it came
+    damaged: list[int]  # log records that were damaged when it opened the run
 
     @classmethod
     async def open(cls, store: Any, *, recover: bool = True) -> Job:
-        """Take a run over, or begin it. `recover`: commit what the job before has written and not committed."""
+        """Take ownership of a run, or create it. `recover`: commit finished checkpoints of the previous job."""
         await commits.create_run(store)
         log = RunLog(store)
         await log.open()
@@ -1223,7 +1220,7 @@ class Job:
 
     @classmethod
     async def go_on(cls, store: Any) -> Job:
-        """Go on as the job that has the run."""
+        """Continue as the job that owns the run."""
         log = await read.open_run(store.url, store)
         return cls(log, log.state.acquires[-1], list(log.state.damaged))
 
@@ -1238,7 +1235,7 @@ class Job:
         return record_key(self.log.state.next_seq - 1)
 
     async def write(self, step: int, contents: Contents, data: bytes, values: list[Any]) -> write.WrittenPart:
-        """Store all of a checkpoint but the record that makes it one."""
+        """Store all files of a checkpoint, without the record that commits it."""
         attempt = Attempt(self.owner.epoch, step, self.owner.nonce)
         snapshot = write.RankSnapshot(attempt, contents.layout, memoryview(data), values)
         return await write.write_part(self.log.store, snapshot)
@@ -1255,15 +1252,15 @@ class Job:
             await read.verify(self.log.store, found)
 
     async def abort(self, written: write.WrittenPart) -> None:
-        """Say that what was written never becomes a checkpoint."""
+        """Record that a written checkpoint will not be committed."""
         await commits.abort(self.log, self.owner, Attempt.parse(written.part.attempt), "it mixes two moments")
 
     async def retract(self, written: write.WrittenPart) -> None:
-        """Take a checkpoint back."""
+        """Retract a checkpoint."""
         await commits.retract(self.log, self.owner, Attempt.parse(written.part.attempt), "it mixes two moments")
 
     async def clean_up(self, last: int) -> list[int]:
-        """Keep so many of the newest checkpoints. Return the steps that were given up."""
+        """Expire all but the newest `last` checkpoints. Return the expired steps."""
         newest_one = self.log.state.lineage()[0].attempt
         given_up = await retention.retire(self.log, self.owner, retention.Keep(last=last), {newest_one})
         return sorted(attempt.step for attempt in given_up)
@@ -1301,7 +1298,7 @@ async def _read_one(store: Any, found: Commit) -> ReadBack:
 
 
 async def check_unreadable(store: Any, step: int) -> None:
-    """Fail unless this step is no checkpoint of the history, or cannot be loaded."""
+    """Fail if this step can be loaded."""
     log = await read.open_run(store.url, store)
     for found in log.state.lineage():
         if found.step == step:
@@ -1319,12 +1316,12 @@ async def checked_steps(store: Any) -> list[int]:
 
 
 def write_in_pieces_of(patch: pytest.MonkeyPatch, nbytes: int) -> None:
-    """Say how many bytes of a data file one call writes."""
+    """Set how many bytes of a data file one call writes."""
     patch.setattr(write, "CHUNK", nbytes)
 
 
 async def problems_in(store: Any, step: int) -> list[str]:
-    """Verify one checkpoint. Return what is wrong."""
+    """Verify one checkpoint. Return its problems."""
     log = await read.open_run(store.url, store)
     return await read.verify(log.store, read.choose(log, step))
 
@@ -1350,12 +1347,12 @@ class _AnyText(_Equal, str):
 
 
 def trust_tensor_data(patch: pytest.MonkeyPatch) -> None:
-    """Take every piece of a tensor that is read from a file for what was saved."""
+    """Turn off the digest check of tensor data that is read from files."""
     patch.setattr(blobs, "blob_digest", lambda view: _AnyBytes())
 
 
 def trust_small_files(patch: pytest.MonkeyPatch) -> None:
-    """Take every small file of a checkpoint for what was saved."""
+    """Turn off the digest check of the small files of a checkpoint."""
 
     def trusting(raw: bytes, what: str) -> dict[str, Any]:
         data: dict[str, Any] = json.loads(bytes(raw))
@@ -1367,7 +1364,7 @@ def trust_small_files(patch: pytest.MonkeyPatch) -> None:
 
 
 def try_again_for(patch: pytest.MonkeyPatch, window_s: float, first_pause_s: float | None = None) -> None:
-    """Say for how long reads that fail are tried again."""
+    """Set how long failing reads are retried."""
     patch.setattr(steady, "WINDOW_S", window_s)
     if first_pause_s is not None:
         patch.setattr(steady, "FIRST_PAUSE_S", first_pause_s)
@@ -1379,7 +1376,7 @@ NOTHING = Contents(Layout((), {}, []))
 
 
 def names_of_files(of: Attempt, rank: int = 0) -> dict[str, str]:
-    """Return the names of what a rank has written of a checkpoint: what it has saved, where that lies, the data."""
+    """Return the names of the files of one rank: its manifest, its chunk table, its data."""
     return {
         "part": part_key(of, rank, 0),
         "table": table_key(of, rank, 0),
@@ -1391,8 +1388,8 @@ name_of_record = record_key  # of a log, by its number
 
 
 async def saved_objects(states: Sequence[tuple[int, dict[str, Any]]], ranks: int) -> tuple[dict[str, bytes], Attempt]:
-    """Save states that so many ranks hold alike, each under its step. Return the files, and the name that those of the
-    last checkpoint have in theirs."""
+    """Save states that `ranks` ranks hold as replicas, each under its step. Return the files and the id of the last
+    checkpoint."""
     store = MemoryStore()
     job = await Job.open(store, recover=False)
     for step, state in states:
@@ -1405,7 +1402,7 @@ async def saved_objects(states: Sequence[tuple[int, dict[str, Any]]], ranks: int
 
 
 def _divided(layout: Layout, raw: list[bytes], rank: int, world: int) -> tuple[Layout, bytes]:
-    """The layout and data of one rank of several that hold a state alike: rows of every tensor, some of the rest."""
+    """Return the share of one rank of a replicated state: some rows of each tensor, some of the small tensors."""
     pieces, data, elsewhere = list[TensorSpec](), list[bytes](), {}
     for i, (t, whole) in enumerate(zip(layout.tensors, raw, strict=True)):
         rows = t.shape[0] if t.shape else 0
@@ -1424,20 +1421,20 @@ def _divided(layout: Layout, raw: list[bytes], rank: int, world: int) -> tuple[L
 
 
 def resealed(document: Any) -> bytes:
-    """Make a small file of a document, with a right digest."""
+    """Serialise a document with a valid digest."""
     if isinstance(document.get("layout"), dict):
         document = document | {"layout": manifest.press(manifest.canonical(document["layout"]))}
     return manifest.seal({k: v for k, v in document.items() if k != "digest"})
 
 
 def opened_part(raw: bytes) -> Any:
-    """Read what a rank has saved, with its layout to be changed."""
+    """Parse the manifest of a rank, with its layout unpacked for changes."""
     document: Any = json.loads(raw)
     return document | {"layout": json.loads(manifest.canonical(manifest.unpress(document["layout"])))}
 
 
 def _indexed(tables: list[bytes]) -> bytes:
-    """The index of a checkpoint whose parts have these tables; some table where that cannot be."""
+    """Return the index for these chunk tables, or the last table if they do not fit together."""
     try:
         return merge([Table.from_bytes(raw, "a table") for raw in tables]).to_bytes() if len(tables) > 1 else tables[0]
     except CorruptError:
@@ -1455,7 +1452,7 @@ def forge(
     body: Callable[[Any], object] = lambda body: None,
     record: Callable[[Any], object] = lambda record: None,
 ) -> dict[str, bytes]:
-    """The run with its newest checkpoint changed as told, in what one rank saved, and every digest made anew."""
+    """Change the files of one rank in the newest checkpoint, and recompute all digests. Return the files of the run."""
     objects, attempt = dict(run[0]), run[1]
     keys = part_key(attempt, rank, 0), table_key(attempt, rank, 0)
     found = {k: v.copy() for k, v in columns_of(objects[keys[1]], "a table").items()}
@@ -1513,15 +1510,15 @@ class Snapshot:
 
     @property
     def label(self) -> memoryview:
-        """The bytes that say what snapshot this is, of one that lies in the first slot."""
+        """The bytes of its label. Only for a snapshot in the first slot."""
         return self._held.arena.view[PAGE + 8 : PAGE + 104]
 
     def without_digests(self) -> Snapshot:
-        """The same, if nobody had computed digests of it."""
+        """Return the same snapshot without digests."""
         return Snapshot(replace(self._held, digests=None))
 
     def overwrite(self) -> None:
-        """Have another process use the slot again."""
+        """Relabel the slot, as if another process had reused it."""
         self._held.arena.set_label(self._held.slot, replace(self._held.label, order=self._held.label.order + 1))
 
     def put_back(self) -> None:
@@ -1534,7 +1531,7 @@ class Snapshot:
 
 
 def snapshot_of(state: dict[str, Any], fill: Callable[[Contents], bytes]) -> Snapshot:
-    """Make a sealed snapshot of a state, with other bytes in its tensors and the digests that a writer would have."""
+    """Make a sealed snapshot of a state with digests. `fill` returns the bytes of its tensors."""
     reading = Capture(state).read()
     layout, values, data = reading.layout, json.dumps(reading.values).encode(), fill(Contents(reading.layout))
     arena = Arena.create(1, layout.arrangement.data_size + PAGE + len(values))
@@ -1547,7 +1544,7 @@ def snapshot_of(state: dict[str, Any], fill: Callable[[Contents], bytes]) -> Sna
 
 
 class Bench:
-    """Stages states into shared memory, and commits them to a folder, without a writer process."""
+    """Stages states into shared memory and commits them to a folder, without a writer process."""
 
     def __init__(self, folder: Path) -> None:
         self.url = f"file://{folder}"
@@ -1565,7 +1562,7 @@ class Bench:
         return owner
 
     def snapshot(self, state: dict[str, Any], *, verified: bool = True) -> Snapshot:
-        """Stage a state. `verified`: somebody computes digests of it."""
+        """Stage a state. `verified`: compute its digests."""
         reading = Capture(state).read()
         layout, text = reading.layout, json.dumps(reading.values).encode()
         size = layout.arrangement.data_size
@@ -1615,7 +1612,7 @@ class Bench:
 
 
 class SharedMemory:
-    """The memory that a trainer of this process and its writer share, mapped once more: to damage it."""
+    """Maps the memory that this process shares with its writer a second time, to damage it."""
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
@@ -1630,7 +1627,7 @@ class SharedMemory:
 
     @property
     def header(self) -> dict[str, memoryview]:
-        """What says how the memory is divided, and its parts."""
+        """The header of the arena, whole and by field."""
         view = self._arena.view
         return {
             "all": view[:PAGE],
@@ -1643,7 +1640,7 @@ class SharedMemory:
 
     @property
     def labels(self) -> memoryview:
-        """What says which snapshot lies in which slot."""
+        """The labels of all slots."""
         return self._arena.view[PAGE : 2 * PAGE]
 
     def _entry(self) -> memoryview:
@@ -1652,12 +1649,12 @@ class SharedMemory:
 
     @property
     def newest_sequence(self) -> memoryview:
-        """The number that is odd while the label of the newest snapshot is changed."""
+        """The sequence number of the newest label. It is odd while the label is being changed."""
         return self._entry()[:8]
 
     @property
     def newest_label(self) -> memoryview:
-        """What says which snapshot the newest is."""
+        """The label of the newest snapshot."""
         return self._entry()[8:]
 
     @property
@@ -1676,7 +1673,7 @@ def readable(state: dict[str, Any]) -> None:
 
 
 class Saved:
-    """One moment of a state as bytes and JSON text, as any place keeps it."""
+    """Holds one moment of a state as bytes and JSON text, as files do."""
 
     def __init__(self, reading: Reading) -> None:
         from toy_states import raw  # which imports much of torch
@@ -1704,18 +1701,18 @@ class Saved:
 
 
 def save_and_restore(state: dict[str, Any], into: dict[str, Any]) -> None:
-    """Restore a state from bytes and JSON, as any place keeps them, into another one."""
+    """Serialise a state and restore it into another one."""
     Saved(Capture(state).read()).restore(into)
 
 
 def guarded_in(state: dict[str, Any]) -> dict[str, bool]:
-    """Map each tensor that is saved of a state to whether only an optimizer writes to it."""
+    """Map each tensor that is saved of a state to True if only an optimizer writes to it."""
     reading = Capture(state).read()
     return dict(zip([t.name for t in reading.layout.tensors], reading.guarded, strict=True))
 
 
 def predicted_in(state: dict[str, Any]) -> set[str]:
-    """Name the weights whose steps the redo log can predict. This goes with the redo log."""
+    """Return the weights whose steps the redo log can predict. To be removed with the redo log."""
     capture = Capture(state)
     reading = capture.read()
     recipes = find_recipes(reading.layout, reading.tensors, capture.stepping)
@@ -1723,7 +1720,7 @@ def predicted_in(state: dict[str, Any]) -> set[str]:
 
 
 def tensor_of(state: dict[str, Any], name: str) -> torch.Tensor:
-    """Return what a state has under the name that a tensor of it has in checkpoints."""
+    """Return the tensor of a state that has this name in checkpoints."""
     reading = Capture(state).read()
     return dict(zip([t.name for t in reading.layout.tensors], reading.tensors, strict=True))[name]
 
@@ -1736,10 +1733,9 @@ def restore_first_of(
     known: bool = False,
     on_touch: Callable[[], None] = lambda: None,
 ) -> ckpt.Restored:
-    """Restore from the first source that can be used, in one process. Its `step` is None if none can.
+    """Restore from the first usable source, in one process. `step` of the result is None if there is none.
 
-    `known`: the state was read before, as it is by whoever opens a run. `on_touch` is called before anything of it is
-    changed.
+    `known`: read the state first, as opening a run does. `on_touch` is called before the state is changed.
     """
     result, capture = ckpt.Restored(step=None), Capture(into)
     if known:
@@ -1751,8 +1747,8 @@ def restore_first_of(
 
 
 def restore_folder(url: str | Path, into: dict[str, Any], ranks: World | None = None) -> ckpt.Restored:
-    """Restore the newest checkpoint of a run that nobody takes over and mends before. Its `step` is None if there is
-    none. `ranks`: see `threads.together`."""
+    """Restore the newest checkpoint of a run without opening it for writing, which would repair it. `step` of the
+    result is None if there is none. `ranks`: see `threads.together`."""
     world, result, lost = ranks or World(), ckpt.Restored(step=None), list[losses.Loss]()
     found_there = gather(world, [], [], [str(url)], [[0] * world.size], None, lost)
     found = restore_first(world, found_there, Capture(into), result, strict=True, on_touch=lambda: None, lost=lost)
@@ -1761,7 +1757,7 @@ def restore_folder(url: str | Path, into: dict[str, Any], ranks: World | None = 
 
 
 def lost_in_folder(url: str | Path, into: dict[str, Any], ranks: World) -> list[Any]:
-    """Look for what can be restored of a run. Return what each rank is told of steps that are lost."""
+    """Look for checkpoints of a run on all ranks. Return the lost steps that this rank reports."""
     result, lost = ckpt.Restored(step=None), list[losses.Loss]()
     gather(ranks, [], [], [str(url)], [[0] * ranks.size], None, lost)
     restore_first(ranks, [], Capture(into), result, strict=True, on_touch=lambda: None, lost=lost)
@@ -1769,12 +1765,12 @@ def lost_in_folder(url: str | Path, into: dict[str, Any], ranks: World) -> list[
 
 
 def sources_in(url: str | Path) -> list[RestoreSource]:
-    """The checkpoints of a run that can be restored, newest first."""
+    """List the checkpoints of a run that can be restored, newest first."""
     return gather(World(), [], [], [str(url)], [[0]], None)
 
 
 def trust_memory(patch: pytest.MonkeyPatch) -> None:
-    """Take what is copied out of memory for what was saved."""
+    """Turn off the digest check of data that is copied out of shared memory."""
     put = sources.put
 
     def trusting(memory: Any, starts: Any, lengths: Any, digests: Any, places: Any) -> list[int]:
@@ -1784,17 +1780,17 @@ def trust_memory(patch: pytest.MonkeyPatch) -> None:
 
 
 def take_every_layout_for_the_same(patch: pytest.MonkeyPatch) -> None:
-    """Have a restore believe that the state lies as what was saved."""
+    """Make a restore treat each state as having the layout of the checkpoint."""
     patch.setattr(Structure, "is_as_saved", lambda self, saved, pieces: True)
 
 
 def take_no_layout_for_the_same(patch: pytest.MonkeyPatch) -> None:
-    """Have a restore place each tensor by itself, also if the state lies as what was saved."""
+    """Make a restore place each tensor by itself, even if the state has the layout of the checkpoint."""
     patch.setattr(Structure, "is_as_saved", lambda self, saved, pieces: False)
 
 
 def note_filled_as_they_lie(patch: pytest.MonkeyPatch) -> list[list[str]]:
-    """Note, for each restore from now on, which tensors are filled without being placed one by one."""
+    """Record, for each restore from now on, the tensors that are filled without being placed one by one."""
     seen: list[list[str]] = []
     fill = Filler.__init__
 
@@ -1807,7 +1803,7 @@ def note_filled_as_they_lie(patch: pytest.MonkeyPatch) -> list[list[str]]:
 
 
 def note_loaded(patch: pytest.MonkeyPatch) -> list[str]:
-    """Note the names of the tensors that `ckpt.load` reads from now on."""
+    """Record the names of the tensors that `ckpt.load` reads from now on."""
     seen: list[str] = []
     fetch = loading.fill_from_store
 

@@ -64,9 +64,6 @@ bench-chaos: $(READY)
 bench-ledger: $(READY)
 	$(BIN)/python benchmarks/ledger.py $(ARGS)
 
-bench-redo: $(READY)
-	$(BIN)/python benchmarks/redo.py $(ARGS)
-
 bench-callbacks: $(READY)
 	$(BIN)/python benchmarks/callbacks.py $(ARGS)
 	$(BIN)/python benchmarks/callbacks_hf.py $(ARGS)

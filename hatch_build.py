@@ -27,8 +27,7 @@ except ImportError:  # by hand they are not needed
 
 LINK = re.compile(r"(!?)\[([^\]]*)\]\((?![a-z]+://)[^)]*\)")  # to a place in the repository, or on the same page
 FOLDER = Path(__file__).parent / "ckpt" / "format"
-# Sums and products of floats stay two roundings, as in numpy; what signals and errno would tell nobody asks.
-FLAGS = "-O3 -fPIC -shared -std=gnu11 -fvisibility=hidden -ffp-contract=off -fno-math-errno -fno-trapping-math -s"
+FLAGS = "-O3 -fPIC -shared -std=gnu11 -fvisibility=hidden -s"
 WAYS = ("", "-DNO_CLONES")  # the second for where functions cannot be chosen at the start
 LIMIT_S = 120
 

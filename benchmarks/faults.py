@@ -254,15 +254,14 @@ def losing(asked: Json) -> None:
     fault, rng = asked["fault"], random.Random(asked["seed"])
     hang = ckpt.on_hang(action="exit", min_s=1.0, factor=5.0)
     triggers = [ckpt.on_signal(), ckpt.on_exception(), ckpt.on_oom(), hang]
-    tiers = [ckpt.Memory(every=asked["every"], between=True), ckpt.Tier(asked["run"], every=NEVER, keep=3)]
+    tiers = [ckpt.Memory(), ckpt.Tier(asked["run"], every=NEVER, keep=3)]
     state = build(8, 512)  # 25 MB
     with ckpt.Checkpointer(state, tiers, triggers=triggers) as cp:
         start = cp.restore(default=0)
         say("restored", step=start)
         if asked["last"]:
             os._exit(0)
-        places = PLACES if asked["every"] == 1 else PLACES[:-1]  # else only between optimizer steps
-        due, where = start + rng.randint(12, 45), rng.choice(places)
+        due, where = start + rng.randint(12, 45), rng.choice(PLACES)
         if fault == "SEGV":
             delay_s = rng.uniform(0.4, 1.2)
             threading.Thread(target=lambda: (time.sleep(delay_s), ctypes.string_at(1)), daemon=True).start()
@@ -755,27 +754,23 @@ def one_death(bench: Bench, nbytes: int) -> Json:
 
 def measure_losses(bench: Bench) -> list[Figure]:
     """Two runs at a time."""
-    cases = [(fault, 1, 1) for fault in ("SIGKILL", "SEGV", "OOM", "hang", "exception")]
-    cases += [(fault, 10, 0) for fault in ("exception", "hang", "SIGTERM")]
+    cases = ("SIGKILL", "SEGV", "OOM", "hang", "exception")
     with ThreadPoolExecutor(2) as pool:
-        futures = [pool.submit(losses, bench, fault, every) for fault, every, _ in cases]
+        futures = [pool.submit(losses, bench, fault) for fault in cases]
         lost = [future.result() for future in futures]
-    found = []
-    for (fault, every, goal), values in zip(cases, lost, strict=True):
-        where = ", memory every step" if every == 1 else f", memory every {every} steps"
-        found.append(Figure(3, f"steps lost, {fault}{where}", "steps", [float(v["lost"]) for v in values], goal))
-        if fault == "SIGTERM":
-            found[-1].note = f"of them after the signal: {max(v['after'] for v in values)} at most"
-    return found
+    return [
+        Figure(3, f"steps lost, {fault}, memory every step", "steps", [float(v["lost"]) for v in values], 1)
+        for fault, values in zip(cases, lost, strict=True)
+    ]
 
 
-def losses(bench: Bench, fault: str, every: int) -> list[Json]:
+def losses(bench: Bench, fault: str) -> list[Json]:
     """One run, with process after process; the next is started ahead of the fault, and has imported torch by then."""
-    run, found, finished, at_signal = bench.fresh(f"lost-{fault}"), list[Json](), 0, 0
-    rng = random.Random(f"{fault}{every}")
+    run, found, finished = bench.fresh(f"lost-{fault}"), list[Json](), 0
+    rng = random.Random(f"{fault}1")
 
     def start(number: int) -> Child:
-        asked: Json = {"fault": fault, "every": every, "run": run, "seed": f"{fault}{every}{number}"}
+        asked: Json = {"fault": fault, "run": run, "seed": f"{fault}1{number}"}
         return bench.child("losing", **asked, last=number == bench.plan.lost)
 
     child = start(0)
@@ -786,20 +781,18 @@ def losses(bench: Bench, fault: str, every: int) -> list[Json]:
         if number:
             if restored > finished:
                 raise Failed(f"step {restored} was restored, and the last that was finished is {finished}")
-            found.append({"lost": finished - restored, "after": finished - at_signal, "finished": finished})
+            found.append({"lost": finished - restored, "finished": finished})
         if number == bench.plan.lost:
             break
         standby = start(number + 1)
-        last, sent = restored, math.inf
+        last = restored
         if fault.startswith("SIG"):  # from outside, at any moment
             while last < restored + 12:
                 last = child.expect("step")["step"]
             time.sleep(rng.uniform(0.0, 0.6))
-            sent = time.time()
             os.kill(child.pid, signal.Signals[fault])
         told = [one for one in child.rest() if one["what"] == "step"]
         finished = max([last, *(one["step"] for one in told)])
-        at_signal = max([last, *(one["step"] for one in told if one["at"] <= sent)])
         child = standby
     child.rest()
     return found

@@ -41,6 +41,7 @@ from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 
 import ckpt  # noqa: E402
+from ckpt.trainer.staging.stage_mode import WAYS  # noqa: E402
 
 Json = dict[str, Any]
 State = dict[str, Any]
@@ -87,9 +88,8 @@ def digest(state: State) -> float:
 
 
 @contextlib.contextmanager
-def opened(state: State, name: str, **settings: Any) -> Iterator[ckpt.Checkpointer]:
-    memory = ckpt.Memory(**settings)
-    with ckpt.Checkpointer(state, memory, name=f"contact-{name}-{os.getpid()}", triggers=None) as cp:
+def opened(state: State, name: str) -> Iterator[ckpt.Checkpointer]:
+    with ckpt.Checkpointer(state, ckpt.Memory(), name=f"contact-{name}-{os.getpid()}", triggers=None) as cp:
         cp.restore(default=0)
         yield cp
 
@@ -320,9 +320,10 @@ def fault() -> Json:
 def every_step() -> Json:
     """What does saving every step cost, in each of the ways that a snapshot may leave the device?"""
     found: Json = {}
-    for stage in ("overlap", "paced", "wait", "device"):
+    for way in WAYS:
         state = built(WIDTH, LAYERS)
-        with opened(state, stage, stage=stage) as cp:
+        with opened(state, way) as cp:
+            setattr(cp._session.stager._mode, "next", lambda step, way=way: way)  # noqa: B010
             train(state)
             cp.save(1).staged(120)
             periods: dict[bool, list[float]] = {True: [], False: []}
@@ -340,7 +341,7 @@ def every_step() -> Json:
                 torch.cuda.synchronize()
                 periods[bool(block % 2)].append((time.perf_counter() - began) / STEPS)
             ratio = statistics.median(periods[True]) / statistics.median(periods[False])
-            found[stage] = {
+            found[way] = {
                 "ratio": ratio,
                 "step_ms": 1e3 * statistics.median(periods[False]),
                 "blocks": spread(blocks),

@@ -20,7 +20,6 @@ import zstandard
 from ckpt.checkpoint.put import put
 from ckpt.format import byteplanes, codec, frames, kernels
 from ckpt.format.digest import blob_digest
-from ckpt.redo import adam
 
 Json = dict[str, Any]
 Array = np.ndarray[Any, Any]
@@ -36,7 +35,7 @@ def by_numpy(do: Callable[[], object]) -> Callable[[], object]:
     """The same where nothing was compiled."""
 
     def run() -> None:
-        users = (kernels, "find"), (byteplanes, "_library"), (frames, "_library"), (adam, "_library")
+        users = (kernels, "find"), (byteplanes, "_library"), (frames, "_library")
         before = [getattr(module, name) for module, name in users]
         for module, name in users:
             setattr(module, name, lambda: None)
@@ -83,19 +82,15 @@ def words() -> Iterator[tuple[str, tuple[int, Callable[[], object], Callable[[],
 
 
 def numbers() -> Rows:
-    w, m, v = np.random.default_rng(2).normal(0, 0.02, (3, BLOB // 4)).astype(np.float32)
-    v = v * v
-    into, short = np.zeros_like(w), np.zeros(len(w), np.uint16)
+    w = np.random.default_rng(2).normal(0, 0.02, BLOB // 4).astype(np.float32)
+    short = np.zeros(len(w), np.uint16)
     byteplanes.round_to_bf16(w.view(np.uint32), short)
-    c = adam.Coefficients(10, 0.999, 0.001, 1, -0.01, 0.3, 1e-8)
     exponents = np.ascontiguousarray((w.view(np.uint32) >> 23 & 0xFF).astype(np.uint8))
     room = np.zeros_like(exponents)
     frame = bytes(frames.compress(exponents, room))
     return {
         "bf16 from fp32 (of fp32 bytes)": both(BLOB, lambda: byteplanes.round_to_bf16(w.view(np.uint32), short)),
         "bf16 seen to be derived": both(BLOB, lambda: codec.derives(w.view(np.uint8), short.view(np.uint8))),
-        "Adam's second moment (of its bytes)": both(BLOB, lambda: adam.second_moment(m, w, v, c, into)),
-        "Adam's weights (of their bytes)": both(BLOB, lambda: adam.weights(w, m, v, c, into)),
         "exponents to a frame": both(len(exponents), lambda: frames.compress(exponents, room)),
         "and back, by zstd": both(len(exponents), lambda: frames.decompress(memoryview(frame), room)),
         "exponents to a frame, zstd 1": both(len(exponents), lambda: zstandard.compress(exponents.data, 1)),

@@ -50,9 +50,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-HERE = Path(__file__).resolve().parent
-REPO = HERE.parent
-JOB = HERE / "torture_job.py"
+REPO = Path(__file__).resolve().parent.parent
 LIMIT_S = 90.0  # a job that runs longer hangs: the longest of them takes 15 s
 READ_LIMIT_S = 60  # the same for reading one checkpoint: about 10 ms, and 4 s of retries if a file is missing
 MARK = "TORTURE_MARK"  # an environment variable by which the processes of one attempt are found
@@ -141,8 +139,15 @@ class Job:
     """A training process, or torchrun with several of them."""
 
     def __init__(
-        self, run: str, journal: Path, *words: object, ranks: int = 1, env: dict[str, str] | None = None
+        self,
+        run: str,
+        journal: Path,
+        *words: object,
+        ranks: int = 1,
+        env: dict[str, str] | None = None,
+        repo: Path = REPO,
     ) -> None:
+        """repo: the checkout whose library and job are used."""
         self.mark = uuid.uuid4().hex
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - read after the job has ended
         start = [sys.executable]
@@ -150,13 +155,13 @@ class Job:
             start += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         environment = {
             **os.environ,
-            "PYTHONPATH": f"{REPO}:{REPO / 'backends'}",
+            "PYTHONPATH": f"{repo}:{repo / 'backends'}",
             "OMP_NUM_THREADS": "1",
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
             MARK: self.mark,
             **(env or {}),
         }
-        command = [*start, str(JOB), run, str(journal), *map(str, words)]
+        command = [*start, str(repo / "benchmarks" / "torture_job.py"), run, str(journal), *map(str, words)]
         self.process = subprocess.Popen(
             command, env=environment, stdout=subprocess.DEVNULL, stderr=self._errors, start_new_session=True
         )

@@ -18,6 +18,7 @@ import contextlib
 import hashlib
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -31,16 +32,19 @@ from torch import Tensor, nn
 import ckpt
 
 WIDTH = 128
+VARIANTS = ("adamw", "sgd", "amsgrad", "adagrad", "nadam")
 FROZEN = 1 << 16  # elements of a tensor that never changes, as in LoRA
 
 
 class Net(nn.Module):
     """Two layers that train, and a frozen table."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
         self.table = nn.Parameter(torch.randn(FROZEN), requires_grad=False)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.to(dtype)
 
     def forward(self, batch: Tensor) -> Tensor:
         return batch + torch.nn.functional.linear(
@@ -50,27 +54,46 @@ class Net(nn.Module):
         )
 
 
-def build(salt: int, ranks: int) -> dict[str, Any]:
-    """Return the state of one job. Jobs with different salts never have an equal tensor."""
+def build(salt: int, ranks: int, variant: str = "adamw") -> dict[str, Any]:
+    """Return the state of a job. Jobs with different salts never have an equal tensor."""
     torch.manual_seed(salt)
-    model = Net()
-    if ranks > 1:
+    model = Net(torch.bfloat16 if variant == "sgd" else torch.float32)
+    if ranks == 1:
+        model.first.weight.data = model.first.weight.data.t().contiguous().t()  # as in channels_last; FSDP rejects it
+    else:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
         fully_shard(model, mesh=init_device_mesh("cpu", (ranks,)))
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
-    return {"model": model, "optim": optimizer, "plain": {"salt": salt, "step": 0, "losses": [0.0]}}
+    params = [p for p in model.parameters() if p.requires_grad]
+    optimizer = {
+        "adamw": lambda: torch.optim.AdamW(params, lr=1e-3),
+        "sgd": lambda: torch.optim.SGD(params, lr=1e-2, momentum=0.9, nesterov=True),
+        "amsgrad": lambda: torch.optim.Adam(params, lr=1e-3, amsgrad=True),
+        "adagrad": lambda: torch.optim.Adagrad(params, lr=1e-2),
+        "nadam": lambda: torch.optim.NAdam(params, lr=1e-3),
+    }[variant]()
+    plain = {"salt": salt, "step": 0, "losses": [0.0], "others": {"a": (1, 2.5, None), "b": b"x"}}
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.9)
+    return {"model": model, "optim": optimizer, "schedule": schedule, "plain": plain, "rng": ckpt.RNG()}
 
 
 def train_step(state: dict[str, Any], step: int) -> None:
     """Train one step on a batch that depends on the step and the salt only."""
     generator = torch.Generator().manual_seed(1000 * state["plain"]["salt"] + step)
-    batch = torch.randn(16, WIDTH, generator=generator)
-    loss = state["model"](batch).square().mean()
-    loss.backward()
-    state["optim"].step()
-    state["optim"].zero_grad()
+    model, optimizer = state["model"], state["optim"]
+    batch = torch.randn(16, WIDTH, generator=generator).to(model.table.dtype)
+
+    def loss_of() -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = model(batch).square().mean()
+        loss.backward()
+        return loss
+
+    loss = optimizer.step(loss_of)
+    state["schedule"].step()
+    model.seen += 1
+    torch.rand(step % 5)  # moves the generator that the state contains
     state["plain"]["step"] = step
     state["plain"]["losses"] = [*state["plain"]["losses"], loss.item()][-20:]
 
@@ -80,12 +103,16 @@ def digest(state: Mapping[str, Any]) -> str:
     found = hashlib.sha256()
     tensors = list(state["model"].state_dict().items())
     for number, moments in sorted(state["optim"].state_dict()["state"].items()):
-        tensors += [(f"{number}.{name}", value) for name, value in sorted(moments.items())]
+        for name, value in sorted(moments.items()):
+            values = value if isinstance(value, list) else [value]
+            tensors += [(f"{number}.{name}.{i}", torch.as_tensor(one)) for i, one in enumerate(values)]
+    tensors.append(("generator", torch.get_rng_state()))
     for name, tensor in tensors:
         whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
         found.update(f"{name} {whole.dtype} {tuple(whole.shape)}".encode())
         found.update(whole.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    found.update(json.dumps([state["plain"]["salt"], state["plain"]["step"], state["plain"]["losses"]]).encode())
+    schedule = {k: v for k, v in state["schedule"].state_dict().items() if not k.startswith("_get")}
+    found.update(repr([state["plain"], schedule, state["optim"].param_groups[0]["lr"]]).encode())
     return found.hexdigest()[:24]
 
 
@@ -130,10 +157,12 @@ def options() -> argparse.Namespace:
     parser.add_argument("--keep", type=int, default=3)
     parser.add_argument("--at", type=int, help="continue from this step; default: the newest")
     parser.add_argument("--salt", type=int, default=1)
+    parser.add_argument("--variant", choices=VARIANTS, default="adamw", help="the optimizer, and the dtype with it")
     parser.add_argument("--pause", type=float, default=0.005, help="seconds that each step waits in addition")
     parser.add_argument("--no-memory", action="store_true")
     parser.add_argument("--linger", type=float, default=60.0)
     parser.add_argument("--foreign-writes", action="store_true", help="write through .data right after each step()")
+    parser.add_argument("--kill-at", type=int, help="SIGKILL itself as soon as this step is in memory")
     parser.add_argument("--go", default="", help="wait until this file exists before the run is opened")
     return parser.parse_args()
 
@@ -155,7 +184,10 @@ def main() -> int:
     given = options()
     torch.set_num_threads(1)
     with process_group() as (rank, ranks):
-        state, journal = build(given.salt, ranks), Journal(given.journal, every=given.every, silent=rank > 0)
+        state, journal = (
+            build(given.salt, ranks, given.variant),
+            Journal(given.journal, every=given.every, silent=rank > 0),
+        )
         while given.go and not Path(given.go).exists():
             time.sleep(0.001)
         tiers: list[Any] = [] if given.no_memory else [ckpt.Memory(linger_s=given.linger)]
@@ -169,7 +201,11 @@ def main() -> int:
                 train_step(state, step)
                 now = digest(state)
                 journal.write(step=step, digest=now)
-                journal.expect(cp.step(step))
+                save = cp.step(step)
+                journal.expect(save)
+                if step == given.kill_at and save is not None:
+                    save.staged()
+                    os.kill(os.getpid(), signal.SIGKILL)
                 if given.foreign_writes:
                     with torch.no_grad():
                         state["model"].second.weight.data.add_(step)

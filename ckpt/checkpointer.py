@@ -128,7 +128,7 @@ class Checkpointer:
         undo.callback(setattr, progress, "closed", True)
         self._session, self._staged, self._writes = session, Staged(session, progress), TierWrites(session)
         self._saves = Saves(session, progress, self._staged, self._writes)
-        self._keeper = StepKeeper(session, progress, self._staged, self._saves, for_faults=bool(wanted))
+        self._keeper = StepKeeper(session, progress, self._staged, self._saves)
         self._restoring = Restoring(session, progress, self._staged, self._writes)
         self._kept = KeptSteps(session, progress, self._keeper, self._writes)
         self._live = LiveRun(session, progress, self._staged, self._saves, self._keeper)
@@ -187,17 +187,12 @@ class Checkpointer:
         tiers = self._saves.tiers_due(step, asked)
         save = None
         try:
-            with self._keeper.not_cut_off(step):
+            with self._progress.saving(step):
                 self._progress.begin(step, finite)
-                if tiers or asked or self._session.redo is not None or self._saves.memory_due(step):
+                if tiers or asked or self._saves.memory_due(step):
                     save = self._saves.begin(step, tiers, explicit=asked, asked=asked)
-                else:
-                    self._keeper.keep(step)
-                if save is not None and self._settings.on_busy == "skip":  # it may be left out yet
-                    self._keeper.take(step)
         except SkippedError as error:  # there is no memory for it
             self._saves.on_refused(step, error, self._saves.tiers_due(step, asked=False))
-            self._keeper.keep(step)
         finally:
             if asked:
                 self._fault_handler.securer.answer(save)
@@ -235,12 +230,11 @@ class Checkpointer:
 
     @traced("ckpt.step")
     def save(self, step: int | None = None) -> Save:
-        """Save now, to every tier: the step given, or the one that the last `step()` named, as it was then.
+        """Save now, to every tier: the step given, or the one that the last `step()` named.
 
-        Without a durable tier it is staged only. UsageError if the step that `step()` named was not due and cannot be
-        had any more: an optimizer has begun a further one, or weights were changed. Where nothing is kept of such steps
-        (`Memory(between=False)`, or a state that is long to read, or more than 64 MiB of it moves within a step) it is
-        saved as it is now: call this right after `step()`.
+        Without a durable tier it is staged only. If memory does not have the step that `step()` named, it is saved as
+        it is now: call this right after `step()`. Raises UsageError if an optimizer has begun a further step, or if
+        weights are exchanged (see `pause`).
         """
         with self._progress.in_turn():
             self._progress.check_usable()
@@ -250,7 +244,7 @@ class Checkpointer:
 
     def _save_as(self, step: int) -> Save:
         self._progress.check_next(step)
-        with self._keeper.not_cut_off(step):
+        with self._progress.saving(step):
             self._progress.begin(step, None)
             return self._saves.begin(step, self._settings.everywhere, explicit=True)
 
@@ -328,7 +322,8 @@ class Checkpointer:
 
     def close(self, timeout_s: float | None = None) -> None:
         """Make the last step durable in every tier, wait for all saves, let the writer leave. Harmless when called
-        again. If an optimizer has begun a further step, it is the newest step that memory holds; a warning says so.
+        again. A step that memory does not have is saved as it is now. If an optimizer has begun a further step, an
+        exception is on its way, or another thread closes, it is the newest step that memory holds; a warning says so.
 
         DeadlineError if that takes longer than `timeout_s` (default: `close_timeout_s`); the writer finishes by itself.
         DeadlineError or PeerError if other ranks do not come to close: memory stays with the writer as after a death.

@@ -50,21 +50,10 @@ INCREMENT_POINTS = (  # of a writer that stores an increment, or compresses
     "begin.landed",  # the log says what it builds on
     "packs.stored",  # all of its packs are durable
 )
-FOLLOW_POINTS = (  # of a writer that writes a slot while it is being filled
-    "follow.begun",  # nothing of it is written
-    "follow.sealed",  # it is whole, and not all of it is written
-    "follow.stored",  # all of it is durable, and nothing names it
-)
 ARCHIVE_POINTS = (  # of a writer whose log has become long
     "archive.stored",  # old records are in an archive, and are files as well
     "archive.deleting",  # some of these are gone
     "archive.merged",  # several archives are in one, and are there as well
-)
-REDO_POINTS = (  # of a writer that logs every step
-    "frame.writing",  # some bytes of a step are in the file
-    "frame.written",  # all of them, but the head, without which it is none
-    "frame.headed",  # that too, and nothing is durable
-    "frame.durable",
 )
 OFFLINE_POINTS = (  # of a command that makes something new of a checkpoint
     "export.window",  # some bytes are about to be written
@@ -75,9 +64,7 @@ POINTS = (
     *TRAINER_POINTS,
     *WRITER_POINTS,
     *INCREMENT_POINTS,
-    *FOLLOW_POINTS,
     *ARCHIVE_POINTS,
-    *REDO_POINTS,
     *OFFLINE_POINTS,
 )
 

@@ -33,7 +33,6 @@ class Save:
         self.stalled_s: float | None = None  # what step() took for it, when that is over
         self._staged: Future[Checkpoint] = Future()
         self._durable: dict[str, Future[Checkpoint]] = {url: Future() for url in durable}
-        self._logs: dict[str, Future[Checkpoint]] = {}
         self._cut_off: set[str] = set()  # tiers that it may not be on its way to, since Ctrl-C came in between
 
     def __repr__(self) -> str:
@@ -74,16 +73,6 @@ class Save:
             found = self._until_written(url, None if end is None else max(0.0, end - time.monotonic()))
         return found
 
-    def logged(self, timeout_s: float | None = None, *, tier: str | None = None) -> Checkpoint:
-        """EXPERIMENTAL, see docs/redo.md. Wait until the step is in the redo log of a tier (`log_every_step`): a
-        restore can redo it then."""
-        if not self._logs:
-            raise SaveError(f"step {self.step} is not logged: that is what Tier(folder, log_every_step=True) is for")
-        url = next(iter(self._logs)) if tier is None else normalise(tier)
-        if url not in self._logs:
-            raise SaveError(f"step {self.step} is not logged in {url}, only in {', '.join(self._logs)}")
-        return self._wait(self._logs[url], timeout_s, f"logging step {self.step} in {url}")
-
     def _until_written(self, url: str, timeout_s: float | None) -> Checkpoint:
         return self._wait(self._durable[url], timeout_s, f"writing step {self.step} to {url}")
 
@@ -117,17 +106,9 @@ class Save:
     def set_committed(self, url: str) -> None:
         _settle(self._durable[url], Checkpoint(self.step, self.attempt, url))
 
-    def add_log(self, url: str) -> None:
-        self._logs[url] = Future()
-
-    def set_logged(self, url: str, error: CheckpointError | None = None) -> None:
-        _settle(self._logs[url], error or Checkpoint(self.step, self.attempt, url))
-
     def set_failed(self, error: CheckpointError, url: str | None = None) -> None:
         """Of one tier, or of the whole save."""
-        futures: list[Future[Checkpoint]] = (
-            [self._durable[url]] if url else [self._staged, *self._durable.values(), *self._logs.values()]
-        )
+        futures = [self._durable[url]] if url else [self._staged, *self._durable.values()]
         for future in futures:
             _settle(future, error)
 
@@ -159,7 +140,7 @@ class Save:
         return list(self._durable)
 
     def unfinished(self) -> list[Future[Checkpoint]]:
-        return [f for f in (self._staged, *self._durable.values(), *self._logs.values()) if not f.done()]
+        return [f for f in (self._staged, *self._durable.values()) if not f.done()]
 
 
 def _settle(future: Future[Checkpoint], result: Checkpoint | CheckpointError) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 log = logging.getLogger("ckpt")
 
-KINDS = ("staged", "logged", "committed", "failed", "restored", "fault", "decided", "closed")
+KINDS = ("staged", "committed", "failed", "restored", "fault", "decided", "closed")
 MOST = 1024  # events that wait for a slow subscriber; the oldest are dropped beyond that
 FLUSH_S = 5.0  # that close() waits for the last of them
 
@@ -29,7 +29,6 @@ class Event:
     nobody was told of, since a subscriber was too slow. What a kind does not have is None.
 
     - "staged": `step` is in memory. `stall_s`: what training had waited for it; `nbytes`: of the state of this rank.
-    - "logged": it is in the redo log of `tier`, and can be redone. `seconds` that took; `nbytes`, `stored` for them.
     - "committed": it is durable in `tier`, a URL. `seconds` since it was ordered; `nbytes`, and `stored` of them.
     - "failed": it is not in `tier` ("memory" or a URL), and why: `error`.
     - "restored": `step` from `source`, "memory" or a URL; `seconds`; `repaired`: pieces taken from a further tier.

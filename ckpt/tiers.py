@@ -14,13 +14,10 @@ from urllib.parse import urlsplit
 from ckpt.checkpoint.retention import Keep, as_keep
 from ckpt.errors import UsageError
 from ckpt.goodput.cadence import FIRST_DURABLE, Auto, as_every, is_auto
-from ckpt.store import folder_of, normalise, remember_options
+from ckpt.store import normalise, remember_options
 
 COMPRESSION = ("auto", "none", "zstd")
 CREDENTIALS = ("AWS_", "GOOGLE_", "AZURE_")  # so begin the names of what says who one is
-
-
-STAGES = ("auto", "overlap", "paced", "wait", "device")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,32 +30,18 @@ class Memory:
     flight; fewer where memory is short).
     `linger_s`: how long the memory is held after the trainer has died. `replicas`: 2 has a writer on another
     node keep a copy of each snapshot, sent over the network in the background, so that memory survives the loss of a
-    node. `between`: with `every` above 1, keep of each step between what could not be read at a fault, so that no step
-    is lost to it; None: where that costs under 0.1 % of a step, and else only for a script that ends or raises, where
-    it costs under 0.5 ms, or 5 % of a step up to 2 ms.
-
-    `stage`, on a GPU: how snapshots leave it. "overlap": beside the next forward and backward; "paced": so too, in
-    small pieces that take at most `bus_share` of the bus, with pauses between; "wait": before these begin; "device":
-    from a copy on the device, as large as the state, so that training waits for no bus; "auto": what takes least of
-    the first three, found out by the run's own steps.
+    node.
     """
 
     every: int | str | Auto = 1
     keep: int = 3
     linger_s: float = 600.0
     replicas: int = 1
-    between: bool | None = None
-    stage: str = "auto"
-    bus_share: float = 0.5
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "every", as_every(self.every))
-        if self.stage not in STAGES:
-            raise UsageError(f"stage is one of {', '.join(STAGES)}, not {self.stage!r}")
-        if isinstance(self.bus_share, bool) or not 0 < self.bus_share <= 1:
-            raise UsageError(f"bus_share is a part of 1, not {self.bus_share!r}")
         numbers = type(self.keep) is int and isinstance(self.linger_s, (int, float))
-        numbers = numbers and self.replicas in (1, 2) and self.between in (None, True, False)
+        numbers = numbers and self.replicas in (1, 2)
         if not numbers or not 2 <= self.keep <= 12 or self.linger_s < 0:
             raise UsageError(f"{self} makes no sense: keep counts from 2 to 12, linger_s from 0, replicas is 1 or 2")
 
@@ -78,13 +61,6 @@ class Tier:
     checkpoint is stored as a whole all the same, and the first two: no bad file can spoil all there is. `compression`:
     "zstd" stores each tensor in the smallest form that gives back the same bits, also as the difference to an older
     one; "none" never does; "auto" does where the place takes bytes more slowly than idle cores compress them.
-    `scrub_mib_s`: how fast what is stored is read again in the background, to notice bytes that go bad; 0: never; by
-    default 8 in folders and 0 in object stores, which check themselves and charge for reading.
-
-    `log_every_step`: EXPERIMENTAL, see docs/redo.md; on a quick disk `every=1, compression="none"` costs training less.
-    For folders: every step between two checkpoints is durable too, in a redo log of what it changed; a restore takes
-    the checkpoint and redoes the steps after it. `max_restore_s`: how long that may take; before it would take longer,
-    a step is logged as a whole.
     """
 
     url: str
@@ -97,9 +73,6 @@ class Tier:
     incremental: bool = True
     compression: str = "auto"
     full_every: int = 10
-    scrub_mib_s: float | None = None
-    log_every_step: bool = False
-    max_restore_s: float = 60.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "every", as_every(self.every))
@@ -113,11 +86,6 @@ class Tier:
         object.__setattr__(self, "url", normalise(self.url))
         if urlsplit(self.url).password:
             raise UsageError("a password does not belong into a URL, which is logged: give it in storage_options=")
-        if self.log_every_step and folder_of(self.url) is None:
-            raise UsageError(
-                f"{self.url}: a redo log is appended to and fsynced at every step, which a folder on a disk can do. "
-                "Put log_every_step=True on a Tier for a folder, before this one"
-            )
         if self.url.startswith("memory:"):
             raise UsageError(f"{self.url} lives in one process only, and would end with it: use ckpt.Memory()")
         try:
@@ -126,8 +94,6 @@ class Tier:
             raise UsageError("storage_options must be plain values: they are handed to the writer process") from None
 
     def _check_increments(self) -> None:
-        rate = self.scrub_mib_s
-        number = rate is None or (isinstance(rate, (int, float)) and type(rate) is not bool and rate >= 0)
         for right, name, wanted in (
             (self.compression in COMPRESSION, "compression", '"auto", "none" or "zstd"'),
             (type(self.incremental) is bool, "incremental", "True or False"),
@@ -135,13 +101,6 @@ class Tier:
                 type(self.full_every) is int and self.full_every >= 1,
                 "full_every",
                 "a whole number from 1 (1: always full)",
-            ),
-            (number, "scrub_mib_s", "MiB a second from 0 (0: never)"),
-            (type(self.log_every_step) is bool, "log_every_step", "True or False"),
-            (
-                type(self.max_restore_s) in (int, float) and 0 < self.max_restore_s < float("inf"),
-                "max_restore_s",
-                "a number of seconds above 0",
             ),
         ):
             if not right:
@@ -161,8 +120,6 @@ class Tier:
             "incremental": self.incremental,
             "compression": self.compression,
             "full_every": self.full_every,
-            "scrub_mib_s": self.scrub_mib_s,
-            "max_restore_s": self.max_restore_s,
             "environment": {k: v for k, v in os.environ.items() if k.startswith(CREDENTIALS)},
         }
 

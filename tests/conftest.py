@@ -23,14 +23,13 @@ from processes import writers
 # servers. All others are the quick part. About by how long they take, the longest first.
 SLOW = (
     "test_transformers", "test_ladder", "test_nodes", "test_torchtitan", "test_deepspeed", "test_documents",
-    "test_ray", "test_megatron", "test_interleavings", "test_torch_dist", "test_redo_ranks", "test_first_contact",
-    "test_rank_faults", "test_resize", "test_chaos", "test_power_cut", "test_simulated", "test_typing", "test_s3",
-    "test_redo", "test_promise_ownership", "test_hostile", "test_stores", "test_increments", "test_object_storage",
-    "test_offline", "test_kill", "test_full_disk", "test_examples", "test_repair", "test_promise_ends",
-    "test_ledger", "test_fault_handler", "test_promise_moments", "test_protocol", "test_faults_example",
-    "test_lightning", "test_checkpoint_io", "test_random_faults", "test_retry", "test_promise_handover",
-    "test_lifecycle", "test_lightning_restarts", "test_promise_interrupts",
-    "test_stage", "test_replicate", "test_source_redo", "test_promise_damage",
+    "test_ray", "test_megatron", "test_interleavings", "test_torch_dist", "test_first_contact", "test_rank_faults",
+    "test_resize", "test_chaos", "test_power_cut", "test_simulated", "test_typing", "test_s3",
+    "test_promise_ownership", "test_hostile", "test_stores", "test_increments", "test_object_storage", "test_offline",
+    "test_kill", "test_full_disk", "test_examples", "test_repair", "test_promise_ends", "test_ledger",
+    "test_fault_handler", "test_promise_moments", "test_protocol", "test_faults_example", "test_lightning",
+    "test_checkpoint_io", "test_random_faults", "test_retry", "test_promise_handover", "test_lifecycle",
+    "test_lightning_restarts", "test_promise_interrupts", "test_stage", "test_replicate", "test_promise_damage",
     "test_promise_trainers", "test_promise_state", "test_ranks", "test_export", "test_accelerate",
     "test_written_before", "test_dcp", "test_loader", "test_restore", "test_upkeep", "test_promise_stores",
     "test_damage", "test_metrics", "test_top", "test_benchmarks", "test_plan", "test_jobs", "test_surprises",
@@ -38,7 +37,7 @@ SLOW = (
     "test_shards", "test_stopped", "test_restore_line", "test_to_lightning", "test_fabric", "test_machines",
     "test_fsdp1", "test_created", "test_drift", "test_torchft", "test_corners", "test_best", "test_composer",
     "test_promise_file_systems", "test_unreadable", "test_further_state", "test_uneven_ranks",
-    "test_unnoticed_damage", "test_run_identity", "test_torture", "test_forged", "test_resharding",
+    "test_unnoticed_damage", "test_run_identity", "test_torture", "test_budgets", "test_forged", "test_resharding",
     "test_forged_values", "test_same_states",
 )  # fmt: skip
 

@@ -179,16 +179,7 @@ def test_type_checkers_see_the_same_names() -> None:
 
 # -- tests of promises: what they know of the library is public, or in tests/lib/inside.py --
 
-# These test mechanisms that are being removed, and go with them.
-GO_WITH_THEIR_MECHANISM = {
-    "test_redo",  # the redo log
-    "test_redo_ranks",
-    "test_out_of_turn",  # steps that are kept between scheduled ones
-    "test_following",  # a slot that is written while it is filled
-}
-PROMISES = [
-    path for path in sorted((REPO / "tests" / "promises").glob("*.py")) if path.stem not in GO_WITH_THEIR_MECHANISM
-]
+PROMISES = sorted((REPO / "tests" / "promises").glob("*.py"))
 PUBLIC_MODULES = {"errors", "events", "testing", *ckpt._PARTS}
 PUBLIC = PUBLIC_MODULES | {*ckpt.__all__, "__version__"}
 INTERNAL = {path.stem for path in (REPO / "ckpt").iterdir() if path.is_dir() or path.suffix == ".py"} - PUBLIC

@@ -22,7 +22,7 @@ from ckpt.checkpoint.encode_part import LEAST, WORTH, Learnt, OnNeeds, PartEncod
 from ckpt.checkpoint.incremental import Digests, Policy, Previous, plan_blobs
 from ckpt.checkpoint.parts import load_part
 from ckpt.checkpoint.upload_stats import UploadStats
-from ckpt.checkpoint.write import Arriving, RankSnapshot, WrittenPart, write_part
+from ckpt.checkpoint.write import RankSnapshot, WrittenPart, write_part
 from ckpt.errors import CorruptError, FormatError, StoreError
 from ckpt.events import log as logger
 from ckpt.format.digest import blob_digest
@@ -60,7 +60,6 @@ class Encoder:
     kinds: dict[str, Learnt] = field(default_factory=dict)
     compressing: bool = False
     sampled: bool = False  # whether deltas have ever been tried
-    shared: bool = True  # whether the last one had, or might have had, enough of the one before
     _written: dict[tuple[Attempt, int], WrittenPart] = field(default_factory=dict)
 
     # -- what to build on --
@@ -105,47 +104,27 @@ class Encoder:
         on_needs: OnNeeds | None = None,
         bases: Bases = no_bases,
         check: Callable[[], None] = lambda: None,
-        arriving: Arriving | None = None,
     ) -> WrittenPart:
         """Store one rank's share of an attempt; see `ckpt.checkpoint.write.write_part`.
 
         `on_needs` is told which older checkpoint is built on, before anything is stored; False: that it cannot be.
-        What is `arriving` yet is stored raw: see `surely_raw`.
         """
         compress = self._decide(store, snapshot.layout.arrangement.data_size)
-        if arriving or (isinstance(source, InMemory) and not compress and not await self._shares(source, previous)):
-            written = await self._write_raw(store, snapshot, previous, number, reason, check, arriving)
+        if isinstance(source, InMemory) and not compress and not await self._shares(source, previous):
+            written = await self._write_raw(store, snapshot, number, reason, check)
             self.remember(written)
             return written
-        self.shared = True
         work = PartEncoder(self, store, snapshot, source, previous, number, bases if compress else no_bases, compress)
         written = await work.run(reason, on_needs, check)
         self.remember(written)
         return written
 
-    def surely_raw(self, store: Store, layout: Layout, previous: Previous | None) -> bool:
-        """Whether a snapshot is stored raw, as far as can be said before it is there."""
-        return not self._decide(store, layout.arrangement.data_size) and (previous is None or not self.shared)
-
     async def _write_raw(
-        self,
-        store: Store,
-        snapshot: RankSnapshot,
-        previous: Previous | None,
-        number: int,
-        reason: str,
-        check: Callable[[], None],
-        arriving: Arriving | None,
+        self, store: Store, snapshot: RankSnapshot, number: int, reason: str, check: Callable[[], None]
     ) -> WrittenPart:
         began, on_bytes = time.monotonic(), self.flow.add
-        written = await write_part(
-            store, snapshot, number=number, reason=reason, on_bytes=on_bytes, check=check, arriving=arriving
-        )
-        seconds = time.monotonic() - began - (0.0 if arriving is None else arriving.waited_s)
-        self._learn_sink(snapshot.layout.arrangement.data_size, seconds)
-        if previous is not None:
-            digests = written.table.digest[: written.table.owned]
-            self.shared = arriving is not None and _is_shared(snapshot.layout, previous, digests)
+        written = await write_part(store, snapshot, number=number, reason=reason, on_bytes=on_bytes, check=check)
+        self._learn_sink(snapshot.layout.arrangement.data_size, time.monotonic() - began)
         return written
 
     def _decide(self, store: Store, nbytes: int) -> bool:

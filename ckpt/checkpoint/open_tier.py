@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +19,6 @@ from ckpt.checkpoint import commit, retention
 from ckpt.checkpoint.encode import Encoder
 from ckpt.checkpoint.incremental import Policy
 from ckpt.checkpoint.read import verify
-from ckpt.checkpoint.scrub import Scrub
 from ckpt.checkpoint.upload_stats import UploadStats
 from ckpt.errors import CheckpointError, FencedError, RunGoneError, is_unreadable
 from ckpt.format.manifest import Attempt
@@ -37,7 +35,6 @@ LIST_EVERY = 32  # clean-ups, in a remote place: between them only what is known
 OPENING_S = 30.0  # how long a remote place is tried when it is opened: an address may be wrong, and somebody waits
 PATIENCE_S = 300.0  # and for each request later
 REACHING = ("options", "environment", "max_mib_s", "max_inflight_mib")  # of a spec: how the place is reached
-SCRUB_MIB_S = 8.0  # in folders
 
 
 @dataclass
@@ -71,9 +68,6 @@ class OpenTier:
     sweeps: int = 0
     leaving: set[str] = field(default_factory=set)  # names that are deleted when the grace is over
     graces: set[asyncio.Task[None]] = field(default_factory=set)
-    scrubbing: asyncio.Task[None] | None = None
-    scrub_rate: float = 0.0  # bytes a second
-    tell: Callable[[Note], None] = lambda message: None
     warned: set[Attempt] = field(default_factory=set)  # of what cannot be read the user has been told
     tidied: set[Attempt] = field(default_factory=set)  # aborted ones, of which nothing is left
     archivist: Archivist = field(default_factory=Archivist)
@@ -102,24 +96,8 @@ class OpenTier:
                 await self.log.check_same()
             await self.log.open()
             self.root, self.opened = self.log.root, True
-            self.scrub_slowly()
         else:
             await self.log.check_same()
-
-    def scrub_slowly(self) -> None:
-        """Read again what is stored, now and then, if that is wanted here."""
-        tell = self.tell
-        wanted = self.spec.get("scrub_mib_s")
-        rate = float(wanted if wanted is not None else 0 if self.store.remote else SCRUB_MIB_S) * 2**20
-        if self.scrubbing is not None and (rate != self.scrub_rate or self.scrubbing.done()):
-            self.scrubbing.cancel()
-            self.scrubbing = None
-        self.scrub_rate = rate
-        if rate > 0 and self.opened and self.scrubbing is None:
-            told = self.encoder.suspects.add, self.encoder.distrusted.add
-            say = functools.partial(_say, tell)
-            scrub = Scrub(self.log, rate, lambda: self.role, self.busy.locked, *told, say)
-            self.scrubbing = asyncio.create_task(scrub.run())
 
     def set_every(self, steps: int) -> None:
         """Another cadence."""
@@ -290,9 +268,6 @@ class OpenTier:
 
         A remote place is left as it is: to read a large checkpoint back could take longer than anybody waits at an end.
         """
-        if self.scrubbing is not None:
-            self.scrubbing.cancel()
-            await asyncio.gather(self.scrubbing, return_exceptions=True)
         if self.sweeping is not None:
             if self.store.remote:
                 self.sweeping.cancel()

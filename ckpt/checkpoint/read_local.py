@@ -6,7 +6,7 @@ processor's cache still has them. Nothing is copied twice.
 
 Through the page cache, since that is what measured fastest, cold too: on Linux 6.18 over a virtual disk, two such
 streams read 4.6 GB/s for 0.05 CPU seconds a GB, and O_DIRECT, in ten forms tried, 2.1 to 3.8; what is in the cache
-comes at 20 GB/s. What is about the disk itself (`verify`, scrubbing, reading back) goes past the cache: `read.fetch`.
+comes at 20 GB/s. What is about the disk itself (`verify`, reading back) goes past the cache: `read.fetch`.
 """
 
 from __future__ import annotations

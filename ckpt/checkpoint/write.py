@@ -10,8 +10,8 @@ import contextlib
 import mmap
 import time
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -41,7 +41,7 @@ class RankSnapshot:
     data: memoryview
     values: list[Any]
     finite: bool | None = None
-    replicas: Callable[[], Replicas] = dict  # called when all is written
+    replicas: Replicas = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -59,25 +59,6 @@ class WrittenPart:
         return self.table.packs if self.pieces is None else self.pieces.packs
 
 
-class Arriving(Protocol):
-    """Bytes of a snapshot that come while they are written, in their order. Whatever waits here raises if they will not
-    all come."""
-
-    waited_s: float  # for bytes that were not there yet
-
-    async def until(self, nbytes: int) -> None:
-        """Until so many are there."""
-
-    async def sealed(self) -> None:
-        """Until all are there, and stay."""
-
-    async def wanted(self) -> None:
-        """Until somebody wants a part of them."""
-
-    def stop(self) -> None:
-        """No more of them is wanted."""
-
-
 async def write_part(
     store: Store,
     snapshot: RankSnapshot,
@@ -86,43 +67,30 @@ async def write_part(
     reason: str = "due",
     on_bytes: Callable[[int], None] | None = None,
     check: Callable[[], None] = lambda: None,
-    arriving: Arriving | None = None,
 ) -> WrittenPart:
     """Store one rank's share of an attempt, all of it raw. After an error nothing of it counts; write again with a
     higher `number`.
 
-    `check` raises if the snapshot has changed meanwhile; it is called before anything counts. `arriving`: its data is
-    not all there yet. It is digested when it is, and nothing but a pack is stored before.
+    `check` raises if the snapshot has changed meanwhile; it is called before anything counts.
     """
     layout, rank = snapshot.layout, snapshot.layout.rank
     key = pack_key(snapshot.attempt, rank, number)
     header = layout.arrangement.header
-    digesting = asyncio.ensure_future(_digests(snapshot, arriving))  # meanwhile
+    digesting = asyncio.ensure_future(asyncio.to_thread(digest_blobs, layout, snapshot.data))  # meanwhile
     digesting.add_done_callback(lambda done: done.cancelled() or done.exception())  # what was written may fail first
     try:
-        await _write_pack(store, key, header, snapshot.data, on_bytes, arriving)
+        await _write_pack(store, key, header, snapshot.data, on_bytes)
     except BaseException:
-        if arriving is not None:
-            arriving.stop()
         await asyncio.wait((digesting,))  # it reads memory that is somebody else's from then on
         raise
     try:
         digests = await digesting
-        if arriving is not None:
-            await arriving.wanted()
     except BaseException:
         await drop(store, [key])
         raise
     pack = PackInfo(key, len(header) + len(snapshot.data), len(header), file_digest(header))
     table = build_table(layout, key, digests)
     return await finish_part(store, snapshot, table, [pack], number=number, reason=reason, check=check)
-
-
-async def _digests(snapshot: RankSnapshot, arriving: Arriving | None) -> bytes:
-    """Of what is sealed, whatever was written before."""
-    if arriving is not None:
-        await arriving.sealed()
-    return await asyncio.to_thread(digest_blobs, snapshot.layout, snapshot.data)
 
 
 async def finish_part(
@@ -179,7 +147,7 @@ def _part(
         created=time.time(),
         reason=reason,
         finite=snapshot.finite,
-        replicas=snapshot.replicas(),
+        replicas=snapshot.replicas,
         needs=[] if base is None else [base.part.attempt],
         chain=0 if base is None else base.part.chain + 1,
         full="" if base is None else str(base.full),
@@ -194,19 +162,12 @@ async def drop(store: Store, packs: Iterable[str]) -> None:
 
 
 async def _write_pack(
-    store: Store,
-    key: str,
-    header: bytes,
-    data: memoryview,
-    on_bytes: Callable[[int], None] | None,
-    arriving: Arriving | None,
+    store: Store, key: str, header: bytes, data: memoryview, on_bytes: Callable[[int], None] | None
 ) -> None:
     """Header and data as one object, in ranges as the store wants them."""
 
     async def piece(offset: int, length: int) -> memoryview:
         start = offset - len(header)
-        if arriving is not None:
-            await arriving.until(start + length)
         if start >= 0:
             return data[start : start + length]
         return _page_aligned(header[offset:] + data[: max(0, start + length)])

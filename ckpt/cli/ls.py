@@ -25,8 +25,6 @@ from ckpt.cli.terminal import (
     print_json,
     print_table,
     put,
-    redo_lines,
-    redo_of,
 )
 from ckpt.errors import CheckpointError, FormatError
 from ckpt.runlog.records import words_of
@@ -139,8 +137,6 @@ def show_checkpoints(found: dict[str, Any]) -> None:
     written = human(sum(row["bytes"] for row in found["checkpoints"]))
     count = count_of(len(rows), "checkpoint")
     put(f"{count}, {written} written, {human(found['bytes_in_files'])} in files")
-    for line in redo_lines(found["redo"]):
-        put(line)
 
 
 async def _ls(url: str) -> dict[str, Any]:
@@ -154,5 +150,4 @@ async def _ls(url: str) -> dict[str, Any]:
             "may_be_lost": sorted({a.step for one in await losses.of_log(log) for a in one.attempts}),
             "bytes_in_files": in_files,
             "checkpoints": [asdict(row) for row in rows],
-            "redo": redo_of(log),
         }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING
@@ -11,16 +10,13 @@ import click
 
 from ckpt.checkpoint import spelling
 from ckpt.checkpoint.spelling import Which
-from ckpt.cli.terminal import opened, progress, say
+from ckpt.cli.terminal import opened, say
 from ckpt.convert.output import local_path
 from ckpt.errors import FormatError, UsageError
-from ckpt.redo import has_logs
 from ckpt.store import normalise
 
 if TYPE_CHECKING:  # what `ls` need not wait for is imported where it is used
     from ckpt.convert.source import Origin
-    from ckpt.convert.source_redo import RedoneOrigin
-    from ckpt.runlog.log import RunLog
 
 
 def place_in_state(context: click.Context, parameter: click.Parameter, text: str) -> tuple[str, ...]:
@@ -49,10 +45,8 @@ as_option = click.option(
 
 
 @contextlib.asynccontextmanager
-async def open_run(
-    url: str, step: Which, others: Sequence[str] = (), *, redo: bool = False, max_memory: int | None = None
-) -> AsyncIterator[Origin]:
-    """A checkpoint of a run; or a step that its redo log leads to, if that is asked for, or with `redo` the newest."""
+async def open_run(url: str, step: Which, others: Sequence[str] = ()) -> AsyncIterator[Origin]:
+    """A checkpoint of a run, the newest without `step`."""
     from ckpt.convert.source_run import checkpoint_of
 
     with contextlib.suppress(UsageError):
@@ -63,35 +57,7 @@ async def open_run(
                 f"{url} holds files of another program: `ckpt import {url} RUN` makes a run of them first"
             )
     async with opened(url) as log:
-        others = [normalise(other) for other in others]
-        newest = redo and step in (None, spelling.LATEST)
-        with progress("redoing steps", 0) if has_logs(log.store.url) else contextlib.nullcontext():
-            redone = await asyncio.to_thread(_redone, log, spelling.number(step), newest, max_memory, others)
-        if redone is not None:
-            async with contextlib.aclosing(redone):
-                yield redone
-            return
-        yield await checkpoint_of(log, step, others)
-
-
-def _redone(
-    log: RunLog, step: int | None, newest: bool, max_memory: int | None, others: Sequence[str]
-) -> RedoneOrigin | None:
-    history = log.state.lineage()
-    is_checkpoint = any(commit.step == step for commit in history) if step is not None else not newest
-    if is_checkpoint or not has_logs(log.store.url):
-        return None
-    from ckpt.convert import export, source_redo  # which need torch
-    from ckpt.faults.memory_pressure import available_memory
-
-    room = available_memory() if max_memory is None else min(available_memory(), max_memory - export.resident())
-    try:
-        return source_redo.redone(log, step, max(0, room - export.SPARE - export.SHARES * export.SMALLEST), others)
-    except (UsageError, MemoryError) as error:  # it takes too much
-        if step is not None or not history:
-            raise
-        say(f"{error or 'not enough memory for the redo log'}. So it is the newest checkpoint instead")
-        return None
+        yield await checkpoint_of(log, step, [normalise(other) for other in others])
 
 
 @contextlib.asynccontextmanager

@@ -142,7 +142,7 @@ def remarks(chosen: Plan, known: Mapping[str, float], sources: Mapping[str, str]
             f"A restart was measured with {known['gpus']:,.0f} ranks: with more it takes longer, see --restart"
         )
     hang = 'hangs are noticed so by on_hang(action="exit"); the default triggers="auto" saves and reports them only'
-    return [*found, hang, "steps between snapshots that are copied at a fault (Memory(between=True)) are not counted"]
+    return [*found, hang]
 
 
 # -- for people --

@@ -117,9 +117,6 @@ def restore(
 ) -> int:
     """Write the newest checkpoint of a run in another form: gathered, cast, or cut for another number of ranks.
 
-    If a redo log leads further, its last step: redone in memory, of which that takes as much as the state has. What was
-    loaded and what was redone is said, and RUN@STEP chooses any other.
-
     Every byte is verified on the way; what is damaged comes from another step or, with --from, another location, or the
     tensor is named and nothing appears. An interrupted restore goes on where it was when it is called again. Only
     safetensors leave out what is not a weight.
@@ -132,8 +129,7 @@ def restore(
         raise click.UsageError("--shard-size is for a folder of safetensors")
 
     wanted = Wanted(path, chosen, world or 1, only, dtype, shard_size)
-    opening = open_run(url, step, others, redo=True, max_memory=max_memory)
-    return shown(act(make(opening, wanted, max_memory, dry_run), partial(so_far, path)), as_json)
+    return shown(act(make(open_run(url, step, others), wanted, max_memory, dry_run), partial(so_far, path)), as_json)
 
 
 def so_far(path: Path) -> str:

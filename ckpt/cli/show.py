@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import fnmatch
-import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -13,7 +12,7 @@ import click
 
 from ckpt.checkpoint import describe, ledger_files, read
 from ckpt.checkpoint.parts import MANY, sizes_of_many
-from ckpt.checkpoint.spelling import LATEST, Which
+from ckpt.checkpoint.spelling import Which
 from ckpt.cli.arguments import checkpoint_argument
 from ckpt.cli.reading import cadence_lines
 from ckpt.cli.terminal import (
@@ -25,11 +24,9 @@ from ckpt.cli.terminal import (
     print_json,
     print_table,
     put,
-    redo_lines,
-    redo_of,
     short,
 )
-from ckpt.errors import CheckpointError, NoCheckpointError
+from ckpt.errors import CheckpointError
 from ckpt.format.manifest import Attempt, PackInfo, Part, owner
 from ckpt.format.rank_index import Directory
 from ckpt.format.saved_state import SavedState
@@ -71,7 +68,7 @@ def show(url: str, step: Which, only: str | None, every: bool, as_json: bool) ->
         if packs:
             print_table(("pack", "size", "used", "of step"), packs)
     put(f"{count_of(found['distinct_tensors'], 'tensor')}, {human(found['tensor_bytes'])}")
-    for line in [*storage_lines(found), *saving_lines(found), *redo_lines(found["redo"])] if only is None else ():
+    for line in [*storage_lines(found), *saving_lines(found)] if only is None else ():
         put(line)
     return 0
 
@@ -115,11 +112,7 @@ def storage_lines(found: dict[str, Any]) -> Iterator[str]:
 
 async def _show(url: str, step: Which, only: str | None, every: bool) -> dict[str, Any]:
     async with opened(url) as log:
-        redone = redo_of(log)
-        try:
-            commit = read.choose(log, step)
-        except NoCheckpointError as error:
-            raise _redone_instead(error, url, step, redone) from None
+        commit = read.choose(log, step)
         async with read.there(log, commit):
             contents = await _contents(log.store, commit, only, every)
         return {
@@ -131,7 +124,6 @@ async def _show(url: str, step: Which, only: str | None, every: bool) -> dict[st
             "full": commit.full,
             "needs": list(map(str, commit.needs)),
             "needs_there": all(need in log.state.commits for need in commit.needs),
-            "redo": redone,
             "cadence": cadence_lines(await ledger_files.newest_accounts(log.store, RECENT, (CheckpointError,))),
             **contents,
         }
@@ -216,18 +208,6 @@ def _older(commit: Commit, used: Iterable[str]) -> dict[str, Any]:
     """The files of other checkpoints that it uses."""
     owners = [of for key in used if (of := owner(key)) is not None and of != commit.attempt]
     return {"older_packs": len(owners), "older_steps": sorted({of.step for of in owners}, reverse=True)}
-
-
-def _redone_instead(error: NoCheckpointError, url: str, step: Which, redone: list[dict[str, Any]]) -> NoCheckpointError:
-    """What was asked for may be a step of the redo log."""
-    found = next((one for one in redone if step in (None, LATEST, one["step"])), None)
-    if found is None:
-        return error
-    words = f"ckpt restore {shlex.quote(url)}@{found['step']} --to PATH"
-    return NoCheckpointError(
-        f"{error}. Step {found['step']} is in the redo log, which leads to it from step {found['base']}: "
-        f"`{words}` redoes it, and so does a training that restores it"
-    )
 
 
 def _pack(pack: PackInfo, attempt: Attempt, used: int) -> dict[str, Any]:

@@ -16,7 +16,6 @@ import shlex
 import shutil
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from dataclasses import asdict
 from typing import Any, TypeVar
 
 import click
@@ -26,9 +25,7 @@ from ckpt.checkpoint.losses import Loss
 from ckpt.cli import STOPPED
 from ckpt.cli.arguments import folders
 from ckpt.errors import FormatError
-from ckpt.format.manifest import Attempt
 from ckpt.maintain.find_runs import runs_below
-from ckpt.redo import has_logs
 from ckpt.runlog.log import Commit, RunLog
 from ckpt.store import folder_of, open_store, remember_options
 
@@ -160,40 +157,13 @@ def newest_first(log: RunLog) -> list[Commit]:
     return sorted(log.state.commits.values(), key=lambda c: c.attempt, reverse=True)
 
 
-def told(log: RunLog, damage: Sequence[Loss], others: Sequence[Attempt] = ()) -> str:
-    """One line about damage of a run: what it costs, as far as that can be known. `others`: what can be restored
-    besides checkpoints."""
-    sound = [commit.attempt for commit in log.state.lineage() if commit.finite is not False]
-    newest = max([*sound[:1], *others], default=None)
+def told(log: RunLog, damage: Sequence[Loss]) -> str:
+    """One line about damage of a run: what it costs, as far as that can be known."""
+    newest = next((commit.attempt for commit in log.state.lineage() if commit.finite is not False), None)
     missed = losses.passed_over(damage, newest, log.state.acquires)
     if missed:
         return losses.in_words(missed, 0 if newest is None else newest.step)
     return f"{losses.listed(damage)}. Checkpoints may be missing"
-
-
-def redo_lines(steps: list[dict[str, Any]]) -> Iterator[str]:
-    """What the redo log leads to beyond the newest checkpoint."""
-    if steps:
-        last = steps[-1]
-        how = "is loaded" if last["from_checkpoint"] else "is read from the log"
-        size = human(sum(one["stored"] for one in steps) // len(steps))
-        yield (
-            f"redo log: steps {steps[0]['step']} to {last['step']}, {size} each; to restore the last one, step "
-            f"{last['base']} {how}, and {count_of(last['redone'], 'step')} after it redone"
-        )
-
-
-def redo_of(log: RunLog) -> list[dict[str, Any]]:
-    """What the redo log leads to. What it does not lead to any more is said on stderr."""
-    if not has_logs(log.store.url):
-        return []
-    from ckpt.restore import redo_logs
-
-    logs = redo_logs.look(log.store.url, verify=False)
-    found = redo_logs.redoable(logs, log)
-    if damage := logs.losses({**log.state.held, **log.state.commits}, log.state.acquires):
-        say(f"WARNING: {told(log, damage, [Attempt.parse(one.attempt) for one in found])}")
-    return [asdict(one) for one in found]
 
 
 def safe(text: object) -> str:

@@ -32,7 +32,6 @@ from ckpt.format.manifest import MAX_FORMAT, read_format
 from ckpt.format.rank_index import Directory
 from ckpt.maintain.examine import examine
 from ckpt.maintain.prune import some
-from ckpt.redo import has_logs
 from ckpt.runlog.log import Commit, RunLog
 
 
@@ -87,7 +86,7 @@ LOST_RECORDS = (
 
 
 def mendable(problem: str) -> bool:
-    return not problem.startswith(("log record", "redo log", losses.NO_RECORD))
+    return not problem.startswith(("log record", losses.NO_RECORD))
 
 
 def by_problem(checkpoints: list[dict[str, Any]], kind: str = "problems") -> Iterator[str]:
@@ -105,8 +104,6 @@ async def _verify(url: str, step: Which, every: bool, data: bool) -> dict[str, A
         away = list[str]()
         damaged, lost = log.state.damaged, [one.reason for one in await losses.of_log(log) if one.attempts]
         problems = lost if lost and len(damaged) == 1 else losses.one_by_one(damaged) + lost
-        with progress("reading the redo log", 0) if data and has_logs(log.store.url) else contextlib.nullcontext():
-            problems += await asyncio.to_thread(_redo_problems, log, data)
         try:
             read_format(await steady.get(log.store, "FORMAT.json", limit=MAX_FORMAT))
         except (CorruptError, StoreError) as error:  # the log made up for it
@@ -123,15 +120,6 @@ async def _verify(url: str, step: Which, every: bool, data: bool) -> dict[str, A
             "unreadable": away,
             "checkpoints": checkpoints,
         }
-
-
-def _redo_problems(log: RunLog, data: bool) -> list[str]:
-    """What is damaged in redo logs; the torn end that a killed job leaves is not."""
-    if not has_logs(log.store.url):
-        return []
-    from ckpt.restore import redo_logs
-
-    return [f"redo log: {problem}" for problem in redo_logs.look(log.store.url, verify=data).problems]
 
 
 def to_verify(log: RunLog, step: Which, every: bool) -> list[Commit]:

@@ -1,14 +1,9 @@
-"""A checkpoint of a run as an origin: verified, and what is damaged in it comes from wherever else it is.
-
-`SavedOrigin` is what all origins have in common that know blobs with their digests; where the blobs come from is for
-`RunOrigin`, and for `ckpt.convert.source_redo`.
-"""
+"""A checkpoint of a run as an origin: verified, and what is damaged in it comes from wherever else it is."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any
 
@@ -23,7 +18,6 @@ from ckpt.checkpoint.spelling import Which
 from ckpt.convert.source import Assembly, Origin, OriginEntry, RankView, Want, canonical_names
 from ckpt.errors import CorruptError
 from ckpt.format.columns import I64
-from ckpt.format.manifest import Attempt
 from ckpt.format.saved_nodes import SHARED_KINDS
 from ckpt.format.saved_state import Key, SavedState
 from ckpt.format.table import Table
@@ -36,12 +30,14 @@ MOST_ROWS = 1 << 19  # blobs of tables that are kept for what is wanted next
 KEEP = 32 << 20  # bytes of pieces that the next readings are likely to want the rest of
 
 
-class SavedOrigin(ABC):
+class RunOrigin:
     """`repaired`: what came from elsewhere, in words; `far`: whether each request takes long; `finite`: what the
-    training said of the step."""
+    training said of the step; `others`: URLs of places that may have what is damaged here. Of very many ranks, the
+    tables of those are read that have what is wanted, and kept for what is wanted next."""
 
-    def __init__(self, url: str, attempt: Attempt, saved: SavedState, *, far: bool, finite: bool | None) -> None:
-        self.saved, self.step, self.far, self.finite = saved, attempt.step, far, finite
+    def __init__(self, log: RunLog, commit: Commit, saved: SavedState, others: Sequence[str] = ()) -> None:
+        url, attempt = log.store.url, commit.attempt
+        self.saved, self.step, self.far, self.finite = saved, attempt.step, log.store.remote, commit.finite
         self.title = f"step {self.step} of {url}"
         self.identity = f"{url} {attempt}"
         self.about: dict[str, Any] = {"url": url, "step": self.step, "attempt": str(attempt)}
@@ -53,6 +49,11 @@ class SavedOrigin(ABC):
         self.keep = KEEP
         self._kept: dict[int, bytes] = {}
         self._lock = threading.Lock()
+        self._log, self._attempt, self._others = log, attempt, others
+        self._ranks: frozenset[int] = frozenset()  # whose tables `_narrowed` has
+        self._narrowed = saved
+        self._has: Set[Key] = frozenset()
+        self._narrowing = threading.Lock()
 
     def plain(self, wanted: Callable[[str], bool] = lambda path: True) -> Entries:
         return entries_of(self.saved, wanted)
@@ -107,7 +108,7 @@ class SavedOrigin(ABC):
             yield from (show(tuple(c["path"])) for c in said if c["kind"] not in SHARED_KINDS)
 
     def same(self, label: str, other: Origin, theirs: str) -> bool:
-        if not isinstance(other, SavedOrigin):
+        if not isinstance(other, RunOrigin):
             return False
         return self.saved.content(self.keys[label]) == other.saved.content(other.keys[theirs])
 
@@ -152,14 +153,6 @@ class SavedOrigin(ABC):
         if missing:
             await self.fetch(table, missing, add, room)
 
-    def narrowed(self, labels: Sequence[str]) -> SavedState:
-        """With all that is known of these tensors."""
-        return self.saved
-
-    @abstractmethod
-    async def fetch(self, table: Table, blobs: Sequence[int], sink: Sink, room: Room) -> None:
-        """Verified blobs of a table, each handed over or put where there is room for it."""
-
     def _keep(self, number: int, data: bytes) -> None:
         with self._lock:
             self._kept[number] = data
@@ -168,26 +161,11 @@ class SavedOrigin(ABC):
                 oldest = next(iter(self._kept))
                 held -= len(self._kept.pop(oldest))
 
-    async def unchanged(self) -> None:  # noqa: B027
+    async def unchanged(self) -> None:
         """Every byte was verified."""
 
-    @abstractmethod
-    async def aclose(self) -> None: ...
-
-
-class RunOrigin(SavedOrigin):
-    """`others`: URLs of places that may have what is damaged here. Of very many ranks, the tables of those are read
-    that have what is wanted, and kept for what is wanted next."""
-
-    def __init__(self, log: RunLog, commit: Commit, saved: SavedState, others: Sequence[str] = ()) -> None:
-        super().__init__(log.store.url, commit.attempt, saved, far=log.store.remote, finite=commit.finite)
-        self._log, self._attempt, self._others = log, commit.attempt, others
-        self._ranks: frozenset[int] = frozenset()  # whose tables `_narrowed` has
-        self._narrowed = saved
-        self._has: Set[Key] = frozenset()
-        self._narrowing = threading.Lock()
-
     def narrowed(self, labels: Sequence[str]) -> SavedState:
+        """With all that is known of these tensors."""
         if self.saved.directory is None:
             return self.saved
         with self._narrowing:
@@ -210,6 +188,7 @@ class RunOrigin(SavedOrigin):
         self._ranks, self._has = ranks, has.keys()
 
     async def fetch(self, table: Table, blobs: Sequence[int], sink: Sink, room: Room) -> None:
+        """Verified blobs of a table, each handed over or put where there is room for it."""
         await asyncio.to_thread(self._announce, table, blobs)
         try:
             found = await read_repair.fetch(self._log.store, self._attempt, table, blobs, sink, self._others, room)

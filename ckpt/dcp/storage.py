@@ -77,8 +77,8 @@ class _Now(threading.local):
 class StorageWriter(storage.StorageWriter):
     """Saves to one place or several, nearest first: a folder or URL for every save, and all of them are kept, as with
     torch's own writer; a `Tier` for those it is due for by its `every` (a step that is due nowhere goes to the
-    nearest), and its `keep` is applied after each save. Everything is written as a whole: `incremental`, `compression`
-    and `scrub_mib_s` do not count here.
+    nearest), and its `keep` is applied after each save. Everything is written as a whole: `incremental` and
+    `compression` do not count here.
 
     `step`: for saves without a `checkpoint_id`. A save that fails raises, and leaves all older ones and the next ones
     alone; what one place refuses is in the others. Steps only go up, and `dcp.load` of the same places goes back: what

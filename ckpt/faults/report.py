@@ -91,7 +91,7 @@ class SavedStep:
 
     step: int
     tier: str
-    how: str  # "ring": it was in memory; "live": copied off the running state; "agreed": by the training loop
+    how: str  # "ring": it was in memory; "live": staged after an exception in step(); "agreed": by the training loop
     seconds: float
     error: str = ""
 

@@ -463,34 +463,3 @@ EXPORT int everystep_is_rounded(const void *words, size_t count, const u8 *found
     }
     return 1;
 }
-
-/* -- what Adam makes of its state: see ckpt/redo/adam.py, whose every rounding is one here too -- */
-
-typedef float __attribute__((aligned(1), may_alias)) float_any;
-
-CLONED static void second_moment(const float_any *m, const float_any *m_next, const float_any *v, size_t count,
-                                 float inverse, float beta2, float gain, float_any *restrict into) {
-    for (size_t i = 0; i < count; i++) {
-        float gradient = (m_next[i] - m[i]) * inverse + m[i];
-        float found = v[i] * beta2 + gradient * gain * gradient;
-        into[i] = found == found ? found : __builtin_nanf("");
-    }
-}
-
-CLONED static void weights(const float_any *w, const float_any *m_next, const float_any *v_next, size_t count,
-                           float decay, float alpha, float root, float eps, float_any *restrict into) {
-    for (size_t i = 0; i < count; i++) {
-        float found = w[i] * decay + m_next[i] * alpha / (__builtin_sqrtf(v_next[i]) / root + eps);
-        into[i] = found == found ? found : __builtin_nanf("");
-    }
-}
-
-EXPORT void everystep_second_moment(const void *m, const void *m_next, const void *v, size_t count, float inverse,
-                                    float beta2, float gain, void *into) {
-    second_moment(m, m_next, v, count, inverse, beta2, gain, into);
-}
-
-EXPORT void everystep_weights(const void *w, const void *m_next, const void *v_next, size_t count, float decay,
-                              float alpha, float root, float eps, void *into) {
-    weights(w, m_next, v_next, count, decay, alpha, root, eps, into);
-}

@@ -63,9 +63,6 @@ class Kernels:
         self._round = _declared(loaded.everystep_round, pointer, size, pointer)
         self._is_rounded = _declared(loaded.everystep_is_rounded, pointer, size, pointer, gives=number)
         self._huffman = _declared(loaded.everystep_huffman, pointer, size, pointer, size, pointer, gives=size)
-        three, four = [ctypes.c_float] * 3, [ctypes.c_float] * 4
-        self._second_moment = _declared(loaded.everystep_second_moment, *[pointer] * 3, size, *three, pointer)
-        self._weights = _declared(loaded.everystep_weights, *[pointer] * 3, size, *four, pointer)
 
     def copy_streamed(self, target: Bytes, source: Bytes) -> None:
         self._copy_streamed(target.ctypes.data, source.ctypes.data, len(source))
@@ -102,12 +99,6 @@ class Kernels:
         """Fill `into` with a zstd frame of a plane, and say how many bytes it has: 0 if it does not fit, or there are
         bytes above 128. `work`: WORK bytes."""
         return int(self._huffman(plane.ctypes.data, len(plane), into.ctypes.data, len(into), work.ctypes.data))
-
-    def second_moment(self, m: Array, m_next: Array, v: Array, numbers: Sequence[float], into: Array) -> None:
-        self._second_moment(m.ctypes.data, m_next.ctypes.data, v.ctypes.data, len(into), *numbers, into.ctypes.data)
-
-    def weights(self, w: Array, m_next: Array, v_next: Array, numbers: Sequence[float], into: Array) -> None:
-        self._weights(w.ctypes.data, m_next.ctypes.data, v_next.ctypes.data, len(into), *numbers, into.ctypes.data)
 
 
 def _declared(function: Any, *arguments: Any, gives: Any = None) -> Callable[..., Any]:

@@ -10,7 +10,6 @@
                                                   committers cannot disagree about one name
     log/<seq>.json                                records, see `ckpt.runlog.records`
     log/archive/<last>-<first>.zst                many old ones, see `ckpt.runlog.archive`
-    redo/<attempt>.<rank>.redo                    one rank's redo log from that attempt on, see `ckpt.redo.frame`
 
 Every JSON file is written in one canonical form (sorted keys, no spaces) and carries the SHA-256 of itself without the
 `digest` field. A file whose bytes are not exactly the canonical form of what they parse to is damaged: one flipped bit
@@ -98,24 +97,6 @@ def table_key(attempt: Attempt, rank: int, number: int) -> str:
 
 def index_key(attempt: Attempt, digest: str) -> str:
     return f"index/{attempt}-{digest[:16]}.safetensors"
-
-
-REDO = "redo"
-_REDO = re.compile(r"([0-9]+\.[0-9a-f]{8}-[0-9]+)\.([0-9]{1,7})\.redo")
-
-
-def redo_name(first: Attempt, rank: int) -> str:
-    """Of the log whose first frame is of this attempt, in its folder."""
-    return f"{first}.{rank}.redo"
-
-
-def parse_redo(name: str) -> tuple[Attempt, int] | None:
-    """The first attempt and the rank; None if it is no log."""
-    found = _REDO.fullmatch(name)
-    try:
-        return (Attempt.parse(found[1]), int(found[2])) if found else None
-    except CorruptError:
-        return None
 
 
 _OWNED = re.compile(

@@ -3,16 +3,13 @@
 What several ranks hold alike (data parallel replicas) is cut into slices *before* it is copied, one slice a replica:
 each rank stages and writes its slice only. All tensors that the same ranks hold alike are laid end to end, in the order
 of their names, and that line is cut into pieces of equal bytes. A cut falls between rows, so that slices are boxes.
-A parameter and its optimizer's state of the same shape lie side by side and are cut at the same row: one follows from
-the other (see `ckpt.redo.adam`), which only who has both can use.
 No rank needs to ask another: the line depends only on what is held alike.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ckpt.format.boxes import Box, Dims, boxes_of_run
@@ -65,11 +62,8 @@ class Cut:
     box: Box
 
 
-def share(holdings: Sequence[Holding], seat: Seat, beside: Mapping[str, str] | None = None) -> list[Cut]:
-    """What this rank stages of what it holds, in the order of `holdings`.
-
-    `beside`: names of tensors that are to be cut as another one is, by whose name they go.
-    """
+def share(holdings: Sequence[Holding], seat: Seat) -> list[Cut]:
+    """What this rank stages of what it holds, in the order of `holdings`."""
     lines: dict[tuple[int, ...], list[int]] = {}
     for i, holding in enumerate(holdings):
         lines.setdefault(holding.replicas, []).append(i)
@@ -77,55 +71,44 @@ def share(holdings: Sequence[Holding], seat: Seat, beside: Mapping[str, str] | N
     for replicas, members in lines.items():
         if seat.rank not in replicas:
             continue  # another rank's is the one that counts
-        bundles = list(_bundles(holdings, members, beside or {}))
-        found += _slices(holdings, bundles, replicas.index(seat.rank), len(replicas))
+        members.sort(key=lambda i: (holdings[i].name, holdings[i].instance, holdings[i].offsets))
+        found += _slices(holdings, members, replicas.index(seat.rank), len(replicas))
     return sorted(found, key=lambda cut: (cut.holding, cut.box))
 
 
-def _bundles(holdings: Sequence[Holding], members: list[int], beside: Mapping[str, str]) -> Iterator[list[int]]:
-    """What lies side by side in the line, one after the other."""
-
-    def place(i: int) -> tuple[str, int, Dims, Dims, Dims]:
-        one = holdings[i]
-        return beside.get(one.name, one.name), one.instance, one.offsets, one.sizes, one.full
-
-    for _, group in itertools.groupby(sorted(members, key=lambda i: (place(i), holdings[i].name)), key=place):
-        yield list(group)
-
-
-def _slices(holdings: Sequence[Holding], bundles: list[list[int]], number: int, count: int) -> list[Cut]:
+def _slices(holdings: Sequence[Holding], members: list[int], number: int, count: int) -> list[Cut]:
     """Slice `number` of `count` of the line."""
-    total = sum(holdings[i].elements * holdings[i].item_size for bundle in bundles for i in bundle)
+    total = sum(holdings[i].elements * holdings[i].item_size for i in members)
     count = min(count, max(1, total // LEAST))  # of a few numbers that thousands hold, the first ones take some each
     if number >= count:
         return []
     low, high = total * number // count, total * (number + 1) // count
     found: list[Cut] = []
     position = 0
-    for bundle in bundles:
-        one, across = holdings[bundle[0]], sum(holdings[i].item_size for i in bundle)
-        if not one.elements:
-            if not math.prod(one.full) and number == 0:  # somebody has to name it
-                found += [Cut(i, (tuple(0 for _ in one.sizes), one.sizes)) for i in bundle]
+    for i in members:
+        holding = holdings[i]
+        if not holding.elements:
+            if not math.prod(holding.full) and number == 0:  # somebody has to name it
+                found.append(Cut(i, (tuple(0 for _ in holding.sizes), holding.sizes)))
             continue
-        start, stop = (_cut(one.sizes, across, at - position) for at in (low, high))
-        found += [Cut(i, box) for box in boxes_of_run(one.sizes, start, stop) for i in bundle]
-        position += one.elements * across
+        start, stop = (_cut(holding, at - position) for at in (low, high))
+        found += [Cut(i, box) for box in boxes_of_run(holding.sizes, start, stop)]
+        position += holding.elements * holding.item_size
     return found
 
 
-def _cut(sizes: Dims, across: int, at: int) -> int:
-    """The element before which a cut at byte `at` falls, of tensors side by side with `across` bytes an element."""
-    size, grain = math.prod(sizes), 1
-    if at <= 0 or at >= size * across:
+def _cut(holding: Holding, at: int) -> int:
+    """The element of a holding before which a cut at byte `at` of it falls."""
+    size, grain = holding.elements, 1
+    if at <= 0 or at >= size * holding.item_size:
         return 0 if at <= 0 else size
-    for length in reversed(sizes):  # as many whole rows as fit into a grain
-        if grain * length * across > GRAIN:
+    for length in reversed(holding.sizes):  # as many whole rows as fit into a grain
+        if grain * length * holding.item_size > GRAIN:
             break
         grain *= length
-    if grain == 1 and sizes and sizes[-1] * across > GRAIN:
-        grain = GRAIN // across
-    return min(round(at / (across * grain)) * grain, size)
+    if grain == 1 and holding.sizes and holding.sizes[-1] * holding.item_size > GRAIN:
+        grain = GRAIN // holding.item_size
+    return min(round(at / (holding.item_size * grain)) * grain, size)
 
 
 def partner(rank: int, nodes: tuple[int, ...]) -> int | None:

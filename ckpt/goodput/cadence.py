@@ -27,6 +27,7 @@ from ckpt.units import duration
 
 MEMORY = "memory"
 FIRST_MEMORY, FIRST_DURABLE = 4, 100  # steps, until something is known
+ANNOUNCED = ("signal", "preemption", "deadline")  # faults for which the training loop saves its next step
 FIRST_S = 10.0  # between the durable saves by which their cost is found out
 FLEET_GPU_S = 54 * 86400 * 16384 / 419  # GPU seconds between interruptions: Llama 3, arXiv 2407.21783, section 3.3.4
 FURTHER = 10.0  # a place is needed so much more rarely than the one before, as long as nothing else is known
@@ -150,7 +151,7 @@ class SaveCost:
 @dataclass(frozen=True, slots=True)
 class History:
     """What is known of faults. `training_s`: watched so far; `deaths`: after which only a snapshot helped, since the
-    running state could not be copied any more; `served`: by place, how often a restart took the state from there."""
+    training loop did not save a further step; `served`: by place, how often a restart took the state from there."""
 
     training_s: float = 0.0
     interruptions: int = 0
@@ -167,7 +168,8 @@ def history(accounts: Sequence[Account]) -> History:
         training += sum(row.seconds for row in account.rows)
         if account.failed:
             ended += 1
-            deaths += not any(seen.ends and seen.by not in ("", "writer") for seen in account.faults)
+            in_time = (seen for seen in account.faults if seen.by == "fault handler" and seen.kind in ANNOUNCED)
+            deaths += not any(seen.ends for seen in in_time)
         for restore in account.restores[:1]:
             if restore.step is not None and after_fault:
                 served[restore.source] = served.get(restore.source, 0) + 1

@@ -128,7 +128,7 @@ _OF_LANDED = tuple(f.name for f in fields(LandedSave))
 @dataclass(slots=True)
 class SeenFault:
     """A fault, or a call to save, as `ckpt.faults.report.Fault` has it. `at`: when it was noticed; `by`: "fault
-    handler", which can copy the running state, or "writer", when it was too late for that; `ends`: the incarnation."""
+    handler", in the training process, or "writer"; `ends`: the incarnation."""
 
     at: Moment
     kind: str

@@ -11,10 +11,9 @@ handed out; its maker makes the others ready while that one is filled.
     2 MiB        slot 0, slot 1, ...
 
 A slot is EMPTY, FILLING, EAGER (all of it is there that cannot be had later: what optimizers change is missing) or
-SEALED. One thread of the trainer makes all transitions while the trainer lives. Behind the label stands the fill mark:
-of a slot that is being filled, so many bytes from the beginning are there, if the snapshot is sealed in the end.
+SEALED. One thread of the trainer makes all transitions while the trainer lives.
 
-Geometry, counts, labels and marks have checksums, and the kinds of the mutexes are compared: damage is noticed.
+Geometry, counts and labels have checksums, and the kinds of the mutexes are compared: damage is noticed.
 
 Numbers that another process reads while they change are stored as aligned words of 8 bytes, at once. `struct.pack_into`
 would not do: it fills the place with zeros first, and a reader on another core sees them.
@@ -57,8 +56,6 @@ _KEEPER = 512
 LOCK = 64 << 20  # bytes of a slot that are page-locked for a device in one call; no copy may reach over the end of one
 _TABLE = PAGE
 _ENTRY = PAGE // MAX_SLOTS
-_MARK = 128  # of an entry, from its beginning: the fill mark
-_MARK_BYTES = (1 << 48) - 1
 _LOOKS, _LOOK_S = 20, 0.001  # until a label that is being changed counts as left so
 _DATA = 2 << 20
 _HUGE = 2 << 20
@@ -274,8 +271,6 @@ class Arena:
         at = _TABLE + slot * _ENTRY
         number = self._words[at // _WORD] | 1
         self._words[at // _WORD] = number
-        if label.state == FILLING:
-            self.mark(slot, 0)  # before anybody can take the mark of the last snapshot for one of this
         attempt = label.attempt or Attempt(0, 0, "0" * 8)
         fields = (
             label.order,
@@ -291,23 +286,6 @@ class Arena:
         rest = _LABEL.pack(state, 0, *fields)[8:]
         _LABEL.pack_into(self.memory, at + 8, state, zlib.crc32(rest, state), *fields)
         self._words[at // _WORD] = (number + 1) % (1 << 64)  # a damaged one may be the largest
-
-    def mark(self, slot: int, nbytes: int) -> None:
-        """So much of a slot that is being filled is there, and nothing is stored to it any more. Only for the thread
-        that holds `mutex`."""
-        self._words[(_TABLE + slot * _ENTRY + _MARK) // _WORD] = _guarded(nbytes)
-
-    def filled(self, slot: int, of: Label) -> int | None:
-        """How many bytes are there, from the beginning, of the snapshot that had this label while it was being filled;
-        None if it was dropped, or its place was taken."""
-        found = self._words[(_TABLE + slot * _ENTRY + _MARK) // _WORD]
-        found = found & _MARK_BYTES if found == _guarded(found & _MARK_BYTES) else 0
-        label = self.label(slot)  # after the mark: whatever has been claimed since has another
-        if label is None:
-            return 0  # it is being changed: look again
-        if (label.order, label.attempt, label.layout) != (of.order, of.attempt, of.layout):
-            return None
-        return of.data_size if label.state == SEALED else min(found, of.data_size)
 
     def give_up(self, slot: int) -> int:
         """Empty a slot and return its pages to the system; how many bytes. Only for the thread that holds `mutex`."""
@@ -334,11 +312,6 @@ class Arena:
 def _set_counts(words: memoryview, slots: int, ready: int) -> None:
     counts = slots | ready << 16
     words[_COUNTS // _WORD] = counts | zlib.crc32(_CHECKSUM.pack(counts)) << 32
-
-
-def _guarded(nbytes: int) -> int:
-    """A fill mark with its checksum in the highest bits."""
-    return nbytes | (zlib.crc32(nbytes.to_bytes(_WORD, "little")) & 0xFFFF) << 48
 
 
 class ArenaKeeper:

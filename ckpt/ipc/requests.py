@@ -284,16 +284,6 @@ class WriteSlot(Request[WriteSlotReply], frozen=True):
     replicas: Json = field(default_factory=dict)
 
 
-class FollowSlot(Request[None], frozen=True):
-    """A slot is being filled that is to be written to a tier: write what is there of it already. `WriteSlot` comes when
-    it is sealed; if it never is, nothing of it stays."""
-
-    tier: int
-    arena: str
-    slot: int
-    attempt: str
-
-
 class Retract(Request[None], frozen=True):
     """A snapshot must not become a checkpoint, or not stay one."""
 
@@ -338,38 +328,3 @@ class Persist(Request[list[SavedInTier]], frozen=True):
     deadline_s: float
     far: bool
     attempts: list[str]
-
-
-class KnowRecipes(Request[None], frozen=True):
-    """What optimizers do with the tensors of a layout: rows of `Recipe`."""
-
-    most_bytes = MOST_BYTES
-    layout: str
-    recipes: list[tuple[int, int, int, int, int]]
-
-
-class LogStepReply(Body, frozen=True):
-    """What was appended; see `ckpt.redo.append.Appended`."""
-
-    raw: int
-    stored: int
-    known: int
-    predicted: int
-    base: int | None
-    seconds: float
-
-
-class LogStep(Request[LogStepReply], frozen=True):
-    """A snapshot was sealed: append what it changed to the redo log of a tier. `settings`: of each group of
-    optimizers, see `ckpt.redo.adam.Settings`; None if they are not known."""
-
-    most_bytes = MOST_BYTES
-    tier: int
-    arena: str
-    slot: int
-    attempt: str
-    settings: list[list[float | bool | None] | None]
-
-
-class ForgetRedo(Request[None], frozen=True):
-    """The training went back: the next step has nothing to do with the last one."""

@@ -1,28 +1,21 @@
 """Which checkpoints all ranks together can restore: each says what it sees, and all get the same list.
 
-snapshots on this node, the logs of all tiers, redo logs -> look -> (all agree) -> sources, newest first
+snapshots on this node, the logs of all tiers -> look -> (all agree) -> sources, newest first
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
-
-import torch
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from ckpt.checkpoint.losses import Loss
 from ckpt.errors import UsageError
 from ckpt.format.manifest import Attempt
 from ckpt.format.values import Json
 from ckpt.ranks.world import World, together
-from ckpt.redo import has_logs
 from ckpt.restore.early_look import EarlyLook
 from ckpt.restore.sources import HeldSnapshot, MemorySource, RestoreSource, StoreSource
 from ckpt.runlog.log import Acquire, Commit, RunLog, in_history
-
-if TYPE_CHECKING:
-    from ckpt.restore.redo_logs import Logs
-    from ckpt.restore.redo_source import RedoSource
 
 MOST_LOST = 64  # damaged logs that a rank tells the others of
 
@@ -57,7 +50,7 @@ def gather(
 
 
 Candidate = tuple[str, int, bool]
-"""Attempt; place: 0 is memory, then come the tiers, then what their redo logs lead to; whether it was undone."""
+"""Attempt; place: 0 is memory, then come the tiers; whether it was undone."""
 
 
 class _View:
@@ -75,7 +68,6 @@ class _View:
         self._world, self._urls, self._roots, self._early = world, urls, roots, early
         self._here: dict[Attempt, list[HeldSnapshot]] = {}
         self._logs: list[RunLog] = []
-        self._redos: dict[int, Logs] = {}
 
     def _speaks(self, tier: int) -> bool:
         """For all that have the same root."""
@@ -86,41 +78,26 @@ class _View:
         for snapshot in snapshots:
             self._here.setdefault(snapshot.attempt, []).append(snapshot)
         found: list[Loss] = list(self._held_damage)
-        for i, (url, (log, damage)) in enumerate(zip(self._urls, self._early.logs(self._urls), strict=True)):
+        for i, (log, damage) in enumerate(self._early.logs(self._urls)):
             self._logs.append(log)
             if self._speaks(i):
                 found += damage
-                if has_logs(url):
-                    self._redos[i] = self._look_at_redo(url)
         known = {*acquires, *(a for log in self._logs for a in log.state.acquires)}
-        mine = [self._speaks(i) for i in range(len(self._urls))]
-        redoable = [
-            (_redoable(self._redos[i], log, known, step, found) if i in self._redos else []) if mine[i] else None
-            for i, log in enumerate(self._logs)
-        ]
         return {
             "step": step,
             "memory": [_held(attempt, parts) for attempt, parts in self._here.items()],
             "acquires": [[a.epoch, a.nonce, None if a.restored is None else str(a.restored)] for a in known],
-            "tiers": [_commits(log) if mine[i] else None for i, log in enumerate(self._logs)],
-            "redo": redoable,
+            "tiers": [_commits(log) if self._speaks(i) else None for i, log in enumerate(self._logs)],
             "lost": [[one.tier, one.reason, [str(a) for a in one.attempts]] for one in found[:MOST_LOST]],
         }
-
-    def _look_at_redo(self, url: str) -> Logs:
-        from ckpt.restore.redo_logs import look
-
-        return look(url, verify=False)
 
     def source(self, one: Candidate, places: Sequence[int]) -> RestoreSource:
         """One of those that were agreed on; `places`: all that have the same attempt."""
         text, place, undone = one
-        attempt, world, tiers = Attempt.parse(text), self._world, len(self._urls)
+        attempt, world = Attempt.parse(text), self._world
         if place == 0:
             mine, speaks = self._here.get(attempt, ()), world.local_rank == 0
             return MemorySource(attempt, mine, alone=world.size == 1, undone=undone, describing=speaks)
-        if place > tiers:
-            return self._redo_source(attempt, place - 1 - tiers, undone=undone)
         i = place - 1
         state = self._logs[i].state
         commit = state.commits.get(attempt) or state.held.get(attempt)
@@ -131,29 +108,8 @@ class _View:
             partial=len(set(self._roots[i])) > 1,
             undone=undone,
             describing=self._speaks(i),
-            others=[self._urls[p - 1] for p in places if 0 < p <= tiers and p != place],
+            others=[self._urls[p - 1] for p in places if p not in (0, place)],
             content=self._early.content(self._urls[i], commit),
-        )
-
-    def _redo_source(self, attempt: Attempt, tier: int, *, undone: bool) -> RedoSource:
-        """The ranks that see the same logs share out whose steps they redo."""
-        from ckpt.restore.redo_source import RedoSource
-
-        url, world, roots, state = self._urls[tier], self._world, self._roots[tier], self._logs[tier].state
-        if tier not in self._redos:
-            self._redos[tier] = self._look_at_redo(url)
-        logs = self._redos[tier]
-        group = [rank for rank in range(world.size) if roots[rank] == roots[world.rank]]
-        saved = sorted(rank for rank, frames in logs.frames.items() if attempt in frames)
-        return RedoSource(
-            attempt,
-            logs,
-            {**state.held, **state.commits},
-            [rank for k, rank in enumerate(saved) if group[k % len(group)] == world.rank],
-            alone=world.size == 1,
-            undone=undone,
-            initializer=_with_denormals,
-            others=[other for other in self._urls if other != url],
         )
 
 
@@ -169,7 +125,7 @@ def _candidates(posts: list[Any]) -> tuple[list[Candidate], list[Json]]:
     acquires = {(e, n): Acquire(e, n, r and Attempt.parse(r)) for post in posts for e, n, r in post["acquires"]}
     found: list[tuple[Attempt, int]] = []
     broken: set[Attempt] = set()  # some rank said that it is not finite: restored only if asked for by its step
-    places = [[post["memory"], *post["tiers"], *post["redo"]] for post in posts]
+    places = [[post["memory"], *post["tiers"]] for post in posts]
     for place in range(len(places[0])):
         parts: dict[Attempt, tuple[int, set[int]]] = {}
         for post in places:
@@ -205,19 +161,3 @@ def _commits(log: RunLog) -> list[Json]:
     state = log.state
     every: dict[Attempt, Commit] = {**state.held, **state.commits}
     return [[str(a), c.world, [rank for rank, _, _ in c.parts], c.finite] for a, c in every.items()]
-
-
-def _redoable(logs: Logs, log: RunLog, acquires: Collection[Acquire], step: int | None, lost: list[Loss]) -> list[Json]:
-    """What the redo logs of a root lead to, in the same form as `_commits`. What they do not lead to any more is added
-    to `lost`."""
-    commits = {**log.state.held, **log.state.commits}
-    logs.verify(commits, acquires, step)
-    lost += logs.losses(commits, acquires)
-    return [
-        [str(attempt), size, ranks, logs.finite(attempt, ranks)]
-        for attempt, (size, ranks) in logs.reach(commits, acquires, step).items()
-    ]
-
-
-def _with_denormals() -> None:
-    torch.set_flush_denormal(False)

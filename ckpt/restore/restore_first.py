@@ -44,7 +44,7 @@ from ckpt.restore.division import Work, divided, fitting, known, verified, wante
 from ckpt.restore.sources import RestoreSource
 from ckpt.state.capture import Capture
 from ckpt.state.filler import Filler
-from ckpt.state.placement import Placement, mismatch
+from ckpt.state.placement import Placement, comes_from_user, mismatch
 
 RETRY_AFTER_S = (0.2, 1.0)
 OVERRULED = (
@@ -58,9 +58,8 @@ CONNECT_S, TRANSFER_S = 30.0, 600.0  # between ranks: to meet, and for all that 
 class Restored:
     """What `restore()` did on this rank. Bytes that it read itself, and that other ranks read for it; `repaired`: what
     it had to take from a further tier; `left_out`: under strict=False, what did not fit; `overruled`: settings of
-    optimizers that the script says otherwise now than when the run began, where the checkpoint's count. `redone`: how
-    many steps came from a redo log, after `base_step` had been loaded. `skipped`: what was newer and could not be used,
-    or was lost with a damaged log record or redo log.
+    optimizers that the script says otherwise now than when the run began, where the checkpoint's count. `skipped`:
+    what was newer and could not be used, or was lost with a damaged log record.
 
     `verified`: every byte matched a digest that was computed when the step was written to a tier while its trainer
     lived. False for a snapshot in memory that no tier had, and for a step that a writer stored only after a fault.
@@ -78,8 +77,6 @@ class Restored:
     repaired: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
     overruled: list[str] = field(default_factory=list)
-    redone: int = 0
-    base_step: int | None = None
 
 
 def restore_first(
@@ -109,7 +106,6 @@ def restore_first(
         if error is None:
             result.step, result.attempt, result.tier = source.attempt.step, str(source.attempt), source.tier
             result.repaired = list(source.repaired)
-            result.redone, result.base_step = source.redone, source.base_step
             _say_lost(world, lost, source.attempt, result, step)
             return source
         if is_unreadable(error):
@@ -311,4 +307,6 @@ def _place(capture: Capture, saved: SavedState, strict: bool) -> Placement:
     try:
         return capture.place(saved, strict=strict)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
+        if comes_from_user(error):
+            raise
         raise CorruptError(f"what was saved does not describe a state: {type(error).__name__}: {error}") from error

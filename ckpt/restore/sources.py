@@ -46,8 +46,7 @@ Sink = Callable[[int, memoryview], None]
 class RestoreSource(ABC):
     """One checkpoint in one place, as this rank sees it. `undone`: not in the present history, since a later restore
     went back behind it; `repaired`: what was damaged here and came from elsewhere; `damaged`: where that lies, by pack
-    and offset; `partial`: ranks see different parts of it, and must tell each other; `redone`: steps after `base_step`,
-    if it comes from a redo log."""
+    and offset; `partial`: ranks see different parts of it, and must tell each other."""
 
     def __init__(self, attempt: Attempt, tier: str, *, partial: bool, undone: bool, describing: bool) -> None:
         """`describing`: this rank speaks for its node, all of whose ranks see the same."""
@@ -55,8 +54,6 @@ class RestoreSource(ABC):
         self._describing = describing
         self.repaired: list[str] = []
         self.damaged: set[tuple[str, int]] = set()
-        self.redone = 0
-        self.base_step: int | None = None
         self._saved: SavedState | None = None
 
     @abstractmethod

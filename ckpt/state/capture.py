@@ -89,16 +89,6 @@ class Capture:
         """As the state was when it was last read, if it is known."""
         return self._structure.layout if self._structure is not None and self._holds else None
 
-    @property
-    def weights(self) -> list[bool]:
-        """Of each tensor last read: whether optimizers step it, and do not only remember it."""
-        return [] if self._structure is None else self._structure.weights
-
-    @property
-    def parameters(self) -> list[bool]:
-        """Of each: whether it is a module's parameter, trained or not."""
-        return [] if self._structure is None else self._structure.parameters
-
     def name_of(self, param: Tensor) -> str:
         """What a parameter is called, "" if nothing in the state names it."""
         if (entry := self._names.get(id(param))) is not None:
@@ -165,11 +155,6 @@ class Capture:
         """What other ranks hold as well, of that which only optimizers change."""
         known = self._structure if self._holds else None
         return [] if known is None else known.guards(self._silent()).replicated
-
-    @property
-    def stepping(self) -> list[tuple[Path, torch.optim.Optimizer, dict[int, str]]]:
-        """Of each optimizer: its path, itself, and what its parameters are called, by id."""
-        return [(node.path, node.optimizer, node.param_names(self._names)) for node in self._walk.optimizers]
 
     def holds_gradients(self) -> bool:
         """Whether any parameter of the optimizers has a gradient."""

@@ -5,13 +5,17 @@
 
 from __future__ import annotations
 
+import os
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from ckpt import errors
 from ckpt.errors import CheckpointError, CorruptError, MismatchError
 from ckpt.format.layout import TensorSpec
 from ckpt.format.partition import GLOBAL, Seat
@@ -24,6 +28,25 @@ from ckpt.state.sharding import Division, LocalPiece, Replicas, StateEntry, is_d
 from ckpt.state.special_values import OBJECT_TAGS, RestoredObjects, decode_constant
 from ckpt.state.tensors import DTYPE_NAME, TORCH_DTYPE, empty, memory_of, of_kind, saved_device, to_array
 from ckpt.state.wrappers import WrapperForm, differs, remake, take_apart
+
+_LIBRARIES = tuple(os.path.dirname(str(module.__file__)) for module in (errors, torch, np))
+_STANDARD = os.path.dirname(os.__file__)  # other packages may lie below it, in site-packages
+
+
+def comes_from_user(error: BaseException) -> bool:
+    """Return True if an error says nothing about stored bytes: resources are short, or other code than ours failed.
+
+    Malformed values raise errors in this library, torch, numpy or the standard library. An object of the user, or of
+    a package that the user has chosen, has a frame of its own in the traceback.
+    """
+    if isinstance(error, (OSError, MemoryError, torch.OutOfMemoryError)):
+        return True
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        file = frame.f_code.co_filename
+        standard = file.startswith("<frozen") or (file.startswith(_STANDARD) and "site-packages" not in file)
+        if not standard and not file.startswith(_LIBRARIES):
+            return True
+    return False
 
 
 @dataclass
@@ -96,7 +119,11 @@ class Placement:
         self.problems.append(text)
 
     def finish(self, path: Path, work: Callable[[], object], *, last: bool = False) -> None:
-        """Do this when the tensors are filled. What the code of others makes of it may be an error of any kind."""
+        """Do this when the tensors are filled.
+
+        An error of the user's own code is raised as it is: the stored bytes match their digests, so an older
+        checkpoint would not help, and its steps would be lost for good.
+        """
 
         def named() -> None:
             try:
@@ -104,6 +131,12 @@ class Placement:
             except CheckpointError:
                 raise
             except Exception as error:
+                if comes_from_user(error):
+                    error.add_note(
+                        f"everystep: {show(path)} raised this while it was restored. The checkpoint is intact. The "
+                        "state is partly overwritten: do not train on it, start again"
+                    )
+                    raise
                 raise CorruptError(f"{show(path)} does not take what was saved of it: {error!r}") from error
 
         (self.last if last else self.finishers).append(named)

@@ -58,7 +58,7 @@ class Structure:
         beside = {e.name: memory[key] for e in fixed if e.of is not None and (key := _memory_of(e.of)) in memory}
         self._apart = _spread(apart, beside)
         parts = [part for entry in entries if entry.name not in aliases for part in self._pieces_of(entry)]
-        cuts = share([part.holding for part in parts], seat, beside)
+        cuts = share([part.holding for part in parts], seat)
         self._note_loose(parts, cuts, {e.name for e in loose})
         self.layout = _layout(nodes, pieces, parts, cuts, aliases, seat)
         self._tensors = [parts[cut.holding].tensor.detach()[_index(parts[cut.holding].holding, cut)] for cut in cuts]
@@ -92,10 +92,6 @@ class Structure:
         self._replicated_anew = {p.holding.name for p in parts if len(p.holding.replicas) > 1} & loose
         self._replica_spots: list[SampledReplicas] | None = None
         self._guards: dict[frozenset[int], Guards] = {}  # by the optimizers that are not trusted
-        remembered = {entry.name for entry in fixed if entry.of is not None}
-        params = {entry.name for entry in fixed if isinstance(entry.owner.tensor, nn.Parameter)}
-        self.weights = [guards[name] and name not in remembered for name in names]
-        self.parameters = [name in params for name in names]
 
     # -- whether it still holds --
 

@@ -141,7 +141,7 @@ class Closing:
                     in_turn = progress.turn.acquire(timeout=timeout_s)
                     with contextlib.suppress(CheckpointError):  # a copy under way is finished
                         session.stager.do(lambda: None, session.settings.busy_timeout_s)
-                    why = self._keeper.stage_last(time.monotonic() + timeout_s)
+                    why = self._keeper.stage_last(time.monotonic() + timeout_s, live=False)
                 finally:  # whatever ends it
                     if why:
                         self._say_lost(self._staged.newest, why)
@@ -184,7 +184,7 @@ class Closing:
         DeadlineError or PeerError if the others do not come: they have died, or go on training.
         """
         self._agreed = False
-        why = self._keeper.stage_last(end) if self._session.tiers or not clean else ""
+        why = self._keeper.stage_last(end, live=clean) if self._session.tiers or not clean else ""
         if self._session.world.size > 1:
             self._departures.leave("closed")
             self._agree_last(end)

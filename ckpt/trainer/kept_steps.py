@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from ckpt.errors import CheckpointError, PeerError, UsageError, from_wire, to_wire
+from ckpt.errors import CheckpointError, DeadlineError, PeerError, UsageError, from_wire, to_wire
 from ckpt.events import log
 from ckpt.ipc.requests import AskKept, KeptReply
 from ckpt.ranks.world import together
@@ -74,7 +74,13 @@ class KeptSteps:
         key, self._scored = f"score/{self._scored}", self._scored + 1
         mailbox = self._session.ownership.mailbox()
         if world.rank > 0:
-            (word,) = mailbox.wait([key], world.timeout_s)
+            try:
+                (word,) = mailbox.wait([key], world.timeout_s, lambda: mailbox.poll(["left/0"]))
+            except DeadlineError:
+                if not mailbox.poll(["left/0"]):
+                    raise
+                how = mailbox.wait(["left/0"], world.timeout_s)[0]["how"]
+                raise PeerError(f"rank 0 {how}, so nobody decides whether step {step} is among the best") from None
             if word["step"] != step:
                 raise PeerError(
                     f"rank 0 scored step {word['step']}, and this rank step {step}: all ranks must score alike"

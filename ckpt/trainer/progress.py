@@ -5,16 +5,16 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
-from ckpt.errors import CheckpointError, ClosedError, UsageError
+from ckpt.errors import CheckpointError, ClosedError, SkippedError, UsageError
 from ckpt.format.manifest import Attempt
 from ckpt.ipc.arena import Arena
 from ckpt.ipc.heartbeat import PAUSED
 from ckpt.save import Save
 from ckpt.trainer.session import Session
-from ckpt.trainer.staging.snapshot import DeferredStep, PendingSnapshot
+from ckpt.trainer.staging.snapshot import PendingSnapshot
 
 TURN_S = 0.2  # between two looks at whether we were closed
 
@@ -28,9 +28,7 @@ class Progress:
         self.stepped = False  # whether that is a step that was done since the last restore
         self.thread = 0  # that did it
         self.finite: bool | None = None  # what was said of it
-        self.within: int | None = None  # the step that step() or save() is at this moment dealing with
-        self.moment: DeferredStep | None = None  # what it was made of, if it was not due
-        self.deferred: tuple[Save, PendingSnapshot] | None = None  # how to copy it after all, if it was not due
+        self.within: int | None = None  # the step that step() or save() deals with, or was interrupted in
         self.exchanged = False  # weights are others at the moment, as `pause` was told
         self.restored = False
         self.torn = False  # a restore failed half-way
@@ -43,7 +41,7 @@ class Progress:
         """The training has done this step."""
         session, stats = self._session, self._session.stalls.stats
         self.finite = finite
-        self.step, self._updates, self.deferred, self.moment = step, session.hook.count, None, None
+        self.step, self._updates = step, session.hook.count
         session.heartbeat.beat(step, stats.stalled_s, stats.saves, stats.skipped)
         self.stepped, self.exchanged, self.thread = True, False, threading.get_ident()
         stepped = session.hook.announced()
@@ -54,7 +52,7 @@ class Progress:
         """The state is that of a checkpoint."""
         self.step, self._updates = step, self._session.hook.count
         self.restored, self.torn = True, False
-        self.stepped, self.moment, self.exchanged, self.finite = False, None, False, None
+        self.stepped, self.exchanged, self.finite, self.within = False, False, None, None
 
     def starts(self, default: object) -> None:
         """There is no checkpoint."""
@@ -67,10 +65,16 @@ class Progress:
         """Whether an optimizer has begun a further step."""
         return self._session.hook.count != self._updates
 
-    def unmoved(self) -> Callable[[], bool]:
-        """For another thread, to ask later: whether the state is still what it is now."""
-        hook, updates = self._session.hook, self._updates
-        return lambda: hook.count == updates
+    @contextlib.contextmanager
+    def saving(self, step: int) -> Iterator[None]:
+        """Around the save of a step. If Ctrl-C ends it nothing has moved on, so close() may still stage the step."""
+        outer, self.within = self.within, step
+        try:
+            yield
+        except SkippedError:
+            self.within = outer
+            raise
+        self.within = outer
 
     @contextlib.contextmanager
     def in_turn(self, *, alone: bool = False) -> Iterator[None]:
@@ -95,7 +99,7 @@ class Progress:
     def pause(self, changes_state: bool) -> Iterator[None]:
         heartbeat, outer = self._session.heartbeat, self.exchanged
         if changes_state:
-            self.deferred, self.exchanged = None, True
+            self.exchanged = True
         before, began = heartbeat.state, time.monotonic()
         heartbeat.touch(PAUSED)
         try:

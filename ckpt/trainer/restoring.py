@@ -39,7 +39,6 @@ class Restoring:
         """See `Checkpointer.restore`."""
         heartbeat = self._session.heartbeat
         heartbeat.touch(RESTORING)
-        self._progress.deferred = None
         began = time.monotonic()
         try:
             result, source = self._fill(step, strict)
@@ -65,8 +64,6 @@ class Restoring:
             roots = session.ownership.roots
             held = session.supervisor.held.damage
             sources = gather(session.world, snapshots, acquires, urls, roots, step, damage, early, held)
-            if session.redo is not None:
-                session.redo.reset()
             source = restore_first(
                 session.world,
                 sources,
@@ -171,8 +168,6 @@ class Restoring:
 def _line(result: Restored, faults: Sequence[Fault]) -> str:
     """What was restored from where, and what is lost with it, as far as that is known."""
     how = "" if result.verified else " (not verified: no digest was computed while its trainer lived)"
-    if result.redone:
-        how = f": step {result.base_step} was loaded, and {result.redone} steps after it redone{how}"
     step = result.step or 0
     reached = max((at for fault in faults for at in fault.steps.values()), default=step)
     lost = f"; training had come to step {reached}: {reached - step} steps are lost" if reached > step else ""

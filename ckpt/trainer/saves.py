@@ -24,13 +24,12 @@ from ckpt.trainer.replica_check import ReplicaCheck
 from ckpt.trainer.session import Session
 from ckpt.trainer.staging.awaited_memory import AwaitedMemory
 from ckpt.trainer.staging.slots import ALL_BUSY
-from ckpt.trainer.staging.snapshot import DeferredStep, PendingSnapshot
+from ckpt.trainer.staging.snapshot import PendingSnapshot
 from ckpt.trainer.supervise.writer_client import HUNG_UP
 from ckpt.trainer.supervise.writes import WriteInFlight
 from ckpt.units import decimal, duration
 
 SENT = 64  # attempts, more than can be under way
-FOLLOWED = 32 << 20  # bytes of a snapshot, from which on it is worth while to write it as it is filled
 
 
 class TierWrites:
@@ -105,11 +104,6 @@ class TierWrites:
         write = WriteInFlight(attempt, *place, tier, done, replicas=self.replicas_of(attempt))
         self._session.supervisor.writes.write(write)
 
-    def announce(self, job: PendingSnapshot, tiers: Sequence[int]) -> None:
-        """Have the writer begin with what is there already, in the nearest of these tiers."""
-        if tiers and job.slot is not None and job.reading.layout.arrangement.data_size >= FOLLOWED:
-            self._session.supervisor.writes.announce(job.attempt, *job.slot, min(tiers))
-
     def write_also(self, save: Save, attempt: Attempt, place: tuple[Arena, int], tier: int) -> None:
         """To a tier that it was not on its way to. Cut off by Ctrl-C, nobody waits for it, and close() tries again."""
         url = self._session.tiers[tier].url
@@ -159,8 +153,6 @@ class TierWrites:
 SURELY_NEWER = 2  # snapshots of a rank: another may be one step behind
 ASK_S, PAUSE_S = 0.02, 0.002  # between two looks at whether memory has been made
 
-Settings = list[list[float] | None]  # of optimizers, as the redo log wants them
-
 
 class Saves:
     """Of one Checkpointer. `begin` belongs to the thread that trains; what comes of it, to that of the stager."""
@@ -203,18 +195,16 @@ class Saves:
         *,
         explicit: bool,
         asked: bool = False,
-        taken: DeferredStep | None = None,
         timeout_s: float | None = None,
     ) -> Save:
-        """`taken`: what the state was at that step, if that is not what it is now. `timeout_s`: given by close()."""
+        """Save the state as it is now. `timeout_s`: given by close()."""
         started = time.perf_counter()
-        self._progress.deferred = None
         save, attempt = self.new(step, tiers)
         save.told = asked and not self._session.cadence.schedule.tiers_due(step)  # a best effort is no error
         try:
-            reading, values, settings = self._read(save, taken)
+            reading, values = self._read()
             sizes, must = (reading.layout.arrangement.data_size, len(values)), explicit or bool(tiers)
-            memory = self._memory_for(step, sizes, must=must or self._is_never_skipped)
+            memory = self._memory_for(step, sizes, must=must)
         except BaseException as error:
             what = error if isinstance(error, CheckpointError) else SaveError(f"step {step} was not saved: {error!r}")
             save.set_failed(what)
@@ -227,19 +217,12 @@ class Saves:
             finite=self._progress.finite,
             busy="wait" if explicit else self._session.settings.on_busy,
             deadline=time.monotonic() + (self._session.settings.busy_timeout_s if timeout_s is None else timeout_s),
-            on_eager=lambda job: self._writes.announce(job, tiers),
-            on_end=lambda job: self.on_ended(save, job, tiers, settings, must=must),
+            on_end=lambda job: self.on_ended(save, job, tiers, must=must),
             memory=memory,
-            taken=taken,
         )
         self._replicas.begin(job, durable=bool(tiers), closing=timeout_s is not None)
         self._submit(save, job, started)
         return save
-
-    @property
-    def _is_never_skipped(self) -> bool:
-        """Whether training waits for each step to be logged."""
-        return self._session.redo is not None and self._session.settings.on_busy == "wait"
 
     def write_again(self, save: Save, job: PendingSnapshot) -> None:
         """It is in memory already, perhaps on its way to a tier: write it to the tiers that it misses."""
@@ -251,21 +234,15 @@ class Saves:
             if tier.url not in save.tiers or save.failed(tier.url):
                 self._writes.write_also(save, job.attempt, job.place, i)
 
-    def _read(self, save: Save, taken: DeferredStep | None) -> tuple[Reading, bytes, Settings | None]:
-        """The state, its plain values as JSON, and what the redo log needs to know of a step that goes there."""
+    def _read(self) -> tuple[Reading, bytes]:
+        """The state, and its plain values as JSON."""
         session = self._session
-        if taken is None:
-            session.capture.copy_eagerly(self._exposed)
-            session.capture.keep_apart(self._replicas.differing)
-        reading = session.capture.read() if taken is None else taken.reading
+        session.capture.copy_eagerly(self._exposed)
+        session.capture.keep_apart(self._replicas.differing)
+        reading = session.capture.read()
         values = json.dumps(reading.values, separators=(",", ":")).encode()
         session.supervisor.layouts.tell(reading.layout)
-        if session.redo is None:
-            return reading, values, None
-        session.redo.prepare(reading)
-        for url in session.redo.urls:
-            save.add_log(url)
-        return reading, values, session.redo.told()
+        return reading, values
 
     def _submit(self, save: Save, job: PendingSnapshot, started: float) -> None:
         save.began = started
@@ -286,7 +263,7 @@ class Saves:
         session, arena = self._session, self._session.stager.arena
         if not (fits := session.fits(*sizes)):
             self._have_made(sizes, must=must)
-        if not (must or session.redo is not None or session.supervisor.memory.rings):
+        if not (must or session.supervisor.memory.rings):
             raise SkippedError(f"step {step} was not saved: memory is short, and it was due nowhere else")
         if fits and arena is not None and arena.ready == arena.slots:
             return None
@@ -319,21 +296,13 @@ class Saves:
         if not session.fits(*sizes):
             supervisor.memory.next.prepare(*sizes, again=must)  # the writer may have died meanwhile
             supervisor.memory.take_prepared(ASK_S)
-            if not (must or session.redo is not None or supervisor.memory.rings):
+            if not (must or supervisor.memory.rings):
                 raise SkippedError(f"step {step} was not saved: there is room for one snapshot, and it was due nowhere")
         time.sleep(PAUSE_S)  # it may be touched yet
 
     # -- events, from the staging thread and the receiving thread --
 
-    def on_ended(
-        self,
-        save: Save,
-        job: PendingSnapshot,
-        tiers: list[int],
-        settings: Settings | None = None,
-        *,
-        must: bool = False,
-    ) -> None:
+    def on_ended(self, save: Save, job: PendingSnapshot, tiers: list[int], *, must: bool = False) -> None:
         """Send a staged snapshot to its tiers, or deal with one that was not staged. `must`: it was scheduled for a
         tier, or requested by the user."""
         if job.error is None and job.place is None:
@@ -349,8 +318,6 @@ class Saves:
         if sound:  # else what was there before is needed yet
             self._supersede(job)
         supervisor.acknowledgements.acknowledge(job.attempt, *job.place, lambda error: self._on_kept(save, job, error))
-        if settings is not None and self._session.redo is not None:
-            self._session.redo.log(save, job.attempt, job.place, settings)
         supervisor.memory.on_sealed(sound=sound)
         for i in tiers:
             self._writes.write(save, job.attempt, job.place, i)

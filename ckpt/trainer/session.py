@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import torch
@@ -40,9 +40,6 @@ from ckpt.trainer.staging.update_gate import UpdateHook
 from ckpt.trainer.supervise.writer_supervisor import WriterSupervisor
 from ckpt.trainer.unsaved_optimizers import UnsavedOptimizers
 from ckpt.version import VERSION
-
-if TYPE_CHECKING:
-    from ckpt.trainer.redo import RedoClient
 
 
 @dataclass(frozen=True)
@@ -97,21 +94,6 @@ class Settings:
     def everywhere(self) -> list[int]:
         """The numbers of all tiers."""
         return list(range(len(self.tiers)))
-
-    @property
-    def between(self) -> bool | None:
-        """Whether steps that are not due are kept; None if that is to be found out."""
-        return None if self.memory is None else self.memory.between
-
-    @property
-    def stage(self) -> str:
-        """How snapshots leave a device."""
-        return "auto" if self.memory is None else self.memory.stage
-
-    @property
-    def bus_share(self) -> float:
-        """See `ckpt.Memory`."""
-        return Memory().bus_share if self.memory is None else self.memory.bus_share
 
     @property
     def places(self) -> str:
@@ -221,7 +203,7 @@ class Session:
         self.ends = undo.enter_context(contextlib.ExitStack())  # what is stopped when this is closed
         self.errors = BackgroundErrors(settings.on_error)
         self.heartbeat = Heartbeat.create()
-        self.stager = Stager(settings.stage, settings.bus_share)
+        self.stager = Stager()
         undo.callback(self.stager.stop)
         self.ownership = Ownership(self.world, self.tiers, self.memory, settings.url, settings.busy_timeout_s)
         self.supervisor = self.ownership.open(lambda: self._prepare(state, takeover))
@@ -240,7 +222,6 @@ class Session:
         self.ends.callback(self.hook.remove)
         self.unsaved = UnsavedOptimizers(self.capture)
         self.ends.callback(self.unsaved.close)
-        self.redo = self._redo()
 
     def _prepare(self, state: dict[str, Any], takeover: bool) -> WriterSupervisor:
         read = functools.cache(lambda: self._read(state))
@@ -269,17 +250,6 @@ class Session:
         self.early = EarlyLook(tier.url for tier in self.tiers)
         self.capture = Capture(state, Seat(self.world.rank, self.world.size))
         return memory_node(self.capture.read().tensors)
-
-    def _redo(self) -> RedoClient | None:
-        """For tiers that log every step; without one nothing of it is imported."""
-        logging_tiers = {i: tier.url for i, tier in enumerate(self.tiers) if tier.log_every_step}
-        if not logging_tiers:
-            return None
-        from ckpt.trainer.redo import RedoClient
-
-        redo = RedoClient(logging_tiers, self.supervisor, self.stager, self.capture, self.errors.note)
-        self.hook.on_step = redo.watch.note
-        return redo
 
     def fits(self, data_size: int, values_size: int) -> bool:
         """Whether there is memory for a snapshot of that many bytes."""

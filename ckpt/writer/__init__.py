@@ -5,6 +5,6 @@ torch, nor anything of the trainer.
 
 `main` puts it together; `dispatch` finds the method that deals with a request. What it knows: `held_run`, `memory`.
 Whose it is: `succession`, `opening`, `after_death`. How snapshots become checkpoints in the tiers: `persist`, `parts`,
-`promotion`, `redo`; how one gets into one store is `ckpt.checkpoint`. What it sees and tells: `bookkeeper`, `status`,
+`promotion`; how one gets into one store is `ckpt.checkpoint`. What it sees and tells: `bookkeeper`, `status`,
 `watchdog`, `fault_reports`.
 """

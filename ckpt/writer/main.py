@@ -39,7 +39,6 @@ from ckpt.writer.held_run import HeldRun, PresentTrainer
 from ckpt.writer.memory import HeldMemory
 from ckpt.writer.opening import TierOpener
 from ckpt.writer.persist import Drain, Persister
-from ckpt.writer.redo import RedoKeeper
 from ckpt.writer.server import Server, call_myself
 from ckpt.writer.status import Observers
 from ckpt.writer.succession import Succession
@@ -63,7 +62,6 @@ async def serve(
     persister = Persister(trainer, run, memory, books, background)
     settler, parts, promoter = persister.settler, persister.parts, persister.promoter
     drain = Drain(trainer, run, memory, parts, settler, throttle, background)
-    redo = RedoKeeper(trainer, run, memory, parts)
     opener = TierOpener(trainer, run, promoter, books, throttle, memory)
     observers = Observers(trainer, run, memory, drain, books)
     reporter = FaultReporter(
@@ -72,9 +70,7 @@ async def serve(
     after_death = AfterDeath(trainer, run, memory, persister, drain, reporter, observers, server, background)
     succession = Succession(trainer, run, memory, parts, opener, reporter, observers, after_death, server, background)
     await server.run(
-        Dispatch(
-            run, settler, promoter, persister, drain, redo, opener, observers, reporter, after_death, succession, memory
-        )
+        Dispatch(run, settler, promoter, persister, drain, opener, observers, reporter, after_death, succession, memory)
     )
     await observers.exporter.finish()
 

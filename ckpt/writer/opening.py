@@ -23,7 +23,6 @@ from ckpt.ipc import requests
 from ckpt.ipc.notes import SaidNote
 from ckpt.ipc.process import boot_id, namespace
 from ckpt.ipc.requests import PartsHere, TierFound
-from ckpt.redo import has_logs
 from ckpt.writer.bookkeeper import Bookkeeper
 from ckpt.writer.dispatch import handles
 from ckpt.writer.held_run import HeldRun, PresentTrainer, acquire_of
@@ -96,9 +95,8 @@ class TierOpener:
             return tier
         # It is new, or what was there was removed, and is no run or another one now.
         tier = await open_place(spec, later=later, root=root, again=again)
-        tier.tell = self.trainer.tell
         if caveat := getattr(tier.store, "caveat", ""):
-            tier.tell(SaidNote(caveat))
+            self.trainer.tell(SaidNote(caveat))
         tier.encoder.threads, tier.encoder.pace, tier.encoder.idle = threads(), self.throttle, IdleCores()
         return tier
 
@@ -145,8 +143,6 @@ class TierOpener:
             run.become(owner)
         for tier, (ranks, place, world) in zip(run.tiers, request.roles, strict=True):
             tier.role = commit.Role(tuple(ranks), place, world)
-        for tier in (tier for tier in run.tiers if tier.opened):
-            tier.scrub_slowly()
         return [parts for i in request.recover for parts in await self._recover(i, run.tiers[i])]
 
     async def _recover(self, number: int, tier: OpenTier) -> list[PartsHere]:
@@ -181,9 +177,4 @@ class TierOpener:
 
 def _found(tier: OpenTier) -> TierFound:
     state = tier.log.state
-    checkpoints = len(state.commits) + len(state.held)
-    if not checkpoints and has_logs(tier.url):
-        from ckpt.redo.append import holds_logs
-
-        checkpoints = int(holds_logs(tier.url))
-    return TierFound(tier.log.root, state.epoch, checkpoints, state.damaged)
+    return TierFound(tier.log.root, state.epoch, len(state.commits) + len(state.held), state.damaged)

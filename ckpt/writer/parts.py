@@ -18,20 +18,17 @@ from ckpt.checkpoint.byte_source import Bases, ByteSource, InMemory, bases_in, b
 from ckpt.checkpoint.open_tier import OpenTier
 from ckpt.checkpoint.retention import remember_packs
 from ckpt.checkpoint.settle import settle
-from ckpt.checkpoint.write import Arriving, RankSnapshot, WrittenPart
+from ckpt.checkpoint.write import RankSnapshot, WrittenPart
 from ckpt.errors import CheckpointError, CorruptError, FencedError, FullError, RunGoneError, SaveError, StoreError
-from ckpt.failpoints import point
 from ckpt.format.digest import blob_digest
 from ckpt.format.layout import Layout
 from ckpt.format.manifest import Attempt, part_key, table_key
 from ckpt.format.manifest import owner as owner_of
-from ckpt.format.replicas import Replicas
 from ckpt.format.table import Table
 from ckpt.ipc.arena import Arena, Label
 from ckpt.ipc.notes import HeldNote, SaidNote, UnpinnedNote
 from ckpt.ipc.requests import Retract
 from ckpt.writer.dispatch import Background, handles
-from ckpt.writer.follow import Following
 from ckpt.writer.held_run import HeldRun, PresentTrainer
 from ckpt.writer.memory import HeldMemory
 
@@ -191,7 +188,6 @@ class PartWriter:
     settler: Settler
     reads: dict[tuple[str, int], int] = field(default_factory=dict)
     stored: dict[tuple[str, Attempt], asyncio.Future[bool]] = field(default_factory=dict)
-    following: dict[str, Following] = field(default_factory=dict)  # by tier
 
     @contextlib.contextmanager
     def reading(self, arena: Arena, slot: int) -> Iterator[None]:
@@ -220,8 +216,7 @@ class PartWriter:
         tier.in_flight.add(attempt)
         try:
             with self.reading(arena, slot):
-                written = await self._followed(tier, arena, slot, label, reason)
-                written = written or await self._store(tier, arena, slot, label, layout, attempt, reason)
+                written = await self._store(tier, arena, slot, label, layout, attempt, reason)
         except BaseException as error:
             tier.in_flight.discard(attempt)
             if isinstance(error, RunGoneError):
@@ -235,42 +230,6 @@ class PartWriter:
             tier.in_flight.discard(attempt)
         return written
 
-    def follow(self, tier: OpenTier, arena: Arena, slot: int, label: Label) -> None:
-        """Begin to write a slot that is being filled, if nobody else writes there, and it is as quick as memory."""
-        if tier.store.remote or tier.busy.locked() or tier.waiting or not tier.opened:
-            return
-        trainer, begun = self.trainer, self.trainer.adoptions
-        one = Following(arena, slot, label, lambda: not trainer.dead and trainer.adoptions == begun)
-        self.following[tier.url] = one
-        one.task = asyncio.ensure_future(self._follow(tier, one))
-
-    async def _follow(self, tier: OpenTier, one: Following) -> WrittenPart | None:
-        arena, slot, label, attempt = one.arena, one.slot, one.label, one.label.attempt
-        assert attempt is not None
-        try:
-            layout = self.held_memory.layouts[label.layout]
-            previous = await tier.encoder.previous(tier.log, attempt, layout)
-            if not tier.encoder.surely_raw(tier.store, layout, previous):
-                return None
-            point("follow.begun")
-            with self.reading(arena, slot):
-                return await self._store(tier, arena, slot, label, layout, attempt, "due", one)
-        except Exception as error:  # it is written when it is sealed
-            events.log.debug("step %d is not written while it is copied: %s", attempt.step, error)
-            return None
-        finally:
-            if self.following.get(tier.url) is one:
-                del self.following[tier.url]
-
-    async def _followed(self, tier: OpenTier, arena: Arena, slot: int, label: Label, reason: str) -> WrittenPart | None:
-        """What has come of following this slot. Any other that is followed makes room, if it is only hoped for."""
-        one = self.following.get(tier.url)
-        if one is not None and reason == "due" and one.is_of(arena, slot, label):
-            return await one.want()
-        if one is not None and not one.is_wanted:
-            one.stop()
-        return None
-
     async def _store(
         self,
         tier: OpenTier,
@@ -280,13 +239,10 @@ class PartWriter:
         layout: Layout,
         attempt: Attempt,
         reason: str,
-        following: Following | None = None,
     ) -> WrittenPart | None:
         def check(problem: str = "was overwritten in memory while it was written") -> None:
             # A trainer that lives may go round the ring: before it changes a byte it changes the label.
-            if following is not None:
-                following.check()
-            elif arena.settled(slot) != label:
+            if arena.settled(slot) != label:
                 raise SaveError(f"step {attempt.step} {problem}")
 
         memory, run = self.held_memory, self.run
@@ -294,23 +250,17 @@ class PartWriter:
             await tier.prepare()
             if attempt in tier.log.state.commits:
                 return None  # a predecessor did it, and could not say so
-            if following is None:
-                check("is not in memory any more")
-            else:
-                following.look()
+            check("is not in memory any more")
             number = memory.next_try(attempt, run.first_try)
             values = json.loads(bytes(arena.values(slot, label)))
             data = arena.data(slot, label.data_size)
 
-            def replicas() -> Replicas:
-                return memory.replicas.get(attempt, {})
-
-            snapshot = RankSnapshot(attempt, layout, data, values, label.finite, replicas)
+            snapshot = RankSnapshot(attempt, layout, data, values, label.finite, memory.replicas.get(attempt, {}))
             async with run.taking:
                 run.succeed(tier.log)
                 tier.log.check_owner(run.mine())
             source = InMemory(layout, snapshot.data)
-            written = await self.encode(tier, snapshot, source, number, reason=reason, check=check, arriving=following)
+            written = await self.encode(tier, snapshot, source, number, reason=reason, check=check)
             if attempt in memory.retracted:
                 raise SaveError(f"step {attempt.step} was given up: {memory.retracted[attempt]}")
         digests = written.table.digest[: written.table.owned].tobytes()
@@ -326,10 +276,9 @@ class PartWriter:
         *,
         reason: str,
         check: Callable[[], None] = lambda: None,
-        arriving: Arriving | None = None,
     ) -> WrittenPart:
         """The part as this tier stores its parts: what is new, and in which form. `check` raises if the source is not
-        what it was any more; `arriving`: it is not all there yet."""
+        what it was any more."""
         attempt, layout, near = snapshot.attempt, snapshot.layout, self.run.near(tier)
         previous = await tier.encoder.previous(tier.log, attempt, layout)
         with tier.flow.writing(attempt.step, layout.arrangement.data_size):
@@ -343,7 +292,6 @@ class PartWriter:
                 on_needs=functools.partial(self._pin, tier, attempt),
                 bases=_bases(tier, near, layout.rank, reason),
                 check=check,
-                arriving=arriving,
             )
         if near is not None:
             _anchor(tier, near, written)

@@ -17,9 +17,9 @@ from ckpt.checkpoint.open_tier import OpenTier
 from ckpt.checkpoint.write import WrittenPart
 from ckpt.errors import CheckpointError, FencedError, FullError, SaveError, SkippedError
 from ckpt.format.manifest import Attempt
-from ckpt.ipc.arena import EAGER, SEALED, Arena, Label
+from ckpt.ipc.arena import Arena, Label
 from ckpt.ipc.notes import StoredNote
-from ckpt.ipc.requests import FollowSlot, Persist, SavedInTier, WriteSlot, WriteSlotReply
+from ckpt.ipc.requests import Persist, SavedInTier, WriteSlot, WriteSlotReply
 from ckpt.writer.bookkeeper import Bookkeeper
 from ckpt.writer.dispatch import Background, handles
 from ckpt.writer.held_run import HeldRun, PresentTrainer
@@ -66,14 +66,6 @@ class Persister:
         with self._books.saving(tier.url, size, attempt.step) as save:
             save.stored = own_bytes(await self._write(tier, attempt, request))
             return WriteSlotReply(size, save.stored)
-
-    @handles(FollowSlot)
-    def follow(self, request: FollowSlot) -> None:
-        """Nobody waits for it: what fails here is done anew when it is asked for."""
-        arena = self._held_memory.arenas[request.arena]
-        label = arena.label(request.slot)
-        if label is not None and str(label.attempt) == request.attempt and label.state in (EAGER, SEALED):
-            self.parts.follow(self._run.tiers[request.tier], arena, request.slot, label)
 
     async def _write(self, tier: OpenTier, attempt: Attempt, request: WriteSlot) -> WrittenPart | None:
         near, stored = self._run.near(tier), self.parts.stored

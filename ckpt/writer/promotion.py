@@ -148,7 +148,7 @@ class Promoter:
             return written
         tried += [info.key async for info in tier.store.list(f"parts/{attempt}.{part.rank}.")]
         number = max([self.run.first_try, *(rank_and_try(key)[1] + 1 for key in tried)])
-        snapshot = RankSnapshot(attempt, layout, memoryview(b""), part.values, part.finite, lambda: part.replicas)
+        snapshot = RankSnapshot(attempt, layout, memoryview(b""), part.values, part.finite, part.replicas)
         return await self.parts.encode(tier, snapshot, source, number, reason=part.reason)
 
     def _check_wanted(self, tier: OpenTier, attempt: Attempt) -> None:

@@ -59,7 +59,7 @@ def test_damage_files_counts_wrong_tensors_losses_and_foreign_errors(
 
     readers: dict[str, Callable[[str], tuple[int, str]]] = {
         "wrong": lambda run: (real(run)[0], "another digest"),
-        "lost": lambda run: (2, str(torture.read_digest(run, 2))),
+        "lost": lambda run: (6, str(torture.read_digest(run, 6))),
         "unclear": unclear,
     }
     for column, reader in readers.items():
@@ -77,7 +77,7 @@ def test_journal_digest_changes_with_one_bit() -> None:
     torture_job.train_step(state, 1)
     before = torture_job.digest(state)
     moment = next(iter(state["optim"].state.values()))["exp_avg"]
-    moment.view(torch.int32).view(-1)[3] ^= 1
+    moment.view(torch.int32)[(0,) * moment.dim()] ^= 1
     assert torture_job.digest(state) != before
 
 
@@ -90,3 +90,24 @@ def test_no_fault_gives_wrong_tensors_losses_hangs_or_unclear_errors(fault: str,
     [counts] = json.loads(written.read_text())["faults"]
     assert counts["attempts"] >= 1 or counts["skipped"]
     assert QUICK.kills >= 1
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "code"),
+    [
+        ({"adamw, disk": "step 9 aa"}, {"adamw, disk": "step 9 aa"}, 0),
+        ({"adamw, disk": "step 9 aa"}, {"adamw, disk": "step 9 ab"}, 1),
+        ({"adamw, disk": "step 9 aa"}, {}, 1),
+        ({"adamw, disk": "exit code 1"}, {"adamw, disk": "exit code 1"}, 1),
+        ({"adamw, disk": "step 9 aa, which was never saved"}, {"adamw, disk": "step 9 aa, which was never saved"}, 1),
+    ],
+)
+def test_same_digests_fails_unless_both_versions_restore_the_same(
+    monkeypatch: pytest.MonkeyPatch, old: dict[str, str], new: dict[str, str], code: int
+) -> None:
+    import same_digests
+
+    results = iter([old, new])
+    monkeypatch.setattr(same_digests, "run_all", lambda *given: next(results))
+    monkeypatch.setattr(sys, "argv", ["same_digests.py", str(REPO), "--seeds", "1"])
+    assert same_digests.main() == code

@@ -30,7 +30,7 @@ from ckpt.checkpoint.encode import Encoder
 from ckpt.checkpoint.incremental import BlobPlan, Policy, Previous, find_masters, plan_blobs
 from ckpt.checkpoint.packs import Encoded, Packer
 from ckpt.checkpoint.retention import Keep
-from ckpt.checkpoint.write import Arriving, RankSnapshot, WrittenPart, digest_blobs
+from ckpt.checkpoint.write import RankSnapshot, WrittenPart, digest_blobs
 from ckpt.errors import CheckpointError, CorruptError, FormatError, FullError, SaveError
 from ckpt.format import layout as plan
 from ckpt.format import table as tables
@@ -99,9 +99,7 @@ class Job:
         await log.open()
         return cls(log, await commits.acquire(log, new_nonce()), [Encoder(policy) for _ in range(world)])
 
-    async def write(
-        self, step: int, state: State, rank: int = 0, number: int = 0, arriving: Arriving | None = None
-    ) -> WrittenPart:
+    async def write(self, step: int, state: State, rank: int = 0, number: int = 0) -> WrittenPart:
         attempt = Attempt(self.mine.epoch, step, self.mine.nonce)
         layout = layout_of(state, rank, len(self.encoders))
         data = data_of(layout, state)
@@ -123,7 +121,6 @@ class Job:
             number=number,
             on_needs=begin,
             bases=bases_in(self.log.store),
-            arriving=arriving,
         )
 
     async def save(self, step: int, state: State) -> Commit:
@@ -138,20 +135,6 @@ class Job:
 
     async def table(self, commit: Commit) -> Table:
         return (await read.load_manifest(self.log.store, commit)).table
-
-
-class Arrived:
-    """A snapshot that is written as it is filled, as far as an encoder sees it."""
-
-    waited_s = 0.0
-
-    async def until(self, nbytes: int) -> None: ...
-
-    async def sealed(self) -> None: ...
-
-    async def wanted(self) -> None: ...
-
-    def stop(self) -> None: ...
 
 
 async def fetched(store: MemoryStore, table: Table, blobs: Iterable[int]) -> dict[int, bytes]:
@@ -1040,7 +1023,7 @@ def test_a_part_that_is_built_on_says_so_in_its_file() -> None:
 
 
 def test_what_is_suspected_is_stored_anew() -> None:
-    """A blob that scrubbing found damaged is in a pack of the next checkpoint's own, and no delta is against it; the
+    """A blob that was found damaged is in a pack of the next checkpoint's own, and no delta is against it; the
     one after that takes it from there."""
 
     async def run(compression: str) -> None:
@@ -1198,53 +1181,3 @@ def test_what_a_newer_version_saved_is_not_built_on() -> None:
 def replace_encoders(job: Job) -> Job:
     """The same run, by processes that remember nothing."""
     return Job(job.log, job.mine, [Encoder(e.policy) for e in job.encoders], job.saved)
-
-
-# -- what is written while it is filled --
-
-
-async def save_followed(job: Job, step: int, state: State) -> bool:
-    """Whether it was written while it was filled; else it was written when it was sealed."""
-    encoder, layout = job.encoders[0], layout_of(state)
-    previous = await encoder.previous(job.log, Attempt(job.mine.epoch, step, job.mine.nonce), layout)
-    if not encoder.surely_raw(job.log.store, layout, previous):
-        await job.save(step, state)
-        return False
-    written = await job.write(step, state, arriving=Arrived())
-    found = await commits.commit(job.log, job.mine, [written])
-    job.saved[found.attempt] = dict(state)
-    return True
-
-
-def test_what_can_be_shared_is_not_written_while_it_is_filled() -> None:
-    """Nobody can say of what is not there yet whether it is new: that is tried after a save that had nothing of the one
-    before. Where a part of the state stops changing, one checkpoint is whole that need not have been, and the next ones
-    are increments."""
-
-    async def main() -> None:
-        dice, job = np.random.default_rng(0), await Job.open(Policy(compression="none"))
-        frozen = dice.bytes(4 * BLOB)
-        told = []
-        for step, moves in enumerate([True] * 5 + [False] * 4, 1):
-            base = dice.bytes(4 * BLOB) if moves else frozen
-            state: State = {"base": ("U8", 4 * BLOB, base), "head": ("U8", BLOB, dice.bytes(BLOB))}
-            told.append(await save_followed(job, step, state))
-        await check(job, lambda count: list(range(count)))
-        assert told[:2] == [True, True]  # these are whole in any case
-        assert told[2] is False  # what it has of the one before had to be looked at
-        assert told[3:5] == [True, True]
-        assert told[5:] == [True, True, False, False]  # frozen since the 6th, seen at the 7th
-        newest = job.log.state.lineage()[0]
-        assert newest.needs
-
-    asyncio.run(main())
-
-
-def test_what_is_compressed_is_not_written_while_it_is_filled() -> None:
-    async def main() -> None:
-        job = await Job.open(Policy(compression="zstd"))
-        state: State = {"base": ("U8", 4 * BLOB, bytes(4 * BLOB))}
-        assert not await save_followed(job, 1, state)
-        assert not job.log.state.lineage()[0].needs
-
-    asyncio.run(main())

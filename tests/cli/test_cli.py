@@ -486,11 +486,11 @@ def test_a_damaged_checkpoint_is_code_2_where_it_is_needed(run: Path, call: Any)
 def test_json_is_one_document_with_stable_keys(command: str, made: Path, call: Any) -> None:
     """The same keys every time, ASCII only, and no tensor's data."""
     keys = {
-        "ls": {"url", "damaged_records", "may_be_lost", "bytes_in_files", "checkpoints", "redo"},
+        "ls": {"url", "damaged_records", "may_be_lost", "bytes_in_files", "checkpoints"},
         "show": {
             "url", "damaged_records", "step", "attempt", "ranks", "tensors", "distinct_tensors", "tensor_bytes",
             "components", "values", "packs", "full", "needs", "needs_there", "chain", "stored_bytes",
-            "older_packs", "older_steps", "restore_bytes", "cadence", "redo",
+            "older_packs", "older_steps", "restore_bytes", "cadence",
         },
         "verify": {"url", "data", "problems", "unreadable", "checkpoints"},
         "diff": {"a", "b", "equal", "only_in_a", "only_in_b", "changed", "tensors", "values"},

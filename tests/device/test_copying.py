@@ -17,13 +17,14 @@ import torch
 
 import ckpt
 from boundaries import check_boundaries
-from ckpt.ipc.arena import EAGER, EMPTY, Arena
+from ckpt.ipc.arena import EMPTY, Arena
 from ckpt.trainer.staging import fill as staging_fill
 from ckpt.trainer.staging import snapshot
 from ckpt.trainer.staging.fill import SlotFiller
 from ckpt.trainer.staging.page_locks import PageLocks
 from ckpt.trainer.staging.slots import Slots
 from ckpt.trainer.staging.snapshot import PendingSnapshot
+from ckpt.trainer.staging.stage_mode import StageMode
 from processes import eventually
 from test_gpu import LARGE, LONG, Spins, adamw, buffers, open_run, read_back, ready, spins
 from toy_states import differences, freeze
@@ -231,77 +232,26 @@ def test_a_slot_is_free_after_a_failure_when_nothing_is_copied_into_it(
     assert ended == [True]
 
 
-def postponed(cp: ckpt.Checkpointer, step: int) -> PendingSnapshot:
-    """A step of which only what may change is copied now, as of several ranks one that is not due."""
-    job = another(cp, step)
-    cp._session.stager.postpone(job)
-    return job
-
-
-def test_what_is_said_to_be_there_of_a_postponed_step_is(
-    open_run: Any, spins: Spins, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A slot says EAGER when its buffers are in it, not when their copy is queued."""
+def test_an_update_waits_while_the_gate_is_held(open_run: Any) -> None:
+    """As for the save of another thread."""
     run = buffers()
     cp = open_run(run.state)
     ready(cp, run)
-    spins.eager = True
-    with noted_labels(monkeypatch, EAGER, lambda: not spins.under_way) as there:
-        job = postponed(cp, 2)
-        assert eventually(lambda: bool(there))
-    assert there == [True] and job.error is None
+    weight = run.state["model"].weight
+    before, held, same = weight.detach().cpu(), threading.Event(), list[bool]()
 
+    def hold() -> None:
+        with cp._session.stager.held():
+            held.set()
+            time.sleep(0.3)
+            same.append(torch.equal(weight.detach().cpu(), before))
 
-def test_completing_a_step_loses_no_other(open_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One before it is still on its way, as far as anybody has said: it is sealed first."""
-    run = buffers()
-    cp = open_run(run.state)
-    ready(cp, run)
-    monkeypatch.setattr(cp._session.stager._waiter, "when_reached", lambda *_: None)
-    save = cp.step(2)
-    before = job_of(cp)
-    assert before.enqueued.wait(60.0)
-    job = postponed(cp, 3)
-    outcome: list[bool] = []
-    thread = threading.Thread(target=lambda: outcome.append(cp._session.stager.complete(job, lambda: True, 60.0)))
-    with ended_anyway(before):
-        thread.start()
-        thread.join()
-        assert outcome == [True] and job.place is not None
-        assert eventually(lambda: before.place is not None, 2.0)
-        save.staged(60.0)
-
-
-def test_an_update_waits_while_a_step_is_completed(open_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The gate is shut until the rest has been copied."""
-    run = buffers()
-    cp = open_run(run.state)
-    ready(cp, run)
-    weights = [p.detach().cpu() for p in run.state["model"].parameters()]
-    job = postponed(cp, 2)
-    slow_thread(monkeypatch, "fill_guarded")
-    begun, shut = threading.Event(), cp._session.stager._gate.shut
-
-    def noted() -> threading.Event:
-        opened = shut()
-        begun.set()
-        return opened
-
-    monkeypatch.setattr(cp._session.stager._gate, "shut", noted)
-    outcome: list[bool] = []
-    thread = threading.Thread(target=lambda: outcome.append(cp._session.stager.complete(job, lambda: True, 60.0)))
+    thread = threading.Thread(target=hold)
     thread.start()
-    assert begun.wait(60.0)
+    assert held.wait(60.0)
     run.move(run.state, 3)
     thread.join()
-    assert outcome == [True] and job.place is not None
-    arena, slot = job.place
-    layout = job.reading.layout
-    for name, weight in zip(("model.weight", "model.bias"), weights, strict=True):
-        number = next(i for i, spec in enumerate(layout.tensors) if spec.name == name)
-        at = layout.arrangement.offsets[number]
-        found = torch.frombuffer(arena.data(slot)[at : at + weight.nbytes], dtype=weight.dtype)
-        assert torch.equal(found, weight.reshape(-1))
+    assert same == [True]
 
 
 def test_what_is_compared_with_the_copy_is_kept_until_then(open_run: Any, spins: Spins) -> None:
@@ -324,13 +274,14 @@ def test_paced_copies_leave_the_bus_to_others(open_run: Any, monkeypatch: pytest
     """In pieces, each of which begins when the one before has arrived, and after a pause; the snapshot is whole."""
     monkeypatch.setattr(staging_fill, "PIECE", 64 << 10)
     run = adamw(fused=True)
-    cp = open_run(run.state, tiers=ckpt.Memory(stage="paced", bus_share=0.9))
+    monkeypatch.setattr(StageMode, "next", lambda self, step: "paced")
+    cp = open_run(run.state)
     copy_paced, copy_batch = SlotFiller._copy_paced, staging_fill.device.copy_batch
     idle, sizes, pieces = list[bool](), list[int](), list[torch.cuda.Event]()
 
-    def paced(self: SlotFiller, *batch_and_share: Any) -> None:
+    def paced(self: SlotFiller, *batch: Any) -> None:
         pieces.clear()
-        copy_paced(self, *batch_and_share)
+        copy_paced(self, *batch)
 
     def noted(targets: Any, sources: Any, streams: Any) -> None:
         if pieces:  # the first one may come behind what is copied early
@@ -346,10 +297,11 @@ def test_paced_copies_leave_the_bus_to_others(open_run: Any, monkeypatch: pytest
     assert all(idle) and max(sizes) <= 64 << 10
 
 
-def test_a_paced_copy_holds_no_earlier_one_up(open_run: Any, spins: Spins) -> None:
+def test_a_paced_copy_holds_no_earlier_one_up(open_run: Any, spins: Spins, monkeypatch: pytest.MonkeyPatch) -> None:
     """While it waits for the device to come to its step, what has arrived before is sealed."""
     run = adamw(fused=True)
-    cp = open_run(run.state, tiers=ckpt.Memory(stage="paced"))
+    monkeypatch.setattr(StageMode, "next", lambda self, step: "paced")
+    cp = open_run(run.state)
     boundary = ready(cp, run)
     save = cp.step(2)
     run.move(run.state, 3)

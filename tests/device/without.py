@@ -142,11 +142,6 @@ def seal_until_the_copy_has_ended(patch: pytest.MonkeyPatch) -> None:
 
 
 @wait
-def label_until_the_copy_of_buffers_has_ended(patch: pytest.MonkeyPatch) -> None:
-    _not_waited_for(patch, lambda job, events: events is job.eager, "_stage")
-
-
-@wait
 def failure_until_the_copy_has_ended(patch: pytest.MonkeyPatch) -> None:
     from ckpt.trainer.staging.fill import SlotFiller
 
@@ -179,11 +174,6 @@ def end_until_copies_have_ended(patch: pytest.MonkeyPatch) -> None:
 @wait
 def slot_until_copies_have_ended(patch: pytest.MonkeyPatch) -> None:
     _not_landed(patch, "_stage")
-
-
-@wait
-def completion_until_copies_have_ended(patch: pytest.MonkeyPatch) -> None:
-    _not_landed(patch, "_complete")
 
 
 # -- what is kept meanwhile --

@@ -185,7 +185,7 @@ def test_memory_is_saved_more_often_where_faults_come_thick() -> None:
     costs, places = {MEMORY: SaveCost(0.036, 0.0, 100)}, [place(MEMORY, 20)]
     for known, expected in (
         (History(300, 6, 6), 5),
-        (History(300, 6, 0), 20),  # all of them left a copy of the running state
+        (History(300, 6, 0), 20),  # before each of them the training loop saved its next step
         (History(300, 1, 1), 20),
         (History(10**6, 6, 6), 20),
         (History(), 20),
@@ -265,25 +265,27 @@ def test_a_decision_is_always_one(
 
 
 def test_history_counts_what_only_a_snapshot_helps_against() -> None:
-    """A fault that the fault handler dealt with lost nothing; one that the writer found did; the user's end is none."""
+    """A signal that the fault handler dealt with lost nothing. An exception did, and so did a fault that the writer
+    found; the user's end is none."""
     accounts = []
-    for number, (by, how, source) in enumerate(
+    for number, (kind, by, how, source) in enumerate(
         [
-            ("fault handler", "died", ""),
-            ("writer", "died", MEMORY),
-            ("", "closed", FOLDER),
-            ("", "", BUCKET),
+            ("signal", "fault handler", "died", ""),
+            ("exception", "fault handler", "died", MEMORY),
+            ("signal", "writer", "died", MEMORY),
+            ("", "", "closed", FOLDER),
+            ("", "", "", BUCKET),
         ]  # that is a plan
     ):
         account = Account(f"{number}.ab")
         account.rows = [StepRow(10.0, 5, 5, 10.0)]
         account.restores = [Restore(0.0, 1.0, 5 if source else None, source), Restore(0.0, 1.0, 1, "again")]
-        account.faults = [SeenFault(9.0, "signal", "", ends=True, by=by)] if by else []
+        account.faults = [SeenFault(9.0, kind, "", ends=True, by=by)] if by else []
         account.end = End(how, 10.0, 10.0) if how else None
         accounts.append(account)
     found = cadence.history(accounts)
-    assert (found.training_s, found.interruptions, found.deaths) == (40.0, 2, 1)
-    assert found.served == {MEMORY: 1, FOLDER: 1}
+    assert (found.training_s, found.interruptions, found.deaths) == (50.0, 3, 2)
+    assert found.served == {MEMORY: 2, FOLDER: 1}
 
 
 # -- what saving costs --

@@ -62,28 +62,13 @@ def test_each_damaged_byte_of_a_header_is_noticed(monkeypatch: pytest.MonkeyPatc
     arena.close()
 
 
-def test_damaged_fill_mark_is_not_believed() -> None:
-    """A writer that follows a slot waits for its seal instead."""
-    arena = Arena.create(1, 8 * PAGE)
-    label = Label(FILLING, 1, Attempt(1, 1, "0" * 8), "00" * 32, 4 * PAGE, 8)
-    arena.set_label(0, label)
-    arena.mark(0, PAGE)
-    assert arena.filled(0, label) == PAGE
-    for at in range(8):
-        flip(arena.view, PAGE + 128 + at)
-        assert arena.filled(0, label) == 0
-        flip(arena.view, PAGE + 128 + at)
-    arena.close()
-
-
 def change_for_ever(fd: int) -> None:
-    """A process that changes the counts, a label and a mark all the time."""
+    """A process that changes the counts and a label all the time."""
     arena, label = Arena.attach(fd), Label(FILLING, 1, Attempt(1, 1, "0" * 8), "00" * 32, 4 * PAGE, 8)
     print("ready", flush=True)
     while True:
         _set_counts(arena._words, 2, 2)
         arena.set_label(0, label)
-        arena.mark(0, PAGE)
 
 
 def test_what_is_being_changed_is_not_called_damaged() -> None:

@@ -30,7 +30,6 @@ from ckpt import failpoints, loading
 from ckpt import store as stores
 from ckpt.checkpoint import blobs, identity, incremental, losses, open_tier, parts, read, retention, steady, write
 from ckpt.checkpoint import commit as commits
-from ckpt.checkpoint.scrub import Scrub
 from ckpt.cli import app
 from ckpt.convert import source_files
 from ckpt.errors import CheckpointError, CorruptError, NoCheckpointError, NotFoundError, StateError
@@ -51,12 +50,8 @@ from ckpt.ipc.requests import Close, Greeting, Taken
 from ckpt.ipc.watch_requests import Look
 from ckpt.ranks import world as worlds
 from ckpt.ranks.world import World
-from ckpt.redo.frame_file import StoredFrame as StoredFrame
-from ckpt.redo.optimizer_recipe import find_recipes
-from ckpt.restore import redo_logs as redo_logs
 from ckpt.restore import sources
 from ckpt.restore.candidates import gather
-from ckpt.restore.redo_logs import look as look
 from ckpt.restore.restore_first import restore_first
 from ckpt.restore.sources import HeldSnapshot, MemorySource, RestoreSource, StoreSource
 from ckpt.runlog.log import RunLog, record_key
@@ -72,7 +67,7 @@ from ckpt.trainer.ownership import Ownership
 from ckpt.trainer.replica_check import ReplicaCheck
 from ckpt.trainer.saves import TierWrites
 from ckpt.trainer.session import Session
-from ckpt.trainer.staging import device, snapshot, stage
+from ckpt.trainer.staging import device, snapshot, stage, stage_mode
 from ckpt.trainer.staging.fill import SlotFiller
 from ckpt.trainer.staging.page_locks import PageLocks
 from ckpt.trainer.staging.snapshot import PendingSnapshot
@@ -90,8 +85,8 @@ from ckpt_backends.memory import MemoryStore
 
 T = TypeVar("T")
 
-# Re-exported above: the names of all fail points, by process, because tests visit each of them. `StoredFrame`, `look`
-# and `redo_logs` are to be removed with the redo log. `DTYPES` maps the name of each dtype in files to the dtype.
+# Re-exported above: the names of all fail points, by process, because tests visit each of them. `DTYPES` maps the name
+# of each dtype in files to the dtype.
 DTYPES: dict[str, torch.dtype] = TORCH_DTYPE
 
 
@@ -370,10 +365,6 @@ class SavedStep:
         found = {of[table.pack[table.base[b]]] for b in rows if of[table.pack[b]] == self.step}
         return {step for step in found if step is not None}
 
-    def suspect(self, name: str) -> Any:
-        """Return the entry that a writer keeps for the first piece of a tensor after it found the piece damaged."""
-        return self.place_of(name)
-
     @property
     def small_files(self) -> list[str]:
         """Glob patterns of its small files, which contain the locations of its tensors."""
@@ -427,42 +418,6 @@ def bytes_of_tensors(url: str | Path, prefix: str) -> int:
 
 
 MAX_CHAIN = incremental.MAX_CHAIN  # after this many increments in a row comes a full checkpoint
-
-
-def scrub_twice(url: str) -> tuple[list[list[Any]], list[int], list[bool]]:
-    """Scrub a tier twice, as a writer does in the background. Return for each round all damage found so far, the bytes
-    read so far, and whether there was anything to do."""
-
-    async def look(log: RunLog) -> tuple[list[list[Any]], list[int], list[bool]]:
-        found: list[Any] = []
-        scrub = Scrub(log, 1e12, commits.Role, lambda: False, found.append)
-        seen, amounts, fresh = [], [], []
-        for _ in range(2):
-            fresh.append(await scrub.round())
-            seen.append(list(found))
-            amounts.append(scrub.nbytes)
-        return seen, amounts, fresh
-
-    return _with_log(url, look)
-
-
-SCRUB_SOON = """
-import importlib.machinery, sys
-
-class Soon:
-    def find_spec(self, name, path=None, target=None):
-        if name != "ckpt.checkpoint.scrub":
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(name, path)
-        run = spec.loader.exec_module
-        def impatient(module):
-            run(module)
-            module.PAUSE_S = module.ROUND_S = 0.2
-        spec.loader.exec_module = impatient
-        return spec
-
-sys.meta_path.insert(0, Soon())
-"""  # a sitecustomize.py that makes writers scrub without pauses
 
 
 # -- files in a folder or a bucket --
@@ -908,6 +863,14 @@ def let_updates_pass(patch: pytest.MonkeyPatch, until: str = "") -> None:
     patch.setattr(Stager, "before_update", passing)
 
 
+WAYS = stage_mode.WAYS  # in which a snapshot leaves a device
+
+
+def stage_by(patch: pytest.MonkeyPatch, way: str) -> None:
+    """Make every snapshot leave the device in one way, out of `WAYS`."""
+    patch.setattr(stage_mode.StageMode, "next", lambda self, step: way)
+
+
 def copy_before_the_step_has_ended(patch: pytest.MonkeyPatch) -> None:
     """Make copies wait for idle streams instead of the caller's stream."""
 
@@ -942,7 +905,7 @@ def clone_at_most(patch: pytest.MonkeyPatch, nbytes: int) -> None:
 def clone_nothing(patch: pytest.MonkeyPatch) -> None:
     """Make the caller continue as if the tensors that are copied now had been cloned."""
 
-    def no_clones(job: PendingSnapshot, packs: Any, all_of_it: bool) -> bool:
+    def no_clones(job: PendingSnapshot, packs: Any) -> bool:
         job.taken_early = True
         return True
 
@@ -1001,12 +964,6 @@ def restore_from_memory(cp: ckpt.Checkpointer, step: int, into: dict[str, Any]) 
     assert result.step == step, result.skipped
 
 
-def steps_in_memory(cp: ckpt.Checkpointer) -> list[int]:
-    """List the steps that can be restored from memory, newest first."""
-    with cp._session.supervisor.held.snapshots() as snapshots:
-        return [snapshot.attempt.step for snapshot in snapshots]
-
-
 def steps_in_any_memory(cp: ckpt.Checkpointer) -> set[int]:
     """List the steps that have a snapshot, including snapshots in outgrown memory."""
     labels = [label for arena in cp._session.supervisor.memory.arenas() for _, label in arena.sealed()]
@@ -1046,11 +1003,6 @@ def wait_until_copied(cp: ckpt.Checkpointer, timeout_s: float) -> bool:
 def when_staged(save: ckpt.Save, act: Callable[[], object]) -> None:
     """Call `act` when staging has succeeded or failed."""
     save._staged.add_done_callback(lambda _: act())
-
-
-def copy_at_a_fault(cp: ckpt.Checkpointer) -> int | None:
-    """Copy the live state, as at a fault. Return its step, or None if it can no longer be saved."""
-    return cp._live.copy_live()
 
 
 def copied_at_once(cp: ckpt.Checkpointer) -> set[Any]:
@@ -1709,14 +1661,6 @@ def guarded_in(state: dict[str, Any]) -> dict[str, bool]:
     """Map each tensor that is saved of a state to True if only an optimizer writes to it."""
     reading = Capture(state).read()
     return dict(zip([t.name for t in reading.layout.tensors], reading.guarded, strict=True))
-
-
-def predicted_in(state: dict[str, Any]) -> set[str]:
-    """Return the weights whose steps the redo log can predict. To be removed with the redo log."""
-    capture = Capture(state)
-    reading = capture.read()
-    recipes = find_recipes(reading.layout, reading.tensors, capture.stepping)
-    return {reading.layout.tensors[recipe.weight].name for recipe in recipes}
 
 
 def tensor_of(state: dict[str, Any], name: str) -> torch.Tensor:

@@ -109,7 +109,7 @@ def main() -> None:
     if options.get("exit_after"):
         triggers = [ckpt.on_signal(), ckpt.on_exception(), ckpt.on_hang(action="exit", min_s=options["exit_after"])]
     tiers = [
-        ckpt.Memory(every=options.get("every", 1), between=True),
+        ckpt.Memory(every=options.get("every", 1)),
         ckpt.Tier(options["run"], every=options.get("durable", 1000)),
     ]
     with ckpt.Checkpointer(state, tiers, triggers=triggers) as cp:

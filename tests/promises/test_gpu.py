@@ -334,33 +334,31 @@ def small(count: int = 40) -> Run:
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 
-@pytest.mark.parametrize("stage", ["auto", "overlap", "paced", "wait", "device"])
-def test_many_small_tensors_cross_the_bus_together(open_run: Any, monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
+@pytest.mark.parametrize("way", ["", *inside.WAYS])
+def test_many_small_tensors_cross_the_bus_together(open_run: Any, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     """Hundreds of tensors take a few copies, whichever way they leave the device; every snapshot is its boundary."""
     copies, run = inside.count_copies(monkeypatch), small()
-    cp = open_run(run.state, tiers=ckpt.Memory(stage=stage))
+    if way:
+        inside.stage_by(monkeypatch, way)
+    cp = open_run(run.state)
     assert check_boundaries(cp, run, 10) == []
     assert len(copies) > 10 and max(copies) < 8
 
 
-@pytest.mark.parametrize("stage", ["wait", "device"])
-def test_the_ways_that_a_snapshot_leaves_a_device(open_run: Any, spins: Spins, stage: str) -> None:
-    """With copies that begin a second late: "wait" has the next kernels come after them, "device" lets even the next
-    update come first; the host waits for neither, and both hold the boundary."""
+def test_kernels_wait_for_a_snapshot_that_leaves_first(
+    open_run: Any, spins: Spins, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With copies that begin a second late, the next kernels come after them. The host does not wait."""
+    inside.stage_by(monkeypatch, "wait")
     run = adamw(fused=True)
-    cp = open_run(run.state, tiers=ckpt.Memory(stage=stage))
+    cp = open_run(run.state)
     boundary = ready(cp, run)
     spins.eager = spins.overlapped = True
     save = cp.step(2)
     next_kernel = torch.cuda.current_stream().record_event()
     run.move(run.state, 3)
     assert eventually(lambda: spins.under_way), "the host has waited"
-    updated = torch.cuda.current_stream().record_event()
-    if stage == "device":
-        updated.synchronize()
-        assert spins.under_way, "the update has waited for the bus"
-    else:
-        assert not next_kernel.query()
+    assert not next_kernel.query()
     save.staged(60.0)
     assert differences(read_back(cp, 2, run.twin), boundary) == []
     assert differences(freeze(run.state), boundary)

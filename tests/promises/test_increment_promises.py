@@ -86,7 +86,7 @@ def test_two_places_with_one_root_do_not_clean_each_other_up(run_dir: str) -> No
 def test_what_a_restore_has_found_damaged_is_not_built_on(run_dir: str) -> None:
     """The piece came from elsewhere, so the state is whole; the next checkpoint does not refer to the damaged bytes."""
     state = build(size=300)
-    tier = ckpt.Tier(run_dir, every=1, keep=3, compression="none", scrub_mib_s=0)
+    tier = ckpt.Tier(run_dir, every=1, keep=3, compression="none")
     with ckpt.Checkpointer(state, [tier]) as cp:
         cp.restore(default=0)
         for step in range(1, 6):
@@ -132,7 +132,7 @@ def test_a_load_takes_a_damaged_piece_from_another_step(run_dir: str) -> None:
 def test_a_save_error_about_damage_says_what_to_do(run_dir: str) -> None:
     """What the clean-up finds damaged is raised once; training can go on, and the next save is sound."""
     state = build(size=300)
-    tier = ckpt.Tier(run_dir, every=1, keep=2, compression="none", scrub_mib_s=0)
+    tier = ckpt.Tier(run_dir, every=1, keep=2, compression="none")
     errors: list[str] = []
     with ckpt.Checkpointer(state, [ckpt.Memory(), tier]) as cp:
         cp.restore(default=0)

@@ -1,7 +1,7 @@
-"""Damage that costs steps is told, and what it cost; the torn end of a killed run is none; only files are read.
+"""Damage that costs steps is reported with what it cost, and only regular files are read.
 
-One real run of checkpoints and a redo log, with a rollback in it, is made once. It is copied for each injury, and held
-to what every bit of its state was at each step.
+One real run with a rollback in it is made once. Each test damages a copy, and compares every bit of what it restores
+with the state at that step.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ import ckpt
 import inside
 import toy
 from ckpt.errors import CheckpointError, CorruptError
-from inside import Job, StoredFrame, look, redo_logs
-from processes import run_script
+from inside import Job
+from processes import eventually, run_script
 from test_damage import SMALL, VALUES, save
 from threads import together as on_ranks
 
-EVERY, BACK, STEPS = 8, 16, 44  # the last checkpoint is 40, and the redo log leads to 44
+EVERY, BACK, STEPS = 8, 16, 40
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Left:
 
 @pytest.fixture(scope="module")
 def left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Left]:
-    """Trained to 20, taken back to 16, trained to 44; each step logged, every eighth a checkpoint."""
+    """Trained to 20, taken back to 16, trained to 40; every eighth step is a checkpoint."""
     base, threads = tmp_path_factory.mktemp("left"), torch.get_num_threads()
     torch.set_num_threads(1)
     state, digests = toy.build(), dict[int, str]()
@@ -62,11 +62,12 @@ def left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Left]:
                 toy.train_step(state)
                 step += 1
                 done = cp.step(step)
-                assert done is not None and done.logged(60).step == step
+                assert done is not None
                 if done.tiers:
                     done.committed(60)
                 digests[step] = toy.digest(state)
             step = cp.restore(step=BACK) if until == 20 else step
+        assert eventually(lambda: not list((base / "run").glob("*/*-8[.-]*"))), "the first checkpoint is deleted"
         # Without the ledger, in which this process, that lives on, may have said that it trains this run.
         shutil.copytree(base / "run", base / "copy", ignore=shutil.ignore_patterns("ledger"))
     shutil.copytree(base / "run" / "ledger", base / "ledger")
@@ -76,7 +77,7 @@ def left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Left]:
 
 
 def tier(folder: Path) -> ckpt.Tier:
-    return ckpt.Tier(str(folder), every=EVERY, keep=4, log_every_step=True)
+    return ckpt.Tier(str(folder), every=EVERY, keep=4)
 
 
 def flip(path: str | Path, at: int, bit: int = 4) -> None:
@@ -96,18 +97,17 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
 
 
-def check(left: Left, folder: Path, caplog: pytest.LogCaptureFixture, named: str, newest: int = STEPS) -> int:
+def check(left: Left, folder: Path, caplog: pytest.LogCaptureFixture, named: str) -> int:
     """Restore: never wrong; and if it is older than it could have been, that is said once, with what was passed over
     and what that cost. The step."""
     caplog.clear()
     state = toy.build()
     done = restored(folder, state=state)
     assert done.step is not None and toy.digest(state) == left.digests[done.step]
-    if done.step < newest:
-        assert done.skipped and max(one.step for one in done.skipped) == newest, (done, warnings(caplog))
+    if done.step < STEPS:
+        assert done.skipped and max(one.step for one in done.skipped) == STEPS, (done, warnings(caplog))
         assert len(said := warnings(caplog)) == 1 and named in said[0], said
-        count = newest - done.step
-        assert f"{count} step{'s' * (count > 1)} after step {done.step}, up to step {newest}" in said[0]
+        assert f"{STEPS - done.step} steps after step {done.step}, up to step {STEPS}" in said[0]
         assert any(named in one.reason for one in done.skipped)
     else:
         assert not done.skipped and len(warnings(caplog)) <= 1
@@ -124,23 +124,22 @@ def records(folder: Path) -> list[tuple[int, str]]:
 
 def test_a_flipped_bit_in_any_log_record_is_told(left: Left, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Whatever record it was: what is restored and loaded is right, and older only with a word that says what was
-    passed over and how many steps that cost. Where only checkpoints are left, a lost COMMIT costs steps."""
+    passed over and how many steps that cost. A lost COMMIT costs steps."""
     older = 0
     for seq, kind in records(left.folder):
         folder = left.copy(tmp_path / f"r{seq}")
-        shutil.rmtree(folder / "redo")
         size = (folder / "log" / f"{seq:012d}.json").stat().st_size
         for at in (1, size // 3, size // 2, size - 2):
             shutil.copy(left.folder / "log" / f"{seq:012d}.json", folder / "log")
             flip(folder / "log" / f"{seq:012d}.json", at)
-            step = check(left, folder, caplog, f"log record {seq} is damaged", newest=40)
+            step = check(left, folder, caplog, f"log record {seq} is damaged")
             assert len(warnings(caplog)) == 1 and f"log record {seq} is damaged" in warnings(caplog)[0]
-            assert step == 40 or kind == "COMMIT"
+            assert step == STEPS or kind == "COMMIT"
             caplog.clear()
             loaded = ckpt.load(folder)
-            assert loaded.step == step and bool(loaded.skipped) == (step < 40) == bool(warnings(caplog))
+            assert loaded.step == step and bool(loaded.skipped) == (step < STEPS) == bool(warnings(caplog))
             assert all(f"log record {seq} " in text and "up to step 40" in text for text in warnings(caplog))
-            older += step < 40
+            older += step < STEPS
     assert older == 4
 
 
@@ -150,7 +149,6 @@ def test_a_start_takes_up_what_a_damaged_record_had_committed(
     """A job that opens the run finds that checkpoint whole, commits it once more, and loses nothing. When the record is
     damaged while the job goes on, its next restore says what it passes over."""
     folder = left.copy(tmp_path / "run")
-    shutil.rmtree(folder / "redo")
     last = max(seq for seq, kind in records(folder) if kind == "COMMIT")
     flip(folder / "log" / f"{last:012d}.json", 60)
     state = toy.build()
@@ -246,124 +244,20 @@ def test_a_retracted_checkpoint_stays_away_when_its_record_is_damaged(record: st
     assert asyncio.run(body()) == ([20, 10] if record == "PLAN" else [10])
 
 
-# -- redo logs --
-
-
-def frames(folder: Path) -> list[StoredFrame]:
-    """Those behind the last checkpoint, in their order."""
-    found = look(f"file://{folder}").frames[0]
-    return [found[attempt] for attempt in sorted(found) if attempt.step > 40 and attempt.epoch == max(found).epoch]
-
-
-def places(one: StoredFrame) -> Iterator[int]:
-    """Of every kind of byte of a frame: magic, version, lengths; payload; plain values; columns and meta; digest."""
-    begin, size = one.payload
-    head = (2, 9, 13, 16, 17, 24, 25, 32, 33)
-    rest = (0, size // 2, size - one.values - 1, size - one.values + 5, size, size + 200)
-    yield from (one.offset + at for at in head)
-    yield from (begin + at for at in rest)
-    yield from (one.offset + one.size - at for at in (60, 17, 16, 1))
-
-
-def test_a_flipped_bit_in_a_redo_log_is_told(left: Left, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """At the beginning, in the middle and at the end of the log, in every part of a frame: the step before comes back,
-    with every bit, and what is lost is named and counted, once."""
-    folder, tried = left.copy(tmp_path / "run"), 0
-    chain = frames(folder)
-    assert [one.frame.attempt.step for one in chain] == [41, 42, 43, 44]
-    for one in chain:
-        raw = Path(one.path).read_bytes()
-        for at in places(one):
-            flip(one.path, at)
-            step = check(left, folder, caplog, f"byte {one.offset}:")
-            assert step == one.frame.attempt.step - 1, at
-            Path(one.path).write_bytes(raw)
-            tried += 1
-    assert tried >= 52
-    assert check(left, folder, caplog, "nothing") == STEPS and not warnings(caplog)
-
-
-def test_a_torn_end_is_no_damage(left: Left, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A log that ends within its last frame, as a killed job or a power cut leaves it, costs that frame and no word."""
-    folder = left.copy(tmp_path / "run")
-    last = frames(folder)[-1]
-    raw, ends = Path(last.path).read_bytes(), last.offset + last.size
-    torn = [
-        raw[:to] for to in (ends - 1, ends - 16, ends - 40, last.payload[0] + 99, last.offset + 40, last.offset + 9)
-    ]
-    torn += [whole[: last.offset] + bytes(40) + whole[last.offset + 40 :] for whole in (raw, raw[: ends - 900])]
-    for content in torn:
-        Path(last.path).write_bytes(content)
-        assert check(left, folder, caplog, "nothing", newest=43) == 43 and not warnings(caplog)
-    os.truncate(last.path, last.offset)
-    assert check(left, folder, caplog, "nothing", newest=43) == 43 and not warnings(caplog)
-
-
-def test_a_log_that_is_gone_or_cut_off_in_between_is_told(
-    left: Left, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Sound steps that build on what is not there any more are lost as well, and that is said."""
-    folder = left.copy(tmp_path / "run")
-    chain = frames(folder)
-    first = min(folder.glob("redo/*.redo"), key=lambda path: path.name != os.path.basename(chain[0].path))
-    raw = first.read_bytes()
-    middle = chain[2]
-    first.write_bytes(raw[: middle.offset] + raw[middle.offset + middle.size :])  # cut out, without a trace
-    assert check(left, folder, caplog, "what leads to step 44 is gone") == 42
-
-
-def test_a_run_goes_on_behind_damage(left: Left, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """What is trained after a restore that lost steps can be redone, whatever lies damaged before it; and is told of no
-    more. A log that is cut off while it is written is begun anew."""
-    folder = left.copy(tmp_path / "run")
-    flip(frames(folder)[1].path, frames(folder)[1].payload[0] + 50)
-    state = toy.build()
-    with ckpt.Checkpointer(state, [ckpt.Memory(), tier(folder)]) as cp:
-        caplog.clear()
-        step = cp.restore()
-        assert step == 41 and cp.last_restore is not None and [one.step for one in cp.last_restore.skipped] == [44]
-        assert len(said := warnings(caplog)) == 1 and "3 steps after step 41, up to step 44" in said[0]
-        for number in range(42, 46):
-            toy.train_step(state)
-            save = cp.step(number)
-            assert save is not None and save.logged(60).step == number
-            if number == 43:
-                newest = max(look(f"file://{folder}").frames[0].items())[1]
-                os.truncate(newest.path, newest.offset + 50)
-        digest = toy.digest(state)
-        shutil.copytree(folder, tmp_path / "after")
-    caplog.clear()
-    state = toy.build()
-    done = restored(tmp_path / "after", state=state)
-    assert done.step == 45 and toy.digest(state) == digest and not done.skipped
-
-
 def test_ranks_all_hear_of_damage_that_one_has_seen(
     left: Left, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Only one rank looks at a shared folder. Each has what it found in its result, and it is said once."""
     folder = left.copy(tmp_path / "run")
-    flip(frames(folder)[2].path, frames(folder)[2].payload[0] + 50)
+    seq = max(seq for seq, kind in records(folder) if kind == "COMMIT")
+    flip(folder / "log" / f"{seq:012d}.json", 60)
     caplog.clear()
 
     def body(ranks: Any) -> Any:
         return [(one.step, one.reason) for one in inside.lost_in_folder(f"file://{folder}", toy.build(), ranks)]
 
     first, second = on_ranks(2, dist.HashStore(), body, node_of=lambda rank: "one")
-    assert first == second and [step for step, _ in first] == [STEPS] and "step 43 does not match" in first[0][1]
-
-
-def test_ranks_meet_where_the_damaged_one_ends(left: Left, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long before the end the log of one rank is damaged: all go on from its last whole step."""
-    logs = look(f"file://{left.folder}")
-    ranks = [a for a in sorted(logs.frames[0]) if a.epoch == max(logs.frames[0]).epoch]
-    base = logs.frames[0][ranks[0]].frame.base
-    commits: Any = {a: "a checkpoint" for a in (ranks[0], base) if a is not None}
-    logs.frames[1] = {a: logs.frames[0][a] for a in ranks[:4]}
-    monkeypatch.setattr(redo_logs, "NEWEST", 4)
-    assert not [a for a, (_, found) in logs.reach(commits).items() if found == [0, 1]]
-    logs.damage[1] = [("a frame does not match its digest", [ranks[4]])]
-    assert max(a for a, (_, found) in logs.reach(commits).items() if found == [0, 1]) == ranks[3]
+    assert first == second and [step for step, _ in first] == [STEPS] and f"log record {seq} is damaged" in first[0][1]
 
 
 def test_nothing_but_damage(left: Left, tmp_path: Path) -> None:
@@ -373,30 +267,17 @@ def test_nothing_but_damage(left: Left, tmp_path: Path) -> None:
         shutil.rmtree(folder / name)
         (folder / name).mkdir()
     shutil.copytree(left.folder / "log", folder / "log", dirs_exist_ok=True)
-    for path in (folder / "redo").iterdir():
-        flip(path, 3)
     done = restored(folder)
     assert done.step is None and STEPS in [one.step for one in done.skipped]
-    with ckpt.Checkpointer(toy.build(), [tier(folder)]) as cp, pytest.raises(CorruptError, match=r"redo log of rank 0"):
+    with ckpt.Checkpointer(toy.build(), [tier(folder)]) as cp, pytest.raises(CorruptError, match="step 40"):
         cp.restore(default=0)
 
 
-def test_commands_say_what_is_lost(left: Left, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """`ls`, `verify` and `restore` name the damage and what it costs; of a torn end they say nothing."""
+def test_commands_say_what_is_lost(left: Left, tmp_path: Path) -> None:
+    """`ls`, `verify` and `restore` name the damage and what it costs."""
     folder = left.copy(tmp_path / "run")
-    last = frames(folder)[-1]
-    os.truncate(last.path, last.offset + last.size - 1)
-    for command in (["ls"], ["verify"]):
-        found = inside.invoke(*command, folder)
-        assert found.exit_code == 0 and "WARNING" not in found.output and "damage" not in found.output, found.output
-    flip(frames(folder)[1].path, frames(folder)[1].offset + 2)
     seq = max(seq for seq, kind in records(folder) if kind == "COMMIT")
-    listed = inside.invoke("ls", folder)
-    assert "2 steps after step 41, up to step 43" in listed.output, listed.output
-    found = inside.invoke("restore", folder, "--to", tmp_path / "out.safetensors")
-    assert found.exit_code == 0 and any("2 steps after step 41, up to step 43" in text for text in warnings(caplog))
     flip(folder / "log" / f"{seq:012d}.json", 60)
-    shutil.rmtree(folder / "redo")
     for command in (["ls"], ["verify"], ["restore", "--to", str(tmp_path / "other.safetensors")]):
         found = inside.invoke(command[0], folder, *command[1:])
         assert f"log record {seq} is damaged" in found.output and "step 40 a checkpoint" in found.output, found.output
@@ -437,9 +318,7 @@ KINDS: dict[str, Callable[[Path], object]] = {
 def victims(folder: Path) -> list[Path]:
     """One file of every kind that a run consists of, the first and the last where the order matters."""
     found = [folder / "FORMAT.json"]
-    for pattern in (
-        "log/*", "packs/*", "parts/*.json", "parts/*.safetensors", "index/*", "redo/*.redo", "ledger/*", "faults/*"
-    ):  # fmt: skip
+    for pattern in ("log/*", "packs/*", "parts/*.json", "parts/*.safetensors", "index/*", "ledger/*", "faults/*"):
         paths = sorted(folder.glob(pattern))
         assert paths, pattern
         found += [paths[0], paths[-1]] if len(paths) > 1 else paths
@@ -481,19 +360,6 @@ def test_only_files_are_read(left: Left, tmp_path: Path) -> None:
     done = run_script("import sys, test_promise_damage as t; t.read_everything(sys.argv[1])", folder, timeout_s=120)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.count("READ") == len(KINDS) * len(victims(folder))
-
-
-def test_a_pipe_in_the_place_of_a_redo_log_is_told(
-    left: Left, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The checkpoint before it comes back, with a word; and a job starts, trains and saves there."""
-    folder = left.copy(tmp_path / "run")
-    path = frames(folder)[0].path
-    os.unlink(path)
-    os.mkfifo(path)
-    script = "import sys, test_promise_damage as t; print('STEP', t.restored(t.Path(sys.argv[1])).step)"
-    done = run_script(script, folder, timeout_s=60)
-    assert "STEP 4" in done.stdout and "not a regular file" in done.stderr, done.stderr[-2000:]
 
 
 def test_record_that_is_no_file_counts_as_damaged_at_a_start(left: Left, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a step that was not due is saved as when it is saved after all: what it was at `step()`, or it is not saved."""
+"""What is saved of a step that memory was not scheduled to have: the step itself, or nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -23,8 +22,8 @@ from test_promise_ends import newest, restored
 STEPS = 25
 
 
-def rare(run: str, *, between: bool | None = None) -> list[Any]:
-    return [ckpt.Memory(every=10, between=between), ckpt.Tier(run, every=1000)]
+def rare(run: str) -> list[Any]:
+    return [ckpt.Memory(every=10), ckpt.Tier(run, every=1000)]
 
 
 def train(cp: ckpt.Checkpointer, state: dict[str, Any], steps: int = STEPS) -> None:
@@ -40,23 +39,35 @@ def halve(state: dict[str, Any]) -> None:
             param.mul_(0.5)
 
 
-# -- nothing was kept of it --
+# -- how training ends --
 
 
-def test_what_nothing_was_kept_of_is_not_saved_as_it_is_later(run_dir: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Weights were exchanged after the last step, and nobody can say what they were: the step before it stays."""
+def test_close_stages_the_last_step(run_dir: str) -> None:
+    """It is in the folder, bit for bit, though memory has every tenth step only."""
     state = toy.build()
-    with ckpt.Checkpointer(state, rare(run_dir, between=False)) as cp:
+    with ckpt.Checkpointer(state, rare(run_dir)) as cp:
         train(cp, state)
-        halve(state)
+    assert restored(run_dir) == (STEPS, toy.reference(STEPS))
+
+
+@pytest.mark.parametrize("triggers", ["auto", None])
+def test_an_exception_leaves_the_newest_step_in_memory(
+    run_dir: str, caplog: pytest.LogCaptureFixture, triggers: Any
+) -> None:
+    """It may come in the middle of a step: a warning names the step that stays."""
+    state = toy.build()
+    with contextlib.suppress(ValueError), ckpt.Checkpointer(state, rare(run_dir), triggers=triggers) as cp:
+        train(cp, state)
+        state["model"](torch.randn(8, toy.WIDTH))  # random numbers and buffers move on
+        raise ValueError("enough")
     assert restored(run_dir) == (20, toy.reference(20))
-    assert "step 25 was the last one, and step 20 is kept: Memory(between=False)" in caplog.text
+    assert "step 25 was the last one, and step 20 is kept: it was not in memory" in caplog.text
 
 
 EXIT = """
 import sys, torch, toy, ckpt
 state = toy.build()
-cp = ckpt.Checkpointer(state, [ckpt.Memory(every=10, between=False), ckpt.Tier(sys.argv[1], every=1000)])
+cp = ckpt.Checkpointer(state, [ckpt.Memory(every=10), ckpt.Tier(sys.argv[1], every=1000)])
 for step in range(cp.restore(default=0), 25):
     toy.train_step(state)
     if (save := cp.step(step + 1)) is not None:
@@ -73,58 +84,7 @@ def test_exit_in_the_middle_of_a_step_is_no_boundary(run_dir: str) -> None:
     assert restored(run_dir) == (20, toy.reference(20))
 
 
-# -- arrays, buffers, frozen things --
-
-
-def replay_state() -> dict[str, Any]:
-    return {**toy.build(), "replay": np.zeros((300, 1000))}
-
-
-def test_an_array_is_what_it_was_at_that_step(run_dir: str) -> None:
-    """A replay memory of 2.4 MB, filled in place as training goes on: weights and array are of one step."""
-    state = replay_state()
-    with contextlib.suppress(ValueError), ckpt.Checkpointer(state, rare(run_dir, between=True)) as cp:
-        for step in range(cp.restore(default=0), STEPS):
-            state["replay"][step] = step + 1
-            toy.train_step(state)
-            cp.step(step + 1)
-        state["replay"][STEPS] = 99
-        raise ValueError("the environment broke")
-    found = replay_state()
-    with ckpt.Checkpointer(found, run_dir, triggers=None) as cp:
-        assert cp.restore() == STEPS
-    assert found["replay"][STEPS - 1, 0] == STEPS and not found["replay"][STEPS:].any()
-    assert toy.digest(found) == toy.reference(STEPS)
-
-
-def with_book() -> dict[str, Any]:
-    state = toy.build()
-    state["model"].register_buffer("book", torch.zeros(600_000))
-    return state
-
-
-@pytest.mark.parametrize("write", ["counted", "past the counters"])
-def test_a_large_buffer_is_what_it_was_at_that_step(run_dir: str, write: str) -> None:
-    """It moves in each forward; the exception comes behind the one of a step that has not ended."""
-
-    def forward(state: dict[str, Any], value: int) -> None:
-        book = state["model"].book
-        (book if write == "counted" else book.data.numpy())[:] = value
-
-    state = with_book()
-    with contextlib.suppress(ValueError), ckpt.Checkpointer(state, rare(run_dir, between=True)) as cp:
-        for step in range(cp.restore(default=0), STEPS):
-            forward(state, step + 1)
-            toy.train_step(state)
-            cp.step(step + 1)
-        forward(state, 99)
-        raise ValueError("enough")
-    found = with_book()
-    with ckpt.Checkpointer(found, run_dir, triggers=None) as cp:
-        step = cp.restore()
-    # A write that nobody counts is noticed, and then the step cannot be had any more; one that is counted is foreseen.
-    assert step == STEPS if write == "counted" else step in (20, STEPS)
-    assert bool((found["model"].book == step).all())
+# -- frozen and complex things --
 
 
 def test_a_teacher_of_inference_mode_ends_no_training(run_dir: str) -> None:
@@ -153,26 +113,27 @@ def test_a_tensor_put_into_the_same_group_is_saved(run_dir: str) -> None:
 # -- save() of a step that was not due --
 
 
-def test_a_step_that_was_not_due_is_saved_as_it_was(run_dir: str) -> None:
-    """Random numbers and buffers have moved on between step() and save(): both are those of the step."""
+@pytest.mark.parametrize("call", [ckpt.Checkpointer.save, ckpt.Checkpointer.stage])
+def test_a_step_that_was_not_due_is_saved_on_request(run_dir: str, call: Callable[[ckpt.Checkpointer], Any]) -> None:
+    """Right after its step(). What is staged so survives an exception as well."""
     state = toy.build()
-    with ckpt.Checkpointer(state, rare(run_dir)) as cp:
+    with contextlib.suppress(ValueError), ckpt.Checkpointer(state, rare(run_dir)) as cp:
         train(cp, state)
-        state["model"](torch.randn(8, toy.WIDTH))
-        cp.save().committed(60)
+        call(cp)
+        raise ValueError("enough")
     assert restored(run_dir) == (STEPS, toy.reference(STEPS))
 
 
-@pytest.mark.parametrize("how", ["pause", "by hand"])
-def test_a_step_whose_weights_are_exchanged_cannot_be_saved(run_dir: str, how: str) -> None:
+def test_a_step_whose_weights_are_exchanged_cannot_be_saved(run_dir: str) -> None:
     """save() says so, whatever the cadence, and the run keeps what it has."""
     state = toy.build()
-    with ckpt.Checkpointer(state, rare(run_dir)) as cp:
+    with contextlib.suppress(ValueError), ckpt.Checkpointer(state, rare(run_dir)) as cp:
         train(cp, state)
-        with cp.pause(changes_state=True) if how == "pause" else contextlib.nullcontext():
+        with cp.pause(changes_state=True):
             halve(state)
             with pytest.raises(ckpt.UsageError, match=r"step 25 cannot be saved any more.*right after step"):
                 cp.save()
+            raise ValueError("enough")
     assert restored(run_dir) == (20, toy.reference(20))
 
 
@@ -239,9 +200,10 @@ IN_CI = ("with interrupt", "finally raise", "end")
     ],
 )
 def test_memory_alone_outlives_what_is_no_clean_end(every: int, how: str, own_sockets: Path) -> None:
-    """Exceptions, Ctrl-C, an exit code, and a script that never closes: a restart finds the last step, bit for bit."""
+    """Exceptions, Ctrl-C, an exit code, and a script that never closes: a restart finds the last step that memory was
+    scheduled to have, bit for bit."""
     run_script(ALONE, "alone", str(every), how)
-    assert run_script(AGAIN, "alone").stdout.split() == ["FOUND", "25", "True"]
+    assert run_script(AGAIN, "alone").stdout.split() == ["FOUND", "25" if every == 1 else "20", "True"]
 
 
 def test_a_clean_end_lets_go_of_memory_alone(own_sockets: Path) -> None:
@@ -257,7 +219,7 @@ def test_closing_while_another_thread_trains(tmp_path: Path) -> None:
     """close() of a watchdog at any moment: what it keeps is a boundary, and no step() hangs."""
     for trial in range(6):
         state, place, boundaries = toy.build(), str(tmp_path / str(trial)), dict[int, str]()
-        cp = ckpt.Checkpointer(state, rare(place, between=True if trial % 2 else None))
+        cp = ckpt.Checkpointer(state, rare(place))
         cp.restore(default=0)
         closed = threading.Event()
 
@@ -294,6 +256,7 @@ def train(run, how):
     for step in range(cp.restore(default=0), 25):
         toy.train_step(state)
         cp.step(step + 1)
+    cp.stage()
     print("DIGEST", toy.digest(state), flush=True)
     if how == "raise":
         raise ValueError("enough")
@@ -342,7 +305,7 @@ def test_a_dropped_step_is_not_saved_as_it_is_now(run_dir: str, caplog: pytest.L
 def test_stage_is_of_the_step_that_was_named(run_dir: str) -> None:
     """After a further update it is refused, as save() is."""
     state = toy.build()
-    with ckpt.Checkpointer(state, rare(run_dir, between=False)) as cp:
+    with ckpt.Checkpointer(state, rare(run_dir)) as cp:
         train(cp, state, 3)
         toy.train_step(state)
         for call in (cp.stage, cp.save):
@@ -366,85 +329,16 @@ def test_what_was_said_of_a_step_is_of_that_step_alone(run_dir: str) -> None:
         assert cp.restore() == 4 and again["optim"].param_groups[0]["weight_decay"] == 0.5
 
 
-def test_moments_changed_by_hand_are_noticed(run_dir: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Two of their rows are made new behind step(), by a write that torch counts: that step is not kept."""
-    state = toy.build()
-    with ckpt.Checkpointer(state, rare(run_dir)) as cp:
-        train(cp, state)
-        with torch.no_grad():
-            state["optim"].state[state["model"][0].weight]["exp_avg"][3:5] = 0
-    assert restored(run_dir) == (20, toy.reference(20))
-    assert "exp_avg was written to since" in caplog.text
-
-
 def test_a_pause_within_a_pause_gives_nothing_free(run_dir: str) -> None:
     """An evaluation inside of an exchange of weights ends before the exchange does."""
     state = toy.build()
-    with ckpt.Checkpointer(state, rare(run_dir, between=False)) as cp:
+    with ckpt.Checkpointer(state, rare(run_dir)) as cp:
         train(cp, state)
         with cp.pause(changes_state=True):
             with cp.pause():
                 halve(state)
             with pytest.raises(ckpt.UsageError, match="exchanged"):
                 cp.save()
-
-
-def test_what_is_replaced_costs_no_step(run_dir: str) -> None:
-    """Behind the last step a history becomes another array, and a value comes that cannot be saved: no matter."""
-    state = {**toy.build(), "history": np.zeros(3)}
-    with contextlib.suppress(ValueError), ckpt.Checkpointer(state, rare(run_dir, between=True)) as cp:
-        for step in range(cp.restore(default=0), STEPS):
-            toy.train_step(state)
-            cp.step(step + 1)
-        state["history"] = np.zeros(4)
-        state["meta"]["score"] = {1, 2}
-        raise ValueError("the evaluation failed")
-    found = {**toy.build(), "history": np.zeros(3)}
-    with ckpt.Checkpointer(found, run_dir, triggers=None) as cp:
-        assert cp.restore() == STEPS
-    assert toy.digest(found) == toy.reference(STEPS)
-
-
-PLACES: dict[str, Callable[[dict[str, Any]], tuple[Any, str]]] = {
-    "parameter": lambda state: (state["model"][0].bias, "data"),
-    "buffer": lambda state: (state["model"]._buffers, "book"),
-    "moment": lambda state: (state["optim"].state[state["model"][0].bias], "exp_avg"),
-}
-
-
-@pytest.mark.parametrize("back", [False, True])
-@pytest.mark.parametrize("what", PLACES)
-def test_a_tensor_in_the_place_of_another(run_dir: str, what: str, back: bool) -> None:
-    """At step 22 a weight, a buffer or a moment becomes another tensor, at the last step it is another one again, of
-    sevens, and behind that step perhaps the one from before. The last step is there, as it was at its step()."""
-
-    def get(state: dict[str, Any]) -> torch.Tensor:
-        owner, key = PLACES[what](state)
-        return owner[key] if isinstance(owner, dict) else getattr(owner, key)
-
-    def put(state: dict[str, Any], tensor: torch.Tensor) -> None:
-        owner, key = PLACES[what](state)
-        owner.update({key: tensor}) if isinstance(owner, dict) else setattr(owner, key, tensor)
-
-    state, before = toy.build(), torch.zeros(0)
-    state["model"].register_buffer("book", torch.zeros(10))
-    with contextlib.suppress(ValueError), ckpt.Checkpointer(state, rare(run_dir, between=True)) as cp:
-        for step in range(cp.restore(default=0), STEPS):
-            toy.train_step(state)
-            if step == 21:
-                put(state, get(state).clone())
-            if step == STEPS - 1:
-                before = get(state)
-                put(state, torch.full_like(before, 7.0))
-            cp.step(step + 1)
-        if back:
-            put(state, before)
-        raise ValueError("enough")
-    found = toy.build()
-    found["model"].register_buffer("book", torch.zeros(10))
-    with ckpt.Checkpointer(found, run_dir, triggers=None) as cp:
-        assert cp.restore() == STEPS
-    assert bool((get(found) == 7).all())
 
 
 # -- steps that the user calls broken --

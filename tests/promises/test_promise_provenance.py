@@ -50,10 +50,10 @@ def exchange(state: State) -> None:
 
 
 def test_a_committed_step_stays_when_weights_are_exchanged_later(run_dir: str) -> None:
-    """Weights that are exchanged when the copy has long ended are no reason to take a checkpoint, a snapshot in memory
-    or a logged step back: not at the next update, not at the next step, not when somebody waits for it again."""
+    """Weights that are exchanged when the copy has long ended are no reason to take back a checkpoint or a snapshot in
+    memory: not at the next update, not at the next step, not when somebody waits for it again."""
     run = sgd()
-    with ckpt.Checkpointer(run.state, ckpt.Tier(run_dir, every=1, log_every_step=True)) as cp:
+    with ckpt.Checkpointer(run.state, ckpt.Tier(run_dir, every=1)) as cp:
         cp.restore(default=0)
         boundaries = {}
         for step in (1, 2, 3):
@@ -64,7 +64,7 @@ def test_a_committed_step_stays_when_weights_are_exchanged_later(run_dir: str) -
             assert eventually(lambda save=save: not save.unfinished())  # and nobody has asked for it
             exchange(run.state)
             run.move(run.state, step)  # the first to look, if anybody does
-            assert (save.committed(1.0).step, save.logged(1.0).step, save.staged(1.0).step) == (step, step, step)
+            assert (save.committed(1.0).step, save.staged(1.0).step) == (step, step)
             assert save.status == "committed"
             assert differences(read_back(cp, step, run.twin), boundaries[step]) == []
     with ckpt.Checkpointer(run.twin, ckpt.Tier(run_dir, every=1)) as cp:
@@ -191,29 +191,10 @@ def test_a_few_elements_by_a_write_that_torch_counts(open_run: Any, gate: thread
         save.staged(30.0)
 
 
-def test_a_step_that_was_not_due_and_is_copied_later(open_run: Any) -> None:
-    """What is copied at a fault only, because weights stay as they are until an optimizer begins, is looked at in the
-    same way: no snapshot, if somebody else has written to them."""
-    run = sgd()
-    cp = open_run(run.state, tiers=ckpt.Memory(every=1000, between=True), on_error="warn")
-    run.move(run.state, 1)
-    cp.save(1).staged(30.0)
-    for step in (2, 3):
-        run.move(run.state, step)
-        boundary = freeze(run.state)
-        assert cp.step(step) is None
-        if step == 3:
-            decayed(run.state)
-        assert inside.copy_at_a_fault(cp) == (step if step == 2 else None)
-        if step == 2:
-            assert differences(read_back(cp, step, run.twin), boundary) == []
-    assert inside.steps_in_memory(cp) == [2, 1]
-
-
 def test_the_next_step_is_saved_instead(open_run: Any, gate: threading.Event) -> None:
     """Memory is due at every fourth step: when that snapshot is dropped, the step behind it is saved."""
     run = sgd()
-    cp = open_run(run.state, tiers=ckpt.Memory(every=4, between=False), on_error="warn")
+    cp = open_run(run.state, tiers=ckpt.Memory(every=4), on_error="warn")
     saved = []
     for step in range(1, 10):
         run.move(run.state, step)

@@ -446,12 +446,11 @@ def test_masters_that_only_the_optimizer_holds_come_back(kind: str, tmp_path: Pa
 
 
 def test_masters_are_saved_under_the_optimizers_name_and_guarded(tmp_path: Path) -> None:
-    """Like other parameters; and their steps are predicted like those of others."""
+    """Like other parameters."""
     state = mastered(0)
     optimize(state, 0)
     guarded = inside.guarded_in(state)
     assert guarded["optim.params.0.0"] and guarded["optim.params.0.3"] and not guarded["model.0.weight"]
-    assert inside.predicted_in(state) == {f"optim.params.0.{i}" for i in range(4)}
 
 
 @contextmanager

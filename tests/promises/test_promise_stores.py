@@ -25,7 +25,7 @@ import os, signal, sys
 os.umask(int(sys.argv[2], 8))
 import ckpt, toy
 state = toy.build()
-tiers = [ckpt.Memory(linger_s=0), ckpt.Tier(sys.argv[1], every=2, keep=2, log_every_step=True)]
+tiers = [ckpt.Memory(linger_s=0), ckpt.Tier(sys.argv[1], every=2, keep=2)]
 with ckpt.Checkpointer(state, tiers, metrics=ckpt.Metrics(tensorboard=sys.argv[3])) as cp:
     cp.restore(default=0)
     for step in range(1, 12):
@@ -45,7 +45,7 @@ runpy.run_module("ckpt", run_name="__main__")
 
 @pytest.mark.parametrize("umask", [0o022, 0o027, 0o002, 0o077])
 def test_a_run_is_as_readable_as_the_umask_says(tmp_path: Path, umask: int) -> None:
-    """Every file of a run has mode 0666 less the umask, every folder 0777: after commits, redo logs, retirement, a
+    """Every file of a run has mode 0666 less the umask, every folder 0777: after commits, retirement, a
     SIGKILL and what the writer then says about it; the folders above it, what is exported, and a report as well."""
     home = tmp_path / "team"
     run, text = home / "someone" / "run", f"{umask:o}"
@@ -61,7 +61,7 @@ def test_a_run_is_as_readable_as_the_umask_says(tmp_path: Path, umask: int) -> N
         assert result.returncode == 0, result.stderr
     made = [home, *home.rglob("*")]
     kinds = {path.relative_to(home).parts[-2] for path in made[1:] if path.is_file() and run in path.parents}
-    assert {"run", "log", "packs", "parts", "index", "redo", "faults", "ledger"} <= kinds
+    assert {"run", "log", "packs", "parts", "index", "faults", "ledger"} <= kinds
     wrong = {str(path): f"{mode:o}" for path in made if (mode := mode_of(path)) != usual(path) & ~umask}
     assert not wrong
 
@@ -80,7 +80,7 @@ STEPS = """
 import os, signal, sys, ckpt, toy
 run, first, last, kill = sys.argv[1], *map(int, sys.argv[2:])
 state = toy.build()
-tier = ckpt.Tier(run, every=2, compression="zstd", full_every=4, log_every_step=True)
+tier = ckpt.Tier(run, every=2, compression="zstd", full_every=4)
 with ckpt.Checkpointer(state, [ckpt.Memory(), tier]) as cp:
     assert cp.restore(default=0) == first - 1, cp.last_restore
     for step in range(first, last + 1):
@@ -96,7 +96,7 @@ with ckpt.Checkpointer(state, [ckpt.Memory(), tier]) as cp:
 
 
 def test_a_plain_folder_keeps_everything(tmp_path: Path) -> None:
-    """Without `keep=` every checkpoint of a folder stays, with increments, deltas and redo logs, through a SIGKILL and
+    """Without `keep=` every checkpoint of a folder stays, with increments and deltas, through a SIGKILL and
     the start after it: each is sound, and each is what it was, bit for bit."""
     run, said = tmp_path / "run", dict[str, str]()
     for first, last, kill in ((1, 7, 1), (8, 18, 0)):

@@ -128,7 +128,7 @@ def train(state: dict[str, Any]) -> None:
 def test_training_does_not_overtake_a_save_of_another_thread(
     run_dir: str, monkeypatch: pytest.MonkeyPatch, call: Callable[[ckpt.Checkpointer], ckpt.Save]
 ) -> None:
-    """Its memory takes a while, and nothing is kept of the step: the next update waits, or the save is refused; what is
+    """Its memory takes a while: the next update waits, or the save is refused; what is
     saved is of one step."""
     state, asked = large(), threading.Event()
 
@@ -136,7 +136,7 @@ def test_training_does_not_overtake_a_save_of_another_thread(
         asked.set()
         time.sleep(0.5)
 
-    tiers = [ckpt.Memory(every=1000, between=False), ckpt.Tier(run_dir, every=1000)]
+    tiers = [ckpt.Memory(every=1000), ckpt.Tier(run_dir, every=1000)]
     with ckpt.Checkpointer(state, tiers, triggers=None) as cp:
         cp.restore(default=0)
         for step in range(1, 4):

@@ -21,7 +21,8 @@ rank = dist.get_rank()
 last, others = int(counts[rank]), dist.distributed_c10d._get_default_store()
 net = torch.nn.Linear(8, 8)
 optim = torch.optim.SGD(net.parameters(), 0.1)
-cp = ckpt.Checkpointer({"net": net, "optim": optim}, [ckpt.Memory(), ckpt.Tier(run, every=2)])
+best = ckpt.Best("loss") if "scores" in how else None
+cp = ckpt.Checkpointer({"net": net, "optim": optim}, [ckpt.Memory(), ckpt.Tier(run, every=2)], best=best)
 cp.restore(default=0)
 
 def train(first, last):
@@ -38,8 +39,12 @@ def wait_for(key):
 found = {}
 try:
     train(1, last)
-    if how == "one raises" and rank == 1:
+    if (how, rank) in (("one raises", 1), ("one raises, the other scores", 0)):
         with cp: raise ValueError("mine")
+    if how == "one raises, the other scores":
+        train(last + 1, last + 2)
+        try: cp.score(last + 2, 0.5)
+        except ckpt.PeerError as error: found["score"] = str(error)
     if how == "one is killed" and rank == 1:
         cp.save().staged(60)
         others.set("killed", "")
@@ -117,6 +122,12 @@ def test_close_does_not_wait_for_a_rank_that_left(run_dir: str, how: str, names:
     found, logged = uneven(run_dir, how, 4, 4)
     assert found[0]["error"].startswith("PeerError: close: ") and names in found[0]["error"], (found, logged)
     assert eventually(lambda: 4 in steps(run_dir))
+
+
+def test_score_fails_when_rank_0_has_left(run_dir: str) -> None:
+    """Rank 0 decides which steps are the best, so the others would wait for it in vain."""
+    found, logged = uneven(run_dir, "one raises, the other scores", 4, 4)
+    assert found[1]["score"].startswith("rank 0 left without close(), so nobody decides"), (found, logged)
 
 
 def test_slow_rank_fails_no_save(run_dir: str) -> None:

@@ -227,27 +227,6 @@ def test_all_ranks_raise_while_one_of_them_cannot_read_its_share(run: Path, faul
     assert on_ranks(2, dist.HashStore(), body, node_of=lambda rank: "one") == [(2, 2.0)] * 2
 
 
-def test_redo_log_that_cannot_be_read_is_not_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, state = tmp_path / "run", {"w": torch.zeros(50_000)}
-    with ckpt.Checkpointer(state, [ckpt.Tier(str(run), every=2, log_every_step=True)]) as cp:
-        for step in (1, 2, 3):
-            state["w"].fill_(step)
-            cp.step(step)
-        cp.wait()
-    real_open = os.open
-
-    def refused(path: Any, *arguments: Any, **more: Any) -> Any:
-        if "/redo/" in str(path):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-        return real_open(path, *arguments, **more)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "open", refused)
-        with pytest.raises(StoreError, match="cannot be read now"):
-            inside.look(f"file://{run}")
-    assert inside.look(f"file://{run}").frames
-
-
 # -- for a moment --
 
 
@@ -404,6 +383,58 @@ print("CODES", *codes)
 
 
 # -- real damage --
+
+
+class Loader:
+    """An object of the user's script whose own code fails once, or always, at one of its calls."""
+
+    def __init__(self, error: Exception | None = None, *, at: str = "load_state_dict", call: int = 1) -> None:
+        self.position, self.error, self.at, self.call = 0, error, at, call
+
+    def fail(self, at: str) -> None:
+        if self.error is not None and at == self.at:
+            self.call -= 1
+            if self.call == 0:
+                raise self.error
+
+    def state_dict(self) -> dict[str, int]:
+        self.fail("state_dict")
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.fail("load_state_dict")
+        self.position = state["position"]
+
+
+def own_state(loader: Loader) -> dict[str, Any]:
+    return {"w": torch.zeros(1), "loader": loader}
+
+
+@pytest.mark.parametrize(("at", "call"), [("load_state_dict", 1), ("state_dict", 2)])
+@pytest.mark.parametrize(
+    "error",
+    [OSError(errno.EMFILE, "Too many open files"), MemoryError(), TimeoutError(), KeyError("lr"), RuntimeError("busy")],
+    ids=lambda error: type(error).__name__,
+)
+def test_error_of_the_users_code_skips_no_checkpoint(tmp_path: Path, error: Exception, at: str, call: int) -> None:
+    """It is raised as it is, nothing is saved of the half restored state, and the next start has the newest step."""
+    state = own_state(Loader())
+    with ckpt.Checkpointer(state, tmp_path / "run", every=2) as cp:
+        for step in range(1, 6):
+            state["w"].fill_(step)
+            state["loader"].position = step
+            cp.step(step)
+    with (
+        pytest.raises(type(error)) as raised,
+        ckpt.Checkpointer(own_state(Loader(error, at=at, call=call)), tmp_path / "run") as cp,
+    ):
+        cp.restore()
+    assert raised.value is error
+    assert at == "state_dict" or "loader raised this while it was restored" in error.__notes__[0]
+    again = own_state(Loader())
+    with ckpt.Checkpointer(again, tmp_path / "run") as cp:
+        assert cp.restore() == 5 and cp.last_restore is not None and cp.last_restore.skipped == []
+    assert (again["w"].item(), again["loader"].position) == (5, 5)
 
 
 def hurt(path: Path) -> None:

@@ -25,7 +25,7 @@ FIXTURES = REPO / "tests" / "fixtures"
 sys.path.insert(0, str(FIXTURES))
 import make_runs  # noqa: E402
 
-KINDS = ("folder", "increments", "ranks", "redo", "bucket")
+KINDS = ("folder", "increments", "ranks", "bucket")
 Place = Callable[..., str]
 EXPECTED = """
 import sys, torch, torch.distributed as dist
@@ -83,7 +83,7 @@ def differing(found: dict[str, torch.Tensor], kind: str) -> list[str]:
     return sorted(n for n in names if n not in same or not torch.equal(found[n], wanted[n]))
 
 
-def check_restore(state: dict[str, Any], url: str, kind: str) -> ckpt.Restored:
+def check_restore(state: dict[str, Any], url: str, kind: str) -> None:
     """A Checkpointer gives back every bit of the newest step, and the plain values."""
     with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(url, every=1000)]) as cp:
         assert cp.restore() == make_runs.STEPS[kind]
@@ -93,15 +93,13 @@ def check_restore(state: dict[str, Any], url: str, kind: str) -> ckpt.Restored:
     _, values = expected(kind)
     assert state["plain"]["losses"] == values["losses"]
     assert state["optim"].param_groups[0]["lr"] == values["lr"]
-    return done
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_restored(place: Place, kind: str) -> None:
     """By a Checkpointer; of four ranks by one."""
     state = make_runs.build(make_runs.ROWS if kind == "increments" else 16)
-    done = check_restore(state, place(kind), kind)
-    assert (done.redone > 0) == (kind == "redo"), "the steps after the checkpoint are redone"
+    check_restore(state, place(kind), kind)
 
 
 def test_restored_by_as_many_ranks(place: Place) -> None:
@@ -109,17 +107,9 @@ def test_restored_by_as_many_ranks(place: Place) -> None:
     assert [process.returncode for process in done] == [0] * make_runs.WORLD, done[0].stderr
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "redo"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_loaded(place: Place, kind: str) -> None:
     assert differing(dict(ckpt.load(place(kind))), kind) == []
-
-
-def test_redone_for_an_export(place: Place, tmp_path: Path) -> None:
-    target = tmp_path / "all.safetensors"
-    assert inside.main(["restore", place("redo"), "--to", str(target), "--only", "*"]) == 0
-    with safe_open(target, "pt") as file:
-        found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    assert differing(found, "redo") == []
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -164,8 +164,7 @@ def staged(wholes: list[Whole], ranks: Ranks, rank: int) -> Pieces:
     arrays = {w.key: local_array(w, ranks, rank) for w in wholes if rank in ranks.divisions[w.key].mesh}
     mine = [(h, part(arrays[w.key], box)) for w in wholes for h, box in ranks.holdings(w, rank)]
     mine = mine[::-1] if rank % 2 else mine  # ranks need not list in the same order what they have
-    beside = {w.key[0]: wholes[0].key[0] for w in wholes[::2]}  # some side by side, where they have one shape
-    cuts = share([holding for holding, _ in mine], Seat(rank, ranks.size), beside)
+    cuts = share([holding for holding, _ in mine], Seat(rank, ranks.size))
     return [(_spec(mine[cut.holding][0], cut), part(mine[cut.holding][1], cut.box).tobytes()) for cut in cuts]
 
 

@@ -20,7 +20,6 @@ from ckpt.errors import SaveError, StateError
 from ckpt.state.capture import Capture
 from ckpt.state.fingerprint import SampledPlaces
 from ckpt.state.tensors import memory_of
-from ckpt.trainer.staging.snapshot import DeferredSteps
 from ckpt.trainer.staging.unchanged import Frozen
 from inside import Saved
 from toy_states import State
@@ -177,17 +176,6 @@ def test_dcp_refuses_freed_tensors_by_name() -> None:
         with pytest.raises(StateError, match=f"w: .*{FREED}"):
             dense(tensor, "w")
     assert dense(torch.ones(1).expand(5), "w").tolist() == [1.0] * 5
-
-
-def test_step_that_was_left_in_place_is_gone_if_its_memory_was_freed() -> None:
-    """Its fingerprints are looked at when a fault needs that step, long after it was taken."""
-    net, optim = trained(300)
-    capture = Capture({"net": net, "optim": optim})
-    step = DeferredSteps().take(1, capture.read(), capture)
-    assert step.gone() == ""
-    weight: Any = net[0].weight  # type: ignore[index]
-    weight.untyped_storage().resize_(0)
-    assert step.gone() == "weights were changed by hand since"
 
 
 def test_fingerprint_does_not_read_memory_that_was_freed() -> None:

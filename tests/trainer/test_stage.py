@@ -18,9 +18,7 @@ from torch import Tensor, nn
 import ckpt
 from boundaries import LARGE, Run, adamw, check_boundaries, close, gate, gradients, memory_ready, open_run, read_back
 from ckpt.errors import CheckpointError, SaveError
-from ckpt.ipc.arena import Arena
 from ckpt.state.capture import Capture
-from ckpt.trainer.staging.fill import SlotFiller
 from ckpt.trainer.staging.snapshot import PendingSnapshot
 from ckpt.trainer.staging.stage import Stager
 from ckpt.trainer.staging.unchanged import Frozen
@@ -235,7 +233,7 @@ def test_negative_control_without_the_clone_later_writes_leak_in(
     open_run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is the clone that keeps them out."""
-    monkeypatch.setattr(PendingSnapshot, "take", lambda self, packs, all_of_it: True)
+    monkeypatch.setattr(PendingSnapshot, "take", lambda self, packs: True)
     state, twin = small_buffers(), small_buffers()
     cp = open_run(state)
     cp.step(1).staged(30.0)
@@ -519,64 +517,3 @@ def test_nothing_is_held_after_the_copy(open_run: Any) -> None:
     save.staged(30.0)
     assert cp._staged.last is not None
     assert cp._staged.last[1].sources == [] == cp._staged.last[1].overlapped
-
-
-def marks(open_run: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], list[str]]:
-    """Where the fill mark came to in some steps, and what below it was not there at that moment."""
-
-    def build() -> State:
-        model = nn.Sequential(nn.Linear(LARGE, LARGE), nn.BatchNorm1d(LARGE), nn.Linear(LARGE, LARGE, bias=False))
-        model.register_buffer("moving", torch.zeros(LARGE, LARGE))  # nobody knows when it changes: it goes first
-        model[2].weight = nn.Parameter(torch.randn(LARGE, LARGE).t())  # as it lies it is no run of bytes
-        return {"model": model, "optim": torch.optim.AdamW(model.parameters(), lr=0.1)}
-
-    def move(state: State, step: int) -> None:
-        state["model"].moving += 1
-        gradients(state["model"], abs(step))
-        state["optim"].step()
-
-    run, told, wrong, put = Run(build, move), list[int](), list[str](), Arena.mark
-    jobs = list[PendingSnapshot]()
-
-    def mark(self: Arena, slot: int, nbytes: int) -> None:
-        put(self, slot, nbytes)
-        told.append(nbytes)
-        for job in jobs[-1:] if nbytes else ():
-            layout = job.reading.layout
-            for tensor, source, offset in zip(layout.tensors, job.sources, layout.arrangement.offsets, strict=True):
-                there = self.data(slot)[offset : offset + tensor.nbytes]
-                if offset + tensor.nbytes <= nbytes and bytes(there) != source.detach().contiguous().numpy().tobytes():
-                    wrong.append(tensor.name)
-
-    fill = SlotFiller.fill_eager
-
-    def watched(self: SlotFiller, arena: Arena, slot: int, job: PendingSnapshot) -> None:
-        jobs.append(job)
-        fill(self, arena, slot, job)
-
-    monkeypatch.setattr(SlotFiller, "fill_eager", watched)
-    monkeypatch.setattr(Arena, "mark", mark)
-    cp = open_run(run.state)
-    for step in range(1, 8):
-        run.move(run.state, step)
-        cp.save(step).staged(30.0)
-    return told, wrong
-
-
-def test_the_fill_mark_is_never_ahead_of_the_bytes(open_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever writes a slot while it is filled goes by it, whatever the order in which things are copied."""
-    told, wrong = marks(open_run, monkeypatch)
-    assert wrong == []
-    assert len(set(told)) >= 3, "it stands where each of three tensors begins that are copied by themselves"
-
-
-def test_negative_control_a_mark_while_the_first_part_is_copied(open_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What optimizers change lies between what goes first."""
-    copy = SlotFiller._copy_part
-
-    def early(self: SlotFiller, arena: Arena, slot: int, job: PendingSnapshot, *, guarded: bool) -> None:
-        copy(self, arena, slot, job, guarded=guarded)
-        arena.mark(slot, job.reading.layout.arrangement.data_size)
-
-    monkeypatch.setattr(SlotFiller, "_copy_part", early)
-    assert marks(open_run, monkeypatch)[1]

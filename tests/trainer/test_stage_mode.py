@@ -8,9 +8,9 @@ from ckpt.trainer.staging import stage_mode
 from ckpt.trainer.staging.stage_mode import AGAIN, TRIES, WAYS, StageMode
 
 
-def run(took: dict[str, float], saves: int, monkeypatch: pytest.MonkeyPatch, wanted: str = "auto") -> list[str]:
+def run(took: dict[str, float], saves: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The ways of so many saves, one a step, where a step takes so long by the way of the save before it."""
-    mode, now, ways = StageMode(wanted), 1000.0, list[str]()
+    mode, now, ways = StageMode(), 1000.0, list[str]()
     monkeypatch.setattr(stage_mode.time, "perf_counter", lambda: now)
     for step in range(saves):
         ways.append(mode.next(step))
@@ -39,9 +39,3 @@ def test_it_is_tried_again_when_training_may_have_changed(monkeypatch: pytest.Mo
     """After some hundreds of saves, all ways once more."""
     ways = run({"overlap": 4.4, "paced": 0.6, "wait": 0.9}, AGAIN + len(WAYS) * TRIES, monkeypatch)
     assert set(ways[AGAIN:]) == set(WAYS) and ways[AGAIN - 2] == "paced"
-
-
-@pytest.mark.parametrize("wanted", ["overlap", "paced", "wait", "device"])
-def test_what_the_user_says_is_done(wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And nothing is tried."""
-    assert set(run({wanted: 1.0}, AGAIN, monkeypatch, wanted)) == {wanted}

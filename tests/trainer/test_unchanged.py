@@ -409,30 +409,6 @@ def test_restoring_an_older_step(open_run: Any) -> None:
     assert follow(cp, state, twin, range(10, 24), train) == []
 
 
-def test_steps_that_are_completed_only_at_a_fault(open_run: Any) -> None:
-    """A snapshot in two halves, with anything between them, is as exact as one in one go."""
-    state, twin = adapter(all_params=True), adapter(all_params=True)
-    train(state, 1)
-    cp = open_run(state, tiers=ckpt.Memory(every=3, between=True))
-    cp.save(1).staged(30.0)
-    completed = 0
-    for step in range(2, 41):
-        train(state, step)
-        if step in (17, 18, 23, 24, 31):
-            by_data(state)
-        save = cp.step(step)
-        if step % 3 == 0:
-            assert save is not None
-            save.staged(30.0)
-        elif step % 4 == 0:
-            assert cp._live.copy_live() == step
-            completed += 1
-        else:
-            continue
-        assert differences(read_back(cp, step, twin), freeze(state)) == []
-    assert completed > 5
-
-
 def test_a_write_in_the_middle_of_the_overlapped_part_is_noticed(
     open_run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

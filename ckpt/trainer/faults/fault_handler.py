@@ -5,8 +5,8 @@ deals with one incident after the other (`ckpt.trainer.faults`):
 
     perceive -> agree on a step, or take what is in memory -> make it durable -> report -> leave, if that is called for
 
-Neither ever waits for the main thread without a deadline. Where that cannot come, the state is copied without it
-(`ckpt.trainer.staging.stage`), or what is in memory already is made durable by the writer.
+Neither ever waits for the main thread without a deadline. Where that cannot come, the writer makes durable what is in
+memory already.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ class FaultHandler:
                 log.exception("an incident could not be dealt with")
             if isinstance(call, FaultCall) and call.leave is not None:
                 with contextlib.suppress(Exception):
-                    self.securer.take_the_last()
+                    self.securer.await_copy()
                 if _ending.acquire(blocking=False):  # else another run ends the process, once it has heard of ours
                     self._hear_others(time.monotonic() + min(call.left_s, OTHERS_S))
                     leave(call.leave)
@@ -222,12 +222,12 @@ class FaultHandler:
         """Other runs of this process deal with what they have begun, and have their last step in memory."""
         for other in list(_armed - {self}):
             done = threading.Event()
-            other._incidents.queue.put(partial(other._take_the_last, done))
+            other._incidents.queue.put(partial(other._await_copy, done))
             done.wait(max(0.0, end - time.monotonic()))
 
-    def _take_the_last(self, done: threading.Event) -> None:
+    def _await_copy(self, done: threading.Event) -> None:
         try:
-            self.securer.take_the_last()
+            self.securer.await_copy()
         finally:
             done.set()
 

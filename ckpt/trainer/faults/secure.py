@@ -1,7 +1,6 @@
 """Having the newest state saved that all ranks can have, within the time that is left.
 
-agree on a step that all training loops save, or take what is in memory, or copy the state without the main thread
--> have the writer make it durable
+agree on a step that all training loops save, or take what is in memory -> have the writer make it durable
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from ckpt.trainer.saves import Saves
 from ckpt.trainer.session import Session
 from ckpt.trainer.step_keeper import StepKeeper
 
-LIVE_S = 10.0  # for a copy of the running state
+LIVE_S = 10.0  # for a copy of the step that an exception came into
 PERSIST_S = 60.0  # for what is in memory to become durable, if the other ranks have it too
 COPYING_S = 2.0  # for a copy that is under way
 GUESS_S = 0.1
@@ -45,18 +44,16 @@ class LiveRun:
         """The newest step that memory holds; waits for a copy that is under way."""
         return self._staged.newest_step(timeout_s)
 
-    def copy_live(self) -> int | None:
-        """Copy the running state as it was at the last step() into memory, if it still is that; which step it is."""
+    def stage_last(self) -> int | None:
+        """Stage the last step if an exception came into its step(). Return the step if memory has it.
+
+        Only the thread that trains can do this.
+        """
         progress = self._progress
-        deferred, unmoved = progress.deferred, progress.unmoved()
-        if threading.get_ident() == progress.thread:  # it is not training meanwhile, and so need not be held up
-            self._keeper.stage_last(time.monotonic() + LIVE_S)
-            return progress.step if self.in_memory(0.0) == progress.step else None
-        if deferred is None or deferred[0].step != progress.step or progress.torn:
+        if threading.get_ident() != progress.thread:
             return None
-        progress.deferred = None
-        save, job = deferred
-        return save.step if self._session.stager.complete(job, unmoved, LIVE_S) else None
+        self._keeper.stage_last(time.monotonic() + LIVE_S, live=False)
+        return progress.step if self.in_memory(0.0) == progress.step else None
 
     def give_up(self, attempt: Attempt) -> None:
         """This rank will not take part in an attempt that others may have begun."""
@@ -135,7 +132,7 @@ class Securer:
         ask = not ready or not (alone or leaving)
         if ask and not blocked and not at_hand and self._agree(call):
             return
-        if not ready and (step := self._actions.copy_live()) is not None:
+        if not ready and (step := self._actions.stage_last()) is not None:
             fault.saved.append(SavedStep(step, "memory", "live", call.passed_s))
         fault.timings["staged_s"] = call.passed_s
         if not alone and not blocked:
@@ -148,10 +145,10 @@ class Securer:
         else:
             self._persist(call)
 
-    def take_the_last(self) -> None:
-        """Training went on while the state became durable: what it did meanwhile is at least in memory."""
-        if self.can_save and self._actions.in_memory(COPYING_S) != self._heartbeat.step:
-            self._actions.copy_live()
+    def await_copy(self) -> None:
+        """Training went on while the state became durable: a copy that is under way gets into memory."""
+        if self.can_save:
+            self._actions.in_memory(COPYING_S)
 
     def free_memory(self, call: FaultCall) -> None:
         """Of the host, where little is left."""
@@ -262,7 +259,7 @@ class Securer:
     def _follow_ring(self, heard: Round) -> None:
         """Somebody cannot come: make durable what is in memory."""
         if self.can_save:
-            self.take_the_last()
+            self.await_copy()
             self._persist(self._call_of(heard))
 
     def _follow_later(self, heard: Round) -> None:

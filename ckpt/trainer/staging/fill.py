@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import compress, pairwise
 from math import prod
 from typing import Any
@@ -67,8 +67,6 @@ class SlotFiller:
         """What only optimizers change, and what else is to be done meanwhile. A device may have done nothing of it yet:
         `job.done` says when it has."""
         streams = self._streams.of(job.streams)
-        if not streams:
-            job.on_eager(job)
         for pack in job.late:
             with device.on(streams):
                 pack.gather(job.sources)
@@ -102,8 +100,9 @@ class SlotFiller:
         numbers = list(compress(range(len(views)), job.reading.guarded) if guarded else job.reading.early)
         job.check_memory(numbers)
         if job.streams:
-            pairs = self._pairs(views, numbers, job, PIECE if guarded and job.bus_share < 1.0 else LOCK)
-            self.copy(pairs, self._streams.of(job.streams), job.bus_share if guarded else 1.0)
+            paced = guarded and job.paced
+            pairs = self._pairs(views, numbers, job, PIECE if paced else LOCK)
+            self.copy(pairs, self._streams.of(job.streams), paced)
             return
         little, large = list[int](), list[Pair]()
         for n in numbers:  # most are little, and nothing else is asked of these
@@ -113,14 +112,7 @@ class SlotFiller:
                 large.append((views[n], sources[n], n))
         if little:
             device.copy_batch([views[n] for n in little], [sources[n] for n in little], {})
-        start = self.whole(arena, slot).data_ptr()
-
-        def mark(target: Tensor) -> None:
-            if guarded:  # all others are there
-                arena.mark(slot, target.data_ptr() - start)
-
-        # The caller waits for what is copied early, but for a step that was left in place.
-        self.copy(large, {}, 1.0, mark, guarded or job.taken is not None)
+        self.copy(large, {}, False, guarded)  # the caller waits for what is copied early
 
     def _pairs(self, views: list[Tensor], numbers: Iterable[int], job: PendingSnapshot, piece: int) -> list[Pair]:
         """Where each of these tensors goes, and what goes there."""
@@ -150,15 +142,13 @@ class SlotFiller:
         self,
         pairs: Sequence[Pair],
         streams: PerDevice,
-        bus_share: float = 1.0,
-        on_next: Callable[[Tensor], None] = lambda target: None,
+        paced: bool = False,
         beside_training: bool = True,
     ) -> None:
         """What devices copy first, then what we copy: large contiguous host tensors one by one, unless they are there;
-        the rest in one batched call a device, or in several with pauses between, for that share of the bus.
+        the rest in one batched call a device, or in several with pauses between (`paced`).
 
-        `on_next`: called before each of these large ones, which go in the order of the slot: of all these pairs, what
-        lies before it is there. `beside_training`: the caller of step() goes on meanwhile.
+        `beside_training`: the caller of step() goes on meanwhile.
         """
         batches: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {one: ([], []) for one in streams}
         large: list[Pair] = []
@@ -171,24 +161,23 @@ class SlotFiller:
             targets.append(target)
             sources.append(source)
         for where, (targets, sources) in batches.items():
-            if where in streams and bus_share < 1.0:
-                self._copy_paced(targets, sources, {where: streams[where]}, bus_share)
+            if where in streams and paced:
+                self._copy_paced(targets, sources, {where: streams[where]})
             elif targets:
                 with self._steady:
                     device.copy_batch(targets, sources, streams)
         self.frozen.beside_training = beside_training
-        for target, source, number in sorted(large, key=lambda pair: pair[0].data_ptr()):
-            on_next(target)
+        for target, source, number in large:
             self.frozen.put(number, target, source)
 
-    def _copy_paced(self, targets: list[Tensor], sources: list[Tensor], streams: PerDevice, bus_share: float) -> None:
-        """One device's, and wait for it: so this stream is idle now and then, for as long as that takes."""
+    def _copy_paced(self, targets: list[Tensor], sources: list[Tensor], streams: PerDevice) -> None:
+        """One device's, and wait for it: so this stream is idle half of the time."""
         for some, theirs in _batches(targets, sources):
             began = time.monotonic()
             with self._steady:
                 device.copy_batch(some, theirs, streams)
             device.wait_for(device.events_behind(streams))
-            time.sleep((time.monotonic() - began) * (1.0 / bus_share - 1.0))
+            time.sleep(time.monotonic() - began)
 
 
 def _strides(shape: tuple[int, ...]) -> list[int]:

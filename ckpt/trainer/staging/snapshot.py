@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from itertools import compress
 from operator import attrgetter
 
@@ -22,123 +22,18 @@ from torch import Tensor
 
 from ckpt.errors import CheckpointError, SaveError
 from ckpt.events import log
-from ckpt.format.layout import Layout
 from ckpt.format.manifest import Attempt
 from ckpt.ipc.arena import Arena, Label
-from ckpt.state.capture import Capture, Reading
-from ckpt.state.fingerprint import Fingerprint, SampledPlaces
-from ckpt.state.tensors import Versioned, version_of
+from ckpt.state.capture import Reading
+from ckpt.state.fingerprint import Fingerprint
 from ckpt.trainer.staging.awaited_memory import AwaitedMemory
 from ckpt.trainer.staging.device import PerDevice, compute_streams, events_behind
 from ckpt.trainer.staging.packed import Pack, Packs
 
 LITTLE = 1 << 20  # bytes that are cloned in any case: sooner than another thread has woken up
-MOST = 64 << 20  # bytes that are cloned at most: of a step that is not due, and on devices at every save
+MOST = 64 << 20  # bytes that are cloned at most: on devices, or while memory is being made
 
 _VERSION = attrgetter("_version")
-
-
-@dataclass(frozen=True)
-class DeferredStep:
-    """What a step that is not due is made of: cloned, or left in place and watched.
-
-    `left`: the numbers of tensors that were left in place, with the `versions` that they had; the first `counted` of
-    them are what optimizers change. `weights`: see `Capture`. `too_large`: a tensor that would have had to be taken, ""
-    if there is none.
-    """
-
-    step: int
-    reading: Reading
-    left: Sequence[int]
-    counted: int
-    versions: Sequence[int | None]
-    fingerprints: Sequence[Fingerprint]
-    weights: Sequence[bool]
-    alive: Sequence[Tensor]  # whose memory the fingerprints look at
-    too_large: str = ""
-    replicas: Sequence[Fingerprint] = ()  # see `PendingSnapshot`
-
-    @property
-    def watched(self) -> dict[int, int]:
-        """The versions of what was left in place, by number, as far as anything counts them."""
-        return {n: v for n, v in zip(self.left, self.versions, strict=True) if v is not None}
-
-    def gone(self) -> str:
-        """Why the step cannot be had any more, "" if it can. That the state consists of other tensors now is no matter:
-        it holds those of its step."""
-        if self.too_large:
-            return f"{self.too_large} may have moved on since, and there was too much of it to keep at each step"
-        changed = set[int]().union(*(one.changed() for one in self.fingerprints)) & set(self.left)
-        now = _versions(self.reading.counters, self.left, self.counted)
-        if now != self.versions:
-            changed |= {n for n, was, is_now in zip(self.left, self.versions, now, strict=True) if was != is_now}
-        if any(self.weights[n] for n in changed):
-            return "weights were changed by hand since"
-        names = [self.reading.layout.tensors[n].name for n in sorted(changed)]
-        return f"{names[0]} was written to since, by something else than an optimizer's step" if names else ""
-
-
-class DeferredSteps:
-    """Takes one step after the other. `most`: bytes that are cloned of each, at most.
-
-    What optimizers change stays where it is until one begins the next step. Everything else (batches, random numbers,
-    buffers, settings) moves on before that, so it is taken at once. Parameters that nobody trains, as of a frozen
-    model, are left in place too where they are large. Versions and fingerprints say later whether somebody has written
-    to what was left.
-    """
-
-    def __init__(self, most: float = MOST) -> None:
-        self._most = most
-        self._layout: Layout | None = None
-        self._where: list[tuple[int, int]] = []
-        self._spots: list[SampledPlaces] = []  # there
-
-    def take(self, step: int, reading: Reading, capture: Capture) -> DeferredStep:
-        """`reading`: the state at this step, as `capture` has just read it; it must not be used otherwise."""
-        if reading.layout is not self._layout:
-            self._layout, self._where, self._spots = reading.layout, [], []
-        tensors, others, too_large, room = list(reading.tensors), list[int](), "", self._most
-        for n in reading.early:
-            size = tensors[n].nbytes
-            if capture.parameters[n] and self._most - room + size > LITTLE:
-                others.append(n)
-            elif size > room:
-                too_large = too_large or reading.layout.tensors[n].name
-            else:
-                room -= size
-                tensors[n] = tensors[n].clone()
-        stepped = list(compress(range(len(tensors)), reading.guarded))
-        left = [*stepped, *others]
-        prints = [spots.look() for spots in (*reading.spots, *self._look_at(reading, others))]
-        versions = _versions(reading.counters, left, len(stepped))
-        taken = replace(reading, tensors=tensors)
-        return DeferredStep(
-            step,
-            taken,
-            left,
-            len(stepped),
-            versions,
-            prints,
-            capture.weights,
-            reading.tensors,
-            too_large,
-            [one.places.look(step) for one in reading.replicas],
-        )
-
-    def _look_at(self, reading: Reading, numbers: list[int]) -> list[SampledPlaces]:
-        where = [(n, reading.tensors[n].data_ptr()) for n in numbers]
-        if where != self._where:
-            self._spots = (
-                [SampledPlaces(reading.layout, numbers, [reading.tensors[n] for n in numbers])] if numbers else []
-            )
-            self._where = where
-        return self._spots
-
-
-def _versions(counters: Sequence[Versioned], numbers: Sequence[int], counted: int) -> list[int | None]:
-    """`counted`: so many, the first ones, are known to count what is written to them."""
-    found: list[int | None] = list(map(_VERSION, map(counters.__getitem__, numbers[:counted])))
-    return found + [version_of(counters[n]) for n in numbers[counted:]]
 
 
 @dataclass(eq=False)
@@ -150,7 +45,6 @@ class PendingSnapshot:
     values: bytes
     busy: str = "wait"  # or "skip"
     deadline: float = float("inf")  # of waiting for a slot, monotonic
-    on_eager: Callable[[PendingSnapshot], None] = lambda job: None  # `slot` says EAGER: what is left comes in its order
     on_end: Callable[[PendingSnapshot], None] = lambda job: None
     memory: AwaitedMemory | None = None  # what it waits for, if its memory may not be there yet
     beside: Callable[[], None] | None = None  # to be done as well while the guarded tensors do not change
@@ -162,14 +56,11 @@ class PendingSnapshot:
     error: CheckpointError | None = None
     written_by_others: list[str] = field(default_factory=list)
     finite: bool | None = None  # what the user said of this step
-    postponed: bool = False  # only what cannot be had later is copied, until `complete` asks for the rest
     slot: tuple[Arena, int] | None = None  # where it is being staged
     order: int = 0  # as in its label
     place: tuple[Arena, int] | None = None  # where it was sealed
     versions: list[int] = field(default_factory=list)
-    taken: DeferredStep | None = None  # the state at that step, if that is not what it is now
     fingerprints: list[Fingerprint] = field(default_factory=list)  # of what is copied beside training; when it begins
-    watched: Mapping[int, int] = field(default_factory=dict)  # versions, by number, from which on nobody may write
     replicas: Sequence[Fingerprint] = ()  # elements of what other ranks hold as well, as `reading.replicas` has it
     streams: PerDevice = field(default_factory=dict)  # the caller's compute streams
     ready: PerDevice = field(default_factory=dict)  # events on them
@@ -177,8 +68,7 @@ class PendingSnapshot:
     early: list[Pack] = field(default_factory=list)  # of small tensors, gathered before step() returned
     late: list[Pack] = field(default_factory=list)  # and beside training
     taken_early: bool = False  # what may change before the next optimizer step was cloned on its device
-    detached: bool = False  # all was: no optimizer waits for the copies
-    bus_share: float = 1.0  # of the bus, that copies beside training may take
+    paced: bool = False  # copies beside training leave room for what else crosses the bus
     done: PerDevice = field(default_factory=dict)  # events after the copies
     eager_there: threading.Event = field(default_factory=threading.Event)  # devices have reached these events
     all_there: threading.Event = field(default_factory=threading.Event)
@@ -187,18 +77,11 @@ class PendingSnapshot:
 
     def __post_init__(self) -> None:
         reading = self.reading
-        if self.taken is not None:
-            self.fingerprints, self.watched = list(self.taken.fingerprints), self.taken.watched
-            self.replicas = self.taken.replicas
-        else:
-            self.replicas = [one.places.look(self.attempt.step) for one in reading.replicas]
+        self.replicas = [one.places.look(self.attempt.step) for one in reading.replicas]
         self.sources = reading.tensors
-        if self.watched:
-            self.overlapped = [reading.counters[n] for n in self.watched]
-        else:
-            self.overlapped = list(compress(reading.counters, reading.guarded))
-        self.versions = list(self.watched.values() or map(_VERSION, self.overlapped))
-        self.fingerprints = self.fingerprints or [spots.look() for spots in reading.spots]
+        self.overlapped = list(compress(reading.counters, reading.guarded))
+        self.versions = list(map(_VERSION, self.overlapped))
+        self.fingerprints = [spots.look() for spots in reading.spots]
         if reading.layout.accelerated:
             self.streams = compute_streams(reading.tensors)
 
@@ -208,9 +91,8 @@ class PendingSnapshot:
         size = layout.arrangement.data_size
         return Label(state, self.order, self.attempt, layout.digest, size, len(self.values), time.time(), self.finite)
 
-    def take(self, packs: Packs, *, all_of_it: bool = False) -> bool:
-        """Clone what may change before the next optimizer step, where it is, if it is little; whether that is done.
-        `all_of_it`: what is on devices in any case, for then an optimizer need not wait for copies."""
+    def take(self, packs: Packs) -> bool:
+        """Clone what may change before the next optimizer step, where it is, if it is little; whether that is done."""
         sizes, guarded = self.reading.layout.sizes, self.reading.guarded
         little = LITTLE if self.memory is None else MOST  # a copy takes less time than memory that is being made
         if not self.streams and sum(sizes[n] for n in self.reading.early) > little:
@@ -221,20 +103,16 @@ class PendingSnapshot:
                 self.sources[n] = self.sources[n].clone()
             return True
         here = [n for n, one in enumerate(self.sources) if one.device.type == "cpu" and not guarded[n]]
-        there = [n for n, one in enumerate(self.sources) if one.device.type != "cpu" and (all_of_it or not guarded[n])]
-        if sum(sizes[n] for n in here) > little:
+        there = [n for n, one in enumerate(self.sources) if one.device.type != "cpu" and not guarded[n]]
+        if sum(sizes[n] for n in here) > little or sum(sizes[n] for n in there) > MOST:
             return False
-        if not all_of_it and sum(sizes[n] for n in there) > MOST:
-            return False
-        return self._clone_on_devices(packs, [*here, *there], all_of_it=all_of_it)
+        return self._clone_on_devices(packs, [*here, *there])
 
-    def _clone_on_devices(self, packs: Packs, numbers: list[int], *, all_of_it: bool) -> bool:
+    def _clone_on_devices(self, packs: Packs, numbers: list[int]) -> bool:
         """By kernels in the order of the caller's streams: what these do later is no matter, and they wait for
         nothing."""
         try:
             self.early = packs.take(self.reading, late=False)
-            if all_of_it:
-                self.early = [*self.early, *packs.take(self.reading, late=True)]
             for pack in self.early:
                 pack.gather(self.sources)
             packed = self.packed
@@ -248,9 +126,6 @@ class PendingSnapshot:
             self.early = []
             return False
         self.sources, self.taken_early = sources, True
-        if all_of_it and all(self.reading.tensors[n].device.type != "cpu" for n in self.numbers):
-            self.detached = True
-            self.check_versions()
         return True
 
     def fits(self, arena: Arena) -> bool:
@@ -263,11 +138,6 @@ class PendingSnapshot:
     def mark_ready(self) -> None:
         """What is on the caller's streams by now comes before the copies."""
         self.ready = events_behind(self.streams)
-
-    @property
-    def numbers(self) -> list[int]:
-        """Which tensors are `overlapped`."""
-        return list(self.watched or compress(range(len(self.reading.guarded)), self.reading.guarded))
 
     @property
     def packed(self) -> set[int]:
@@ -295,7 +165,8 @@ class PendingSnapshot:
                 return
             self._checked = True
             if list(map(_VERSION, self.overlapped)) != self.versions:
-                pairs = zip(self.numbers, self.overlapped, self.versions, strict=True)
+                numbers = compress(range(len(self.reading.guarded)), self.reading.guarded)
+                pairs = zip(numbers, self.overlapped, self.versions, strict=True)
                 self._note({number for number, tensor, version in pairs if tensor._version != version})
             self.overlapped = []
 
@@ -323,7 +194,7 @@ class PendingSnapshot:
 
     def _note(self, numbers: set[int]) -> None:
         specs, guarded = self.reading.layout.tensors, self.reading.guarded
-        names = (specs[number].name for number in sorted(numbers) if guarded[number] or number in self.watched)
+        names = (specs[number].name for number in sorted(numbers) if guarded[number])
         self.written_by_others = list(dict.fromkeys([*self.written_by_others, *names]))
 
     def release(self) -> None:

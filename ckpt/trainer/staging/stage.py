@@ -38,14 +38,13 @@ LEAVING_S = 30.0  # for a writer to let go of the mutex of a trainer that has di
 class Stager:
     """The staging thread of one trainer."""
 
-    def __init__(self, stage: str = "auto", bus_share: float = 1.0) -> None:
-        """Both as in `ckpt.Memory`."""
+    def __init__(self) -> None:
         self.slots = Slots()
         self.page_locks = PageLocks()
         self._filler = SlotFiller(self.page_locks.steady)
         self._waiter = Waiter()
         self._packs = Packs()
-        self._mode, self._bus_share = StageMode(stage), bus_share
+        self._mode = StageMode()
         self._toucher = SlotToucher()
         self._gate = UpdateGate()
         self._arena: Arena | None = None
@@ -77,11 +76,8 @@ class Stager:
         try:
             # Else clones would pile up.
             idle = before is None or before.copied.is_set() or before.leave_out()
-            taken = idle and job.take(self._packs, all_of_it=mode == "device")
-            if job.detached and job.beside is not None:  # no optimizer waits for it
-                job.beside()
-                job.beside = None
-            job.bus_share = self._bus_share if mode == "paced" else 1.0
+            taken = idle and job.take(self._packs)
+            job.paced = mode == "paced"
             job.mark_ready()
             job.submitted = True
             self._worker.put(lambda: self._stage(job))
@@ -100,31 +96,6 @@ class Stager:
     def _check_running(self) -> None:
         if self._stopped:
             raise ClosedError("this Checkpointer is closed: make a new one")
-
-    def postpone(self, job: PendingSnapshot) -> None:
-        """Copy of a job only what cannot be had later; `complete` may ask for the rest."""
-        self._check_running()
-        job.postponed = True
-        job.mark_ready()
-        self._worker.put(lambda: self._stage(job))
-        job.eager_done.wait()
-
-    def complete(self, job: PendingSnapshot, untouched: Callable[[], bool], timeout_s: float) -> bool:
-        """The rest of a job that was postponed, while the training thread is elsewhere and before any optimizer goes
-        on; whether it is whole now. Not if one may have begun, which `untouched` looks at once the gate is shut."""
-        opened = self._gate.shut()
-        if not untouched():
-            opened.set()
-            return False
-
-        def run() -> None:
-            try:
-                self._complete(job)
-            finally:
-                opened.set()
-
-        self._worker.put(run)
-        return opened.wait(timeout_s) and job.place is not None
 
     def held(self) -> contextlib.AbstractContextManager[None]:
         """No optimizer changes anything meanwhile, but for one that has begun before and has been counted."""
@@ -245,31 +216,11 @@ class Stager:
             self._filler.fill_eager(arena, slot, job)
             point("stage.eager")
             job.eager_done.set()
-            if job.postponed or not job.streams:
-                wait_for(job.eager)
-                job.eager = {}
+            if not job.streams:
                 arena.set_label(slot, job.label(EAGER))
-            if job.postponed:
-                self._filler.end(slot)
-                return
             self._fill_guarded(arena, slot, job)
             if not job.streams:
                 self._seal(arena, slot, job)
-
-    def _complete(self, job: PendingSnapshot) -> None:
-        """The rest of a job that was postponed."""
-        with self._ending(job):
-            arena, slot = job.slot or (None, 0)
-            label = arena.label(slot) if arena is not None and arena is self._arena else None
-            if arena is None or label is None or (label.state, label.attempt) != (EAGER, job.attempt):
-                job.slot = None
-                raise SkippedError(f"step {job.attempt.step} was not saved: its place in memory was taken")
-            self._land(wait=True)
-            job.postponed = False
-            self._filler.begin(slot, job)
-            self._fill_guarded(arena, slot, job)
-            self._flying.clear()  # it is the only one, and waited for here
-            self._seal(arena, slot, job)
 
     @contextlib.contextmanager
     def _ending(self, job: PendingSnapshot) -> Iterator[None]:
@@ -281,7 +232,7 @@ class Stager:
         except BaseException as error:
             log.exception("staging step %d failed", job.attempt.step)
             job.error = SaveError(f"step {job.attempt.step} could not be staged: {type(error).__name__}: {error}")
-        if job.error is None and (job.postponed or job in self._flying):
+        if job.error is None and job in self._flying:
             return
         if job.error is not None:
             self._flying = deque(one for one in self._flying if one is not job)
@@ -313,10 +264,10 @@ class Stager:
         return slot
 
     def _fill_guarded(self, arena: Arena, slot: int, job: PendingSnapshot) -> None:
-        if job.bus_share < 1.0:  # a pace means nothing to copies that pile up behind other kernels
+        if job.paced:  # a pace means nothing to copies that pile up behind other kernels
             self._waiter.until_reached(job.ready, lambda: self._land(wait=False))
             self._land(wait=True)
-        if job.streams and not job.detached:
+        if job.streams:
             job.late = self._packs.take(job.reading, late=True)
         self._filler.fill_guarded(arena, slot, job)
         self._filler.end(slot)

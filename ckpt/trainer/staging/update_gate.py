@@ -40,18 +40,12 @@ class UpdateGate:
         self._line_up(before)
         self._unchecked = [one for one in (*self._unchecked, before) if not one.ended]
 
-    def shut(self) -> threading.Event:
-        """From now on an optimizer waits until this is set, and what others have shut it with. One that has begun
-        before that has been counted."""
-        opened = threading.Event()
-        with self._shutting:
-            self._shut = (*(one for one in self._shut if not one.is_set()), opened)
-        return opened
-
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
         """No optimizer changes anything meanwhile, but for one that has begun before and has been counted."""
-        opened = self.shut()
+        opened = threading.Event()
+        with self._shutting:
+            self._shut = (*(one for one in self._shut if not one.is_set()), opened)
         try:
             yield
         finally:
@@ -70,7 +64,7 @@ class UpdateGate:
         job = self.job
         if job is None:
             return time.perf_counter() - started
-        if job.detached or job.leave_out():
+        if job.leave_out():
             in_time = True
         elif job.streams:
             in_time = self.wait_for(job.enqueued, "an optimizer", timeout_s)
@@ -112,8 +106,6 @@ class UpdateGate:
 
     def _line_up(self, job: PendingSnapshot) -> None:
         """What the caller queues from now on, on its current streams, comes after the copies of this job."""
-        if job.detached:
-            return
         device.queue_caller_behind(job.done)
         if job.done:  # one that was not taken leaves what is copied before it
             self._copying = job
@@ -141,7 +133,6 @@ class UpdateHook:
     ) -> None:
         self.count = 0
         self._announced: dict[int, object] = {}
-        self.on_step: Callable[[object], None] | None = None  # told which optimizer is about to step
         self._before, self._on_captured, self._concerns = before, on_captured, concerns
         self._handle = register_optimizer_step_pre_hook(_untraced(self._hook))
         self._active = True
@@ -173,8 +164,6 @@ class UpdateHook:
             return None
         self.count += 1
         self._announced[id(optimizer)] = optimizer
-        if self.on_step is not None:
-            self.on_step(optimizer)
         if is_capturing():
             self._on_captured(optimizer)
             return None

@@ -98,10 +98,8 @@ class SnapshotMemory(WriterUser):
         """`node`: of the machine's memory, by which our device is."""
         self._writer, self._stager, self._world = writer, stager, world
         self.lasts = memory is not None and memory.linger_s > 0
-        # A redo log takes a step against the one before, which must not be overwritten meanwhile.
-        logged = any(tier.log_every_step for tier in tiers)
-        slots = min(MAX_SLOTS, (memory.keep if memory is not None else 1) + max(1, len(tiers)) + logged)
-        least = 1 if tiers and not logged else 2
+        slots = min(MAX_SLOTS, (memory.keep if memory is not None else 1) + max(1, len(tiers)))
+        least = 1 if tiers else 2
         self.next = NextArena(writer, stager, slots, least, world.local_size, node)
         self.inherited = HeldElsewhere()
         self.everyone = False

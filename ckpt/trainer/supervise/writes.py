@@ -60,13 +60,6 @@ class Writes(WriterUser):
             self._send(self._writer.client, write)
         point("save.requested")
 
-    def announce(self, attempt: Attempt, arena: Arena, slot: int, tier: int) -> None:
-        """A slot that is being filled will have to be written there. A writer that dies now forgets it, and nothing is
-        lost by that."""
-        with self._writer.lock:
-            if self._writer.failure is None:
-                self._writer.client.send(requests.FollowSlot(tier, arena.id.hex(), slot, str(attempt)))
-
     def _send(self, client: WriterClient, write: WriteInFlight) -> None:
         write.tries += 1
         place = write.arena.id.hex(), write.slot

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -16,8 +14,6 @@ import ckpt
 from ckpt.ipc.watch_requests import Report
 from ckpt.runlog.log import RunLog
 from ckpt.store import open_store
-from ckpt.trainer.step_keeper import KEEP_TRIES
-from processes import eventually
 
 
 def durable(run: str) -> list[int]:
@@ -55,80 +51,6 @@ def test_what_was_saved_on_purpose_is_not_given_up(run_dir: str, trained: Any) -
         assert not cp._fault_handler.securer.set_step(5) and not cp._fault_handler.securer.set_step(6)
         cp.save().committed(30)
         assert durable(run_dir) == [5, 7]
-
-
-def test_close_makes_durable_what_was_copied_out_of_turn(run_dir: str, trained: Any) -> None:
-    """The newest step that is in memory, and not the last one that was due there."""
-    weight, optimizer = trained
-    tiers = [ckpt.Memory(every=10, between=True), ckpt.Tier(run_dir, every=1000)]
-    with ckpt.Checkpointer({"w": weight, "opt": optimizer}, tiers) as cp:
-        cp.restore(default=0)
-        for step in range(1, 16):
-            update(weight, optimizer, float(step))
-            save = cp.step(step)
-            if save is not None:
-                save.staged(30)
-        assert cp._live.copy_live() == 15
-    assert durable(run_dir) == [15]
-    assert torch.equal(ckpt.load(run_dir)["w"], torch.full((1000,), 15.0))
-
-
-def test_a_copy_is_not_made_once_an_optimizer_has_begun(run_dir: str, trained: Any) -> None:
-    """Also if it changed only a part of the state, and raised."""
-    weight, optimizer = trained
-    tiers = [ckpt.Memory(every=10, between=True), ckpt.Tier(run_dir, every=1000)]
-    with ckpt.Checkpointer({"w": weight, "opt": optimizer}, tiers) as cp:
-        cp.restore(default=0)
-        for step in range(1, 16):
-            update(weight, optimizer, float(step))
-            cp.step(step)
-        update(weight, optimizer, 16.0)
-        assert cp._live.copy_live() is None
-
-
-class Slow:
-    """A part of the state that takes its time to be read."""
-
-    pause_s = 0.0
-
-    def state_dict(self) -> dict[str, int]:
-        time.sleep(self.pause_s)
-        return {"value": 1}
-
-    def load_state_dict(self, state: dict[str, int]) -> None: ...
-
-
-@pytest.mark.parametrize(("times", "kept"), [(1, True), (KEEP_TRIES, False)], ids=["once", "always"])
-def test_a_step_that_was_held_up_does_not_end_what_is_kept_between(
-    run_dir: str, trained: Any, times: int, kept: bool
-) -> None:
-    """Steps that are not due can be copied at a fault, by a thread that is not the training's, although it once took
-    long to read the state: only if it goes on taking long it is too dear."""
-    weight, optimizer = trained
-    slow = Slow()
-    tiers = [ckpt.Memory(every=ckpt.Auto(budget=0.9)), ckpt.Tier(run_dir, every=10_000)]
-    with ckpt.Checkpointer({"w": weight, "opt": optimizer, "slow": slow}, tiers, triggers=[ckpt.on_hang()]) as cp:
-        cp.restore(default=0)
-        step = 0
-
-        def train(count: int, pause_s: float = 0.0) -> None:
-            """So many steps that are not due, in which reading takes so long, and those that are due between them."""
-            nonlocal step
-            while count:
-                step += 1
-                update(weight, optimizer, float(step))
-                time.sleep(0.05)
-                due = cp._session.cadence.schedule.memory_due(step)
-                slow.pause_s, count = 0.0 if due else pause_s, count - (not due)
-                cp.step(step)
-
-        train(15)  # too few for the cadence to be changed
-        assert eventually(lambda: cp._session.heartbeat.usual_s > 0), "the writer has not learnt the pace"
-        train(times, pause_s=0.5)
-        train(3)
-        with ThreadPoolExecutor(1) as other:
-            found = other.submit(cp._live.copy_live).result()
-        assert found == (step if kept else None)
 
 
 def test_the_newest_sound_step_is_made_durable_beside_the_newest(run_dir: str, trained: Any) -> None:

@@ -913,7 +913,7 @@ folder = pathlib.Path(sys.argv[1])
 size = int(open("/proc/self/statm").read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
 resource.setrlimit(resource.RLIMIT_AS, (size + (1 << 30),) * 2)
 for name in sorted(p.name for p in folder.iterdir()):
-    for act in (hostile.restored, hostile.loaded, lambda f: hostile.inside.run(hostile.taken_over(f))):
+    for act in (forgery.restored, forgery.loaded, lambda f: inside.run(forgery.taken_over(f))):
         try:
             act(folder / name)
         except CheckpointError:

@@ -6,7 +6,7 @@ JOBS ?= 2
 PART ?= quick
 READY := $(VENV)/.ready
 
-.PHONY: demo test torture test-long test-gpu test-corners test-s3 bench first-contact bench-gpu bench-ranks bench-faults bench-storage bench-codecs bench-offline bench-scale bench-chaos bench-ledger bench-callbacks bench-deepspeed bench-torchtitan bench-ray bench-megatron bench-waits lint docs wheel format clean
+.PHONY: demo test torture same-states test-long test-gpu test-corners test-s3 bench first-contact bench-gpu bench-ranks bench-faults bench-storage bench-codecs bench-offline bench-scale bench-chaos bench-ledger bench-callbacks bench-deepspeed bench-torchtitan bench-ray bench-megatron bench-waits lint docs wheel format clean
 
 $(READY): pyproject.toml constraints.txt hatch_build.py $(wildcard ckpt/format/*.c)
 	$(PYTHON) -m venv $(VENV)
@@ -25,6 +25,9 @@ test-long: $(READY)
 
 torture: $(READY)
 	$(BIN)/python benchmarks/torture.py $(ARGS)
+
+same-states: $(READY)
+	$(BIN)/python benchmarks/same_states.py $(ARGS)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/figures.py $(ARGS)

@@ -37,7 +37,8 @@ SLOW = (
     "test_shards", "test_stopped", "test_restore_line", "test_to_lightning", "test_fabric", "test_machines",
     "test_fsdp1", "test_created", "test_drift", "test_torchft", "test_corners", "test_best", "test_composer",
     "test_promise_file_systems", "test_unreadable", "test_further_state", "test_uneven_ranks",
-    "test_unnoticed_damage", "test_run_identity", "test_torture", "test_budgets",
+    "test_unnoticed_damage", "test_run_identity", "test_torture", "test_budgets", "test_forged", "test_resharding",
+    "test_forged_values", "test_same_states",
 )  # fmt: skip
 
 

@@ -1,4 +1,5 @@
-"""What an import costs, what no module does, and that `make lint` sees an import that goes the wrong way."""
+"""What an import costs, what no module does, that `make lint` sees an import that goes the wrong way, and that tests of
+promises know the library from outside."""
 
 from __future__ import annotations
 
@@ -174,3 +175,69 @@ def test_type_checkers_see_the_same_names() -> None:
     }
     homes = {name: f"ckpt.{home}" for name, home in ckpt._HOMES.items()}
     assert listed == homes | dict.fromkeys(ckpt._PARTS, "ckpt")
+
+
+# -- tests of promises: what they know of the library is public, or in tests/lib/inside.py --
+
+PROMISES = sorted((REPO / "tests" / "promises").glob("*.py"))
+PUBLIC_MODULES = {"errors", "events", "testing", *ckpt._PARTS}
+PUBLIC = PUBLIC_MODULES | {*ckpt.__all__, "__version__"}
+INTERNAL = {path.stem for path in (REPO / "ckpt").iterdir() if path.is_dir() or path.suffix == ".py"} - PUBLIC
+OBJECTS = [REPO / "ckpt" / "checkpointer.py", REPO / "ckpt" / "save.py"]  # whose attributes tests come across
+PRIVATE = set(re.findall(r"\bself\.(_[a-z]\w*)", "".join(path.read_text() for path in OBJECTS)))
+
+
+def internals(source: str) -> set[str]:
+    """Find what a test names that is internal: in its own code, and in the scripts and paths that its strings hold."""
+    tree, found = ast.parse(source), set[str]()
+    texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    for text in (ast.unparse(tree), *texts):
+        found |= {f"ckpt.{name}" for name in re.findall(r"\bckpt\.(\w+)", text) if name in INTERNAL}
+        for names in re.findall(r"\bfrom ckpt import ([\w, ]+)", text):
+            found |= {f"ckpt.{name}" for name in re.findall(r"(\w+)(?: as \w+)?", names) if name not in PUBLIC | {"as"}}
+        deep = re.findall(rf"\b(?:from|import) (ckpt\.(?:{'|'.join(PUBLIC_MODULES)})\.\w+)", text)
+        private = re.findall(r"\b(\w+)\.(_[a-z]\w*)", text)
+        found |= {*deep, *(f"{of}.{name}" for of, name in private if name in PRIVATE and of != "self")}
+    return found
+
+
+@pytest.mark.parametrize("path", PROMISES, ids=lambda path: path.stem)
+def test_promises_know_the_library_from_outside(path: Path) -> None:
+    """They import public names; for everything else there is the façade, which alone follows the code."""
+    assert internals(path.read_text()) == set()
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from ckpt.runlog.log import RunLog",
+        "from ckpt import failpoints",
+        "from ckpt import Tier, store as stores",
+        "import ckpt.checkpoint.commit as commits",
+        "from ckpt.dcp.storage import _tiers",
+        "def test() -> None:\n    from ckpt.cli.app import cli",
+        "ckpt.trainer.session.Session._prepare",
+        'patch.setattr("ckpt.checkpoint.write.CHUNK", 1)',
+        'CODE = """\nimport os\nfrom ckpt.trainer.staging.stage import Stager\n"""',
+        "cp._session.stager.stop()",
+        'first.do("cp._closing.abandon()")',
+        "save._staged.result()",
+    ],
+)
+def test_a_promise_that_knows_the_inside_is_seen(code: str) -> None:
+    """Negative control, one way after the other; and the façade itself is seen."""
+    assert internals(code)
+    assert internals((REPO / "tests" / "lib" / "inside.py").read_text())
+
+
+def test_public_names_are_not_taken_for_internal_ones() -> None:
+    """Nor is what other libraries call private."""
+    code = """
+import ckpt
+import ckpt.dcp
+from ckpt import Tier, dcp
+from ckpt.errors import CheckpointError
+from ckpt.lightning import CheckpointIO
+ckpt.load(ckpt.events), tensor._version, self._session, "ckpt.errors.StoreError", "runs/ckpt.pt"
+"""
+    assert internals(code) == set()

@@ -285,3 +285,14 @@ def test_pickles_stay_bytes(tmp_path: pathlib.Path) -> None:
     assert not target.exists()
     pickle.loads(raw)
     assert target.exists()
+
+
+def test_a_long_history_costs_little_to_keep() -> None:
+    """A plain list of 20,000 numbers is not looked through one by one, and is saved as it was all the same."""
+    numbers = [0.1 * i for i in range(20_000)]
+    assert encode(numbers) == numbers and encode(numbers) is not numbers
+    assert encode(list(range(100))) == list(range(100))
+    for odd in (float("nan"), float("inf"), 2**60, None, True, "x", 1.5):
+        mixed = [*range(100), odd]
+        assert encode(mixed) == [encode(one) for one in mixed]
+        assert [type(one) for one in encode(mixed)] == [type(encode(one)) for one in mixed]

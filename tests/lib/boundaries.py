@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,12 +12,9 @@ import torch
 from torch import nn
 
 import ckpt
+import inside
 from ckpt.errors import CheckpointError, SaveError
-from ckpt.ranks.world import World
-from ckpt.restore.restore_first import Restored, restore_first
-from ckpt.restore.sources import MemorySource
-from ckpt.state.capture import Capture
-from ckpt.trainer.staging.fill import SlotFiller
+from inside import memory_ready as memory_ready
 from toy_states import State, differences, freeze
 
 LARGE = 1500  # a square of this side takes some milliseconds to copy: training has time to interfere
@@ -39,14 +35,6 @@ def open_run() -> Iterator[Callable[..., ckpt.Checkpointer]]:
         yield open_run
 
 
-def memory_ready(cp: ckpt.Checkpointer) -> None:
-    """What is being made has been: no step is left out for that."""
-    cp._session.supervisor.memory.take_prepared(30.0)
-    end = time.monotonic() + 30.0
-    while (arena := cp._session.stager.arena) is not None and arena.ready < arena.slots and time.monotonic() < end:
-        time.sleep(0.002)
-
-
 def close(cp: ckpt.Checkpointer) -> None:
     with contextlib.suppress(CheckpointError):
         cp.close()
@@ -54,12 +42,7 @@ def close(cp: ckpt.Checkpointer) -> None:
 
 def read_back(cp: ckpt.Checkpointer, step: int, twin: State) -> Any:
     """The snapshot of a step, taken out of shared memory into another state; frozen."""
-    result = Restored(step=None)
-    with cp._session.supervisor.held.snapshots() as snapshots:
-        snapshot = next(s for s in snapshots if s.attempt.step == step)
-        source = MemorySource(snapshot.attempt, [snapshot], alone=True)
-        restore_first(World(), [source], Capture(twin), result, strict=True, on_touch=lambda: None)
-    assert result.step == step, result.skipped
+    inside.restore_from_memory(cp, step, twin)
     return freeze(twin)
 
 
@@ -77,13 +60,12 @@ class Run:
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """While it is cleared, the copy that overlaps training does not begin: what happens meanwhile is certain."""
-    opened, fill = threading.Event(), SlotFiller.fill_guarded
+    opened = threading.Event()
 
-    def held(self: SlotFiller, *slot_and_job: Any) -> None:
+    def wait() -> None:
         assert opened.wait(30.0)
-        fill(self, *slot_and_job)
 
-    monkeypatch.setattr(SlotFiller, "fill_guarded", held)
+    inside.interrupt_at(monkeypatch, inside.COPIED_BESIDE_TRAINING, wait, always=True)
     opened.set()
     return opened
 

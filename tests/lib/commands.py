@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import ckpt
+import inside
 import toy
-from ckpt.cli import app
 from processes import PYTHONPATH, REPO, eventually, start_python
 
 
@@ -84,7 +84,7 @@ def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("COLUMNS", "1000")
 
     def run_command(*arguments: object) -> Result:
-        code = app.main([str(a) for a in arguments])
+        code = inside.main([str(a) for a in arguments])
         return Result(code, *capsys.readouterr())
 
     return run_command

@@ -13,9 +13,8 @@ from typing import Self
 
 import psutil
 
+import inside
 import toy
-from ckpt.checkpoint import read
-from ckpt.ipc.process import Process
 from processes import PYTHONPATH, eventually, run_script, start_python, writers
 
 STEPS = 60
@@ -123,34 +122,13 @@ class Chain:
         assert eventually(lambda: not writers(folder)), "a process is left"
 
 
+problems = inside.problems_at  # damaged log records, and what is wrong with the bytes of live checkpoints (oracle O2)
+steps_on_disk = inside.steps_at  # the checkpoints of the present history, newest first
+
+
 def lost(start: int, safe: int) -> bool:
     """Whether a run went on before a step that was acknowledged (oracle O1)."""
     return start < safe
-
-
-def problems(run: str) -> list[str]:
-    """Damaged log records, and all that is wrong with the bytes of live checkpoints (oracle O2)."""
-
-    async def look() -> list[str]:
-        log = await read.open_run(f"file://{run}")
-        found = [f"log record {seq} is damaged" for seq in log.state.damaged]
-        for commit in log.state.commits.values():
-            found += await read.verify(log.store, commit)
-        await log.store.aclose()
-        return found
-
-    return read.run(look())
-
-
-def steps_on_disk(run: str) -> list[int]:
-    """The checkpoints of the present history, newest first."""
-
-    async def look() -> list[int]:
-        log = await read.open_run(f"file://{run}")
-        await log.store.aclose()
-        return [commit.step for commit in log.state.lineage()]
-
-    return read.run(look())
 
 
 class Trainer:
@@ -217,7 +195,7 @@ class Trainer:
 
 def kill_all(processes: list[psutil.Process]) -> None:
     """They have ended when it returns, reaped or not: writers belong to nobody who would do that at once."""
-    ending = [Process.of(process.pid) for process in processes]
+    ending = [inside.process_of(process.pid) for process in processes]
     for process in processes:
         process.kill()
     assert eventually(lambda: not any(process.alive for process in ending))

@@ -27,7 +27,7 @@ from pathlib import Path
 import pytest
 
 from ckpt.checkpoint import read
-from ckpt.checkpoint.commit import acquire, commit, create_run, recover
+from ckpt.checkpoint.commit import abort, acquire, commit, create_run, recover
 from ckpt.checkpoint.retention import Keep, retire
 from ckpt.checkpoint.write import RankSnapshot, WrittenPart, write_part
 from ckpt.errors import CheckpointError
@@ -46,6 +46,7 @@ LAYOUT = Layout(
     aliases={},
     components=[],
 )
+MEGABYTE = Layout((TensorSpec("w", "F32", (1 << 18,)),), {}, [])
 
 
 # -- a small run, without torch --
@@ -88,6 +89,24 @@ class Run:
         """Returns when the step is acknowledged."""
         await commit(self.log, self.mine, [await self.write(step, number, layout)])
         return self.attempt(step)
+
+    async def abort(self, step: int, reason: str) -> None:
+        """Append a record to the log, which says that a step will not become a checkpoint."""
+        await abort(self.log, self.mine, self.attempt(step), reason)
+
+    @property
+    def records(self) -> int:
+        """How many records the log has."""
+        return self.log.state.next_seq
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps of which there is a checkpoint, in the order in which they were committed."""
+        return [attempt.step for attempt in self.log.state.commits]
+
+    async def problems(self, step: int) -> list[str]:
+        """Verify a checkpoint of this job."""
+        return await read.verify(self.log.store, self.log.state.commits[self.attempt(step)])
 
     async def retire(self, last: int = 1) -> None:
         newest = self.log.state.lineage()[0].attempt

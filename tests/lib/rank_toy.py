@@ -33,11 +33,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import ckpt
-from ckpt import failpoints
-from ckpt.checkpoint import read
-from ckpt.ranks import world as worlds
-from ckpt.trainer.replica_check import ReplicaCheck
-from ckpt.trainer.staging import stage
+import inside
 
 SHAPES: dict[str, tuple[int, ...]] = {"wide": (40, 1024), "odd": (7, 3), "single": (1,), "empty": (0, 4)}
 
@@ -186,8 +182,7 @@ def train(
     """
     rank = dist.get_rank()
     if salts is not None:
-        ReplicaCheck.said_of = lambda self, attempt: {}  # type: ignore[method-assign]
-        ReplicaCheck._compare_soon = lambda self, *given: None  # type: ignore[method-assign]
+        inside.compare_no_replicas()
     toy, open_saves = Toy(), list[ckpt.Save]()
     place = {"name": "toy", "tiers": None} if run is None else {"tiers": [ckpt.Memory(), ckpt.Tier(run, every, 2)]}
     with ckpt.Checkpointer(toy.state, **place) as cp:  # type: ignore[arg-type]
@@ -268,12 +263,11 @@ def armed(fail: str, *, on: int) -> Iterator[None]:
 
 def steps_of(root: str) -> Iterator[int]:
     """The checkpoints that there are, newest first."""
-    log = read.run(read.open_run(f"file://{root}"))
-    yield from (commit.step for commit in log.state.lineage())
+    yield from inside.steps_at(root)
 
 
 def impatient() -> dict[str, float]:
-    worlds.GRACE_S = 0.5
+    inside.wait_for_ranks_for(0.5)
     return {"agree_timeout_s": 0.8}
 
 
@@ -477,15 +471,15 @@ def staging_fails(root: str, how: str) -> dict[str, Any]:
         go(toy, cp, 1).committed(60)
         together()
         if rank == 1 and at is None:
-            failpoints._armed = failpoints._parse("trainer/stage.copied:eio")
+            inside.arm("trainer/stage.copied:eio")
         elif rank == 1:
-            stage.point = meddle  # type: ignore[assignment]
+            inside.at_points_of_staging(meddle)
         toy.advance(2, 0)
         save = cp.step(2)
         assert save is not None
         error = failure(lambda: save.committed(60))
         together()
-        stage.point, failpoints._armed = failpoints.point, None
+        inside.disarm()
         go(toy, cp, 3).committed(60)
     return {"error": error, "steps": list(steps_of(root)), "again": again(root)}
 

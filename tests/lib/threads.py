@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from ckpt.ranks.world import World
+import inside
+from inside import World
 from processes import start_python
 
 StoreOf = Callable[[int], Any]
@@ -49,7 +50,9 @@ def together(
 
     def run(rank: int) -> None:
         try:
-            outcomes[rank] = body(World(rank, size, stores[rank], node=node_of(rank), **{"timeout_s": 20} | options))
+            outcomes[rank] = body(
+                inside.rank(rank, size, stores[rank], node=node_of(rank), **{"timeout_s": 20} | options)
+            )
         except BaseException as error:
             outcomes[rank] = error
 

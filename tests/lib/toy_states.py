@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from typing import Any
 
@@ -10,12 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-
-from ckpt.checkpoint.write import build_table
-from ckpt.format.layout import Layout
-from ckpt.format.saved_state import SavedState as SavedState
-from ckpt.state.capture import Capture, Reading
-from ckpt.state.filler import Filler
 
 State = dict[str, Any]
 
@@ -61,32 +54,6 @@ def differences(a: Any, b: Any, path: str = "") -> list[str]:
         names = [x[0] if isinstance(x, tuple) and x and isinstance(x[0], str) else i for i, x in enumerate(a)]
         return [d for n, x, y in zip(names, a, b, strict=True) for d in differences(x, y, f"{path}/{n}")]
     return [] if a == b and type(a) is type(b) else [path]
-
-
-class Saved:
-    """One moment of a state as bytes and JSON text, as any place keeps it."""
-
-    def __init__(self, reading: Reading) -> None:
-        self.layout = json.dumps(reading.layout.to_json())
-        self.values = json.dumps(reading.values)
-        self.data = {s.key: raw(t) for s, t in zip(reading.layout.tensors, reading.tensors, strict=True)}
-
-    def restore(self, state: State, *, strict: bool = True) -> None:
-        layout = Layout.from_json(json.loads(self.layout))
-        table = build_table(layout, "packs/1.0badcafe-1.0.0.safetensors", None)
-        saved = SavedState([layout], [json.loads(self.values)], table, digested=False)
-        placement = Capture(state).place(saved, strict=strict)
-        placement.check()
-        filler = Filler(saved, placement.fills, placement.lying)
-        in_order = (layout.tensors[i] for i in layout.arrangement.order)
-        shards = [self.data[spec.key] for spec in in_order]
-        for blob in filler.blobs:
-            start, length = int(saved.position[blob]), int(table.length[blob])
-            data = shards[int(saved.shard_of_blob[blob])][start : start + length]
-            filler.add(blob, memoryview(bytearray(data)))
-        filler.finish()
-        for finish in (*placement.finishers, *placement.last):
-            finish()
 
 
 def fill(tensor: Tensor, seed: int) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import ckpt
+import inside
 from parallel import free_port, launch, reports
 
 State = dict[str, Any]
@@ -105,7 +106,7 @@ def save() -> None:
                     errors.append("")
                 except ckpt.SaveError as error:
                     errors.append(str(error))
-                    until(lambda cp=cp: cp._saves._replicas.differing)
+                    until(lambda cp=cp: inside.differing_replicas(cp))
                 dist.barrier()
         own = drifting(state, kind).double().sum().item()
         print(json.dumps({"mode": kind, "errors": errors, "own": own}), flush=True)

@@ -18,18 +18,12 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.checkpoint import read
-from ckpt.checkpoint.read import verify
+import inside
 from ckpt.errors import CheckpointError, FullError, SaveError
-from ckpt.format.layout import Layout, TensorSpec
-from ckpt.runlog.log import RunLog
-from ckpt.store import PAGE
 from ckpt_backends.disk import Disk
 from ckpt_backends.local_files import OpenFiles
-from model_disk import Fault, RecordingDisk, Run, Volume, check_disk, local, volume
+from model_disk import MEGABYTE, Fault, RecordingDisk, Run, Volume, check_disk, local, volume
 from processes import eventually
-
-MEGABYTE = Layout((TensorSpec("w", "F32", (1 << 18,)),), {}, [])
 
 
 @pytest.fixture(autouse=True)
@@ -62,11 +56,7 @@ def at(number: int, fault: Fault) -> Fault:
 async def sound(root: Path) -> list[int]:
     """The steps of a run, after every byte of each was verified and every acknowledged one was found."""
     async with local(root) as store:
-        log = await read.open_run(store.url, store)
-        assert not log.state.damaged
-        for found in log.state.commits.values():
-            assert await verify(store, found) == []
-        return sorted(attempt.step for attempt in log.state.commits)
+        return await inside.checked_steps(store)
 
 
 async def save_with_fault(base: Path, disk: RecordingDisk, fault: Fault | None) -> tuple[int, bool]:
@@ -221,7 +211,7 @@ def test_a_failed_pack_is_never_written_through_a_closed_descriptor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its number may belong to another file by then: the bytes of one pack would land in that."""
-    monkeypatch.setattr("ckpt.checkpoint.write.CHUNK", PAGE)  # several writes of one small pack
+    inside.write_in_pieces_of(monkeypatch, inside.PAGE)  # several writes of one small pack
     disk = Straggler()
 
     async def save() -> None:
@@ -271,9 +261,9 @@ def test_the_log_can_be_written_on_a_full_disk(small: Volume) -> None:
             fill(small)
             with pytest.raises(FullError, match="no space left"):
                 await run.save(2, layout=MEGABYTE)
-            before = run.log.state.next_seq
-            await ckpt.checkpoint.commit.abort(run.log, run.mine, run.attempt(2), "no space")
-            assert run.log.state.next_seq == before + 1
+            before = run.records
+            await run.abort(2, "no space")
+            assert run.records == before + 1
         assert await sound(small.path / "run") == [1]
 
     asyncio.run(run_full())
@@ -288,7 +278,7 @@ def test_negative_control_without_the_reserve_the_log_is_stuck(small: Volume) ->
             (small.path / "run" / ".reserve").unlink()
             fill(small)
             with pytest.raises(FullError):
-                await ckpt.checkpoint.commit.abort(run.log, run.mine, run.attempt(2), "no space")
+                await run.abort(2, "no space")
 
     asyncio.run(run_full())
 
@@ -302,7 +292,7 @@ def test_a_run_is_opened_and_read_on_a_full_disk(small: Volume) -> None:
         fill(small)
         async with local(small.path / "run") as store:
             run = await Run.open(store)
-            assert [attempt.step for attempt in run.log.state.commits] == [1]
+            assert run.steps == [1]
         assert await sound(small.path / "run") == [1]
 
     asyncio.run(open_full())
@@ -312,8 +302,8 @@ async def save_more_than_fits(place: Volume) -> None:
     async with local(place.path / "run") as store:
         run = await Run.open(store)
         for step in range(1, 25):
-            attempt = await run.save(step, layout=MEGABYTE)
-            assert await verify(store, run.log.state.commits[attempt]) == []
+            await run.save(step, layout=MEGABYTE)
+            assert await run.problems(step) == []
             await run.retire()
     assert await sound(place.path / "run") == [23, 24]
 
@@ -407,7 +397,7 @@ def test_the_log_of_a_full_disk_is_whole(small: Volume) -> None:
             filler, refused = fill(small), 0
             for step in range(2, 400):
                 try:
-                    await ckpt.checkpoint.commit.abort(run.log, run.mine, run.attempt(step), "x" * 500)
+                    await run.abort(step, "x" * 500)
                 except FullError:
                     refused += 1
                     break
@@ -415,8 +405,7 @@ def test_the_log_of_a_full_disk_is_whole(small: Volume) -> None:
             filler.unlink()
             await run.save(500)
             assert (small.path / "run" / ".reserve").exists()
-            log = RunLog(store)
-            await log.open()
-            assert not log.state.damaged and log.state.lineage()[0].step == 500
+            job = await inside.Job.go_on(store)
+            assert not job.damaged and job.steps[0] == 500
 
     asyncio.run(many())

@@ -13,17 +13,10 @@ import torch
 from torch import nn
 
 import ckpt
+import inside
 from boundaries import Run, check_boundaries, close, gradients, memory_ready, read_back
-from ckpt.state.capture import Capture
-from ckpt.state.tensors import DTYPE_NAME
-from ckpt.trainer.staging import device, snapshot
-from ckpt.trainer.staging.fill import SlotFiller
-from ckpt.trainer.staging.page_locks import PageLocks
-from ckpt.trainer.staging.snapshot import PendingSnapshot
-from ckpt.trainer.staging.stage import Stager
-from ckpt.trainer.staging.stage_mode import WAYS, StageMode
 from processes import eventually, run_script
-from toy_states import Saved, State, differences, fill, freeze
+from toy_states import State, differences, fill, freeze
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
@@ -64,35 +57,16 @@ class Spins:
 @pytest.fixture
 def spins(monkeypatch: pytest.MonkeyPatch) -> Spins:
     """Copies that begin late, on the device, as behind other traffic: who does not wait for them comes first."""
-    spins, copy, fill = Spins(), SlotFiller.copy, SlotFiller.fill_guarded
-    begun: list[PendingSnapshot] = []
+    spins = Spins()
 
-    def guarded(self: SlotFiller, arena: Any, slot: int, job: PendingSnapshot) -> None:
-        begun.append(job)
-        fill(self, arena, slot, job)
-        begun.clear()
-
-    def late(self: SlotFiller, pairs: Any, streams: Any, *more: Any) -> None:
-        for stream in streams.values() if (spins.overlapped if begun else spins.eager) else ():
+    def late(streams: list[Any], beside_training: bool) -> None:
+        for stream in streams if (spins.overlapped if beside_training else spins.eager) else ():
             with torch.cuda.stream(stream):
                 torch.cuda._sleep(LONG)
             spins.ends.append(stream.record_event())
-        copy(self, pairs, streams)
 
-    monkeypatch.setattr(SlotFiller, "copy", late)
-    monkeypatch.setattr(SlotFiller, "fill_guarded", guarded)
+    inside.before_copies(monkeypatch, late)
     return spins
-
-
-def change_jobs(monkeypatch: pytest.MonkeyPatch, change: Callable[[PendingSnapshot], None]) -> None:
-    """Change what every snapshot from now on knows of the streams of the caller."""
-    begin = PendingSnapshot.__post_init__
-
-    def changed(self: PendingSnapshot) -> None:
-        begin(self)
-        change(self)
-
-    monkeypatch.setattr(PendingSnapshot, "__post_init__", changed)
 
 
 def ready(cp: ckpt.Checkpointer, run: Run) -> Any:
@@ -115,7 +89,7 @@ def adamw(**settings: Any) -> Run:
     return Run(build, move)
 
 
-@pytest.mark.parametrize("dtype", [d for d in DTYPE_NAME if "float4" not in str(d)], ids=str)
+@pytest.mark.parametrize("dtype", [d for d in inside.DTYPES.values() if "float4" not in str(d)], ids=str)
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 def test_every_dtype_returns(dtype: torch.dtype) -> None:
     """On the device and beside it, strided and empty: the bytes, and the device, are what they were."""
@@ -127,7 +101,7 @@ def test_every_dtype_returns(dtype: torch.dtype) -> None:
 
     state, twin = build(1), build(50)
     wanted = freeze(state)
-    Saved(Capture(state).read()).restore(twin)
+    inside.save_and_restore(state, twin)
     assert differences(freeze(twin), wanted) == []
     assert {t.device.type for t in twin["device"]} == {"cuda"} and {t.device.type for t in twin["host"]} == {"cpu"}
 
@@ -144,7 +118,7 @@ def test_negative_control_without_waiting_the_update_leaks_in(open_run: Any, mon
     """If the compute stream does not wait for the copy, fused updates tear snapshots."""
     run = adamw(fused=True)
     cp = open_run(run.state)
-    monkeypatch.setattr(Stager, "before_update", lambda self, timeout_s=0.0: 0.0)
+    inside.let_updates_pass(monkeypatch)
     assert check_boundaries(cp, run, 20) != []
 
 
@@ -173,12 +147,8 @@ def test_negative_control_a_copy_that_does_not_wait_reads_the_past(
     run = adamw(fused=True)
     cp = open_run(run.state)
     before = ready(cp, run)
-
-    def hasty(job: PendingSnapshot) -> None:
-        job.ready = {device: torch.cuda.Stream(device).record_event() for device in job.streams}
-
-    monkeypatch.setattr(PendingSnapshot, "mark_ready", hasty)
-    monkeypatch.setattr(PendingSnapshot, "check_copies", lambda self, slot: None)  # else it is noticed, and dropped
+    inside.copy_before_the_step_has_ended(monkeypatch)
+    inside.check_no_copies(monkeypatch)  # else it is noticed, and dropped
     torch.cuda._sleep(LONG)
     run.move(run.state, 3)
     updated = torch.cuda.current_stream().record_event()
@@ -211,16 +181,8 @@ def test_negative_control_an_update_that_does_not_wait_is_in_the_snapshot(
     run = adamw(fused=True)
     cp = open_run(run.state)
     boundary = ready(cp, run)
-
-    def without(self: Stager, timeout_s: float = 60.0) -> float:
-        if self._gate.job is not None:
-            self._gate.job.enqueued.wait(timeout_s)
-            self._gate.job = None
-        return 0.0
-
-    monkeypatch.setattr(Stager, "before_update", without)
-    for check in ("check_copies", "check_versions"):  # else it is noticed, and dropped
-        monkeypatch.setattr(PendingSnapshot, check, lambda *_: None)
+    inside.let_updates_pass(monkeypatch, until="queued")
+    inside.check_no_copies(monkeypatch, nor_versions=True)  # else it is noticed, and dropped
     spins.overlapped = True
     save = cp.step(2)
     run.move(run.state, 3)
@@ -236,14 +198,7 @@ def test_negative_control_a_host_that_waits_is_noticed(
     run = adamw(fused=True)
     cp = open_run(run.state)
     ready(cp, run)
-
-    def blocking(self: Stager, timeout_s: float = 60.0) -> float:
-        if self._gate.job is not None:
-            self._gate.job.copied.wait(timeout_s)
-            self._gate.job = None
-        return 0.0
-
-    monkeypatch.setattr(Stager, "before_update", blocking)
+    inside.let_updates_pass(monkeypatch, until="copied")
     spins.overlapped = True
     cp.step(2)
     run.move(run.state, 3)
@@ -304,7 +259,7 @@ def test_buffers_may_be_overwritten_at_once(
 ) -> None:
     """What is not guarded is copied a second late: from clones, or the user's next kernels come after it. The host goes
     on either way."""
-    monkeypatch.setattr(snapshot, "MOST", 1 << 40 if clones else 0)
+    inside.clone_at_most(monkeypatch, 1 << 40 if clones else 0)
     run = buffers()
     cp = open_run(run.state)
     boundary = ready(cp, run)
@@ -323,15 +278,11 @@ def test_negative_control_buffers_are_overwritten_if_the_stream_does_not_wait(
     open_run: Any, spins: Spins, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If some other stream than the caller's waits for the copy, the snapshot holds what came later."""
-    monkeypatch.setattr(snapshot, "MOST", 0)
+    inside.clone_at_most(monkeypatch, 0)
     run = buffers()
     cp = open_run(run.state)
     boundary = ready(cp, run)
-
-    def elsewhere(job: PendingSnapshot) -> None:
-        job.streams = {device: torch.cuda.Stream(device) for device in job.streams}
-
-    change_jobs(monkeypatch, elsewhere)
+    inside.hold_other_streams(monkeypatch)
     spins.eager = True
     save = cp.step(2)
     run.state["model"].mean.fill_(-1.0)
@@ -346,12 +297,7 @@ def test_negative_control_buffers_are_overwritten_if_they_are_not_cloned(
     open_run: Any, spins: Spins, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is the clones that keep out what comes later."""
-
-    def no_clones(job: PendingSnapshot, packs: Any) -> bool:
-        job.taken_early = True
-        return True
-
-    monkeypatch.setattr(PendingSnapshot, "take", no_clones)
+    inside.clone_nothing(monkeypatch)
     run = buffers()
     cp = open_run(run.state)
     boundary = ready(cp, run)
@@ -388,19 +334,12 @@ def small(count: int = 40) -> Run:
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 
-@pytest.mark.parametrize("way", ["", *WAYS])
+@pytest.mark.parametrize("way", ["", *inside.WAYS])
 def test_many_small_tensors_cross_the_bus_together(open_run: Any, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     """Hundreds of tensors take a few copies, whichever way they leave the device; every snapshot is its boundary."""
-    copies, run = list[int](), small()
-    copy = SlotFiller.copy
-
-    def counted(self: SlotFiller, pairs: Any, streams: Any, *more: Any) -> None:
-        copies.append(sum(source.device.type == "cuda" for _, source, _ in pairs))
-        copy(self, pairs, streams, *more)
-
-    monkeypatch.setattr(SlotFiller, "copy", counted)
+    copies, run = inside.count_copies(monkeypatch), small()
     if way:
-        monkeypatch.setattr(StageMode, "next", lambda self, step: way)
+        inside.stage_by(monkeypatch, way)
     cp = open_run(run.state)
     assert check_boundaries(cp, run, 10) == []
     assert len(copies) > 10 and max(copies) < 8
@@ -410,7 +349,7 @@ def test_kernels_wait_for_a_snapshot_that_leaves_first(
     open_run: Any, spins: Spins, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With copies that begin a second late, the next kernels come after them. The host does not wait."""
-    monkeypatch.setattr(StageMode, "next", lambda self, step: "wait")
+    inside.stage_by(monkeypatch, "wait")
     run = adamw(fused=True)
     cp = open_run(run.state)
     boundary = ready(cp, run)
@@ -483,11 +422,11 @@ def test_memory_that_is_freed_long_before_it_is_copied_is_not_reused(open_run: A
 
 def test_memory_that_is_not_page_locked(open_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies are slower then, and their own thread waits for them; snapshots are the same."""
-    monkeypatch.setattr(PageLocks, "begin", lambda self, arena, where: None)
+    inside.lock_no_pages(monkeypatch)
     run = adamw(fused=True)
     cp = open_run(run.state)
     assert check_boundaries(cp, run, 10) == []
-    assert cp._session.stager.page_locks.held == {}
+    assert inside.page_locks(cp) == {}
 
 
 def test_a_refusal_to_lock_memory_does_not_come_up_later(
@@ -495,14 +434,12 @@ def test_a_refusal_to_lock_memory_does_not_come_up_later(
 ) -> None:
     """CUDA keeps the last error of a thread, and the next kernel's check would raise it: copying strided tensors."""
     taken: list[int] = []
-    register = device.lock_pages
 
-    def refused(address: int, size: int, where: torch.device) -> int:
+    def take(address: int, size: int) -> None:
         if not taken and int(torch.cuda.cudart().cudaHostRegister(address, size, 0)) == 0:
             taken.append(address)  # so that the next try is refused
-        return register(address, size, where)
 
-    monkeypatch.setattr(device, "lock_pages", refused)
+    inside.before_pages_are_locked(monkeypatch, take)
     state: State = {"turned": torch.randn(LARGE, 64, device="cuda").t(), "plain": torch.randn(9, device="cuda")}
     twin: State = {"turned": torch.zeros(LARGE, 64, device="cuda").t(), "plain": torch.zeros(9, device="cuda")}
     cp = open_run(state)
@@ -534,7 +471,7 @@ def test_states_on_two_devices(open_run: Any) -> None:
 ON_SECOND = """
 import torch
 from torch import nn
-import ckpt
+import ckpt, inside
 from processes import eventually
 torch.cuda.set_device(1)
 model = nn.Linear(512, 512, device="cuda")
@@ -545,7 +482,7 @@ with ckpt.Checkpointer({"model": model, "optim": optim}, name="second") as cp:
         model(torch.ones(2, 512, device="cuda")).sum().backward()
         optim.step()
         cp.save(step).staged(60.0)
-    slots = [torch.frombuffer(cp._session.stager.arena.data(slot), dtype=torch.uint8) for slot in range(2)]
+    slots = [torch.frombuffer(slot, dtype=torch.uint8) for slot in inside.slots_of(cp)[:2]]
     assert eventually(lambda: all(slot.is_pinned() for slot in slots))
     del slots
 print("first device used:", torch._C._cuda_hasPrimaryContext(0))
@@ -567,13 +504,11 @@ def test_arenas_are_page_locked(open_run: Any) -> None:
     run.move(run.state, 1)
     save = cp.save(1)
     save.staged(60.0)
-    arena = cp._session.stager.arena
-    assert arena is not None
-    slots = [torch.frombuffer(arena.data(slot), dtype=torch.uint8) for slot in range(arena.slots)]
+    slots = [torch.frombuffer(slot, dtype=torch.uint8) for slot in inside.slots_of(cp)]
     assert eventually(lambda: all(slot.is_pinned() and slot[-1:].is_pinned() for slot in slots))
     slots.clear()
     cp.close()
-    assert cp._session.stager.page_locks.held == {}
+    assert inside.page_locks(cp) == {}
 
 
 def test_states_on_both_sides(open_run: Any) -> None:
@@ -614,7 +549,7 @@ def test_optimizer_state_is_created_where_torch_would_put_it(settings: Any) -> N
     run = adamw(**settings)
     run.move(run.state, 1)
     wanted = freeze(run.state)
-    Saved(Capture(run.state).read()).restore(run.twin)
+    inside.save_and_restore(run.state, run.twin)
     assert differences(freeze(run.twin), wanted) == []
 
     def devices(state: State) -> list[dict[str, str]]:
@@ -643,9 +578,8 @@ def test_an_optimizer_inside_a_graph_is_copied_eagerly_and_exactly(open_run: Any
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         optim.step()
-    reading = cp._session.capture.read()
-    names = [s.name for s in reading.layout.tensors]
-    assert not any(g for n, g in zip(names, reading.guarded, strict=True) if n.startswith(("model.", "optim.state")))
+    guarded = inside.guarded(cp)
+    assert not any(guarded[name] for name in guarded if name.startswith(("model.", "optim.state")))
     for step in range(1, 16):
         graph.replay()
         boundary = freeze(state)

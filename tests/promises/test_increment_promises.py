@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 
 import ckpt
-from ckpt.checkpoint import commit, incremental, read
-from ckpt.checkpoint.incremental import find_masters
+import inside
 from ckpt.errors import SaveError
-from ckpt.format.layout import Layout, TensorSpec
-from ckpt.format.manifest import new_nonce
-from ckpt.runlog.log import RunLog
-from ckpt.runlog.records import expand, summary
-from ckpt_backends.memory import MemoryStore
 from processes import run_script
-from test_increments import build, differing, flip, frozen_copy, live, place_of, sound, steps_at, train
+from test_increments import build, differing, flip, frozen_copy, newest, train
 
 MEMORY_ONLY = """
 import os, signal, sys
@@ -45,8 +36,7 @@ def test_memory_is_restored_after_saves_with_deltas(run_dir: str) -> None:
     """The digests of a snapshot are those of its own blobs, whatever the last save of it was based on: it comes from
     memory, verified, bit for bit."""
     first = run_script(MEMORY_ONLY, run_dir)
-    table = next(iter(live(run_dir).values()))[1]
-    assert len(table.length) > table.owned, "there were no deltas"
+    assert newest(run_dir).has_bases, "there were no deltas"
     second = run_script(MEMORY_ONLY, run_dir)
     assert second.returncode == 0, second.stderr[-2000:]
     assert second.stdout == first.stdout
@@ -67,7 +57,7 @@ def test_rollbacks_do_not_fence_the_job_itself(compression: str, run_dir: str) -
             step = int(cp.restore(step=step - 1))
         train(state, step + 1)
         cp.save(step + 1).committed(60)  # not fenced
-    assert sound(run_dir) == []
+    assert inside.lasting_problems_at(run_dir) == []
 
 
 def test_two_places_with_one_root_do_not_clean_each_other_up(run_dir: str) -> None:
@@ -89,8 +79,8 @@ def test_two_places_with_one_root_do_not_clean_each_other_up(run_dir: str) -> No
     shutil.copytree(far, near)
     zstd = ckpt.Tier(far, every=1, keep=2, compression="zstd")
     go(range(4, 12), ckpt.Tier(near, every=1, keep=2, compression="none"), zstd)
-    assert sound(near) == sound(far) == []
-    assert steps_at(near)[:2] == steps_at(far)[:2] == [11, 10]
+    assert inside.lasting_problems_at(near) == inside.lasting_problems_at(far) == []
+    assert inside.steps_at(near)[:2] == inside.steps_at(far)[:2] == [11, 10]
 
 
 def test_what_a_restore_has_found_damaged_is_not_built_on(run_dir: str) -> None:
@@ -103,8 +93,7 @@ def test_what_a_restore_has_found_damaged_is_not_built_on(run_dir: str) -> None:
             train(state, step)
             cp.save(step).committed(60)
         wanted = frozen_copy(state)
-    table = next(iter(live(run_dir).values()))[1]
-    key, offset = place_of(table, "model.frozen.weight")
+    key, offset = newest(run_dir).place_of("model.frozen.weight")
     flip(Path(run_dir, key), offset + 100)
     other = build(seed=5, size=300)
     with ckpt.Checkpointer(other, [tier], on_error="warn") as cp:
@@ -112,13 +101,12 @@ def test_what_a_restore_has_found_damaged_is_not_built_on(run_dir: str) -> None:
         assert cp.last_restore is not None and len(cp.last_restore.repaired) == 1
         train(other, 6)
         cp.save(6).committed(60)
-        table = next(iter(live(run_dir).values()))[1]
-        assert place_of(table, "model.frozen.weight") != (key, offset)
-        newest = frozen_copy(other)
+        assert newest(run_dir).place_of("model.frozen.weight") != (key, offset)
+        wanted = frozen_copy(other)
     again = build(seed=6, size=300)
     with ckpt.Checkpointer(again, [tier]) as cp:
         assert cp.restore() == 6 and not cp.last_restore.repaired  # type: ignore[union-attr]
-    assert differing(again, newest) == []
+    assert differing(again, wanted) == []
 
 
 def test_a_load_takes_a_damaged_piece_from_another_step(run_dir: str) -> None:
@@ -129,7 +117,7 @@ def test_a_load_takes_a_damaged_piece_from_another_step(run_dir: str) -> None:
         for step in range(1, 5):
             train(state, step)
             cp.save(step).committed(60)
-    places = {place_of(table, "model.frozen.weight") for _, table in live(run_dir).values()}
+    places = {saved.place_of("model.frozen.weight") for saved in inside.history(run_dir).values()}
     assert len(places) > 1
     for n, (key, offset) in enumerate(sorted(places)):
         flip(Path(run_dir, key), offset + 100)
@@ -139,63 +127,6 @@ def test_a_load_takes_a_damaged_piece_from_another_step(run_dir: str) -> None:
                 ckpt.load(run_dir)["model.frozen.weight"]
         else:
             assert ckpt.load(run_dir)["model.frozen.weight"].equal(state["model"]["frozen"].weight.detach())
-
-
-def test_doubts_are_known_to_all_writers() -> None:
-    """What one writer has found damaged is in the log, survives a SNAPSHOT, and is said once."""
-
-    async def scenario() -> None:
-        store = MemoryStore("memory://run")
-        await commit.create_run(store)
-        log, other = RunLog(store), RunLog(store)
-        await log.open()
-        mine = await commit.acquire(log, new_nonce())
-        attempt = incremental.Attempt(mine.epoch, 3, mine.nonce)
-        for _ in range(2):
-            await commit.doubt(log, mine, attempt, {("packs/a", 5), ("packs/b", 7)})
-        await commit.doubt(log, mine, attempt, set())
-        await other.open()
-        assert other.state.doubts == {("packs/a", 5), ("packs/b", 7)} and other.state.next_seq == 2
-        assert expand(summary(other.state)).doubts == other.state.doubts
-        old = {key: value for key, value in summary(other.state).items() if key != "doubts"}
-        assert expand(old).doubts == set(), "a snapshot of before there were any"
-
-    asyncio.run(scenario())
-
-
-def test_masters_are_looked_for_once_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many tensors have one shape: as many roundings as there are fp32 tensors, and each finds its own."""
-    count, calls = 60, [0]
-    shapes = [(f"half.{i:03}", "BF16") for i in range(count)] + [(f"m.{i:03}", "F32") for i in range(3 * count)]
-    layout = Layout(tuple(TensorSpec(name, dtype, (64,)) for name, dtype in shapes), {}, [])
-    dice = np.random.default_rng(1)
-    masters = dice.standard_normal((3 * count, 64)).astype(np.float32)
-    right = incremental.decode
-
-    def counted(*arguments: Any) -> None:
-        calls[0] += 1
-        right(*arguments)
-
-    monkeypatch.setattr(incremental, "decode", counted)
-    arrangement = layout.arrangement
-    data = bytearray(arrangement.data_size)
-    for i in range(3 * count):
-        at = arrangement.offsets[count + i]
-        data[at : at + 256] = masters[i].tobytes()
-    for i in range(count):  # each the rounding of one of them
-        at, room = arrangement.offsets[i], memoryview(bytearray(128))
-        right(incremental.BF16, b"", 128, masters[2 * i].tobytes(), room)
-        data[at : at + 128] = room
-    view = memoryview(data)
-
-    def peek(number: int) -> memoryview:
-        blob = arrangement.blobs[number]
-        return view[blob.offset : blob.offset + blob.length]
-
-    found = find_masters(layout, peek)
-    assert calls[0] == 3 * count
-    owner = {blob.tensor: number for number, blob in enumerate(arrangement.blobs)}
-    assert [found[owner[i]] for i in range(count)] == [owner[count + 2 * i] for i in range(count)]
 
 
 def test_a_save_error_about_damage_says_what_to_do(run_dir: str) -> None:
@@ -213,9 +144,7 @@ def test_a_save_error_about_damage_says_what_to_do(run_dir: str) -> None:
             except SaveError as error:
                 errors.append(str(error))
             if step == 5:
-                key, offset = place_of(next(iter(live(run_dir).values()))[1], "model.frozen.weight")
+                key, offset = newest(run_dir).place_of("model.frozen.weight")
                 flip(Path(run_dir, key), offset + 100)
     assert all("ckpt repair" in error and "Training can go on" in error for error in errors)
-    newest = next(iter(live(run_dir)))
-    log = read.run(read.open_run(run_dir))
-    assert read.run(read.verify(log.store, log.state.commits[newest])) == []
+    assert inside.problems_of_newest(run_dir) == []

@@ -25,17 +25,9 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.checkpoint import commit as commits
-from ckpt.checkpoint import incremental, parts, read
-from ckpt.cli.app import cli
-from ckpt.errors import CheckpointError, NotFoundError, SaveError
-from ckpt.failpoints import INCREMENT_POINTS, WRITER_POINTS
-from ckpt.format.codec import BF16, DELTA, FLOAT_DELTA, RAW
-from ckpt.format.manifest import Attempt, index_key, owner, table_key
-from ckpt.format.table import Table
-from ckpt.runlog.log import Commit, RunLog
-from ckpt.state.tensors import TORCH_DTYPE
-from ckpt.store import open_store, remember_options
+import inside
+from ckpt.errors import CheckpointError, SaveError
+from inside import INCREMENT_POINTS, WRITER_POINTS, SavedStep
 from kills import Chain, Told, Trainer, kill_all, problems
 from model_disk import Volume, volume
 from parallel import free_port, launch
@@ -71,7 +63,7 @@ def build(seed: int = 0, size: int = 1100) -> State:
         "master": torch.randn(300, 300),
         "half": torch.zeros(300, 300, dtype=torch.bfloat16),
         **{f"expert{i}": torch.randn(100, 200) for i in range(4)},
-        **{f"odd_{name}": odd(dtype) for name, dtype in TORCH_DTYPE.items()},
+        **{f"odd_{name}": odd(dtype) for name, dtype in inside.DTYPES.items()},
     }
     plain["half"].copy_(plain["master"])
     optim = torch.optim.AdamW(model["lora"].parameters(), lr=1e-2)
@@ -125,27 +117,9 @@ def digest(state: State) -> str:
 # -- what is in a place --
 
 
-async def _look(url: str) -> dict[Attempt, tuple[Commit, Table]]:
-    log = await read.open_run(url)
-    try:
-        while True:
-            history = log.state.lineage()
-            try:
-                return {c.attempt: (c, (await read.load_manifest(log.store, c)).table) for c in history}
-            except NotFoundError:
-                if (await log.refresh()).lineage() == history:
-                    raise  # else it was retired meanwhile
-    finally:
-        await log.store.aclose()
-
-
-def live(url: str) -> dict[Attempt, tuple[Commit, Table]]:
-    """Every checkpoint of the present history with its table, newest first."""
-    return read.run(_look(url))
-
-
-def steps_at(url: str) -> list[int]:
-    return [attempt.step for attempt in live(url)]
+def newest(url: str) -> SavedStep:
+    """The newest checkpoint of the present history."""
+    return next(iter(inside.history(url).values()))
 
 
 def packs_in(folder: Path | str) -> dict[str, int]:
@@ -157,27 +131,16 @@ def packs_in(folder: Path | str) -> dict[str, int]:
 
 
 def named(folder: Path | str) -> set[str]:
-    return {key for _, table in live(str(folder)).values() for key in table.packs}
-
-
-def owners(table: Table) -> set[int]:
-    return {a.step for key in table.packs if (a := owner(key)) is not None}
+    return {key for saved in inside.history(folder).values() for key in saved.files}
 
 
 def verified(url: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
     """What `ckpt verify --all` finds wrong."""
     capsys.readouterr()
-    cli.main(["verify", url, "--all", "--json"], standalone_mode=False)
+    inside.command("verify", url, "--all", "--json")
     found = json.loads(capsys.readouterr().out)
     assert found["checkpoints"]
     return found["problems"] + [p for c in found["checkpoints"] for p in c["problems"]]
-
-
-def place_of(table: Table, name: str, part: int = 0) -> tuple[str, int]:
-    """The pack and the offset of a blob of a tensor."""
-    shard = next(i for i, s in enumerate(table.shards) if s.name == name)
-    blob = table.blobs(shard)[part]
-    return table.packs[int(table.pack[blob])], int(table.offset[blob])
 
 
 def flip(path: Path, at: int) -> None:
@@ -204,16 +167,16 @@ def test_every_bit_comes_back_at_every_step(compression: str, run_dir: str, caps
             save = cp.step(step)
             wanted[step] = frozen_copy(state)
             assert save is not None and save.committed(60).step == step
-    found = live(run_dir)
-    assert [a.step for a, (c, _) in found.items() if c.full] == [5, 2, 1]
-    for attempt, (commit, table) in found.items():
-        assert (owners(table) == {attempt.step}) == commit.full
-        assert [a.step for a in commit.needs] == ([] if commit.full else [attempt.step - 1])
-    codecs = Counter(code for _, table in found.values() for code in table.codec.tolist())
+    found = inside.history(run_dir)
+    assert [step for step, saved in found.items() if saved.full] == [5, 2, 1]
+    for step, saved in found.items():
+        assert (saved.steps_of_files == {step}) == saved.full
+        assert saved.needs == ([] if saved.full else [step - 1])
+    encodings = sum((saved.encodings for saved in found.values()), Counter[str]())
     if compression == "zstd":
-        assert codecs[BF16] and codecs[FLOAT_DELTA] and len(codecs) >= 5
+        assert encodings["derived"] and encodings["float delta"] and len(encodings) >= 5
     if compression == "none":
-        assert set(codecs) == {RAW}
+        assert set(encodings) == {"raw"}
     assert verified(run_dir, capsys) == []
     for step in wanted:
         loaded = ckpt.load(run_dir, step=step)
@@ -263,12 +226,12 @@ def test_what_two_ranks_share_one_process_reads(compression: str, run_dir: str) 
     """Each rank takes its own share from the checkpoint before; merged, one process reads every step."""
     for done in launch(2, RANKS, run_dir, compression, port=free_port()):
         assert done.returncode == 0, done.stderr[-3000:]
-    found = live(run_dir)
-    assert [a.step for a, (c, _) in found.items() if not c.full] == [5, 4, 3]
-    for attempt, (_, table) in found.items():
-        assert {s.rank for s in table.shards} == {0, 1}
-        expected = torch.load(f"{run_dir}.{attempt.step}.pt", weights_only=True)
-        loaded = ckpt.load(run_dir, step=attempt.step)
+    found = inside.history(run_dir)
+    assert [step for step, saved in found.items() if not saved.full] == [5, 4, 3]
+    for step, saved in found.items():
+        assert saved.ranks == {0, 1}
+        expected = torch.load(f"{run_dir}.{step}.pt", weights_only=True)
+        loaded = ckpt.load(run_dir, step=step)
         assert torch.equal(loaded["half.w"], expected.pop("half"))
         for name, tensor in expected.items():
             assert torch.equal(loaded[f"model.{name.replace('head.module.', 'head.')}"], tensor), name
@@ -310,16 +273,14 @@ def test_what_is_needed_stays_and_nothing_else(keep: int, full_every: int, compr
                 continue
             while True:  # a clean-up may be under way while we look
                 with contextlib.suppress(CheckpointError):
-                    found, there = live(run_dir), packs_in(run_dir)
-                    if found.keys() == live(run_dir).keys():
+                    found, there = inside.history(run_dir), packs_in(run_dir)
+                    if found.keys() == inside.history(run_dir).keys():
                         break
-            assert {key for _, table in found.values() for key in table.packs} <= there.keys()
-            newest = [attempt.step for attempt in found]
-            assert newest[0] == step and len(newest) >= min(step, keep)
-            assert sum(commit.full for commit, _ in found.values()) >= min(2, step)
-            commit, _ = found[next(iter(found))]
-            own = sum(size for key, size in there.items() if owner(key) == commit.attempt)
-            if not commit.full:
+            assert {key for saved in found.values() for key in saved.files} <= there.keys()
+            assert next(iter(found)) == step and len(found) >= min(step, keep)
+            assert sum(saved.full for saved in found.values()) >= min(2, step)
+            own = sum(size for key, size in there.items() if found[step].owns(key))
+            if not found[step].full:
                 assert own < 2 * MOVING + SLOW // 2 + 20_000, f"step {step} takes {own}"
             else:
                 assert own > 0.7 * (FROZEN + SLOW + MOVING)
@@ -327,7 +288,7 @@ def test_what_is_needed_stays_and_nothing_else(keep: int, full_every: int, compr
     there = packs_in(run_dir)
     assert named(run_dir) == there.keys()
     full = FROZEN + SLOW + MOVING + 20_000
-    wholes = sum(commit.full for commit, _ in live(run_dir).values())
+    wholes = sum(saved.full for saved in inside.history(run_dir).values())
     assert sum(there.values()) < (wholes + 1) * full + 2 * len(there) * (MOVING + SLOW // 5 + 9000)
     assert len(before) < 60
 
@@ -341,7 +302,7 @@ def test_negative_control_a_pack_that_is_gone_is_seen(run_dir: str, capsys: pyte
             state["moving"]["w"] += 1
             cp.step(step).committed(60)  # type: ignore[union-attr]
     assert verified(run_dir, capsys) == []
-    pack, _ = place_of(next(iter(live(run_dir).values()))[1], "frozen.w")
+    pack, _ = newest(run_dir).place_of("frozen.w")
     Path(run_dir, pack).unlink()
     assert any(pack in problem for problem in verified(run_dir, capsys))
     assert not {pack} <= packs_in(run_dir).keys()
@@ -415,10 +376,8 @@ class Increments(Chain):
         assert self.told.digest == undisturbed()
         assert verified(self.run, capsys) == []
         assert problems(self.run) == []
-        assert any(not commit.full for commit, _ in live(self.run).values()), "not a run of increments"
-        cli.main(
-            ["gc", self.run, "--yes", "--json"], standalone_mode=False
-        )  # what a death left between PLAN and deletion
+        assert any(not saved.full for saved in inside.history(self.run).values()), "not a run of increments"
+        inside.command("gc", self.run, "--yes", "--json")  # what a death left between PLAN and deletion
         assert named(self.run) == packs_in(self.run).keys()
         assert eventually(lambda: not writers(folder)), "a process is left"
 
@@ -498,7 +457,7 @@ def test_both_die_at_a_point(
 
 CLEANER = """
 import sys, threading
-from ckpt.cli.app import cli
+import inside
 
 url, done = sys.argv[1], []
 threading.Thread(target=lambda: done.append(sys.stdin.read()), daemon=True).start()
@@ -507,29 +466,12 @@ rounds = 0
 while not done:
     for words in (["prune", url, "--keep-last", "1", "--yes", "--json"], ["gc", url, "--yes", "--json"]):
         try:
-            cli.main(words, standalone_mode=False)
+            inside.command(*words)
         except Exception as error:
             print("failed", type(error).__name__, error, file=sys.stderr, flush=True)
     rounds += 1
     print("round", rounds, flush=True)
 """
-
-
-def sound(url: str) -> list[str]:
-    """What is wrong with checkpoints that are live before and after they are read."""
-
-    async def look() -> list[str]:
-        log = await read.open_run(url)
-        found: list[tuple[Attempt, str]] = []
-        try:
-            for commit in log.state.lineage():
-                found += [(commit.attempt, problem) for problem in await read.verify(log.store, commit)]
-            await log.refresh()
-            return [problem for attempt, problem in found if attempt in log.state.commits]
-        finally:
-            await log.store.aclose()
-
-    return read.run(look())
 
 
 @pytest.mark.parametrize("compression", ["zstd", pytest.param("none", marks=pytest.mark.long)])
@@ -555,7 +497,7 @@ def test_cleaners_and_a_trainer_in_one_place(compression: str, run_dir: str) -> 
                 except SaveError as error:
                     failed.append(str(error))
                 if step % 4 == 0:
-                    assert sound(run_dir) == []
+                    assert inside.lasting_problems_at(run_dir) == []
         finally:
             assert cleaner.process.stdin is not None
             cleaner.process.stdin.close()
@@ -567,7 +509,7 @@ def test_cleaners_and_a_trainer_in_one_place(compression: str, run_dir: str) -> 
         cp.wait(60)
     assert len(saved) > 20 and len(failed) < 10, failed
     assert all("builds on" in text or "retired" in text for text in failed), failed
-    assert sound(run_dir) == []
+    assert inside.lasting_problems_at(run_dir) == []
     other = build(seed=5, size=300)
     with ckpt.Checkpointer(other, run_dir) as cp:
         assert cp.restore() == max(saved)
@@ -578,16 +520,6 @@ def test_what_others_are_built_on_is_taken_back(run_dir: str, capsys: pytest.Cap
     """Somebody gives up the newest checkpoint, again and again, which the next one would have been built on, and those
     below are: all that is live can be read, and training goes on."""
     state = build(size=300)
-
-    async def take_back() -> int:
-        store = open_store(f"file://{run_dir}", writable=True)
-        log = RunLog(store)
-        await log.open()
-        attempt = log.state.lineage()[0].attempt
-        await commits.retract(log, None, attempt, "a test")  # type: ignore[arg-type]
-        await store.aclose()
-        return attempt.step
-
     with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run_dir, every=1, keep=4, compression="zstd")]) as cp:
         cp.restore(default=0)
         for step in range(1, 16):
@@ -596,12 +528,12 @@ def test_what_others_are_built_on_is_taken_back(run_dir: str, capsys: pytest.Cap
             assert save is not None
             save.committed(60)
             if step % 3 == 0:
-                assert read.run(take_back()) == step
-                assert sound(run_dir) == []
+                assert inside.take_back(run_dir, lambda steps: steps[:1]) == [step]
+                assert inside.lasting_problems_at(run_dir) == []
         for step in (16, 17, 18):
             train(state, step)
             cp.save(step).committed(60)
-    assert steps_at(run_dir)[:4] == [18, 17, 16, 14]
+    assert inside.steps_at(run_dir)[:4] == [18, 17, 16, 14]
     assert verified(run_dir, capsys) == []
     assert named(run_dir) == packs_in(run_dir).keys()
 
@@ -627,19 +559,17 @@ def built(folder: str, *, steps: int = 7, second: ckpt.Tier | None = None, **set
 def injure(folder: str, what: str) -> None:
     """One bit: in the frozen layer that all increments share, in what deltas of all of them are based on, in a delta of
     the newest only, in its table."""
-    newest, (_, table) = next(iter(live(folder).items()))
+    saved = newest(folder)
     if what == "table":
-        for path in (*Path(folder, "index").glob(f"{newest}*"), Path(folder, table_key(newest, 0, 0))):
+        for path in (path for pattern in saved.small_files for path in Path(folder).glob(pattern)):
             flip(path, path.stat().st_size - 40)
         return
     if what == "shared":
-        key, offset = place_of(table, "model.frozen.weight")
-        assert owner(key) != newest
+        key, offset = saved.place_of("model.frozen.weight")
+        assert not saved.owns(key)
     else:
-        delta = next(b for b in range(table.owned) if table.codec[b] in (DELTA, FLOAT_DELTA))
-        row = int(table.base[delta]) if what == "base" else delta
-        key, offset = table.packs[int(table.pack[row])], int(table.offset[row])
-        assert (owner(key) == newest) == (what == "delta")
+        key, offset = saved.place_of_base() if what == "base" else saved.place_of_difference()
+        assert saved.owns(key) == (what == "delta")
     flip(Path(folder, key), offset + 20)
 
 
@@ -649,7 +579,7 @@ def test_damage_costs_what_shares_it(what: str, step: int, run_dir: str) -> None
     it, says which, and takes the newest that does not. In what another full checkpoint has as well: nothing is lost, it
     comes from there. What is saved then can be read, though more damage is there."""
     wanted = built(run_dir, compression="zstd")
-    assert steps_at(run_dir) == [7, 6, 5, 4, 2]
+    assert inside.steps_at(run_dir) == [7, 6, 5, 4, 2]
     injure(run_dir, what)
     other = build(seed=3, size=300)
     with ckpt.Checkpointer(other, [ckpt.Memory(), ckpt.Tier(run_dir, every=1, keep=4, compression="zstd")]) as cp:
@@ -701,7 +631,7 @@ def test_next_checkpoint_is_not_built_on_damage_that_reading_back_has_found(keep
         train(state, step)
         with contextlib.suppress(SaveError):  # of the damage that clean-up has noticed
             cp.save(step).committed(60)
-        return place_of(read.run(newest_table(run_dir))[1], "model.frozen.weight")
+        return inside.newest(run_dir).place_of("model.frozen.weight")
 
     try:
         places = [save() for _ in range(4)]
@@ -710,29 +640,13 @@ def test_next_checkpoint_is_not_built_on_damage_that_reading_back_has_found(keep
         flip(Path(run_dir, key), offset + 100)
         hope_s = 2.0 if keep == 50 else 6.0
         healed = eventually(lambda: time.sleep(0.2) is None and save() != places[-1], hope_s)
-        assert next(numbers) < incremental.MAX_CHAIN, "it was long enough for a full one"
+        assert next(numbers) < inside.MAX_CHAIN, "it was long enough for a full one"
         save()
-        problems = read.run(problems_of(run_dir))
+        problems = inside.problems_of_newest(run_dir)
     finally:
         with contextlib.suppress(SaveError):
             cp.close()
     assert healed == (problems == []) == (keep == 2)
-
-
-async def newest_table(folder: str) -> tuple[Commit, Table]:
-    """By the index alone, whatever else is there."""
-    log = await read.open_run(folder)
-    newest = log.state.lineage()[0]
-    table = await parts.load_table(log.store, index_key(newest.attempt, newest.index), newest.index)
-    await log.store.aclose()
-    return newest, table
-
-
-async def problems_of(folder: str) -> list[str]:
-    """What is wrong with the newest checkpoint."""
-    newest, _ = await newest_table(folder)
-    async with read.opened(f"file://{folder}") as store:
-        return await read.verify(store, newest)
 
 
 # -- full disks --
@@ -784,8 +698,8 @@ def test_the_disk_is_full_in_the_middle_of_an_increment(
         for _ in range(8):
             save()
         wanted, last = frozen_copy(state), next(numbers) - 1
-        assert sound(url) == []
-    assert {a.step for a, (c, _) in live(url).items() if not c.full} <= {last, last - 1}
+        assert inside.lasting_problems_at(url) == []
+    assert {step for step, saved in inside.history(url).items() if not saved.full} <= {last, last - 1}
     assert named(url) == packs_in(url).keys()
     other = build(seed=2, size=300)
     with ckpt.Checkpointer(other, url) as cp:
@@ -842,11 +756,11 @@ def test_an_upload_that_fails_costs_one_checkpoint(moto: MotoServer, proxy: Faul
             else:
                 save.committed(60)
         wanted = frozen_copy(state)
-    remember_options(url, storage_options(moto.url))
-    found = live(url)
-    assert [a.step for a, (c, _) in found.items() if not c.full] == [7, 6, 5, 3][: len(found) - 2]
-    assert 4 not in {a.step for a in found} and sound(url) == []
-    assert not any((table.codec == FLOAT_DELTA).any() for _, table in found.values()), "bases were fetched from there"
+    inside.use_options(url, storage_options(moto.url))
+    found = inside.history(url)
+    assert [step for step, saved in found.items() if not saved.full] == [7, 6, 5, 3][: len(found) - 2]
+    assert 4 not in found and inside.lasting_problems_at(url) == []
+    assert not any(saved.encodings["float delta"] for saved in found.values()), "bases were fetched from there"
     other = build(seed=2, size=300)
     with ckpt.Checkpointer(other, [ckpt.Memory(), bucket(url, moto)]) as cp:
         assert cp.restore() == 7
@@ -872,28 +786,20 @@ def test_raw_here_small_there(moto: MotoServer, proxy: FaultProxy, url: str, run
             save.promoted(60)
             wanted[step] = frozen_copy(state)
         assert pack_reads(proxy) == []
-    remember_options(url, storage_options(moto.url))
-    found = live(url)
-    assert [a.step for a, (c, _) in found.items() if not c.full] == [12, 10, 8, 6]
-    for attempt, (commit, table) in found.items():
-        if not commit.full:
-            assert (table.codec == FLOAT_DELTA).any() and (table.codec == BF16).any(), attempt
-    assert set(live(run_dir).popitem()[1][1].codec.tolist()) == {RAW}
-    assert sound(url) == []
+    inside.use_options(url, storage_options(moto.url))
+    found = inside.history(url)
+    assert [step for step, saved in found.items() if not saved.full] == [12, 10, 8, 6]
+    for step, saved in found.items():
+        if not saved.full:
+            assert saved.encodings["float delta"] and saved.encodings["derived"], step
+    assert set(inside.history(run_dir).popitem()[1].encodings) == {"raw"}
+    assert inside.lasting_problems_at(url) == []
     shutil.rmtree(run_dir)
     other = build(seed=2, size=300)
     with ckpt.Checkpointer(other, [ckpt.Memory(), bucket(url, moto, every=2)]) as cp:
         for step in (12, 8, 4):
             assert cp.restore(step=step) == step
             assert differing(other, wanted[step]) == []
-
-
-def bases_of_new(table: Table, step: int) -> set[int]:
-    """The steps against which the master, which changes in each, is stored as a delta in a checkpoint."""
-    of = [a.step for key in table.packs if (a := owner(key))]
-    shard = next(i for i, s in enumerate(table.shards) if s.name == "plain.master")
-    rows = [b for b in table.blobs(shard) if table.base[b] >= table.owned and of[table.pack[b]] == step]
-    return {of[table.pack[table.base[b]]] for b in rows}
 
 
 def test_a_base_that_is_gone_here_is_no_error_there(moto: MotoServer, url: str, run_dir: str) -> None:
@@ -904,30 +810,22 @@ def test_a_base_that_is_gone_here_is_no_error_there(moto: MotoServer, url: str, 
     with ckpt.Checkpointer(state, [ckpt.Memory(), near, far]) as cp:
         cp.restore(default=0)
 
-        def save(step: int) -> Table:
+        def save(step: int) -> SavedStep:
             train(state, step)
             cp.save(step).promoted(60)
-            return next(iter(live(url).values()))[1]
+            return newest(url)
 
-        remember_options(url, storage_options(moto.url))
-        assert [bases_of_new(save(step), step) for step in (1, 2, 3, 4)] == [set(), set(), {2}, {2}]
-        kept = steps_at(run_dir)
+        inside.use_options(url, storage_options(moto.url))
+        assert [save(step).bases_of("plain.master") for step in (1, 2, 3, 4)] == [set(), set(), {2}, {2}]
+        kept = inside.steps_at(run_dir)
 
-        async def take_back() -> None:
-            store = open_store(f"file://{run_dir}", writable=True)
-            log = RunLog(store)
-            await log.open()
-            for commit in log.state.lineage()[1:]:
-                await commits.retract(log, None, commit.attempt, "a test")  # type: ignore[arg-type]
-            await store.aclose()
-
-        read.run(take_back())
-        assert len(kept) > len(steps_at(run_dir)) == 1
-        cli.main(["gc", run_dir, "--yes", "--json"], standalone_mode=False)
+        inside.take_back(run_dir, lambda steps: steps[1:])
+        assert len(kept) > len(inside.steps_at(run_dir)) == 1
+        inside.command("gc", run_dir, "--yes", "--json")
         save(5)
-        assert bases_of_new(save(6), 6) <= {4, 5}
+        assert save(6).bases_of("plain.master") <= {4, 5}
         wanted = frozen_copy(state)
-    assert sound(url) == []
+    assert inside.lasting_problems_at(url) == []
     other = build(seed=2, size=300)
     with ckpt.Checkpointer(other, [ckpt.Memory(), bucket(url, moto)]) as cp:
         assert cp.restore() == 6
@@ -969,19 +867,19 @@ def test_a_promotion_that_was_cut_off_is_taken_up(
     os.kill(trainer.process.pid, signal.SIGKILL)
     kill_all(writers(own_sockets))
     trainer.process.wait(30)
-    remember_options(url, storage_options(moto.url))
-    assert steps_at(url)[0] == steps - 1
+    inside.use_options(url, storage_options(moto.url))
+    assert inside.steps_at(url)[0] == steps - 1
     proxy.clear()
     state = build(seed=5, size=300)
     near = ckpt.Tier(run_dir, every=1, keep=4, compression="none")
     with ckpt.Checkpointer(state, [ckpt.Memory(), near, bucket(url, moto)]) as cp:
         assert cp.restore() == steps
-        assert eventually(lambda: steps_at(url)[0] == steps, 60)
+        assert eventually(lambda: inside.steps_at(url)[0] == steps, 60)
         wanted = frozen_copy(state)
         train(state, steps + 1)
         cp.save(steps + 1).promoted(60)
-    assert sound(url) == []
-    assert all((table.codec != RAW).any() for _, table in live(url).values())
+    assert inside.lasting_problems_at(url) == []
+    assert all(set(saved.encodings) - {"raw"} for saved in inside.history(url).values())
     shutil.rmtree(run_dir)
     other = build(seed=6, size=300)
     with ckpt.Checkpointer(other, [ckpt.Memory(), bucket(url, moto)]) as cp:

@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 import ckpt
+import inside
 import toy
 from kills import Trainer, problems, steps_on_disk
 from processes import eventually, writers
@@ -172,8 +173,7 @@ def test_negative_control_without_the_fence_nobody_is_told(
 ) -> None:
     """With the owner's check taken out of the log, and a second job that cannot tell it, the first goes on saving: the
     tests above would see it."""
-    code = "import ckpt.runlog.log\nckpt.runlog.log.RunLog.check_owner = lambda self, owner: None\n"
-    (tmp_path / "sitecustomize.py").write_text(code)
+    (tmp_path / "sitecustomize.py").write_text(inside.WITHOUT_FENCE)
     jobs.append(first := Job(run_dir, path=str(tmp_path)))
     assert first.train(5) == "done 5"
     monkeypatch.setenv("CKPT_RUNTIME_DIR", str(own_sockets / "other"))

@@ -22,9 +22,9 @@ from torch import nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import ckpt
+import inside
 import toy
 import writer_zygote
-from ckpt.trainer.supervise import find_writer, writer_client
 from kills import kill_all, problems, steps_on_disk
 from processes import eventually, run_script, writers
 
@@ -311,12 +311,7 @@ def make_foreign(folder: Path) -> None:
 
 def make_newer(folder: Path) -> None:
     ckpt.Checkpointer(toy.build(), str(folder)).close()
-    path = folder / "FORMAT.json"
-    from ckpt.format.manifest import seal  # the file must be whole, and of a later version
-
-    content = json.loads(path.read_text())
-    del content["digest"]
-    path.write_bytes(seal({**content, "major": 99}))
+    inside.rewrite_format(folder, major=99)  # the file must be whole, and of a later version
 
 
 def make_file(folder: Path) -> None:
@@ -765,7 +760,7 @@ def test_failure_is_raised_at_the_next_call_and_later_saves_succeed(run_dir: str
                 cp.step(step)
             except ckpt.SaveError as error:  # by the next call, or by this one, if it failed that quickly
                 told += [str(error), *getattr(error, "__notes__", ())]
-            cp._kept.wait(60, None)  # as wait() does, but raises nothing
+            inside.wait_for_writes(cp, 60)  # as wait() does, but raises nothing
         assert sum("step 1 was not written" in one for one in told) == 1, told
         packs.unlink()
         if not any("step 2 was not written" in one for one in told):
@@ -857,8 +852,8 @@ def test_writer_that_keeps_dying(run_dir: str, own_sockets: Path, monkeypatch: p
     fails = (
         f"import os; os.path.exists({str(once)!r}) or (open({str(once)!r}, 'x'), __import__('everystep_was_removed'))"
     )
-    monkeypatch.setattr(writer_client, "_BOOT", f"{fails}; {writer_client._BOOT}")
-    for _ in range(find_writer.RESPAWN_LIMIT - 1):  # the start that fails is a death too
+    inside.run_in_writers(monkeypatch, fails)
+    for _ in range(inside.MOST_RESTARTS_OF_WRITER - 1):  # the start that fails is a death too
         old = {process.pid for process in writers(own_sockets)}
         kill_all(writers(own_sockets))
         assert eventually(lambda old=old: {p.pid for p in writers(own_sockets)} - old != set())
@@ -888,7 +883,7 @@ def test_why_no_new_writer_starts_is_said(run_dir: str, own_sockets: Path, monke
     state = toy.build()
     cp = ckpt.Checkpointer(state, rare(run_dir))
     train(cp, state, 1, 2)
-    monkeypatch.setattr(writer_client, "_BOOT", "import everystep_was_removed")
+    inside.run_in_writers(monkeypatch, "import everystep_was_removed")
     kill_all(writers(own_sockets))
     saved = cp.save()
     with pytest.raises(ckpt.SaveError, match="No writer holds it: memory ends with this process") as failed:
@@ -904,7 +899,8 @@ def test_why_no_new_writer_starts_is_said(run_dir: str, own_sockets: Path, monke
 
 REMOVED = """
 import os, sys, pathlib, toy, ckpt
-from ckpt.trainer.supervise import writer_client
+import inside
+import pytest
 from processes import writers
 
 state = toy.build()
@@ -915,7 +911,7 @@ with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(sys.argv[1], every=100_0
         cp.step(step)
         if step == 3:
             cp.save().staged(60)
-            writer_client._BOOT = "import everystep_was_removed"
+            inside.run_in_writers(pytest.MonkeyPatch(), "import everystep_was_removed")
             [writer.kill() for writer in writers(pathlib.Path(os.environ["CKPT_RUNTIME_DIR"]))]
 """
 

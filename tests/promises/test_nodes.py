@@ -23,9 +23,7 @@ from typing import Any
 import psutil
 import pytest
 
-from ckpt.checkpoint import read
-from ckpt.ipc.process import Process
-from ckpt.runlog.log import RunState
+import inside
 from processes import PYTHONPATH, REPO, eventually, nsenter, start_python
 
 TOY = REPO / "tests" / "lib" / "node_toy.py"
@@ -106,7 +104,7 @@ class Node:
 
     def kill(self, word: str) -> None:
         processes = self.processes(word)
-        ending = [Process.of(process.pid) for process in processes]
+        ending = [inside.process_of(process.pid) for process in processes]
         for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -247,16 +245,10 @@ class Cluster:
         self.a.do("ip", "link", "del", "eth0")
         self.a.join(self.b)
 
-    def roots(self) -> dict[str, RunState]:
+    def roots(self) -> dict[str, inside.LogView]:
         """What the log of each place says."""
         places = {"a": self.a.disk, "b": self.b.disk, "shared": self.folder / "shared"}
-
-        async def look(path: Path) -> RunState:
-            log = await read.open_run(f"file://{path}/run")
-            await log.store.aclose()
-            return log.state
-
-        return {name: read.run(look(path)) for name, path in places.items() if (path / "run").exists()}
+        return {name: inside.log_at(path / "run") for name, path in places.items() if (path / "run").exists()}
 
     def close(self) -> None:
         for node in (self.a, self.b):
@@ -294,10 +286,6 @@ def ranks_in(root: Path) -> set[int]:
     return {int(path.name.split(".")[-3]) for path in paths}
 
 
-def steps_in(state: RunState) -> list[int]:
-    return sorted(commit.step for commit in state.lineage())
-
-
 def check_saved(job: Job, steps: set[int]) -> None:
     """All ranks were told that these steps are committed in the local root."""
     for rank, found in enumerate(job.all("saved")):
@@ -325,15 +313,15 @@ def check_local_disks(cluster: Cluster, job: Job, steps: list[int]) -> None:
     """Each node's disk HELD its ranks' parts, COMMITted when the other HELD its own, and has nothing of the other's."""
     roots = cluster.roots()
     check_saved(job, set(steps))
-    assert steps_in(roots["a"])[-len(steps) :] == steps_in(roots["b"])[-len(steps) :] == steps
+    assert roots["a"].steps[-len(steps) :] == roots["b"].steps[-len(steps) :] == steps
     for node, ranks in ((cluster.a, (0, 1)), (cluster.b, (2, 3))):
         state, said = roots[node.name], records(node.disk)
-        assert {tuple(rank for rank, _, _ in c.parts) for c in state.commits.values()} == {ranks}
+        assert set(state.ranks.values()) == {ranks}
         assert ranks_in(node.disk) == set(ranks)
         committed = [text for kind, text in said if kind == "COMMIT"]
         assert all(said.index(("HELD", text)) < said.index(("COMMIT", text)) for text in committed)
         assert {text for kind, text in said if kind == "HELD"} == set(committed) and not state.held
-    assert all(commit.whole for commit in roots["shared"].commits.values())
+    assert all(ranks == (0, 1, 2, 3) for ranks in roots["shared"].ranks.values())
 
 
 def test_two_nodes_lose_one_thing_after_another(cluster: Cluster) -> None:
@@ -347,7 +335,7 @@ def test_two_nodes_lose_one_thing_after_another(cluster: Cluster) -> None:
     assert [one["nodes"] for one in first.started()] == [[0, 0, 1, 1]] * 4
     assert [one["node"] for one in first.started()] == ["node-a", "node-a", "node-b", "node-b"]
     check_local_disks(cluster, first, [1, 2, 3, 4])
-    assert steps_in(cluster.roots()["shared"]) == [4]
+    assert cluster.roots()["shared"].steps == [4]
     assert eventually(lambda: a.processes() == b.processes() == []), "a process is left"
 
     size = data_size(a.disk, 4) + data_size(b.disk, 4)
@@ -371,7 +359,7 @@ def test_two_nodes_lose_one_thing_after_another(cluster: Cluster) -> None:
 
     cluster.replace(b)
     third.kill()
-    assert a.processes("ckpt.writer.main"), "part of the newest step is still in memory"
+    assert a.processes(inside.WRITER), "part of the newest step is still in memory"
     fourth = cluster.start("train 3", "close")
     fourth.end()
     check_started(fourth, 8, "shared", third)
@@ -407,7 +395,7 @@ def test_a_node_is_rebooted(cluster: Cluster) -> None:
     check_started(second, 5, "local", first)
     check_saved(second, {10})
     roots = cluster.roots()
-    assert steps_in(roots["a"]) == steps_in(roots["b"]) == [5, 10]
+    assert roots["a"].steps == roots["b"].steps == [5, 10]
 
 
 @pytest.mark.long
@@ -431,7 +419,7 @@ def test_nodes_change_places(cluster: Cluster, left: str) -> None:
     check_started(second, 3, left, first)
     check_saved(second, {4, 5, 6})
     roots = cluster.roots()
-    assert steps_in(roots["a"]) == steps_in(roots["b"])
+    assert roots["a"].steps == roots["b"].steps
 
 
 @pytest.mark.long
@@ -484,12 +472,12 @@ def test_killed_between_held_and_commit(cluster: Cluster, both_hold: bool) -> No
     assert eventually(lambda: len(cluster.roots()["a"].held) == 1)
 
     def stopped() -> list[psutil.Process]:
-        return [p for p in cluster.b.processes("ckpt.writer.main") if p.status() == psutil.STATUS_STOPPED]
+        return [p for p in cluster.b.processes(inside.WRITER) if p.status() == psutil.STATUS_STOPPED]
 
     assert eventually(lambda: bool(stopped()))
     roots = cluster.roots()
-    assert not roots["b"].held and len(roots["a"].commits) == len(words) - 1
-    (attempt,) = roots["a"].held
+    assert not roots["b"].held and len(roots["a"].ranks) == len(words) - 1
+    (attempt,) = roots["a"].held_ids
     for node in (cluster.a, cluster.b):
         node.kill("")
     second = cluster.start("train 4", "close", shared_every=1000)
@@ -497,9 +485,9 @@ def test_killed_between_held_and_commit(cluster: Cluster, both_hold: bool) -> No
     check_started(second, 1, "local", first)
     roots = cluster.roots()
     for name in "ab":
-        assert (("COMMIT", str(attempt)) in records(getattr(cluster, name).disk)) == both_hold
+        assert (("COMMIT", attempt) in records(getattr(cluster, name).disk)) == both_hold
         assert not roots[name].held
-    assert steps_in(roots["a"]) == steps_in(roots["b"])
+    assert roots["a"].steps == roots["b"].steps
 
 
 @pytest.mark.long
@@ -549,7 +537,7 @@ def test_network_is_cut_while_saving(cluster: Cluster) -> None:
         assert outcome["shared"]["error"] is None
         assert "other nodes" in outcome["local"]["error"] and outcome["local"]["seconds"] < 60
     roots = cluster.roots()
-    assert [a.step for a in roots["a"].held] == [a.step for a in roots["b"].held] == [4]
+    assert roots["a"].held == roots["b"].held == [4]
     first.kill()
     cluster.b.network("up")
     second = cluster.start("train 1", "close")
@@ -558,7 +546,7 @@ def test_network_is_cut_while_saving(cluster: Cluster) -> None:
     check_saved(second, {5})
     roots = cluster.roots()
     assert not roots["a"].held and not roots["b"].held
-    assert steps_in(roots["a"]) == steps_in(roots["b"]) and 4 in steps_in(roots["a"])
+    assert roots["a"].steps == roots["b"].steps and 4 in roots["a"].steps
 
 
 @pytest.mark.long
@@ -574,7 +562,7 @@ def test_one_disk_fails(cluster: Cluster) -> None:
         assert errors.pop(2), f"rank {rank}"
         assert errors == {1: None, 3: None, 4: None}, f"rank {rank}"
     roots = cluster.roots()
-    assert steps_in(roots["a"]) == steps_in(roots["b"]) == [1, 3, 4]
+    assert roots["a"].steps == roots["b"].steps == [1, 3, 4]
     assert not roots["a"].held and not roots["b"].held
     second = cluster.start("close")
     second.end()
@@ -595,7 +583,7 @@ def test_a_full_disk_does_not_fill_the_other(cluster: Cluster) -> None:
     for rank, found in enumerate(job.all("saved")):
         assert [one["step"] for one in found if one["error"]] == list(range(3, 11)), f"rank {rank}"
     state = cluster.roots()["a"]
-    assert steps_in(state) == [1, 2] and sorted(attempt.step for attempt in state.held)[-4:] == [7, 8, 9, 10]
+    assert state.steps == [1, 2] and state.held[-4:] == [7, 8, 9, 10]
     assert len(state.held) <= 5
     assert eventually(lambda: len(list((cluster.a.disk / "run" / "packs").iterdir())) <= 2 * 7)
     cluster.b.do("rm", full)
@@ -603,7 +591,7 @@ def test_a_full_disk_does_not_fill_the_other(cluster: Cluster) -> None:
     job.end()
     for found in job.all("saved"):
         assert {one["step"]: one["error"] for one in found if one["step"] > 10} == {11: None, 12: None, 13: None}
-    assert steps_in(cluster.roots()["a"])[-3:] == [11, 12, 13] and not cluster.roots()["a"].held
+    assert cluster.roots()["a"].steps[-3:] == [11, 12, 13] and not cluster.roots()["a"].held
 
 
 @pytest.mark.long
@@ -632,7 +620,7 @@ def test_writers_die_all_the_time(cluster: Cluster) -> None:
     job.wait("step")
     while min(deaths.values()) < 3 and not job.all("closed")[0]:
         node = rng.choice([cluster.a, cluster.b])
-        for process in node.processes("ckpt.writer.main"):
+        for process in node.processes(inside.WRITER):
             place = int(next(word for word in process.cmdline() if word.endswith(".log"))[-5])
             if deaths[node.name, place] < 3 and rng.random() < 0.5:
                 deaths[node.name, place] += 1
@@ -642,7 +630,7 @@ def test_writers_die_all_the_time(cluster: Cluster) -> None:
     assert sum(deaths.values()) > 4
     check_saved(job, set(range(1, 31)))
     roots = cluster.roots()
-    assert steps_in(roots["a"]) == steps_in(roots["b"]) == [27, 28, 29, 30]
+    assert roots["a"].steps == roots["b"].steps == [27, 28, 29, 30]
     assert not roots["a"].held and not roots["b"].held
 
 
@@ -662,7 +650,7 @@ def test_a_newer_job_takes_over(cluster: Cluster) -> None:
     (cluster.folder / "end").touch()
     second.end()
     roots = cluster.roots()
-    assert steps_in(roots["a"]) == steps_in(roots["b"]) == [2, 3, 4, 5]
+    assert roots["a"].steps == roots["b"].steps == [2, 3, 4, 5]
     third = cluster.start("close", shared_every=1000)
     third.end()
     check_started(third, 5, "local", second)
@@ -673,7 +661,7 @@ def test_a_node_stands_still(cluster: Cluster) -> None:
     """Its disk's word comes when it goes on, and until then the other disk HOLDs what it has."""
     job = cluster.start("train 2", "pause freeze", "save", "close")
     job.wait("paused")
-    frozen = [*cluster.b.processes("ckpt.writer.main"), *cluster.b.trainers()]
+    frozen = [*cluster.b.processes(inside.WRITER), *cluster.b.trainers()]
     for process in frozen:
         process.suspend()
     (cluster.folder / "freeze").touch()

@@ -17,10 +17,9 @@ import pytest
 import torch
 
 import ckpt
+import inside
 import toy
-from ckpt.checkpoint import read
 from ckpt.errors import AccessError, CorruptError, SaveError, UsageError
-from ckpt.store import open_store, remember_options
 from kills import Trainer, kill_all
 from parallel import free_port
 from processes import eventually, run_script, writers
@@ -65,25 +64,6 @@ def train(cp: ckpt.Checkpointer, state: dict[str, Any], steps: range, *, wait: b
     return saves
 
 
-def steps_at(url: str) -> list[int]:
-    async def look() -> list[int]:
-        log = await read.open_run(url)
-        try:
-            return [commit.step for commit in log.state.lineage()]
-        finally:
-            await log.store.aclose()
-
-    return read.run(look())
-
-
-def keys_at(url: str, prefix: str = "") -> list[str]:
-    async def look() -> list[str]:
-        async with read.opened(url) as store:
-            return [info.key async for info in store.list(prefix)]
-
-    return read.run(look())
-
-
 def digest_after(steps: int) -> str:
     state = toy.build()
     for _ in range(steps):
@@ -116,7 +96,7 @@ def test_a_machine_that_has_only_the_url_goes_on(moto: MotoServer, url: str, tmp
         monkeypatch.setenv(name, value)
     found = run_script(ANYWHERE, url)
     assert found.stdout.split() == ["8", url, digest_after(8)], found.stderr
-    assert steps_at(url) == [8, 4]
+    assert inside.steps_at(url) == [8, 4]
 
 
 def test_straight_from_memory(moto: MotoServer, url: str) -> None:
@@ -146,13 +126,13 @@ def test_what_a_crash_interrupted_is_taken_up(moto: MotoServer, proxy: FaultProx
     trainer.read_until("committed")
     os.kill(trainer.process.pid, signal.SIGKILL)
     kill_all(writers(Path(os.environ["CKPT_RUNTIME_DIR"])))
-    remember_options(url, storage_options(moto.url))
-    assert steps_at(url) == []
+    inside.use_options(url, storage_options(moto.url))
+    assert inside.steps_at(url) == []
     proxy.clear()
     state = toy.build(seed=5)
     with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(folder, every=2), tier(url, moto, every=2)]) as cp:
         assert cp.restore() == 2
-        eventually(lambda: steps_at(url) == [2], 30)
+        eventually(lambda: inside.steps_at(url) == [2], 30)
     assert toy.digest(state) == digest_after(2)
     shutil.rmtree(folder)
     with ckpt.Checkpointer(toy.build(), [ckpt.Memory(), tier(url, moto)]) as cp:
@@ -246,8 +226,8 @@ def test_an_outage_does_not_stop_the_training(moto: MotoServer, proxy: FaultProx
         assert proxy.hits()
         proxy.clear()
         assert saves[3].promoted(60).tier == url
-    remember_options(url, storage_options(moto.url))
-    assert steps_at(url) == [6, 4]
+    inside.use_options(url, storage_options(moto.url))
+    assert inside.steps_at(url) == [6, 4]
 
 
 @pytest.mark.parametrize("code, s3_code", [(403, "AccessDenied"), (403, "ExpiredToken"), (404, "NoSuchBucket")])
@@ -290,35 +270,22 @@ def eventually_left() -> list[psutil.Process]:
 
 def test_somebody_elses_files_are_not_touched(moto: MotoServer, url: str) -> None:
     """A prefix that holds other files is refused, and stays as it is; beside a run they survive all clean-up."""
-    remember_options(url, storage_options(moto.url))
-
-    async def put(key: str) -> None:
-        store = open_store(url)
-        await store.put(key, b"mine")
-        await store.aclose()
-
-    read.run(put("notes/mine.txt"))
+    inside.use_options(url, storage_options(moto.url))
+    inside.write_files(url, {"notes/mine.txt": b"mine"})
     with pytest.raises(ckpt.FormatError, match="not empty"):
         ckpt.Checkpointer(toy.build(), [ckpt.Memory(), tier(url, moto)])
-    assert keys_at(url) == ["notes/mine.txt"]
+    assert inside.file_names(url) == ["notes/mine.txt"]
     other = f"{url}-other"
     state = toy.build()
     with ckpt.Checkpointer(state, [ckpt.Memory(), tier(other, moto, keep=2, reader_grace_s=0)]) as cp:
         cp.restore(default=0)
         train(cp, state, range(1, 3), wait=True)
-        remember_options(other, storage_options(moto.url))
-
-        async def beside() -> None:
-            store = open_store(other)
-            for key in ("packs/mine.txt", "mine.txt", "log/mine.txt"):
-                await store.put(key, b"mine")
-            await store.aclose()
-
-        read.run(beside())
+        inside.use_options(other, storage_options(moto.url))
+        inside.write_files(other, dict.fromkeys(("packs/mine.txt", "mine.txt", "log/mine.txt"), b"mine"))
         train(cp, state, range(3, 8), wait=True)
-        eventually(lambda: len(steps_at(other)) <= 3, 30)
-    assert steps_at(other)[0] == 7 and len(steps_at(other)) <= 3
-    assert {"packs/mine.txt", "mine.txt", "log/mine.txt"} <= set(keys_at(other))
+        eventually(lambda: len(inside.steps_at(other)) <= 3, 30)
+    assert inside.steps_at(other)[0] == 7 and len(inside.steps_at(other)) <= 3
+    assert {"packs/mine.txt", "mine.txt", "log/mine.txt"} <= set(inside.file_names(other))
 
 
 def test_retention_in_a_bucket(moto: MotoServer, url: str) -> None:
@@ -327,17 +294,17 @@ def test_retention_in_a_bucket(moto: MotoServer, url: str) -> None:
     with ckpt.Checkpointer(state, [ckpt.Memory(), tier(url, moto, keep=2, reader_grace_s=0)]) as cp:
         cp.restore(default=0)
         train(cp, state, range(1, 9), wait=True)
-        eventually(lambda: len(keys_at(url, "packs/")) == len(steps_at(url)) <= 3, 30)
-    steps = steps_at(url)
+        eventually(lambda: len(inside.file_names(url, "packs/")) == len(inside.steps_at(url)) <= 3, 30)
+    steps = inside.steps_at(url)
     assert steps[:2] == [8, 7] and len(steps) <= 3  # besides, the newest that was read back
-    assert len(keys_at(url, "packs/")) == len(steps)
+    assert len(inside.file_names(url, "packs/")) == len(steps)
     patient = f"{url}-patient"
     with ckpt.Checkpointer(state, [ckpt.Memory(), tier(patient, moto, keep=2, reader_grace_s=3600)]) as cp:
         cp.restore(default=0)
         train(cp, state, range(11, 17), wait=True)
-        eventually(lambda: len(steps_at(patient)) <= 3, 30)
-    assert len(steps_at(patient)) <= 3
-    assert len(keys_at(patient, "packs/")) == 6
+        eventually(lambda: len(inside.steps_at(patient)) <= 3, 30)
+    assert len(inside.steps_at(patient)) <= 3
+    assert len(inside.file_names(patient, "packs/")) == 6
 
 
 def quiet(proxy: FaultProxy) -> int:
@@ -376,8 +343,8 @@ def test_a_bucket_that_is_too_slow_is_left_behind(proxy: FaultProxy, url: str, t
         assert cp.stats.skipped > 0
         left_out = [save.step for save in saves if save.failed(url)]
         assert left_out and len(left_out) < 10
-    remember_options(url, storage_options(proxy.url))
-    assert len(steps_at(url)) == 10 - len(left_out)
+    inside.use_options(url, storage_options(proxy.url))
+    assert len(inside.steps_at(url)) == 10 - len(left_out)
 
 
 def test_two_jobs_on_one_bucket(moto: MotoServer, url: str) -> None:
@@ -393,7 +360,7 @@ def test_two_jobs_on_one_bucket(moto: MotoServer, url: str) -> None:
             train(old, first, range(3, 4))[0].committed(60)
         with pytest.raises(ckpt.FencedError):
             old.step(4)
-    assert steps_at(url) == [3, 2, 1]
+    assert inside.steps_at(url) == [3, 2, 1]
 
 
 OTHER_JOB = """
@@ -510,11 +477,11 @@ def test_two_ranks_lose_everything_while_they_upload(
     proxy.fail("hang", method="PUT", match="packs/", count=1000)
     job = Ranks(2, folder, url, 4, proxy)
     job.kill()
-    remember_options(url, storage_options(moto.url))
-    assert steps_at(url) == []
+    inside.use_options(url, storage_options(moto.url))
+    assert inside.steps_at(url) == []
     again = Ranks(2, folder, url, 4, moto)
     assert [said[:2] for said in again.said] == [["4", f"file://{folder}"]] * 2
-    eventually(lambda: steps_at(url)[:1] == [4], 60)
+    eventually(lambda: inside.steps_at(url)[:1] == [4], 60)
     again.end()
     alone = Ranks(1, "", url, 0, moto)
     assert alone.said == [["4", url, job.said[0][2]]]
@@ -532,8 +499,8 @@ def test_a_bucket_alone_that_is_down_does_not_stop_the_training(proxy: FaultProx
         saves[-1].staged(20)
         assert [save.step for save in saves if save.failed(url)]
         proxy.clear()
-    remember_options(url, storage_options(proxy.url))
-    assert steps_at(url)[0] == 12
+    inside.use_options(url, storage_options(proxy.url))
+    assert inside.steps_at(url)[0] == 12
 
 
 def test_two_ranks_bring_the_last_step_to_a_bucket_that_was_down(proxy: FaultProxy, url: str) -> None:
@@ -543,5 +510,5 @@ def test_two_ranks_bring_the_last_step_to_a_bucket_that_was_down(proxy: FaultPro
     job = Ranks(2, "", url, 24, proxy)
     proxy.clear()
     job.end()
-    remember_options(url, storage_options(proxy.url))
-    assert steps_at(url)[0] == 24
+    inside.use_options(url, storage_options(proxy.url))
+    assert inside.steps_at(url)[0] == 24

@@ -15,12 +15,9 @@ import torch
 from torch import nn
 
 import ckpt
+import inside
 import toy
-from ckpt.checkpoint import read
 from ckpt.errors import UsageError
-from ckpt.runlog.records import MARK
-from ckpt.state.capture import Capture
-from ckpt.trainer.ownership import Ownership
 from kills import steps_on_disk
 from processes import eventually, killed, run_script, writers
 from test_promise_ends import restored
@@ -36,20 +33,18 @@ def steps(cp: ckpt.Checkpointer, state: dict[str, Any], count: int) -> None:
 @pytest.mark.parametrize("due", [False, True])
 def test_no_restore_within_a_step(run_dir: str, monkeypatch: pytest.MonkeyPatch, due: bool) -> None:
     """As of a signal handler: the rest of step() would go on with another state. It is refused, the step is saved."""
-    state, read, said = toy.build(), Capture.read, list[BaseException]()
+    state, said = toy.build(), list[BaseException]()
     cp = ckpt.Checkpointer(state, [ckpt.Memory(every=1 if due else 10), ckpt.Tier(run_dir, every=100)])
     steps(cp, state, 2)
 
-    def interrupted(capture: Capture) -> Any:
-        if not said:
-            with pytest.raises(ckpt.UsageError, match="cannot come into") as caught:
-                cp.restore()
-            said.append(caught.value)
-        return read(capture)
+    def interrupted() -> None:
+        with pytest.raises(ckpt.UsageError, match="cannot come into") as caught:
+            cp.restore()
+        said.append(caught.value)
 
     toy.train_step(state)
     with monkeypatch.context() as patch:
-        patch.setattr(Capture, "read", interrupted)
+        inside.interrupt_at(patch, inside.STATE_IS_READ, interrupted)
         cp.step(3)
         cp.save().committed(30)
     cp.close()
@@ -61,8 +56,7 @@ def test_closed_within_restore(run_dir: str, monkeypatch: pytest.MonkeyPatch) ->
     with ckpt.Checkpointer(state := toy.build(), run_dir) as cp:
         steps(cp, state, 3)
     cp = ckpt.Checkpointer(state, run_dir)
-    take_over = Ownership.take_over
-    monkeypatch.setattr(Ownership, "take_over", lambda *a: (cp.close(), take_over(*a)))
+    inside.interrupt_at(monkeypatch, inside.RUN_IS_TAKEN, lambda: cp.close())
     began = time.monotonic()
     with pytest.raises(ckpt.ClosedError):
         cp.restore()
@@ -74,14 +68,13 @@ def test_closed_within_restore(run_dir: str, monkeypatch: pytest.MonkeyPatch) ->
 def test_two_that_are_made_at_once(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one run, by two threads of a process: one is made, the other is refused."""
     found: list[ckpt.Checkpointer | ckpt.UsageError] = []
-    prepare, first = ckpt.trainer.session.Session._prepare, threading.Event()  # type: ignore[attr-defined]
+    first = threading.Event()
 
-    def slowly(*a: Any) -> Any:
+    def slowly() -> None:
         first.set()
         time.sleep(1.0)
-        return prepare(*a)
 
-    monkeypatch.setattr("ckpt.trainer.session.Session._prepare", slowly)
+    inside.interrupt_at(monkeypatch, inside.MADE["prepare"], slowly, always=True)
 
     def make() -> None:
         try:
@@ -197,9 +190,7 @@ def test_a_forked_child_holds_nothing_and_waits_for_nothing(run_dir: str) -> Non
     assert (done.returncode, done.stdout) == (0, "7\n"), done.stderr
 
 
-SLOWLY = "on_new_writer = memory.SnapshotMemory.on_new_writer\n" + (
-    "memory.SnapshotMemory.on_new_writer = lambda *a: (__import__('time').sleep(2), on_new_writer(*a))"
-)
+SLOWLY = "inside.interrupt_at(inside.FOREVER, inside.NEXT_WRITER_GETS_MEMORY, lambda: time.sleep(2), always=True)"
 
 
 def test_a_takeover_while_the_next_writer_gets_the_memory(run_dir: str) -> None:
@@ -244,17 +235,6 @@ print(toy.digest(state))
 """
 
 
-def kept_in(run: str) -> dict[int, str]:
-    """The steps that training keeps there, and why."""
-
-    async def look() -> dict[int, str]:
-        log = await read.open_run(run)
-        await log.store.aclose()
-        return {attempt.step: note.removeprefix(MARK) for attempt, note in log.state.kept.items()}
-
-    return read.run(look())
-
-
 @pytest.mark.parametrize("victim", ["nobody", "writer", "trainer"])
 def test_steps_that_are_to_stay(run_dir: str, own_sockets: Path, victim: str) -> None:
     """However quickly later checkpoints come and older ones go, with their notes; the next writer knows of them, and a
@@ -264,7 +244,7 @@ def test_steps_that_are_to_stay(run_dir: str, own_sockets: Path, victim: str) ->
     assert killed(process) if victim == "trainer" else process.returncode == 0, process.stderr
     assert eventually(lambda: victim == "trainer" or not writers(own_sockets))
     kept = {3: "best", 9: "last"} if victim == "trainer" else {2: "second best", 3: "best"}
-    assert eventually(lambda: kept_in(run_dir) == kept)
+    assert eventually(lambda: inside.kept_at(run_dir) == kept)
     there = set(steps_on_disk(run_dir))
     assert there >= {*kept, 9} and not there & {1, 4, 5}
     with ckpt.Checkpointer(state := toy.build(), ckpt.Tier(run_dir, every=1, keep=1), triggers=None) as cp:
@@ -274,7 +254,7 @@ def test_steps_that_are_to_stay(run_dir: str, own_sockets: Path, victim: str) ->
         for step in range(first + 1, first + 4):
             toy.train_step(state)
             cp.step(step).committed(60)  # type: ignore[union-attr]
-    assert eventually(lambda: kept_in(run_dir) == {} and not set(steps_on_disk(run_dir)) & {2, 3})
+    assert eventually(lambda: inside.kept_at(run_dir) == {} and not set(steps_on_disk(run_dir)) & {2, 3})
 
 
 def test_what_is_no_note_is_refused(run_dir: str) -> None:

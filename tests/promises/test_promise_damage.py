@@ -23,24 +23,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from click.testing import CliRunner
 
 import ckpt
+import inside
 import toy
-from ckpt.checkpoint import commit, losses, read, steady
-from ckpt.checkpoint.losses import Loss
-from ckpt.checkpoint.write import RankSnapshot, write_part
-from ckpt.cli.app import cli
 from ckpt.errors import CheckpointError, CorruptError
-from ckpt.format.manifest import Attempt, new_nonce
-from ckpt.ranks.world import World
-from ckpt.restore.candidates import gather
-from ckpt.restore.restore_first import Restored, restore_first
-from ckpt.runlog.log import Commit, RunLog
-from ckpt.state.capture import Capture
-from ckpt.store import open_store
+from inside import Job
 from processes import eventually, run_script
-from test_damage import SMALL, VALUES, layout, save
+from test_damage import SMALL, VALUES, save
 from threads import together as on_ranks
 
 EVERY, BACK, STEPS = 8, 16, 40
@@ -98,15 +88,9 @@ def flip(path: str | Path, at: int, bit: int = 4) -> None:
         file.write(bytes([byte ^ bit]))
 
 
-def restored(folder: Path, world: World | None = None, state: Any = None) -> Restored:
+def restored(folder: Path, state: Any = None) -> ckpt.Restored:
     """As `Checkpointer.restore` does it, of a run that nobody takes over and mends before."""
-    world, state, result = world or World(), state or toy.build(), Restored(step=None)
-    lost: list[Loss] = []
-    sources = gather(world, [], [], [f"file://{folder}"], [[0] * world.size], None, lost)
-    found = restore_first(world, sources, Capture(state), result, strict=True, on_touch=lambda: None, lost=lost)
-    if found is not None:
-        result.step = found.attempt.step
-    return result
+    return inside.restore_folder(f"file://{folder}", state or toy.build())
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -193,32 +177,23 @@ def records_of(folder: Path) -> list[tuple[int, str]]:
 # -- what was taken back stays so --
 
 
-async def attempted(log: RunLog, mine: Any, step: int) -> commit.WrittenPart:
-    of = layout(*SMALL)
-    data = memoryview(bytes(of.arrangement.data_size))
-    return await write_part(log.store, RankSnapshot(Attempt(mine.epoch, step, mine.nonce), of, data, VALUES))
+async def opened(folder: Path) -> Job:
+    return await Job.open(inside.open_folder(str(folder)), recover=False)
 
 
-async def opened(folder: Path) -> RunLog:
-    log = RunLog(open_store(folder, writable=True))
-    await log.open()
-    return log
+async def attempted(job: Job, step: int) -> Any:
+    return await job.write(step, SMALL, bytes(SMALL.size), VALUES)
 
 
-async def begun(folder: Path) -> tuple[RunLog, Any]:
-    store = open_store(folder, writable=True)
-    await commit.create_run(store)
-    log = await opened(folder)
-    mine = await commit.acquire(log, new_nonce())
-    await save(log, mine, layout(*SMALL), 10)
-    return log, mine
+async def begun(folder: Path) -> Job:
+    job = await opened(folder)
+    await save(job, SMALL, 10)
+    return job
 
 
 async def next_start(folder: Path) -> list[int]:
     """The steps that there are after a restart."""
-    log = await opened(folder)
-    await commit.recover(log, await commit.acquire(log, new_nonce()))
-    return [found.step for found in log.state.lineage()]
+    return (await Job.open(inside.open_folder(str(folder)))).steps
 
 
 @pytest.mark.parametrize("how", ["crash", "aborted", "aborted, damaged", "crash, other damage"])
@@ -229,16 +204,15 @@ def test_recovery_brings_back_nothing_that_may_have_been_taken_back(
     left out, and that is told. Of a record that was damaged before its job began, that is not to be feared."""
 
     async def body() -> list[int]:
-        log, mine = await begun(tmp_path)
+        job = await begun(tmp_path)
         if how == "crash, other damage":
             flip(tmp_path / "log" / f"{1:012d}.json", 60)
-            log = await opened(tmp_path)
-            mine = await commit.acquire(log, new_nonce())
-        written = await attempted(log, mine, 20)
+            job = await opened(tmp_path)
+        written = await attempted(job, 20)
         if how.startswith("aborted"):
-            await commit.abort(log, mine, Attempt.parse(written.part.attempt), "it mixes two moments")
+            await job.abort(written)
         if how == "aborted, damaged":
-            flip(tmp_path / "log" / f"{log.state.next_seq - 1:012d}.json", 60)
+            flip(tmp_path / job.last_record, 60)
         return await next_start(tmp_path)
 
     assert asyncio.run(body()) == {
@@ -249,34 +223,25 @@ def test_recovery_brings_back_nothing_that_may_have_been_taken_back(
     }[how] or (how == "crash, other damage" and asyncio.run(next_start(tmp_path))[:1] == [20])
     if how == "aborted, damaged":
         assert any("step 20 is left out" in text for text in warnings(caplog))
-
-        async def told() -> list[Loss]:
-            return await losses.of_log(await opened(tmp_path))
-
-        assert [a.step for one in asyncio.run(told()) for a in one.attempts] == [20]
+        assert inside.losses_at(tmp_path) == [20]
 
 
 @pytest.mark.parametrize("record", ["ABORT", "PLAN"])
 def test_a_retracted_checkpoint_stays_away_when_its_record_is_damaged(record: str, tmp_path: Path) -> None:
     """It mixed two moments: whatever becomes of the record that says so, nobody can restore it."""
 
-    async def body() -> tuple[list[int], list[Commit], RunLog]:
-        log, mine = await begun(tmp_path)
-        written = await attempted(log, mine, 20)
+    async def body() -> list[int]:
+        job = await begun(tmp_path)
+        written = await attempted(job, 20)
         if record == "PLAN":
-            await commit.commit(log, mine, [written])
-        await commit.retract(log, mine, Attempt.parse(written.part.attempt), "it mixes two moments")
-        flip(tmp_path / "log" / f"{log.state.next_seq - 1:012d}.json", 60)
+            await job.commit(written)
+        await job.retract(written)
+        flip(tmp_path / job.last_record, 60)
         steps = await next_start(tmp_path)
-        log = await opened(tmp_path)
-        return steps, log.state.lineage(), log
+        await inside.check_unreadable(inside.open_folder(str(tmp_path)), 20)
+        return steps
 
-    steps, commits, log = asyncio.run(body())
-    assert steps == ([20, 10] if record == "PLAN" else [10])
-    for found in commits:
-        if found.step == 20:
-            with pytest.raises(CheckpointError):
-                asyncio.run(read.load_saved(log.store, found))
+    assert asyncio.run(body()) == ([20, 10] if record == "PLAN" else [10])
 
 
 def test_ranks_all_hear_of_damage_that_one_has_seen(
@@ -288,12 +253,8 @@ def test_ranks_all_hear_of_damage_that_one_has_seen(
     flip(folder / "log" / f"{seq:012d}.json", 60)
     caplog.clear()
 
-    def body(world: World) -> Any:
-        lost: list[Loss] = []
-        gather(world, [], [], [f"file://{folder}"], [[0] * world.size], None, lost)
-        result = Restored(step=None)
-        restore_first(world, [], Capture(toy.build()), result, strict=True, on_touch=lambda: None, lost=lost)
-        return [(one.step, one.reason) for one in result.skipped]
+    def body(ranks: Any) -> Any:
+        return [(one.step, one.reason) for one in inside.lost_in_folder(f"file://{folder}", toy.build(), ranks)]
 
     first, second = on_ranks(2, dist.HashStore(), body, node_of=lambda rank: "one")
     assert first == second and [step for step, _ in first] == [STEPS] and f"log record {seq} is damaged" in first[0][1]
@@ -318,7 +279,7 @@ def test_commands_say_what_is_lost(left: Left, tmp_path: Path) -> None:
     seq = max(seq for seq, kind in records(folder) if kind == "COMMIT")
     flip(folder / "log" / f"{seq:012d}.json", 60)
     for command in (["ls"], ["verify"], ["restore", "--to", str(tmp_path / "other.safetensors")]):
-        found = CliRunner().invoke(cli, [command[0], str(folder), *command[1:]])
+        found = inside.invoke(command[0], folder, *command[1:])
         assert f"log record {seq} is damaged" in found.output and "step 40 a checkpoint" in found.output, found.output
 
 
@@ -367,7 +328,7 @@ def victims(folder: Path) -> list[Path]:
 def read_everything(base: str) -> None:
     """In a process of its own: all that reads a run, with something else in the place of each file in turn."""
     torch.set_num_threads(1)
-    steady.WINDOW_S = 0.02
+    inside.try_again_for(pytest.MonkeyPatch(), 0.02)
     for kind, place in itertools.product(KINDS, range(len(victims(Path(base))))):
         folder = Path(shutil.copytree(base, f"{base}.{kind}.{place}"))
         victim = victims(folder)[place]
@@ -383,7 +344,7 @@ def read_everything(base: str) -> None:
             except CheckpointError as error:
                 said.append(type(error).__name__)
         for command in (["verify", "--all"], ["faults"], ["report", "--json"]):
-            found = CliRunner().invoke(cli, [command[0], str(folder), *command[1:]])
+            found = inside.invoke(command[0], folder, *command[1:])
             assert found.exception is None or isinstance(found.exception, (SystemExit, CheckpointError)), found
         shutil.rmtree(folder)
         print("READ", kind, victim.relative_to(folder), said)

@@ -19,16 +19,9 @@ import pytest
 import torch
 
 import ckpt
+import inside
 import toy
 from boundaries import memory_ready
-from ckpt.trainer.closing import Closing
-from ckpt.trainer.faults.fault_handler import FaultHandler
-from ckpt.trainer.saves import TierWrites
-from ckpt.trainer.session import Session
-from ckpt.trainer.staging.stage import Stager
-from ckpt.trainer.step_keeper import StepKeeper
-from ckpt.trainer.supervise.next_arena import NextArena
-from ckpt.trainer.supervise.writes import KnownLayouts
 from parallel import free_port, launch
 from processes import PYTHONPATH, REPO, eventually, killed, run_python, run_script
 
@@ -52,26 +45,14 @@ if how != "end":
     state["model"](torch.randn(8, toy.WIDTH))
 if how == "raise":
     raise ValueError("enough")
-if how == "ctrl-c":
-    import os, signal
-    from ckpt.trainer.step_keeper import StepKeeper
-    original = StepKeeper.stage_last
-    def interrupted(self, *arguments, **more):
-        StepKeeper.stage_last = original
-        os.kill(os.getpid(), signal.SIGINT)
-        return original(self, *arguments, **more)
-    StepKeeper.stage_last = interrupted
-if how == "ctrl-c twice":
-    import os, signal
-    from ckpt.trainer.staging.stage import Stager
-    from ckpt.trainer.step_keeper import StepKeeper
-    def insisting(original):
-        def call(self, *arguments, **more):
-            os.kill(os.getpid(), signal.SIGINT)
-            return original(self, *arguments, **more)
-        return call
-    for owner, method in (StepKeeper, "stage_last"), (Stager, "do"), (Stager, "submit"):
-        setattr(owner, method, insisting(getattr(owner, method)))
+if how.startswith("ctrl-c"):
+    import os, signal, inside
+    moments = [inside.LAST_STEP_IS_STAGED]
+    if how == "ctrl-c twice":
+        moments += [inside.STAGING_THREAD_IS_ASKED, inside.STEPPING["hand over"]]
+    for moment in moments:
+        interrupt = lambda: os.kill(os.getpid(), signal.SIGINT)
+        inside.interrupt_at(inside.FOREVER, moment, interrupt, always=how == "ctrl-c twice")
 """
 
 
@@ -159,7 +140,7 @@ def test_what_is_left_to_the_writer_is_no_failure(run_dir: str, caplog: pytest.L
         save = cp.step(1)
         assert save is not None
         save.staged(60)
-        cp._closing.abandon()
+        inside.abandon(cp)
         with pytest.raises(ckpt.SaveError, match="its writer goes on"):
             save.committed(60)
     assert not caplog.messages
@@ -175,7 +156,7 @@ def test_ctrl_c_stays_what_ends_the_script(run_dir: str) -> None:
             cp.restore(default=0)
             toy.train_step(state)
             cp.step(1)
-            cp._session.errors.note(ckpt.SaveError("the disk is full"))
+            inside.fail_in_background(cp, ckpt.SaveError("the disk is full"))
             raise KeyboardInterrupt
         finally:
             cp.close()
@@ -475,7 +456,7 @@ def test_training_continues_with_on_error_warn_when_no_snapshot_fits(tmp_path: P
 
 # Trains where no shared memory can be made, and prints how each script would end.
 NOTHING_FITS = """
-import json, resource, sys, tempfile, torch, ckpt
+import json, resource, sys, tempfile, torch, ckpt, inside
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 found = {}
 
@@ -511,7 +492,7 @@ def waited(make, train):
     cp = make()
     train(cp, 2)
     try: cp.wait()
-    finally: cp._closing.abandon()
+    finally: inside.abandon(cp)
 def memory_alone(make, train):
     with make() as cp: train(cp, 5)
 def exit_0(make, train):
@@ -564,7 +545,7 @@ def test_scheduled_save_that_was_dropped_is_an_error_unless_made_up_for(run_dir:
     train(1)
     memory_ready(cp)
     copying = threading.Event()
-    cp._session.stager._worker.put(lambda: copying.wait() and None)
+    inside.run_in_staging_thread(cp, lambda: copying.wait() and None)
     train(2)
     with torch.no_grad():
         model.weight.mul_(0.5)
@@ -597,33 +578,6 @@ def own_handler() -> Iterator[None]:
     signal.signal(signal.SIGUSR1, before)
 
 
-# What close() does, one after the other.
-CLOSING = [
-    (Closing, "_save_last"),
-    (StepKeeper, "stage_last"),
-    (TierWrites, "wait"),
-    (Closing, "_end"),
-    (Closing, "_let_go"),
-]
-
-
-def interrupt_at(
-    patch: pytest.MonkeyPatch, owner: type, method: str, act: Callable[[], None], *, before: bool = True
-) -> None:
-    """Have this happen the first time that this method is called, before or after what it does."""
-    original, left = getattr(owner, method), [act]
-
-    def interrupted(*a: Any, **k: Any) -> Any:
-        if before and left:
-            left.pop()()
-        found = original(*a, **k)
-        if left:
-            left.pop()()
-        return found
-
-    patch.setattr(owner, method, interrupted)
-
-
 def closes(cp: ckpt.Checkpointer) -> Callable[[], None]:
     """A signal whose handler closes it."""
     signal.signal(signal.SIGUSR1, lambda *_: cp.close())
@@ -634,17 +588,10 @@ def interrupt(*_: Any, **__: Any) -> None:
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize(
-    ("owner", "method"),
-    [
-        (NextArena, "prepare"),
-        (KnownLayouts, "tell"),
-        (Stager, "submit"),  # what comes then is another thread's, to which no signal comes
-    ],
-)
+@pytest.mark.parametrize("moment", inside.STEPPING)
 @pytest.mark.parametrize("before", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_closed_by_a_handler_within_a_step(
-    run_dir: str, monkeypatch: pytest.MonkeyPatch, owner: type, method: str, before: bool
+    run_dir: str, monkeypatch: pytest.MonkeyPatch, moment: str, before: bool
 ) -> None:
     """The step is saved as it is at that moment, at once; step() then says that this Checkpointer is closed, or has
     come to its own end."""
@@ -652,7 +599,7 @@ def test_closed_by_a_handler_within_a_step(
     cp = ckpt.Checkpointer(state, run_dir, close_timeout_s=30)
     cp.restore(default=0)
     toy.train_step(state)
-    interrupt_at(monkeypatch, owner, method, closes(cp), before=before)
+    inside.interrupt_at(monkeypatch, inside.STEPPING[moment], closes(cp), before=before)
     began = time.monotonic()
     with contextlib.suppress(ckpt.ClosedError):
         cp.step(1)
@@ -664,10 +611,10 @@ def test_closed_by_a_handler_within_a_step(
 
 
 @pytest.mark.parametrize("how", ["handler", "close", "exit"])
-@pytest.mark.parametrize(("owner", "method"), CLOSING)
+@pytest.mark.parametrize("moment", inside.CLOSING)
 @pytest.mark.parametrize("before", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_interrupted_within_close(
-    run_dir: str, monkeypatch: pytest.MonkeyPatch, owner: type, method: str, before: bool, how: str
+    run_dir: str, monkeypatch: pytest.MonkeyPatch, moment: str, before: bool, how: str
 ) -> None:
     """A handler that closes too: neither waits for the other. Ctrl-C, as in a notebook: closed again, or opened again.
     At the exit nobody closes again, and what memory has stays. The last step is there in any case."""
@@ -675,14 +622,14 @@ def test_interrupted_within_close(
     if how == "exit":
         cp.stage()
     if how == "handler":
-        interrupt_at(monkeypatch, owner, method, closes(cp), before=before)
+        inside.interrupt_at(monkeypatch, inside.CLOSING[moment], closes(cp), before=before)
         began = time.monotonic()
         cp.close()
         assert time.monotonic() - began < 15
     else:
-        interrupt_at(monkeypatch, owner, method, interrupt, before=before)
+        inside.interrupt_at(monkeypatch, inside.CLOSING[moment], interrupt, before=before)
         with pytest.raises(KeyboardInterrupt):
-            cp._closing.close_at_exit() if how == "exit" else cp.close()
+            inside.close_at_exit(cp) if how == "exit" else cp.close()
         if how == "close":
             cp.close()
     monkeypatch.undo()
@@ -695,8 +642,8 @@ def test_a_second_ctrl_c_at_the_exit_says_what_is_lost(
     """Whoever insists is let go; which step is kept is said."""
     _, cp = trained(run_dir, 7, memory_every=5)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(StepKeeper, "stage_last", interrupt)
-        cp._closing.close_at_exit()
+        inside.act_instead(patch, inside.LAST_STEP_IS_STAGED, interrupt)
+        inside.close_at_exit(cp)
     assert "step 7 was the last one, and step 5 is kept: it was interrupted" in caplog.text
     cp.close()
     assert restored(run_dir) == (7, toy.reference(7))
@@ -709,7 +656,7 @@ def test_on_fault_may_save_while_we_close(run_dir: str) -> None:
 
     def on_fault(fault: object) -> None:
         arrived.set()
-        while not cp._progress.closed:
+        while not inside.is_closed(cp):
             time.sleep(0.01)
         try:
             cp.save()
@@ -757,7 +704,7 @@ def test_ctrl_c_while_a_step_is_asked_for_elsewhere(run_dir: str, monkeypatch: p
     done = cp.step(1)
     assert done is not None and done.staged(30)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(TierWrites, "write", interrupt)
+        inside.act_instead(patch, inside.WRITE_IS_ASKED_FOR, interrupt)
         cp.save()
     began = time.monotonic()
     cp.close()
@@ -772,18 +719,13 @@ def test_ctrl_c_while_it_is_made(run_dir: str, monkeypatch: pytest.MonkeyPatch) 
         cp.restore(default=0)
         toy.train_step(state)
         cp.step(1)
-    for owner, method in (
-        (Session, "introduce"),
-        (Session, "_show"),
-        (Session, "_prepare"),
-        (FaultHandler, "start"),
-    ):
+    for name, moment in inside.MADE.items():
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(owner, method, interrupt)
+            inside.act_instead(patch, moment, interrupt)
             ckpt.Checkpointer(state, run_dir)
         began = time.monotonic()
-        assert restored(run_dir) == (1, toy.reference(1)), method
-        assert time.monotonic() - began < 20, method
+        assert restored(run_dir) == (1, toy.reference(1)), name
+        assert time.monotonic() - began < 20, name
 
 
 def test_a_step_is_in_memory_when_its_layout_is_too(own_sockets: Path) -> None:

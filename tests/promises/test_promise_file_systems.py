@@ -17,10 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import ckpt
-from ckpt.checkpoint.concurrent import run
-from ckpt.checkpoint.identity import identify, key_of
-from ckpt.ipc import channel
+import inside
 from processes import PYTHONPATH, REPO, eventually
 
 COMPILER = shutil.which("cc") or shutil.which("gcc")
@@ -88,7 +85,7 @@ def test_run_survives_kill_on_file_system_without(library: str, tmp_path: Path, 
 EXPORT = """
 import sys, torch, ckpt
 with ckpt.Checkpointer({"w": torch.ones(700_000)}, [ckpt.Tier(sys.argv[1], every=1)]) as cp: cp.step(1)
-from ckpt.cli import main
+from inside import main
 sys.exit(main(["restore", sys.argv[1], "--to", sys.argv[2], "--only", "w"]))
 """
 
@@ -122,10 +119,8 @@ def intruder(run_dir: str, own_sockets: Path, request: pytest.FixtureRequest) ->
     """Have another user's process take every socket name of a run's writer, or of its trainer."""
     if os.getuid() != 0:
         pytest.skip("only root can start a process of another user")
-    run(identify(ckpt.Tier(run_dir).spec(), create=True))  # its socket names depend on its id
-    key = key_of(run_dir)
-    chosen = channel.trainer_key(key) if request.param == "trainer" else key
-    names = [channel._address(chosen, number) for number in range(channel.NAMES)]
+    inside.begin_folder(run_dir)  # its socket names depend on its id
+    names = inside.addresses_of(inside.name_of_writer_in(run_dir), of_trainer=request.param == "trainer")
     code = (
         "import os, socket, sys\n"
         "os.setuid(65534)\n"
@@ -146,13 +141,11 @@ def test_socket_names_taken_by_another_user_are_named(intruder: str) -> None:
     refused = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120)
     assert refused.returncode == 1
     assert "another user of this machine (uid 65534) has the socket names of this run" in refused.stderr
-    assert channel.RUNTIME in refused.stderr
+    assert inside.VARIABLE_OF_NAMES in refused.stderr
 
 
 STOPPED = """
-import logging, os, signal, sys, threading, torch, ckpt
-from ckpt.checkpoint.identity import key_of
-from ckpt.ipc import channel
+import logging, os, signal, sys, threading, torch, ckpt, inside
 logging.basicConfig(level=logging.WARNING, format="%(message)s")
 model = torch.nn.Linear(300, 300); optim = torch.optim.AdamW(model.parameters())
 tiers = [ckpt.Memory(linger_s=0, keep=2), ckpt.Tier(sys.argv[1], every=1)]
@@ -167,7 +160,7 @@ with ckpt.Checkpointer({"m": model, "o": optim}, tiers) as cp:
         save = cp.step(step + 1)
         if step == 3:
             save.committed(60)
-            writer = channel.writers_of(key_of(sys.argv[1]))
+            writer = inside.writers_in(sys.argv[1])
             def wake():
                 warned.wait(40); os.kill(writer[0], signal.SIGCONT)
             threading.Thread(target=wake).start()
@@ -185,4 +178,4 @@ def test_stopped_writer_is_named_while_training_waits(run_dir: str) -> None:
     assert words[:2] == ["warned", "True"], ended.stdout + ended.stderr
     assert f"the writer process {words[3]} is stopped" in ended.stderr
     assert ended.stderr.count("is stopped") == 1
-    assert eventually(lambda: not channel.writers_of(key_of(run_dir)))
+    assert eventually(lambda: not inside.writers_in(run_dir))

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,19 +14,15 @@ import psutil
 import pytest
 
 import ckpt
-from ckpt.ipc import channel
-from ckpt.ipc.process import Process
-from ckpt.ipc.requests import Greeting, Taken
-from ckpt.ipc.watch_requests import Look
-from ckpt.trainer.supervise.writer_client import WriterClient
+import inside
 from kills import Trainer
 from parallel import free_port
-from processes import REPO, eventually, start_python, writers
+from processes import PYTHONPATH, eventually, start_python, writers
 
 NAME = "handover"
+RUN = f"memory:{NAME}"
 LIFE = """
 import os, sys, ckpt, torch
-from ckpt.trainer.supervise import find_writer
 import torch.distributed as dist
 from torch import nn
 until, words = int(sys.argv[1]), sys.argv[2:]
@@ -73,7 +67,7 @@ def held(real):
     return sync
 os.fsync, os.fdatasync = held(os.fsync), held(os.fdatasync)
 """
-IMPATIENT = "find_writer.HELLO_S = find_writer.PATIENT_S = 1.0"
+IMPATIENT = "import inside; inside.wait_for_writers_for(1.0)"
 
 
 class Rank(Trainer):
@@ -190,25 +184,13 @@ def test_what_fails_after_a_close_is_tried_again(place: Place, own_sockets: Path
 def test_memory_that_is_let_go_of_late_is_free_then(own_sockets: Path) -> None:
     """A trainer leaves, and is still copying when the next one comes. That one waits until it has let go of its memory,
     and not until it has died."""
-    late = (
-        "stager = cp._session.stager; stop = stager.stop; "
-        "stager.stop = lambda *a: (print('leaving'), sys.stdin.readline(), stop(*a))"
-    )
+    late = "import inside; inside.do_before_it_lets_go_of_memory(cp, lambda: (print('leaving'), sys.stdin.readline()))"
     with Rank(4) as first:
         first.trained()
         assert first.do(late) == "done 4"
-        assert first.do("cp._closing.abandon()") == "leaving"
+        assert first.do("inside.abandon(cp)") == "leaving"
         with Rank(4) as second:
-            key = channel.run_key(f"memory:{NAME}", 0)
-            assert eventually(
-                lambda: (
-                    (channel.ask_once(key, Look(), 10.0) or {}).get("pid") == second.process.pid
-                    or (
-                        (there := channel.ask_once(key, Greeting(visit=True), 10.0)) is not None
-                        and there.trainer == second.process.pid
-                    )
-                )
-            )
+            assert eventually(lambda: inside.is_at_the_writer(RUN, second.process.pid))
             assert first.do("") == "done 4"
             assert second.trained() == "start 4 4"
             assert [second.do("train()"), second.do("train()"), second.do("train()")] == ["done 5", "done 6", "done 7"]
@@ -218,7 +200,7 @@ def test_an_error_in_the_staging_thread_is_no_death() -> None:
     """Something fails in the thread that copies. The trainer lives: it is not taken for dead, and goes on saving."""
     with Rank(3) as first:
         first.trained()
-        assert first.do("cp._session.stager._worker.put(lambda: 1 / 0)") == "done 3"
+        assert first.do("import inside; inside.run_in_staging_thread(cp, lambda: 1 / 0)") == "done 3"
         with Rank() as second:
             assert f"InUseError: process {first.process.pid}" in second.line()
         assert [first.do("train()"), first.do("train()")] == ["done 4", "done 5"]
@@ -243,11 +225,11 @@ def test_a_writer_that_never_answers_is_no_older_step(own_sockets: Path) -> None
     older step; when it is gone, all is found."""
     with two_ranks(4):
         pass
-    silent = channel.listen(channel.run_key(f"memory:{NAME}", 3))
+    silent = inside.take_name_of_writer(name := inside.name_of_writer(RUN, 3))
     assert silent is not None
     with silent:
         with Rank(patch=IMPATIENT) as one:
-            assert f"{channel.run_key(f'memory:{NAME}', 3)}" in (error := one.line()) and "DeadlineError" in error
+            assert name in (error := one.line()) and "DeadlineError" in error
     assert start() == "start 4 4"
 
 
@@ -255,9 +237,8 @@ def test_a_writer_goes_only_when_all_it_has_is_held_elsewhere(own_sockets: Path)
     """Told that its memory has been taken, it looks whether that is all of its memory."""
     with Rank(4) as first:
         first.trained()
-    key = channel.run_key(f"memory:{NAME}", 0)
-    assert eventually(lambda: (there := channel.ask_once(key, Greeting(visit=True), 10.0)) and not there.alive)
-    channel.ask_once(key, Taken(["00" * 16]), 10.0)
+    assert eventually(lambda: inside.has_lost_its_trainer(RUN))
+    inside.say_memory_was_taken(RUN, ["00" * 16])
     assert start() == "start 4 4"
 
 
@@ -300,14 +281,10 @@ def test_a_rank_that_lives_is_in_nobodys_way_for_nothing(own_sockets: Path) -> N
 
 def test_a_stranger_with_the_name_of_a_writer_is_not_killed(own_sockets: Path) -> None:
     """It holds the name and does not answer: the start says who it is, and leaves it alone."""
-    code = (
-        "import sys; from ckpt.ipc.channel import listen; "
-        "s = listen(sys.argv[1]); print('listens', flush=True); input()"
-    )
-    path = f"{REPO}:{REPO / 'backends'}"
+    code = "import sys, inside; s = inside.take_name_of_writer(sys.argv[1]); print('listens', flush=True); input()"
     stranger = start_python(
-        [sys.executable, "-c", code, channel.run_key(f"memory:{NAME}", 0)],
-        env={**os.environ, "PYTHONPATH": path},
+        [sys.executable, "-c", code, inside.name_of_writer(RUN)],
+        env={**os.environ, "PYTHONPATH": PYTHONPATH},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -336,23 +313,3 @@ def test_a_start_ends_nothing_that_it_cannot_see(own_sockets: Path) -> None:
             assert "InUseError" in second.line() and second.process.wait() == 1
         writer.resume()
         assert first.do("train()") == "done 3"
-
-
-@pytest.mark.parametrize("again", [False, True], ids=["the trainer", "its number again"])
-def test_a_writer_knows_its_trainer_by_more_than_its_number(
-    own_sockets: Path, monkeypatch: pytest.MonkeyPatch, again: bool
-) -> None:
-    """A trainer dies while its writer is being started, and another process gets its number: the writer does not take
-    that one for its trainer, and leaves. The true one it waits for."""
-    process, lost = Process.of(os.getpid()), threading.Event()
-    with monkeypatch.context() as patch:
-        patch.setattr(Process, "of", lambda pid: Process(pid, process.started - again))
-        client = WriterClient.spawn(channel.run_key(f"memory:{NAME}", 0))
-    try:
-        client.listen(lambda note: None, lost.set)
-        assert lost.wait(30 if again else 2) == again
-        assert not again or eventually(lambda: not writers(own_sockets))
-    finally:
-        client.close()
-        for process in writers(own_sockets):
-            process.send_signal(signal.SIGKILL)

@@ -20,6 +20,7 @@ import pytest
 import torch
 
 import ckpt
+import inside
 
 LIBRARY = str(Path(ckpt.__file__).parent)
 HOWS = ("ctrl-c", "handler", "saves")
@@ -153,7 +154,7 @@ def test_negative_control_one_wrong_bit_is_seen(
     def wrong(cp: ckpt.Checkpointer, *a: Any, **k: Any) -> Any:
         step = restore(cp, *a, **k)
         if step:
-            cp._session.capture.state["model"][0].weight.data.view(torch.int32)[0, 0] ^= 1
+            inside.state_of(cp)["model"][0].weight.data.view(torch.int32)[0, 0] ^= 1
         return step
 
     monkeypatch.setattr(ckpt.Checkpointer, "restore", wrong)

@@ -13,13 +13,11 @@ import pytest
 import torch
 
 import ckpt
+import inside
 import toy
 from boundaries import memory_ready
-from ckpt.format.values import encode
-from ckpt.state.fingerprint import SampledPlaces
 from processes import killed, run_script
 from test_promise_ends import newest, restored
-from test_promise_provenance import staged
 
 STEPS = 25
 
@@ -86,17 +84,6 @@ def test_exit_in_the_middle_of_a_step_is_no_boundary(run_dir: str) -> None:
     assert restored(run_dir) == (20, toy.reference(20))
 
 
-def test_a_long_history_costs_little_to_keep(run_dir: str) -> None:
-    """A plain list of 20,000 numbers is not looked through one by one, and is saved as it was all the same."""
-    numbers = [0.1 * i for i in range(20_000)]
-    assert encode(numbers) == numbers and encode(numbers) is not numbers
-    assert encode(list(range(100))) == list(range(100))
-    for odd in (float("nan"), float("inf"), 2**60, None, True, "x", 1.5):
-        mixed = [*range(100), odd]
-        assert encode(mixed) == [encode(one) for one in mixed]
-        assert [type(one) for one in encode(mixed)] == [type(encode(one)) for one in mixed]
-
-
 # -- frozen and complex things --
 
 
@@ -109,25 +96,6 @@ def test_a_teacher_of_inference_mode_ends_no_training(run_dir: str) -> None:
     with ckpt.Checkpointer(state, rare(run_dir)) as cp:
         train(cp, state)
     assert newest(run_dir) == STEPS
-
-
-def test_the_other_half_of_a_complex_number_is_looked_at() -> None:
-    """A write to imaginary parts alone, past torch's counters, is seen in every complex type."""
-    for dtype in (torch.complex64, torch.complex128):
-        tensor = torch.randn(100, 50, dtype=dtype).t()
-        state = {"w": tensor}
-        reading = ckpt_reading(state)
-        spots = SampledPlaces(reading.layout, [0], reading.tensors)
-        seen = spots.look()
-        assert not seen.changed() and not seen.differing(staged(reading.layout, reading.tensors))
-        tensor.data.imag.neg_()
-        assert seen.changed() == {0} and seen.differing(staged(reading.layout, reading.tensors)) == {0}
-
-
-def ckpt_reading(state: dict[str, Any]) -> Any:
-    from ckpt.state.capture import Capture
-
-    return Capture(state).read()
 
 
 def test_a_tensor_put_into_the_same_group_is_saved(run_dir: str) -> None:
@@ -180,7 +148,7 @@ def test_going_back_to_a_step_that_is_on_its_way(run_dir: str) -> None:
                 assert cp.restore(step=step - 4) == step - 4
                 assert toy.digest(state) == toy.reference(step - 4)
                 assert cp.restore(step=step - 4) == step - 4
-                while (back := cp._progress.step) is not None and back < step + 1:
+                while (back := inside.current_step(cp)) is not None and back < step + 1:
                     toy.train_step(state)
                     cp.step(back + 1)
 
@@ -430,13 +398,12 @@ def test_two_slots_and_broken_steps_hold_nobody_up(own_sockets: Path) -> None:
         toy.train_step(state)
         done = cp.step(1)
         assert done is not None and done.staged(30)
-        while cp._session.stager.give_up_slot():
-            pass
+        inside.give_up_slots(cp)
         began = time.monotonic()
         for step in range(2, 8):
             broken(cp, state, step)
         assert time.monotonic() - began < 15
-        assert {label.finite for _, label in cp._session.stager.arena.sealed()} == {None, False}  # type: ignore[union-attr]
+        assert inside.finite_in_memory(cp) == {None, False}
 
 
 def test_memory_that_was_outgrown_stays_while_training_is_broken(own_sockets: Path) -> None:
@@ -456,26 +423,22 @@ def test_memory_that_was_outgrown_stays_while_training_is_broken(own_sockets: Pa
                 staged_broken += 1
             except ckpt.SkippedError:  # its memory is not ready yet
                 time.sleep(0.1)
-        held = [label for arena in cp._session.supervisor.memory.arenas() for _, label in arena.sealed()]
-        assert 1 in {label.attempt.step for label in held if label.attempt is not None}
+        assert 1 in inside.steps_in_any_memory(cp)
 
 
 ARRIVING = """
-import os, signal, sys, time, torch, ckpt
-from ckpt.trainer.staging.stage import Stager
+import os, signal, sys, time, torch, ckpt, inside
 state = {"w": torch.zeros(4)}
 cp = ckpt.Checkpointer(state, [ckpt.Memory()], name="arriving", triggers=None)
 cp.restore(default=0)
 assert cp.step(1).staged(30)
-use = Stager.use
-def late(stager, arena, on_locked):
+def late():
     old = cp.writer_pid
     os.kill(old, signal.SIGKILL)
     while cp.writer_pid in (0, old):
         time.sleep(0.01)
     time.sleep(0.2)
-    use(stager, arena, on_locked)
-Stager.use = late
+inside.interrupt_at(inside.FOREVER, inside.MEMORY_IS_ADOPTED, late)
 state["more"] = torch.arange(1 << 20)
 try:
     assert cp.save(2).staged(30).tier == "memory"

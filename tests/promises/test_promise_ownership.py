@@ -19,13 +19,8 @@ import torch
 from torch import nn
 
 import ckpt
+import inside
 import toy
-from ckpt.ipc import channel
-from ckpt.ipc.notes import GoneNote, SaidNote
-from ckpt.ipc.process import Process
-from ckpt.ipc.protocol import Note
-from ckpt.ipc.requests import Close, Resume
-from ckpt.trainer.supervise.writer_client import WriterClient
 from kills import Trainer
 from processes import REPO, eventually, killed, run_script, writers
 
@@ -63,14 +58,9 @@ with ckpt.Checkpointer({"w": w, "opt": opt}, takeover="takeover" in words, **pla
 """
 
 
-PARTS = (
-    "from ckpt.trainer.supervise import find_writer, held_snapshots, memory, opening, writer_client, writer_supervisor"
-)
-
-
 def patched(patch: str) -> str:
     """The same life, after something was made otherwise in that process."""
-    return LIFE.replace("w = nn", f"{PARTS}\n{patch}\nw = nn", 1)
+    return LIFE.replace("w = nn", f"import inside\n{patch}\nw = nn", 1)
 
 
 class Life(Trainer):
@@ -121,19 +111,11 @@ def test_whoever_loses_a_run_is_told_and_its_memory_is_found(run_dir: str) -> No
     assert start_of("memory:taken") == ["start", "6", "6", "memory"]
 
 
-@pytest.mark.parametrize(
-    "moment",
-    [
-        "memory.SnapshotMemory.inherit",
-        "writer_supervisor.WriterSupervisor._listen",
-        "held_snapshots.HeldSnapshots.take_orphans",
-        "opening.RunOpener.open",
-    ],
-)
+@pytest.mark.parametrize("moment", inside.TAKING_OVER)
 def test_a_taker_that_dies_half_way_leaves_what_was_there(moment: str, run_dir: str) -> None:
     """Whenever one that takes a run over is killed, the next start goes on from the newest step of the history: neither
     from nothing, nor from one that was undone."""
-    patch = f"{moment} = lambda *_: os.kill(os.getpid(), 9)"
+    patch = f"inside.act_instead(inside.FOREVER, inside.TAKING_OVER[{moment!r}], lambda: os.kill(os.getpid(), 9))"
     with Life("memory:halfway", 6) as first:
         assert first.ask("cp.restore(step=5)") == "5"
         assert killed(run_script(patched(patch), "memory:halfway", 9, "takeover"))
@@ -145,8 +127,8 @@ def test_one_that_comes_into_a_takeover_harms_nothing(third: str, run_dir: str) 
     """A first trainer is taken over from by a second, and before that has opened the run a third comes. Without
     takeover it is refused; with it the second is told. Whoever has the run goes on from the first one's last step."""
     held = patched(
-        "held_snapshots.HeldSnapshots.take_orphans = "
-        "lambda self: (print('held', flush=True), sys.stdin.readline(), {})[-1]"
+        "hold = lambda: (print('held', flush=True), sys.stdin.readline(), {})[-1]\n"
+        "inside.act_instead(inside.FOREVER, inside.ORPHANS_ARE_TAKEN, hold)"
     )
     with Life("memory:three", 4) as first, Life("memory:three", 0, "takeover", code=held) as second:
         assert second.began == "held"
@@ -180,19 +162,16 @@ def test_a_trainer_whose_writer_has_died_is_seen(where: str, run_dir: str) -> No
 def test_a_trainer_waits_for_the_name_of_a_writer_that_goes(run_dir: str) -> None:
     """Its writer has died, and a late writer of a start that came to nothing has the name for a while: the run was not
     lost to that one."""
-    key = channel.run_key("memory:late", 0)
     with Life("memory:late", 4) as first:
-        writer = Process.of(int(first.ask("cp.writer_pid")))
+        writer = inside.process_of(int(first.ask("cp.writer_pid")))
         first.process.send_signal(signal.SIGSTOP)
         os.kill(writer.pid, signal.SIGKILL)
         assert eventually(lambda: not writer.alive)
-        late = WriterClient.spawn(key)
-        late.greet(60.0, 60.0)
+        late = inside.LateWriter("memory:late")
         first.process.send_signal(signal.SIGCONT)
         first.say()
         time.sleep(2.0)
-        late.ask(Close())
-        late.close()
+        late.leave()
         assert first.line() == "staged 5" and first.do() == "staged 6"
     assert start_of("memory:late") == ["start", "6", "6", "memory"]
 
@@ -204,7 +183,7 @@ def test_a_trainer_that_lost_takes_no_name_again(run_dir: str) -> None:
         with Life("memory:lost", 7, "takeover") as second:
             assert first.do().startswith("FencedError")
             writer = int(second.ask("cp.writer_pid"))
-        for pid in {writer, int(first.ask("cp._session.supervisor.client.pid"))}:
+        for pid in {writer, int(first.ask("__import__('inside').writer_of(cp)"))}:
             os.kill(pid, signal.SIGKILL)
         assert first.do().startswith("FencedError")
         assert start_of("memory:lost") == ["start", "0", "0", "None"]
@@ -219,31 +198,17 @@ def test_a_loser_that_stands_still_is_in_nobodys_way(run_dir: str) -> None:
             assert second.began == "start 4 4 memory"
             assert "InUseError" in run_script(LIFE, "memory:still", 9).stderr
             first.kill()
-            assert eventually(
-                lambda: channel.holder(channel.trainer_key(channel.run_key("memory:still", 0))) is not None
-            )
+            assert eventually(lambda: inside.trainer_named("memory:still") is not None)
             os.kill(int(second.ask("cp.writer_pid")), signal.SIGKILL)
             assert f"InUseError: process {second.process.pid}" in run_script(LIFE, "memory:still", 9).stderr
             assert second.do() == "staged 7"
         assert start_of("memory:still") == ["start", "7", "7", "memory"]
 
 
-STOPS = """
-def stopping(arena, slot, label, set_label=Arena.set_label):
-    if label.state == SEALED and label.attempt.step == 5:
-        Arena.set_label = set_label
-        os.kill(os.getpid(), 19)
-        time.sleep(0.3)  # another thread may get it
-    set_label(arena, slot, label)
-Arena.set_label = stopping
-"""
-
-
 def test_what_nobody_will_see_is_not_acknowledged(run_dir: str) -> None:
     """A trainer is stopped, as a machine that is suspended, before it has sealed a step, loses its run, and goes on:
     that step comes after what its successor has seen, and is not told as staged, however late the word of it comes."""
-    code = LIFE.replace("w = nn", f"from ckpt.ipc.arena import SEALED, Arena\n{STOPS}\nw = nn", 1)
-    with Life("memory:late", 4, code=code) as first:
+    with Life("memory:late", 4, code=patched("inside.stop_before_sealing(5)")) as first:
         first.say()
         assert eventually(lambda: psutil.Process(first.process.pid).status() == psutil.STATUS_STOPPED)
         with Life("memory:late", 4, "takeover") as second:
@@ -268,12 +233,11 @@ def test_who_lost_a_run_and_stands_still_keeps_nobody_from_starting_again(run_di
 
 def test_a_child_does_not_keep_its_parents_name(run_dir: str) -> None:
     """A forked child outlives the trainer: the run is nobody's all the same."""
-    key = channel.trainer_key(channel.run_key("memory:parent", 0))
     with Life("memory:parent", 4) as first:
-        assert channel.holder(key) == first.process.pid
+        assert inside.trainer_named("memory:parent") == first.process.pid
         child = int(first.ask("os.fork() or time.sleep(600)"))
     try:
-        assert channel.holder(key) is None
+        assert inside.trainer_named("memory:parent") is None
         assert start_of("memory:parent") == ["start", "4", "4", "memory"]
     finally:
         os.kill(child, signal.SIGKILL)
@@ -283,10 +247,7 @@ def test_a_child_does_not_keep_its_parents_name(run_dir: str) -> None:
 def test_a_writer_that_stands_still_is_ended_only_if_its_trainer_is_dead(lives: bool, run_dir: str) -> None:
     """It cannot be woken up. An opening is refused while its trainer lives, which goes on with it afterwards; after
     that one's death it is ended, and the run begins, however long it was waited for."""
-    patch = (
-        "find_writer.MEET_S = find_writer.HELLO_S = find_writer.PATIENT_S = 2.0; "
-        "writer_client.WriterClient._wake = lambda _: 0"
-    )
+    patch = "inside.wait_for_writers_for(2.0, 2.0); inside.wake_no_writer()"
     with Life("memory:silent", 4) as first:
         writer = int(first.ask("cp.writer_pid"))
         os.kill(writer, signal.SIGSTOP)
@@ -309,30 +270,6 @@ def test_a_takeover_that_cannot_succeed_ends_no_training(run_dir: str, tmp_path:
     assert start_of(run_dir) == ["start", "4", "4", "memory"]
 
 
-def test_what_a_writer_says_before_anybody_listens_is_heard() -> None:
-    """In turn, and once."""
-    ours, theirs = socket.socketpair()
-    client, writer = WriterClient(channel.Channel(ours), "none"), channel.Channel(theirs)
-    writer.send(GoneNote())
-    future = client.send(Resume())
-    writer.reply(1, None)
-    future.result(30)
-    heard: list[Note] = []
-    client.listen(heard.append, lambda: None)
-    writer.send(SaidNote("so"))
-    assert eventually(lambda: heard == [GoneNote(), SaidNote("so")])
-    client.close()
-    writer.close()
-
-
-def test_a_name_that_does_not_answer_yet_is_taken_all_the_same(own_sockets: Path) -> None:
-    """Its owner was stopped before it came to listen: nobody goes on to the names that are for other users' sake."""
-    key = channel.run_key("memory:bound", 0)
-    with socket.socket(socket.AF_UNIX) as owner:
-        owner.bind(channel._address(key, 0))
-        assert channel.listen(key) is None
-
-
 def test_a_start_that_fails_takes_nothing_from_a_run_that_goes_on(run_dir: str) -> None:
     """Opened with takeover=True and a place that cannot be used, a second start ends with an error; a third finds all
     the steps of the first."""
@@ -343,31 +280,6 @@ def test_a_start_that_fails_takes_nothing_from_a_run_that_goes_on(run_dir: str) 
         assert "FormatError" in run_script(script, run_dir, 9).stderr
         assert first.do() == "staged 4"
     assert start_of("memory:kept") == ["start", "4", "4", "memory"]
-
-
-def test_a_name_has_one_owner(own_sockets: Path) -> None:
-    """Of many that ask for a name at once one gets it; it is free again when that one is gone, and not before. A writer
-    that starts late neither takes nor removes its successor's."""
-    key = channel.run_key("memory:name", 0)
-    got = list[object]()
-    threads = [threading.Thread(target=lambda: got.append(channel.listen(key))) for _ in range(16)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    (owner,) = [one for one in got if one is not None]
-    assert channel.listen(key) is None and channel.siblings(key) == {0: key}
-    with pytest.raises(ckpt.WriterError, match="another writer"):
-        late = WriterClient.spawn(key)
-        try:
-            late.greet(60.0, 60.0)
-        finally:
-            late.close()
-    assert channel.siblings(key) == {0: key}
-    owner.close()  # type: ignore[attr-defined]
-    again = channel.listen(key)
-    assert again is not None
-    again.close()
 
 
 def test_memory_is_found_whatever_the_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -460,18 +372,6 @@ def test_a_number_that_is_used_again_is_no_trainer(run_dir: str) -> None:
     finally:
         other.kill()
         other.wait()
-
-
-def test_a_process_is_more_than_its_number() -> None:
-    """It is told from one with the same number by its start; one that has ended is not alive, reaped or not."""
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    process = Process.of(child.pid)
-    assert process.alive and not Process(child.pid, process.started - 1).alive
-    assert abs(process.born - time.monotonic()) < 60
-    child.kill()
-    assert eventually(lambda: not process.alive)  # a zombie
-    child.wait()
-    assert not process.alive and Process.of(child.pid) != process
 
 
 @pytest.mark.skipif(

@@ -16,14 +16,9 @@ import torch
 from torch import Tensor, nn
 
 import ckpt
+import inside
 from boundaries import LARGE, Run, adamw, gate, gradients, open_run, read_back
 from ckpt.errors import SaveError
-from ckpt.format.layout import Layout
-from ckpt.state.capture import Capture, Reading
-from ckpt.state.fingerprint import ELEMENTS, SampledPlaces
-from ckpt.state.tensors import as_bytes, spec
-from ckpt.trainer.staging.fill import SlotFiller
-from ckpt.trainer.staging.unchanged import Frozen
 from processes import eventually, killed, run_script
 from toy_states import State, differences, freeze
 
@@ -86,7 +81,7 @@ def test_a_staged_step_stays_when_weights_are_exchanged_later(open_run: Any) -> 
         run.move(run.state, step)
         boundary = freeze(run.state)
         save = cp.step(step)
-        assert cp._staged.last[1].copied.wait(30.0)
+        assert inside.wait_until_copied(cp, 30.0)
         exchange(run.state)
         run.move(run.state, step)
         save.staged(30.0)
@@ -155,7 +150,7 @@ def test_a_write_behind_a_fence_costs_no_step(open_run: Any, gate: threading.Eve
         decayed(run.state)
         save.staged(30.0)
         assert differences(read_back(cp, step, run.twin), boundary) == []
-        assert cp._session.capture.eager == set()
+        assert inside.copied_at_once(cp) == set()
 
 
 def test_weights_that_are_exchanged_and_back_again_while_they_are_copied(
@@ -167,20 +162,14 @@ def test_weights_that_are_exchanged_and_back_again_while_they_are_copied(
     run.move(run.state, 1)
     cp.step(1).staged(30.0)
     run.move(run.state, 2)
-    first, others, put = run.state["model"][0].weight, list(run.state["model"][1].parameters()), Frozen.put
+    first, others = run.state["model"][0].weight, list(run.state["model"][1].parameters())
 
-    def meanwhile(self: Frozen, number: int, target: Tensor, source: Tensor) -> None:
-        if source.data_ptr() == first.data_ptr():
-            put(self, number, target, source)
-            for p in others:
-                p.data.neg_()
-            return
-        put(self, number, target, source)
-        if source.data_ptr() == others[0].data_ptr():
+    def meanwhile(source: Tensor) -> None:
+        if source.data_ptr() in (first.data_ptr(), others[0].data_ptr()):
             for p in others:
                 p.data.neg_()
 
-    monkeypatch.setattr(Frozen, "put", meanwhile)
+    inside.after_each_large_copy(monkeypatch, meanwhile)
     save = cp.step(2)
     with pytest.raises(SaveError, match=r"step 2 was dropped: model\.1\.weight"):
         save.staged(30.0)
@@ -227,8 +216,7 @@ def test_the_next_step_is_saved_instead(open_run: Any, gate: threading.Event) ->
 
 IN_THE_MIDDLE = """
 import os, signal, sys, time
-import torch, ckpt
-from ckpt.trainer.staging.fill import SlotFiller
+import torch, ckpt, inside
 
 model = torch.nn.Linear(1500, 1500, bias=False)
 weight, optim = torch.nn.init.zeros_(model.weight), torch.optim.SGD(model.parameters(), lr=1.0)
@@ -242,16 +230,15 @@ cp.restore(default=0)
 move()
 cp.step(1).staged(30.0)
 move()
-copy, first = SlotFiller.copy, weight.detach().view(-1)
+first = weight.detach().view(-1)
 
-def in_the_middle(self, pairs, streams, *more):
-    while pairs and float(first[0]) == 2.0:
+def in_the_middle(streams, beside_training):
+    while float(first[0]) == 2.0:
         time.sleep(0.0001)
-    copy(self, pairs, streams)
 
-SlotFiller.copy = in_the_middle
+inside.before_copies(inside.FOREVER, in_the_middle)
 save = cp.step(2)
-save._staged.add_done_callback(lambda _: os.kill(os.getpid(), signal.SIGKILL))  # if it is not sealed
+inside.when_staged(save, lambda: os.kill(os.getpid(), signal.SIGKILL))  # if it is not sealed
 with torch.no_grad():
     torch._foreach_mul_([weight] * 5000, 1.001)  # is counted when all of it has ended
 """
@@ -266,85 +253,6 @@ def test_a_write_under_way_when_the_trainer_dies(own_sockets: Path) -> None:
     with ckpt.Checkpointer(state, name="killed", triggers=()) as cp:
         step = cp.restore()
         assert model.weight.unique().tolist() == [step] == [1.0]
-
-
-# -- what a fingerprint sees --
-
-
-def kinds() -> dict[str, Tensor]:
-    """Tensors of all widths and forms. What follows `odd` lies at odd places of a slot."""
-    wide = torch.arange(60_000.0).view(200, 300)
-    raw = torch.arange(41, dtype=torch.uint8)
-    return {
-        "f32": wide.clone(),
-        "f64": wide.double(),
-        "c128": wide.to(torch.complex128),
-        "bf16": wide.bfloat16(),
-        "bool": wide > 100,
-        "turned": wide.clone().t(),
-        "permuted": wide.clone().view(20, 10, 300).permute(2, 0, 1),
-        "cut": wide.clone()[:, 10:20],
-        "scalar": torch.tensor(3.0),
-        "empty": torch.zeros(0, 3),
-        "odd": torch.arange(7, dtype=torch.int8),
-        "behind": wide.clone(),
-        "misplaced": raw[1:],
-    }
-
-
-def staged(layout: Layout, tensors: list[Tensor]) -> Tensor:
-    """A slot with these tensors in it."""
-    slot = torch.zeros(layout.arrangement.data_size, dtype=torch.uint8)
-    for tensor, offset in zip(tensors, layout.arrangement.offsets, strict=True):
-        slot[offset : offset + tensor.nbytes].copy_(as_bytes(tensor.contiguous()))
-    return slot
-
-
-@pytest.mark.parametrize("name", [name for name, tensor in kinds().items() if tensor.numel()])
-@pytest.mark.parametrize("where", [0, -1, None], ids=["first", "last", "all"])
-def test_whichever_tensor_is_written_to_is_named(name: str, where: int | None) -> None:
-    """By the first of its elements, by the last, and by all: in the tensor, in its copy, at every turn; and nothing is
-    said of any other, nor while nothing has changed."""
-    live = kinds()
-    layout = Layout(tuple(spec(key, tensor) for key, tensor in live.items()), {}, [])
-    spots = SampledPlaces(layout, range(len(live)), list(live.values()))
-    number, tensor = list(live).index(name), live[name]
-    before = staged(layout, list(live.values()))
-    for _ in range(17):
-        print_ = spots.look()
-        assert print_.changed() == print_.differing(before) == set()
-        was = tensor.clone()
-        if where is None:
-            tensor.copy_(~tensor if tensor.dtype == torch.bool else tensor + 1)
-        else:
-            at = tuple(i if where == 0 else n - 1 for i, n in zip([0] * tensor.dim(), tensor.shape, strict=True))
-            tensor[at] = ~tensor[at] if tensor.dtype == torch.bool else tensor[at] * 2 + 1
-        assert print_.changed() == {number}
-        assert print_.differing(before) == set()
-        assert print_.differing(staged(layout, list(live.values()))) == {number}
-        tensor.copy_(was)
-
-
-def test_a_hundredth_of_the_elements_is_met() -> None:
-    """Where there are few tensors, so many of their elements are looked at that writes to some are seen; each time at
-    other places, and all of them inside the tensor."""
-    tensor = torch.zeros(1000, 1000)
-    layout = Layout((spec("t", tensor),), {}, [])
-    spots, met = SampledPlaces(layout, [0], [tensor]), 0
-    changed = torch.rand(1000, 1000, generator=torch.Generator().manual_seed(0)) < 0.01
-    for _ in range(16):
-        found = spots.look()
-        tensor[changed] += 1.0
-        met += found.changed() == {0}
-    assert met == 16
-    places = {tuple(sorted(_looked_at(spots, tensor))) for _ in range(16)}
-    assert len(places) == 16 and all(len(one) in (ELEMENTS - 1, ELEMENTS) for one in places)
-
-
-def _looked_at(spots: SampledPlaces, tensor: Tensor) -> set[int]:
-    """The elements that one fingerprint has, by writing each element's number into it."""
-    tensor.copy_(torch.arange(tensor.numel(), dtype=torch.float32).view_as(tensor))
-    return {int(value) for found in spots.look()._found for value in found.view(torch.float32)}
 
 
 # -- optimizers that step without their hook --
@@ -369,7 +277,7 @@ def test_an_optimizer_that_steps_past_its_hook_tears_nothing(open_run: Any) -> N
         with contextlib.suppress(ckpt.SkippedError):  # the first may come before its memory
             save.staged(30.0)
             assert differences(read_back(cp, step, run.twin), boundary) == []
-    assert not any(cp._session.capture.read().guarded) and cp._session.hook.count == 0
+    assert not any(inside.guarded(cp).values()) and inside.updates_announced(cp) == 0
 
 
 def test_a_wrapper_is_trusted_when_what_it_wraps_has_stepped(open_run: Any) -> None:
@@ -388,12 +296,12 @@ def test_a_wrapper_is_trusted_when_what_it_wraps_has_stepped(open_run: Any) -> N
     model = nn.Linear(8, 8)
     cp = open_run({"model": model, "optim": Wrapper(torch.optim.AdamW(model.parameters()))})
     gradients(model, 1)
-    cp._session.capture.state["optim"].step()
+    inside.state_of(cp)["optim"].step()
     cp.step(1).staged(30.0)
-    assert all(cp._session.capture.read().guarded)
+    assert all(inside.guarded(cp).values())
     model.zero_grad()
     cp.step(2)
-    assert not any(cp._session.capture.read().guarded)
+    assert not any(inside.guarded(cp).values())
 
 
 def two() -> State:
@@ -411,9 +319,9 @@ def step_of(state: State, name: str) -> None:
     state[f"optim {name}"].step()
 
 
-def guarded_names(reading: Reading) -> set[str]:
-    pairs = zip(reading.layout.tensors, reading.guarded, strict=True)
-    return {t.name.split(".")[0].removeprefix("optim ") for t, guarded in pairs if guarded}
+def guarded_parts(cp: ckpt.Checkpointer) -> set[str]:
+    guarded = inside.guarded(cp)
+    return {name.split(".")[0].removeprefix("optim ") for name in guarded if guarded[name]}
 
 
 def test_optimizers_that_take_turns(open_run: Any) -> None:
@@ -423,30 +331,18 @@ def test_optimizers_that_take_turns(open_run: Any) -> None:
     for name in ("one", "other"):
         step_of(state, name)
     cp = open_run(state)
-    layouts, lists = set(), set()
+    worked_out = []
     for step in range(1, 13):
         name = ("one", "other")[step % 2]
         step_of(state, name)
         boundary = freeze(state)
         save = cp.step(step)
-        reading = cp._session.capture.read()
-        assert guarded_names(reading) == {name}
-        layouts.add(id(reading.layout))
-        lists.add(id(reading.guarded))
+        assert guarded_parts(cp) == {name}
+        worked_out.append(inside.worked_out(cp))
         save.staged(30.0)
         assert differences(read_back(cp, step, twin), boundary) == []
+    layouts, lists = map(set, zip(*worked_out, strict=True))
     assert (len(layouts), len(lists)) == (1, 2)
-
-
-def test_a_step_saved_by_hand_behind_it_is_as_much_guarded() -> None:
-    """save() right after step() is of the same step: the optimizer has announced itself for both."""
-    run = adamw()
-    capture = Capture(run.state)
-    run.move(run.state, 1)
-    for announced, guarded in [([run.state["optim"]], True), ([], False), ([run.state["optim"]], True)]:
-        capture.trust(announced)
-        for _ in range(2):
-            assert any(capture.read().guarded) is guarded
 
 
 # -- on a device --
@@ -468,18 +364,17 @@ def on_device(**settings: Any) -> Run:
 @pytest.mark.gpu
 def test_a_write_past_the_counters_on_a_device(open_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The copy is held up on its stream, and a kernel that torch does not count comes first."""
-    run, copy, late = on_device(fused=True), SlotFiller.copy, threading.Event()
+    run, late = on_device(fused=True), threading.Event()
 
-    def held(self: SlotFiller, pairs: Any, streams: Any, *more: Any) -> None:
-        for stream in streams.values() if late.is_set() else ():
+    def held(streams: list[Any], beside_training: bool) -> None:
+        for stream in streams if late.is_set() else ():
             with torch.cuda.stream(stream):
                 torch.cuda._sleep(2_000_000_000)
-        copy(self, pairs, streams)
 
     cp = open_run(run.state, on_error="warn")
     run.move(run.state, 1)
     cp.save(1).staged(60.0)
-    monkeypatch.setattr(SlotFiller, "copy", held)
+    inside.before_copies(monkeypatch, held)
     run.move(run.state, 2)
     late.set()
     save = cp.step(2)
@@ -518,4 +413,4 @@ def test_a_graph_that_was_captured_before(open_run: Any) -> None:
         graph.replay()
         save.staged(60.0)
         assert differences(read_back(cp, step, run.twin), boundary) == []
-    assert cp._session.hook.count == 0
+    assert inside.updates_announced(cp) == 0

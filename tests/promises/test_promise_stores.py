@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import stat
 from pathlib import Path
@@ -10,19 +9,12 @@ from typing import Any
 
 import fsspec
 import pytest
-from click.testing import CliRunner
 from fsspec.implementations.memory import MemoryFileSystem
 
 import ckpt
+import inside
 import toy
-from ckpt import dcp
-from ckpt.checkpoint import commit
-from ckpt.checkpoint.open_tier import open_place
-from ckpt.checkpoint.retention import Keep
-from ckpt.cli.app import cli
 from ckpt.errors import SaveError, StoreError, UsageError
-from ckpt.store import open_store
-from ckpt.tiers import as_tiers
 from model_disk import volume
 from processes import eventually, killed, run_script
 
@@ -44,11 +36,10 @@ with ckpt.Checkpointer(state, tiers, metrics=ckpt.Metrics(tensorboard=sys.argv[3
     os.kill(os.getpid(), signal.SIGKILL)
 """
 COMMAND = """
-import os, sys
+import os, runpy, sys
 os.umask(int(sys.argv[1], 8))
 sys.argv = ["ckpt", *sys.argv[2:]]
-from ckpt.cli import main
-main()
+runpy.run_module("ckpt", run_name="__main__")
 """
 
 
@@ -124,7 +115,7 @@ def test_a_plain_folder_keeps_everything(tmp_path: Path) -> None:
         ({}, [1, 2, 3, 4, 5, 6, 7, 8]),
         ({"keep": "all"}, [1, 2, 3, 4, 5, 6, 7, 8]),
         ({"keep": 3}, [6, 7, 8]),
-        ({"keep": Keep(last=2, every=4)}, [4, 7, 8]),
+        ({"keep": ckpt.Keep(last=2, every=4)}, [4, 7, 8]),
     ],
     ids=["nothing", "all", "three", "some"],
 )
@@ -150,11 +141,11 @@ def test_what_is_given_by_a_word_keeps_everything(tmp_path: Path) -> None:
     folder, three = str(tmp_path / "run"), ckpt.Tier(str(tmp_path / "run"), keep=3)
     for kept, given in ((True, folder), (False, three)):
         words: Any = [given]
-        places = [as_tiers(words)[1], dcp.storage._tiers(words)]
+        keeps = [inside.keep_of(words), inside.keep_of_dcp(words)]
         if kept:
-            places += [as_tiers(words, "auto")[1], as_tiers(words, 20)[1], as_tiers(words, "10min")[1]]
-        assert [tier.keeping.all for (tier,) in places] == [kept] * len(places)
-        assert all(tier.keeping.last == 3 for (tier,) in places)
+            keeps += [inside.keep_of(words, every) for every in ("auto", 20, "10min")]
+        assert [keep.all for keep in keeps] == [kept] * len(keeps)
+        assert all(keep.last == 3 for keep in keeps)
 
 
 @pytest.mark.parametrize("keep", ["some", "3", "", 0, -1, True, 2.5, None, ["all"]])
@@ -247,39 +238,29 @@ def test_a_place_that_cannot_hold_a_run_is_refused_by_name(scheme: str) -> None:
     which stays as it was. The same driver without the fault holds one."""
     driver = fsspec.get_filesystem_class(scheme)
 
-    async def refused() -> None:
+    def refused() -> None:
         with pytest.raises(StoreError, match=MISFITS[scheme]) as caught:
-            await open_place(ckpt.Tier(f"{scheme}://bucket/run").spec())
+            inside.open_place(f"{scheme}://bucket/run")
         assert str(caught.value).startswith(f"{scheme}://bucket/run cannot hold a run: ")
         assert "gs:// or az://" in str(caught.value) and not caught.value.retryable
 
-    async def honest() -> None:
-        place = await open_place(ckpt.Tier("keeping://bucket/run").spec())
-        await place.close(None, lambda message: None)
-
-    asyncio.run(refused())
+    refused()
     assert driver.store == {}
-    asyncio.run(honest())
+    inside.open_place("keeping://bucket/run")
     (made,) = Keeping.store
     assert made.endswith("bucket/run/FORMAT.json")
     driver().pipe({made.replace("keeping", scheme): bytes(Keeping.store[made].getvalue())})
     before = {path: bytes(file.getvalue()) for path, file in driver.store.items()}
     if scheme != "both":  # its lie is about other bytes than those that are there
-        asyncio.run(refused())
+        refused()
     assert {path: bytes(file.getvalue()) for path, file in driver.store.items()} == before
 
 
 def test_a_look_at_the_place_is_no_file_of_somebody_else(tmp_path: Path) -> None:
     """What a start that was killed has left of its look is not taken for somebody's files by the next one."""
-
-    async def main() -> None:
-        store = open_store("keeping://bucket/other", writable=True)
-        await store.put("doctor-1700000000-0123abcd/probe", b"left")
-        await commit.create_run(store)
-        await commit.create_run(store)
-        await store.aclose()
-
-    asyncio.run(main())
+    inside.write_files("keeping://bucket/other", {"doctor-1700000000-0123abcd/probe": b"left"})
+    for _ in range(2):
+        inside.create_run("keeping://bucket/other")
 
 
 def steps_of(run: str | Path) -> list[int]:
@@ -287,7 +268,7 @@ def steps_of(run: str | Path) -> list[int]:
 
 
 def told(*words: object) -> Any:
-    return CliRunner().invoke(cli, [str(word) for word in words])
+    return inside.invoke(*words)
 
 
 def test_how_often_and_how_many_is_said_of_a_folder(run_dir: str) -> None:

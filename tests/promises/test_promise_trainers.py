@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import random
@@ -15,8 +14,6 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.checkpoint import read
-from ckpt.checkpoint.retention import set_keep
 
 pytest.importorskip("lightning")
 pytest.importorskip("transformers")
@@ -29,6 +26,7 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 import hf_toy
+import inside
 import lightning_toy as toy
 from ckpt.lightning import CheckpointIO
 
@@ -110,8 +108,8 @@ def test_a_score_is_of_the_step_it_was_measured_at(tmp_path: Path, name: str) ->
     places = [ckpt.Memory(every=SELDOM), ckpt.Tier(run, every=SELDOM, keep=1)]
     options = {"every": None, "monitor": "score", "top_k": 3}
     found = toy.fit(run=places, callback=options, more=[scored], **{"epochs": 6, **spec})["callback"]
-    assert [step for _, step in found._best.scores] == expected
-    for score, step in found._best.scores:
+    assert [step for _, step in inside.scores(found)] == expected
+    for score, step in inside.scores(found):
         assert score == scored.measured[step]
         weights = ckpt.load(run, step=step, only="model.*").sub("model").all()
         model = toy.Model(toy.DEFAULTS)
@@ -147,7 +145,7 @@ def test_the_best_are_what_any_checkpoint_is(tmp_path: Path) -> None:
         if name == "seldom":
             with pytest.raises(RuntimeError, match="stop here"):
                 toy.fit(kill=["raise val", 4], **spec)
-        found[name] = toy.fit(**spec)["callback"]._best.scores
+        found[name] = inside.scores(toy.fit(**spec)["callback"])
     assert found["seldom"] == found["each"] and len(found["each"]) == 4
     for _, step in found["each"]:
         (one, numbers), (other, others) = (plain(str(tmp_path / name), step) for name in ("each", "seldom"))
@@ -157,16 +155,8 @@ def test_the_best_are_what_any_checkpoint_is(tmp_path: Path) -> None:
 def test_the_random_numbers_of_a_training_are_not_drawn(tmp_path: Path) -> None:
     """Two that write to one log at the same moment wait for a random time, by random numbers of their own."""
     CheckpointIO().save_checkpoint(STATE, tmp_path / "run")
-
-    async def both() -> None:
-        logs = [await read.open_run(str(tmp_path / "run")) for _ in range(2)]
-        attempt = next(iter(logs[0].state.commits))
-        for n in range(4):
-            await asyncio.gather(*(set_keep(log, attempt, f"{n} {id(log)}") for log in logs))
-        await asyncio.gather(*(log.store.aclose() for log in logs))
-
     before = random.getstate()
-    asyncio.run(both())
+    inside.race_to_keep(str(tmp_path / "run"), 4)
     assert random.getstate() == before
 
 

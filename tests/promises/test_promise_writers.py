@@ -16,25 +16,21 @@ import torch
 from torch import nn
 
 import ckpt
+import inside
 import toy
 from ckpt.errors import DeadlineError, UsageError
-from ckpt.trainer.supervise.memory import SnapshotMemory
 from processes import killed, run_script
 from test_promise_ends import restored
 from test_promise_ownership import start_of
 
 # Trains three steps a life; `sys.argv[2]` is code that runs before.
 LIFE = """
-import os, signal, sys, time, torch, ckpt
-from ckpt.ipc import channel
-from ckpt.trainer.staging.stage import Stager
-from ckpt.trainer.supervise.opening import RunOpener
+import os, signal, sys, time, torch, ckpt, inside
 name, before, steps, end = sys.argv[1:]
 state = {"w": torch.zeros(1 << 12), **{f"small{i}": torch.zeros(4) for i in range(int(os.environ.get("SMALL", 0)))}}
 
 def other_writer(old):
-    key = channel.run_key("memory:" + name, 0)
-    while channel.holder(key) in (None, old):
+    while inside.writer_named("memory:" + name) in (None, old):
         time.sleep(0.01)
     time.sleep(0.5)
 
@@ -50,26 +46,14 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 KILLED_WHILE_IT_IS_ADOPTED = """
-use = Stager.use
-def late(stager, arena, on_locked):
-    old = channel.holder(channel.run_key("memory:" + name, 0))
+def late():
+    old = inside.writer_named("memory:" + name)
     os.kill(old, signal.SIGKILL)
     other_writer(old)
-    Stager.use = use
-    use(stager, arena, on_locked)
-Stager.use = late
+inside.interrupt_at(inside.FOREVER, inside.MEMORY_IS_ADOPTED, late)
 """
 
-KILLED_BEFORE_IT_HAS_OPENED = """
-opening = RunOpener.open
-tries = []
-def killing(self, client, **more):
-    tries.append(client)
-    if len(tries) == 1:
-        os.kill(client.pid, signal.SIGKILL)
-    return opening(self, client, **more)
-RunOpener.open = killing
-"""
+KILLED_BEFORE_IT_HAS_OPENED = "inside.kill_first_writer_before_it_opens()"
 
 
 @pytest.mark.parametrize("when", [KILLED_WHILE_IT_IS_ADOPTED, KILLED_BEFORE_IT_HAS_OPENED], ids=["adopted", "opened"])
@@ -99,51 +83,25 @@ def test_leaving_while_the_writer_is_dead(own_sockets: Path, how: str) -> None:
     assert run_script(LIFE, "leaving", "", 0, "").stdout.split() == ["start", "5", "5"]
 
 
-STOPPED = """
-from ckpt.trainer.supervise.memory import SnapshotMemory
-from ckpt.trainer.supervise.writes import KnownLayouts
-import subprocess
-first, last = KnownLayouts.on_new_writer, SnapshotMemory.on_new_writer
-def early(self, client):
-    import psutil
-    os.kill(client.pid, signal.SIGSTOP)
-    subprocess.Popen(["sh", "-c", f"sleep 1.5; kill -CONT {client.pid}"])
-    first(self, client)
-def late(self, client):
-    last(self, client)
-    while not client._outbox.empty():
-        time.sleep(0.001)
-    time.sleep(0.3)
-    os.kill(os.getpid(), signal.SIGKILL)
-KnownLayouts.on_new_writer, SnapshotMemory.on_new_writer = early, late
-"""
-
-
 def test_a_trainer_that_dies_before_the_next_writer_has_read_what_it_was_sent(
     own_sockets: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It hears of the death first, and of the memory then: it reads to the end before it looks what there is."""
     monkeypatch.setenv("SMALL", "2000")
     end = "os.kill(cp.writer_pid, signal.SIGKILL); time.sleep(60)"
-    assert killed(run_script(LIFE, "unread", STOPPED, 4, end))
+    assert killed(run_script(LIFE, "unread", "inside.die_before_next_writer_reads()", 4, end))
     assert run_script(LIFE, "unread", "", 0, "").stdout.split() == ["start", "4", "4"]
 
 
 def test_slots_are_not_held_for_ever_for_a_trainer_that_has_gone(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the writer that has died would have said that it has: the trainer looks for itself."""
-    inherit = SnapshotMemory.inherit
-
-    def lingering(self: SnapshotMemory, hello: Any, fds: list[int]) -> None:
-        hello = type(hello)(**{**{f: getattr(hello, f) for f in hello.__struct_fields__}, "gone": False})
-        inherit(self, hello, fds)
-
     assert start_of("memory:held", 3, "kill") == ["start", "0", "0", "None"]
-    monkeypatch.setattr(SnapshotMemory, "inherit", lingering)
+    inside.do_not_say_that_a_trainer_has_gone(monkeypatch)
     w = nn.Parameter(torch.zeros(8))
     opt = torch.optim.SGD([w], lr=1.0)
     with ckpt.Checkpointer({"w": w, "opt": opt}, name="held", triggers=None) as cp:
         assert cp.restore() == 3
-        assert cp._session.stager.slots._holds == 1
+        assert inside.slots_held_for_others(cp) == 1
         os.kill(cp.writer_pid, signal.SIGKILL)
         w.grad = torch.full_like(w, -1.0)
         opt.step()
@@ -173,12 +131,10 @@ def test_training_does_not_overtake_a_save_of_another_thread(
     """Its memory takes a while: the next update waits, or the save is refused; what is
     saved is of one step."""
     state, asked = large(), threading.Event()
-    take = SnapshotMemory.take_prepared
 
-    def slow(self: SnapshotMemory, timeout_s: float) -> None:
+    def slow() -> None:
         asked.set()
         time.sleep(0.5)
-        take(self, timeout_s)
 
     tiers = [ckpt.Memory(every=1000), ckpt.Tier(run_dir, every=1000)]
     with ckpt.Checkpointer(state, tiers, triggers=None) as cp:
@@ -186,7 +142,7 @@ def test_training_does_not_overtake_a_save_of_another_thread(
         for step in range(1, 4):
             train(state)
             cp.step(step)
-        monkeypatch.setattr(SnapshotMemory, "take_prepared", slow)
+        inside.interrupt_at(monkeypatch, inside.MEMORY_IS_PREPARED, slow, always=True)
         thread = threading.Thread(target=call, args=(cp,))
         thread.start()
         assert asked.wait(30)

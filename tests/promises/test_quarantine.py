@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import ckpt
+import inside
 import toy
-from ckpt.checkpoint import read
 from processes import killed, run_script
 
 BREAK = """
@@ -84,13 +84,7 @@ def test_the_log_says_which_are_finite(run_dir: str) -> None:
             save = cp.step(step, finite=finite)
             assert save is not None
             save.committed(30)
-
-    async def look() -> dict[int, bool | None]:
-        log = await read.open_run(f"file://{run_dir}")
-        await log.store.aclose()
-        return {commit.step: commit.finite for commit in log.state.commits.values()}
-
-    assert read.run(look()) == said
+    assert inside.finite_at(run_dir) == said
 
 
 def test_negative_control_without_a_word_the_broken_step_is_restored(run_dir: str) -> None:

@@ -27,7 +27,7 @@ import torch
 
 import ckpt
 import rank_toy
-from ckpt.failpoints import TRAINER_POINTS, WRITER_POINTS
+from inside import TRAINER_POINTS, WRITER_POINTS
 from kills import DISK, MEMORY, kill_all, lost, problems, steps_on_disk
 from model_disk import volume, why_not
 from parallel import free_port

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.checkpoint import read
+import inside
 from parallel import HIDDEN, LAYERS, MAIN, MODES, WIDTH, free_port, launch, reports
 
 STEPS = 5
@@ -73,31 +73,18 @@ def test_what_other_worlds_saved_any_number_restores(job: Any, mode: str, world:
 def test_bytes_are_read_once_and_passed_on(job: Any, mode: str) -> None:
     """On one node no byte of the packs is read twice, whoever wants it."""
     folder = job.saved(2)
-    size = sum(pack.size - pack.header_size for part in manifest(folder / mode).parts for pack in part.packs)
+    size = sum(inside.bytes_by_rank(folder / mode))
     for to in QUICK[2]:
         found = job(2, to)[mode]
         own = 8 * to if mode == "pp" else 0  # the count of each stage is its own, and goes to every rank in turn
         assert sum(one["read"] for one in found) <= size + own
 
 
-def manifest(folder: Path) -> read.Manifest:
-    async def load() -> read.Manifest:
-        log = await read.open_run(str(folder))
-        try:
-            return await read.load_manifest(log.store, read.choose(log))
-        finally:
-            await log.store.aclose()
-
-    return read.run(load())
-
-
 def test_replicas_are_cut_before_they_are_staged(job: Any) -> None:
     """Under DDP each rank has written its half of what both hold, but for what is a rank's own."""
-    parts = manifest(job.saved(2) / "ddp").parts
-    sizes = [sum(pack.size - pack.header_size for pack in part.packs) for part in parts]
-    rng = [sum(s.nbytes for s in manifest(job.saved(2) / "ddp").saved().table.shards if s.name.startswith("rng"))]
+    sizes = inside.bytes_by_rank(job.saved(2) / "ddp")
     assert abs(sizes[0] - sizes[1]) < 0.05 * sum(sizes)
-    assert sum(sizes) < 1.2 * (state_size() + sum(rng))
+    assert sum(sizes) < 1.2 * (state_size() + inside.bytes_of_tensors(job.saved(2) / "ddp", "rng"))
 
 
 def state_size() -> int:
@@ -124,12 +111,10 @@ def test_one_process_loads_what_two_saved(job: Any, mode: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_the_command_line_reads_what_ranks_saved(job: Any, mode: str, capsys: pytest.CaptureFixture[str]) -> None:
     """`verify` finds it sound, `show` names whole tensors, `diff` of two steps tells what differs."""
-    from ckpt.cli.app import cli
-
     folder = str(job.saved(2) / mode)
 
     def run(*arguments: str) -> tuple[int, Any]:
-        code = cli.main([*arguments, "--json"], standalone_mode=False)
+        code = inside.command(*arguments, "--json")
         return code, json.loads(capsys.readouterr().out)
 
     code, verdict = run("verify", folder)

@@ -16,16 +16,13 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import ckpt
-from ckpt.checkpoint import commit as commits
-from ckpt.checkpoint import read
-from ckpt.cli.app import cli
+import inside
 from ckpt.errors import RunGoneError
-from ckpt.format.manifest import Attempt
-from ckpt.store import open_store, remember_options
 from kills import Trainer, kill_all
 from processes import REPO, eventually, start_python, writers
 from s3_server import MotoServer, storage_options
@@ -257,17 +254,11 @@ def options_of(server: MotoServer) -> str:
 
 
 def keys_at(url: str, server: MotoServer, *, delete: bool = False) -> list[str]:
-    remember_options(url, storage_options(server.url))
-
-    async def look() -> list[str]:
-        store = open_store(url, writable=True)
-        keys = [info.key async for info in store.list()]
-        if delete:
-            await store.delete_many(keys)
-        await store.aclose()
-        return keys
-
-    return read.run(look())
+    inside.use_options(url, storage_options(server.url))
+    keys = inside.file_names(url)
+    if delete:
+        inside.delete_files(url)
+    return keys
 
 
 def test_buckets_of_one_name_at_two_endpoints_are_two_runs(servers: list[MotoServer], url: str) -> None:
@@ -306,30 +297,18 @@ def test_nothing_is_uploaded_to_an_emptied_bucket(
 
 def test_memory_is_kept_until_the_new_run_has_begun(servers: list[MotoServer], url: str, tmp_path: Path) -> None:
     """A start fails after it has found the emptied bucket. Put back, the run goes on from memory."""
-    options, saved = options_of(servers[0]), dict[str, bytes]()
+    options = options_of(servers[0])
     with Job(1.0, url, options=options) as job:
         assert job.go("commit", 2) == "done 2" and job.go("step", 5) == "done 5"
         job.process.kill()
         job.process.wait()
     assert eventually(lambda: len([key for key in keys_at(url, servers[0]) if "-5." in key]) > 0)
 
-    async def put_back() -> None:
-        store = open_store(url, writable=True)
-        for key, data in saved.items():
-            await store.put(key, data)
-        await store.aclose()
-
-    async def take() -> None:
-        store = open_store(url)
-        for key in [info.key async for info in store.list()]:
-            saved[key] = bytes(await store.get(key))
-        await store.aclose()
-
-    read.run(take())
+    saved = inside.read_files(url)
     keys_at(url, servers[0], delete=True)
     assert "Error" in started(5.0, url, "/proc/nothing/here", options=options)
     keys_at(url, servers[0], delete=True)
-    read.run(put_back())
+    inside.write_files(url, saved)
     assert started(5.0, url, options=options).startswith("start 5 1.0 memory")
 
 
@@ -354,9 +333,9 @@ def test_temporary_files_of_crashed_writers_are_deleted(
     with subprocess.Popen([sys.executable, "-c", code, live], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as writer:
         assert writer.stdout is not None and writer.stdout.readline()
         if by == "gc":
-            cli.main(["gc", run_dir, "--json"], standalone_mode=False)
+            inside.command("gc", run_dir, "--json")
             assert all(path.exists() for path in left), "only a plan"
-            cli.main(["gc", run_dir, "--yes", "--json"], standalone_mode=False)
+            inside.command("gc", run_dir, "--yes", "--json")
         else:
             assert started(1.0, run_dir).startswith("start 2")
         assert [path for path in left if path.exists()] == [] and live.exists() and mine.exists()
@@ -366,8 +345,8 @@ def test_temporary_files_of_crashed_writers_are_deleted(
 
 def test_put_succeeds_if_its_temporary_file_is_deleted(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a file system whose locks do not reach other machines a clean-up may delete it."""
-    store = open_store(run_dir, writable=True)
-    link, hits = store.disk.link, []  # type: ignore[attr-defined]
+    store = inside.open_folder(run_dir)
+    link, hits = store.disk.link, list[str]()
 
     def deleted_first(source: str, target: str) -> None:
         if not hits:
@@ -375,9 +354,9 @@ def test_put_succeeds_if_its_temporary_file_is_deleted(run_dir: str, monkeypatch
             os.unlink(source)
         link(source, target)
 
-    monkeypatch.setattr(store.disk, "link", deleted_first)  # type: ignore[attr-defined]
-    read.run(store.put("log/000000000000.json", b"x", create=True))
-    assert hits and bytes(read.run(store.get("log/000000000000.json"))) == b"x"
+    monkeypatch.setattr(store.disk, "link", deleted_first)
+    inside.run(store.put("log/000000000000.json", b"x", create=True))
+    assert hits and bytes(inside.run(store.get("log/000000000000.json"))) == b"x"
 
 
 @pytest.mark.parametrize("when", ["before the append", "during the append"])
@@ -392,22 +371,18 @@ def test_append_leaves_no_record_in_a_run_that_is_being_deleted(
                 path.unlink()
         threading.Timer(0.3, Path(run_dir, "FORMAT.json").unlink).start()
 
-    async def append() -> None:
-        async with commits.written_run(run_dir) as log:
-            mine = await commits.acquire(log, "0" * 8)
-            disk = log.store.disk  # type: ignore[attr-defined]
-            link = disk.link
+    def before(store: Any) -> None:
+        link = store.disk.link
 
-            def and_delete(source: str, target: str) -> None:
-                delete_log()
-                link(source, target)
+        def and_delete(source: str, target: str) -> None:
+            delete_log()
+            link(source, target)
 
-            if when == "during the append":
-                monkeypatch.setattr(disk, "link", and_delete)
-            else:
-                delete_log()
-            with pytest.raises(RunGoneError):
-                await commits.abort(log, mine, Attempt(mine.epoch, 1, mine.nonce), "a test")
+        if when == "during the append":
+            monkeypatch.setattr(store.disk, "link", and_delete)
+        else:
+            delete_log()
 
-    read.run(append())
+    with pytest.raises(RunGoneError):
+        inside.append_record(run_dir, before)
     assert list(Path(run_dir, "log").iterdir()) == []

@@ -14,12 +14,7 @@ import torch
 from torch import nn
 
 import ckpt
-from ckpt.checkpoint.write import build_table
-from ckpt.convert import source_files
-from ckpt.convert.source_run import RunOrigin
-from ckpt.format.layout import Layout, TensorSpec
-from ckpt.format.manifest import Attempt
-from ckpt.format.saved_state import SavedState
+import inside
 from commands import call, save
 from peak import PEAK
 from processes import run_script
@@ -91,19 +86,16 @@ def test_a_source_that_changes_while_it_is_read(tmp_path: Path, call: Any, monke
     for how in ("in place", "replaced"):
         source, target = tmp_path / "s.pt", tmp_path / f"run {how}"
         torch.save({"model": {"a": torch.zeros(3000, 1000), "b": torch.zeros(3000, 1000)}}, source)
-        real, count = source_files.FilesOrigin._read, iter(range(100))
 
-        def change(self: Any, wants: Any, real: Any = real, count: Any = count, how: str = how) -> None:
-            real(self, wants)
-            if next(count) == 0:
-                torch.save({"model": {"a": torch.ones(3000, 1000), "b": torch.ones(3000, 1000)}}, tmp_path / "new.pt")
-                if how == "replaced":
-                    os.replace(tmp_path / "new.pt", tmp_path / "s.pt")
-                else:
-                    shutil.copyfile(tmp_path / "new.pt", tmp_path / "s.pt")
+        def change(how: str = how) -> None:
+            torch.save({"model": {"a": torch.ones(3000, 1000), "b": torch.ones(3000, 1000)}}, tmp_path / "new.pt")
+            if how == "replaced":
+                os.replace(tmp_path / "new.pt", tmp_path / "s.pt")
+            else:
+                shutil.copyfile(tmp_path / "new.pt", tmp_path / "s.pt")
 
         with monkeypatch.context() as patch:
-            patch.setattr(source_files.FilesOrigin, "_read", change)
+            inside.interrupt_at(patch, inside.FILE_IS_CONVERTED, change, before=False)
             found = call("import", source, target)
         assert found.code == 2 and "changed while it was read" in found.err and not target.exists(), how
 
@@ -115,7 +107,7 @@ def test_arrays_in_pickles_are_not_taken_from_an_older_file(tmp_path: Path, call
     source = tmp_path / "s.pt"
     torch.save({"meta": {"arr": np.zeros(1000), "tag": "old"}}, source)
     fail = "export.whole:kill"
-    code = "import sys\nfrom ckpt.cli import main\nsys.exit(main(sys.argv[1:]))"
+    code = "import sys\nfrom inside import main\nsys.exit(main(sys.argv[1:]))"
     assert run_script(code, "import", source, tmp_path / "new", fail=fail).returncode == -9
     torch.save({"meta": {"arr": np.ones(1000), "tag": "new"}}, source)
     found = call("import", source, tmp_path / "new")
@@ -183,48 +175,6 @@ def test_tied_names_in_another_order_are_the_same(tmp_path: Path, call: Any) -> 
     found = call("diff", tmp_path / "one", tmp_path / "two", "--json").json
     assert [(row["differing"], row["max_abs_difference"]) for row in found["tensors"]] == [(5, 2.0)]
     assert found["changed"] == []
-
-
-def two_ranks(*own: str) -> SavedState:
-    """Two ranks, each with tensors of its own of these names."""
-    layouts, tables = [], []
-    for rank in range(2):
-        specs = tuple(TensorSpec(name, "F32", (2,), instance=rank) for name in own)
-        component = {"path": ["d"], "kind": "plain", "facts": {}, "names": list(own)}
-        layout = Layout(specs, {}, [component], rank, 2, dict.fromkeys(own, rank))
-        layouts.append(layout)
-        digests = b"".join(bytes([rank + 1] * 16) for _ in own)
-        tables.append(build_table(layout, f"packs/1.aaaaaaaa-1.{rank}.0.safetensors", digests))
-    from ckpt.format.table import merge
-
-    return SavedState(layouts, [[None], [None]], merge(tables))
-
-
-def test_names_with_hashes_are_told_apart() -> None:
-    """Labels of ranks' own tensors never collide with what others are called."""
-    for own in (("queue#",), ("x", "x#1"), ("x", "x#0", "x#1", "x#1#")):
-        labels = two_ranks(*own).labels
-        assert len(labels) == 2 * len(own) == len(set(labels.values()))
-
-
-def test_stages_with_buffers_of_their_own(tmp_path: Path) -> None:
-    """What only some ranks have, each its own: left out for others of as many ranks, else taken from the lowest."""
-    saved = two_ranks("mine")
-
-    class Manifested:
-        commit = type("C", (), {"step": 1, "finite": None})
-        attempt = Attempt(1, 1, "aaaaaaaa")
-        finite = None
-
-        def saved(self) -> SavedState:
-            return saved
-
-    log: Any = type("L", (), {"store": type("S", (), {"url": "file:///x", "remote": False})})
-    manifest: Any = Manifested()
-    origin = RunOrigin(log, manifest, saved)
-    assert [origin.view(rank, 2).tensors for rank in (0, 1)] == [{"mine": "mine#0"}, {"mine": "mine#1"}]
-    assert dict(origin.view(0, 1).tensors) == {"mine": "mine#0"} and "lowest rank" in origin.view(0, 1).notes[0]
-    assert "same random numbers" in origin.view(3, 4).notes[0]
 
 
 def test_a_tensor_called_format(tmp_path: Path, call: Any) -> None:

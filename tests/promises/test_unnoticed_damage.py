@@ -3,16 +3,12 @@ by name what is lost. Nothing hangs, and memory stays bounded."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import enum
 import json
 import logging
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from datetime import datetime
@@ -21,18 +17,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner
 
 import ckpt
+import inside
 import toy
-from ckpt.checkpoint import losses, read
-from ckpt.cli.app import cli
-from ckpt.errors import CorruptError, WriterError
-from ckpt.format.manifest import Attempt
-from ckpt.ipc.arena import FILLING, Arena, Label, _set_counts
-from ckpt.store import PAGE
-from ckpt.trainer.staging import stage
-from processes import PYTHONPATH, eventually, killed, run_script, writers
+from inside import SharedMemory
+from processes import eventually, killed, run_script, writers
 
 STEPS = (2, 4, 6)
 pytestmark = pytest.mark.timeout(60)  # a hang is a failure
@@ -107,7 +97,7 @@ def test_lost_newest_record_is_noticed_by_readers_and_verify(
     assert "up to step 6" in warnings(caplog)
     caplog.clear()
     assert ckpt.Run(folder).list()[0].step == 4 and "log record" in warnings(caplog)
-    verified = CliRunner().invoke(cli, ["verify", str(folder)], standalone_mode=False)
+    verified = inside.invoke("verify", str(folder), standalone_mode=False)
     assert verified.return_value == 1 and "step 6" in verified.output, verified.output
     assert "log record" in verified.output and "ckpt repair" not in verified.output
     state = toy.build()
@@ -125,22 +115,14 @@ def test_unfinished_commit_of_a_running_job_is_no_damage(folder: Path, caplog: p
     record = newest_commit(folder)
     raw = record.read_bytes()
     record.unlink()
-
-    async def meanwhile() -> int:
-        log = await read.open_run(f"file://{folder}")
-        asyncio.get_running_loop().call_later(0.05, record.write_bytes, raw)
-        found = await losses.of_log(log)
-        await log.store.aclose()
-        return len(found)
-
-    assert read.run(meanwhile()) == 0 and not warnings(caplog)
+    assert inside.losses_at(folder, lambda: record.write_bytes(raw), 0.05) == [] and not warnings(caplog)
 
 
 def test_verify_does_not_read_a_large_format_file(folder: Path) -> None:
     """A FORMAT.json of any size is refused by its size."""
     with open(folder / "FORMAT.json", "r+b") as file:
         file.truncate(8 << 30)
-    verified = CliRunner().invoke(cli, ["verify", str(folder)], standalone_mode=False)
+    verified = inside.invoke("verify", str(folder), standalone_mode=False)
     said = " ".join(verified.output.split())
     assert verified.return_value == 1 and "FORMAT.json is implausibly large" in said, said
 
@@ -148,55 +130,33 @@ def test_verify_does_not_read_a_large_format_file(folder: Path) -> None:
 # -- shared memory --
 
 
-def arena_of_this_process() -> Arena:
-    """The arena that this process trains in, mapped once more."""
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            if os.readlink(f"/proc/self/fd/{name}").startswith("/memfd:ckpt-arena"):
-                return Arena.attach(os.dup(int(name)))
-    raise AssertionError("there is no arena")
-
-
 def flip(memory: memoryview, at: int) -> None:
     memory[at] ^= 0x10
 
 
-def newest_slot(arena: Arena) -> int:
-    return arena.sealed()[0][0]
+def zero(memory: memoryview) -> None:
+    memory[:] = bytes(len(memory))
 
 
-def label_at(arena: Arena) -> int:
-    return PAGE + newest_slot(arena) * PAGE // 16
-
-
-def zero_labels(arena: Arena) -> None:
-    arena.view[PAGE : 2 * PAGE] = bytes(PAGE)
-
-
-def zero_header(arena: Arena) -> None:
-    arena.view[:PAGE] = bytes(PAGE)
-
-
-def flip_data(arena: Arena) -> None:
-    slot, label = arena.sealed()[0]
-    flip(arena.data(slot, label.data_size), label.data_size // 2)
+def change_sequence(memory: SharedMemory) -> None:
+    memory.newest_sequence[0] ^= 1
 
 
 HEADER = "the header of the shared memory is damaged"
 SLOT = "of the shared memory is damaged: the snapshot in it, perhaps a newer step, is lost"
-REGIONS: dict[str, tuple[Callable[[Arena], object], str, Sequence[int], bool]] = {
+REGIONS: dict[str, tuple[Callable[[SharedMemory], object], str, Sequence[int], bool]] = {
     # what is damaged; what is logged; steps that may come back; whether they have to be right
-    "magic": (lambda a: flip(a.view, 1), HEADER, (4, 5), True),
-    "slot size": (lambda a: flip(a.view, 18), HEADER, (4, 5), True),
-    "id": (lambda a: flip(a.view, 30), HEADER, (4, 5), True),
-    "counts": (lambda a: flip(a.view, 40), HEADER, (4, 5), True),
-    "kind of a lock": (lambda a: flip(a.view, 256 + 16), HEADER, (4, 5), True),
-    "whole header": (zero_header, HEADER, (4, 5), True),
-    "label": (lambda a: flip(a.view, label_at(a) + 30), SLOT, (4,), True),
-    "state of a label": (lambda a: flip(a.view, label_at(a) + 8), SLOT, (4,), True),
-    "all labels": (zero_labels, SLOT, (4,), True),
-    "sequence number of a label": (lambda a: a.view.__setitem__(label_at(a), a.view[label_at(a)] ^ 1), "", (5,), True),
-    "data": (flip_data, "", (5,), False),
+    "magic": (lambda m: flip(m.header["magic"], 1), HEADER, (4, 5), True),
+    "slot size": (lambda m: flip(m.header["slot size"], 2), HEADER, (4, 5), True),
+    "id": (lambda m: flip(m.header["id"], 6), HEADER, (4, 5), True),
+    "counts": (lambda m: flip(m.header["counts"], 0), HEADER, (4, 5), True),
+    "kind of a lock": (lambda m: flip(m.header["lock"], 16), HEADER, (4, 5), True),
+    "whole header": (lambda m: zero(m.header["all"]), HEADER, (4, 5), True),
+    "label": (lambda m: flip(m.newest_label, 22), SLOT, (4,), True),
+    "state of a label": (lambda m: flip(m.newest_label, 0), SLOT, (4,), True),
+    "all labels": (lambda m: zero(m.labels), SLOT, (4,), True),
+    "sequence number of a label": (change_sequence, "", (5,), True),
+    "data": (lambda m: flip(m.newest_data, len(m.newest_data) // 2), "", (5,), False),
 }
 
 
@@ -209,7 +169,7 @@ def train(folder: str, region: str) -> None:
         cp.step(step)
     cp.wait()
     cp.stage().staged()
-    REGIONS[region][0](arena_of_this_process())
+    REGIONS[region][0](SharedMemory.of_this_process())
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -249,65 +209,6 @@ def test_step_that_was_stored_after_a_death_is_not_called_verified(run_dir: str,
     assert (step, tier, verified) == (5, f"file://{run_dir}", False)
 
 
-def test_each_damaged_byte_of_a_header_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever maps an arena refuses it, or finds that nothing has changed. Nobody waits for a damaged lock for ever."""
-    monkeypatch.setattr(stage, "LEAVING_S", 0.05)
-    arena = Arena.create(3, 8 * PAGE)
-    for at in [*range(48), *range(256, 256 + 48), *range(512, 512 + 48)]:
-        flip(arena.view, at)
-        try:
-            other = Arena.attach(os.dup(arena.fd))
-        except CorruptError:
-            other = None
-        if other is not None:
-            assert (other.slots, other.ready, other.slot_size, other.id) == (3, 3, arena.slot_size, arena.id), at
-            assert at >= 256, "a damaged header was believed"
-            with contextlib.suppress(CorruptError, WriterError):
-                stage._lock(other)
-                other.mutex.unlock()
-            other.close()
-        arena.view[256 : 256 + 48] = bytes(48)
-        arena.view[512 : 512 + 48] = bytes(48)
-        arena.mutex.initialise()
-        arena._keeper.initialise()
-        if at < 48:
-            flip(arena.view, at)
-    arena.close()
-
-
-def change_for_ever(fd: int) -> None:
-    """A process that changes the counts and a label all the time."""
-    arena, label = Arena.attach(fd), Label(FILLING, 1, Attempt(1, 1, "0" * 8), "00" * 32, 4 * PAGE, 8)
-    print("ready", flush=True)
-    while True:
-        _set_counts(arena._words, 2, 2)
-        arena.set_label(0, label)
-
-
-def test_what_is_being_changed_is_not_called_damaged() -> None:
-    """A reader on another core sees each number as it was before a change, or as it is after it."""
-    arena = Arena.create(2, 8 * PAGE)
-    arena.set_label(0, Label(FILLING, 1, Attempt(1, 1, "0" * 8), "00" * 32, 4 * PAGE, 8))
-    code = f"import test_unnoticed_damage as t; t.change_for_ever({arena.fd})"
-    with subprocess.Popen(
-        [sys.executable, "-c", code],
-        stdout=subprocess.PIPE,
-        pass_fds=[arena.fd],
-        env={**os.environ, "PYTHONPATH": PYTHONPATH},
-    ) as other:
-        try:
-            assert other.stdout is not None and other.stdout.readline() == b"ready\n"
-            seen = set()
-            for _ in range(20_000):
-                fresh = Arena(-1, arena.memory)  # raises CorruptError if its header is damaged
-                seen.add((fresh.slots, fresh.ready))
-                arena.label(0)
-            assert seen == {(2, 2)} and arena.damage() == []
-        finally:
-            other.kill()
-    arena.close()
-
-
 class Colour(enum.Enum):
     """A value that only this script knows."""
 
@@ -329,5 +230,5 @@ def test_verify_accepts_values_of_every_kind(run_dir: str) -> None:
         optim.step()
         cp.step(1)
         cp.save().committed()
-    verified = CliRunner().invoke(cli, ["verify", run_dir], standalone_mode=False)
+    verified = inside.invoke("verify", run_dir, standalone_mode=False)
     assert verified.return_value == 0, verified.output

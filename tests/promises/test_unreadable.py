@@ -20,12 +20,8 @@ from torch.distributed import checkpoint as dcp
 
 import ckpt
 import ckpt.dcp
-from ckpt.checkpoint import steady
+import inside
 from ckpt.errors import CorruptError, StoreError, UnreadableError, is_unreadable
-from ckpt.ranks.world import World
-from ckpt.restore.candidates import gather
-from ckpt.restore.restore_first import Restored, restore_first
-from ckpt.state.capture import Capture
 from ckpt_backends.disk import Disk
 from commands import Result, call
 from processes import PYTHONPATH, run_script
@@ -216,11 +212,10 @@ def test_dcp_raises_while_the_newest_step_cannot_be_read(tmp_path: Path, fault: 
 def test_all_ranks_raise_while_one_of_them_cannot_read_its_share(run: Path, fault: Fault) -> None:
     """Control: once the files can be read again, all restore the newest step."""
 
-    def body(world: World) -> Any:
-        state, result = {"w": torch.zeros(50_000)}, Restored(step=None)
-        sources = gather(world, [], [], [f"file://{run}"], [[0] * world.size], None)
+    def body(ranks: Any) -> Any:
+        state = {"w": torch.zeros(50_000)}
         try:
-            restore_first(world, sources, Capture(state), result, strict=True, on_touch=lambda: None)
+            result = inside.restore_folder(f"file://{run}", state, ranks)
         except UnreadableError as error:
             return str(error)
         return result.step, float(state["w"][0])
@@ -243,8 +238,7 @@ def test_readers_survive_errors_that_last_a_moment(
     monkeypatch: pytest.MonkeyPatch,
     name: str,
 ) -> None:
-    monkeypatch.setattr(steady, "WINDOW_S", 20.0)
-    monkeypatch.setattr(steady, "FIRST_PAUSE_S", 0.01)
+    inside.try_again_for(monkeypatch, 20.0, 0.01)
     match = str(pack(run, 2))
     step, value, cp = restore(run, lambda: fault.on(name, match, 5))
     assert (step, value) == (2, 2.0) and cp.last_restore is not None and not cp.last_restore.skipped
@@ -260,7 +254,7 @@ def test_readers_survive_errors_that_last_a_moment(
 def test_restore_waits_for_a_folder_that_is_away_for_a_moment(
     run: Path, monkeypatch: pytest.MonkeyPatch, folder: str
 ) -> None:
-    monkeypatch.setattr(steady, "WINDOW_S", 20.0)
+    inside.try_again_for(monkeypatch, 20.0)
     gone = threading.Event()
 
     def away() -> None:
@@ -356,12 +350,10 @@ def test_repair_as_another_user_changes_nothing_without_permission(saved: Path) 
 def test_commands_find_no_damage_when_descriptors_run_out(run: Path) -> None:
     """Whatever number of descriptors is left. Control: with enough of them, all is read."""
     code = """
-import os, resource, sys, ckpt
-from ckpt.checkpoint import steady
-from ckpt.cli import app
-steady.WINDOW_S = 0.05
+import os, resource, sys, ckpt, inside
+inside.try_again_for(inside.FOREVER, 0.05)
 run = sys.argv[1]
-codes = [app.main(["verify", run, "--all"])]
+codes = [inside.main(["verify", run, "--all"])]
 most = resource.getrlimit(resource.RLIMIT_NOFILE)
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, most[1]))
 for left in (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 100):
@@ -373,7 +365,7 @@ for left in (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 100):
         pass
     for fd in taken[:left]:
         os.close(fd)
-    codes += [app.main(["verify", run, "--all"]), app.main(["repair", run, "--yes"])]
+    codes += [inside.main(["verify", run, "--all"]), inside.main(["repair", run, "--yes"])]
     try:
         found = ckpt.load(run).step
     except (ckpt.CheckpointError, OSError):
@@ -519,7 +511,7 @@ def test_object_storage_that_refuses_reads_is_unreadable(
         assert call("repair", url, "--yes").code == 3
         assert not [one for one in proxy.hits() if one[0] not in ("GET", "HEAD")]
         proxy.clear()
-        monkeypatch.setattr(steady, "WINDOW_S", 20.0)
+        inside.try_again_for(monkeypatch, 20.0)
         proxy.fail("status", method="GET", match="-2\\.0\\.0", code=code, s3_code=s3_code, count=2)
         assert cp.restore() == 2 and cp.last_restore is not None and not cp.last_restore.skipped
         assert len(proxy.hits()) == 2

@@ -21,7 +21,8 @@ from ckpt.state.capture import Capture
 from ckpt.state.fingerprint import SampledPlaces
 from ckpt.state.tensors import memory_of
 from ckpt.trainer.staging.unchanged import Frozen
-from toy_states import Saved, State
+from inside import Saved
+from toy_states import State
 from wrapped_toy import Quantised
 
 FREED = r"needs \d+ bytes, and its storage has \d+"

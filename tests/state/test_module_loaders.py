@@ -15,7 +15,8 @@ from torch import Tensor, nn
 import ckpt
 from ckpt.errors import MismatchError, StateError
 from ckpt.state.capture import Capture
-from toy_states import Loader, Saved, State, differences, freeze
+from inside import Saved
+from toy_states import Loader, State, differences, freeze
 
 
 class Grows(nn.Module):

@@ -18,7 +18,8 @@ import ckpt
 from ckpt.errors import StateError
 from ckpt.state.capture import Capture
 from ckpt.state.sharding import replicated_by_ddp
-from toy_states import Saved, State, differences, freeze
+from inside import Saved
+from toy_states import State, differences, freeze
 
 
 @pytest.fixture

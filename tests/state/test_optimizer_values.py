@@ -26,7 +26,8 @@ import ckpt
 from ckpt.cli import app
 from ckpt.errors import CorruptError, MismatchError, StateError
 from ckpt.state.capture import Capture
-from toy_states import Saved, State
+from inside import Saved
+from toy_states import State
 
 
 class Mode(Enum):

@@ -25,7 +25,8 @@ from ckpt.format.saved_state import SavedState as SavedState
 from ckpt.state import adapters
 from ckpt.state.capture import Capture
 from ckpt.state.tensors import DTYPE_NAME, TORCH_DTYPE
-from toy_states import Loader, Saved, State, differences, fill, freeze, raw
+from inside import Saved
+from toy_states import Loader, State, differences, fill, freeze, raw
 
 # -- the oracle --
 

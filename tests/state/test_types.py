@@ -18,7 +18,8 @@ import ckpt
 from ckpt.errors import CorruptError, StateError
 from ckpt.format.values import decode, encode
 from ckpt.state.capture import Capture
-from toy_states import Loader, Saved, freeze
+from inside import Saved
+from toy_states import Loader, freeze
 
 try:
     import ml_dtypes

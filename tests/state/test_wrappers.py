@@ -18,9 +18,10 @@ import wrapped_toy
 from ckpt.errors import CorruptError, MismatchError, StateError
 from ckpt.state.capture import Capture
 from ckpt.state.wrappers import WrapperForm
+from inside import Saved
 from parallel import SHARDS_HERE, free_port, launch, reports
 from processes import killed, run_script
-from toy_states import Saved, State, differences, freeze
+from toy_states import State, differences, freeze
 from wrapped_toy import SIDE, Net, Odd, Other, Quantised, Shell, build, everything, train
 
 

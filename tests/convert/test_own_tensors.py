@@ -1,0 +1,53 @@
+"""Tensors that only some ranks have, each its own: what they are called, and who gets which."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ckpt.checkpoint.write import build_table
+from ckpt.convert.source_run import RunOrigin
+from ckpt.format.layout import Layout, TensorSpec
+from ckpt.format.manifest import Attempt
+from ckpt.format.saved_state import SavedState
+from ckpt.format.table import merge
+
+
+def two_ranks(*own: str) -> SavedState:
+    """Two ranks, each with tensors of its own of these names."""
+    layouts, tables = [], []
+    for rank in range(2):
+        specs = tuple(TensorSpec(name, "F32", (2,), instance=rank) for name in own)
+        component = {"path": ["d"], "kind": "plain", "facts": {}, "names": list(own)}
+        layout = Layout(specs, {}, [component], rank, 2, dict.fromkeys(own, rank))
+        layouts.append(layout)
+        digests = b"".join(bytes([rank + 1] * 16) for _ in own)
+        tables.append(build_table(layout, f"packs/1.aaaaaaaa-1.{rank}.0.safetensors", digests))
+    return SavedState(layouts, [[None], [None]], merge(tables))
+
+
+def test_names_with_hashes_are_told_apart() -> None:
+    """Labels of ranks' own tensors never collide with what others are called."""
+    for own in (("queue#",), ("x", "x#1"), ("x", "x#0", "x#1", "x#1#")):
+        labels = two_ranks(*own).labels
+        assert len(labels) == 2 * len(own) == len(set(labels.values()))
+
+
+def test_stages_with_buffers_of_their_own(tmp_path: Path) -> None:
+    """What only some ranks have, each its own: left out for others of as many ranks, else taken from the lowest."""
+    saved = two_ranks("mine")
+
+    class Manifested:
+        commit = type("C", (), {"step": 1, "finite": None})
+        attempt = Attempt(1, 1, "aaaaaaaa")
+        finite = None
+
+        def saved(self) -> SavedState:
+            return saved
+
+    log: Any = type("L", (), {"store": type("S", (), {"url": "file:///x", "remote": False})})
+    manifest: Any = Manifested()
+    origin = RunOrigin(log, manifest, saved)
+    assert [origin.view(rank, 2).tensors for rank in (0, 1)] == [{"mine": "mine#0"}, {"mine": "mine#1"}]
+    assert dict(origin.view(0, 1).tensors) == {"mine": "mine#0"} and "lowest rank" in origin.view(0, 1).notes[0]
+    assert "same random numbers" in origin.view(3, 4).notes[0]

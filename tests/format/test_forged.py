@@ -1,0 +1,1065 @@
+"""Each field of the format, forged by somebody who knows it: every digest is right, and what they say is evil.
+
+See `forgery`. What a restore, a load and a writer make of it: the older checkpoint, or an error of ours, in bounded
+time and memory.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import io
+import json
+import os
+import random
+import shutil
+import struct
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import safetensors.numpy
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import inside
+from ckpt.errors import (
+    CheckpointError,
+    CorruptError,
+    FormatError,
+)
+from ckpt.format.boxes import Box
+from ckpt.format.digest import blob_digest, file_digest
+from ckpt.format.layout import Layout, TensorSpec
+from ckpt.format.manifest import (
+    Attempt,
+    Part,
+    canonical,
+    part_key,
+    table_key,
+)
+from ckpt.format.saved_state import SavedState
+from ckpt.format.table import COLUMNS as COLUMNS_OF
+from ckpt.format.table import PRESSED, SavedShard, Table, columns_of
+from ckpt.format.values import decode
+from ckpt.runlog.log import record_key
+from forgery import (
+    Change,
+    Json,
+    Objects,
+    Run,
+    confined,
+    genuine,
+    mutate,
+    of_two,
+    put,
+    restored,
+    some_value,
+    survives,
+    taken_over,
+    verified,
+)
+from inside import forge, opened_part, resealed
+from processes import run_script
+
+__all__ = ["genuine", "of_two"]  # fixtures
+pytestmark = pytest.mark.timeout(60)  # a hang is a failure
+
+
+# -- parts --
+
+
+def tensor(position: int, value: Json, which: int = 0) -> Change:
+    def change(document: Json) -> None:
+        document["layout"]["tensors"][which][position] = value
+
+    return change
+
+
+def component(key: str, value: Json) -> Change:
+    def change(document: Json) -> None:
+        document["layout"]["components"][0][key] = value
+
+    return change
+
+
+def field(key: str, value: Json) -> Change:
+    return lambda document: document.update({key: value})
+
+
+def of_layout(key: str, value: Json) -> Change:
+    return lambda document: document["layout"].update({key: value})
+
+
+def first_pack(**changes: Json) -> Change:
+    return lambda document: document["packs"][0].update(changes)
+
+
+def every_value(value: Json) -> Change:
+    return lambda document: document.update(values=[value for _ in document["values"]])
+
+
+def nested(depth: int, inner: Json = 0) -> Json:
+    for _ in range(depth):
+        inner = [inner]
+    return inner
+
+
+def nested_keys(depth: int) -> Json:
+    inner: Json = "key"
+    for _ in range(depth):
+        inner = {"$": "dict", "v": [[inner, 0]]}
+    return inner
+
+
+EVIL_PARTS: dict[str, Change] = {
+    "huge shape": tensor(2, [2**61]),
+    "huger shape": tensor(2, [10**30]),
+    "overflowing shape": tensor(2, [2**32, 2**32]),
+    "empty and huge": tensor(2, [0, 2**61, 2**61]),
+    "negative shape": tensor(2, [-1]),
+    "shape of floats": tensor(2, [1.5]),
+    "shape of bools": tensor(2, [True]),
+    "shape of text": tensor(2, "33"),
+    "shape of lists": tensor(2, [[1]]),
+    "no shape": tensor(2, None),
+    "too many dimensions": tensor(2, [1] * 1000),
+    "unknown dtype": tensor(1, "PICKLE"),
+    "dtype of another type": tensor(1, ["F32"]),
+    "another dtype than in the table": tensor(1, "I32"),
+    "duplicate name": lambda d: d["layout"]["tensors"].append(d["layout"]["tensors"][0]),
+    "name not in the table": tensor(0, "../../x"),
+    "name that is not text": tensor(0, None),
+    "name with surrogates": tensor(0, "\ud800"),
+    "too few fields": lambda d: d["layout"]["tensors"].append(["x"]),
+    "tensors are no list": of_layout("tensors", 5),
+    "tensors are a dict": of_layout("tensors", {"a": 1}),
+    "alias of nothing": of_layout("aliases", {"x": "nothing"}),
+    "alias of an alias": of_layout("aliases", {"x": "y", "y": "x"}),
+    "alias that is a tensor": of_layout("aliases", {"model.weight": "model.bias"}),
+    "aliases are a list": of_layout("aliases", [1, 2]),
+    "alias is a list": of_layout("aliases", {"x": []}),
+    "no components": of_layout("components", []),
+    "components are text": of_layout("components", "xxxx"),
+    "component is a number": of_layout("components", [1, 2, 3, 4]),
+    "component without a path": lambda d: d["layout"]["components"][0].pop("path"),
+    "component with an odd path": component("path", [None]),
+    "component with a path of text": component("path", "model"),
+    "component of an odd kind": component("kind", ["module"]),
+    "component of another kind": component("kind", "stateful"),
+    "component without facts": component("facts", None),
+    "component with unknown tensors": component("names", ["nothing"]),
+    "component with odd names": component("names", [["x"]]),
+    "layout is a list": field("layout", []),
+    "layout is nothing": field("layout", None),
+    "layout is empty": field("layout", {}),
+    "layout digest of something else": field("layout_digest", "0" * 64),
+    "layout digest is a number": field("layout_digest", 5),
+    "values of another number": field("values", []),
+    "values are a dict": field("values", {"0": 1}),
+    "values are all null": every_value(None),
+    "values are all numbers": every_value(5),
+    "values are all empty": every_value({}),
+    "values are all empty groups": every_value({"groups": [5], "state": []}),
+    "values with odd groups": every_value({"groups": [{"params": 5}], "state": []}),
+    "values with odd state": every_value({"groups": [], "state": [[[], [], 1]]}),
+    "value with an unknown tag": some_value({"$": "os.system", "v": "id"}),
+    "value with a tag that is a list": some_value({"$": ["tensor"], "v": 1}),
+    "value without a body": some_value({"$": "tuple"}),
+    "float of the wrong size": some_value({"$": "float", "v": "00"}),
+    "int that is not one": some_value({"$": "int", "v": "zz"}),
+    "bytes that are not": some_value({"$": "bytes", "v": "!"}),
+    "text that is not": some_value({"$": "str", "v": "00"}),
+    "dict with list keys": some_value({"$": "dict", "v": [[[1], 2]]}),
+    "dict of triples": some_value({"$": "dict", "v": [[1, 2, 3]]}),
+    "tuple of text": some_value({"$": "tuple", "v": "abc"}),
+    "counter of lists": some_value({"$": "counter", "v": 5}),
+    "scalar of objects": some_value({"$": "scalar", "dtype": "|O", "v": "00" * 8}),
+    "scalar of the wrong size": some_value({"$": "scalar", "dtype": "<f8", "v": "00"}),
+    "scalar of an unclosed expression": some_value({"$": "scalar", "dtype": "(1,2", "v": "00"}),
+    "scalar of a structure": some_value({"$": "scalar", "dtype": "i4,i4", "v": "00" * 8}),
+    "scalar of a list": some_value({"$": "scalar", "dtype": [["a", "i4"]], "v": "00" * 4}),
+    "scalar of a surrogate": some_value({"$": "scalar", "dtype": "\ud800", "v": "00"}),
+    "scalar of a huge type": some_value({"$": "scalar", "dtype": "<V999999999", "v": "00"}),
+    "deep list": some_value(nested(400)),
+    "deep dict": some_value(json.loads('{"a":' * 400 + "1" + "}" * 400)),
+    "deep tuples": some_value(json.loads('{"$":"tuple","v":[' * 400 + "1" + "]}" * 400)),
+    "deep keys": some_value(nested_keys(150)),
+    "tensor of no name": some_value({"$": "tensor"}),
+    "tensor of an unknown name": some_value({"$": "tensor", "name": "nothing"}),
+    "tensor with a list for a name": some_value({"$": "tensor", "name": ["meta.x"]}),
+    "array of an unknown name": some_value({"$": "ndarray", "name": "nothing", "dtype": "<f8", "shape": [1]}),
+    "array of objects": some_value({"$": "ndarray", "name": "meta.a", "dtype": "|O", "shape": [4]}),
+    "array of a huge shape": some_value({"$": "ndarray", "name": "meta.a", "dtype": "<f8", "shape": [2**62, 2**62]}),
+    "array of a negative shape": some_value({"$": "ndarray", "name": "meta.a", "dtype": "<f8", "shape": [-5]}),
+    "array without a shape": some_value({"$": "ndarray", "name": "meta.a", "dtype": "<f8"}),
+    "array of an expression": some_value({"$": "ndarray", "name": "meta.a", "dtype": "(1,2", "shape": [4]}),
+    "array of another size": some_value({"$": "ndarray", "name": "meta.a", "dtype": "<U1000", "shape": [4]}),
+    "array that is a float": some_value({"$": "ndarray", "name": "meta.a", "dtype": 5, "shape": "x"}),
+    "world of two": field("world", 2),
+    "world of nobody": field("world", 0),
+    "negative world": field("world", -1),
+    "huge world": field("world", 10**12),
+    "world of text": field("world", "1"),
+    "world is a list": field("world", [1]),
+    "world is true": field("world", True),
+    "another rank": field("rank", 1),
+    "negative rank": field("rank", -1),
+    "rank is false": field("rank", False),
+    "another try": field("number", 5),
+    "try is null": field("number", None),
+    "attempt of another step": lambda d: d.update(attempt=d["attempt"].replace("-20", "-10")),
+    "attempt is a path": field("attempt", "../../etc"),
+    "attempt is a number": field("attempt", 20),
+    "table is null": field("table", None),
+    "finite is text": field("finite", "yes"),
+    "created is text": field("created", "now"),
+    "reason is a list": field("reason", []),
+    "no packs field": lambda d: d.pop("packs"),
+    "packs are a dict": field("packs", {"key": 1}),
+    "packs are numbers": field("packs", [1]),
+    "unknown field": field("exec", "print()"),
+    "missing field": lambda d: d.pop("world"),
+    "pack with an unknown field": first_pack(exec=1),
+    "pack outside": first_pack(key="../../outside"),
+    "pack outside by dots": first_pack(key="packs/../../outside"),
+    "pack is absolute": first_pack(key="/etc/passwd"),
+    "pack with a newline": lambda d: d["packs"][0].update(key=d["packs"][0]["key"] + "\n"),
+    "pack is a log record": first_pack(key="log/000000000000.json"),
+    "pack is a part": lambda d: d["packs"][0].update(key=d["packs"][0]["key"].replace("packs/", "parts/")),
+    "pack is a number": first_pack(key=5),
+    "pack of another size": first_pack(size=10),
+    "pack of a huge size": first_pack(size=2**70),
+    "pack of a fractional size": lambda d: d["packs"][0].update(size=float(d["packs"][0]["size"])),
+    "negative header": first_pack(header_size=-1),
+    "header beyond the pack": first_pack(header_size=2**40),
+    "fractional header": first_pack(header_size=1.5),
+    "pack in arabic digits": lambda d: d["packs"][0].update(key=d["packs"][0]["key"].replace("1.", "\u0661.", 1)),
+    "pack that is not there": lambda d: d["packs"][0].update(key=d["packs"][0]["key"].replace(".0.0.", ".0.7.")),
+}  # fmt: skip
+
+
+OTHER_STATES = ("component of another kind", "kind of another", "all modules", "more groups")
+"""Changes that make a sound checkpoint of another state: only a restore into this one finds a mismatch."""
+
+
+@pytest.mark.parametrize("name", EVIL_PARTS)
+def test_an_evil_part_is_passed_over(genuine: Run, name: str, tmp_path: Path) -> None:
+    """The older checkpoint comes back; nobody who opens the run sees an error that is not ours."""
+    folder = put(forge(genuine, part=EVIL_PARTS[name]), tmp_path / "run")
+    assert restored(folder) == 10
+    assert verified(folder) or name in OTHER_STATES
+    survives(folder)
+
+
+# -- tables --
+
+
+def column(name: str, value: Callable[[Any], Any]) -> Change:
+    return lambda columns: columns.update({name: value(columns[name].copy())})
+
+
+def put_at(index: int, value: int) -> Callable[[Any], Any]:
+    def change(array: Any) -> Any:
+        array.reshape(-1)[index] = value
+        return array
+
+    return change
+
+
+def text(value: str | bytes) -> Callable[[Any], Any]:
+    return lambda array: np.frombuffer(value if isinstance(value, bytes) else value.encode(), np.uint8)
+
+
+def doubled(columns: Json) -> None:
+    """Every shard twice."""
+    for key in (
+        "dtypes",
+        "ranks",
+        "instances",
+        "pack",
+        "offset",
+        "stored",
+        "length",
+        "codec",
+        "base",
+        "digest",
+        "dims",
+        "names",
+    ):
+        columns[key] = np.concatenate([columns[key], columns[key]])
+    for key in ("name_ends", "dim_ends", "blob_ends"):
+        columns[key] = np.concatenate([columns[key], columns[key] + columns[key][-1]])
+
+
+EVIL_TABLES: dict[str, Change] = {
+    "offset beyond the pack": column("offset", put_at(0, 10**9)),
+    "offset of 2**62": column("offset", put_at(0, 2**62)),
+    "offset of 2**63 - 1": column("offset", put_at(0, 2**63 - 1)),
+    "negative offset": column("offset", put_at(0, -8)),
+    "offset into another tensor": column("offset", lambda a: np.roll(a, 1)),
+    "offset into the header": column("offset", put_at(3, 0)),  # the first ones are the same at step 10
+    "length of 2**40": lambda c: (column("length", put_at(0, 2**40))(c), column("stored", put_at(0, 2**40))(c)),
+    "negative length": lambda c: (column("length", put_at(0, -1))(c), column("stored", put_at(0, -1))(c)),
+    "stored at another length": column("stored", put_at(0, 1)),
+    "unknown codec": column("codec", put_at(0, 1)),
+    "pack number beyond": column("pack", put_at(0, 7)),
+    "negative pack number": column("pack", put_at(0, -1)),
+    "base beyond": column("base", put_at(0, 10**9)),
+    "packs outside": column("packs", text('["../../outside"]')),
+    "packs absolute": column("packs", text('["/etc/passwd"]')),
+    "packs with a newline": column("packs", text('["packs/1.00000000-1.0.0.safetensors\\n"]')),
+    "packs by dots": column("packs", text('["packs/../../x.safetensors"]')),
+    "packs of numbers": column("packs", text("[5]")),
+    "packs of lists": column("packs", text("[[]]")),
+    "packs a dict": column("packs", text('{"packs/1.00000000-1.0.0.safetensors":1}')),
+    "packs null": column("packs", text("null")),
+    "packs empty": column("packs", text("[]")),
+    "packs not JSON": column("packs", text("\x00")),
+    "packs not UTF-8": column("packs", text(b"\xff\xfe\xfd")),
+    "packs nested": column("packs", text("[" * 10**6)),
+    "packs a huge number": column("packs", text("[" + "9" * 10**5 + "]")),
+    "packs that are not there": column("packs", text('["packs/1.00000000-1.0.0.safetensors"]')),
+    "names not UTF-8": column("names", put_at(0, 255)),
+    "names too short": column("names", lambda a: a[:-1]),
+    "name ends that fall": column("name_ends", put_at(0, 10**6)),
+    "name ends below zero": column("name_ends", put_at(0, -1)),
+    "dims below zero": column("dims", put_at(0, -1)),
+    "dims beyond": column("dims", put_at(0, 2**62)),
+    "dims too many": column("dim_ends", put_at(0, 1)),
+    "dims falling": column("dim_ends", put_at(0, 10**6)),
+    "shards outside": lambda c: column("dims", lambda a: a + 1)(c),
+    "unknown dtype": column("dtypes", put_at(0, 250)),
+    "another dtype": column("dtypes", lambda a: np.full_like(a, 4)),
+    "blob ends falling": column("blob_ends", put_at(0, 10**6)),
+    "blob ends of zero": column("blob_ends", lambda a: a * 0),
+    "digests too short": column("digest", lambda a: a[:, :8]),
+    "digests too few": column("digest", lambda a: a[:-1]),
+    "other digests": column("digest", lambda a: a ^ 1),
+    "every shard twice": doubled,
+    "no shards": lambda c: c.update({k: v[:0] for k, v in c.items() if k != "packs"}),
+    "no columns": lambda c: c.clear(),
+}
+
+
+def no_column(name: str) -> Change:
+    return lambda columns: columns.pop(name)
+
+
+WRONG_KINDS: dict[str, Callable[[Any], Any]] = {
+    "floats": lambda a: a.astype(np.float64),
+    "halves": lambda a: a.astype(np.float16),
+    "unsigned": lambda a: a.astype(np.uint64),
+    "complex": lambda a: a.astype(np.complex64),
+    "a grid": lambda a: a.reshape(1, -1),
+    "one number": lambda a: np.resize(a, ()),
+    "nothing": lambda a: a.reshape(-1)[:0],
+    "one more": lambda a: np.concatenate([a.reshape(-1), a.reshape(-1)[-1:]]),
+}
+COLUMNS = (
+    "names", "name_ends", "dtypes", "ranks", "instances", "dims", "dim_ends", "blob_ends", "pack", "offset", "stored",
+    "length", "codec", "base", "digest", "stored_digest", "packs",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EVIL_TABLES)
+def test_an_evil_table_is_passed_over(genuine: Run, name: str, tmp_path: Path) -> None:
+    """The same for the table, of which the index is a copy."""
+    folder = put(forge(genuine, columns=EVIL_TABLES[name]), tmp_path / "run")
+    assert restored(folder) == 10
+    assert verified(folder)
+    survives(folder)
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+def test_a_column_of_another_kind_is_an_error_of_ours(genuine: Run, name: str, tmp_path: Path) -> None:
+    """Missing, of another dtype, shape or length: CorruptError, or a table with the same meaning. The file does not say
+    what its numbers are, so those of another kind that fill the same bytes are just other numbers."""
+    objects, attempt = genuine
+    raw = objects[table_key(attempt, 0, 0)]
+    whole = Table.from_bytes(raw, "the table")
+    for kind, change in {"missing": None, **WRONG_KINDS}.items():
+        columns = columns_of(raw, "a table")
+        if change is None:
+            del columns[name]
+        else:
+            was, columns[name] = columns[name], np.ascontiguousarray(change(columns[name]))
+            if columns[name].nbytes == was.nbytes and columns[name].tobytes() != was.tobytes():
+                continue
+        try:
+            found = Table.from_bytes(PRESSED.to_bytes(columns), kind)
+        except CorruptError:
+            continue
+        assert found.shards == whole.shards and found.packs == whole.packs, kind
+        assert all(np.array_equal(getattr(found, c), getattr(whole, c)) for c in ("offset", "stored", "digest", "pack"))
+    folder = put(forge(genuine, columns=no_column(name)), tmp_path / "run")
+    assert restored(folder) == 10
+
+
+def test_blobs_that_overlap_give_what_their_digests_say(genuine: Run, tmp_path: Path) -> None:
+    """Two shards may share bytes (that is deduplication); no more memory is used than the shapes declare."""
+
+    def overlap(columns: Json) -> None:
+        sizes = columns["stored"]
+        a, b = next((i, j) for i in range(len(sizes)) for j in range(i + 1, len(sizes)) if sizes[i] == sizes[j] > 0)
+        columns["offset"][a], columns["digest"][a] = columns["offset"][b], columns["digest"][b]
+
+    folder = put(forge(genuine, columns=overlap), tmp_path / "run")
+    assert restored(folder) == 20
+    survives(folder)
+
+
+# -- what several ranks saved --
+
+
+def piece(position: int, value: Json) -> Change:
+    """A field of the first piece: name, dtype, shape, accelerator, whole, offsets, instance."""
+
+    def change(document: Json) -> None:
+        next(row for row in document["layout"]["tensors"] if len(row) > 4)[position] = value
+
+    return change
+
+
+def cut_row(length: int) -> Change:
+    def change(document: Json) -> None:
+        rows = document["layout"]["tensors"]
+        at = next(i for i, row in enumerate(rows) if len(row) > 4)
+        rows[at] = [*rows[at], 0][:length]
+
+    return change
+
+
+def of_kind(kind: str, **changes: Json) -> Change:
+    """In what a component says."""
+
+    def change(document: Json) -> None:
+        next(c for c in document["layout"]["components"] if c["kind"] == kind)["facts"].update(changes)
+
+    return change
+
+
+def of_optimizer(**changes: Json) -> Change:
+    def change(document: Json) -> None:
+        at = [c["kind"] for c in document["layout"]["components"]].index("optimizer")
+        document["values"][at].update(changes)
+
+    return change
+
+
+def elsewhere(form: Json) -> Change:
+    def change(document: Json) -> None:
+        found = document["layout"]["elsewhere"]
+        found[next(iter(found))] = form
+
+    return change
+
+
+EVIL_SHARES: dict[str, Change] = {
+    "whole of other dimensions": piece(4, [2, 3, 1]),
+    "whole of nothing": piece(4, []),
+    "whole smaller than the piece": piece(4, [1, 1]),
+    "whole another": piece(4, [200, 300]),
+    "whole huge": piece(4, [2**62, 2**62]),
+    "whole negative": piece(4, [-2, -3]),
+    "whole of floats": piece(4, [2.0, 3.0]),
+    "whole of bools": piece(4, [True, True]),
+    "whole a number": piece(4, 6),
+    "whole text": piece(4, "23"),
+    "whole null": piece(4, None),
+    "whole null, and a shape of its own": lambda d: (piece(2, [5, 5])(d), piece(4, None)(d)),
+    "offsets of other dimensions": piece(5, [0]),
+    "offsets null": piece(5, None),
+    "offsets text": piece(5, "00"),
+    "offsets negative": piece(5, [-1, 0]),
+    "offsets beyond": piece(5, [2**40, 0]),
+    "offsets of floats": piece(5, [1.0, 0.0]),
+    "offsets of bools": piece(5, [True, False]),
+    "piece larger than its rows": piece(2, [2, 3]),
+    "piece of negative size": piece(2, [-1, 3]),
+    "instance that nobody has": piece(6, 1),
+    "instance below all": piece(6, -2),
+    "instance of a huge rank": piece(6, 10**12),
+    "instance text": piece(6, "0"),
+    "instance null": piece(6, None),
+    "instance a bool": piece(6, True),
+    "instance a fraction": piece(6, 0.5),
+    "row cut after the whole": cut_row(5),
+    "row cut after the offsets": cut_row(6),
+    "row too long": cut_row(8),
+    "piece twice": lambda d: d["layout"]["tensors"].append(d["layout"]["tensors"][0]),
+    "piece twice, as another instance": lambda d: d["layout"]["tensors"].append(
+        [*next(row for row in d["layout"]["tensors"] if len(row) > 4)[:6], 0]
+    ),
+    "another dtype than the other rank's": piece(1, "I32"),
+    "another name than the other rank's": piece(0, "model.weights"),
+    "layout of the other rank": of_layout("rank", 0),
+    "layout of a rank beyond": of_layout("rank", 2),
+    "layout of a negative rank": of_layout("rank", -1),
+    "layout of a rank in text": of_layout("rank", "1"),
+    "layout of rank true": of_layout("rank", True),
+    "layout of one rank": of_layout("world", 1),
+    "layout of three ranks": of_layout("world", 3),
+    "layout of a million ranks": of_layout("world", 1 << 20),
+    "layout of too many ranks": of_layout("world", 1 << 40),
+    "layout of a fractional world": of_layout("world", 2.0),
+    "instances of a rank beyond": of_layout("instances", {"model.weight": 2}),
+    "instances of a negative rank": of_layout("instances", {"model.weight": -1}),
+    "instances of true": of_layout("instances", {"model.weight": True}),
+    "instances are a list": of_layout("instances", [1]),
+    "instances are null": of_layout("instances", None),
+    "no instances": lambda d: d["layout"].pop("instances"),
+    "elsewhere of another shape": elsewhere(["F32", [7, 7]]),
+    "elsewhere of another dtype": elsewhere(["C128", []]),
+    "elsewhere of no dtype": elsewhere(["PICKLE", []]),
+    "elsewhere of a huge shape": elsewhere(["F32", [2**40, 2**40]]),
+    "elsewhere of a shape of text": elsewhere(["F32", "xx"]),
+    "elsewhere of triples": elsewhere(["F32", [], 1]),
+    "elsewhere of nothing": elsewhere(None),
+    "elsewhere is a list": of_layout("elsewhere", [["x", "F32"]]),
+    "elsewhere is null": of_layout("elsewhere", None),
+    "no elsewhere": lambda d: d["layout"].pop("elsewhere"),
+    "aliases to what is nowhere": of_layout("aliases", {"x": "nothing"}),
+    "components that do not know what all hold": lambda d: d["layout"]["components"][0].update(names=[]),
+    "components that name nothing": lambda d: d["layout"]["components"][0]["names"].append("nothing"),
+    "component names are text": component("names", "model.weight"),
+    "no components": lambda d: (of_layout("components", [])(d), field("values", [])(d)),
+    "part of the other rank": field("rank", 0),
+    "part of a rank beyond": field("rank", 2),
+    "part of one rank": field("world", 1),
+    "part of three ranks": field("world", 3),
+    "values of another number": field("values", []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EVIL_SHARES)
+def test_an_evil_share_of_one_rank_is_passed_over(of_two: Run, name: str, tmp_path: Path) -> None:
+    """What one rank says of its pieces, or of the others': the older checkpoint comes back, and no error but ours."""
+    folder = put(forge(of_two, rank=1, part=EVIL_SHARES[name]), tmp_path / "run")
+    assert restored(folder) == 10
+    assert verified(folder)
+    survives(folder)
+
+
+@pytest.mark.parametrize("change", [piece(5, [0, 0]), piece(2, [0, 3])], ids=["elsewhere", "empty"])
+def test_where_a_piece_lies_is_what_the_table_says(of_two: Run, change: Change, tmp_path: Path) -> None:
+    """A layout that says otherwise, and fits together with the table in all else, changes nothing."""
+    folder = put(forge(of_two, rank=1, part=change), tmp_path / "run")
+    assert restored(folder, exact=True) == 20
+    survives(folder)
+
+
+ODD_COMPONENTS: dict[str, Change] = {
+    "groups a number": of_kind("optimizer", params=5),
+    "groups of numbers": of_kind("optimizer", params=[1, 2]),
+    "groups of lists": of_kind("optimizer", params=[[["model.weight"]]]),
+    "groups of unknown tensors": of_kind("optimizer", params=[["nothing"]]),
+    "more groups": of_kind("optimizer", params=[[], [], []]),
+    "with state a number": of_kind("optimizer", with_state=5),
+    "with state of lists": of_kind("optimizer", with_state=[["x"]]),
+    "values' groups a number": of_optimizer(groups=5),
+    "values' state a number": of_optimizer(state=5),
+    "values' state of pairs": of_optimizer(state=[["a", "b"]]),
+    "values' state of lists": of_optimizer(state=[[[], [], 1]]),
+    "values are null": every_value(None),
+    "values are lists": every_value([]),
+    "kind of another": lambda d: [c.update(kind="plain") for c in d["layout"]["components"]],
+    "all modules": lambda d: [c.update(kind="module") for c in d["layout"]["components"]],
+    "all optimizers": lambda d: [c.update(kind="optimizer") for c in d["layout"]["components"]],
+    "all in one place": lambda d: [c.update(path=["model"]) for c in d["layout"]["components"]],
+    "places swapped": lambda d: d["layout"]["components"].reverse(),
+    "own instances of everything": lambda d: d["layout"].update(
+        instances={row[0]: 1 for row in d["layout"]["tensors"]}
+    ),
+}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("name", ODD_COMPONENTS)
+def test_components_that_do_not_go_together_are_errors_of_ours(
+    of_two: Run, name: str, rank: int, tmp_path: Path
+) -> None:
+    """What one rank says of a module or an optimizer is merged with the others' word: taken, or passed over."""
+    folder = put(forge(of_two, rank=rank, part=ODD_COMPONENTS[name]), tmp_path / "run")
+    assert restored(folder) == 20 or verified(folder) or name in OTHER_STATES
+    survives(folder)
+
+
+EVIL_INDEXES: dict[str, Change] = {
+    "instances of nobody": column("instances", lambda a: a + 1),
+    "instances of a huge rank": column("instances", lambda a: a + 10**9),
+    "instances below all": column("instances", lambda a: a - 1),
+    "one instance": column("instances", put_at(0, 1)),
+    "too few instances": column("instances", lambda a: a[:-1]),
+    "no instances": lambda c: c.pop("instances"),
+    "instances in floats": column("instances", lambda a: a.astype(np.float32)),
+    "negative ranks": column("ranks", lambda a: a - 5),
+    "huge ranks": column("ranks", lambda a: a + 10**9),
+    "pieces moved": column("dims", lambda a: a[::-1].copy()),
+}
+
+
+@pytest.mark.parametrize("name", EVIL_INDEXES)
+def test_an_evil_table_of_one_rank_is_passed_over(of_two: Run, name: str, tmp_path: Path) -> None:
+    """The columns that several ranks need."""
+    folder = put(forge(of_two, rank=1, columns=EVIL_INDEXES[name]), tmp_path / "run")
+    assert restored(folder) == 10
+    assert verified(folder)
+    survives(folder)
+
+
+def in_body(**changes: Json) -> Change:
+    return lambda body: body.update(changes)
+
+
+def cut_at(run: Run, byte: int) -> Change:
+    """A blob of eight-byte numbers of the newest checkpoint becomes two; their digests are right."""
+    pack = run[0][f"packs/{run[1]}.0.0.safetensors"]
+
+    def change(columns: Json) -> None:
+        at = columns["dtypes"].tolist().index(1)  # each tensor before it has one blob
+        start, length = int(columns["offset"][at]), int(columns["length"][at])
+        for key in ("pack", "offset", "stored", "length", "codec", "base", "digest"):
+            columns[key] = np.insert(columns[key], at, columns[key][at], axis=0)
+        for i, (low, high) in enumerate([(start, start + byte), (start + byte, start + length)], at):
+            columns["offset"][i] = low
+            columns["stored"][i] = columns["length"][i] = high - low
+            columns["digest"][i] = np.frombuffer(blob_digest(pack[low:high]), np.uint8)
+        columns["blob_ends"][at:] += 1
+
+    return change
+
+
+@pytest.mark.parametrize(("byte", "expected"), [(16, 20), (8, 20), (3, 10), (12, 10)])
+def test_a_blob_ends_where_a_number_does(genuine: Run, byte: int, expected: int, tmp_path: Path) -> None:
+    """Of eight-byte numbers: blobs of any other length are refused, for no reader could place their elements."""
+    folder = put(forge(genuine, columns=cut_at(genuine, byte)), tmp_path / "run")
+    assert restored(folder, exact=True) == expected
+    survives(folder)
+
+
+EVIL_WORLDS: dict[str, Change] = {
+    "a world of one": in_body(world=1),
+    "a world of three": in_body(world=3),
+    "a world of a million": in_body(world=1 << 20),
+    "one part": lambda body: body.update(parts=body["parts"][:1]),
+    "the other part": lambda body: body.update(parts=body["parts"][1:]),
+    "one part in a world of one": lambda body: body.update(parts=body["parts"][:1], world=1),
+    "a part twice": lambda body: body.update(parts=[body["parts"][0]] * 2),
+    "a part three times": lambda body: body.update(parts=[*body["parts"], body["parts"][1]], world=3),
+    "parts in another order": lambda body: body["parts"].reverse(),
+    "parts swapped": lambda body: body.update(parts=[[0, 0, body["parts"][1][2]], [1, 0, body["parts"][0][2]]]),
+    "a part of a rank beyond": lambda body: body["parts"][1].__setitem__(0, 2),
+    "a part of rank true": lambda body: body["parts"][1].__setitem__(0, True),
+    "a part of another try": lambda body: body["parts"][1].__setitem__(1, 1),
+    "index of one part": lambda body: body.update(index="0" * 64),
+}
+
+
+@pytest.mark.parametrize("name", EVIL_WORLDS)
+def test_an_evil_commit_of_two_ranks_is_passed_over(of_two: Run, name: str, tmp_path: Path) -> None:
+    """A record that names other ranks' parts than there are. Without its index, the parts' tables say the same."""
+    folder = put(forge(of_two, body=EVIL_WORLDS[name]), tmp_path / "run")
+    assert restored(folder) == (20 if name == "index of one part" else 10)
+    survives(folder)
+
+
+@pytest.mark.parametrize("kind", ["HELD", "COMMIT", "ABORT"])
+def test_records_of_other_ranks_parts_are_taken_at_their_word_only(of_two: Run, kind: str, tmp_path: Path) -> None:
+    """HELD is no checkpoint; none of them undoes a COMMIT, or makes one of an attempt that has no files."""
+    body = json.loads(of_two[0][max(k for k in of_two[0] if k.startswith("log/"))])["body"] | {"reason": "x" * 10**6}
+    objects = appended(of_two, type=kind, body={**body, "world": 3}, id="other")
+    folder = put(objects, tmp_path / "run")
+    assert restored(folder) == 20
+    survives(folder)
+    nobody = {**body, "attempt": str(Attempt(of_two[1].epoch, 30, of_two[1].nonce))}
+    folder = put(appended(of_two, type=kind, body=nobody), tmp_path / "run")
+    assert restored(folder) == 20
+    survives(folder)
+
+
+def test_a_commit_of_a_hundred_thousand_parts_is_no_flood(of_two: Run, tmp_path: Path) -> None:
+    """Parts that are not there are not all looked for at once, nor one after the other for ever."""
+    parts = [[rank, 0, "0" * 64] for rank in range(100_000)]
+    folder = put(forge(of_two, body=in_body(parts=parts, world=len(parts))), tmp_path / "run")
+    before = resident()
+    assert restored(folder) == 10
+    assert resident() - before < 300 << 20
+    survives(folder)
+
+
+def resident() -> int:
+    return int(psutil.Process().memory_info().rss)
+
+
+def tangled(count: int, dimensions: int) -> list[Box]:
+    dice = random.Random(1)
+    starts = [tuple(dice.randrange(400) for _ in range(dimensions)) for _ in range(count)]
+    return [(at, tuple(dice.randrange(300, 600) for _ in at)) for at in starts]
+
+
+@pytest.mark.parametrize(("count", "dimensions"), [(20, 20), (60, 5), (3000, 3), (20_000, 2)])
+def test_boxes_that_overlap_in_every_way_are_no_hang(count: int, dimensions: int) -> None:
+    """Whether pieces fit together is asked of boxes made to take for ever: CorruptError within seconds."""
+    boxes, shape = tangled(count, dimensions), (1000,) * dimensions
+    specs = tuple(TensorSpec("x", "U8", size, whole=shape, offsets=at) for at, size in dict(boxes).items())
+    columns = {name: np.zeros(0, np.int64) for name in ("pack", "offset", "stored", "length", "codec", "base")}
+    shards = tuple(SavedShard("x", "U8", shape, at, size) for at, size in boxes)
+    digests = {name: np.zeros((0, 16), np.uint8) for name in ("digest", "stored_digest")}
+    table = Table(shards, np.zeros(count + 1, np.int64), packs=(), **digests, **columns)
+    started = time.process_time()
+    with pytest.raises(CorruptError, match="do not agree about x"):
+        SavedState([Layout(specs, {}, [])], [[]], table)
+    assert time.process_time() - started < 30, "a bound, not a measure: without one it takes days"
+
+
+def zip_of(inner: bytes) -> bytes:
+    raw = io.BytesIO()
+    with zipfile.ZipFile(raw, "w") as file:
+        file.writestr("archive/data.pkl", inner)
+    return raw.getvalue()
+
+
+def header(entries: str | bytes, tail: bytes = b"") -> bytes:
+    entries = entries if isinstance(entries, bytes) else entries.encode()
+    return struct.pack("<Q", len(entries)) + entries + tail
+
+
+def entry(dtype: str, shape: str, ends: str) -> bytes:
+    return header(f'{{"names":{{"dtype":"{dtype}","shape":{shape},"data_offsets":{ends}}}}}', bytes(64))
+
+
+EMPTY = '{"dtype":"U8","shape":[0],"data_offsets":[0,0]}'
+RAW_TABLES: dict[str, bytes] = {
+    "nothing": b"",
+    "header of 2**63": struct.pack("<Q", 2**63) + b"{}",
+    "header of 2**64 - 1": b"\xff" * 8 + b"{}",
+    "header beyond the file": struct.pack("<Q", 10**9) + b"{}",
+    "deep header": header("[" * 10**6),
+    "deep dict header": header('{"a":' * 10**5),
+    "header of 20 MB": header("{" + " " * (20 << 20) + "}"),
+    "many entries": header("{" + ",".join(f'"{i}":{EMPTY}' for i in range(10**5)) + "}"),
+    "not UTF-8": header(b'{"\xff":1}'),
+    "huge shape": entry("U8", f"[{2**62},{2**62}]", "[0,64]"),
+    "negative shape": entry("U8", "[-1]", "[0,64]"),
+    "offsets reversed": entry("U8", "[64]", "[64,0]"),
+    "offsets beyond": entry("U8", "[1000000000]", "[0,1000000000]"),
+    "hole": entry("U8", "[32]", "[32,64]"),
+    "tail": entry("U8", "[32]", "[0,32]"),
+    "unknown dtype": entry("PICKLE", "[64]", "[0,64]"),
+    "bfloat16": entry("BF16", "[32]", "[0,64]"),
+    "float8": entry("F8_E4M3", "[64]", "[0,64]"),
+    "float4": entry("F4", "[128]", "[0,64]"),
+    "metadata that is no dict": header('{"__metadata__":5}'),
+    "zip": zip_of(b"x"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RAW_TABLES)
+def test_what_is_no_table_is_passed_over(genuine: Run, name: str, tmp_path: Path) -> None:
+    """Bombs and rubbish in place of the safetensors file, with the right digest."""
+    folder = put(forge(genuine, table=RAW_TABLES[name]), tmp_path / "run")
+    assert restored(folder) == 10
+    survives(folder)
+
+
+# -- the log --
+
+
+EVIL_COMMITS: dict[str, Change] = {
+    "world of nobody": in_body(world=0),
+    "negative world": in_body(world=-1),
+    "huge world": in_body(world=10**12),
+    "world of text": in_body(world="1"),
+    "no parts": in_body(parts=[]),
+    "parts are null": in_body(parts=None),
+    "parts are numbers": in_body(parts=[1]),
+    "parts are pairs": in_body(parts=[[0, 0]]),
+    "part of another rank": in_body(parts=[[5, 0, "0" * 64]]),
+    "part of a huge rank": in_body(parts=[[10**4000, 0, "0" * 64]]),
+    "part of a negative try": in_body(parts=[[0, -1, "0" * 64]]),
+    "part of a huge try": in_body(parts=[[0, 10**600, "0" * 64]]),
+    "part of a fractional try": in_body(parts=[[0, 0.0, "0" * 64]]),
+    "part that is not there": in_body(parts=[[0, 7, "0" * 64]]),
+    "part of another digest": in_body(parts=[[0, 0, "0" * 64]]),
+    "part with a path for a digest": in_body(parts=[[0, 0, "../../outside"]]),
+    "index is a path": in_body(index="../../../../etc/passwd"),
+    "index is a list": in_body(index=["0" * 64]),
+    "index is null": in_body(index=None),
+    "attempt is a path": in_body(attempt="../../x"),
+    "attempt is null": in_body(attempt=None),
+    "attempt of a huge epoch": in_body(attempt="9" * 4000 + ".00000000-20"),
+    "attempt in arabic digits": in_body(attempt="1.00000000-\u0662\u0660"),
+    "attempt of nobody": in_body(attempt="1.00000000-20"),
+    "finite is a number": in_body(finite=3),
+    "missing": lambda body: body.clear(),
+}
+
+
+@pytest.mark.parametrize("name", EVIL_COMMITS)
+def test_an_evil_commit_is_passed_over(genuine: Run, name: str, tmp_path: Path) -> None:
+    """A COMMIT with a right digest that says impossible things."""
+    folder = put(forge(genuine, body=EVIL_COMMITS[name]), tmp_path / "run")
+    assert restored(folder) == 10
+    survives(folder)
+
+
+def appended(run: Run, **fields: Json) -> Objects:
+    """The run with one more record, its chain and digest right."""
+    objects = dict(run[0])
+    last = max(k for k in objects if k.startswith("log/"))
+    before = json.loads(objects[last])
+    record = {**before, "seq": before["seq"] + 1, "prev": file_digest(objects[last]), "id": "evil", **fields}
+    objects[record_key(before["seq"] + 1)] = resealed(record)
+    return objects
+
+
+def held(**changes: Json) -> Json:
+    """The body of a record of one of two ranks' parts, of an attempt that has no files."""
+    body = {"attempt": "1.00000000-30", "world": 2, "parts": [[0, 0, "0" * 64]], "index": "0" * 64}
+    return {**body, "finite": None, "reason": "due", **changes}
+
+
+EVIL_RECORDS: dict[str, dict[str, Json]] = {
+    "type is a list": {"type": ["COMMIT"]},
+    "type is null": {"type": None},
+    "of a newer version": {"type": "MERGE", "body": {}},
+    "snapshot": {"type": "SNAPSHOT", "body": {"state": {}}},
+    "body is null": {"body": None},
+    "body is a list": {"body": []},
+    "body is text": {"body": "attempt"},
+    "id is a list": {"id": []},
+    "id is a dict": {"id": {}},
+    "other sequence": {"seq": 77},
+    "sequence is text": {"seq": "3"},
+    "sequence is a fraction": {"seq": 3.0},
+    "other root": {"root": "0" * 32},
+    "other chain": {"prev": "0" * 64},
+    "epoch of 10**30": {"type": "ACQUIRE", "body": {"epoch": 10**30, "nonce": "0" * 8, "restored": None}},
+    "epoch of -1": {"type": "ACQUIRE", "body": {"epoch": -1, "nonce": "0" * 8, "restored": None}},
+    "epoch is text": {"type": "ACQUIRE", "body": {"epoch": "2", "nonce": "0" * 8, "restored": None}},
+    "epoch is true": {"type": "ACQUIRE", "body": {"epoch": True, "nonce": "0" * 8, "restored": None}},
+    "epoch is a fraction": {"type": "ACQUIRE", "body": {"epoch": 2.5, "nonce": "0" * 8, "restored": None}},
+    "restored from a path": {"type": "ACQUIRE", "body": {"epoch": 2, "nonce": "0" * 8, "restored": "../x"}},
+    "nonce is a list": {"type": "ACQUIRE", "body": {"epoch": 2, "nonce": [], "restored": None}},
+    "deletes outside": {"type": "PLAN", "body": {"retire": [], "delete": ["../../outside", "/etc/passwd"]}},
+    "deletes numbers": {"type": "PLAN", "body": {"retire": [], "delete": 5}},
+    "retires a path": {"type": "PLAN", "body": {"retire": ["../x"], "delete": []}},
+    "retires null": {"type": "PLAN", "body": {"retire": None, "delete": []}},
+    "keeps null": {"type": "KEEP", "body": {"attempt": None}},
+    "pins outside": {"type": "BEGIN", "body": {"attempt": "1.00000000-30", "pins": ["../../x"]}},
+    "pins numbers": {"type": "BEGIN", "body": {"attempt": "1.00000000-30", "pins": 5}},
+    "aborts a list": {"type": "ABORT", "body": {"attempt": []}},
+    "aborts without a reason": {"type": "ABORT", "body": {"attempt": "1.00000000-30"}},
+    "aborts for an odd reason": {"type": "ABORT", "body": {"attempt": "1.00000000-30", "reason": [{}]}},
+    "holds null": {"type": "HELD", "body": None},
+    "holds nothing": {"type": "HELD", "body": {}},
+    "holds a path": {"type": "HELD", "body": {"attempt": "../x"}},
+    "holds no parts": {"type": "HELD", "body": held(parts=[])},
+    "holds more parts than ranks": {"type": "HELD", "body": held(world=1, parts=[[0, 0, "0" * 64], [1, 0, "0" * 64]])},
+    "holds a rank twice": {"type": "HELD", "body": held(parts=[[1, 0, "0" * 64]] * 2)},
+    "holds what is not there": {"type": "HELD", "body": held()},
+    "holds all there is": {"type": "HELD", "body": held(world=1)},
+}
+
+
+@pytest.mark.parametrize("name", EVIL_RECORDS)
+def test_an_evil_record_does_not_hide_the_checkpoints(genuine: Run, name: str, tmp_path: Path) -> None:
+    """The newest is still restored and the run can be gone on with; only a type of a newer version is a FormatError."""
+    fields = EVIL_RECORDS[name]
+    folder = put(appended(genuine, **fields), tmp_path / "run")
+    (tmp_path / "outside").write_text("x")
+    if "type" in fields and fields["type"] not in ("ACQUIRE", "PLAN", "KEEP", "BEGIN", "HELD", "ABORT", "SNAPSHOT"):
+        with pytest.raises(FormatError):
+            restored(folder)
+        return
+    assert restored(folder) == 20
+    with confined(folder):
+        deleted = inside.run(taken_over(folder))
+    assert (tmp_path / "outside").exists()
+    assert all(key.startswith(("packs/", "parts/", "index/")) and "-10" in key for key in deleted)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "parts/{0}-0123456789abcdef.json", "parts/{0}-0123456789abcdef.safetensors", "parts/{0}.0.json",
+        "parts/{0}.0.0.0.json", "parts/{0}.999999999.999999999.json", "parts/{0}.x.y.json", "parts/x.json",
+        "packs/{0}-0123456789abcdef.json", "packs/{0}.0.0.json", "packs/{0}", "index/{0}.0.0.json", "index/x",
+    ],
+)  # fmt: skip
+def test_a_stray_file_does_not_close_a_run(of_two: Run, name: str, tmp_path: Path) -> None:
+    """Of an attempt that is a checkpoint, and of one that never became any: whoever opens the run passes over it."""
+    for attempt in (of_two[1], Attempt(1, 30, "00000000")):
+        folder = put({**of_two[0], name.format(attempt): b"{}"}, tmp_path / "run")
+        assert restored(folder) == 20
+        inside.run(taken_over(folder))
+
+
+# -- what is not a file, or not a small one --
+
+
+BOUNDED = """
+import json, os, pathlib, resource, sys
+import forgery, inside
+from ckpt.errors import CheckpointError
+folder = pathlib.Path(sys.argv[1])
+size = int(open("/proc/self/statm").read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+resource.setrlimit(resource.RLIMIT_AS, (size + (1 << 30),) * 2)
+for name in sorted(p.name for p in folder.iterdir()):
+    for act in (forgery.restored, forgery.loaded, lambda f: inside.run(forgery.taken_over(f))):
+        try:
+            act(folder / name)
+        except CheckpointError:
+            pass
+    print(name, "done")
+"""
+
+
+def test_memory_is_bounded_by_what_is_checked_first(genuine: Run, tmp_path: Path) -> None:
+    """With 1 GiB more than it has after its imports, a process gets through the worst: sparse files, bombs, lies."""
+    runs = tmp_path / "runs"
+    objects, attempt = genuine
+    sparse = {
+        "a part": part_key(attempt, 0, 0),
+        "a table": table_key(attempt, 0, 0),
+        "a record": record_key(2),
+        "the format": "FORMAT.json",
+        "a pack": f"packs/{attempt}.0.0.safetensors",
+    }
+    for name, key in sparse.items():
+        folder = put(forge(genuine), runs / f"1 TiB of {name}".replace(" ", "-"))
+        if "table" in name:
+            shutil.rmtree(folder / "index")
+        os.truncate(folder / key, 1 << 40)
+    lies = {
+        "shape": forge(genuine, part=tensor(2, [2**40])),
+        "length": forge(genuine, columns=EVIL_TABLES["length of 2**40"]),
+        "world": forge(genuine, part=field("world", 10**12)),
+        "empty-lists": forge(genuine, raw_part=b'{"a":[' + b"[]," * (1 << 20) + b"[]]}"),
+        "record": {**objects, record_key(2): b"[" * (8 << 20)},
+        "header": forge(genuine, table=RAW_TABLES["header of 20 MB"]),
+        "pack-in-parts": forge(genuine, part=first_pack(size=1 << 40, header_size=100 << 20)),
+    }
+    for name, forged in lies.items():
+        put(forged, runs / name)
+    twice = put(forge(genuine, columns=repeated), runs / "a-tensor-of-petabytes")
+    assert (twice / "FORMAT.json").exists()
+    result = run_script(BOUNDED, runs)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert result.stdout.count("done") == len(sparse) + len(lies) + 1
+
+
+def repeated(columns: Json) -> None:
+    """A table that says of one small blob that a huge tensor consists of it, many times over."""
+    count = 1 << 14
+    columns["dims"][0] *= 1
+    first = int(columns["blob_ends"][0])
+    for key in ("pack", "offset", "stored", "length", "codec", "base"):
+        columns[key] = np.concatenate([np.repeat(columns[key][:first], count), columns[key][first:]])
+    columns["digest"] = np.concatenate([np.repeat(columns["digest"][:first], count, axis=0), columns["digest"][first:]])
+    columns["blob_ends"] += first * (count - 1)
+
+
+def test_a_tensor_that_does_not_fit_into_memory_is_an_error_of_ours(tmp_path: Path) -> None:
+    """A consistent lie about a size ends in a message, not in a RuntimeError of torch."""
+    from ckpt.state.tensors import empty
+
+    with pytest.raises(CheckpointError, match="no memory for x"):
+        empty(TensorSpec("x", "F64", (2**55,)), "cpu")
+
+
+# -- a corpus of mutations --
+
+
+@given(data=st.data())
+@settings(max_examples=1000, deadline=None)
+def test_mutated_layouts_and_values(of_two: Run, data: st.DataObject) -> None:
+    """The same for the parsers alone, which is faster."""
+    document = opened_part(of_two[0][part_key(of_two[1], 1, 0)])
+    subject = data.draw(st.sampled_from([document["layout"], document["values"]]))
+    mutate(data.draw, subject)
+    with contextlib.suppress(CheckpointError):
+        Layout.from_json(subject).digest  # noqa: B018
+    with contextlib.suppress(CheckpointError):
+        decode(subject, lambda reference: None)
+
+
+@given(raw=st.binary(max_size=300))
+@settings(max_examples=300, deadline=None)
+def test_random_bytes_are_no_table(raw: bytes) -> None:
+    """CorruptError whatever they are."""
+    with pytest.raises(CorruptError):
+        Table.from_bytes(raw, "rubbish")
+
+
+def pressed(raw: bytes) -> str:
+    return base64.b64encode(raw).decode()
+
+
+FRAME = zstandard.ZstdCompressor(write_content_size=True)
+ODD_LAYOUTS: dict[str, Any] = {
+    "a list of its own": [],
+    "nothing": "",
+    "no base64": "layout!",
+    "no frame": pressed(b"{}"),
+    "a frame that does not say its size": pressed(zstandard.ZstdCompressor(write_content_size=False).compress(b"{}")),
+    "two frames": pressed(FRAME.compress(b"{}") + FRAME.compress(b"{}")),
+    "half a frame": pressed(FRAME.compress(b"{}" * 100)[:-4]),
+    "no JSON": pressed(FRAME.compress(b"{")),
+    "a list": pressed(FRAME.compress(b"[]")),
+    "a deep list": pressed(FRAME.compress(b"[" * 100_000 + b"]" * 100_000)),
+    "a bomb": pressed(FRAME.compress(b'{"tensors":[' + bytes(200 << 20))),
+}
+
+
+@pytest.mark.parametrize("name", ODD_LAYOUTS)
+def test_a_layout_that_is_none_is_an_error_of_ours(genuine: Run, name: str, tmp_path: Path) -> None:
+    """Whatever stands in its place: the part is CorruptError, and the older step is restored."""
+    folder = put(forge(genuine, part=lambda d: d.update(layout=ODD_LAYOUTS[name])), tmp_path / "run")
+    with pytest.raises(CorruptError):
+        Part.from_bytes((folder / part_key(genuine[1], 0, 0)).read_bytes(), "a part")
+    assert restored(folder) == 10
+
+
+def odd_tables(raw: bytes) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Files of the entries of a table, each wrong in one thing."""
+    files = safetensors.numpy.load(raw)
+
+    def entry(data: bytes) -> np.ndarray[Any, Any]:
+        return np.frombuffer(data, np.uint8)
+
+    def counts(**changed: object) -> dict[str, Any]:
+        return files | {"counts": entry(canonical(json.loads(files["counts"].tobytes()) | changed))}
+
+    yield "without counts", {name: column for name, column in files.items() if name != "counts"}
+    yield "with a column more", files | {"more": files["base"]}
+    yield "of more than there is", counts(offset=1 << 20)
+    yield "of rows without end", counts(length=1 << 40)
+    yield "of half a row", counts(offset=1.5)
+    yield "of less than nothing", counts(base=-1)
+    yield "plain", files | {"offset": entry(bytes(64))}
+    yield "in two frames", files | {"offset": np.concatenate([files["offset"], files["offset"]])}
+    yield "cut off", files | {"offset": files["offset"][:-1]}
+    names = 300 << 20
+    bomb = entry(FRAME.compress(bytes(names)))
+    yield "a bomb", counts(names=names) | {"names": bomb}
+    rows = 4 << 20
+    many = {name: FRAME.compress(np.zeros(rows, COLUMNS_OF[name]).tobytes()) for name in ("name_ends", "dtypes")}
+    yield "of many rows in few bytes", counts(name_ends=rows, dtypes=rows) | {n: entry(c) for n, c in many.items()}
+
+
+def test_a_file_of_odd_columns_is_no_table(genuine: Run) -> None:
+    """CorruptError, before anything is made by what it declares. The genuine one is read."""
+    raw = genuine[0][table_key(genuine[1], 0, 0)]
+    assert len(Table.from_bytes(raw, "the table").shards)
+    for name, files in odd_tables(raw):
+        with pytest.raises(CorruptError):
+            Table.from_bytes(safetensors.numpy.save(files), name)
+            pytest.fail(name)

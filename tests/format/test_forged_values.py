@@ -1,0 +1,218 @@
+"""Values, facts and columns of other kinds, forged with right digests: they end in errors of ours, in bounded time."""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+import json
+import logging
+import random
+import resource
+from collections import Counter as Counter_
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr, redirect_stdout, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import ckpt
+import forgery
+import inside
+from ckpt.errors import CheckpointError, MismatchError
+from ckpt.format import codec, join_ranks, rank_index
+from ckpt.format.digest import blob_digest, file_digest
+from ckpt.format.manifest import Part, index_key, part_key, table_key
+from ckpt.format.table import DTYPES, Table
+from ckpt.runlog.log import record_key
+from ckpt.state.capture import Capture
+from processes import run_script
+from test_promise_state import WIDTH, Counter, Scaled, State, numbers
+
+
+def everything(step: int) -> State:
+    """Each kind of entry that a state can have."""
+    torch.manual_seed(step)
+    net = nn.Sequential(Counter(), Scaled(), nn.Linear(WIDTH, 2))
+    optim = torch.optim.AdamW(net[1].parameters())
+    net[1](torch.ones(1, WIDTH)).sum().backward()
+    optim.step()
+    lr = torch.optim.lr_scheduler
+    sched = lr.SequentialLR(optim, [lr.ConstantLR(optim), lr.ExponentialLR(optim, 0.9)], [2])
+    return {
+        "model": net,
+        "optim": optim,
+        "sched": sched,
+        "scaler": torch.amp.GradScaler("cpu"),
+        "loader": ckpt.Loader(range(100), 2),
+        "drawn": torch.Generator().manual_seed(step),
+        "numpy": np.random.default_rng(step),
+        "python": random.Random(step),
+        "meta": {"lr": step / 4, "pair": (1, 2), "x": torch.arange(6) + step, "a": np.arange(4.0) * step},
+        "rng": ckpt.RNG(),
+    }
+
+
+KINDS_OF_VALUES: list[Any] = [
+    None, True, 7, -1.5, 10**40, "x", [], {}, [[]], [{"x": 1}], {"x": []}, {"$": "tuple", "v": [1]}, {"$": "what"},
+    {"$": "tensor", "name": "meta.x"}, {"$": "tensor", "name": []}, {"$": "dict", "v": [[1, 2]]},
+    {"$": "ndarray", "name": "meta.x", "dtype": "<f8", "shape": [1]}, {"$": "int", "v": "-0x" + "f" * 40},
+]  # fmt: skip
+
+
+def at(document: Any, place: tuple[Any, ...], value: Any) -> Any:
+    """A copy of a document with another value in one place."""
+    found = copy.deepcopy(document)
+    inner = found
+    for key in place[:-1]:
+        inner = inner[key]
+    inner[place[-1]] = copy.deepcopy(value)
+    return found
+
+
+def forged() -> Iterator[tuple[str, Callable[[Any], None]]]:
+    """Every place of every entry's values and facts, each with some values of other kinds; the outer ones with all."""
+    reading = Capture(everything(1)).read()
+    sources = {
+        "values": json.loads(json.dumps(reading.values)),
+        "facts": [c["facts"] for c in reading.layout.components],
+    }
+    turn = itertools.cycle(KINDS_OF_VALUES)
+    for what, document in sources.items():
+        for place in forgery.places(document):
+            if any(type(key) is int and key > 3 for key in place[1:]):
+                continue  # of long lists the beginning
+            many = KINDS_OF_VALUES if len(place) < (3 if what == "values" else 4) else [next(turn)]
+            for value in many:
+
+                def change(part: Any, what: str = what, place: Any = place, value: Any = value) -> None:
+                    if what == "values":
+                        part["values"] = at(part["values"], place, value)
+                    else:
+                        facts = at([c["facts"] for c in part["layout"]["components"]], place, value)
+                        for component, one in zip(part["layout"]["components"], facts, strict=True):
+                            component["facts"] = one
+
+                yield f"{what} {place} = {value!r}", change
+
+
+def test_values_of_another_kind_are_errors_of_ours(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever stands in the place of a value or fact, resealed: it is restored, or there is an error of ours; and
+    after a MismatchError nothing was changed."""
+    caplog.set_level(logging.CRITICAL, "ckpt")
+    run = forgery.built(1, everything)
+    wrong = []
+    ended: Counter_[str] = Counter_()
+    live = everything(3)
+    for name, change in forged():
+        objects = inside.forge(run, part=change)
+        folder = forgery.put({k: v for k, v in objects.items() if "-10." not in k}, tmp_path / "run")
+        before = trained(live)
+        try:
+            forgery.restore_from(forgery.sources(folder)[0], live)
+            ended["taken"] += 1
+        except CheckpointError as error:
+            ended[type(error).__name__] += 1
+            if isinstance(error, MismatchError) and trained(live) != before:
+                wrong.append(f"{name}: changed before {error}")
+        except Exception as error:
+            wrong.append(f"{name}: {error!r}")
+        if trained(live) != before:
+            live = everything(3)  # of what was forged nothing may be left
+    assert not wrong, "\n".join(wrong[:40])
+    assert min(ended["taken"], ended["CorruptError"], ended["MismatchError"]) > 20, ended
+
+
+def trained(state: State) -> list[object]:
+    tensors = numbers({"model": state["model"], "optim": state["optim"]})
+    return [state["sched"].last_epoch, *(tensor.tolist() for tensor in tensors)]
+
+
+# -- small files that would keep a reader busy --
+
+
+def stray(run: forgery.Run) -> forgery.Objects:
+    """Two hundred records, each far behind the one before."""
+    return run[0] | {record_key(99_000 * i): b"{}" for i in range(1, 200)}
+
+
+def dotted(run: forgery.Run) -> forgery.Objects:
+    """The name of an optimizer's tensor, of dots alone."""
+
+    def change(part: Any) -> None:
+        layout, name = part["layout"], "optim.state." + "." * 3_000_000
+        layout["aliases"][name] = layout["tensors"][0][0]
+        layout["components"][1]["names"].append(name)
+
+    return inside.forge(run, part=change)
+
+
+def swollen(run: forgery.Run) -> forgery.Objects:
+    """A tensor of 256 GiB, every blob of it the same few hundred bytes."""
+    count, size = 4000, 64 << 20
+    plain = bytes(size)
+    frame, pack = codec.encode(1, plain, 4), f"packs/{run[1]}.0.0.safetensors"
+    digest, stored = (np.frombuffer(blob_digest(one), np.uint8) for one in (plain, frame))
+
+    def change(columns: Any) -> None:
+        first, dims = int(columns["blob_ends"][0]), int(columns["dim_ends"][0])
+        columns["dtypes"][0] = DTYPES.index("U8")
+        columns["dims"] = np.concatenate([[count * size, 0, count * size], columns["dims"][dims:]])
+        columns["dim_ends"] += 3 - dims
+        row = {"pack": 0, "offset": len(run[0][pack]), "stored": len(frame), "length": size, "codec": 1, "base": -1}
+        for name, value in row.items():
+            new = np.full(count, value, columns[name].dtype)
+            columns[name] = np.concatenate([new, columns[name][first:]])
+        columns["digest"] = np.concatenate([np.tile(digest, (count, 1)), columns["digest"][first:]])
+        columns["stored_digest"] = np.tile(stored, (count, 1))
+        columns["blob_ends"] += count - first
+
+    def part(document: Any) -> None:
+        document["packs"][0]["size"] += len(frame)
+
+    objects = inside.forge(run, part=part, columns=change)
+    return objects | {pack: run[0][pack] + frame}
+
+
+def crowded(run: forgery.Run) -> forgery.Objects:
+    """A directory of two ranks whose few compressed bytes are hundreds of megabytes of empty lists."""
+    objects, attempt = run
+    parts = [Part.from_bytes(objects[part_key(attempt, rank, 0)], "a part") for rank in range(2)]
+    tables = [Table.from_bytes(objects[table_key(attempt, rank, 0)], "a table") for rank in range(2)]
+    columns = dict(join_ranks.build(parts, tables).columns)
+    lists = b'{"aliases":[{}],"components":[],"instances":[{}],"values":[' + b"[]," * (80 << 20)
+    columns["views"] = np.frombuffer(lists + b'0],"views":[[0,[],0,0]]}', np.uint8)
+    columns["view"] = np.zeros(2, np.int32)
+    raw = rank_index.Directory(columns, (), (), (), ()).to_bytes()
+    last = max(key for key in objects if key.startswith("log/"))
+    record = json.loads(objects[last])
+    record["body"]["index"] = file_digest(raw)
+    return objects | {last: inside.resealed(record), index_key(attempt, file_digest(raw)): raw}
+
+
+def busy(folder: str) -> None:
+    """Verify and restore each, with the time of the processor limited: without bounds each takes minutes."""
+    torch.set_num_threads(1)
+    logging.getLogger("ckpt").setLevel(logging.CRITICAL)
+    one, two = (forgery.built(world) for world in (1, 2))
+    cases = {"stray": stray(one), "dotted": dotted(one), "swollen": swollen(one), "crowded": crowded(two)}
+    resource.setrlimit(resource.RLIMIT_CPU, (60, 60))
+    for name, objects in cases.items():
+        assert sum(map(len, objects.values())) < 8 << 20
+        place = forgery.put(objects, Path(folder) / "run")
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()), suppress(SystemExit):
+            inside.main(["verify", str(place)])
+        with suppress(CheckpointError):
+            forgery.restored(place)
+        print(name, flush=True)
+
+
+def test_small_files_do_not_keep_a_reader_busy(tmp_path: Path) -> None:
+    """Missing records, dots in names, blobs that swell, columns that swell: what is done about them is bounded."""
+    here = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); "
+    done = run_script(here + "import test_forged_values as t; t.busy(sys.argv[1])", tmp_path)
+    assert done.stdout.split() == ["stray", "dotted", "swollen", "crowded"], (done.returncode, done.stderr[-3000:])

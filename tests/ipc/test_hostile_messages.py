@@ -1,0 +1,46 @@
+"""Messages that a writer cannot meet, or cannot read."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ckpt
+import toy
+from ckpt.checkpoint.identity import key_of
+from ckpt.ipc import channel as link
+from test_hostile import HOSTILE_MESSAGES, message
+
+Json = Any
+pytestmark = pytest.mark.timeout(60)  # a hang is a failure
+
+
+def test_a_writer_answers_nonsense_with_errors_of_ours(own_sockets: Path, run_dir: str) -> None:
+    """A request that cannot be met gets a reply that says so, and the connection stays usable."""
+    with ckpt.Checkpointer(toy.build(), [ckpt.Memory(), ckpt.Tier(run_dir, every=1)]) as cp:
+        cp.restore(default=0)
+        channel = link.connect(key_of(run_dir, 0))
+        assert channel is not None
+        requests: list[Json] = [{"op": "nonsense"}, {"op": "know_layout", "layout": 5}, {"op": "watch_arena"}, {}]
+        for number, request in enumerate(requests):
+            channel.sock.sendall(message(json.dumps({**request, "id": number}).encode()))
+            received = channel.receive()
+            assert received is not None and received.id == number and "error" in received.fields
+        channel.close()
+
+
+@pytest.mark.parametrize("raw", HOSTILE_MESSAGES.values(), ids=HOSTILE_MESSAGES)
+def test_a_channel_ends_where_messages_do(raw: bytes) -> None:
+    """Whatever comes, `receive` returns an object with the descriptors it names, or None."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        channel = link.Channel(ours)
+        theirs.sendall(raw[: 1 << 16])
+        theirs.shutdown(socket.SHUT_WR)
+        received = channel.receive()
+        assert received is None or (type(received.fields) is dict and received.fds == [])
+        channel.close()

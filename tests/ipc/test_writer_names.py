@@ -1,0 +1,104 @@
+"""Names of writers, who answers under them, and processes that are known by more than their numbers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import ckpt
+from ckpt.ipc import channel
+from ckpt.ipc.notes import GoneNote, SaidNote
+from ckpt.ipc.process import Process
+from ckpt.ipc.protocol import Note
+from ckpt.ipc.requests import Resume
+from ckpt.trainer.supervise.writer_client import WriterClient
+from processes import eventually, writers
+
+
+def test_what_a_writer_says_before_anybody_listens_is_heard() -> None:
+    """In turn, and once."""
+    ours, theirs = socket.socketpair()
+    client, writer = WriterClient(channel.Channel(ours), "none"), channel.Channel(theirs)
+    writer.send(GoneNote())
+    future = client.send(Resume())
+    writer.reply(1, None)
+    future.result(30)
+    heard: list[Note] = []
+    client.listen(heard.append, lambda: None)
+    writer.send(SaidNote("so"))
+    assert eventually(lambda: heard == [GoneNote(), SaidNote("so")])
+    client.close()
+    writer.close()
+
+
+def test_a_name_that_does_not_answer_yet_is_taken_all_the_same(own_sockets: Path) -> None:
+    """Its owner was stopped before it came to listen: nobody goes on to the names that are for other users' sake."""
+    key = channel.run_key("memory:bound", 0)
+    with socket.socket(socket.AF_UNIX) as owner:
+        owner.bind(channel._address(key, 0))
+        assert channel.listen(key) is None
+
+
+def test_a_name_has_one_owner(own_sockets: Path) -> None:
+    """Of many that ask for a name at once one gets it; it is free again when that one is gone, and not before. A writer
+    that starts late neither takes nor removes its successor's."""
+    key = channel.run_key("memory:name", 0)
+    got = list[object]()
+    threads = [threading.Thread(target=lambda: got.append(channel.listen(key))) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    (owner,) = [one for one in got if one is not None]
+    assert channel.listen(key) is None and channel.siblings(key) == {0: key}
+    with pytest.raises(ckpt.WriterError, match="another writer"):
+        late = WriterClient.spawn(key)
+        try:
+            late.greet(60.0, 60.0)
+        finally:
+            late.close()
+    assert channel.siblings(key) == {0: key}
+    owner.close()  # type: ignore[attr-defined]
+    again = channel.listen(key)
+    assert again is not None
+    again.close()
+
+
+def test_a_process_is_more_than_its_number() -> None:
+    """It is told from one with the same number by its start; one that has ended is not alive, reaped or not."""
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    process = Process.of(child.pid)
+    assert process.alive and not Process(child.pid, process.started - 1).alive
+    assert abs(process.born - time.monotonic()) < 60
+    child.kill()
+    assert eventually(lambda: not process.alive)  # a zombie
+    child.wait()
+    assert not process.alive and Process.of(child.pid) != process
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["the trainer", "its number again"])
+def test_a_writer_knows_its_trainer_by_more_than_its_number(
+    own_sockets: Path, monkeypatch: pytest.MonkeyPatch, again: bool
+) -> None:
+    """A trainer dies while its writer is being started, and another process gets its number: the writer does not take
+    that one for its trainer, and leaves. The true one it waits for."""
+    process, lost = Process.of(os.getpid()), threading.Event()
+    with monkeypatch.context() as patch:
+        patch.setattr(Process, "of", lambda pid: Process(pid, process.started - again))
+        client = WriterClient.spawn(channel.run_key("memory:handover", 0))
+    try:
+        client.listen(lambda note: None, lost.set)
+        assert lost.wait(30 if again else 2) == again
+        assert not again or eventually(lambda: not writers(own_sockets))
+    finally:
+        client.close()
+        for process in writers(own_sockets):
+            process.send_signal(signal.SIGKILL)

@@ -1,0 +1,1759 @@
+"""Give tests of promises what they need from inside the library.
+
+Files in `tests/promises` import only public names of `ckpt`, and this module. When the code behind a promise is
+rewritten, this module follows it and the promises stay as they are; `tests/test_imports.py` checks that. So a name here
+says what a test needs, not how the library does it today. Stores (`ckpt_backends`) are not inside: their contract is
+public.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import click.testing
+import pytest
+import torch
+
+import ckpt
+from ckpt import failpoints, loading
+from ckpt import store as stores
+from ckpt.checkpoint import blobs, identity, incremental, losses, open_tier, parts, read, retention, steady, write
+from ckpt.checkpoint import commit as commits
+from ckpt.cli import app
+from ckpt.convert import source_files
+from ckpt.errors import CheckpointError, CorruptError, NoCheckpointError, NotFoundError, StateError
+from ckpt.failpoints import INCREMENT_POINTS as INCREMENT_POINTS
+from ckpt.failpoints import POINTS as POINTS
+from ckpt.failpoints import TRAINER_POINTS as TRAINER_POINTS
+from ckpt.failpoints import WRITER_POINTS as WRITER_POINTS
+from ckpt.format import codec, manifest
+from ckpt.format.digest import blob_digest, file_digest
+from ckpt.format.layout import BLOB, Layout, TensorSpec, pages
+from ckpt.format.manifest import Attempt, index_key, owner, part_key, table_key
+from ckpt.format.saved_state import SavedState
+from ckpt.format.table import PRESSED, Table, columns_of, merge
+from ckpt.ipc import channel, process
+from ckpt.ipc.arena import SEALED, Arena, Label
+from ckpt.ipc.protocol import MOST_BYTES
+from ckpt.ipc.requests import Close, Greeting, Taken
+from ckpt.ipc.watch_requests import Look
+from ckpt.ranks import world as worlds
+from ckpt.ranks.world import World
+from ckpt.restore import sources
+from ckpt.restore.candidates import gather
+from ckpt.restore.restore_first import restore_first
+from ckpt.restore.sources import HeldSnapshot, MemorySource, RestoreSource, StoreSource
+from ckpt.runlog.log import RunLog, record_key
+from ckpt.runlog.records import MARK, Acquire, Commit, RunState
+from ckpt.state.capture import Capture, Reading
+from ckpt.state.filler import Filler
+from ckpt.state.structure import Structure
+from ckpt.state.tensors import TORCH_DTYPE
+from ckpt.tiers import as_tiers
+from ckpt.trainer.closing import Closing
+from ckpt.trainer.faults.fault_handler import FaultHandler
+from ckpt.trainer.ownership import Ownership
+from ckpt.trainer.replica_check import ReplicaCheck
+from ckpt.trainer.saves import TierWrites
+from ckpt.trainer.session import Session
+from ckpt.trainer.staging import device, snapshot, stage, stage_mode
+from ckpt.trainer.staging.fill import SlotFiller
+from ckpt.trainer.staging.page_locks import PageLocks
+from ckpt.trainer.staging.snapshot import PendingSnapshot
+from ckpt.trainer.staging.stage import Stager
+from ckpt.trainer.staging.unchanged import Frozen
+from ckpt.trainer.step_keeper import StepKeeper
+from ckpt.trainer.supervise import find_writer, writer_client
+from ckpt.trainer.supervise.held_snapshots import HeldSnapshots
+from ckpt.trainer.supervise.memory import SnapshotMemory
+from ckpt.trainer.supervise.next_arena import NextArena
+from ckpt.trainer.supervise.opening import RunOpener
+from ckpt.trainer.supervise.writer_supervisor import WriterSupervisor
+from ckpt.trainer.supervise.writes import KnownLayouts
+from ckpt_backends.memory import MemoryStore
+
+T = TypeVar("T")
+
+# Re-exported above: the names of all fail points, by process, because tests visit each of them. `DTYPES` maps the name
+# of each dtype in files to the dtype.
+DTYPES: dict[str, torch.dtype] = TORCH_DTYPE
+
+
+# -- the command line, in this process --
+
+
+def main(words: Sequence[str]) -> int:
+    """Run a command as a shell does. Return its exit code."""
+    return app.main(words)
+
+
+def command(*words: object) -> Any:
+    """Run a command that prints to stdout. Return what it returns, and raise what it raises."""
+    return app.cli.main([str(word) for word in words], standalone_mode=False)
+
+
+def invoke(*words: object, standalone_mode: bool = True) -> click.testing.Result:
+    """Run a command with its output captured."""
+    return click.testing.CliRunner().invoke(app.cli, [str(word) for word in words], standalone_mode=standalone_mode)
+
+
+# -- a run in a folder or a bucket --
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to its end. This works inside a running event loop too."""
+    return read.run(work)
+
+
+def _with_log(url: str | Path, work: Callable[[RunLog], Awaitable[T]]) -> T:
+    """Open the log of an existing run, call `work` with it, and close the store."""
+
+    async def look() -> T:
+        log = await read.open_run(str(url))
+        try:
+            return await work(log)
+        finally:
+            await log.store.aclose()
+
+    return read.run(look())
+
+
+def _state(url: str | Path) -> RunState:
+    async def state(log: RunLog) -> RunState:
+        return log.state
+
+    return _with_log(url, state)
+
+
+def steps_at(url: str | Path) -> list[int]:
+    """List the steps of the present history, newest first."""
+    return [commit.step for commit in _state(url).lineage()]
+
+
+def finite_at(url: str | Path) -> dict[int, bool | None]:
+    """Map each step of a run to the value of `finite` in its log record."""
+    return {commit.step: commit.finite for commit in _state(url).commits.values()}
+
+
+def kept_at(url: str | Path) -> dict[int, str]:
+    """Map each step that the training pinned to the note it gave."""
+    return {attempt.step: note.removeprefix(MARK) for attempt, note in _state(url).kept.items()}
+
+
+@dataclass(frozen=True)
+class LogView:
+    """Summarises the log of one tier of a run."""
+
+    steps: list[int]  # of the present history, ascending
+    ranks: dict[str, tuple[int, ...]]  # checkpoint id: the ranks whose files are in this tier
+    held_ids: list[str]  # checkpoints whose files are here and that may lack files on other nodes
+
+    @property
+    def held(self) -> list[int]:
+        """The steps of `held_ids`, ascending."""
+        return sorted(Attempt.parse(one).step for one in self.held_ids)
+
+
+def log_at(folder: Path) -> LogView:
+    """Read the log of one tier of a run."""
+    state = _state(folder)
+    ranks = {str(attempt): tuple(rank for rank, _, _ in commit.parts) for attempt, commit in state.commits.items()}
+    steps = sorted(commit.step for commit in state.lineage())
+    return LogView(steps, ranks, [str(attempt) for attempt in state.held])
+
+
+def problems_at(url: str | Path) -> list[str]:
+    """Verify every byte of every live checkpoint. Return all problems, including damaged log records."""
+
+    async def look(log: RunLog) -> list[str]:
+        found = [f"log record {seq} is damaged" for seq in log.state.damaged]
+        for commit in log.state.commits.values():
+            found += await read.verify(log.store, commit)
+        return found
+
+    return _with_log(url, look)
+
+
+def lasting_problems_at(url: str | Path) -> list[str]:
+    """Verify a run that is being written to. Return the problems of checkpoints that were live before and after."""
+
+    async def look(log: RunLog) -> list[str]:
+        found: list[tuple[Attempt, str]] = []
+        for commit in log.state.lineage():
+            found += [(commit.attempt, problem) for problem in await read.verify(log.store, commit)]
+        await log.refresh()
+        return [problem for attempt, problem in found if attempt in log.state.commits]
+
+    return _with_log(url, look)
+
+
+def problems_of_newest(url: str | Path) -> list[str]:
+    """Verify every byte of the newest checkpoint of the present history. Return its problems."""
+
+    async def look(log: RunLog) -> list[str]:
+        return await read.verify(log.store, log.state.lineage()[0])
+
+    return _with_log(url, look)
+
+
+def losses_at(url: str | Path, meanwhile: Callable[[], object] = lambda: None, after_s: float = 0.0) -> list[int]:
+    """List the steps that a reader reports as lost. `meanwhile` is called `after_s` seconds after it opened the log."""
+
+    async def look(log: RunLog) -> list[int]:
+        asyncio.get_running_loop().call_later(after_s, meanwhile)
+        return [attempt.step for loss in await losses.of_log(log) for attempt in loss.attempts]
+
+    return _with_log(url, look)
+
+
+def step_of_file(key: str) -> int | None:
+    """Return the step of the checkpoint that wrote a file, or None if the file name contains no step."""
+    found = owner(key)
+    return found.step if found else None
+
+
+def take_back(url: str | Path, choose: Callable[[list[int]], Collection[int]]) -> list[int]:
+    """Retract checkpoints from another process's point of view. `choose` receives the steps of the history, newest
+    first, and returns those to retract. Return its choice."""
+
+    async def work() -> list[int]:
+        store = stores.open_store(url, writable=True)
+        try:
+            log = RunLog(store)
+            await log.open()
+            chosen = choose([commit.step for commit in log.state.lineage()])
+            for commit in log.state.lineage():
+                if commit.step in chosen:
+                    await commits.retract(log, None, commit.attempt, "a test")  # type: ignore[arg-type]
+            return list(chosen)
+        finally:
+            await store.aclose()
+
+    return read.run(work())
+
+
+def rewrite_format(run: Path, **fields: object) -> None:
+    """Change fields of a run's FORMAT.json and recompute its digest."""
+    path = run / "FORMAT.json"
+    path.write_bytes(manifest.seal({**manifest.unseal(path.read_bytes(), "it"), **fields}))
+
+
+def race_to_keep(url: str, times: int) -> None:
+    """Write a note on one checkpoint through two open logs at the same moment, `times` times."""
+
+    async def both() -> None:
+        logs = [await read.open_run(url) for _ in range(2)]
+        attempt = next(iter(logs[0].state.commits))
+        for n in range(times):
+            await asyncio.gather(*(retention.set_keep(log, attempt, f"{n} {id(log)}") for log in logs))
+        await asyncio.gather(*(log.store.aclose() for log in logs))
+
+    asyncio.run(both())
+
+
+def append_record(folder: str, before: Callable[[Any], None]) -> None:
+    """Open a run for writing and append a record to its log. Call `before` with the store right before the append."""
+
+    async def append() -> None:
+        async with commits.written_run(folder) as log:
+            mine = await commits.acquire(log, "0" * 8)
+            before(log.store)
+            await commits.abort(log, mine, Attempt(mine.epoch, 1, mine.nonce), "a test")
+
+    read.run(append())
+
+
+# -- what a checkpoint consists of --
+
+ENCODINGS = {
+    codec.RAW: "raw",
+    codec.DELTA: "delta",
+    codec.FLOAT_DELTA: "float delta",
+    codec.BF16: "derived",
+}  # other codecs go by their numbers
+
+
+@dataclass(frozen=True)
+class SavedStep:
+    """A checkpoint of a run, and where its tensors lie."""
+
+    _commit: Commit
+    _table: Table
+
+    @property
+    def step(self) -> int:
+        return self._commit.step
+
+    @property
+    def id(self) -> str:
+        """The checkpoint id, which is part of the name of each of its files."""
+        return str(self._commit.attempt)
+
+    @property
+    def full(self) -> bool:
+        """Return True if it needs no file of an older checkpoint."""
+        return self._commit.full
+
+    @property
+    def needs(self) -> list[int]:
+        """The older steps that it was built on."""
+        return [attempt.step for attempt in self._commit.needs]
+
+    @property
+    def files(self) -> set[str]:
+        """The data files that contain its tensors, including files of older checkpoints."""
+        return set(self._table.packs)
+
+    @property
+    def ranks(self) -> set[int]:
+        """The ranks that have saved its tensors."""
+        return {shard.rank for shard in self._table.shards}
+
+    @property
+    def steps_of_files(self) -> set[int]:
+        return {step for key in self._table.packs if (step := step_of_file(key)) is not None}
+
+    def owns(self, key: str) -> bool:
+        """Return True if this checkpoint wrote the file."""
+        return owner(key) == self._commit.attempt
+
+    @property
+    def encodings(self) -> Counter[str]:
+        """How often each encoding is used: see `ENCODINGS`."""
+        return Counter(ENCODINGS.get(code, str(code)) for code in self._table.codec.tolist())
+
+    @property
+    def has_bases(self) -> bool:
+        """Return True if some of its pieces are stored as differences to a base."""
+        return len(self._table.length) > self._table.owned
+
+    def _shard(self, name: str) -> int:
+        return next(i for i, shard in enumerate(self._table.shards) if shard.name == name)
+
+    def place_of(self, name: str, piece: int = 0) -> tuple[str, int]:
+        """Return the file and the offset of a piece of a tensor."""
+        return self._table.place(self._table.blobs(self._shard(name))[piece])
+
+    def place_of_difference(self) -> tuple[str, int]:
+        """Return the file and the offset of the first piece that is stored as a difference."""
+        return self._table.place(self._first_difference())
+
+    def place_of_base(self) -> tuple[str, int]:
+        """Return the file and the offset of the base of that piece."""
+        return self._table.place(int(self._table.base[self._first_difference()]))
+
+    def _first_difference(self) -> int:
+        table = self._table
+        return next(b for b in range(table.owned) if table.codec[b] in (codec.DELTA, codec.FLOAT_DELTA))
+
+    def bases_of(self, name: str) -> set[int]:
+        """The steps that contain the bases of those pieces of a tensor that this checkpoint wrote."""
+        table = self._table
+        of = [step_of_file(key) for key in table.packs]
+        rows = [b for b in table.blobs(self._shard(name)) if table.base[b] >= table.owned]
+        found = {of[table.pack[table.base[b]]] for b in rows if of[table.pack[b]] == self.step}
+        return {step for step in found if step is not None}
+
+    @property
+    def small_files(self) -> list[str]:
+        """Glob patterns of its small files, which contain the locations of its tensors."""
+        return [f"index/{self.id}*", table_key(self._commit.attempt, 0, 0)]
+
+
+def history(url: str | Path) -> dict[int, SavedStep]:
+    """Map each step of the present history to its checkpoint, newest first. The run may be in use meanwhile."""
+
+    async def look(log: RunLog) -> dict[int, SavedStep]:
+        while True:
+            present = log.state.lineage()
+            try:
+                return {c.step: SavedStep(c, (await read.load_manifest(log.store, c)).table) for c in present}
+            except NotFoundError:
+                if (await log.refresh()).lineage() == present:
+                    raise  # else it was retired meanwhile
+
+    return _with_log(url, look)
+
+
+def newest(url: str | Path) -> SavedStep:
+    """Return the newest checkpoint, read from its index alone. Its other files may be damaged or missing."""
+
+    async def look(log: RunLog) -> SavedStep:
+        commit = log.state.lineage()[0]
+        index = index_key(commit.attempt, commit.index)
+        return SavedStep(commit, await parts.load_table(log.store, index, commit.index))
+
+    return _with_log(url, look)
+
+
+def bytes_by_rank(url: str | Path) -> list[int]:
+    """Return the bytes of tensor data that each rank wrote to the newest checkpoint."""
+
+    async def look(log: RunLog) -> list[int]:
+        found = await read.load_manifest(log.store, read.choose(log))
+        return [sum(pack.size - pack.header_size for pack in part.packs) for part in found.parts]
+
+    return _with_log(url, look)
+
+
+def bytes_of_tensors(url: str | Path, prefix: str) -> int:
+    """Return the total size of those tensors of the newest checkpoint whose names start with `prefix`."""
+
+    async def look(log: RunLog) -> int:
+        found = await read.load_manifest(log.store, read.choose(log))
+        return sum(shard.nbytes for shard in found.saved().table.shards if shard.name.startswith(prefix))
+
+    return _with_log(url, look)
+
+
+MAX_CHAIN = incremental.MAX_CHAIN  # after this many increments in a row comes a full checkpoint
+
+
+# -- files in a folder or a bucket --
+
+
+def use_options(url: str, options: dict[str, Any]) -> None:
+    """Set the storage options with which this process opens a bucket."""
+    stores.remember_options(url, options)
+
+
+def _with_store(url: str, work: Callable[[Any], Awaitable[T]], *, writable: bool = False) -> T:
+    async def look() -> T:
+        store = stores.open_store(url, writable=writable)
+        try:
+            return await work(store)
+        finally:
+            await store.aclose()
+
+    return read.run(look())
+
+
+def file_names(url: str, prefix: str = "") -> list[str]:
+    """List the files of a folder or bucket."""
+
+    async def names(store: Any) -> list[str]:
+        return [info.key async for info in store.list(prefix)]
+
+    return _with_store(url, names)
+
+
+def read_files(url: str) -> dict[str, bytes]:
+    """Read every file of a folder or bucket."""
+
+    async def contents(store: Any) -> dict[str, bytes]:
+        return {info.key: bytes(await store.get(info.key)) async for info in store.list()}
+
+    return _with_store(url, contents)
+
+
+def write_files(url: str, files: dict[str, bytes]) -> None:
+    """Write files to a folder or bucket, overwriting existing ones."""
+
+    async def put(store: Any) -> None:
+        for key, raw in files.items():
+            await store.put(key, raw)
+
+    _with_store(url, put, writable=True)
+
+
+def delete_files(url: str) -> None:
+    """Delete every file of a folder or bucket."""
+
+    async def delete(store: Any) -> None:
+        await store.delete_many([info.key async for info in store.list()])
+
+    _with_store(url, delete, writable=True)
+
+
+def open_folder(folder: str) -> Any:
+    """Return the store of a folder, opened for writing."""
+    return stores.open_store(folder, writable=True)
+
+
+WITHOUT_FENCE = """
+import ckpt.runlog.log
+ckpt.runlog.log.RunLog.check_owner = lambda self, owner: None
+"""  # a sitecustomize.py that makes a writer ignore that another job owns the run
+
+
+def keep_of(tiers: Any, every: Any = None) -> ckpt.Keep:
+    """Return the retention rule of the only tier, parsed as `Checkpointer` parses its arguments."""
+    (tier,) = as_tiers(tiers, every)[1]
+    return tier.keeping
+
+
+def keep_of_dcp(tiers: Any) -> ckpt.Keep:
+    """Return the retention rule of the only tier, parsed as `ckpt.dcp` parses its arguments."""
+    from ckpt.dcp import storage  # torch's part of it takes a second to import
+
+    (tier,) = storage._tiers(tiers)
+    return tier.keeping
+
+
+def open_place(url: str) -> None:
+    """Open a tier as a writer does, which creates the run, and close it."""
+
+    async def honest() -> None:
+        place = await open_tier.open_place(ckpt.Tier(url).spec())
+        await place.close(None, lambda message: None)
+
+    asyncio.run(honest())
+
+
+def create_run(url: str) -> None:
+    """Create a run in a folder or bucket, if it has none."""
+    _with_store(url, commits.create_run, writable=True)
+
+
+# -- processes --
+
+WRITER = "ckpt.writer.main"  # part of the command line of each writer process
+
+
+class Process(Protocol):
+    """Identifies a process by its PID and start time."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def alive(self) -> bool: ...
+
+
+def process_of(pid: int) -> Process:
+    """Return the process that has this PID now. A later process with the same PID is not taken for it."""
+    return process.Process.of(pid)
+
+
+MOST_RESTARTS_OF_WRITER = find_writer.RESPAWN_LIMIT  # deaths in a row after which no new writer is started
+
+
+def run_in_writers(patch: pytest.MonkeyPatch, code: str) -> None:
+    """Make each writer that this process starts run a line of code first."""
+    patch.setattr(writer_client, "_BOOT", f"{code}; {writer_client._BOOT}")
+
+
+def compare_no_replicas() -> None:
+    """Turn off the comparison of replicas across ranks in this process."""
+    ReplicaCheck.said_of = lambda self, attempt: {}  # type: ignore[method-assign]
+    ReplicaCheck._compare_soon = lambda self, *given: None  # type: ignore[method-assign]
+
+
+def wait_for_ranks_for(grace_s: float) -> None:
+    """Set how long this process waits for other ranks beyond the agreed timeout."""
+    worlds.GRACE_S = grace_s
+
+
+def rank(number: int, size: int, store: Any, *, node: str, **options: Any) -> World:
+    """Return the communication object of one rank, for ranks that are threads of this process."""
+    return World(number, size, store, node=node, **options)
+
+
+def arm(fail: str) -> None:
+    """Arm a fail point in this process. `fail` has the syntax of the variable CKPT_FAIL."""
+    failpoints._armed = failpoints._parse(fail)
+
+
+def at_points_of_staging(act: Callable[[str], object]) -> None:
+    """Call `act` with the name of each fail point that the staging thread reaches."""
+    stage.point = act  # type: ignore[assignment]
+
+
+def disarm() -> None:
+    """Undo `arm` and `at_points_of_staging`."""
+    stage.point, failpoints._armed = failpoints.point, None
+
+
+FOREVER = pytest.MonkeyPatch()  # for scripts in their own process, where nothing must be undone
+
+
+def wait_for_writers_for(answer_s: float, meet_s: float | None = None) -> None:
+    """Set how long this process waits for a writer to answer and, with `meet_s`, for one to appear."""
+    find_writer.HELLO_S = find_writer.PATIENT_S = answer_s
+    if meet_s is not None:
+        find_writer.MEET_S = meet_s
+
+
+def wake_no_writer() -> None:
+    """Make this process not resume stopped writers."""
+    writer_client.WriterClient._wake = lambda self: 0  # type: ignore[method-assign, assignment]
+
+
+def name_of_writer(run: str, rank: int = 0) -> str:
+    """Return the socket name of the writer of a run in memory. `run`: `memory:NAME`."""
+    return channel.run_key(run, rank)
+
+
+def name_of_writer_in(folder: str) -> str:
+    """Return the socket name of the writer of a run in a folder."""
+    return identity.key_of(folder)
+
+
+def begin_folder(folder: str) -> None:
+    """Create an empty run in a folder, so that its writer has a socket name."""
+    read.run(identity.identify(ckpt.Tier(folder).spec(), create=True))
+
+
+def writer_named(run: str, rank: int = 0) -> int | None:
+    """Return the PID of the process that owns the socket name of a run's writer, or None."""
+    return channel.holder(name_of_writer(run, rank))
+
+
+def writers_in(folder: str) -> list[int]:
+    """Return the PIDs of the writers of a run in a folder."""
+    return channel.writers_of(name_of_writer_in(folder))
+
+
+def trainer_named(run: str) -> int | None:
+    """Return the PID of the process that owns the socket name of a run's trainer, or None."""
+    return channel.holder(channel.trainer_key(name_of_writer(run)))
+
+
+def take_name_of_writer(name: str) -> Any:
+    """Take the socket name of a writer. Return a socket that never answers, or None if the name is taken."""
+    return channel.listen(name)
+
+
+def names_taken(name: str) -> dict[int, str]:
+    """Map each rank of a run to the socket name of its writer on this machine."""
+    return channel.siblings(name)
+
+
+def addresses_of(name: str, *, of_trainer: bool = False) -> list[str]:
+    """Return the socket addresses at which a writer, or its trainer, may listen."""
+    chosen = channel.trainer_key(name) if of_trainer else name
+    return [channel._address(chosen, number) for number in range(channel.NAMES)]
+
+
+VARIABLE_OF_NAMES = channel.RUNTIME  # the environment variable that separates the socket names of runs
+
+
+def can_connect(name: str) -> bool:
+    """Return True if a writer of this user listens under this name."""
+    found = channel.connect(name)
+    if found is not None:
+        found.close()
+    return found is not None
+
+
+def log_of_writer(name: str) -> str:
+    """Return the log file of a writer of this name, or an empty string if no safe folder exists."""
+    return channel.log_path(name)
+
+
+LARGEST_MESSAGE = MOST_BYTES  # bytes, between a trainer and its writer
+
+
+def is_at_the_writer(run: str, pid: int) -> bool:
+    """Return True if the writer of a run serves this trainer, or this process has asked for its memory."""
+    key = name_of_writer(run)
+    if (channel.ask_once(key, Look(), 10.0) or {}).get("pid") == pid:
+        return True
+    there = channel.ask_once(key, Greeting(visit=True), 10.0)
+    return there is not None and there.trainer == pid
+
+
+def has_lost_its_trainer(run: str) -> bool:
+    """Return True if the writer of a run reports that its trainer has ended."""
+    there = channel.ask_once(name_of_writer(run), Greeting(visit=True), 10.0)
+    return there is not None and not there.alive
+
+
+def say_memory_was_taken(run: str, memories: list[str]) -> None:
+    """Notify the writer of a run that another writer has adopted these arenas."""
+    channel.ask_once(name_of_writer(run), Taken(memories), 10.0)
+
+
+class LateWriter:
+    """A writer without a trainer, left over from a failed start. It owns the name of the run until it leaves."""
+
+    def __init__(self, run: str) -> None:
+        self._client = writer_client.WriterClient.spawn(name_of_writer(run))
+        self._client.greet(60.0, 60.0)
+
+    def leave(self) -> None:
+        self._client.ask(Close())
+        self._client.close()
+
+
+# -- moments within a call, at which a test interferes --
+
+Moment = tuple[type, str]
+
+STATE_IS_READ: Moment = (Capture, "read")
+RUN_IS_TAKEN: Moment = (Ownership, "take_over")
+MADE: dict[str, Moment] = {  # in order, while a Checkpointer is made
+    "introduce": (Session, "introduce"),
+    "show": (Session, "_show"),
+    "prepare": (Session, "_prepare"),
+    "watch for faults": (FaultHandler, "start"),
+}
+STEPPING: dict[str, Moment] = {  # in `step()`, in the main thread; other threads receive no signal
+    "prepare memory": (NextArena, "prepare"),
+    "tell the layout": (KnownLayouts, "tell"),
+    "hand over": (Stager, "submit"),
+}
+LAST_STEP_IS_STAGED: Moment = (StepKeeper, "stage_last")
+CLOSING: dict[str, Moment] = {  # in order, in `close()`
+    "save the last step": (Closing, "_save_last"),
+    "stage the last step": LAST_STEP_IS_STAGED,
+    "wait for writes": (TierWrites, "wait"),
+    "end": (Closing, "_end"),
+    "let go": (Closing, "_let_go"),
+}
+WRITE_IS_ASKED_FOR: Moment = (TierWrites, "write")
+STAGING_THREAD_IS_ASKED: Moment = (Stager, "do")
+MEMORY_IS_ADOPTED: Moment = (Stager, "use")
+MEMORY_IS_PREPARED: Moment = (SnapshotMemory, "take_prepared")
+COPIED_BESIDE_TRAINING: Moment = (SlotFiller, "fill_guarded")
+NEXT_WRITER_GETS_MEMORY: Moment = (SnapshotMemory, "on_new_writer")
+ORPHANS_ARE_TAKEN: Moment = (HeldSnapshots, "take_orphans")
+TAKING_OVER: dict[str, Moment] = {  # while a trainer takes ownership from another one
+    "memory": (SnapshotMemory, "inherit"),
+    "messages": (WriterSupervisor, "_listen"),
+    "orphans": ORPHANS_ARE_TAKEN,
+    "opening": (RunOpener, "open"),
+}
+FILE_IS_CONVERTED: Moment = (source_files.FilesOrigin, "_read")
+
+
+def interrupt_at(
+    patch: pytest.MonkeyPatch,
+    moment: Moment,
+    act: Callable[[], object],
+    *,
+    before: bool = True,
+    always: bool = False,
+) -> None:
+    """Call `act` the first time, or `always`, that a moment is reached: before it, or after it if `before` is False."""
+    owner, method = moment
+    original, left = getattr(owner, method), [act]
+
+    def interrupted(*arguments: Any, **options: Any) -> Any:
+        if before and left:
+            (left[0] if always else left.pop())()
+        found = original(*arguments, **options)
+        if not before and left:
+            (left[0] if always else left.pop())()
+        return found
+
+    patch.setattr(owner, method, interrupted)
+
+
+def act_instead(patch: pytest.MonkeyPatch, moment: Moment, act: Callable[[], object]) -> None:
+    """Call `act` instead of the code of a moment, each time it is reached."""
+    patch.setattr(*moment, lambda *arguments, **options: act())
+
+
+def kill_first_writer_before_it_opens() -> None:
+    """Make this process kill its first writer when that writer is about to open the run."""
+    opening, tries = RunOpener.open, list[object]()
+
+    def killing(self: Any, client: Any, **more: Any) -> Any:
+        tries.append(client)
+        if len(tries) == 1:
+            os.kill(client.pid, signal.SIGKILL)
+        return opening(self, client, **more)
+
+    RunOpener.open = killing  # type: ignore[method-assign]
+
+
+def die_before_next_writer_reads() -> None:
+    """Make this process stop its next writer for a while, send it all messages, and die before it has read them."""
+    first, last = KnownLayouts.on_new_writer, SnapshotMemory.on_new_writer
+
+    def early(self: Any, client: Any) -> None:
+        os.kill(client.pid, signal.SIGSTOP)
+        subprocess.Popen(["sh", "-c", f"sleep 1.5; kill -CONT {client.pid}"])
+        first(self, client)
+
+    def late(self: Any, client: Any) -> None:
+        last(self, client)
+        while not client._outbox.empty():
+            time.sleep(0.001)
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    KnownLayouts.on_new_writer = early  # type: ignore[method-assign]
+    SnapshotMemory.on_new_writer = late  # type: ignore[method-assign]
+
+
+def stop_before_sealing(step: int) -> None:
+    """Make this process stop itself with SIGSTOP before it seals the snapshot of a step."""
+    set_label = Arena.set_label
+
+    def stopping(arena: Arena, slot: int, label: Label) -> None:
+        if label.state == SEALED and label.attempt is not None and label.attempt.step == step:
+            Arena.set_label = set_label  # type: ignore[method-assign]
+            os.kill(os.getpid(), signal.SIGSTOP)
+            time.sleep(0.3)  # another thread may get it
+        set_label(arena, slot, label)
+
+    Arena.set_label = stopping  # type: ignore[method-assign]
+
+
+def do_not_say_that_a_trainer_has_gone(patch: pytest.MonkeyPatch) -> None:
+    """Hide from a trainer that inherits memory that its previous owner has ended."""
+    inherit = SnapshotMemory.inherit
+
+    def lingering(self: SnapshotMemory, hello: Any, fds: list[int]) -> None:
+        hello = type(hello)(**{**{f: getattr(hello, f) for f in hello.__struct_fields__}, "gone": False})
+        inherit(self, hello, fds)
+
+    patch.setattr(SnapshotMemory, "inherit", lingering)
+
+
+def before_copies(patch: pytest.MonkeyPatch, act: Callable[[list[Any], bool], object]) -> None:
+    """Call `act` in the staging thread before tensors are copied to shared memory. Its arguments: the copy streams, and
+    whether training goes on during this copy."""
+    copy, fill, beside = SlotFiller.copy, SlotFiller.fill_guarded, list[object]()
+
+    def guarded(self: SlotFiller, arena: Any, slot: int, job: Any) -> None:
+        beside.append(job)
+        try:
+            fill(self, arena, slot, job)
+        finally:
+            beside.clear()
+
+    def late(self: SlotFiller, pairs: Any, streams: Any, *more: Any) -> None:
+        if pairs:
+            act(list(streams.values()), bool(beside))
+        copy(self, pairs, streams, *more)
+
+    patch.setattr(SlotFiller, "copy", late)
+    patch.setattr(SlotFiller, "fill_guarded", guarded)
+
+
+def after_each_large_copy(patch: pytest.MonkeyPatch, act: Callable[[torch.Tensor], object]) -> None:
+    """Call `act` with each large host tensor after it was copied to shared memory."""
+    put = Frozen.put
+
+    def meanwhile(self: Frozen, number: int, target: torch.Tensor, source: torch.Tensor) -> None:
+        put(self, number, target, source)
+        act(source)
+
+    patch.setattr(Frozen, "put", meanwhile)
+
+
+# -- how a device copies --
+
+
+def let_updates_pass(patch: pytest.MonkeyPatch, until: str = "") -> None:
+    """Make no stream of an optimizer wait for the copy of the last snapshot. The host does not wait either, or only
+    until that copy is "queued" or "copied"."""
+
+    def passing(self: Stager, timeout_s: float = 60.0) -> float:
+        job = self._gate.job
+        if job is not None and until:
+            (job.enqueued if until == "queued" else job.copied).wait(timeout_s)
+            self._gate.job = None
+        return 0.0
+
+    patch.setattr(Stager, "before_update", passing)
+
+
+WAYS = stage_mode.WAYS  # in which a snapshot leaves a device
+
+
+def stage_by(patch: pytest.MonkeyPatch, way: str) -> None:
+    """Make every snapshot leave the device in one way, out of `WAYS`."""
+    patch.setattr(stage_mode.StageMode, "next", lambda self, step: way)
+
+
+def copy_before_the_step_has_ended(patch: pytest.MonkeyPatch) -> None:
+    """Make copies wait for idle streams instead of the caller's stream."""
+
+    def hasty(job: PendingSnapshot) -> None:
+        job.ready = {device: torch.cuda.Stream(device).record_event() for device in job.streams}
+
+    patch.setattr(PendingSnapshot, "mark_ready", hasty)
+
+
+def hold_other_streams(patch: pytest.MonkeyPatch) -> None:
+    """Make other streams than the caller's wait for copies."""
+    begin = PendingSnapshot.__post_init__
+
+    def changed(self: PendingSnapshot) -> None:
+        begin(self)
+        self.streams = {device: torch.cuda.Stream(device) for device in self.streams}
+
+    patch.setattr(PendingSnapshot, "__post_init__", changed)
+
+
+def check_no_copies(patch: pytest.MonkeyPatch, *, nor_versions: bool = False) -> None:
+    """Turn off the check that a tensor did not change while it was copied."""
+    for check in ("check_copies", "check_versions")[: 1 + nor_versions]:
+        patch.setattr(PendingSnapshot, check, lambda *_: None)
+
+
+def clone_at_most(patch: pytest.MonkeyPatch, nbytes: int) -> None:
+    """Set how many bytes of the tensors that are copied now may be cloned on the device."""
+    patch.setattr(snapshot, "MOST", nbytes)
+
+
+def clone_nothing(patch: pytest.MonkeyPatch) -> None:
+    """Make the caller continue as if the tensors that are copied now had been cloned."""
+
+    def no_clones(job: PendingSnapshot, packs: Any) -> bool:
+        job.taken_early = True
+        return True
+
+    patch.setattr(PendingSnapshot, "take", no_clones)
+
+
+def count_copies(patch: pytest.MonkeyPatch) -> list[int]:
+    """Record, for each part of a snapshot from now on, how many device tensors are copied."""
+    copies, copy = list[int](), SlotFiller.copy
+
+    def counted(self: SlotFiller, pairs: Any, streams: Any, *more: Any) -> None:
+        copies.append(sum(source.device.type == "cuda" for _, source, _ in pairs))
+        copy(self, pairs, streams, *more)
+
+    patch.setattr(SlotFiller, "copy", counted)
+    return copies
+
+
+def lock_no_pages(patch: pytest.MonkeyPatch) -> None:
+    """Turn off page-locking of snapshot memory."""
+    patch.setattr(PageLocks, "begin", lambda self, arena, where: None)
+
+
+def before_pages_are_locked(patch: pytest.MonkeyPatch, act: Callable[[int, int], object]) -> None:
+    """Call `act` with address and size before memory is page-locked."""
+    register = device.lock_pages
+
+    def late(address: int, size: int, where: torch.device) -> int:
+        act(address, size)
+        return register(address, size, where)
+
+    patch.setattr(device, "lock_pages", late)
+
+
+def page_locks(cp: ckpt.Checkpointer) -> Any:
+    """Return the page-locked ranges of snapshot memory."""
+    return cp._session.stager.page_locks.held
+
+
+# -- a Checkpointer --
+
+
+def memory_ready(cp: ckpt.Checkpointer) -> None:
+    """Wait until all snapshot memory is ready, so that no step is skipped for lack of it."""
+    cp._session.supervisor.memory.take_prepared(30.0)
+    end = time.monotonic() + 30.0
+    while (arena := cp._session.stager.arena) is not None and arena.ready < arena.slots and time.monotonic() < end:
+        time.sleep(0.002)
+
+
+def restore_from_memory(cp: ckpt.Checkpointer, step: int, into: dict[str, Any]) -> None:
+    """Restore the snapshot of a step from shared memory into another state."""
+    with cp._session.supervisor.held.snapshots() as snapshots:
+        snapshot = next(s for s in snapshots if s.attempt.step == step)
+        result = restore_first_of([Snapshot(snapshot).source], into)
+    assert result.step == step, result.skipped
+
+
+def steps_in_any_memory(cp: ckpt.Checkpointer) -> set[int]:
+    """List the steps that have a snapshot, including snapshots in outgrown memory."""
+    labels = [label for arena in cp._session.supervisor.memory.arenas() for _, label in arena.sealed()]
+    return {label.attempt.step for label in labels if label.attempt is not None}
+
+
+def finite_in_memory(cp: ckpt.Checkpointer) -> set[bool | None]:
+    """Return the values of `finite` of the snapshots in memory."""
+    arena = cp._session.stager.arena
+    assert arena is not None
+    return {label.finite for _, label in arena.sealed()}
+
+
+def slots_of(cp: ckpt.Checkpointer) -> list[memoryview]:
+    """Return the memory of each slot."""
+    arena = cp._session.stager.arena
+    assert arena is not None
+    return [arena.data(slot) for slot in range(arena.slots)]
+
+
+def give_up_slots(cp: ckpt.Checkpointer) -> None:
+    """Release slots, as under memory pressure, until no more can be released."""
+    while cp._session.stager.give_up_slot():
+        pass
+
+
+def slots_held_for_others(cp: ckpt.Checkpointer) -> int:
+    """Count the previous owners for whom snapshots in memory must not be overwritten."""
+    return cp._session.stager.slots._holds
+
+
+def wait_until_copied(cp: ckpt.Checkpointer, timeout_s: float) -> bool:
+    """Wait until the newest snapshot was copied, without checking that it is intact."""
+    return cp._staged.last[1].copied.wait(timeout_s)
+
+
+def when_staged(save: ckpt.Save, act: Callable[[], object]) -> None:
+    """Call `act` when staging has succeeded or failed."""
+    save._staged.add_done_callback(lambda _: act())
+
+
+def copied_at_once(cp: ckpt.Checkpointer) -> set[Any]:
+    """Return the optimizer-owned tensors that are copied before `step()` returns because other code writes to them."""
+    return cp._session.capture.eager
+
+
+def guarded(cp: ckpt.Checkpointer) -> dict[str, bool]:
+    """Map each tensor to True if only an optimizer writes to it, so that it may be copied during training."""
+    reading = cp._session.capture.read()
+    return dict(zip([t.name for t in reading.layout.tensors], reading.guarded, strict=True))
+
+
+def worked_out(cp: ckpt.Checkpointer) -> tuple[int, int]:
+    """Return the identities of two cached objects: the layout, and the list of optimizer-owned tensors."""
+    reading = cp._session.capture.read()
+    return id(reading.layout), id(reading.guarded)
+
+
+def updates_announced(cp: ckpt.Checkpointer) -> int:
+    """Count the optimizer updates that hooks have announced."""
+    return cp._session.hook.count
+
+
+def current_step(cp: ckpt.Checkpointer) -> int | None:
+    """Return the step that the live state is at."""
+    return cp._progress.step
+
+
+def is_closed(cp: ckpt.Checkpointer) -> bool:
+    """Return True once `close()` has begun."""
+    return cp._progress.closed
+
+
+def abandon(cp: ckpt.Checkpointer) -> None:
+    """Abandon saves that are in progress, as an exception on one of several ranks does."""
+    cp._closing.abandon()
+
+
+def close_at_exit(cp: ckpt.Checkpointer) -> None:
+    """Close it as the end of the interpreter does."""
+    cp._closing.close_at_exit()
+
+
+def fail_in_background(cp: ckpt.Checkpointer, error: ckpt.CheckpointError) -> None:
+    """Record an error that the next call raises."""
+    cp._session.errors.note(error)
+
+
+def run_in_staging_thread(cp: ckpt.Checkpointer, act: Callable[[], object]) -> None:
+    """Call `act` in the staging thread before its next task."""
+    cp._session.stager._worker.put(act)
+
+
+def do_before_it_lets_go_of_memory(cp: ckpt.Checkpointer, act: Callable[[], object]) -> None:
+    """Call `act` before the staging thread stops at close."""
+    stager, stop = cp._session.stager, cp._session.stager.stop
+
+    def late(*arguments: Any) -> Any:
+        act()
+        return stop(*arguments)
+
+    stager.stop = late  # type: ignore[method-assign]
+
+
+def writer_of(cp: ckpt.Checkpointer) -> int:
+    """Return the PID of its writer, even if another job owns the run."""
+    return cp._session.supervisor.client.pid
+
+
+def wait_for_writes(cp: ckpt.Checkpointer, timeout_s: float) -> None:
+    """Wait as `wait()` does, without raising errors of failed saves."""
+    cp._kept.wait(timeout_s, None)
+
+
+def state_of(cp: ckpt.Checkpointer) -> dict[str, Any]:
+    """Return the state that it saves."""
+    return cp._session.capture.state
+
+
+def differing_replicas(cp: ckpt.Checkpointer) -> Any:
+    """Return the replicas that were found to differ across ranks."""
+    return cp._saves._replicas.differing
+
+
+def scores(callback: Any) -> list[tuple[float, int]]:
+    """Return the best scores that a trainer callback has recorded, each with its step."""
+    return list(callback._best.scores)
+
+
+# -- a run that is written without torch and without processes --
+
+Tensors = dict[str, tuple[str, tuple[int, ...]]]
+"""The dtype, by its name in a file, and the shape of each tensor."""
+
+PIECE = BLOB  # bytes: larger tensors have several pieces, each with a digest of its own
+PAGE = stores.PAGE  # bytes: pieces of different tensors do not share one
+
+
+@dataclass(frozen=True)
+class Contents:
+    """Describes tensors and the order of their bytes in a snapshot."""
+
+    layout: Layout
+
+    @classmethod
+    def of(cls, tensors: Tensors) -> Contents:
+        """Give the first tensor a second name, as tied weights have, and add one plain value."""
+        specs = tuple(TensorSpec(name, dtype, shape) for name, (dtype, shape) in tensors.items())
+        component = {"path": ["x"], "kind": "plain", "facts": {}, "names": list(tensors)}
+        return cls(Layout(specs, {"tied": specs[0].name}, [component]))
+
+    @property
+    def size(self) -> int:
+        """Bytes of all tensors."""
+        return self.layout.arrangement.data_size
+
+    @property
+    def names(self) -> list[str]:
+        """The tensors in the order of their bytes."""
+        return [self.layout.tensors[i].name for i in self.layout.arrangement.order]
+
+    def offset_of(self, name: str) -> int:
+        """The position of the first byte of a tensor."""
+        names = [tensor.name for tensor in self.layout.tensors]
+        return self.layout.arrangement.offsets[names.index(name)]
+
+    def name_at(self, position: int) -> str:
+        """The tensor that contains this byte."""
+        pieces = self.layout.arrangement.blobs
+        piece = next(one for one in pieces if one.offset <= position < one.offset + one.length)
+        return self.layout.tensors[piece.tensor].name
+
+    @property
+    def digest(self) -> str:
+        return self.layout.digest
+
+
+@dataclass(frozen=True)
+class ReadBack:
+    """A checkpoint as it was read."""
+
+    step: int
+    data: bytes  # in the order of `Contents.names`
+    values: Any
+
+
+@dataclass
+class Job:
+    """A job that has a run open for writing, as a writer does."""
+
+    log: RunLog
+    owner: Acquire
+    damaged: list[int]  # log records that were damaged when it opened the run
+
+    @classmethod
+    async def open(cls, store: Any, *, recover: bool = True) -> Job:
+        """Take ownership of a run, or create it. `recover`: commit finished checkpoints of the previous job."""
+        await commits.create_run(store)
+        log = RunLog(store)
+        await log.open()
+        damaged = list(log.state.damaged)
+        job = cls(log, await commits.acquire(log, manifest.new_nonce()), damaged)
+        if recover:
+            await commits.recover(log, job.owner)
+        return job
+
+    @classmethod
+    async def go_on(cls, store: Any) -> Job:
+        """Continue as the job that owns the run."""
+        log = await read.open_run(store.url, store)
+        return cls(log, log.state.acquires[-1], list(log.state.damaged))
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps of the present history, newest first."""
+        return [commit.step for commit in self.log.state.lineage()]
+
+    @property
+    def last_record(self) -> str:
+        """The name of the newest log record."""
+        return record_key(self.log.state.next_seq - 1)
+
+    async def write(self, step: int, contents: Contents, data: bytes, values: list[Any]) -> write.WrittenPart:
+        """Store all files of a checkpoint, without the record that commits it."""
+        attempt = Attempt(self.owner.epoch, step, self.owner.nonce)
+        snapshot = write.RankSnapshot(attempt, contents.layout, memoryview(data), values)
+        return await write.write_part(self.log.store, snapshot)
+
+    async def commit(self, written: write.WrittenPart) -> None:
+        await commits.commit(self.log, self.owner, [written])
+
+    async def save(self, step: int, contents: Contents, data: bytes, values: list[Any]) -> None:
+        await self.commit(await self.write(step, contents, data, values))
+
+    async def verify(self) -> None:
+        """Read every byte of the checkpoints of the present history."""
+        for found in self.log.state.lineage():
+            await read.verify(self.log.store, found)
+
+    async def abort(self, written: write.WrittenPart) -> None:
+        """Record that a written checkpoint will not be committed."""
+        await commits.abort(self.log, self.owner, Attempt.parse(written.part.attempt), "it mixes two moments")
+
+    async def retract(self, written: write.WrittenPart) -> None:
+        """Retract a checkpoint."""
+        await commits.retract(self.log, self.owner, Attempt.parse(written.part.attempt), "it mixes two moments")
+
+    async def clean_up(self, last: int) -> list[int]:
+        """Expire all but the newest `last` checkpoints. Return the expired steps."""
+        newest_one = self.log.state.lineage()[0].attempt
+        given_up = await retention.retire(self.log, self.owner, retention.Keep(last=last), {newest_one})
+        return sorted(attempt.step for attempt in given_up)
+
+
+async def read_back(store: Any) -> ReadBack:
+    """Read the newest checkpoint that can be read, as a restore does. NoCheckpointError if there is none."""
+    log = await read.open_run(store.url, store)
+    problems: list[str] = []
+    for found in log.state.lineage():
+        try:
+            return await _read_one(store, found)
+        except CheckpointError as error:
+            problems.append(str(error))
+    raise NoCheckpointError(f"nothing can be restored: {problems}, log {log.state.damaged}")
+
+
+async def _read_one(store: Any, found: Commit) -> ReadBack:
+    whole = await read.load_manifest(store, found)
+    of, saved = whole.layout(), whole.saved()
+    offsets = dict(zip((t.name for t in of.tensors), of.arrangement.offsets, strict=True))
+    data = bytearray(of.arrangement.data_size)
+    pieces = [blob for key in saved.tensors for blob in saved.blobs(key)]
+    seen = 0
+
+    def sink(blob: int, view: memoryview) -> None:
+        nonlocal seen
+        start = offsets[whole.table.shards[int(saved.shard_of_blob[blob])].name] + int(saved.position[blob])
+        data[start : start + len(view)] = view
+        seen += len(view)
+
+    await read.fetch(store, whole.table, read.plan_reads(whole.table, pieces), sink)
+    assert seen == len(data)
+    return ReadBack(found.step, bytes(data), whole.parts[0].values)
+
+
+async def check_unreadable(store: Any, step: int) -> None:
+    """Fail if this step can be loaded."""
+    log = await read.open_run(store.url, store)
+    for found in log.state.lineage():
+        if found.step == step:
+            with pytest.raises(CheckpointError):
+                await read.load_saved(store, found)
+
+
+async def checked_steps(store: Any) -> list[int]:
+    """Verify every byte of every live checkpoint. Return their steps; fail if anything is damaged."""
+    log = await read.open_run(store.url, store)
+    assert not log.state.damaged
+    for found in log.state.commits.values():
+        assert await read.verify(store, found) == []
+    return sorted(attempt.step for attempt in log.state.commits)
+
+
+def write_in_pieces_of(patch: pytest.MonkeyPatch, nbytes: int) -> None:
+    """Set how many bytes of a data file one call writes."""
+    patch.setattr(write, "CHUNK", nbytes)
+
+
+async def problems_in(store: Any, step: int) -> list[str]:
+    """Verify one checkpoint. Return its problems."""
+    log = await read.open_run(store.url, store)
+    return await read.verify(log.store, read.choose(log, step))
+
+
+class _Equal:
+    """Equals every other."""
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class _AnyBytes(_Equal, bytes):
+    """The digest of every piece."""
+
+
+class _AnyText(_Equal, str):
+    """The digest of every file."""
+
+
+def trust_tensor_data(patch: pytest.MonkeyPatch) -> None:
+    """Turn off the digest check of tensor data that is read from files."""
+    patch.setattr(blobs, "blob_digest", lambda view: _AnyBytes())
+
+
+def trust_small_files(patch: pytest.MonkeyPatch) -> None:
+    """Turn off the digest check of the small files of a checkpoint."""
+
+    def trusting(raw: bytes, what: str) -> dict[str, Any]:
+        data: dict[str, Any] = json.loads(bytes(raw))
+        del data["digest"]
+        return data
+
+    patch.setattr(manifest, "unseal", trusting)
+    patch.setattr(parts, "file_digest", lambda data: _AnyText())
+
+
+def try_again_for(patch: pytest.MonkeyPatch, window_s: float, first_pause_s: float | None = None) -> None:
+    """Set how long failing reads are retried."""
+    patch.setattr(steady, "WINDOW_S", window_s)
+    if first_pause_s is not None:
+        patch.setattr(steady, "FIRST_PAUSE_S", first_pause_s)
+
+
+# -- a run whose files are forged, digests and all --
+
+NOTHING = Contents(Layout((), {}, []))
+
+
+def names_of_files(of: Attempt, rank: int = 0) -> dict[str, str]:
+    """Return the names of the files of one rank: its manifest, its chunk table, its data."""
+    return {
+        "part": part_key(of, rank, 0),
+        "table": table_key(of, rank, 0),
+        "pack": f"packs/{of}.{rank}.0.safetensors",
+    }
+
+
+name_of_record = record_key  # of a log, by its number
+
+
+async def saved_objects(states: Sequence[tuple[int, dict[str, Any]]], ranks: int) -> tuple[dict[str, bytes], Attempt]:
+    """Save states that `ranks` ranks hold as replicas, each under its step. Return the files and the id of the last
+    checkpoint."""
+    store = MemoryStore()
+    job = await Job.open(store, recover=False)
+    for step, state in states:
+        reading = Capture(state).read()
+        raw = [t.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for t in reading.tensors]
+        shares = [_divided(reading.layout, raw, rank, ranks) for rank in range(ranks)]
+        written = [await job.write(step, Contents(layout), data, reading.values) for layout, data in shares]
+        await commits.commit(job.log, job.owner, written)
+    return store.objects, Attempt(job.owner.epoch, step, job.owner.nonce)
+
+
+def _divided(layout: Layout, raw: list[bytes], rank: int, world: int) -> tuple[Layout, bytes]:
+    """Return the share of one rank of a replicated state: some rows of each tensor, some of the small tensors."""
+    pieces, data, elsewhere = list[TensorSpec](), list[bytes](), {}
+    for i, (t, whole) in enumerate(zip(layout.tensors, raw, strict=True)):
+        rows = t.shape[0] if t.shape else 0
+        if world > 1 and rows >= world:
+            low, high = rows * rank // world, rows * (rank + 1) // world
+            size, at = len(whole) // rows, (low, *(0 for _ in t.shape[1:]))
+            pieces.append(replace(t, shape=(high - low, *t.shape[1:]), whole=t.shape, offsets=at))
+            data.append(whole[low * size : high * size])
+        elif i % world == rank:
+            pieces.append(t)
+            data.append(whole)
+        else:
+            elsewhere[t.name] = (t.dtype, t.shape)
+    mine = replace(layout, tensors=tuple(pieces), rank=rank, world=world, elsewhere=elsewhere)
+    return mine, b"".join(data[i] for i in mine.arrangement.order)
+
+
+def resealed(document: Any) -> bytes:
+    """Serialise a document with a valid digest."""
+    if isinstance(document.get("layout"), dict):
+        document = document | {"layout": manifest.press(manifest.canonical(document["layout"]))}
+    return manifest.seal({k: v for k, v in document.items() if k != "digest"})
+
+
+def opened_part(raw: bytes) -> Any:
+    """Parse the manifest of a rank, with its layout unpacked for changes."""
+    document: Any = json.loads(raw)
+    return document | {"layout": json.loads(manifest.canonical(manifest.unpress(document["layout"])))}
+
+
+def _indexed(tables: list[bytes]) -> bytes:
+    """Return the index for these chunk tables, or the last table if they do not fit together."""
+    try:
+        return merge([Table.from_bytes(raw, "a table") for raw in tables]).to_bytes() if len(tables) > 1 else tables[0]
+    except CorruptError:
+        return tables[-1]
+
+
+def forge(
+    run: tuple[dict[str, bytes], Attempt],
+    *,
+    rank: int = 0,
+    part: Callable[[Any], object] = lambda document: None,
+    columns: Callable[[Any], object] = lambda columns: None,
+    table: bytes | None = None,
+    raw_part: bytes | None = None,
+    body: Callable[[Any], object] = lambda body: None,
+    record: Callable[[Any], object] = lambda record: None,
+) -> dict[str, bytes]:
+    """Change the files of one rank in the newest checkpoint, and recompute all digests. Return the files of the run."""
+    objects, attempt = dict(run[0]), run[1]
+    keys = part_key(attempt, rank, 0), table_key(attempt, rank, 0)
+    found = {k: v.copy() for k, v in columns_of(objects[keys[1]], "a table").items()}
+    columns(found)
+    if table is None:
+        table = PRESSED.to_bytes(found)
+    document = opened_part(objects[keys[0]])
+    before = document["layout_digest"]
+    document["table"] = file_digest(table)
+    part(document)
+    if document.get("layout_digest") == before:
+        with contextlib.suppress(Exception):  # not a layout at all
+            document["layout_digest"] = Layout.from_json(document["layout"]).digest
+    raw_part = raw_part or resealed(document)
+    last = max(k for k in objects if k.startswith("log/"))
+    log_record = json.loads(objects[last])
+    objects |= {keys[0]: raw_part, keys[1]: table}
+    parts = log_record["body"]["parts"]
+    parts[rank] = [rank, 0, file_digest(raw_part)]
+    index = _indexed([objects[table_key(attempt, r, 0)] for r, _, _ in parts])
+    log_record["body"] |= {"index": file_digest(index)}
+    body(log_record["body"])
+    record(log_record)
+    objects |= {index_key(attempt, file_digest(index)): index, last: resealed(log_record)}
+    return objects
+
+
+# -- a snapshot in shared memory --
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A sealed snapshot in shared memory, as a restore finds it after a death."""
+
+    _held: HeldSnapshot
+
+    @property
+    def contents(self) -> Contents:
+        return Contents(self._held.layout)
+
+    @property
+    def size(self) -> int:
+        """Bytes of tensors."""
+        return self._held.label.data_size
+
+    @property
+    def data(self) -> memoryview:
+        """The bytes of the tensors, in the order of `contents.names`."""
+        return self._held.arena.data(self._held.slot, self._held.label.data_size)
+
+    @property
+    def values(self) -> memoryview:
+        """The plain values."""
+        return self._held.arena.values(self._held.slot, self._held.label)
+
+    @property
+    def label(self) -> memoryview:
+        """The bytes of its label. Only for a snapshot in the first slot."""
+        return self._held.arena.view[PAGE + 8 : PAGE + 104]
+
+    def without_digests(self) -> Snapshot:
+        """Return the same snapshot without digests."""
+        return Snapshot(replace(self._held, digests=None))
+
+    def overwrite(self) -> None:
+        """Relabel the slot, as if another process had reused it."""
+        self._held.arena.set_label(self._held.slot, replace(self._held.label, order=self._held.label.order + 1))
+
+    def put_back(self) -> None:
+        """Undo `overwrite`."""
+        self._held.arena.set_label(self._held.slot, self._held.label)
+
+    @property
+    def source(self) -> RestoreSource:
+        return MemorySource(self._held.attempt, [self._held], alone=True)
+
+
+def snapshot_of(state: dict[str, Any], fill: Callable[[Contents], bytes]) -> Snapshot:
+    """Make a sealed snapshot of a state with digests. `fill` returns the bytes of its tensors."""
+    reading = Capture(state).read()
+    layout, values, data = reading.layout, json.dumps(reading.values).encode(), fill(Contents(reading.layout))
+    arena = Arena.create(1, layout.arrangement.data_size + PAGE + len(values))
+    arena.data(0)[: len(data)] = data
+    label = Label(SEALED, 1, Attempt(1, 1, "0" * 8), layout.digest, len(data), len(values), 0.0)
+    arena.set_label(0, label)
+    arena.values(0, label)[:] = values
+    digests = write.digest_blobs(layout, memoryview(data)) + blob_digest(values)
+    return Snapshot(HeldSnapshot(arena, 0, label, layout, digests))
+
+
+class Bench:
+    """Stages states into shared memory and commits them to a folder, without a writer process."""
+
+    def __init__(self, folder: Path) -> None:
+        self.url = f"file://{folder}"
+        self._step = 0
+        self._stager, self._arenas = Stager(), list[Arena]()
+        self._owner: Acquire = asyncio.run(self._open())
+
+    async def _open(self) -> Acquire:
+        store = stores.open_store(self.url, writable=True)
+        await commits.create_run(store)
+        log = RunLog(store)
+        await log.open()
+        owner = await commits.acquire(log, "0badcafe")
+        await store.aclose()
+        return owner
+
+    def snapshot(self, state: dict[str, Any], *, verified: bool = True) -> Snapshot:
+        """Stage a state. `verified`: compute its digests."""
+        reading = Capture(state).read()
+        layout, text = reading.layout, json.dumps(reading.values).encode()
+        size = layout.arrangement.data_size
+        arena = Arena.create(2, pages(size) + len(text) + 4096)
+        self._arenas.append(arena)
+        self._stager.use(arena, lambda: None)
+        self._step += 1
+        job = PendingSnapshot(Attempt(self._owner.epoch, self._step, self._owner.nonce), reading, text)
+        self._stager.submit(job)
+        assert job.copied.wait(30.0) and job.error is None, job.error
+        assert job.place is not None
+        label = arena.label(job.place[1])
+        assert label is not None
+        digests = write.digest_blobs(layout, arena.data(job.place[1], size)) + blob_digest(text)
+        return Snapshot(HeldSnapshot(arena, job.place[1], label, layout, digests if verified else None))
+
+    def memory(self, state: dict[str, Any], *, verified: bool = True) -> RestoreSource:
+        """A snapshot of a state, to restore from."""
+        return self.snapshot(state, verified=verified).source
+
+    def disk(self, state: dict[str, Any]) -> RestoreSource:
+        """A checkpoint of a state, to restore from."""
+        return self.store(self.snapshot(state))
+
+    def store(self, snapshot: Snapshot) -> RestoreSource:
+        """Commit a snapshot to the folder, to restore from there."""
+        held = snapshot._held
+        layout, attempt = held.layout, held.attempt
+        data = held.arena.data(held.slot, layout.arrangement.data_size)
+        values = json.loads(held.values())
+
+        async def put() -> Commit:
+            log = RunLog(stores.open_store(self.url, writable=True))
+            await log.open()
+            try:
+                written = await write.write_part(log.store, write.RankSnapshot(attempt, layout, data, values))
+                return await commits.commit(log, self._owner, [written])
+            finally:
+                await log.store.aclose()
+
+        return StoreSource(self.url, attempt, asyncio.run(put()))
+
+    def close(self) -> None:
+        self._stager.stop()
+        for arena in self._arenas:
+            arena.close()
+
+
+class SharedMemory:
+    """Maps the memory that this process shares with its writer a second time, to damage it."""
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+
+    @classmethod
+    def of_this_process(cls) -> SharedMemory:
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                if os.readlink(f"/proc/self/fd/{name}").startswith("/memfd:ckpt-arena"):
+                    return cls(Arena.attach(os.dup(int(name))))
+        raise AssertionError("there is no arena")
+
+    @property
+    def header(self) -> dict[str, memoryview]:
+        """The header of the arena, whole and by field."""
+        view = self._arena.view
+        return {
+            "all": view[:PAGE],
+            "magic": view[:8],
+            "slot size": view[16:24],
+            "id": view[24:40],
+            "counts": view[40:48],
+            "lock": view[256:304],
+        }
+
+    @property
+    def labels(self) -> memoryview:
+        """The labels of all slots."""
+        return self._arena.view[PAGE : 2 * PAGE]
+
+    def _entry(self) -> memoryview:
+        at = PAGE + self._arena.sealed()[0][0] * PAGE // 16
+        return self._arena.view[at : at + PAGE // 16]
+
+    @property
+    def newest_sequence(self) -> memoryview:
+        """The sequence number of the newest label. It is odd while the label is being changed."""
+        return self._entry()[:8]
+
+    @property
+    def newest_label(self) -> memoryview:
+        """The label of the newest snapshot."""
+        return self._entry()[8:]
+
+    @property
+    def newest_data(self) -> memoryview:
+        """The bytes of the tensors of the newest snapshot."""
+        slot, label = self._arena.sealed()[0]
+        return self._arena.data(slot, label.data_size)
+
+
+# -- capturing and restoring, without a Checkpointer --
+
+
+def readable(state: dict[str, Any]) -> None:
+    """Read a state as each save does. StateError if it cannot be saved."""
+    Capture(state).read()
+
+
+class Saved:
+    """Holds one moment of a state as bytes and JSON text, as files do."""
+
+    def __init__(self, reading: Reading) -> None:
+        from toy_states import raw  # which imports much of torch
+
+        self.layout = json.dumps(reading.layout.to_json())
+        self.values = json.dumps(reading.values)
+        self.data = {s.key: raw(t) for s, t in zip(reading.layout.tensors, reading.tensors, strict=True)}
+
+    def restore(self, state: dict[str, Any], *, strict: bool = True) -> None:
+        layout = Layout.from_json(json.loads(self.layout))
+        table = write.build_table(layout, "packs/1.0badcafe-1.0.0.safetensors", None)
+        saved = SavedState([layout], [json.loads(self.values)], table, digested=False)
+        placement = Capture(state).place(saved, strict=strict)
+        placement.check()
+        filler = Filler(saved, placement.fills, placement.lying)
+        in_order = (layout.tensors[i] for i in layout.arrangement.order)
+        shards = [self.data[spec.key] for spec in in_order]
+        for blob in filler.blobs:
+            start, length = int(saved.position[blob]), int(table.length[blob])
+            data = shards[int(saved.shard_of_blob[blob])][start : start + length]
+            filler.add(blob, memoryview(bytearray(data)))
+        filler.finish()
+        for finish in (*placement.finishers, *placement.last):
+            finish()
+
+
+def save_and_restore(state: dict[str, Any], into: dict[str, Any]) -> None:
+    """Serialise a state and restore it into another one."""
+    Saved(Capture(state).read()).restore(into)
+
+
+def guarded_in(state: dict[str, Any]) -> dict[str, bool]:
+    """Map each tensor that is saved of a state to True if only an optimizer writes to it."""
+    reading = Capture(state).read()
+    return dict(zip([t.name for t in reading.layout.tensors], reading.guarded, strict=True))
+
+
+def tensor_of(state: dict[str, Any], name: str) -> torch.Tensor:
+    """Return the tensor of a state that has this name in checkpoints."""
+    reading = Capture(state).read()
+    return dict(zip([t.name for t in reading.layout.tensors], reading.tensors, strict=True))[name]
+
+
+def restore_first_of(
+    sources: Sequence[RestoreSource],
+    into: dict[str, Any],
+    *,
+    strict: bool = True,
+    known: bool = False,
+    on_touch: Callable[[], None] = lambda: None,
+) -> ckpt.Restored:
+    """Restore from the first usable source, in one process. `step` of the result is None if there is none.
+
+    `known`: read the state first, as opening a run does. `on_touch` is called before the state is changed.
+    """
+    result, capture = ckpt.Restored(step=None), Capture(into)
+    if known:
+        with contextlib.suppress(StateError):
+            capture.read()
+    found = restore_first(World(), sources, capture, result, strict=strict, on_touch=on_touch)
+    result.step = None if found is None else found.attempt.step
+    return result
+
+
+def restore_folder(url: str | Path, into: dict[str, Any], ranks: World | None = None) -> ckpt.Restored:
+    """Restore the newest checkpoint of a run without opening it for writing, which would repair it. `step` of the
+    result is None if there is none. `ranks`: see `threads.together`."""
+    world, result, lost = ranks or World(), ckpt.Restored(step=None), list[losses.Loss]()
+    found_there = gather(world, [], [], [str(url)], [[0] * world.size], None, lost)
+    found = restore_first(world, found_there, Capture(into), result, strict=True, on_touch=lambda: None, lost=lost)
+    result.step = None if found is None else found.attempt.step
+    return result
+
+
+def lost_in_folder(url: str | Path, into: dict[str, Any], ranks: World) -> list[Any]:
+    """Look for checkpoints of a run on all ranks. Return the lost steps that this rank reports."""
+    result, lost = ckpt.Restored(step=None), list[losses.Loss]()
+    gather(ranks, [], [], [str(url)], [[0] * ranks.size], None, lost)
+    restore_first(ranks, [], Capture(into), result, strict=True, on_touch=lambda: None, lost=lost)
+    return result.skipped
+
+
+def sources_in(url: str | Path) -> list[RestoreSource]:
+    """List the checkpoints of a run that can be restored, newest first."""
+    return gather(World(), [], [], [str(url)], [[0]], None)
+
+
+def trust_memory(patch: pytest.MonkeyPatch) -> None:
+    """Turn off the digest check of data that is copied out of shared memory."""
+    put = sources.put
+
+    def trusting(memory: Any, starts: Any, lengths: Any, digests: Any, places: Any) -> list[int]:
+        return put(memory, starts, lengths, None, places)
+
+    patch.setattr(sources, "put", trusting)
+
+
+def take_every_layout_for_the_same(patch: pytest.MonkeyPatch) -> None:
+    """Make a restore treat each state as having the layout of the checkpoint."""
+    patch.setattr(Structure, "is_as_saved", lambda self, saved, pieces: True)
+
+
+def take_no_layout_for_the_same(patch: pytest.MonkeyPatch) -> None:
+    """Make a restore place each tensor by itself, even if the state has the layout of the checkpoint."""
+    patch.setattr(Structure, "is_as_saved", lambda self, saved, pieces: False)
+
+
+def note_filled_as_they_lie(patch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Record, for each restore from now on, the tensors that are filled without being placed one by one."""
+    seen: list[list[str]] = []
+    fill = Filler.__init__
+
+    def noting(self: Filler, saved: Any, fills: Any, lying: Any = (), **options: Any) -> None:
+        seen.append([saved.table.shards[number].name for number, _ in lying])
+        fill(self, saved, fills, lying, **options)
+
+    patch.setattr(Filler, "__init__", noting)
+    return seen
+
+
+def note_loaded(patch: pytest.MonkeyPatch) -> list[str]:
+    """Record the names of the tensors that `ckpt.load` reads from now on."""
+    seen: list[str] = []
+    fetch = loading.fill_from_store
+
+    async def noting(url: str, attempt: Attempt, saved: Any, fills: dict[Any, Any]) -> None:
+        seen.extend(name for name, _ in fills)
+        await fetch(url, attempt, saved, fills)
+
+    patch.setattr(loading, "fill_from_store", noting)
+    return seen

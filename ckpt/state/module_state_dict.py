@@ -213,7 +213,7 @@ def _form(tensor: Tensor) -> object:
     return memory, local(tensor).storage_offset(), tensor.shape, local(tensor).stride()
 
 
-class _Refusing(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Refusing(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Collectives end in an error before anything is sent."""
 
     def __init__(self) -> None:
@@ -232,7 +232,7 @@ class _Refusing(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _ask(module: nn.Module) -> dict[str, Any] | None:
     """What a module says; None if it cannot say it without other ranks."""
-    mode = _Refusing()
+    mode = Refusing()
     try:
         with torch.no_grad(), mode:
             said = dict(module.state_dict(keep_vars=True))
@@ -244,7 +244,7 @@ def _ask(module: nn.Module) -> dict[str, Any] | None:
 
 def hand_back(module: nn.Module) -> None:
     """Let a module that has its say in loading see what has been restored: its hooks may derive more from it."""
-    mode = _Refusing()
+    mode = Refusing()
     try:
         with mode:
             load_into(module, module.state_dict(), strict=False)
@@ -279,11 +279,11 @@ def hand_resized(module: nn.Module, path: Path, tensors: Mapping[str, Tensor], s
         logger.warning("%s. They were left as they are", problem)
 
 
-def load_into(module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> None:
-    """Call load_state_dict(), which need not have the parameter `strict` if the module has written it."""
+def load_into(module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> Any:
+    """Call load_state_dict(), which need not have the parameter `strict` if the module has written it.
+
+    Return what it returns.
+    """
     parameters = inspect.signature(module.load_state_dict).parameters
     takes = "strict" in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
-    if strict or not takes:
-        module.load_state_dict(state)
-    else:
-        module.load_state_dict(state, strict=False)
+    return module.load_state_dict(state) if strict or not takes else module.load_state_dict(state, strict=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -221,6 +222,177 @@ def test_module_with_the_loader_of_torch_stays_strict() -> None:
         Saved(Capture({"m": nn.Sequential(InLoad(), nn.Linear(2, 3))}).read()).restore(
             {"m": nn.Sequential(InLoad(), nn.Linear(2, 2))}
         )
+
+
+class Parts(nn.Module):
+    """Its loader appends to a ParameterList, and to a ModuleList, until there is room for all that was saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ps, self.layers = nn.ParameterList(), nn.ModuleList()
+
+    def grow(self) -> None:
+        self.ps.append(nn.Parameter(torch.randn(3)))
+        self.layers.append(nn.Linear(2, 2))
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
+        while f"{prefix}ps.{len(self.ps)}" in state:
+            self.grow()
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
+class Renamed(nn.Module):
+    """Was saved as q, k and v, and with a submodule of another name; has a buffer more."""
+
+    def __init__(self, now: bool) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+        if now:
+            self.qkv, self.proj = nn.Linear(4, 12), nn.Linear(4, 4)
+            self.register_buffer("count", torch.tensor(7))
+            self.register_load_state_dict_pre_hook(fuse)
+        else:
+            self.q, self.k, self.v, self.fc = (nn.Linear(4, 4) for _ in range(4))
+
+
+def fuse(module: Any, state: State, prefix: str, *rest: Any) -> None:
+    if f"{prefix}q.weight" in state:
+        for kind in ("weight", "bias"):
+            state[f"{prefix}qkv.{kind}"] = torch.cat([state.pop(f"{prefix}{one}.{kind}") for one in "qkv"])
+            state[f"{prefix}proj.{kind}"] = state.pop(f"{prefix}fc.{kind}")
+        state[f"{prefix}count"] = torch.tensor(0)
+
+
+class Listed(nn.Module):
+    """Has a list of tensors in its state_dict(), as metrics have, if there are any."""
+
+    def __init__(self, size: int = 0) -> None:
+        super().__init__()
+        self.lin = nn.Linear(2, 2)
+        self.seen = [torch.randn(i) for i in range(size)]
+
+    def _save_to_state_dict(self, state: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(state, prefix, keep_vars)
+        if self.seen:
+            state[prefix + "seen"] = list(self.seen)
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
+        self.seen = state.pop(prefix + "seen", [])
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
+def metric(size: int = 0) -> nn.Module:
+    found = pytest.importorskip("torchmetrics").CatMetric()
+    found.persistent(True)
+    for i in range(size):
+        found.update(torch.randn(i + 1))
+    return found  # type: ignore[no-any-return]
+
+
+class Forgiving(nn.Module):
+    """Does not miss its second layer."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(2, 2) for _ in range(layers)))
+        self.register_load_state_dict_post_hook(lambda module, keys: keys.missing_keys.clear())
+
+
+def parts(size: int, kind: type[Parts] = Parts) -> nn.Module:
+    found = kind()
+    for _ in range(size):
+        found.grow()
+    return found
+
+
+def weight_normed(function: Any) -> nn.Module:
+    return function(nn.Linear(4, 3))  # type: ignore[no-any-return]
+
+
+ACCEPTED: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module]]] = {
+    "more children": (lambda: parts(3), lambda: parts(1)),
+    "other names": (lambda: Renamed(False), lambda: Renamed(True)),
+    "weight_norm": (
+        lambda: weight_normed(nn.utils.weight_norm),
+        lambda: weight_normed(nn.utils.parametrizations.weight_norm),
+    ),
+    "missing": (lambda: Forgiving(1), lambda: Forgiving(2)),
+    "longer list": (lambda: Listed(4), lambda: Listed(2)),
+    "shorter list": (lambda: Listed(2), lambda: Listed(4)),
+    "metric": (lambda: metric(3), metric),
+    "metric that has run": (lambda: metric(1), lambda: metric(3)),
+}
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("kind", ACCEPTED)
+@pytest.mark.filterwarnings("ignore")
+def test_module_is_restored_if_its_loader_accepts_other_names(kind: str, nested: bool) -> None:
+    """As by load_state_dict(), and what lies next to it too; then it is saved and restored once more."""
+    saved, fresh, twin, last = (
+        {"m": nn.Sequential(nn.Linear(2, 2), make()) if nested else make()}
+        for make in (ACCEPTED[kind][0], *[ACCEPTED[kind][1]] * 3)
+    )
+    twin["m"].load_state_dict(copy.deepcopy(saved["m"].state_dict()))
+    if kind == "missing":  # what was not saved stays as it is
+        twin["m"].load_state_dict(fresh["m"].state_dict() | saved["m"].state_dict())
+    capture = Capture(fresh)
+    capture.read()
+    Saved(Capture(saved).read()).restore(fresh)
+    assert differences(freeze(fresh["m"]), freeze(twin["m"])) == []
+    Saved(capture.read()).restore(last)
+    assert differences(freeze(last["m"]), freeze(twin["m"])) == []
+
+
+def test_run_goes_on_with_a_list_that_was_empty(tmp_path: Path) -> None:
+    saved, fresh = Listed(2), Listed()
+    with ckpt.Checkpointer({"m": saved}, tmp_path / "run", every=1) as cp:
+        cp.step(1)
+    with ckpt.Checkpointer({"m": fresh}, tmp_path / "run", every=1) as cp:
+        cp.restore()
+        fresh.seen.append(torch.ones(3))
+        cp.step(2)
+    assert torch.equal(ckpt.load(tmp_path / "run")["m.seen.2"], torch.ones(3))
+    assert all(map(torch.equal, fresh.seen[:2], saved.seen))
+
+
+class Logs(Parts):
+    """Notes what it loads in a list of its own and in the one of a hook, and accepts no more children."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log = log = list[str]()
+        self.register_load_state_dict_pre_hook(lambda module, state, prefix, *rest: log.append(prefix))
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
+        self.log.append(prefix)
+        self.ps.requires_grad_(False)
+        nn.Module._load_from_state_dict(self, state, prefix, *rest)
+
+
+class Silent(Parts):
+    """Its loader does not return what it misses."""
+
+    def load_state_dict(self, state: Any) -> None:  # type: ignore[override]
+        nn.Module.load_state_dict(self, state, strict=False)
+
+    def _load_from_state_dict(self, *rest: Any) -> None:
+        nn.Module._load_from_state_dict(self, *rest)
+
+
+@pytest.mark.parametrize("kind", [Logs, Silent])
+def test_module_is_unchanged_if_its_loader_refuses_other_names(kind: type[Parts]) -> None:
+    saved, fresh = parts(2, kind), parts(1, kind)
+    before = freeze(fresh)
+    with pytest.raises(MismatchError, match=r"m\.layers\.1\.bias is in the checkpoint, and not in m\n"):
+        Saved(Capture({"m": saved}).read()).restore({"m": fresh})
+    assert differences(freeze(fresh), before) == [] and vars(fresh).get("log", []) == []
+    assert all(parameter.requires_grad for parameter in fresh.parameters())
+
+
+def test_module_stays_strict_about_dtypes_if_its_loader_accepts_other_names() -> None:
+    with pytest.raises(MismatchError, match=r"m\.ps\.0 has dtype F64 in the checkpoint and F32 here"):
+        Saved(Capture({"m": parts(3).double()}).read()).restore({"m": parts(1)})
 
 
 class Scripted(nn.Module):

@@ -153,10 +153,11 @@ def _read(folder: FilePath, file: str) -> tuple[dict[str, FilePiece], dict[str, 
         raise CorruptError(f"{folder}: {file} is missing")
     try:
         with reading(path) as stream:
-            with safe_open(path, "numpy") as checked:
-                metadata = checked.metadata() or {}
-            (length,) = struct.unpack("<Q", stream.read(8))
-            header = json.loads(stream.read(length))  # where bytes lie, the library does not say
+            start = stream.read(8)
+            length = int.from_bytes(start, "little")
+            text = stream.read(min(length, MAX_HEADER))
+            metadata = _checked(start + text, os.fstat(stream.fileno()).st_size)
+        header = json.loads(text)  # where bytes lie, the library does not say
         header.pop("__metadata__", None)
         places = _offsets(metadata)
         return {name: _tensor(file, name, one, 8 + length, places) for name, one in header.items()}, metadata
@@ -168,6 +169,16 @@ def _read(folder: FilePath, file: str) -> tuple[dict[str, FilePiece], dict[str, 
         raise CorruptError(f"{path}: the header is damaged: {str(error)[:200]}") from None
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from None
+
+
+def _checked(head: bytes, size: int) -> dict[str, str]:
+    """Return the metadata. The library checks the header in a file in memory of the same size: it would map the file
+    itself, which some file systems cannot, and report every failure to open it as an absent file."""
+    with os.fdopen(os.memfd_create("header"), "wb") as file:
+        file.write(head)
+        file.truncate(size)
+        with safe_open(f"/proc/self/fd/{file.fileno()}", "numpy") as checked:
+            return checked.metadata() or {}
 
 
 def _tensor(file: str, name: str, one: Any, start: int, places: dict[str, tuple[int, ...]]) -> FilePiece:

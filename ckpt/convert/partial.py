@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import shutil
@@ -17,7 +16,7 @@ from ckpt.convert.output import OutFile, Output
 from ckpt.errors import FullError, StoreError, UsageError
 from ckpt.failpoints import point
 from ckpt.format.manifest import canonical
-from ckpt.format.regular_file import open_regular, read_regular, write_regular
+from ckpt.format.regular_file import lock, open_regular, read_regular, write_regular
 
 
 def check_target(target: Path, *, single: bool = False) -> None:
@@ -49,14 +48,14 @@ class Workshop:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = open_regular(self.folder / "lock", os.O_RDWR | os.O_CREAT)
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._lock)
-            raise UsageError(f"another process is making {self.target} right now") from None
+            free = lock(self._lock)
         except OSError as error:
             if self._lock >= 0:
                 os.close(self._lock)
             raise StoreError(f"{self.folder} cannot be written: {error.strerror}", advice="") from None
+        if not free:
+            os.close(self._lock)
+            raise UsageError(f"another process is making {self.target} right now")
         try:
             self._adopt()
         except BaseException as error:

@@ -5,6 +5,7 @@ no end.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import stat
 from collections.abc import Iterator
@@ -28,6 +29,18 @@ def reading(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """A file to read. OSError as of `open_regular`."""
     with os.fdopen(open_regular(path), "rb") as file:
         yield file
+
+
+def lock(fd: int) -> bool:
+    """Lock a file until it is closed. Return False if another process has it. Return True if nothing can be locked."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL):
+            raise
+    return True
 
 
 def read_regular(path: str | os.PathLike[str], limit: int = MAX_SMALL) -> bytes:

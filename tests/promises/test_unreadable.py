@@ -181,7 +181,7 @@ def test_restore_takes_the_step_from_another_tier_that_has_it(saved: Path, tmp_p
         assert cp.last_restore is not None and not cp.last_restore.skipped
 
 
-@pytest.mark.parametrize("command", [("gc",), ("prune", "--keep-last", "2"), ("copy",)])
+@pytest.mark.parametrize("command", [("gc",), ("prune", "--keep-last", "2"), ("copy",), ("rm",)])
 def test_commands_delete_and_write_nothing_while_checkpoints_cannot_be_read(
     run: Path,
     tmp_path: Path,
@@ -191,13 +191,30 @@ def test_commands_delete_and_write_nothing_while_checkpoints_cannot_be_read(
 ) -> None:
     name, *options = command
     before, target = digests(run), [tmp_path / "other"] if name == "copy" else []
+    given = f"{run}@1" if name == "rm" else run
     for match in ("/index/", "/parts/"):
         fault.on("ESTALE", match)
-        found = call(name, run, *target, *options, "--yes")
+        found = call(name, given, *target, *options, "--yes")
         assert found.code == 3 and "`ckpt repair" not in found.err + found.out, found.out + found.err
         fault.off()
         assert digests(run) == before
-    assert call(name, run, *target, *options, "--yes").code == 0
+    assert call(name, given, *target, *options, "--yes").code == 0
+
+
+def test_folder_that_cannot_be_listed_is_named_among_the_runs_below(
+    run: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (run.parent / "away").mkdir()
+    scan = os.scandir
+
+    def stale(folder: Any) -> Any:
+        if str(folder).endswith("/away"):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), folder)
+        return scan(folder)
+
+    monkeypatch.setattr(os, "scandir", stale)
+    found = call("ls", run.parent)
+    assert found.code == 0 and "away cannot be read: Stale file handle" in found.out
 
 
 def test_dcp_raises_while_the_newest_step_cannot_be_read(tmp_path: Path, fault: Fault) -> None:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import os
 from collections.abc import Sequence
 
 from ckpt.errors import StoreError
-from ckpt.format.regular_file import lock
+from ckpt.store import UNLOCKABLE
 
 UNSUPPORTED = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTTY})
 """What a file system answers to a call that it does not implement."""
@@ -50,7 +51,14 @@ class Disk:
 
     def lock(self, fd: int) -> bool:
         """Whether nobody else has this file locked; then we have, until it is closed. True where nothing is locked."""
-        return lock(fd)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            if error.errno not in UNLOCKABLE:
+                raise
+        return True
 
     def pwrite(self, fd: int, view: memoryview, offset: int) -> int:
         return os.pwrite(fd, view, offset)

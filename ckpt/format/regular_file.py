@@ -5,7 +5,6 @@ no end.
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import stat
 from collections.abc import Iterator
@@ -13,6 +12,11 @@ from contextlib import contextmanager
 from typing import BinaryIO
 
 MAX_SMALL = 256 << 20  # bytes
+LOST = frozenset(
+    (None, errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENOTSUP, errno.ENXIO, errno.EINVAL, errno.ENAMETOOLONG,
+     errno.EFBIG)
+)  # fmt: skip
+"""Errors of what is absent, is not a regular file, or was requested in an impossible way. All others may pass."""
 
 
 def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
@@ -31,18 +35,6 @@ def reading(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         yield file
 
 
-def lock(fd: int) -> bool:
-    """Lock a file until it is closed. Return False if another process has it. Return True if nothing can be locked."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL):
-            raise
-    return True
-
-
 def read_regular(path: str | os.PathLike[str], limit: int = MAX_SMALL) -> bytes:
     """Read a small file as a whole. Raises OSError as `open_regular` does, and if it has more than `limit` bytes."""
     with reading(path) as file:
@@ -50,6 +42,17 @@ def read_regular(path: str | os.PathLike[str], limit: int = MAX_SMALL) -> bytes:
     if len(data) > limit:
         raise OSError(errno.EFBIG, "it is implausibly large", os.fspath(path))
     return data
+
+
+def start_of(path: str | os.PathLike[str], size: int) -> bytes:
+    """Read the first bytes of a file, none of what is LOST. OSError if it cannot be read now."""
+    try:
+        with reading(path) as file:
+            return file.read(size)
+    except OSError as error:
+        if error.errno not in LOST:
+            raise
+        return b""
 
 
 def write_regular(path: str | os.PathLike[str], data: bytes) -> None:

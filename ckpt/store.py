@@ -6,6 +6,7 @@ the library knows about any place; the classes live in `ckpt_backends`.
 
 from __future__ import annotations
 
+import errno
 import importlib
 import re
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -17,6 +18,7 @@ from ckpt.errors import UsageError
 
 Buffer = bytes | bytearray | memoryview
 PAGE = 4096
+UNLOCKABLE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL)  # errors of flock where nothing is locked
 _NEARLY = re.compile(r"(s3a?|gs|gcs|az|abfss?|https?|sftp|file|memory)(?::|//)", re.IGNORECASE)
 _KEY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*(/[A-Za-z0-9_][A-Za-z0-9._-]*)*")
 

@@ -14,6 +14,7 @@ import os
 from collections.abc import Sequence
 
 from ckpt.errors import StoreError
+from ckpt.store import UNLOCKABLE
 
 UNSUPPORTED = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTTY})
 """What a file system answers to a call that it does not implement."""
@@ -55,7 +56,7 @@ class Disk:
         except BlockingIOError:
             return False
         except OSError as error:
-            if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL):
+            if error.errno not in UNLOCKABLE:
                 raise
         return True
 

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from ckpt.errors import NotFoundError, StoreError, UnreadableError, is_unreadable
+from ckpt.format.regular_file import LOST
 from ckpt.store import ObjectInfo, Store
 
 T = TypeVar("T")
@@ -68,6 +69,22 @@ async def _steadily(store: Store, key: str, read: Callable[[], Awaitable[T]]) ->
         pause = min(2 * pause, LONGEST_PAUSE_S)
 
 
+async def files(read: Callable[..., T], *arguments: Any) -> T:
+    """Call a function that reads files outside of any store in a thread, again for WINDOW_S while they cannot be read.
+    Raise UnreadableError after that. The OSError of an absent file is raised unchanged."""
+    while True:
+        try:
+            return await asyncio.to_thread(read, *arguments)
+        except (OSError, UnreadableError) as error:
+            if isinstance(error, OSError) and error.errno in LOST:
+                raise
+            if (left := _others.left()) <= 0:
+                if isinstance(error, UnreadableError):
+                    raise
+                raise UnreadableError(f"{error.filename or 'a file'} cannot be read now: {error.strerror}") from None
+        await asyncio.sleep(min(FIRST_PAUSE_S, left))
+
+
 class _Faults:
     """The failures of one store."""
 
@@ -84,7 +101,7 @@ class _Faults:
 
 
 _known: WeakKeyDictionary[Any, _Faults] = WeakKeyDictionary()
-_others = _Faults()  # of all stores whose class allows no weak references, or no hash
+_others = _Faults()  # of `files`, and of all stores whose class allows no weak references, or no hash
 
 
 def _faults(store: Store) -> _Faults:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ckpt.checkpoint import spelling
+from ckpt.checkpoint import spelling, steady
 from ckpt.checkpoint.spelling import Which
 from ckpt.cli.terminal import opened, say
 from ckpt.convert.output import local_path
@@ -49,7 +49,7 @@ async def open_run(url: str, step: Which, others: Sequence[str] = ()) -> AsyncIt
     """A checkpoint of a run, the newest without `step`."""
     from ckpt.convert.source_run import checkpoint_of
 
-    with contextlib.suppress(UsageError):
+    with contextlib.suppress(UsageError, OSError):  # if it cannot be read now, its store reports that
         path = local_path(url)
         files = path.is_file() or (path / ".metadata").exists() or next(path.glob("*.safetensors"), None)
         if files and not (path / "FORMAT.json").exists() and not (path / "log").exists():
@@ -69,23 +69,25 @@ async def open_files(
     from ckpt.convert import parse_dcp, parse_safetensors, parse_torch, parse_torch_dist
     from ckpt.convert.source_files import FilesOrigin, admit, stamps_of
 
-    path = local_path(src)
-    if not path.exists():
-        raise FormatError(f"{src} does not exist")
-    if (path / "FORMAT.json").exists():
-        raise FormatError(f"{src} is a run already: `ckpt restore` makes another form of it, `ckpt copy` another copy")
-    parsers = (parse_torch_dist, parse_dcp, parse_safetensors, parse_torch)
-    parser = next((one for one in parsers if one.sniff(path)), None)
-    if parser is None:
-        raise FormatError(
-            f"{src} is nothing that is known here: give a safetensors file or folder, a file of torch.save, or a "
-            "folder of torch.distributed.checkpoint (it has a file called .metadata)"
-        )
-    before = stamps_of(path)
-    foreign = parser.parse(path, at)
-    with parse_torch.told(path):
-        foreign = admit(foreign, only, skip=skip_objects)
-    origin = FilesOrigin(foreign, before)
+    def parsed() -> FilesOrigin:
+        path = local_path(src)
+        if not path.exists():
+            raise FormatError(f"{src} does not exist")
+        if (path / "FORMAT.json").exists():
+            raise FormatError(f"{src} is a run already: `ckpt restore` makes another form, `ckpt copy` another copy")
+        parsers = (parse_torch_dist, parse_dcp, parse_safetensors, parse_torch)
+        parser = next((one for one in parsers if one.sniff(path)), None)
+        if parser is None:
+            raise FormatError(
+                f"{src} is nothing that is known here: give a safetensors file or folder, a file of torch.save, or a "
+                "folder of torch.distributed.checkpoint (it has a file called .metadata)"
+            )
+        before = stamps_of(path)
+        foreign = parser.parse(path, at)
+        with parse_torch.told(path):
+            return FilesOrigin(admit(foreign, only, skip=skip_objects), before)
+
+    origin = await steady.files(parsed)
     try:
         yield origin
     finally:
@@ -93,18 +95,18 @@ async def open_files(
 
 
 @contextlib.asynccontextmanager
-async def _noted(src: str, at: tuple[str, ...]) -> AsyncIterator[Origin]:
-    async with open_files(src, at, skip_objects=True) as origin:
-        for note in origin.view().notes:
-            say(f"{src}: {note}")
+async def open_either(text: str, at: tuple[str, ...]) -> AsyncIterator[Origin]:
+    """A run, or files of another library."""
+    foreign = await steady.files(_is_foreign, text)
+    async with open_files(text, at, skip_objects=True) if foreign else open_run(*spelling.split(text)) as origin:
+        for note in origin.view().notes if foreign else ():
+            say(f"{text}: {note}")
         yield origin
 
 
-def open_either(text: str, at: tuple[str, ...]) -> contextlib.AbstractAsyncContextManager[Origin]:
-    """A run, or files of another library."""
+def _is_foreign(text: str) -> bool:
     with contextlib.suppress(UsageError):
         path = local_path(text)
         run = (path / "FORMAT.json").exists() or (path / "log").exists()
-        if not run and (path.is_file() or (path.is_dir() and any(path.iterdir()))):
-            return _noted(text, at)
-    return open_run(*spelling.split(text))
+        return not run and (path.is_file() or (path.is_dir() and any(path.iterdir())))
+    return False

@@ -8,12 +8,11 @@ torch.save archive of its own, which `ckpt.convert.parse_torch` looks into.
 from __future__ import annotations
 
 import io
-import os
 import pathlib
 import pickle
 from collections.abc import Mapping
 from pathlib import Path as FilePath
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import torch
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
@@ -23,7 +22,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from ckpt.convert.parse_entries import OBJECT, AnyTensor, Chunks, TensorRef, Values, at_place, from_description
 from ckpt.convert.parse_safetensors import check_inside
 from ckpt.convert.parse_state import from_state
-from ckpt.convert.parse_torch import load, opened, told
+from ckpt.convert.parse_torch import FileSection, load, opened, told
 from ckpt.convert.source import DESCRIPTION
 from ckpt.convert.source_files import Foreign, refuse
 from ckpt.errors import CorruptError, FormatError, UsageError
@@ -62,32 +61,6 @@ class _MetadataUnpickler(pickle._Unpickler):
         if full not in _ALLOWED:
             raise FormatError(f"it names {full:.200}, which is nothing that torch writes there; nothing of it was run")
         return super().find_class(module, name)
-
-
-class _FileSection(io.RawIOBase):
-    """Some bytes of a file, as a file of its own."""
-
-    def __init__(self, fd: int, start: int, length: int) -> None:
-        self._fd, self._start, self._length, self._at = fd, start, length, 0
-
-    def readinto(self, into: Any, /) -> int:
-        data = os.pread(self._fd, min(len(into), max(0, self._length - self._at)), self._start + self._at)
-        into[: len(data)] = data
-        self._at += len(data)
-        return len(data)
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
-        if at < 0:
-            raise OSError("before the start of the file")
-        self._at = at
-        return at
-
-    def seekable(self) -> bool:
-        return True
-
-    def readable(self) -> bool:
-        return True
 
 
 def sniff(path: FilePath) -> bool:
@@ -260,7 +233,7 @@ class _Items:
                 with told(self._folder / file, (index.fqn,)):
                     if info.offset + info.length > size:
                         raise CorruptError("the file was cut off")
-                    item = io.BufferedReader(_FileSection(stream.fileno(), info.offset, info.length))
+                    item = io.BufferedReader(cast(FileSection, stream.raw).section(info.offset, info.length))
                     path = self._paths[index.fqn]
                     value = self.plain.all_of(load(item, file, info.offset), path)
                     if value is not OBJECT:

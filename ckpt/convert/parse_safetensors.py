@@ -7,6 +7,7 @@ out because they shared memory with another are in the metadata, and are aliases
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import struct
@@ -20,7 +21,7 @@ from ckpt.convert.source import OriginEntry
 from ckpt.convert.source_files import FilePiece, Foreign, cannot_read, refuse
 from ckpt.errors import CorruptError, FormatError, UsageError
 from ckpt.format.layout import BITS
-from ckpt.format.regular_file import reading
+from ckpt.format.regular_file import LOST, reading, start_of
 from ckpt.format.values import Path, is_text, show
 
 MAX_HEADER = 100_000_000  # bytes, the format's own limit
@@ -32,15 +33,11 @@ _DTYPES = BITS.keys() - {"F4_E2M1X2", "C128", "C32"}
 
 def sniff(path: FilePath) -> bool:
     """Whether this is a file or an index of safetensors, or a folder that holds some."""
-    try:
-        if path.is_dir():
-            return any(name.endswith((".safetensors", _INDEX)) for name in os.listdir(path))
-        if path.name.endswith((".safetensors", _INDEX)):
-            return True
-        with reading(path) as file:
-            head = file.read(9)
-    except OSError:
-        return False
+    if path.is_dir():
+        return any(name.endswith((".safetensors", _INDEX)) for name in os.listdir(path))
+    if path.name.endswith((".safetensors", _INDEX)):
+        return True
+    head = start_of(path, 9)
     return len(head) == 9 and head[8:] == b"{" and struct.unpack("<Q", head[:8])[0] <= MAX_HEADER
 
 
@@ -84,6 +81,8 @@ def _indexed(folder: FilePath, name: str, at: Path) -> Foreign:
         if type(weights) is not dict or not all(type(file) is str for file in weights.values()):
             raise ValueError("not a map of names to files")
     except OSError as error:
+        if error.errno not in LOST:
+            raise cannot_read(folder / name, error) from None
         raise UsageError(f"{folder / name} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CorruptError(f"{folder / name} is damaged: {str(error)[:200]}") from None
@@ -153,10 +152,11 @@ def _read(folder: FilePath, file: str) -> tuple[dict[str, FilePiece], dict[str, 
         raise CorruptError(f"{folder}: {file} is missing")
     try:
         with reading(path) as stream:
-            with safe_open(path, "numpy") as checked:
-                metadata = checked.metadata() or {}
-            (length,) = struct.unpack("<Q", stream.read(8))
-            header = json.loads(stream.read(length))  # where bytes lie, the library does not say
+            start = stream.read(8)
+            length = int.from_bytes(start, "little")
+            text = stream.read(min(length, MAX_HEADER))
+            metadata = _checked(start + text, os.fstat(stream.fileno()).st_size)
+        header = json.loads(text)  # where bytes lie, the library does not say
         header.pop("__metadata__", None)
         places = _offsets(metadata)
         return {name: _tensor(file, name, one, 8 + length, places) for name, one in header.items()}, metadata
@@ -168,6 +168,19 @@ def _read(folder: FilePath, file: str) -> tuple[dict[str, FilePiece], dict[str, 
         raise CorruptError(f"{path}: the header is damaged: {str(error)[:200]}") from None
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from None
+
+
+def _checked(head: bytes, size: int) -> dict[str, str]:
+    """Return the metadata. The library checks the header in a file in memory of the same size: it would map the file
+    itself, which some file systems cannot, and report every failure to open it as an absent file."""
+    with os.fdopen(os.memfd_create("header"), "wb") as file:
+        file.write(head)
+        file.truncate(size)
+        try:
+            with safe_open(f"/proc/self/fd/{file.fileno()}", "numpy") as checked:
+                return checked.metadata() or {}
+        except FileNotFoundError:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE)) from None
 
 
 def _tensor(file: str, name: str, one: Any, start: int, places: dict[str, tuple[int, ...]]) -> FilePiece:

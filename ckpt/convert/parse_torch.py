@@ -28,7 +28,7 @@ from ckpt.convert.parse_state import from_state
 from ckpt.convert.source import DESCRIPTION
 from ckpt.convert.source_files import Foreign, cannot_read
 from ckpt.errors import CorruptError, FormatError, UsageError
-from ckpt.format.regular_file import open_regular, reading
+from ckpt.format.regular_file import LOST, open_regular, start_of
 from ckpt.format.values import Path, show
 
 _SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".tar")
@@ -71,11 +71,7 @@ _AGAIN = "load it where it can be trusted with torch.load(..., weights_only=True
 
 def sniff(path: FilePath) -> bool:
     """Whether a file looks like one of torch.save, of any age."""
-    try:
-        with reading(path) as file:
-            head = file.read(512)
-    except OSError:
-        return False
+    head = start_of(path, 512)
     if head.startswith(b"PK\3\4") and len(head) >= _LOCAL.size:
         length, _ = _LOCAL.unpack_from(head)
         return head[_LOCAL.size : _LOCAL.size + length].rpartition(b"/")[2] in _RECORDS or path.suffix in _SUFFIXES
@@ -200,14 +196,58 @@ def _refused(error: Exception) -> CorruptError | FormatError | UsageError:
 
 
 @contextmanager
-def opened(path: FilePath) -> Iterator[IO[bytes]]:
-    """A file to read. UsageError if there is none, or it is something else, such as a pipe."""
+def opened(path: FilePath) -> Iterator[io.BufferedReader]:
+    """A file to read. UsageError if there is none, or it is something else, such as a pipe. UnreadableError if a read
+    fails, whatever zipfile, torch or an unpickler make of that."""
     try:
         fd = open_regular(path)
     except OSError as error:
+        if error.errno not in LOST:
+            raise cannot_read(path, error) from None
         raise UsageError(f"{path} cannot be read: {error.strerror}") from None
-    with os.fdopen(fd, "rb") as file:
-        yield file
+    failures = list[OSError]()
+    try:
+        yield io.BufferedReader(FileSection(fd, 0, os.fstat(fd).st_size, failures))
+    except Exception:
+        if failures:
+            raise cannot_read(path, failures[0]) from None
+        raise
+    finally:
+        os.close(fd)
+
+
+class FileSection(io.RawIOBase):
+    """Some bytes of a file, as a file of its own. `failures` receives the errors of its reads."""
+
+    def __init__(self, fd: int, start: int, length: int, failures: list[OSError]) -> None:
+        self._fd, self._start, self._length, self._at, self._failures = fd, start, length, 0, failures
+
+    def section(self, start: int, length: int) -> FileSection:
+        return FileSection(self._fd, self._start + start, length, self._failures)
+
+    def readinto(self, into: Any, /) -> int:
+        size = min(len(into), max(0, self._length - self._at))
+        try:
+            data = os.pread(self._fd, size, self._start + self._at)
+        except OSError as error:
+            self._failures.append(error)
+            raise
+        into[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
+        if at < 0:
+            raise OSError("before the start of the file")
+        self._at = at
+        return at
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
 
 
 @contextmanager

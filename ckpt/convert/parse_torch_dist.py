@@ -23,7 +23,7 @@ from ckpt.convert.source import OriginEntry
 from ckpt.convert.source_files import Foreign
 from ckpt.errors import CorruptError, UsageError
 from ckpt.format.layout import BITS
-from ckpt.format.regular_file import read_regular
+from ckpt.format.regular_file import start_of
 from ckpt.format.values import Path, show
 
 WHAT = "a torch_dist checkpoint of Megatron"
@@ -42,8 +42,8 @@ def sniff(path: FilePath) -> bool:
 
 def _said(path: FilePath) -> dict[str, Any]:
     try:
-        found = json.loads(read_regular(path / "metadata.json", MAX_SAID)) if path.is_dir() else {}
-    except (OSError, ValueError, RecursionError):
+        found = json.loads(start_of(path / "metadata.json", MAX_SAID))
+    except (ValueError, RecursionError):
         return {}
     return found if type(found) is dict else {}
 

@@ -14,10 +14,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ckpt.convert.output import OutFile, Output
-from ckpt.errors import FullError, StoreError, UsageError
+from ckpt.convert.source_files import cannot_read
+from ckpt.errors import FullError, StoreError, UnreadableError, UsageError
 from ckpt.failpoints import point
 from ckpt.format.manifest import canonical
-from ckpt.format.regular_file import open_regular, read_regular, write_regular
+from ckpt.format.regular_file import LOST, open_regular, read_regular, write_regular
+from ckpt.store import UNLOCKABLE
 
 
 def check_target(target: Path, *, single: bool = False) -> None:
@@ -54,9 +56,10 @@ class Workshop:
             os.close(self._lock)
             raise UsageError(f"another process is making {self.target} right now") from None
         except OSError as error:
-            if self._lock >= 0:
-                os.close(self._lock)
-            raise StoreError(f"{self.folder} cannot be written: {error.strerror}", advice="") from None
+            if self._lock < 0 or error.errno not in UNLOCKABLE:
+                if self._lock >= 0:
+                    os.close(self._lock)
+                raise StoreError(f"{self.folder} cannot be written: {error.strerror}", advice="") from None
         try:
             self._adopt()
         except BaseException as error:
@@ -81,7 +84,9 @@ class Workshop:
             write_regular(deferred, canonical({"plan": self.plan}))
             deferred.rename(about)
             return
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            if isinstance(error, OSError) and error.errno not in LOST:
+                raise cannot_read(about, error) from None
             begun = None
         if begun != self.plan:
             raise UsageError(
@@ -225,5 +230,7 @@ def failed(error: OSError, workshop: Workshop) -> StoreError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return FullError(f"no room for {workshop.target} any more. {stays}", advice="")
     read = error.filename and workshop.folder not in Path(error.filename).parents
+    if read and error.errno not in LOST:
+        return UnreadableError(f"{error.filename} cannot be read now: {error.strerror or error}. {stays}")
     what = f"{error.filename} cannot be read" if read else f"{workshop.target} cannot be written"
     return StoreError(f"{what}: {error.strerror or error}. {stays}", advice="")

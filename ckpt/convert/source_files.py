@@ -7,8 +7,6 @@ bytes carry no digests of ours: that they are what was written, only whoever wro
 
 from __future__ import annotations
 
-import asyncio
-import errno
 import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,12 +18,13 @@ from typing import Any
 
 import numpy as np
 
+from ckpt.checkpoint import steady
 from ckpt.convert.source import Assembly, Bytes, Origin, OriginEntry, RankView, Want, matches
-from ckpt.errors import CheckpointError, CorruptError, StoreError, UsageError
+from ckpt.errors import CheckpointError, CorruptError, UnreadableError, UsageError
 from ckpt.format.boxes import Box, Dims, TangledError, times_covered
 from ckpt.format.digest import file_digest
 from ckpt.format.layout import BITS, TensorSpec, check_components, check_tensors
-from ckpt.format.regular_file import open_regular
+from ckpt.format.regular_file import LOST, open_regular
 from ckpt.format.values import Json, Path, show
 
 READ = 8 << 20  # bytes at once
@@ -159,7 +158,7 @@ class FilesOrigin:
         return False  # there are no digests
 
     async def read(self, wants: Sequence[Want]) -> None:
-        await asyncio.to_thread(self._read, wants)
+        await steady.files(self._read, wants)
 
     def _read(self, wants: Sequence[Want]) -> None:
         assembly, pieces = Assembly(), self._foreign.pieces
@@ -233,8 +232,8 @@ class FilesOrigin:
         """What was read is of one version of the files."""
         folder = self._foreign.folder
         try:
-            same = all(stamp_of(os.stat(folder / name)) == stamp for name, stamp in self._before.items())
-        except OSError:
+            same = self._before == await steady.files(lambda: {n: stamp_of(os.stat(folder / n)) for n in self._before})
+        except OSError:  # of an absent file
             same = False
         if not same:
             raise CorruptError(CHANGED.format(folder))
@@ -282,10 +281,9 @@ def refuse(path: tuple[str | int, ...], problem: str) -> UsageError:
 def cannot_read(path: FilePath, error: OSError) -> CheckpointError:
     """Return the error for a file that could not be read. It is damage if the file is gone or not a regular file, or if
     its content led to an impossible request."""
-    what = f"{path} cannot be read: {error.strerror or error}"
-    if error.errno in (None, errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENOTSUP, errno.ENXIO, errno.EINVAL):
-        return CorruptError(what)
-    return StoreError(what, retryable=True, advice="Nothing was changed. Restore access to the file, and repeat.")
+    if error.errno in LOST:
+        return CorruptError(f"{path} cannot be read: {error.strerror or error}")
+    return UnreadableError(f"{path} cannot be read now: {error.strerror or error}")
 
 
 @contextmanager

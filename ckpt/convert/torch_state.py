@@ -6,8 +6,10 @@ lie in a file (`stage`), so that torch writes a state of any size without having
 
 from __future__ import annotations
 
+import errno
 import math
 import mmap
+import os
 from collections import Counter, OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -33,6 +35,7 @@ from ckpt.state.tensors import DTYPE_NAME, TORCH_DTYPE
 WEIGHTS = ("module", "custom module")
 WIDEST_INT = 2032  # bits; longer integers are written in a way that torch.load refuses
 ALIGN = 64  # bytes; where tensors begin, so that elements lie at multiples of their size
+UNMAPPED = (errno.ENODEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # of a file system that cannot map files
 _NUMPY_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_NAME}
 
 Place = tuple[str | int, ...]
@@ -72,10 +75,21 @@ class Tensors:
         self._mapped: mmap.mmap | None = None
         if staged is not None and file is not None:
             runs = [part for part in file.parts if isinstance(part, TensorRun)]
-            if runs:  # torch wants memory that it could write to
-                with staged.open("rb") as stream:
-                    self._mapped = mmap.mmap(stream.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
-            self._bytes = {run.label: np.frombuffer(self._mapped or b"", np.uint8, run.size, run.at) for run in runs}
+            data = b"" if not runs else self._opened(staged)
+            self._bytes = {run.label: np.frombuffer(data, np.uint8, run.size, run.at) for run in runs}
+
+    def _opened(self, staged: Path) -> bytearray | mmap.mmap:
+        """Map the staged file, or read it into memory if its file system cannot map files."""
+        with staged.open("rb") as stream:
+            try:
+                self._mapped = mmap.mmap(stream.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+            except OSError as error:
+                if error.errno not in UNMAPPED:
+                    raise
+                data = bytearray(os.fstat(stream.fileno()).st_size)
+                del data[stream.readinto(data) :]
+                return data
+        return self._mapped
 
     def forget(self) -> None:
         """What was read of the file need not be in this process's memory any more; it is read again when it is used."""

@@ -12,6 +12,11 @@ from contextlib import contextmanager
 from typing import BinaryIO
 
 MAX_SMALL = 256 << 20  # bytes
+LOST = frozenset(
+    (None, errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENOTSUP, errno.ENXIO, errno.EINVAL, errno.ENAMETOOLONG,
+     errno.EFBIG)
+)  # fmt: skip
+"""Errors of what is absent, is not a regular file, or was requested in an impossible way. All others may pass."""
 
 
 def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
@@ -37,6 +42,17 @@ def read_regular(path: str | os.PathLike[str], limit: int = MAX_SMALL) -> bytes:
     if len(data) > limit:
         raise OSError(errno.EFBIG, "it is implausibly large", os.fspath(path))
     return data
+
+
+def start_of(path: str | os.PathLike[str], size: int) -> bytes:
+    """Read the first bytes of a file, none of what is LOST. OSError if it cannot be read now."""
+    try:
+        with reading(path) as file:
+            return file.read(size)
+    except OSError as error:
+        if error.errno not in LOST:
+            raise
+        return b""
 
 
 def write_regular(path: str | os.PathLike[str], data: bytes) -> None:

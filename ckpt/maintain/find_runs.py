@@ -45,5 +45,7 @@ def _walk(folder: Path, depth: int, closed: dict[str, str]) -> Iterator[Path]:
                 closed[url_of(path)] = PRIVATE
     except PermissionError:
         closed[url_of(folder)] = PRIVATE
-    except OSError:  # it went while we looked
+    except (FileNotFoundError, NotADirectoryError):  # it went while we looked
         return
+    except OSError as error:
+        closed[url_of(folder)] = f"{error.strerror or error}, so nobody knows whether it is a run"

@@ -12,7 +12,7 @@ from functools import partial
 
 from ckpt.checkpoint import retention
 from ckpt.checkpoint.retention import Sweep
-from ckpt.errors import NoCheckpointError, UsageError
+from ckpt.errors import NoCheckpointError, UsageError, is_unreadable
 from ckpt.format.manifest import Attempt
 from ckpt.maintain.prune import Item, RunFiles, refuse, sweep
 from ckpt.runlog.log import RunLog
@@ -34,11 +34,13 @@ class RemovalPlan:
 
 
 def plan_removal(log: RunLog, stock: RunFiles, commit: Commit) -> RemovalPlan:
-    """Pure. UsageError if that one has to stay, CorruptError if nothing may be deleted there."""
+    """Pure. UsageError if that one has to stay, CorruptError or UnreadableError if nothing may be deleted there."""
     attempt, state = commit.attempt, log.state
     others = [c for c in state.lineage() if c.finite is not False and c.attempt != attempt]
     check = next((c for c in others if c.attempt in stock.used), None)
     if check is None:
+        if any(is_unreadable(stock.unread[c.attempt]) for c in others if c.attempt in stock.unread):
+            refuse(state, stock, log.store.url, {attempt})
         raise UsageError(
             f"step {commit.step} is the only checkpoint of {log.store.url} that a restore can take: it stays. A run "
             "that nobody needs any more is a folder, or what a bucket has under that name: delete that"
@@ -76,8 +78,10 @@ def decide_removal(url: str, attempt: Attempt, checked: Attempt, stock: RunFiles
 
 
 def _unread(stock: RunFiles, state: RunState, attempt: Attempt) -> set[Attempt]:
-    """Other checkpoints that cannot be read: nobody knows which files they need."""
-    return (state.commits.keys() & stock.seen) - stock.used.keys() - {attempt}
+    """Other checkpoints that are damaged: nobody knows which files they need. Those that cannot be read now do not
+    count, because `refuse` has to see them."""
+    others = (state.commits.keys() & stock.seen) - stock.used.keys() - {attempt}
+    return {one for one in others if one not in stock.unread or not is_unreadable(stock.unread[one])}
 
 
 async def remove(log: RunLog, stock: RunFiles, attempt: Attempt, checked: Attempt) -> Sweep:

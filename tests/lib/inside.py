@@ -31,7 +31,7 @@ from ckpt import store as stores
 from ckpt.checkpoint import blobs, identity, incremental, losses, open_tier, parts, read, retention, steady, write
 from ckpt.checkpoint import commit as commits
 from ckpt.cli import app
-from ckpt.convert import source_files
+from ckpt.convert import partial, source_files
 from ckpt.errors import CheckpointError, CorruptError, NoCheckpointError, NotFoundError, StateError
 from ckpt.failpoints import INCREMENT_POINTS as INCREMENT_POINTS
 from ckpt.failpoints import POINTS as POINTS
@@ -109,6 +109,11 @@ def invoke(*words: object, standalone_mode: bool = True) -> click.testing.Result
 
 
 # -- a run in a folder or a bucket --
+
+
+def workshop(out: Path, what: str) -> Any:
+    """Open the folder in which a command makes an export, under its lock; a context manager."""
+    return partial.Workshop(out, what)
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:

@@ -1,6 +1,7 @@
 /* Make one capability of the file system below $LACKING_ROOT fail with the errno in $LACKING_ERRNO.
 
-   LACKING names the capability: sync_folder, link (hard links), noreplace (hard links and renameat2), reserve, direct.
+   LACKING names the capability: sync_folder, link (hard links), noreplace (hard links and renameat2), reserve, direct,
+   flock, mmap (of files).
    Preload it into a process. Calls on other paths reach the C library unchanged. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -11,6 +12,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -61,6 +63,24 @@ int posix_fallocate(int fd, off_t start, off_t size) {
     return real(fd, start, size);
 }
 int posix_fallocate64(int fd, off_t start, off_t size) { return posix_fallocate(fd, start, size); }
+
+int flock(int fd, int operation) {
+    static int (*real)(int, int);
+    char path[PATH_MAX];
+    if (!real) real = dlsym(RTLD_NEXT, "flock");
+    return path_of(fd, path) && lacks("flock", path) ? fail() : real(fd, operation);
+}
+
+void *mmap(void *at, size_t size, int access, int flags, int fd, off_t start) {
+    static void *(*real)(void *, size_t, int, int, int, off_t);
+    char path[PATH_MAX];
+    if (!real) real = dlsym(RTLD_NEXT, "mmap");
+    if (fd >= 0 && path_of(fd, path) && lacks("mmap", path)) return fail(), MAP_FAILED;
+    return real(at, size, access, flags, fd, start);
+}
+void *mmap64(void *at, size_t size, int access, int flags, int fd, off_t start) {
+    return mmap(at, size, access, flags, fd, start);
+}
 
 static int opened(const char *name, const char *path, int flags, int mode) {
     int (*real)(const char *, int, ...) = dlsym(RTLD_NEXT, name);

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 
 import ckpt
 from ckpt.checkpoint import commit, retention
-from ckpt.errors import UsageError
+from ckpt.errors import UnreadableError, UsageError
 from ckpt.format.manifest import Attempt
 from ckpt.maintain import prune, remove
 from ckpt.runlog.log import RunLog
@@ -92,6 +93,22 @@ def test_two_that_cannot_be_read_do_not_hold_each_other(run: Path, call: Any) ->
     assert second.code == 0 and "cannot be read" not in second.out and steps(run, call) == [4, 3, 2]
     assert call("gc", run, "--yes").code == 0 and call("verify", run, "--all").code == 0
     assert all(torch.equal(ckpt.load(run, step=n).all()[name], rest[n][name]) for n in rest for name in rest[n])
+
+
+@pytest.mark.parametrize(("step", "away"), [(5, (1, 2, 3, 4)), (5, (1,)), (5, (1, 5))])
+def test_nothing_goes_while_others_cannot_be_read_now(run: Path, step: int, away: tuple[int, ...]) -> None:
+    """Also if the one to delete cannot be read either, when damaged ones would be left aside."""
+
+    async def plan() -> remove.RemovalPlan:
+        log = RunLog(open_store(str(run)))
+        await log.open()
+        stock = await prune.take_stock(log)
+        unread = {one: UnreadableError("Stale file handle") for one in stock.seen if one.step in away}
+        stock = replace(stock, used={a: k for a, k in stock.used.items() if a not in unread}, unread=unread)
+        return remove.plan_removal(log, stock, next(c for a, c in log.state.commits.items() if a.step == step))
+
+    with pytest.raises(UnreadableError, match=r"step 1.* cannot be read now"):
+        asyncio.run(plan())
 
 
 def test_what_a_save_under_way_builds_on_stays(run: Path) -> None:

@@ -11,13 +11,13 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 import inside
+from ckpt.errors import StoreError, UsageError
 from processes import PYTHONPATH, REPO, eventually
 
 COMPILER = shutil.which("cc") or shutil.which("gcc")
@@ -83,21 +83,48 @@ def test_run_survives_kill_on_file_system_without(library: str, tmp_path: Path, 
 
 
 EXPORT = """
-import sys, torch, ckpt
-with ckpt.Checkpointer({"w": torch.ones(700_000)}, [ckpt.Tier(sys.argv[1], every=1)]) as cp: cp.step(1)
+import os, sys, torch, ckpt
+run, forms = sys.argv[1], sys.argv[2:]
+with ckpt.Checkpointer({"w": torch.ones(700_000)}, [ckpt.Tier(run, every=1)]) as cp: cp.step(1)
 from inside import main
-sys.exit(main(["restore", sys.argv[1], "--to", sys.argv[2], "--only", "w"]))
+for form in forms:
+    out, back = run + "." + form, run + ".from." + form
+    codes = main(["restore", run, "--to", out, "--format", form, "--only", "w"]), main(["import", out, back])
+    assert codes == (0, 0), (form, codes)
+    assert torch.equal(next(iter(ckpt.load(back).all().values())), torch.ones(700_000)), form
 """
 
 
-@pytest.mark.parametrize("capability", ["sync_folder", "reserve"])
-def test_export_succeeds_on_file_system_without(library: str, tmp_path: Path, capability: str) -> None:
-    lacking = {"LACKING": capability, "LACKING_ERRNO": str(errno.ENOSYS), "LACKING_ROOT": str(tmp_path)}
+@pytest.mark.parametrize(
+    ("capability", "number", "forms"),
+    [
+        ("sync_folder reserve flock", errno.ENOSYS, ("safetensors",)),
+        ("mmap", errno.ENODEV, ("safetensors", "torch", "dcp")),
+    ],
+)
+def test_export_and_import_succeed_on_file_system_without(
+    library: str, tmp_path: Path, capability: str, number: int, forms: tuple[str, ...]
+) -> None:
+    lacking = {"LACKING": capability, "LACKING_ERRNO": str(number), "LACKING_ROOT": str(tmp_path)}
     environment = {**os.environ, "PYTHONPATH": PYTHONPATH, "LD_PRELOAD": library, **lacking}
-    words = [sys.executable, "-c", EXPORT, str(tmp_path / "run"), str(tmp_path / "out.safetensors")]
+    words = [sys.executable, "-c", EXPORT, str(tmp_path / "run"), *forms]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert torch.equal(load_file(tmp_path / "out.safetensors")["w"], torch.ones(700_000))
+
+
+@pytest.mark.parametrize("name", ["ENOSYS", "EOPNOTSUPP", "ENOLCK", "EINVAL", "EWOULDBLOCK", "EIO"])
+def test_export_goes_on_where_files_cannot_be_locked_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """A lock of another process, and an error that does not mean "not supported", still stop it."""
+
+    def refuse(fd: int, how: int) -> None:
+        raise OSError(getattr(errno, name), name)
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    expected = {"EWOULDBLOCK": pytest.raises(UsageError, match="another process"), "EIO": pytest.raises(StoreError)}
+    with expected.get(name, nullcontext()), inside.workshop(tmp_path / "out", "a plan") as workshop:
+        assert workshop.folder.is_dir()
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP])

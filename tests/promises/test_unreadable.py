@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch.distributed import checkpoint as dcp
 
 import ckpt
@@ -176,7 +177,7 @@ def test_restore_takes_the_step_from_another_tier_that_has_it(saved: Path, tmp_p
         assert cp.last_restore is not None and not cp.last_restore.skipped
 
 
-@pytest.mark.parametrize("command", [("gc",), ("prune", "--keep-last", "2"), ("copy",)])
+@pytest.mark.parametrize("command", [("gc",), ("prune", "--keep-last", "2"), ("copy",), ("rm",)])
 def test_commands_delete_and_write_nothing_while_checkpoints_cannot_be_read(
     run: Path,
     tmp_path: Path,
@@ -186,13 +187,181 @@ def test_commands_delete_and_write_nothing_while_checkpoints_cannot_be_read(
 ) -> None:
     name, *options = command
     before, target = digests(run), [tmp_path / "other"] if name == "copy" else []
+    given = f"{run}@1" if name == "rm" else run
     for match in ("/index/", "/parts/"):
         fault.on("ESTALE", match)
-        found = call(name, run, *target, *options, "--yes")
+        found = call(name, given, *target, *options, "--yes")
         assert found.code == 3 and "`ckpt repair" not in found.err + found.out, found.out + found.err
         fault.off()
         assert digests(run) == before
-    assert call(name, run, *target, *options, "--yes").code == 0
+    assert call(name, given, *target, *options, "--yes").code == 0
+
+
+def test_folder_that_cannot_be_listed_is_named_among_the_runs_below(
+    run: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (run.parent / "away").mkdir()
+    scan = os.scandir
+
+    def stale(folder: Any) -> Any:
+        if str(folder).endswith("/away"):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), folder)
+        return scan(folder)
+
+    monkeypatch.setattr(os, "scandir", stale)
+    found = call("ls", run.parent)
+    assert found.code == 0 and "away cannot be read: Stale file handle" in found.out
+
+
+# -- files of other libraries --
+
+
+@pytest.fixture(scope="module")
+def foreign(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same tensor in every form that `ckpt import` takes."""
+    folder, state = tmp_path_factory.mktemp("foreign"), {"a": torch.arange(1000.0)}
+    (folder / "hf").mkdir()
+    torch.save(state, folder / "x.pt")
+    torch.save({"b": state}, folder / "other.pt")
+    save_file(state, folder / "x.safetensors")
+    save_file(state, folder / "hf" / "part.safetensors")
+    (folder / "hf" / "model.safetensors.index.json").write_text('{"weight_map": {"a": "part.safetensors"}}')
+    dcp.save(state, checkpoint_id=folder / "dcp", no_dist=True)
+    return folder
+
+
+class SourceFault:
+    """Makes each call of one kind fail for paths that end in `match`, from the `after`th on and `count` times."""
+
+    CALLS = ("open", "stat", "listdir", "scandir", "pread", "preadv")
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.number, self.match, self.calls, self.after, self.left = 0, "", (), 0, 0
+        for name in self.CALLS:
+            patch.setattr(os, name, self._faulty(name, getattr(os, name)))
+
+    def _faulty(self, name: str, real: Any) -> Any:
+        def call_or_fail(path: Any = ".", *arguments: Any, **more: Any) -> Any:
+            if self.left and name in self.calls:
+                where = os.readlink(f"/proc/self/fd/{path}") if isinstance(path, int) else os.fspath(path)
+                if where.endswith(self.match):
+                    self.after -= 1
+                    if self.after < 0:
+                        self.left -= 1
+                        raise OSError(self.number, os.strerror(self.number), None if isinstance(path, int) else where)
+            return real(path, *arguments, **more)
+
+        return call_or_fail
+
+    def on(self, name: str, match: str, *calls: str, after: int = 0, count: int = 1 << 30) -> None:
+        self.number, self.match, self.calls = getattr(errno, name), match, calls
+        self.after, self.left = after, count
+
+
+@pytest.fixture
+def source_fault(monkeypatch: pytest.MonkeyPatch) -> SourceFault:
+    return SourceFault(monkeypatch)
+
+
+FOREIGN = [
+    ("x.pt", "x.pt"),
+    ("x.safetensors", "x.safetensors"),
+    ("hf", "hf"),
+    ("hf", "part.safetensors"),
+    ("hf", "index.json"),
+    ("dcp", ".metadata"),
+    ("dcp", ".distcp"),
+]
+
+
+@pytest.mark.parametrize(("source", "match"), FOREIGN)
+def test_import_and_diff_take_source_files_that_cannot_be_read_for_unreadable(
+    foreign: Path, tmp_path: Path, source_fault: SourceFault, call: Call, source: str, match: str
+) -> None:
+    """Some use of a call fails, and all later ones do. A command that needs none of them succeeds as before."""
+    works = ("import", foreign / source, tmp_path / "out"), ("diff", foreign / source, foreign / "other.pt")
+
+    def result(number: int) -> Result:
+        found = call(*works[number])
+        for folder in (tmp_path / "out", tmp_path / "out.partial"):
+            shutil.rmtree(folder, ignore_errors=True)
+        return found
+
+    different = result(1)
+    assert result(0).code == 0 and different.code == 1
+    calls = ("listdir", "stat") if match == "hf" else ("open", "stat", "pread", "preadv")
+    for name, kind in zip(("EIO", "EMFILE", "ESTALE", "EACCES"), calls, strict=False):
+        for number, after in ((0, 0), (0, 1), (0, 2), (0, 4), (0, 6), (1, 0), (1, 3)):
+            source_fault.on(name, match, kind, after=after)
+            found = result(number)
+            if found.code == 3:
+                assert "now: " in found.err and "damaged" not in found.err
+            else:
+                assert (found.code, "damaged" in found.err) == (number, False), (kind, after, found.err)
+                assert not number or found.out == different.out
+
+
+@pytest.mark.parametrize(("source", "match"), FOREIGN)
+def test_import_survives_source_files_that_cannot_be_read_for_a_moment(
+    foreign: Path,
+    tmp_path: Path,
+    source_fault: SourceFault,
+    call: Call,
+    monkeypatch: pytest.MonkeyPatch,
+    source: str,
+    match: str,
+) -> None:
+    monkeypatch.setattr(steady, "_others", steady._Faults())
+    monkeypatch.setattr(steady, "WINDOW_S", 20.0)
+    monkeypatch.setattr(steady, "FIRST_PAUSE_S", 0.01)
+    for number, after in enumerate((0, 1, 3)):
+        source_fault.on("ESTALE", match, "open", "stat", "listdir", "pread", after=after, count=3)
+        assert call("import", foreign / source, tmp_path / f"out{number}").code == 0
+        assert source_fault.left in ((0, 3) if after else (0,))
+
+
+def test_negative_control_absent_source_files_stay_absent(
+    foreign: Path, tmp_path: Path, source_fault: SourceFault, call: Call
+) -> None:
+    shutil.copytree(foreign, tmp_path / "copy")
+    found = call("import", tmp_path / "nothing", tmp_path / "out")
+    assert found.code == 2 and "does not exist" in found.err
+    (tmp_path / "copy" / "hf" / "part.safetensors").unlink()
+    found = call("import", tmp_path / "copy" / "hf", tmp_path / "out")
+    assert found.code == 2 and "part.safetensors is missing" in found.err
+    for after, end in ((1000, 0), (0, 2)):  # count its uses first, then let the last one fail
+        source_fault.on("ENOENT", "x.safetensors", "stat", after=after or 999 - source_fault.after)
+        found = call("import", foreign / "x.safetensors", tmp_path / f"out{after}")
+        assert found.code == end
+    assert "changed while it was read" in found.err
+
+
+@pytest.mark.parametrize("name", ["EIO", "ESTALE", "EACCES"])
+def test_restore_and_diff_of_a_run_whose_folder_cannot_be_read_exit_with_3(
+    run: Path, tmp_path: Path, source_fault: SourceFault, fault: Fault, call: Call, name: str
+) -> None:
+    source_fault.on(name, "/run", "stat", "listdir", "scandir")
+    fault.on(name, "/run/")
+    export = ("restore", run, "--to", tmp_path / "out", "--only", "w")
+    for work in (export, ("diff", run, run), ("diff", f"{run}@1", f"{run}@2")):
+        assert call(*work).code == 3
+    fault.off()
+    source_fault.left = 0
+    assert call(*export).code == 0
+
+
+def test_unfinished_export_whose_plan_cannot_be_read_is_not_taken_for_another(
+    run: Path, tmp_path: Path, source_fault: SourceFault, call: Call
+) -> None:
+    folder = tmp_path / "out.partial"
+    folder.mkdir()
+    (folder / "plan.json").write_text('{"plan": "another"}')
+    source_fault.on("EIO", "plan.json", "open")
+    found = call("restore", run, "--to", tmp_path / "out", "--only", "w")
+    assert found.code == 3 and "plan.json cannot be read now" in found.err
+    source_fault.left = 0
+    found = call("restore", run, "--to", tmp_path / "out", "--only", "w")
+    assert found.code == 2 and "unfinished export of something else" in found.err
 
 
 def test_dcp_raises_while_the_newest_step_cannot_be_read(tmp_path: Path, fault: Fault) -> None:

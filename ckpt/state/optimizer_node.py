@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Container, Iterable, Mapping, MutableMapping
 from itertools import compress
 from operator import is_
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ckpt.errors import CorruptError, MismatchError, StateError
 from ckpt.format.columns import ODD
-from ckpt.format.saved_nodes import PLAIN, SavedNode, is_optimizer
+from ckpt.format.saved_nodes import KINDS, PLAIN, SavedNode, is_optimizer
 from ckpt.format.values import Json, Path, decode, encode, encode_key, kind_of, part_of, show, splitter
 from ckpt.state.adapters import Collector, Contents, Memories, Places, write_back
 from ckpt.state.joint import IN_TURN
@@ -23,6 +23,8 @@ from ckpt.state.rewrap import MomentPlaces, facts_of, forms_of, matching
 from ckpt.state.settings import overruled, settings_of
 from ckpt.state.sharding import Division, Replicas, StateEntry, is_dtensor, is_plain_share, local, members
 from ckpt.state.special_values import ObjectsOf, RestoredObjects, as_plain
+from ckpt.state.tensors import PLAIN as PLAIN_TENSORS
+from ckpt.state.tensors import kind_of_tensor, of_kind, plain_kind
 from ckpt.state.wrappers import WrapperForm, is_wrapped, take_all_apart
 
 SCHEDULED = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"}  # settings that schedulers add
@@ -67,7 +69,7 @@ class OptimizerNode:
 
     def _contents(self) -> Contents:
         assert self._piece is not None
-        collect, state = Collector(self._objects), self.optimizer.state
+        collect, state = Collector(self._objects, exact=True), self.optimizer.state
         self._objects.begin(self._called)
         values = {
             "groups": [
@@ -144,6 +146,7 @@ class OptimizerNode:
         self._params, self._dicts, self._with_dicts = list(self.optimizer.state), [], []
         places: list[tuple[dict[str, Any], str, Tensor]] = []
         state: list[StateEntry] = []
+        not_plain: list[tuple[Path, Tensor, Tensor]] = []  # of the state, and their parameters
         called, shares = self.param_names(names), self._shares()
         self._called, with_state = called, list[str]()
         for param, values in self.optimizer.state.items():
@@ -162,6 +165,8 @@ class OptimizerNode:
                     path = (*self.path, "state", name, key)
                     state.append(StateEntry(show(path), value, True, _alike(value, param, names, key in shares), param))
                     places.append((values, key, value))
+                    if type(value) is not Tensor or value.requires_grad or hasattr(value, "_is_buffer"):
+                        not_plain.append((path, value, param))
                 else:
                     self._others.append((name, values, key))
         bare = {id(p): p for group in self.optimizer.param_groups for p in group["params"] if id(p) not in names}
@@ -178,6 +183,8 @@ class OptimizerNode:
         # Those beside which there is a DTensor are plain shares, see _alike().
         plain = [one.name for one in fixed if is_dtensor(one.alike) and not is_dtensor(one.owner.tensor)]
         facts |= {PLAIN: plain} if plain else {}
+        kinds = {show(path): kind for path, one, param in not_plain if (kind := _kind_of(one, param, path))}
+        facts |= {KINDS: kinds} if kinds else {}
         self._piece = Contents([*fixed, *params_too], facts=facts | facts_of([*forms, *more]))
 
     def _shares(self) -> set[str]:
@@ -277,8 +284,9 @@ class OptimizerNode:
         then = saved.values.get("settings") or self.settings  # an older version did not save them
 
         def finish() -> None:
+            own = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
             for group, build in zip(self.optimizer.param_groups, groups, strict=False):
-                _update_group(group, build())
+                _update_group(group, build(), own)
             if text := overruled(then, self.settings, settings_of(self.optimizer)):
                 placement.overruled.append(f"{show(self.path)}: {text}")
             self.settings = then
@@ -298,12 +306,15 @@ class OptimizerNode:
         forms = forms_of(saved.facts)
         wholes = {name: form.name for form in forms.values() for name in form.names}
         split, odd, plain = splitter(fresh), set[str](), set(saved.facts.get(PLAIN, ()))
-        shares = self._shares()
+        shares, kinds, made = self._shares(), saved.facts.get(KINDS, {}), dict[int, Tensor]()
         for full in dict.fromkeys(wholes.get(full, full) for full in saved.names if full not in nested):
             found = split(full.removeprefix(prefix)) if full.startswith(prefix) else None
             if found is not None:
                 name, key = found
-                target = self._target(full, key, *params[name], placement, forms.get(full), full in plain, shares)
+                form, kind, param = forms.get(full), kinds.get(full), params[name][0]
+                target = self._target(full, key, *params[name], placement, form, full in plain, shares, kind)
+                if target is not None and kind is not None and not _is_of_kind(target, kind, param):
+                    target = made.setdefault(id(target), _as_kind(target, kind, param))
                 fresh[name][key] = target
                 odd |= {name} if target is None else set()
         for name in odd:
@@ -428,11 +439,14 @@ class OptimizerNode:
         form: WrapperForm | None,
         plain: bool,
         shares: set[str],
+        kind: dict[str, Json] | None,
     ) -> Tensor | None:
         """The live tensor if there is one that fits, else a new one, where torch itself would put it. None, and a
         problem, if it is made of several (`form`) and cannot be had. `plain`: it was saved as a plain shard next to a
-        DTensor; `shares`: the keys of those that are such here."""
+        DTensor; `shares`: the keys of those that are such here; `kind`: what was saved if it is not a plain tensor."""
         live = self.optimizer.state[param].get(key) if param in self.optimizer.state else None
+        if kind is not None and isinstance(live, Tensor) and not _is_of_kind(live, kind, param):
+            live = None
         beside = _beside(param, placement.names)
 
         def device_of(name: str) -> torch.device:
@@ -453,6 +467,25 @@ class OptimizerNode:
         if placement.key_to_create(full, beside, guarded=True, plain=plain) is None:
             return None  # a problem has been noted
         return placement.create(full, device_of(full), beside, guarded=True, plain=plain, like=local(param))
+
+
+def _kind_of(value: Tensor, param: Tensor, path: Path) -> dict[str, Json]:
+    """Return what a tensor of the state is, for `_as_kind`; nothing for a plain one. StateError if it is lost."""
+    if is_wrapped(value):
+        return {}
+    if type(value) is type(param) and type(value) not in PLAIN_TENSORS and not is_dtensor(value):
+        return {**plain_kind(value), "like": True}
+    return kind_of_tensor(value, path)
+
+
+def _is_of_kind(value: Tensor, kind: dict[str, Json], param: Tensor) -> bool:
+    like = {"like": True} if type(value) is type(param) and type(value) not in PLAIN_TENSORS else {}
+    return bool(kind == {**plain_kind(value), **(like if "like" in kind else {})})
+
+
+def _as_kind(value: Tensor, kind: dict[str, Json], param: Tensor) -> Tensor:
+    """Return a tensor with the same memory. `like`: of the class of its parameter."""
+    return of_kind(value.as_subclass(type(param)) if kind.get("like") else value, kind)
 
 
 Row = tuple[str, str]  # what tells a plain value of the state from the others
@@ -569,14 +602,22 @@ def _fit(mine: list[list[str]], theirs: list[list[str]]) -> bool:
     return len(mine) == len(theirs) and all(set(a) <= set(b) for a, b in zip(mine, theirs, strict=True))
 
 
-def _update_group(group: MutableMapping[str, Any], saved: dict[str, Any]) -> None:
+def _takes(live: Tensor, value: Tensor) -> bool:
+    """Return True if a tensor among the settings can be filled, and is of the kind that was saved."""
+    kind = plain_kind(value)
+    return live.shape == value.shape and (not kind or kind == plain_kind(live))
+
+
+@torch.no_grad()
+def _update_group(group: MutableMapping[str, Any], saved: dict[str, Any], own: Container[int]) -> None:
+    """`own`: the ids of the optimizer's parameters, which a setting may refer to."""
     for key, value in saved.items():
         live = group.get(key)
         if live is value:
             continue
-        if isinstance(value, torch.nn.Parameter):  # one of the optimizer's own
+        if id(value) in own:
             group[key] = value
-        elif isinstance(live, Tensor) and isinstance(value, Tensor) and live.shape == value.shape:
+        elif isinstance(live, Tensor) and isinstance(value, Tensor) and _takes(live, value):
             live.copy_(value)  # a captured graph reads this very tensor
         elif isinstance(live, torch.device) and isinstance(value, torch.device):
             continue  # the device of this rank, which need not be that of the rank that saved

@@ -15,7 +15,7 @@ from torch import Tensor
 from ckpt.errors import CheckpointError, CorruptError, MismatchError
 from ckpt.format.layout import TensorSpec
 from ckpt.format.partition import GLOBAL, Seat
-from ckpt.format.saved_nodes import check_array
+from ckpt.format.saved_nodes import TENSORS, check_array
 from ckpt.format.saved_state import Ambiguous, Key, SavedState
 from ckpt.format.values import Json, Path, decode, show
 from ckpt.state.filler import Target
@@ -357,7 +357,7 @@ class Placement:
             raise CorruptError(f"not the name of a tensor: {name!r:.80}")
         if reference["$"] == "ndarray":
             check_array(self.spec(name), reference)
-        elif reference.get("kind") not in (None, "parameter", "buffer"):
+        elif reference.get("kind") not in TENSORS:
             raise CorruptError(f"unknown kind of tensor {reference['kind']!r:.80}: written by a newer version?")
         return None
 

@@ -192,8 +192,15 @@ def kind_of_tensor(tensor: Tensor, path: Path) -> dict[str, Json]:
             f"{show(path)}: a {type(tensor).__module__}.{type(tensor).__qualname__} would come back as a plain tensor: "
             "save .as_subclass(torch.Tensor) of it"
         )
+    return plain_kind(tensor)
+
+
+def plain_kind(tensor: Tensor) -> dict[str, Json]:
+    """Return what `kind_of_tensor` returns. Subclasses that are not known count as plain tensors."""
     kind = next((name for kind, name in _KINDS.items() if isinstance(tensor, kind)), None)
     said: dict[str, Json] = {} if kind is None else {"kind": kind}
+    if kind == "buffer" and not getattr(tensor, "persistent", True):
+        said["persistent"] = False
     return {**said, "grad": True} if tensor.requires_grad and tensor.is_leaf else said
 
 
@@ -202,8 +209,10 @@ def of_kind(tensor: Tensor, reference: Json) -> Tensor:
     kind, grad = reference.get("kind"), bool(reference.get("grad"))
     if kind == "parameter":
         return torch.nn.Parameter(tensor, requires_grad=grad)
-    made: Tensor = torch.nn.Buffer(tensor) if kind == "buffer" else tensor
-    return made.detach().requires_grad_() if grad and kind is None else made
+    made: Tensor = tensor.detach().requires_grad_() if grad else tensor
+    if kind == "buffer":
+        made = torch.nn.Buffer(made, persistent=reference.get("persistent") is not False)
+    return made
 
 
 class Versioned(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Mapping, MutableMapping
 from itertools import compress
 from operator import is_
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ckpt.errors import CorruptError, MismatchError, StateError
+from ckpt.events import log
 from ckpt.format.columns import ODD
 from ckpt.format.saved_nodes import KINDS, PLAIN, SavedNode, is_optimizer
 from ckpt.format.values import Json, Path, decode, encode, encode_key, kind_of, part_of, show, splitter
@@ -24,10 +26,11 @@ from ckpt.state.settings import overruled, settings_of
 from ckpt.state.sharding import Division, Replicas, StateEntry, is_dtensor, is_plain_share, local, members
 from ckpt.state.special_values import ObjectsOf, RestoredObjects, as_plain
 from ckpt.state.tensors import PLAIN as PLAIN_TENSORS
-from ckpt.state.tensors import kind_of_tensor, of_kind, plain_kind
+from ckpt.state.tensors import as_bytes, kind_of_tensor, of_kind, plain_kind
 from ckpt.state.wrappers import WrapperForm, is_wrapped, take_all_apart
 
 SCHEDULED = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"}  # settings that schedulers add
+BEFORE_SAYING = "_optimizer_state_dict_pre_hooks"  # where torch's optimizers have them
 
 
 class OptimizerNode:
@@ -37,7 +40,7 @@ class OptimizerNode:
 
     State that is not a dict of a parameter, such as `state["global"]`, is saved among the values, as `more`. If the
     optimizer has a `state_dict()` that adds entries to those of torch, these are saved as `extra`, and a restore hands
-    them to its `load_state_dict()`.
+    them to its `load_state_dict()`. A restore also calls this loader if it, or its hooks, may derive something.
     """
 
     kind = "optimizer"
@@ -56,18 +59,19 @@ class OptimizerNode:
         self._others: list[tuple[str, dict[str, Any], Any]] = []  # no tensors, or under keys that are not text
         self._more: list[tuple[Json, Any]] = []  # entries of `state` that are not dicts of parameters, and their keys
         self._objects = ObjectsOf(optimizer)
-        self._adds_entries = speaks_for_itself(optimizer)
+        self._adds_entries, self._same = speaks_for_itself(optimizer), _all_of_one_state(optimizer)
         self._nameless: list[tuple[str, Tensor, Span | None]] = []  # parameters, by their places
         self._called: dict[int, str] = {}  # what the parameters are called, by id
         self._held: list[bool] = []  # which of them something else holds
         self._own: dict[str, StateEntry] = {}
 
     def read(self, names: Names) -> Contents:
+        extra = self._extra()  # first: its hooks may write into the groups and the state
         if self._piece is None or names is not self._names or self.changed() or self._is_held(names) != self._held:
             self._read(names)
-        return self._contents()
+        return self._contents(extra)
 
-    def _contents(self) -> Contents:
+    def _contents(self, extra: dict[str, Any]) -> Contents:
         assert self._piece is not None
         collect, state = Collector(self._objects, exact=True), self.optimizer.state
         self._objects.begin(self._called)
@@ -94,7 +98,7 @@ class OptimizerNode:
             values["more"] = [
                 [owner, encode(state[key], self._path_of_more(owner), collect)] for owner, key in self._more
             ]
-        if extra := self._extra():
+        if extra:
             values["extra"] = encode(extra, (*self.path, "extra"), collect)
         self._objects.end()
         return Contents(self._piece.fixed, collect.entries, values, self._piece.facts)
@@ -105,8 +109,11 @@ class OptimizerNode:
         return (*self.path, "more", name if type(name) is str else part_of(decode(name, as_plain)))
 
     def _extra(self) -> dict[str, Any]:
-        """Return the entries that the optimizer's own `state_dict()` adds to those of torch."""
+        """Run the hooks that prepare a `state_dict()`. Return the entries that the optimizer's own adds to torch's."""
         if not self._adds_entries:
+            for one in self._same:
+                for hook in tuple((vars(one).get(BEFORE_SAYING) or {}).values()):
+                    hook(one)
             return {}
         said = self.optimizer.state_dict()
         return {key: value for key, value in said.items() if key not in ("state", "param_groups")}
@@ -247,9 +254,8 @@ class OptimizerNode:
                 state[key] = write_back(self.optimizer.state.get(key), value())
             self._put(state)
             groups()
-            if extra is not None:
-                self.optimizer.load_state_dict({**self.optimizer.state_dict(), **extra()})
-                self._put(state)  # torch's loader casts moments to the dtypes of the weights
+            if extra is not None or any(map(_derives_when_loaded, self._same)):
+                self._load({} if extra is None else extra(), state)
 
         placement.finish(self.path, finish)
 
@@ -257,10 +263,55 @@ class OptimizerNode:
         values = saved.values
         if self._others or self._more or self._adds_entries or not is_optimizer(saved) or self._other_kind(saved):
             return False
+        if any(map(_derives_when_loaded, self._same)):
+            return False
         if values["state"] or values.get("more") or values.get("extra"):
             return False
         placement.finish(self.path, self._groups_of(saved, placement, self._objects.restoring(values)))
         return True
+
+    def _load(self, extra: dict[str, Any], state: dict[Any, Any]) -> None:
+        """Call the optimizer's own loader, and undo what torch's does to values, such as casts to dtypes of weights."""
+        said = self._say(state)
+        try:
+            self.optimizer.load_state_dict({**said, **extra})
+        except Exception as error:
+            if extra:
+                raise
+            log.warning(
+                "%s: its state was restored, but its own load_state_dict() failed with %r, so what the optimizer "
+                "derives from its state when it is loaded may be missing",
+                show(self.path),
+                error,
+            )
+        for key, values in self.optimizer.state.items():
+            if key not in state:
+                state[key] = values
+            elif isinstance(values, dict) and isinstance(state[key], dict):
+                saved = state[key]
+                state[key].update({k: v for k, v in values.items() if k not in saved or _is_derived(v, saved[k], key)})
+        self._put(state)
+
+    def _say(self, state: dict[Any, Any]) -> dict[str, Any]:
+        """Return the `state_dict()` of what was restored. What it writes before it reads would be of this process."""
+        held = {key: dict(values) for key, values in state.items() if isinstance(values, dict)}
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+        hooks = [(vars(one), vars(one).get(BEFORE_SAYING)) for one in self._same]
+        try:
+            for owner, of_one in hooks:
+                if of_one:
+                    owner[BEFORE_SAYING] = OrderedDict()
+            said = self.optimizer.state_dict()
+        finally:
+            for owner, of_one in hooks:
+                if of_one:
+                    owner[BEFORE_SAYING] = of_one
+        for key, values in held.items():
+            state[key].clear()
+            state[key].update(values)
+        if type(packed := said.get("param_groups")) is not list or len(packed) != len(groups):
+            return said
+        return {**said, "param_groups": _Groups({**a, **b} for a, b in zip(packed, groups, strict=True))}
 
     def _put(self, state: dict[Any, Any]) -> None:
         """Make the optimizer's state consist of these entries."""
@@ -532,6 +583,53 @@ def speaks_for_itself(optimizer: Any) -> bool:
     if owner.__module__.split(".")[0] not in TRUSTED:
         return True
     return any(speaks_for_itself(one) for one in _inside(optimizer) if one.state is optimizer.state)
+
+
+def _derives_when_loaded(optimizer: Any) -> bool:
+    """Return True if loading may do more than set `.state` and `.param_groups`: by hooks or an overridden method."""
+    names = ("load_state_dict", "_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
+    if any(vars(optimizer).get(name) for name in names):
+        return True
+    owners = (
+        next((one for one in type(optimizer).__mro__ if m in vars(one)), None) for m in (names[0], "__setstate__")
+    )
+    return any(owner is not None and owner.__module__.split(".")[0] not in TRUSTED for owner in owners)
+
+
+def _all_of_one_state(optimizer: Any) -> list[Any]:
+    """Return the optimizer, and those inside it that have the same state."""
+    found = [optimizer]
+    for outer in found:  # which grows
+        inside = (one for one in _inside(outer) if getattr(one, "state", None) is optimizer.state)
+        found += [one for one in inside if not any(one is known for known in found)]
+    return found
+
+
+class _Groups(list[dict[str, Any]]):
+    """Groups whose values torch's loader takes as they are: its deep copy would make other parameters of them."""
+
+    def __deepcopy__(self, memo: Any) -> list[dict[str, Any]]:
+        return [dict(group) for group in self]
+
+
+def _raw(tensor: Tensor) -> Tensor:
+    return as_bytes(tensor.detach().resolve_conj().resolve_neg().contiguous())
+
+
+def _is_derived(loaded: Any, saved: Any, param: Any) -> bool:
+    """Return True if an optimizer's loader made another value of a saved one, and did not only cast or copy it.
+
+    torch's casts to the dtype of the parameter, and many an optimizer back again.
+    """
+    if isinstance(loaded, Tensor) and isinstance(saved, Tensor):
+        if type(loaded) is not type(saved) or is_wrapped(saved) or is_dtensor(saved) or loaded is saved:
+            return False
+        if loaded.shape != saved.shape:
+            return True
+        casts = (saved, saved.detach().to(param.dtype)) if isinstance(param, Tensor) else (saved,)
+        return not any(torch.equal(_raw(one.detach().to(loaded.device, loaded.dtype)), _raw(loaded)) for one in casts)
+    numbers = (bool, int, float, type(None))
+    return type(loaded) in numbers and type(saved) in numbers and repr(loaded) != repr(saved)
 
 
 def _inside(optimizer: Any) -> list[torch.optim.Optimizer]:

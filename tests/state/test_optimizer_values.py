@@ -590,6 +590,129 @@ def test_entries_of_state_dict_survive_next_to_exact_moments(kind: str, dtype: t
     assert dtypes[0] == dtypes[1]
 
 
+class Deriving(torch.optim.SGD):
+    """Its learning rate comes from a count that is no part of its state_dict()."""
+
+    count = 0
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, 0.1, momentum=0.9)
+
+    def step(self, closure: Any = None) -> Any:
+        self.count += 1
+        self.param_groups[0]["t"] = self.count
+        self.param_groups[0]["lr"] = 0.1 / self.count
+        return super().step(closure)
+
+
+class DerivesInLoader(Deriving):
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self.count = self.param_groups[0].get("t", 0)
+
+
+class DerivesInSetstate(Deriving):
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.count = self.param_groups[0].get("t", 0)
+
+
+class MakesStateInLoader(Momentum):
+    """Keeps fp32 moments, which its loader casts back, and a sum of them that its loader makes."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for group in self.param_groups:
+            group["lr"] = 0.01 / (1 + sum(float(state["n"]) for state in self.state.values() if "n" in state))
+        for state in self.state.values():
+            state["n"] = state.get("n", 0) + 1
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        for state in self.state.values():
+            state["m"], state["made"] = state["m"].float(), True
+            state["n"] += 10
+
+
+def derives_in_hooks(params: Any) -> torch.optim.Optimizer:
+    """An optimizer whose hooks write the count into the groups before they are saved, and take it from there."""
+    opt: Any = torch.optim.Adam(params)
+    opt.count = 0
+
+    def count(opt: Any, args: Any, kwargs: Any) -> None:
+        opt.count += 1
+        opt.param_groups[0]["lr"] = 0.01 / opt.count
+
+    opt.register_step_pre_hook(count)
+    opt.register_state_dict_pre_hook(lambda opt: opt.param_groups[0].__setitem__("n", opt.count))
+    opt.register_load_state_dict_post_hook(lambda opt: setattr(opt, "count", opt.param_groups[0].get("n", 0)))
+    made: torch.optim.Optimizer = opt
+    return made
+
+
+def derives_before_loading(params: Any) -> torch.optim.Optimizer:
+    opt = Deriving(params)
+
+    def take(opt: Any, state: dict[str, Any]) -> None:
+        opt.count = state["param_groups"][0].get("t", 0)
+
+    opt.register_load_state_dict_pre_hook(take)
+    return opt
+
+
+DERIVING: dict[str, Callable[[Any], Any]] = {
+    "loader": DerivesInLoader,
+    "__setstate__": DerivesInSetstate,
+    "hooks": derives_in_hooks,
+    "hook before": derives_before_loading,
+    "forwarding": lambda p: AcceleratedOptimizer(DerivesInLoader(p)),
+    "hooks inside": lambda p: AcceleratedOptimizer(derives_in_hooks(p)),
+}
+
+
+@pytest.mark.parametrize("kind", DERIVING)
+def test_optimizer_that_derives_when_loaded_continues_alike(kind: str) -> None:
+    """What its hooks, its loader or its __setstate__() make of the saved state is made after a restore, too."""
+    continues_alike(lambda seed: made(DERIVING[kind], seed))
+
+
+def test_loader_keeps_exact_moments_and_what_it_makes() -> None:
+    """fp32 moments next to bf16 weights keep their bits, although the loader casts them. What it changes stays so."""
+    state, twin = (made(MakesStateInLoader, seed, torch.bfloat16) for seed in (0, 1))
+    shared = state["opt"].param_groups[0]["params"][0]
+    state["opt"].param_groups[0]["anchor"] = shared
+    train(state, range(3))
+    Saved(Capture(state).read()).restore(twin)
+    for one, other in zip(state["opt"].state.values(), twin["opt"].state.values(), strict=True):
+        assert other["m"].dtype == torch.float32 and torch.equal(one["m"], other["m"])
+        assert (other["made"], other["n"]) == (True, one["n"] + 10)
+    assert twin["opt"].param_groups[0]["anchor"] is twin["opt"].param_groups[0]["params"][0]
+
+
+def test_state_is_restored_with_a_warning_if_the_loader_fails(caplog: pytest.LogCaptureFixture) -> None:
+    class Fails(Momentum):
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            raise NotImplementedError("no loader")
+
+    state, twin = made(Fails, 0), made(Fails, 1)
+    train(state, range(3))
+    Saved(Capture(state).read()).restore(twin)
+    assert "opt: its state was restored, but its own load_state_dict() failed" in caplog.text
+    train(state, range(3, 5))
+    train(twin, range(3, 5))
+    assert all(torch.equal(a, b) for a, b in zip(weights(state), weights(twin), strict=True))
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.LBFGS, Momentum])
+def test_loader_of_an_ordinary_optimizer_is_not_called(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    state, twin = made(kind, 0), made(kind, 1)
+    if kind is not torch.optim.LBFGS:
+        train(state, range(2))
+    saved = Saved(Capture(state).read())
+    monkeypatch.setattr(torch.optim.Optimizer, "load_state_dict", None)
+    saved.restore(twin)
+
+
 def test_wrapper_that_adds_nothing_is_not_asked_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Accelerate's wrapper only forwards, so its state_dict() is not called when a step is saved."""
     state = made(WRAPPED["accelerate"], 0)

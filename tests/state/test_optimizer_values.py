@@ -6,12 +6,15 @@ import json
 import math
 import random
 import threading
-from collections import deque, namedtuple
+from collections import defaultdict, deque, namedtuple
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from decimal import Decimal
 from enum import Enum, Flag, IntEnum
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -240,6 +243,45 @@ class Generators(Base):
 
 
 @form
+class OtherGenerators(Base):
+    """Makes generators of Python and of numpy in the first step. One of them belongs to all parameters."""
+
+    def scale(self, p: Tensor, group: dict[str, Any]) -> float:
+        state = self.state[p]
+        for bits in (np.random.PCG64, np.random.Philox, np.random.MT19937, np.random.SFC64, np.random.PCG64DXSM):
+            state.setdefault(bits.__name__, np.random.Generator(bits(3)))
+        shared = group.setdefault("shared", random.Random(1))
+        state["python"] = shared
+        numpy = sum(made.normal() for made in state.values() if isinstance(made, np.random.Generator))
+        return float(numpy + shared.random() + shared.gauss())
+
+
+@form
+class Namespaces(Base):
+    """Keeps a namespace for all parameters, with a tensor and another namespace in it."""
+
+    def scale(self, p: Tensor, group: dict[str, Any]) -> float:
+        shared = group.setdefault("shared", SimpleNamespace(n=0, sum=torch.zeros(1), inner=SimpleNamespace(last=[])))
+        self.state[p]["shared"] = shared
+        shared.n, shared.sum = shared.n + 1, shared.sum + 1
+        shared.inner.last = [*shared.inner.last[-2:], shared.n]
+        return 1 / (shared.n + float(shared.sum) + sum(shared.inner.last))
+
+
+@form
+class OddValues(Base):
+    settings = {"steps": range(2, 9), "part": slice(0, 3), "path": Path("a")}  # noqa: RUF012
+
+    def scale(self, p: Tensor, group: dict[str, Any]) -> float:
+        state = self.state[p]
+        state["third"] = state.get("third", Fraction(1, 3)) / 3
+        state["exact"] = state.get("exact", Decimal("1.50")) * 3
+        state.setdefault("bytes", bytearray()).append(len(state["bytes"]) + 1)
+        state["range"], state["slice"] = range(len(state["bytes"])), slice(len(state["bytes"]), None)
+        return 1 / (float(state["third"] + 1) + float(state["exact"]) + sum(state["bytes"]) + len(state["range"]))
+
+
+@form
 class OddNumbers(Base):
     def scale(self, p: Tensor, group: dict[str, Any]) -> float:
         state = self.state[p]
@@ -353,6 +395,10 @@ class Deleting(Projector):
         pass
 
 
+class Dice(random.Random):
+    pass
+
+
 class Locked:
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -368,12 +414,15 @@ def local_member() -> Any:
 REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "class with __del__": (Deleting, r": .*Deleting cannot be saved: its class has its own __del__"),
     "lock": (lambda p: Locked(), r"\.lock: an object of type _thread\.lock cannot be saved: it has no attributes"),
-    "class of another package": (lambda p: random.Random(1), r": .*made this random\.Random during the training"),
+    "class with __new__": (
+        lambda p: defaultdict(list),
+        r": .*defaultdict cannot be saved: its class has its own __new__",
+    ),
+    "generator of another class": (lambda p: Dice(1), r": .*made this .*Dice during the training"),
     "late object that can only be filled": (lambda p: Counting(), r": .*made this .*Counting during the training"),
     "late function": (lambda p: halved, r": .*made this builtins\.function during the training"),
     "member of a local enum": (lambda p: local_member(), r": .*cannot find this class by its name.*top level"),
     "set of objects": (lambda p: {Projector(p)}, r": the key .*Projector.* cannot be saved"),
-    "path": (lambda p: Path("a"), r": .*PosixPath cannot be saved: its class"),
 }
 
 

@@ -6,7 +6,9 @@ import enum
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable
 from datetime import datetime
-from pathlib import Path
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 import numpy as np
@@ -47,6 +49,14 @@ class Dict(dict):  # type: ignore[type-arg]
 
 
 class List(list):  # type: ignore[type-arg]
+    pass
+
+
+class Share(Fraction):
+    pass
+
+
+class Folder(type(Path())):  # type: ignore[misc]
     pass
 
 
@@ -106,7 +116,8 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "subclass of dict": lambda: Dict(a=1),
     "subclass of list": lambda: List([1]),
     "subclass of datetime": lambda: Moment(2020, 1, 1),
-    "bytearray": lambda: bytearray(b"a"),
+    "subclass of Fraction": lambda: Share(1, 2),
+    "subclass of Path": lambda: Folder("a"),
     "defaultdict": lambda: defaultdict(list, a=[1]),
     "member of an enum that is local": lambda: enum.Enum("Local", "ONE").ONE,  # type: ignore[attr-defined]
     "key of a subclass": lambda: {Text("a"): 1},
@@ -205,6 +216,13 @@ RETURNED: dict[str, Callable[[], Any]] = {
     "key of type bool": lambda: {True: 1},
     "frozenset": lambda: frozenset({1, (2, "a")}),
     "torch.device": lambda: torch.device("cuda:1"),
+    "bytearray": lambda: bytearray(b"a\0"),
+    "range": lambda: [range(3), range(10**20, 0, -7)],
+    "slice": lambda: [slice(None, 5), slice(0, 4, 2), slice("a", (1, 2.5))],
+    "Fraction": lambda: [Fraction(-1, 3), Fraction(10**30, 7)],
+    "Decimal": lambda: [Decimal("1.50"), Decimal("-0"), Decimal("sNaN12"), Decimal("-Infinity"), Decimal("1E+999999")],
+    "paths": lambda: [Path("/a/b"), Path("\udc80"), PurePosixPath("a"), PureWindowsPath("c:/a")],
+    "keys that are numbers or paths": lambda: {Fraction(1, 2): 1, Decimal("1.5"): 2, Path("a"): 3, range(2): 4},
     "keys of other types": lambda: {(1, None): 2, 1.5: {Word.A: 1}, torch.float32: 0},
 }
 
@@ -324,6 +342,23 @@ def test_unknown_kind_of_tensor_is_an_error() -> None:
     saved.values = saved.values.replace('"parameter"', '"else"')
     with pytest.raises(CorruptError, match="unknown kind of tensor 'else'"):
         saved.restore({"meta": {"v": None}})
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        {"$": "fraction", "v": [1, 0]},
+        {"$": "decimal", "v": "1 + 1"},
+        {"$": "decimal", "v": [0, [1], 1]},
+        {"$": "path", "v": "a", "class": "Popen"},
+        {"$": "path", "v": 3},
+        {"$": "range", "v": [1, 2, 0]},
+        {"$": "slice", "v": [1]},
+    ],
+)
+def test_damaged_value_is_an_error(damaged: Any) -> None:
+    with pytest.raises(CorruptError):
+        decode(damaged)
 
 
 def test_payload_of_a_nan_is_kept() -> None:

@@ -26,7 +26,7 @@ from ckpt.state.settings import overruled, settings_of
 from ckpt.state.sharding import Division, Replicas, StateEntry, is_dtensor, is_plain_share, local, members
 from ckpt.state.special_values import ObjectsOf, RestoredObjects, as_plain
 from ckpt.state.tensors import PLAIN as PLAIN_TENSORS
-from ckpt.state.tensors import as_bytes, kind_of_tensor, of_kind, plain_kind
+from ckpt.state.tensors import as_bytes, dims_of_expansion, kind_of_tensor, of_kind, plain_kind
 from ckpt.state.wrappers import WrapperForm, is_wrapped, take_all_apart
 
 SCHEDULED = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"}  # settings that schedulers add
@@ -137,7 +137,7 @@ class OptimizerNode:
             return True
         # A key that was None may have become a tensor, or have gone where another one came.
         return any(
-            key not in values or (type(key) is str and isinstance(values[key], Tensor))
+            key not in values or (_is_entry(key, values[key]) and id(values[key]) not in self._called)
             for _, values, key in self._others
         )
 
@@ -168,7 +168,7 @@ class OptimizerNode:
             with_state.append(name)
             self._dicts.append(values)
             for key, value in values.items():
-                if type(key) is str and isinstance(value, Tensor) and id(value) not in called:
+                if _is_entry(key, value) and id(value) not in called:
                     path = (*self.path, "state", name, key)
                     state.append(StateEntry(show(path), value, True, _alike(value, param, names, key in shares), param))
                     places.append((values, key, value))
@@ -512,12 +512,19 @@ class OptimizerNode:
             entry = StateEntry(full, live, True, _alike(live, param, placement.names, key in shares))
             if placement.fits(full, entry):
                 placement.fill(full, entry)
+                if not is_dtensor(live):
+                    placement.filled(full, entry)
                 return live
         if (held := placement.names.get(id(param))) is not None and placement.were_one(full, held.name):
             return param.detach()  # it was the weight itself: so SAM leaves it
         if placement.key_to_create(full, beside, guarded=True, plain=plain) is None:
             return None  # a problem has been noted
         return placement.create(full, device_of(full), beside, guarded=True, plain=plain, like=local(param))
+
+
+def _is_entry(key: object, value: object) -> bool:
+    """Return True for a tensor of the state that has an entry of its own. An expanded one is saved as a value."""
+    return type(key) is str and isinstance(value, Tensor) and not dims_of_expansion(value)
 
 
 def _kind_of(value: Tensor, param: Tensor, path: Path) -> dict[str, Json]:

@@ -78,6 +78,37 @@ def check_memory(tensor: Tensor, path: Path) -> None:
         )
 
 
+def dims_of_expansion(tensor: Tensor) -> list[list[int]]:
+    """Return the dimensions along which a tensor repeats itself, each with its length. None of special tensors."""
+    if type(tensor) not in PLAIN or tensor.is_nested or tensor.layout != torch.strided or tensor.is_contiguous():
+        return []
+    return [[d, n] for d, (n, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)) if n > 1 > stride]
+
+
+def once(tensor: Tensor, expanded: list[list[int]]) -> Tensor:
+    """Return a view of an expanded tensor that has each element once."""
+    for dim, _ in reversed(expanded):
+        tensor = tensor.select(dim, 0)
+    return tensor.detach()
+
+
+def is_expansion(expanded: Json, dims: int) -> bool:
+    """Return True if `expand` can take this for a tensor of so many dimensions."""
+    if type(expanded) is not list or not all(type(row) is list and len(row) == 2 for row in expanded):
+        return False
+    if not all(type(n) is int and 0 <= n < 2**40 for row in expanded for n in row) or len(expanded) > 64:
+        return False
+    return all(dim <= dims + i for i, (dim, _) in enumerate(expanded))
+
+
+def expand(tensor: Tensor, expanded: list[list[int]]) -> Tensor:
+    """Return the tensor of which `once` returned this view."""
+    for dim, size in expanded:
+        tensor = tensor.unsqueeze(dim)
+        tensor = tensor.expand(*(size if d == dim else n for d, n in enumerate(tensor.shape)))
+    return tensor
+
+
 def overlaps_itself(tensor: Tensor) -> bool:
     """Whether two elements may lie at one address: such a tensor cannot be written to."""
     reach = 0

@@ -282,6 +282,21 @@ class OddValues(Base):
 
 
 @form
+class Expanded(Base):
+    """Keeps a row, and an expanded view of it that follows it."""
+
+    def scale(self, p: Tensor, group: dict[str, Any]) -> float:
+        state = self.state[p]
+        if "view" not in state:
+            state["row"] = torch.zeros(p.shape[0])
+            state["view"] = state["row"].view(-1, *[1] * (p.dim() - 1)).expand_as(p) if p.dim() > 1 else None
+            state["more"] = [torch.ones(3, 1, 2, 1).expand(-1, 4, -1, 5)]
+        state["row"].add_(1)
+        assert state["more"][0].shape == (3, 4, 2, 5)
+        return 1 / (float(state["row"].sum() if p.dim() == 1 else state["view"].sum()) + float(state["more"][0].sum()))
+
+
+@form
 class OddNumbers(Base):
     def scale(self, p: Tensor, group: dict[str, Any]) -> float:
         state = self.state[p]
@@ -469,6 +484,8 @@ def test_state_of_a_foreign_tensor_is_refused_before_the_first_step(tmp_path: Pa
         ("Settings", '"Limits"', '"Mode"', r"is not a named tuple"),
         ("Settings", f'"{__name__}.halved"', '"os.system"', r"opt\.param_groups\.0\.fn was 'os\.system'"),
         ("Settings", '"float64"', '"system"', r"not a torch\.dtype"),
+        ("Expanded", "[[1, 4], [3, 5]]", "[[9, 4], [3, 5]]", r"cannot be expanded by"),
+        ("OtherGenerators", '"numpy.PCG64"', '"numpy.seed"', r"unknown kind of generator"),
         ("EarlyHelper", '"state": {"count"', '"stale": {"count"', r"nothing is stored of the object"),
         ("SharedHelper", '"v": "net.0.weight"', '"v": "net.9.weight"', r"refers to a parameter 'net\.9\.weight'"),
     ],

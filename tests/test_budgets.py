@@ -28,7 +28,7 @@ BUDGETS = {
     "deepspeed": (480, 310),
     "doctor": (1_100, 800),
     "faults": (1_750, 1_200),
-    "format": (4_700, 3_100),
+    "format": (4_750, 3_150),
     "goodput": (2_350, 1_550),
     "ipc": (2_050, 1_350),
     "lightning": (2_400, 1_650),
@@ -37,11 +37,10 @@ BUDGETS = {
     "public": (2_950, 1_650),
     "ranks": (1_200, 850),
     "ray": (120, 65),
-    "redo": (1_550, 1_050),
     "report": (1_100, 620),
     "restore": (1_700, 1_150),
     "runlog": (1_300, 880),
-    "state": (5_600, 3_950),
+    "state": (5_650, 3_950),
     "telemetry": (710, 450),
     "testing": (670, 510),
     "torchtitan": (370, 270),
@@ -49,7 +48,7 @@ BUDGETS = {
     "transformers": (1_350, 870),
     "writer": (4_450, 3_250),
 }
-TOTAL = (67_100, 45_700)
+TOTAL = (67_150, 45_850)
 C_LINES = 700
 STEP_FILES, RESTORE_FILES = 91, 86
 

@@ -14,7 +14,9 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date, timedelta
-from pathlib import Path
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path, PurePath
 from types import MappingProxyType
 from typing import Any
 
@@ -305,6 +307,9 @@ class Builder:
             return self._number(value)
         if isinstance(value, (date, timedelta)):
             self._changed["dates and times became text"] += 1
+            return str(value)
+        if isinstance(value, (Fraction, Decimal, PurePath, range, slice)):
+            self._changed["fractions, decimals, paths, ranges and slices became text"] += 1
             return str(value)
         if kind is bytes and not value:
             self._changed["empty bytes became an empty bytearray"] += 1

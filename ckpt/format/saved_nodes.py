@@ -16,8 +16,12 @@ from ckpt.format.values import Json, Path, decode, plain_dtype, show, unpaired
 
 SHARED_KINDS = ("module", "optimizer")  # of which each rank may hold some part
 PLAIN = "plain"  # among an optimizer's facts: names of plain tensors that are a rank's shards next to a DTensor
+TENSORS = (None, "parameter", "buffer")  # what a reference calls the kind of a tensor
 OBJECT_TAGS = ("enum", "namedtuple", "object", "generator", "given", "parameter")
 JOINED_KIND = "optimizer"  # of which the values of all ranks are joined
+KINDS = (
+    "kinds"  # among an optimizer's facts: what its tensors are if they are not plain, as references to tensors have it
+)
 ORDERS = "orders"  # a fact: the dimensions of tensors that are not contiguous, from the outermost to the innermost
 
 
@@ -65,9 +69,11 @@ def _joined_facts(nodes: list[SavedNode]) -> dict[str, Any]:
 
 def _joined_tensors(nodes: list[SavedNode]) -> dict[str, Any]:
     """What is said of single tensors; what a rank has itself it knows best."""
-    orders = [node.facts.get(ORDERS, {}) for node in reversed(nodes)]
-    found = {name: order for each in orders for name, order in each.items()}
-    return {**_joined_wrappers(nodes), **({ORDERS: found} if found else {})}
+    joined = _joined_wrappers(nodes)
+    for fact in (ORDERS, KINDS):
+        found = {name: one for node in reversed(nodes) for name, one in node.facts.get(fact, {}).items()}
+        joined |= {fact: found} if found else {}
+    return joined
 
 
 def _joined_wrappers(nodes: list[SavedNode]) -> dict[str, Any]:
@@ -117,7 +123,7 @@ def check_node(node: SavedNode, find: Callable[[str], TensorSpec | None]) -> Non
             return f"{tag} {reference['name'] if 'name' in reference else reference['v']!r}"
         if tag not in ("tensor", "ndarray", "wrapper"):
             raise CorruptError(f"unknown tag {tag!r}: written by a newer version?")
-        if reference["$"] == "tensor" and reference.get("kind") not in (None, "parameter", "buffer"):
+        if reference["$"] == "tensor" and reference.get("kind") not in TENSORS:
             raise CorruptError(f"unknown kind of tensor {reference['kind']!r:.80}: written by a newer version?")
         for name in [reference["name"]] if reference["$"] != "wrapper" else _names_in(reference):
             found = find(name) if type(name) is str else None
@@ -148,6 +154,9 @@ def is_optimizer(saved: SavedNode) -> bool:
         return type(value) is list and all(type(one) is str for one in value)
 
     params, values = saved.facts.get("params"), saved.values
+    kinds = saved.facts.get(KINDS, {})
+    if type(kinds) is not dict or not all(type(one) is dict and one.get("kind") in TENSORS for one in kinds.values()):
+        return False
     if not texts(saved.facts.get(PLAIN, [])):
         return False
     if type(params) is not list or not all(map(texts, params)) or not texts(saved.facts.get("with_state")):

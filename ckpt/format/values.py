@@ -19,6 +19,10 @@ import sys
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Container, Iterable
 from datetime import date, datetime, timedelta
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path as FilePath
+from pathlib import PurePath, PurePosixPath, PureWindowsPath
 from typing import TYPE_CHECKING, Any
 
 from ckpt.errors import CorruptError, StateError
@@ -73,9 +77,9 @@ def refuse(path: Path, value: object) -> StateError:
     instead = next((text for name, text in INSTEAD.items() if kind.startswith(name)), "")
     return StateError(
         f"{show(path)}: an object of type {kind} cannot be saved safely. {instead}Allowed are tensors, "
-        "numpy arrays and scalars, None, bool, int, float, complex, str, bytes, date, datetime, timedelta, list, "
-        "tuple, set, frozenset, deque, dict, Counter and OrderedDict of these, and objects with state_dict() and "
-        "load_state_dict()."
+        "numpy arrays and scalars, None, bool, int, float, complex, str, bytes, bytearray, Fraction, Decimal, Path, "
+        "range, slice, date, datetime, timedelta, list, tuple, set, frozenset, deque, dict, Counter and OrderedDict "
+        "of these, and objects with state_dict() and load_state_dict()."
     )
 
 
@@ -113,6 +117,17 @@ def encode(value: Any, path: Path = (), extern: Callable[[object, Path], Json | 
         items = [encode_key(item, path, extern) for item in value]
         # Sorted, so that equal sets are stored alike: their order differs from process to process.
         return {"$": kind.__name__, "v": sorted(items, key=lambda item: json.dumps(item, sort_keys=True))}
+    if kind in (range, slice):
+        bounds = [encode(v, path, extern) for v in (value.start, value.stop, value.step)]
+        return {"$": kind.__name__, "v": bounds}
+    if kind is bytearray:
+        return {"$": "bytearray", "v": base64.b64encode(value).decode()}
+    if kind is Fraction:
+        return {"$": "fraction", "v": [encode(value.numerator), encode(value.denominator)]}
+    if kind is Decimal:
+        return {"$": "decimal", "v": str(value)}
+    if kind in _PATHS:
+        return {"$": "path", "v": encode(str(value)), **({} if kind is _PATHS[0] else {"class": kind.__name__})}
     if kind in _TIMES and repr(_decode_time(said := _encode_time(value))) == repr(value):  # else its zone has a name
         return said
     if extern is not None and (reference := extern(value, path)) is not None:
@@ -123,6 +138,7 @@ def encode(value: Any, path: Path = (), extern: Callable[[object, Path], Json | 
     raise refuse(path, value)
 
 
+_PATHS: tuple[type[PurePath], ...] = (type(FilePath()), PurePosixPath, PureWindowsPath)
 _TIMES = {timedelta: "timedelta", datetime: "datetime", date: "date"}
 
 
@@ -189,8 +205,9 @@ def part_of(key: object) -> str | int:
 
 
 _KEY_TAGS = {
-    "str", "int", "float", "complex", "bytes", "date", "datetime", "timedelta", "scalar", "tuple", "frozenset",
-    "parameter", "enum", "torch.dtype", "torch.device", "torch.Size", "torch.layout", "torch.memory_format",
+    "str", "int", "float", "complex", "bytes", "fraction", "decimal", "path", "range", "date", "datetime", "timedelta",
+    "scalar", "tuple", "frozenset", "parameter", "enum", "torch.dtype", "torch.device", "torch.Size", "torch.layout",
+    "torch.memory_format",
 }  # fmt: skip
 
 
@@ -211,7 +228,8 @@ _KINDS = {
     "date": "a time", "datetime": "a time", "timedelta": "a time", "complex": "a number", "deque": "a list",
     "set": "a set", "frozenset": "a set", "torch.dtype": "a dtype", "enum": "an Enum", "object": "an object",
     "torch.device": "a device", "torch.Size": "a list", "namedtuple": "a list", "given": "an object",
-    "parameter": "a tensor",
+    "parameter": "a tensor", "bytearray": "bytes", "fraction": "a number", "decimal": "a number", "path": "a path",
+    "range": "a range", "slice": "a slice",
 }  # fmt: skip
 
 
@@ -263,7 +281,7 @@ def decode(data: Json, extern: Callable[[Json], object] | None = None, depth: in
         return {key: decode(v, extern, depth + 1) for key, v in data.items()}
     try:
         return _decode_tagged(data, extern, depth)
-    except (KeyError, TypeError, ValueError, OverflowError, struct.error) as error:
+    except (KeyError, TypeError, ValueError, ArithmeticError, struct.error) as error:
         raise CorruptError(f"damaged plain value with tag {data.get('$')!r}: {error}") from None
 
 
@@ -294,6 +312,19 @@ def _decode_tagged(data: dict[str, Any], extern: Callable[[Json], object] | None
         return OrderedDict(pairs) if tag == "ordered" else Counter(dict(pairs))
     if tag in _TIMES.values():
         return _decode_time(data)
+    if tag in ("range", "slice"):
+        start, stop, step = (decode(v, extern, depth + 1) for v in data["v"])
+        return range(start, stop, step) if tag == "range" else slice(start, stop, step)
+    if tag == "bytearray":
+        return bytearray(base64.b64decode(data["v"], validate=True))
+    if tag == "fraction":
+        numerator, denominator = (operator.index(decode(v)) for v in data["v"])
+        return Fraction(numerator, denominator)
+    if tag == "decimal" and type(data["v"]) is str:
+        return Decimal(data["v"])
+    if tag == "path":
+        kinds = {kind.__name__: kind for kind in _PATHS[1:]}
+        return (kinds[data["class"]] if "class" in data else _PATHS[0])(decode(data["v"]))
     if tag == "scalar":
         return _numpy_scalar(data["dtype"], bytes.fromhex(data["v"]))
     if extern is not None:

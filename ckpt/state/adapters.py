@@ -31,7 +31,7 @@ from ckpt.state.settings import overridden, scheduler_settings
 from ckpt.state.sharding import StateEntry, is_dtensor, local
 from ckpt.state.special_values import ObjectsOf, encode_constant
 from ckpt.state.stateful import RNG, Resizable, Stateful
-from ckpt.state.tensors import from_array, kind_of_tensor
+from ckpt.state.tensors import dims_of_expansion, from_array, kind_of_tensor, once
 from ckpt.state.wrappers import inside, is_wrapped, sign, take_apart
 
 
@@ -91,12 +91,16 @@ class Collector:
             return found
         name = show(path)
         if isinstance(value, Tensor):
+            expanded = dims_of_expansion(value) if self._objects_of is not None else []
+            if expanded:
+                value = once(value, expanded)
             entries, form = take_apart(StateEntry(name, value))
             self.entries += entries
             self.objects.update((entry.name, value) for entry in entries)
             if form is not None:
                 return form.to_json()
-            return {"$": "tensor", "name": name, **(kind_of_tensor(value, path) if self._exact else {})}
+            found = {"$": "tensor", "name": name, **(kind_of_tensor(value, path) if self._exact else {})}
+            return {**found, "expanded": expanded} if expanded else found
         if not isinstance(value, np.ndarray):
             return None
         tensor, reference = from_array(value, path)

@@ -120,12 +120,12 @@ class ModuleNode:
 
     def _and_words(self, piece: Contents) -> Contents:
         """All that it consists of by key, as its state_dict() would say it."""
-        collect = Collector()
+        collect, exact = Collector(), Collector(exact=True)  # set_extra_state() gets its values as they were
         state: dict[str, Json] = {}
         for key in self._order:
             if key in self._words.extras:
                 value = self._words.extras[key].get_extra_state()
-                state[key + EXTRA] = encode(value, (*self.path, key + EXTRA), collect)
+                state[key + EXTRA] = encode(value, (*self.path, key + EXTRA), exact)
             elif key in self._words.speakers:
                 for inner, value in self._words.speakers[key].state_dict(keep_vars=True).items():
                     if key + inner in state:
@@ -136,7 +136,7 @@ class ModuleNode:
                 state[key] = {"$": "tensor", "name": self._name(key)} if form is None else form.to_json()
         replicas = replicated_by_ddp(self.whole)  # modules with a state_dict() of their own may exchange tensors
         loose = []
-        for e in collect.entries:
+        for e in (*collect.entries, *exact.entries):
             of, whole = e.part_of, e.owner.tensor
             mine = replicas.get(id(whole))
             guarded = isinstance(whole, nn.Parameter)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections import OrderedDict
+from collections.abc import Callable, Container, Iterable, Mapping, MutableMapping
 from itertools import compress
 from operator import is_
 from typing import Any
@@ -12,8 +13,9 @@ import torch
 from torch import Tensor
 
 from ckpt.errors import CorruptError, MismatchError, StateError
+from ckpt.events import log
 from ckpt.format.columns import ODD
-from ckpt.format.saved_nodes import PLAIN, SavedNode, is_optimizer
+from ckpt.format.saved_nodes import KINDS, PLAIN, SavedNode, is_optimizer
 from ckpt.format.values import Json, Path, decode, encode, encode_key, kind_of, part_of, show, splitter
 from ckpt.state.adapters import Collector, Contents, Memories, Places, write_back
 from ckpt.state.joint import IN_TURN
@@ -23,9 +25,12 @@ from ckpt.state.rewrap import MomentPlaces, facts_of, forms_of, matching
 from ckpt.state.settings import overruled, settings_of
 from ckpt.state.sharding import Division, Replicas, StateEntry, is_dtensor, is_plain_share, local, members
 from ckpt.state.special_values import ObjectsOf, RestoredObjects, as_plain
+from ckpt.state.tensors import PLAIN as PLAIN_TENSORS
+from ckpt.state.tensors import as_bytes, dims_of_expansion, kind_of_tensor, of_kind, plain_kind
 from ckpt.state.wrappers import WrapperForm, is_wrapped, take_all_apart
 
 SCHEDULED = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"}  # settings that schedulers add
+BEFORE_SAYING = "_optimizer_state_dict_pre_hooks"  # where torch's optimizers have them
 
 
 class OptimizerNode:
@@ -35,7 +40,7 @@ class OptimizerNode:
 
     State that is not a dict of a parameter, such as `state["global"]`, is saved among the values, as `more`. If the
     optimizer has a `state_dict()` that adds entries to those of torch, these are saved as `extra`, and a restore hands
-    them to its `load_state_dict()`.
+    them to its `load_state_dict()`. A restore also calls this loader if it, or its hooks, may derive something.
     """
 
     kind = "optimizer"
@@ -54,20 +59,21 @@ class OptimizerNode:
         self._others: list[tuple[str, dict[str, Any], Any]] = []  # no tensors, or under keys that are not text
         self._more: list[tuple[Json, Any]] = []  # entries of `state` that are not dicts of parameters, and their keys
         self._objects = ObjectsOf(optimizer)
-        self._adds_entries = speaks_for_itself(optimizer)
+        self._adds_entries, self._same = speaks_for_itself(optimizer), _all_of_one_state(optimizer)
         self._nameless: list[tuple[str, Tensor, Span | None]] = []  # parameters, by their places
         self._called: dict[int, str] = {}  # what the parameters are called, by id
         self._held: list[bool] = []  # which of them something else holds
         self._own: dict[str, StateEntry] = {}
 
     def read(self, names: Names) -> Contents:
+        extra = self._extra()  # first: its hooks may write into the groups and the state
         if self._piece is None or names is not self._names or self.changed() or self._is_held(names) != self._held:
             self._read(names)
-        return self._contents()
+        return self._contents(extra)
 
-    def _contents(self) -> Contents:
+    def _contents(self, extra: dict[str, Any]) -> Contents:
         assert self._piece is not None
-        collect, state = Collector(self._objects), self.optimizer.state
+        collect, state = Collector(self._objects, exact=True), self.optimizer.state
         self._objects.begin(self._called)
         values = {
             "groups": [
@@ -92,7 +98,7 @@ class OptimizerNode:
             values["more"] = [
                 [owner, encode(state[key], self._path_of_more(owner), collect)] for owner, key in self._more
             ]
-        if extra := self._extra():
+        if extra:
             values["extra"] = encode(extra, (*self.path, "extra"), collect)
         self._objects.end()
         return Contents(self._piece.fixed, collect.entries, values, self._piece.facts)
@@ -103,8 +109,11 @@ class OptimizerNode:
         return (*self.path, "more", name if type(name) is str else part_of(decode(name, as_plain)))
 
     def _extra(self) -> dict[str, Any]:
-        """Return the entries that the optimizer's own `state_dict()` adds to those of torch."""
+        """Run the hooks that prepare a `state_dict()`. Return the entries that the optimizer's own adds to torch's."""
         if not self._adds_entries:
+            for one in self._same:
+                for hook in tuple((vars(one).get(BEFORE_SAYING) or {}).values()):
+                    hook(one)
             return {}
         said = self.optimizer.state_dict()
         return {key: value for key, value in said.items() if key not in ("state", "param_groups")}
@@ -128,7 +137,7 @@ class OptimizerNode:
             return True
         # A key that was None may have become a tensor, or have gone where another one came.
         return any(
-            key not in values or (type(key) is str and isinstance(values[key], Tensor))
+            key not in values or (_is_entry(key, values[key]) and id(values[key]) not in self._called)
             for _, values, key in self._others
         )
 
@@ -144,6 +153,7 @@ class OptimizerNode:
         self._params, self._dicts, self._with_dicts = list(self.optimizer.state), [], []
         places: list[tuple[dict[str, Any], str, Tensor]] = []
         state: list[StateEntry] = []
+        not_plain: list[tuple[Path, Tensor, Tensor]] = []  # of the state, and their parameters
         called, shares = self.param_names(names), self._shares()
         self._called, with_state = called, list[str]()
         for param, values in self.optimizer.state.items():
@@ -158,10 +168,12 @@ class OptimizerNode:
             with_state.append(name)
             self._dicts.append(values)
             for key, value in values.items():
-                if type(key) is str and isinstance(value, Tensor) and id(value) not in called:
+                if _is_entry(key, value) and id(value) not in called:
                     path = (*self.path, "state", name, key)
                     state.append(StateEntry(show(path), value, True, _alike(value, param, names, key in shares), param))
                     places.append((values, key, value))
+                    if type(value) is not Tensor or value.requires_grad or hasattr(value, "_is_buffer"):
+                        not_plain.append((path, value, param))
                 else:
                     self._others.append((name, values, key))
         bare = {id(p): p for group in self.optimizer.param_groups for p in group["params"] if id(p) not in names}
@@ -178,6 +190,8 @@ class OptimizerNode:
         # Those beside which there is a DTensor are plain shares, see _alike().
         plain = [one.name for one in fixed if is_dtensor(one.alike) and not is_dtensor(one.owner.tensor)]
         facts |= {PLAIN: plain} if plain else {}
+        kinds = {show(path): kind for path, one, param in not_plain if (kind := _kind_of(one, param, path))}
+        facts |= {KINDS: kinds} if kinds else {}
         self._piece = Contents([*fixed, *params_too], facts=facts | facts_of([*forms, *more]))
 
     def _shares(self) -> set[str]:
@@ -240,9 +254,8 @@ class OptimizerNode:
                 state[key] = write_back(self.optimizer.state.get(key), value())
             self._put(state)
             groups()
-            if extra is not None:
-                self.optimizer.load_state_dict({**self.optimizer.state_dict(), **extra()})
-                self._put(state)  # torch's loader casts moments to the dtypes of the weights
+            if extra is not None or any(map(_derives_when_loaded, self._same)):
+                self._load({} if extra is None else extra(), state)
 
         placement.finish(self.path, finish)
 
@@ -250,10 +263,55 @@ class OptimizerNode:
         values = saved.values
         if self._others or self._more or self._adds_entries or not is_optimizer(saved) or self._other_kind(saved):
             return False
+        if any(map(_derives_when_loaded, self._same)):
+            return False
         if values["state"] or values.get("more") or values.get("extra"):
             return False
         placement.finish(self.path, self._groups_of(saved, placement, self._objects.restoring(values)))
         return True
+
+    def _load(self, extra: dict[str, Any], state: dict[Any, Any]) -> None:
+        """Call the optimizer's own loader, and undo what torch's does to values, such as casts to dtypes of weights."""
+        said = self._say(state)
+        try:
+            self.optimizer.load_state_dict({**said, **extra})
+        except Exception as error:
+            if extra:
+                raise
+            log.warning(
+                "%s: its state was restored, but its own load_state_dict() failed with %r, so what the optimizer "
+                "derives from its state when it is loaded may be missing",
+                show(self.path),
+                error,
+            )
+        for key, values in self.optimizer.state.items():
+            if key not in state:
+                state[key] = values
+            elif isinstance(values, dict) and isinstance(state[key], dict):
+                saved = state[key]
+                state[key].update({k: v for k, v in values.items() if k not in saved or _is_derived(v, saved[k], key)})
+        self._put(state)
+
+    def _say(self, state: dict[Any, Any]) -> dict[str, Any]:
+        """Return the `state_dict()` of what was restored. What it writes before it reads would be of this process."""
+        held = {key: dict(values) for key, values in state.items() if isinstance(values, dict)}
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+        hooks = [(vars(one), vars(one).get(BEFORE_SAYING)) for one in self._same]
+        try:
+            for owner, of_one in hooks:
+                if of_one:
+                    owner[BEFORE_SAYING] = OrderedDict()
+            said = self.optimizer.state_dict()
+        finally:
+            for owner, of_one in hooks:
+                if of_one:
+                    owner[BEFORE_SAYING] = of_one
+        for key, values in held.items():
+            state[key].clear()
+            state[key].update(values)
+        if type(packed := said.get("param_groups")) is not list or len(packed) != len(groups):
+            return said
+        return {**said, "param_groups": _Groups({**a, **b} for a, b in zip(packed, groups, strict=True))}
 
     def _put(self, state: dict[Any, Any]) -> None:
         """Make the optimizer's state consist of these entries."""
@@ -277,8 +335,9 @@ class OptimizerNode:
         then = saved.values.get("settings") or self.settings  # an older version did not save them
 
         def finish() -> None:
+            own = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
             for group, build in zip(self.optimizer.param_groups, groups, strict=False):
-                _update_group(group, build())
+                _update_group(group, build(), own)
             if text := overruled(then, self.settings, settings_of(self.optimizer)):
                 placement.overruled.append(f"{show(self.path)}: {text}")
             self.settings = then
@@ -298,12 +357,15 @@ class OptimizerNode:
         forms = forms_of(saved.facts)
         wholes = {name: form.name for form in forms.values() for name in form.names}
         split, odd, plain = splitter(fresh), set[str](), set(saved.facts.get(PLAIN, ()))
-        shares = self._shares()
+        shares, kinds, made = self._shares(), saved.facts.get(KINDS, {}), dict[int, Tensor]()
         for full in dict.fromkeys(wholes.get(full, full) for full in saved.names if full not in nested):
             found = split(full.removeprefix(prefix)) if full.startswith(prefix) else None
             if found is not None:
                 name, key = found
-                target = self._target(full, key, *params[name], placement, forms.get(full), full in plain, shares)
+                form, kind, param = forms.get(full), kinds.get(full), params[name][0]
+                target = self._target(full, key, *params[name], placement, form, full in plain, shares, kind)
+                if target is not None and kind is not None and not _is_of_kind(target, kind, param):
+                    target = made.setdefault(id(target), _as_kind(target, kind, param))
                 fresh[name][key] = target
                 odd |= {name} if target is None else set()
         for name in odd:
@@ -428,11 +490,14 @@ class OptimizerNode:
         form: WrapperForm | None,
         plain: bool,
         shares: set[str],
+        kind: dict[str, Json] | None,
     ) -> Tensor | None:
         """The live tensor if there is one that fits, else a new one, where torch itself would put it. None, and a
         problem, if it is made of several (`form`) and cannot be had. `plain`: it was saved as a plain shard next to a
-        DTensor; `shares`: the keys of those that are such here."""
+        DTensor; `shares`: the keys of those that are such here; `kind`: what was saved if it is not a plain tensor."""
         live = self.optimizer.state[param].get(key) if param in self.optimizer.state else None
+        if kind is not None and isinstance(live, Tensor) and not _is_of_kind(live, kind, param):
+            live = None
         beside = _beside(param, placement.names)
 
         def device_of(name: str) -> torch.device:
@@ -447,12 +512,38 @@ class OptimizerNode:
             entry = StateEntry(full, live, True, _alike(live, param, placement.names, key in shares))
             if placement.fits(full, entry):
                 placement.fill(full, entry)
+                if not is_dtensor(live):
+                    placement.filled(full, entry)
                 return live
         if (held := placement.names.get(id(param))) is not None and placement.were_one(full, held.name):
             return param.detach()  # it was the weight itself: so SAM leaves it
         if placement.key_to_create(full, beside, guarded=True, plain=plain) is None:
             return None  # a problem has been noted
         return placement.create(full, device_of(full), beside, guarded=True, plain=plain, like=local(param))
+
+
+def _is_entry(key: object, value: object) -> bool:
+    """Return True for a tensor of the state that has an entry of its own. An expanded one is saved as a value."""
+    return type(key) is str and isinstance(value, Tensor) and not dims_of_expansion(value)
+
+
+def _kind_of(value: Tensor, param: Tensor, path: Path) -> dict[str, Json]:
+    """Return what a tensor of the state is, for `_as_kind`; nothing for a plain one. StateError if it is lost."""
+    if is_wrapped(value):
+        return {}
+    if type(value) is type(param) and type(value) not in PLAIN_TENSORS and not is_dtensor(value):
+        return {**plain_kind(value), "like": True}
+    return kind_of_tensor(value, path)
+
+
+def _is_of_kind(value: Tensor, kind: dict[str, Json], param: Tensor) -> bool:
+    like = {"like": True} if type(value) is type(param) and type(value) not in PLAIN_TENSORS else {}
+    return bool(kind == {**plain_kind(value), **(like if "like" in kind else {})})
+
+
+def _as_kind(value: Tensor, kind: dict[str, Json], param: Tensor) -> Tensor:
+    """Return a tensor with the same memory. `like`: of the class of its parameter."""
+    return of_kind(value.as_subclass(type(param)) if kind.get("like") else value, kind)
 
 
 Row = tuple[str, str]  # what tells a plain value of the state from the others
@@ -499,6 +590,53 @@ def speaks_for_itself(optimizer: Any) -> bool:
     if owner.__module__.split(".")[0] not in TRUSTED:
         return True
     return any(speaks_for_itself(one) for one in _inside(optimizer) if one.state is optimizer.state)
+
+
+def _derives_when_loaded(optimizer: Any) -> bool:
+    """Return True if loading may do more than set `.state` and `.param_groups`: by hooks or an overridden method."""
+    names = ("load_state_dict", "_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
+    if any(vars(optimizer).get(name) for name in names):
+        return True
+    owners = (
+        next((one for one in type(optimizer).__mro__ if m in vars(one)), None) for m in (names[0], "__setstate__")
+    )
+    return any(owner is not None and owner.__module__.split(".")[0] not in TRUSTED for owner in owners)
+
+
+def _all_of_one_state(optimizer: Any) -> list[Any]:
+    """Return the optimizer, and those inside it that have the same state."""
+    found = [optimizer]
+    for outer in found:  # which grows
+        inside = (one for one in _inside(outer) if getattr(one, "state", None) is optimizer.state)
+        found += [one for one in inside if not any(one is known for known in found)]
+    return found
+
+
+class _Groups(list[dict[str, Any]]):
+    """Groups whose values torch's loader takes as they are: its deep copy would make other parameters of them."""
+
+    def __deepcopy__(self, memo: Any) -> list[dict[str, Any]]:
+        return [dict(group) for group in self]
+
+
+def _raw(tensor: Tensor) -> Tensor:
+    return as_bytes(tensor.detach().resolve_conj().resolve_neg().contiguous())
+
+
+def _is_derived(loaded: Any, saved: Any, param: Any) -> bool:
+    """Return True if an optimizer's loader made another value of a saved one, and did not only cast or copy it.
+
+    torch's casts to the dtype of the parameter, and many an optimizer back again.
+    """
+    if isinstance(loaded, Tensor) and isinstance(saved, Tensor):
+        if type(loaded) is not type(saved) or is_wrapped(saved) or is_dtensor(saved) or loaded is saved:
+            return False
+        if loaded.shape != saved.shape:
+            return True
+        casts = (saved, saved.detach().to(param.dtype)) if isinstance(param, Tensor) else (saved,)
+        return not any(torch.equal(_raw(one.detach().to(loaded.device, loaded.dtype)), _raw(loaded)) for one in casts)
+    numbers = (bool, int, float, type(None))
+    return type(loaded) in numbers and type(saved) in numbers and repr(loaded) != repr(saved)
 
 
 def _inside(optimizer: Any) -> list[torch.optim.Optimizer]:
@@ -569,14 +707,22 @@ def _fit(mine: list[list[str]], theirs: list[list[str]]) -> bool:
     return len(mine) == len(theirs) and all(set(a) <= set(b) for a, b in zip(mine, theirs, strict=True))
 
 
-def _update_group(group: MutableMapping[str, Any], saved: dict[str, Any]) -> None:
+def _takes(live: Tensor, value: Tensor) -> bool:
+    """Return True if a tensor among the settings can be filled, and is of the kind that was saved."""
+    kind = plain_kind(value)
+    return live.shape == value.shape and (not kind or kind == plain_kind(live))
+
+
+@torch.no_grad()
+def _update_group(group: MutableMapping[str, Any], saved: dict[str, Any], own: Container[int]) -> None:
+    """`own`: the ids of the optimizer's parameters, which a setting may refer to."""
     for key, value in saved.items():
         live = group.get(key)
         if live is value:
             continue
-        if isinstance(value, torch.nn.Parameter):  # one of the optimizer's own
+        if id(value) in own:
             group[key] = value
-        elif isinstance(live, Tensor) and isinstance(value, Tensor) and live.shape == value.shape:
+        elif isinstance(live, Tensor) and isinstance(value, Tensor) and _takes(live, value):
             live.copy_(value)  # a captured graph reads this very tensor
         elif isinstance(live, torch.device) and isinstance(value, torch.device):
             continue  # the device of this rank, which need not be that of the rank that saved

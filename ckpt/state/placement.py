@@ -19,14 +19,24 @@ from ckpt import errors
 from ckpt.errors import CheckpointError, CorruptError, MismatchError
 from ckpt.format.layout import TensorSpec
 from ckpt.format.partition import GLOBAL, Seat
-from ckpt.format.saved_nodes import check_array
+from ckpt.format.saved_nodes import TENSORS, check_array
 from ckpt.format.saved_state import Ambiguous, Key, SavedState
 from ckpt.format.values import Json, Path, decode, show
 from ckpt.state.filler import Target
 from ckpt.state.names import Names
 from ckpt.state.sharding import Division, LocalPiece, Replicas, StateEntry, is_dtensor, is_plain_share, local, pieces
 from ckpt.state.special_values import OBJECT_TAGS, RestoredObjects, decode_constant
-from ckpt.state.tensors import DTYPE_NAME, TORCH_DTYPE, empty, memory_of, of_kind, saved_device, to_array
+from ckpt.state.tensors import (
+    DTYPE_NAME,
+    TORCH_DTYPE,
+    empty,
+    expand,
+    is_expansion,
+    memory_of,
+    of_kind,
+    saved_device,
+    to_array,
+)
 from ckpt.state.wrappers import WrapperForm, differs, remake, take_apart
 
 _LIBRARIES = tuple(os.path.dirname(str(module.__file__)) for module in (errors, torch, np))
@@ -73,6 +83,7 @@ class Placement:
     _to_create: dict[tuple[str, int, bool, bool], tuple[StateEntry, Key | None]] = field(default_factory=dict)
     _cut: dict[tuple[str, int], tuple[StateEntry, list[LocalPiece]]] = field(default_factory=dict)
     _created: dict[Key, Tensor] = field(default_factory=dict)
+    _filled: dict[Key, Tensor] = field(default_factory=dict)  # live tensors of optimizers
     _handed: set[Key] = field(default_factory=set)  # created only to be handed to a load_state_dict, which copies
     _live: dict[Key, list[Tensor]] = field(default_factory=dict)  # what is filled, and what such a call will fill
     _called: dict[Key, set[str]] = field(default_factory=dict)
@@ -200,6 +211,11 @@ class Placement:
         if key is not None and key[1] != GLOBAL and not self.saved.identical(key[0]):
             self.apart.add(entry.name)  # replicas that had drifted: each rank goes on with its own
         return key
+
+    def filled(self, name: str, entry: StateEntry) -> None:
+        """Have the values of this optimizer refer to a live tensor by other names of the same saved one, too."""
+        if (key := self._key_for(name, entry)) is not None:
+            self._filled.setdefault(key, entry.tensor)
 
     def were_one(self, name: str, other: str) -> bool:
         """Whether two names were one tensor when they were saved."""
@@ -332,7 +348,8 @@ class Placement:
                 tensor, have = tensors[reference["name"]], (live or {}).get(reference["name"])
                 if have is not None and have.tensor is tensor:
                     return tensor
-                return made.setdefault(id(tensor), of_kind(tensor, reference))
+                found = made.setdefault(id(tensor), of_kind(tensor, reference))
+                return expand(found, reference["expanded"]) if "expanded" in reference else found
             if reference["$"] == "ndarray":
                 return to_array(tensors[reference["name"]].cpu(), reference)
             return decode_constant(reference)
@@ -390,7 +407,9 @@ class Placement:
             raise CorruptError(f"not the name of a tensor: {name!r:.80}")
         if reference["$"] == "ndarray":
             check_array(self.spec(name), reference)
-        elif reference.get("kind") not in (None, "parameter", "buffer"):
+        elif not is_expansion(reference.get("expanded", []), len(self.spec(name).shape)):
+            raise CorruptError(f"{name} cannot be expanded by {reference['expanded']!r:.80}")
+        elif reference.get("kind") not in TENSORS:
             raise CorruptError(f"unknown kind of tensor {reference['kind']!r:.80}: written by a newer version?")
         return None
 
@@ -407,6 +426,8 @@ class Placement:
             if have is not None and self._comparable(name, have):
                 self.fill(name, have)
                 tensors[name] = have.tensor
+            elif guarded and like is None and (key := self.key_to_create(name, guarded=True)) in self._filled:
+                tensors[name] = self._filled[key]
             else:
                 model = like[name].tensor if like and name in like else None
                 device = saved_device(self.spec(name))

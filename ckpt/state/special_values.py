@@ -9,11 +9,13 @@ made again. Nothing that a file names is ever imported.
 from __future__ import annotations
 
 import functools
+import random
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, Flag
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import numpy as np
@@ -187,6 +189,8 @@ class ObjectsOf:
         state = encode(target.state_dict(), path, extern)
         if isinstance(value, torch.Generator):
             return {"$": "generator", "name": name, "device": str(value.device), "state": state}
+        if (kind := _kind_of_generator(value)) is not None:
+            return {"$": "generator", "name": name, "kind": kind, "state": state}
         self._bind(name, path, value)
         return {"$": "object", "name": name, "state": state}
 
@@ -213,6 +217,8 @@ class ObjectsOf:
 
     def _refusal(self, kind: type) -> str:
         """Return why objects of a class cannot be made again without running its code, "" if they can."""
+        if kind is SimpleNamespace:
+            return ""
         if getattr(kind, "__new__", None) is not getattr(object, "__new__", None):
             return "its class has its own __new__"
         if any("__del__" in vars(one) for one in kind.__mro__[:-1]):
@@ -245,6 +251,10 @@ class ObjectsOf:
         """Return the object to fill: the live one, or a new one of its class. MismatchError if there is none."""
         name = reference["name"]
         live = self.live.get(name)
+        if reference["$"] == "generator" and reference.get("kind") is not None:
+            if (make := _GENERATORS.get(reference["kind"])) is None:
+                raise CorruptError(f"unknown kind of generator {reference['kind']!r:.80}: written by a newer version?")
+            return live if _kind_of_generator(live) == reference["kind"] else make()
         if reference["$"] == "generator":
             return live if isinstance(live, torch.Generator) else torch.Generator(device=reference["device"])
         if "attributes" not in reference:
@@ -254,7 +264,7 @@ class ObjectsOf:
         kind = _class_of(reference)
         if why := self._refusal(kind):
             raise MismatchError(f"{name}: a {kind.__module__}.{kind.__qualname__} cannot be made again: {why}")
-        return live if type(live) is kind else object.__new__(kind)
+        return live if type(live) is kind else SimpleNamespace() if kind is SimpleNamespace else object.__new__(kind)
 
 
 class RestoredObjects:
@@ -309,6 +319,28 @@ class RestoredObjects:
         elif "state" in reference:
             (adapt(made) or made).load_state_dict(reference["state"])
         return made
+
+
+def _numpy_generator(bits: str) -> np.random.Generator:
+    return np.random.Generator(getattr(np.random, bits)(0))
+
+
+_BITS = ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64")
+_GENERATORS: dict[str, Callable[[], Any]] = {
+    "random.Random": lambda: random.Random(0),
+    **{f"numpy.{name}": functools.partial(_numpy_generator, name) for name in _BITS},
+}
+
+
+def _kind_of_generator(value: object) -> str | None:
+    """Return the name of a generator of Python or numpy that can be made again; None for everything else."""
+    if type(value) is random.Random:
+        return "random.Random"
+    if type(value) is not np.random.Generator:
+        return None
+    bits = type(value.bit_generator)
+    known = bits.__name__ in _BITS and getattr(np.random, bits.__name__) is bits
+    return f"numpy.{bits.__name__}" if known else None
 
 
 def _defines(reference: dict[str, Any]) -> bool:

@@ -78,6 +78,37 @@ def check_memory(tensor: Tensor, path: Path) -> None:
         )
 
 
+def dims_of_expansion(tensor: Tensor) -> list[list[int]]:
+    """Return the dimensions along which a tensor repeats itself, each with its length. None of special tensors."""
+    if type(tensor) not in PLAIN or tensor.is_nested or tensor.layout != torch.strided or tensor.is_contiguous():
+        return []
+    return [[d, n] for d, (n, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)) if n > 1 > stride]
+
+
+def once(tensor: Tensor, expanded: list[list[int]]) -> Tensor:
+    """Return a view of an expanded tensor that has each element once."""
+    for dim, _ in reversed(expanded):
+        tensor = tensor.select(dim, 0)
+    return tensor.detach()
+
+
+def is_expansion(expanded: Json, dims: int) -> bool:
+    """Return True if `expand` can take this for a tensor of so many dimensions."""
+    if type(expanded) is not list or not all(type(row) is list and len(row) == 2 for row in expanded):
+        return False
+    if not all(type(n) is int and 0 <= n < 2**40 for row in expanded for n in row) or len(expanded) > 64:
+        return False
+    return all(dim <= dims + i for i, (dim, _) in enumerate(expanded))
+
+
+def expand(tensor: Tensor, expanded: list[list[int]]) -> Tensor:
+    """Return the tensor of which `once` returned this view."""
+    for dim, size in expanded:
+        tensor = tensor.unsqueeze(dim)
+        tensor = tensor.expand(*(size if d == dim else n for d, n in enumerate(tensor.shape)))
+    return tensor
+
+
 def overlaps_itself(tensor: Tensor) -> bool:
     """Whether two elements may lie at one address: such a tensor cannot be written to."""
     reach = 0
@@ -192,8 +223,15 @@ def kind_of_tensor(tensor: Tensor, path: Path) -> dict[str, Json]:
             f"{show(path)}: a {type(tensor).__module__}.{type(tensor).__qualname__} would come back as a plain tensor: "
             "save .as_subclass(torch.Tensor) of it"
         )
+    return plain_kind(tensor)
+
+
+def plain_kind(tensor: Tensor) -> dict[str, Json]:
+    """Return what `kind_of_tensor` returns. Subclasses that are not known count as plain tensors."""
     kind = next((name for kind, name in _KINDS.items() if isinstance(tensor, kind)), None)
     said: dict[str, Json] = {} if kind is None else {"kind": kind}
+    if kind == "buffer" and not getattr(tensor, "persistent", True):
+        said["persistent"] = False
     return {**said, "grad": True} if tensor.requires_grad and tensor.is_leaf else said
 
 
@@ -202,8 +240,10 @@ def of_kind(tensor: Tensor, reference: Json) -> Tensor:
     kind, grad = reference.get("kind"), bool(reference.get("grad"))
     if kind == "parameter":
         return torch.nn.Parameter(tensor, requires_grad=grad)
-    made: Tensor = torch.nn.Buffer(tensor) if kind == "buffer" else tensor
-    return made.detach().requires_grad_() if grad and kind is None else made
+    made: Tensor = tensor.detach().requires_grad_() if grad else tensor
+    if kind == "buffer":
+        made = torch.nn.Buffer(made, persistent=reference.get("persistent") is not False)
+    return made
 
 
 class Versioned(Protocol):

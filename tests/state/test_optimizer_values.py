@@ -6,12 +6,15 @@ import json
 import math
 import random
 import threading
-from collections import deque, namedtuple
+from collections import defaultdict, deque, namedtuple
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from decimal import Decimal
 from enum import Enum, Flag, IntEnum
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -241,6 +244,60 @@ class Generators(Base):
 
 
 @form
+class OtherGenerators(Base):
+    """Makes generators of Python and of numpy in the first step. One of them belongs to all parameters."""
+
+    def scale(self, p: Tensor, group: dict[str, Any]) -> float:
+        state = self.state[p]
+        for bits in (np.random.PCG64, np.random.Philox, np.random.MT19937, np.random.SFC64, np.random.PCG64DXSM):
+            state.setdefault(bits.__name__, np.random.Generator(bits(3)))
+        shared = group.setdefault("shared", random.Random(1))
+        state["python"] = shared
+        numpy = sum(made.normal() for made in state.values() if isinstance(made, np.random.Generator))
+        return float(numpy + shared.random() + shared.gauss())
+
+
+@form
+class Namespaces(Base):
+    """Keeps a namespace for all parameters, with a tensor and another namespace in it."""
+
+    def scale(self, p: Tensor, group: dict[str, Any]) -> float:
+        shared = group.setdefault("shared", SimpleNamespace(n=0, sum=torch.zeros(1), inner=SimpleNamespace(last=[])))
+        self.state[p]["shared"] = shared
+        shared.n, shared.sum = shared.n + 1, shared.sum + 1
+        shared.inner.last = [*shared.inner.last[-2:], shared.n]
+        return 1 / (shared.n + float(shared.sum) + sum(shared.inner.last))
+
+
+@form
+class OddValues(Base):
+    settings = {"steps": range(2, 9), "part": slice(0, 3), "path": Path("a")}  # noqa: RUF012
+
+    def scale(self, p: Tensor, group: dict[str, Any]) -> float:
+        state = self.state[p]
+        state["third"] = state.get("third", Fraction(1, 3)) / 3
+        state["exact"] = state.get("exact", Decimal("1.50")) * 3
+        state.setdefault("bytes", bytearray()).append(len(state["bytes"]) + 1)
+        state["range"], state["slice"] = range(len(state["bytes"])), slice(len(state["bytes"]), None)
+        return 1 / (float(state["third"] + 1) + float(state["exact"]) + sum(state["bytes"]) + len(state["range"]))
+
+
+@form
+class Expanded(Base):
+    """Keeps a row, and an expanded view of it that follows it."""
+
+    def scale(self, p: Tensor, group: dict[str, Any]) -> float:
+        state = self.state[p]
+        if "view" not in state:
+            state["row"] = torch.zeros(p.shape[0])
+            state["view"] = state["row"].view(-1, *[1] * (p.dim() - 1)).expand_as(p) if p.dim() > 1 else None
+            state["more"] = [torch.ones(3, 1, 2, 1).expand(-1, 4, -1, 5)]
+        state["row"].add_(1)
+        assert state["more"][0].shape == (3, 4, 2, 5)
+        return 1 / (float(state["row"].sum() if p.dim() == 1 else state["view"].sum()) + float(state["more"][0].sum()))
+
+
+@form
 class OddNumbers(Base):
     def scale(self, p: Tensor, group: dict[str, Any]) -> float:
         state = self.state[p]
@@ -354,6 +411,10 @@ class Deleting(Projector):
         pass
 
 
+class Dice(random.Random):
+    pass
+
+
 class Locked:
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -369,12 +430,15 @@ def local_member() -> Any:
 REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "class with __del__": (Deleting, r": .*Deleting cannot be saved: its class has its own __del__"),
     "lock": (lambda p: Locked(), r"\.lock: an object of type _thread\.lock cannot be saved: it has no attributes"),
-    "class of another package": (lambda p: random.Random(1), r": .*made this random\.Random during the training"),
+    "class with __new__": (
+        lambda p: defaultdict(list),
+        r": .*defaultdict cannot be saved: its class has its own __new__",
+    ),
+    "generator of another class": (lambda p: Dice(1), r": .*made this .*Dice during the training"),
     "late object that can only be filled": (lambda p: Counting(), r": .*made this .*Counting during the training"),
     "late function": (lambda p: halved, r": .*made this builtins\.function during the training"),
     "member of a local enum": (lambda p: local_member(), r": .*cannot find this class by its name.*top level"),
     "set of objects": (lambda p: {Projector(p)}, r": the key .*Projector.* cannot be saved"),
-    "path": (lambda p: Path("a"), r": .*PosixPath cannot be saved: its class"),
 }
 
 
@@ -421,6 +485,8 @@ def test_state_of_a_foreign_tensor_is_refused_before_the_first_step(tmp_path: Pa
         ("Settings", '"Limits"', '"Mode"', r"is not a named tuple"),
         ("Settings", f'"{__name__}.halved"', '"os.system"', r"opt\.param_groups\.0\.fn was 'os\.system'"),
         ("Settings", '"float64"', '"system"', r"not a torch\.dtype"),
+        ("Expanded", "[[1, 4], [3, 5]]", "[[9, 4], [3, 5]]", r"cannot be expanded by"),
+        ("OtherGenerators", '"numpy.PCG64"', '"numpy.seed"', r"unknown kind of generator"),
         ("EarlyHelper", '"state": {"count"', '"stale": {"count"', r"nothing is stored of the object"),
         ("SharedHelper", '"v": "net.0.weight"', '"v": "net.9.weight"', r"refers to a parameter 'net\.9\.weight'"),
     ],
@@ -589,6 +655,129 @@ def test_entries_of_state_dict_survive_next_to_exact_moments(kind: str, dtype: t
         for one in (state, twin)
     ]
     assert dtypes[0] == dtypes[1]
+
+
+class Deriving(torch.optim.SGD):
+    """Its learning rate comes from a count that is no part of its state_dict()."""
+
+    count = 0
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, 0.1, momentum=0.9)
+
+    def step(self, closure: Any = None) -> Any:
+        self.count += 1
+        self.param_groups[0]["t"] = self.count
+        self.param_groups[0]["lr"] = 0.1 / self.count
+        return super().step(closure)
+
+
+class DerivesInLoader(Deriving):
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self.count = self.param_groups[0].get("t", 0)
+
+
+class DerivesInSetstate(Deriving):
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.count = self.param_groups[0].get("t", 0)
+
+
+class MakesStateInLoader(Momentum):
+    """Keeps fp32 moments, which its loader casts back, and a sum of them that its loader makes."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for group in self.param_groups:
+            group["lr"] = 0.01 / (1 + sum(float(state["n"]) for state in self.state.values() if "n" in state))
+        for state in self.state.values():
+            state["n"] = state.get("n", 0) + 1
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        for state in self.state.values():
+            state["m"], state["made"] = state["m"].float(), True
+            state["n"] += 10
+
+
+def derives_in_hooks(params: Any) -> torch.optim.Optimizer:
+    """An optimizer whose hooks write the count into the groups before they are saved, and take it from there."""
+    opt: Any = torch.optim.Adam(params)
+    opt.count = 0
+
+    def count(opt: Any, args: Any, kwargs: Any) -> None:
+        opt.count += 1
+        opt.param_groups[0]["lr"] = 0.01 / opt.count
+
+    opt.register_step_pre_hook(count)
+    opt.register_state_dict_pre_hook(lambda opt: opt.param_groups[0].__setitem__("n", opt.count))
+    opt.register_load_state_dict_post_hook(lambda opt: setattr(opt, "count", opt.param_groups[0].get("n", 0)))
+    made: torch.optim.Optimizer = opt
+    return made
+
+
+def derives_before_loading(params: Any) -> torch.optim.Optimizer:
+    opt = Deriving(params)
+
+    def take(opt: Any, state: dict[str, Any]) -> None:
+        opt.count = state["param_groups"][0].get("t", 0)
+
+    opt.register_load_state_dict_pre_hook(take)
+    return opt
+
+
+DERIVING: dict[str, Callable[[Any], Any]] = {
+    "loader": DerivesInLoader,
+    "__setstate__": DerivesInSetstate,
+    "hooks": derives_in_hooks,
+    "hook before": derives_before_loading,
+    "forwarding": lambda p: AcceleratedOptimizer(DerivesInLoader(p)),
+    "hooks inside": lambda p: AcceleratedOptimizer(derives_in_hooks(p)),
+}
+
+
+@pytest.mark.parametrize("kind", DERIVING)
+def test_optimizer_that_derives_when_loaded_continues_alike(kind: str) -> None:
+    """What its hooks, its loader or its __setstate__() make of the saved state is made after a restore, too."""
+    continues_alike(lambda seed: made(DERIVING[kind], seed))
+
+
+def test_loader_keeps_exact_moments_and_what_it_makes() -> None:
+    """fp32 moments next to bf16 weights keep their bits, although the loader casts them. What it changes stays so."""
+    state, twin = (made(MakesStateInLoader, seed, torch.bfloat16) for seed in (0, 1))
+    shared = state["opt"].param_groups[0]["params"][0]
+    state["opt"].param_groups[0]["anchor"] = shared
+    train(state, range(3))
+    Saved(Capture(state).read()).restore(twin)
+    for one, other in zip(state["opt"].state.values(), twin["opt"].state.values(), strict=True):
+        assert other["m"].dtype == torch.float32 and torch.equal(one["m"], other["m"])
+        assert (other["made"], other["n"]) == (True, one["n"] + 10)
+    assert twin["opt"].param_groups[0]["anchor"] is twin["opt"].param_groups[0]["params"][0]
+
+
+def test_state_is_restored_with_a_warning_if_the_loader_fails(caplog: pytest.LogCaptureFixture) -> None:
+    class Fails(Momentum):
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            raise NotImplementedError("no loader")
+
+    state, twin = made(Fails, 0), made(Fails, 1)
+    train(state, range(3))
+    Saved(Capture(state).read()).restore(twin)
+    assert "opt: its state was restored, but its own load_state_dict() failed" in caplog.text
+    train(state, range(3, 5))
+    train(twin, range(3, 5))
+    assert all(torch.equal(a, b) for a, b in zip(weights(state), weights(twin), strict=True))
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.LBFGS, Momentum])
+def test_loader_of_an_ordinary_optimizer_is_not_called(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    state, twin = made(kind, 0), made(kind, 1)
+    if kind is not torch.optim.LBFGS:
+        train(state, range(2))
+    saved = Saved(Capture(state).read())
+    monkeypatch.setattr(torch.optim.Optimizer, "load_state_dict", None)
+    saved.restore(twin)
 
 
 def test_wrapper_that_adds_nothing_is_not_asked_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:

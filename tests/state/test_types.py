@@ -6,7 +6,9 @@ import enum
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable
 from datetime import datetime
-from pathlib import Path
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 import numpy as np
@@ -48,6 +50,14 @@ class Dict(dict):  # type: ignore[type-arg]
 
 
 class List(list):  # type: ignore[type-arg]
+    pass
+
+
+class Share(Fraction):
+    pass
+
+
+class Folder(type(Path())):  # type: ignore[misc]
     pass
 
 
@@ -107,7 +117,8 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "subclass of dict": lambda: Dict(a=1),
     "subclass of list": lambda: List([1]),
     "subclass of datetime": lambda: Moment(2020, 1, 1),
-    "bytearray": lambda: bytearray(b"a"),
+    "subclass of Fraction": lambda: Share(1, 2),
+    "subclass of Path": lambda: Folder("a"),
     "defaultdict": lambda: defaultdict(list, a=[1]),
     "member of an enum that is local": lambda: enum.Enum("Local", "ONE").ONE,  # type: ignore[attr-defined]
     "key of a subclass": lambda: {Text("a"): 1},
@@ -122,12 +133,44 @@ if ml_dtypes is not None:
     }
 
 
-@pytest.mark.parametrize("where", ["plain", "object"])
+class Extra(nn.Module):
+    """Has any value as its extra state."""
+
+    def __init__(self, value: Any = None) -> None:
+        super().__init__()
+        self.value = value
+
+    def get_extra_state(self) -> Any:
+        return self.value
+
+    def set_extra_state(self, state: Any) -> None:
+        self.value = state
+
+
+def optimizer_with(values: dict[str, Any], settings: dict[str, Any], weight: Tensor | None = None) -> Any:
+    """Return an optimizer that has values in the state of its one parameter, and in its group."""
+    param = nn.Parameter(torch.ones(3)) if weight is None else weight
+    found: Any = torch.optim.SGD([param], 0.1)
+    found.state[param] = values
+    found.param_groups[0].update(settings)
+    return found
+
+
+HOLDERS: dict[str, Callable[[Any], Any]] = {
+    "plain": lambda value: {"v": [value]},
+    "object": lambda value: Loader({"v": [value]}),
+    "extra state": lambda value: Extra([value]),
+    "state of an optimizer": lambda value: optimizer_with({"v": value}, {}),
+    "in a list of an optimizer": lambda value: optimizer_with({"v": [value]}, {}),
+    "settings of an optimizer": lambda value: optimizer_with({}, {"v": value}),
+}
+
+
+@pytest.mark.parametrize("where", HOLDERS)
 @pytest.mark.parametrize("kind", REFUSED)
 def test_value_whose_type_would_be_lost_is_refused_by_name(kind: str, where: str) -> None:
-    held = {"v": [REFUSED[kind]()]}
-    with pytest.raises(StateError, match=r"^meta\.v"):
-        Capture({"meta": held if where == "plain" else Loader(held)}).read()
+    with pytest.raises(StateError, match=r"^meta\..*(v|_extra_state)"):
+        Capture({"meta": HOLDERS[where](REFUSED[kind]())}).read()
 
 
 def test_memory_mapped_array_is_refused(tmp_path: Path) -> None:
@@ -174,6 +217,13 @@ RETURNED: dict[str, Callable[[], Any]] = {
     "key of type bool": lambda: {True: 1},
     "frozenset": lambda: frozenset({1, (2, "a")}),
     "torch.device": lambda: torch.device("cuda:1"),
+    "bytearray": lambda: bytearray(b"a\0"),
+    "range": lambda: [range(3), range(10**20, 0, -7)],
+    "slice": lambda: [slice(None, 5), slice(0, 4, 2), slice("a", (1, 2.5))],
+    "Fraction": lambda: [Fraction(-1, 3), Fraction(10**30, 7)],
+    "Decimal": lambda: [Decimal("1.50"), Decimal("-0"), Decimal("sNaN12"), Decimal("-Infinity"), Decimal("1E+999999")],
+    "paths": lambda: [Path("/a/b"), Path("\udc80"), PurePosixPath("a"), PureWindowsPath("c:/a")],
+    "keys that are numbers or paths": lambda: {Fraction(1, 2): 1, Decimal("1.5"): 2, Path("a"): 3, range(2): 4},
     "keys of other types": lambda: {(1, None): 2, 1.5: {Word.A: 1}, torch.float32: 0},
 }
 
@@ -189,13 +239,16 @@ def test_value_returns_with_its_type_and_bits(kind: str, fresh: bool) -> None:
     assert repr(freeze(state["meta"]["v"])) == repr(freeze(value))
 
 
+RESULT = "result that requires gradients"
 KINDS: dict[str, Callable[[], Tensor]] = {
     "parameter": lambda: nn.Parameter(torch.randn(3)),
     "frozen parameter": lambda: nn.Parameter(torch.randn(3), requires_grad=False),
     "parameter of integers": lambda: nn.Parameter(torch.arange(3), requires_grad=False),
     "buffer": lambda: nn.Buffer(torch.randn(3)),  # type: ignore[no-untyped-call]
+    "buffer that is not persistent": lambda: nn.Buffer(torch.randn(3), persistent=False),  # type: ignore[no-untyped-call]
+    "buffer that requires gradients": lambda: nn.Buffer(torch.randn(3).requires_grad_()),  # type: ignore[no-untyped-call]
     "leaf that requires gradients": lambda: torch.randn(3, requires_grad=True),
-    "result that requires gradients": lambda: torch.randn(3, requires_grad=True) * 2,
+    RESULT: lambda: torch.randn(3, requires_grad=True) * 2,
     "plain": lambda: torch.randn(3),
 }
 
@@ -214,7 +267,51 @@ def test_tensors_that_are_made_again_are_of_their_kind(tmp_path: Path) -> None:
             found = back[kind]
             assert type(found) is type(value) and torch.equal(found, value), kind
             assert found.requires_grad is (value.requires_grad and value.is_leaf), kind
+            assert is_buffer(found) == is_buffer(value), kind
     assert loader.state["again"][0] is loader.state["x"]["parameter"]
+
+
+def is_buffer(tensor: Tensor) -> tuple[bool, bool | None]:
+    return isinstance(tensor, nn.Buffer), getattr(tensor, "persistent", None)
+
+
+@pytest.mark.parametrize("here", ["nothing", "the same", "plain tensors"])
+def test_tensors_of_optimizer_and_extra_state_return_with_their_kind(here: str) -> None:
+    """In a fresh state, and in one that has values of the same kind or of another kind."""
+
+    def make(values: dict[str, Tensor]) -> dict[str, Any]:
+        inside = {"list": list(values.values()), **values}
+        return {"opt": optimizer_with(dict(inside), dict(values)), "net": Extra(dict(values))}
+
+    values = {kind: kind_of() for kind, kind_of in KINDS.items()}
+    saved = Saved(Capture(make(values)).read())
+    others = {"nothing": {}, "the same": {kind: kind_of() for kind, kind_of in KINDS.items() if kind != RESULT}}
+    live = others.get(here, {kind: torch.zeros_like(value).detach() for kind, value in values.items()})
+    twin = make(live)
+    held = dict(twin["opt"].state[twin["opt"].param_groups[0]["params"][0]])
+    saved.restore(twin)
+    state = twin["opt"].state[twin["opt"].param_groups[0]["params"][0]]
+    in_list = dict(zip(values, state["list"], strict=True))
+    for back in (state, in_list, twin["opt"].param_groups[0], twin["net"].value):
+        for kind, value in values.items():
+            found = back[kind]
+            assert type(found) is type(value) and torch.equal(found, value), kind
+            assert found.requires_grad is (value.requires_grad and value.is_leaf), kind
+            assert found.is_leaf and is_buffer(found) == is_buffer(value), kind
+    if here == "the same":
+        assert all(state[kind] is held[kind] for kind in values if kind != RESULT)
+
+
+def test_moment_of_the_class_of_its_parameter_returns_as_that_class() -> None:
+    """A subclass of Tensor is known if the parameter is one, and refused if it is not."""
+    weight = nn.Parameter(torch.ones(3).as_subclass(Picture))
+    assert type(weight) is Picture
+    opt = optimizer_with({"m": torch.zeros_like(weight) + 2}, {}, weight)
+    saved = Saved(Capture({"opt": opt}).read())
+    fresh: Any = torch.optim.SGD([nn.Parameter(torch.zeros(3).as_subclass(Picture))], 0.1)
+    saved.restore({"opt": fresh})
+    (state,) = fresh.state.values()
+    assert type(state["m"]) is Picture and state["m"].tolist() == [2.0] * 3
 
 
 def test_live_tensor_is_filled_in_place_whatever_was_saved() -> None:
@@ -246,6 +343,23 @@ def test_unknown_kind_of_tensor_is_an_error() -> None:
     saved.values = saved.values.replace('"parameter"', '"else"')
     with pytest.raises(CorruptError, match="unknown kind of tensor 'else'"):
         saved.restore({"meta": {"v": None}})
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        {"$": "fraction", "v": [1, 0]},
+        {"$": "decimal", "v": "1 + 1"},
+        {"$": "decimal", "v": [0, [1], 1]},
+        {"$": "path", "v": "a", "class": "Popen"},
+        {"$": "path", "v": 3},
+        {"$": "range", "v": [1, 2, 0]},
+        {"$": "slice", "v": [1]},
+    ],
+)
+def test_damaged_value_is_an_error(damaged: Any) -> None:
+    with pytest.raises(CorruptError):
+        decode(damaged)
 
 
 def test_payload_of_a_nan_is_kept() -> None:

@@ -1322,6 +1322,7 @@ def trust_small_files(patch: pytest.MonkeyPatch) -> None:
 
 def try_again_for(patch: pytest.MonkeyPatch, window_s: float, first_pause_s: float | None = None) -> None:
     """Set how long failing reads are retried."""
+    patch.setattr(steady, "_others", steady._Faults())  # as in a process that has not failed yet
     patch.setattr(steady, "WINDOW_S", window_s)
     if first_pause_s is not None:
         patch.setattr(steady, "FIRST_PAUSE_S", first_pause_s)

@@ -311,9 +311,7 @@ def test_import_survives_source_files_that_cannot_be_read_for_a_moment(
     source: str,
     match: str,
 ) -> None:
-    monkeypatch.setattr(steady, "_others", steady._Faults())
-    monkeypatch.setattr(steady, "WINDOW_S", 20.0)
-    monkeypatch.setattr(steady, "FIRST_PAUSE_S", 0.01)
+    inside.try_again_for(monkeypatch, 20.0, 0.01)
     for number, after in enumerate((0, 1, 3)):
         source_fault.on("ESTALE", match, "open", "stat", "listdir", "pread", after=after, count=3)
         assert call("import", foreign / source, tmp_path / f"out{number}").code == 0

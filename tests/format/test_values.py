@@ -135,9 +135,9 @@ class MyStr(str):
 Point = namedtuple("Point", "x")
 
 REFUSED = [
-    Point(1), {pathlib.Path("x")}, [{1: frozenset([object()])}], deque([object()]), pathlib.Path("x"), lambda: None,
+    Point(1), {pathlib}, [{1: frozenset([object()])}], deque([object()]), pathlib, lambda: None,
     MyDict(), MyInt(1), MyStr("x"), Colour.RED,
-    defaultdict(int), object(), int, range(3), bytearray(b"x"), np.array([object()]), np.zeros(1, "i4,f4"),
+    defaultdict(int), object(), int, memoryview(b"x"), np.array([object()]), np.zeros(1, "i4,f4"),
     np.zeros(1, "i4,f4")[0], np.str_("x"), np.float32, np.dtype("f4"), {}.keys(), (i for i in ()),
     datetime(2026, 1, 1, tzinfo=ZoneInfo("UTC")), datetime(2026, 1, 1, tzinfo=timezone(timedelta(0), "mine")), time(1),
 ]  # fmt: skip

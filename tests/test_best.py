@@ -353,5 +353,5 @@ dist.destroy_process_group()
     assert ours[:2] == others[:2] and ours[0].startswith("UsageError step 2 was not made yet")
     assert ours[1].startswith("UsageError a score is one number") and ours[2:] == ["True", ""]
     assert others[2].startswith("PeerError rank 0 scored step 1, and this rank step 0")
-    assert others[3].startswith("DeadlineError")
+    assert others[3].startswith(("DeadlineError", "PeerError rank 0 closed"))
     assert kept(run_dir) == {1: "best, loss=0.1"}

@@ -544,9 +544,9 @@ def process_of(pid: int) -> Process:
 MOST_RESTARTS_OF_WRITER = find_writer.RESPAWN_LIMIT  # deaths in a row after which no new writer is started
 
 
-def run_in_writers(patch: pytest.MonkeyPatch, code: str) -> None:
-    """Make each writer that this process starts run a line of code first."""
-    patch.setattr(writer_client, "_BOOT", f"{code}; {writer_client._BOOT}")
+def run_in_writers(patch: pytest.MonkeyPatch, code: str, *, instead: bool = False) -> None:
+    """Make each writer that this process starts run a line of code first, or nothing else."""
+    patch.setattr(writer_client, "_BOOT", code if instead else f"{code}; {writer_client._BOOT}")
 
 
 def compare_no_replicas() -> None:

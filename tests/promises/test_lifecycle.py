@@ -883,7 +883,7 @@ def test_why_no_new_writer_starts_is_said(run_dir: str, own_sockets: Path, monke
     state = toy.build()
     cp = ckpt.Checkpointer(state, rare(run_dir))
     train(cp, state, 1, 2)
-    inside.run_in_writers(monkeypatch, "import everystep_was_removed")
+    inside.run_in_writers(monkeypatch, "import everystep_was_removed", instead=True)
     kill_all(writers(own_sockets))
     saved = cp.save()
     with pytest.raises(ckpt.SaveError, match="No writer holds it: memory ends with this process") as failed:
@@ -911,7 +911,7 @@ with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(sys.argv[1], every=100_0
         cp.step(step)
         if step == 3:
             cp.save().staged(60)
-            inside.run_in_writers(pytest.MonkeyPatch(), "import everystep_was_removed")
+            inside.run_in_writers(pytest.MonkeyPatch(), "import everystep_was_removed", instead=True)
             [writer.kill() for writer in writers(pathlib.Path(os.environ["CKPT_RUNTIME_DIR"]))]
 """
 

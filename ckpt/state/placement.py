@@ -54,9 +54,8 @@ def comes_from_user(error: BaseException) -> bool:
     for frame, _ in traceback.walk_tb(error.__traceback__):
         file = frame.f_code.co_filename
         standard = file.startswith("<frozen") or (file.startswith(_STANDARD) and "site-packages" not in file)
-        if (
-            not standard and not file.startswith(_LIBRARIES) and not file.endswith(".pyx")
-        ):  # those of numpy have no path
+        compiled = file.endswith(".pyx")  # of numpy, without its path
+        if not (standard or compiled or file.startswith(_LIBRARIES)):
             return True
     return False
 

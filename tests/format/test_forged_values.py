@@ -120,9 +120,8 @@ def test_values_of_another_kind_are_errors_of_ours(tmp_path: Path, caplog: pytes
             if isinstance(error, MismatchError) and trained(live) != before:
                 wrong.append(f"{name}: changed before {error}")
         except Exception as error:
-            if not name.startswith(
-                "values (0, "
-            ):  # Counter.set_extra_state is the user's code: its error is raised as it is
+            # Errors of the user's code, which is Counter.set_extra_state here, are raised as they are.
+            if not name.startswith("values (0, "):
                 wrong.append(f"{name}: {error!r}")
         if trained(live) != before:
             live = everything(3)  # of what was forged nothing may be left

@@ -17,9 +17,8 @@ $(READY): pyproject.toml constraints.txt hatch_build.py $(wildcard ckpt/format/*
 demo: $(READY)
 	$(BIN)/python examples/demo.py
 
-# The same hash seed each time, because the schedules of tests/model depend on the order of sets.
 test: $(READY)
-	PYTHONHASHSEED=0 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations=40 $(if $(PKG),tests/$(PKG) --part all,--part $(PART)) $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations=40 $(if $(PKG),tests/$(PKG) --part all,--part $(PART)) $(ARGS)
 
 test-long: $(READY)
 	$(BIN)/python -m pytest -m long --timeout 7200

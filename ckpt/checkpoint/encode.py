@@ -19,7 +19,7 @@ import numpy as np
 from ckpt.checkpoint.byte_source import Bases, ByteSource, InMemory, InStore, no_bases
 from ckpt.checkpoint.commit_checks import vouches
 from ckpt.checkpoint.encode_part import LEAST, WORTH, Learnt, OnNeeds, PartEncoder
-from ckpt.checkpoint.incremental import Digests, Policy, Previous, plan_blobs
+from ckpt.checkpoint.incremental import Policy, Previous, plan_blobs
 from ckpt.checkpoint.parts import load_part
 from ckpt.checkpoint.upload_stats import UploadStats
 from ckpt.checkpoint.write import RankSnapshot, WrittenPart, write_part
@@ -174,14 +174,6 @@ class Encoder:
         self._learn_sink(stored, upload_s)
         if plain >= MEASURED and encode_s > 0:
             self.rate = _mixed(self.rate, plain / encode_s)
-
-
-def _is_shared(layout: Layout, previous: Previous, digests: Digests) -> bool:
-    """Whether enough is what it was, going by all blobs."""
-    rows = previous.rows(layout)
-    there = np.flatnonzero(rows >= 0)
-    alike = (digests[there] == previous.table.digest[rows[there]]).all(axis=1)
-    return _is_enough(layout, there.tolist(), alike.tolist())
 
 
 def _is_enough(layout: Layout, blobs: Sequence[int], alike: Sequence[bool]) -> bool:

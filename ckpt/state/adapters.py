@@ -110,7 +110,7 @@ class Collector:
 
 
 _FORM = attrgetter("shape", "dtype")
-_NBYTES, _LEAST = torch.UntypedStorage.nbytes, 64
+_NBYTES, _NUMBER = torch.UntypedStorage.nbytes, 8
 _TOGETHER = (
     256  # tensors of which all is asked before any of the next: what torch keeps of them stays near the processor
 )
@@ -193,13 +193,13 @@ def _places(tensors: Sequence[Tensor]) -> list[int]:
 def _storages(tensors: Sequence[Tensor]) -> list[torch.UntypedStorage]:
     """Return the storages that can shrink at their address, each once. `_places` notices another address.
 
-    Allocators hand out 64 bytes at least, so smaller storages are left out: they are a quarter of an AdamW state.
+    A storage of one number is left out, because nothing smaller would hold it: they are a quarter of an AdamW state.
     """
     found = dict[int, torch.UntypedStorage]()
     for one in tensors:
         with contextlib.suppress(NotImplementedError, RuntimeError):  # sparse ones have none
             storage = one.untyped_storage()
-            if storage.nbytes() > _LEAST:
+            if storage.nbytes() > _NUMBER:
                 found[storage._cdata] = storage
     return list(found.values())
 

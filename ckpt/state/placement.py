@@ -39,8 +39,8 @@ from ckpt.state.tensors import (
 )
 from ckpt.state.wrappers import WrapperForm, differs, remake, take_apart
 
-_LIBRARIES = tuple(os.path.dirname(str(module.__file__)) for module in (errors, torch, np))
-_STANDARD = os.path.dirname(os.__file__)  # other packages may lie below it, in site-packages
+_LIBRARIES = tuple(os.path.join(os.path.dirname(str(module.__file__)), "") for module in (errors, torch, np))
+_STANDARD = os.path.join(os.path.dirname(os.__file__), "")  # other packages may lie below it, in site-packages
 
 
 def comes_from_user(error: BaseException) -> bool:
@@ -53,7 +53,7 @@ def comes_from_user(error: BaseException) -> bool:
         return True
     for frame, _ in traceback.walk_tb(error.__traceback__):
         file = frame.f_code.co_filename
-        standard = file.startswith("<frozen") or (file.startswith(_STANDARD) and "site-packages" not in file)
+        standard = file.startswith("<frozen") or (file.startswith(_STANDARD) and "-packages" not in file)
         compiled = file.endswith(".pyx")  # of numpy, without its path
         if not (standard or compiled or file.startswith(_LIBRARIES)):
             return True

@@ -38,7 +38,7 @@ from typing import Any
 import numpy as np
 
 from ckpt.checkpoint import commit as commits
-from ckpt.checkpoint import commit_checks, read, retention, store_trial, write
+from ckpt.checkpoint import commit_checks, read, retention, steady, store_trial, write
 from ckpt.checkpoint import settle as settling
 from ckpt.checkpoint.commit import Role
 from ckpt.checkpoint.retention import Keep
@@ -138,6 +138,7 @@ PLAYED = (
     retention,
     retry,
     run_log,
+    steady,
     store_trial,
     prune,
     write,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 
 import ckpt
 from ckpt.state.capture import Capture
+from ckpt.state.placement import comes_from_user
 from test_promise_state import Container, Fused, State
 
 
@@ -107,3 +109,35 @@ def test_slices_of_what_the_state_holds_are_not_saved_again() -> None:
     assert set(capture.read().layout.by_name) == {"masters"}
     state["masters"] = flat.clone()
     assert {"optim.params.0.0", "optim.params.0.1"} <= set(capture.read().layout.by_name)
+
+
+def raised_in(file: str) -> Exception:
+    """Return an error that code of this file has raised."""
+    try:
+        exec(compile("raise KeyError('lr')", file, "exec"))
+    except KeyError as error:
+        assert error.__traceback__ is not None
+        return error.with_traceback(error.__traceback__.tb_next)  # without the frame of this file
+    raise AssertionError
+
+
+SITE = os.path.dirname(os.path.dirname(torch.__file__))
+
+
+@pytest.mark.parametrize(
+    ("file", "expected"),
+    [
+        (f"{SITE}/torchdata/stateful_dataloader.py", True),
+        (f"{SITE}/torch/optim/adam.py", False),
+        (f"{os.path.dirname(os.path.dirname(ckpt.__file__))}/ckpt_runs/train.py", True),
+        (f"{os.path.dirname(ckpt.__file__)}/state/adapters.py", False),
+        (f"{os.path.dirname(os.__file__)}/json/decoder.py", False),
+        (f"{os.path.dirname(os.__file__)}/site-packages/lightning/trainer.py", True),
+        (f"{os.path.dirname(os.__file__)}/dist-packages/lightning/trainer.py", True),
+        ("numpy/random/_pcg64.pyx", False),
+        ("<string>", True),
+    ],
+)
+def test_error_comes_from_user_when_a_frame_is_of_another_package(file: str, expected: bool) -> None:
+    """Names of packages may begin with the name of another one."""
+    assert comes_from_user(raised_in(file)) == expected

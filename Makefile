@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 
 .PHONY: demo test torture same-states test-long test-gpu test-corners test-s3 bench first-contact bench-gpu bench-ranks bench-faults bench-storage bench-codecs bench-offline bench-scale bench-chaos bench-ledger bench-callbacks bench-deepspeed bench-torchtitan bench-ray bench-megatron bench-waits lint docs wheel format clean
 
-$(READY): pyproject.toml constraints.txt hatch_build.py $(wildcard ckpt/format/*.c)
+$(READY): pyproject.toml constraints.txt hatch_build.py $(wildcard ckpt/core/format/*.c)
 	$(PYTHON) -m venv $(VENV)
 	@echo "installing torch and what the tests need into $(VENV)"
 	$(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev]'

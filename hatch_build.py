@@ -1,6 +1,6 @@
-"""Compiles the C of ckpt/format for a wheel, or in place for an editable install; and has README as PyPI can show it.
+"""Compiles the C of core/format for a wheel, or in place for an editable install; and has README as PyPI can show it.
 
-Where compiling fails, for whatever reason, the install goes on without it: ckpt/format/kernels.py then has numpy do it.
+Where compiling fails, for whatever reason, the install goes on without it: core/format/kernels.py then has numpy do it.
 By hand, in place: python hatch_build.py
 """
 
@@ -26,14 +26,14 @@ except ImportError:  # by hand they are not needed
     BuildHookInterface = MetadataHookInterface = object
 
 LINK = re.compile(r"(!?)\[([^\]]*)\]\((?![a-z]+://)[^)]*\)")  # to a place in the repository, or on the same page
-FOLDER = Path(__file__).parent / "ckpt" / "format"
+FOLDER = Path(__file__).parent / "ckpt" / "core" / "format"
 FLAGS = "-O3 -fPIC -shared -std=gnu11 -fvisibility=hidden -s"
 WAYS = ("", "-DNO_CLONES")  # the second for where functions cannot be chosen at the start
 LIMIT_S = 120
 
 
 def library_name() -> str:
-    """As ckpt/format/kernels.py looks for it: one of another source is never taken."""
+    """As ckpt/core/format/kernels.py looks for it: one of another source is never taken."""
     source = b"".join(path.read_bytes() for path in sources())
     return f"kernels-{platform.machine()}-{hashlib.sha256(source).hexdigest()[:12]}.so"
 
@@ -82,7 +82,7 @@ class KernelsHook(BuildHookInterface):  # type: ignore[misc, valid-type, unused-
         except Exception as error:
             self.app.display_warning(f"no compiled kernels, numpy will do instead: {error}")
             return
-        build_data["force_include"][str(made)] = f"ckpt/format/{made.name}"
+        build_data["force_include"][str(made)] = f"ckpt/core/format/{made.name}"
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
 

@@ -649,7 +649,7 @@ def folder_in(home: Path) -> Iterator[Path]:
 def accounts_of(run: Path) -> list[Any]:
     """From the ledger of a run, oldest first; none where there is no ledger."""
     try:
-        from ckpt.goodput.ledger import Account, in_order
+        from ckpt.tools.observe.goodput.ledger import Account, in_order
     except ImportError:
         return []
     return in_order(Account.from_bytes(path.read_bytes()) for path in sorted((run / "ledger").glob("*.json")))
@@ -659,12 +659,12 @@ def statement(run: Path) -> Json | None:
     """Of the ledger, by the library's own accounting; None where it keeps none."""
     accounts = accounts_of(run)
     try:
-        from ckpt.goodput.accounting import settled
+        from ckpt.tools.observe.goodput.accounting import settled
     except ImportError:
         return None
     if not accounts:
         return None
-    from ckpt.faults.report import Fault
+    from ckpt.guard.report import Fault
 
     faults = [Fault.from_json(json.loads(path.read_text())) for path in sorted((run / "faults").glob("*.json"))]
     found: Json = settled(accounts, faults).statement.to_json()
@@ -682,11 +682,11 @@ def cadence(run: Path) -> Json | None:
 
 
 def predicted(found: Json, plan: Plan) -> Json | None:
-    """What `ckpt.goodput.model` says of this run, from what saves were measured to cost before it. How long it takes to
+    """What `goodput.model` says of this run, from what saves were measured to cost before it. How long it takes to
     perceive, to start again and to read back is no matter of cadence: it is taken from the run itself. None without a
     forecast, or without a cadence."""
     try:
-        from ckpt.goodput.model import Costs, TierCost, predict
+        from ckpt.tools.observe.goodput.model import Costs, TierCost, predict
     except ImportError:
         return None
     bill, every = found["bill"], {"memory": 1, "folder": 100}

@@ -50,9 +50,9 @@ from rich.table import Table
 
 import ckpt
 import states
-from ckpt.format import codec
-from ckpt.format.layout import BLOB
-from ckpt.state.tensors import DTYPE_NAME
+from ckpt.core.format import codec
+from ckpt.core.format.layout import BLOB
+from ckpt.core.state.tensors import DTYPE_NAME
 from kernel_speeds import kernel_speeds
 from states import LAGS, Size, Tensors
 
@@ -196,7 +196,7 @@ def difference(plain: Bytes, base: Bytes, word: int) -> Bytes:
 
 
 class Ours:
-    """ckpt.format.codec, without a base; with `bases`, against those."""
+    """ckpt.core.format.codec, without a base; with `bases`, against those."""
 
     def __init__(self, bases: dict[int, Blob] | None = None) -> None:
         self.bases = bases

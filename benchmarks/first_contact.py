@@ -41,7 +41,7 @@ from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 
 import ckpt  # noqa: E402
-from ckpt.trainer.staging.stage_mode import WAYS  # noqa: E402
+from ckpt.core.snapshot.stage_mode import WAYS  # noqa: E402
 
 Json = dict[str, Any]
 State = dict[str, Any]

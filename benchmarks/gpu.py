@@ -47,7 +47,7 @@ from torch.nn import functional
 sys.path.insert(0, str(Path(__file__).parent))
 
 import ckpt
-from ckpt.trainer.staging.fill import SlotFiller
+from ckpt.core.snapshot.fill import SlotFiller
 from workload import GPT, SMALL, THREADS, Size, Training
 
 T = TypeVar("T")

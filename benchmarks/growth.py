@@ -26,16 +26,16 @@ import torch
 from torch import nn
 
 import ckpt
-from ckpt.checkpoint import commit as commits
-from ckpt.checkpoint import parts as parts_of
-from ckpt.checkpoint import read
-from ckpt.checkpoint.write import RankSnapshot, write_part
-from ckpt.format.layout import Layout
-from ckpt.format.manifest import Attempt, Part
-from ckpt.format.partition import Seat
-from ckpt.runlog.archiving import Archivist
-from ckpt.runlog.log import RunLog
-from ckpt.state.capture import Capture
+from ckpt.core.checkpoint import commit as commits
+from ckpt.core.checkpoint import parts as parts_of
+from ckpt.core.checkpoint import read
+from ckpt.core.checkpoint.write import RankSnapshot, write_part
+from ckpt.core.format.layout import Layout
+from ckpt.core.format.manifest import Attempt, Part
+from ckpt.core.format.partition import Seat
+from ckpt.core.log.archiving import Archivist
+from ckpt.core.log.log import RunLog
+from ckpt.core.state.capture import Capture
 from ckpt.store import Store, open_store
 
 Json = dict[str, Any]

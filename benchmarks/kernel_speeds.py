@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import zstandard
 
-from ckpt.checkpoint.put import put
-from ckpt.format import byteplanes, codec, frames, kernels
-from ckpt.format.digest import blob_digest
+from ckpt.core.checkpoint.put import put
+from ckpt.core.format import byteplanes, codec, frames, kernels
+from ckpt.core.format.digest import blob_digest
 
 Json = dict[str, Any]
 Array = np.ndarray[Any, Any]

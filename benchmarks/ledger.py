@@ -30,12 +30,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path += [str(Path(__file__).parent.parent), str(Path(__file__).parent.parent / "backends")]  # if not installed
 
-from ckpt.checkpoint import ledger_files
-from ckpt.checkpoint.open_tier import open_place
-from ckpt.ipc.heartbeat import Heartbeat
-from ckpt.ipc.watch_requests import KeepBooks
+from ckpt.core.checkpoint import ledger_files
+from ckpt.core.checkpoint.open_tier import open_place
+from ckpt.core.ipc.heartbeat import Heartbeat
+from ckpt.core.ipc.watch_requests import KeepBooks
+from ckpt.core.writer.bookkeeper import Bookkeeper
 from ckpt.tiers import Tier
-from ckpt.writer.bookkeeper import Bookkeeper
 from figures import goal, machine
 
 STEPS = 200_000
@@ -121,8 +121,8 @@ def tell(what: str, step: int) -> None:
 
 def stopwatch(run: str) -> tuple[float, float]:
     """Seconds that are lost: by the stopwatch, and by the ledger."""
-    from ckpt.goodput.accounting import settled
-    from ckpt.goodput.ledger import Account
+    from ckpt.tools.observe.goodput.accounting import settled
+    from ckpt.tools.observe.goodput.ledger import Account
 
     paths = os.pathsep.join([str(Path(__file__).parent.parent), str(Path(__file__).parent.parent / "backends")])
     stamps: list[tuple[float, str, int]] = []

@@ -135,7 +135,7 @@ def copy_limits(nbytes: int) -> Iterator[Limit]:
 
 
 def populate(nbytes: int) -> None:
-    """Shared memory with every page there, as an arena is made (see ckpt/ipc/arena.py)."""
+    """Shared memory with every page there, as an arena is made (see ckpt/core/ipc/arena.py)."""
     fd = os.memfd_create("limits", os.MFD_CLOEXEC)
     try:
         os.ftruncate(fd, nbytes)
@@ -222,7 +222,7 @@ def disk_limits(nbytes: int, folder: Path) -> Iterator[Limit]:
 
 
 def digest(memory: mmap.mmap, threads: int) -> None:
-    """XXH3-128, as of every blob (see ckpt/format/digest.py)."""
+    """XXH3-128, as of every blob (see ckpt/core/format/digest.py)."""
     with memoryview(memory) as view:
         parts = shares(len(memory), threads)
         at_once([partial(digest_part, view, a, b) for a, b in parts])

@@ -14,13 +14,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ckpt.checkpoint import commit as commits
-from ckpt.format.digest import file_digest
-from ckpt.format.manifest import Attempt, new_format, read_format
-from ckpt.runlog.archive import Archive, chain, pack
-from ckpt.runlog.archiving import Archivist, to_merge
-from ckpt.runlog.log import RunLog, record_key
-from ckpt.runlog.records import SNAPSHOT_EVERY, Commit, Record, commit_body, fold, summary
+from ckpt.core.checkpoint import commit as commits
+from ckpt.core.format.digest import file_digest
+from ckpt.core.format.manifest import Attempt, new_format, read_format
+from ckpt.core.log.archive import Archive, chain, pack
+from ckpt.core.log.archiving import Archivist, to_merge
+from ckpt.core.log.log import RunLog, record_key
+from ckpt.core.log.records import SNAPSHOT_EVERY, Commit, Record, commit_body, fold, summary
 from ckpt.store import open_store
 from ckpt_backends.memory import MemoryStore
 

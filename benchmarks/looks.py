@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import ckpt
-from ckpt.checkpoint import read
-from ckpt.cli import app
+from ckpt.core.checkpoint import read
 from ckpt.dcp import read as dcp_read
-from ckpt.maintain.audit import Audit
+from ckpt.tools.cli import app
+from ckpt.tools.maintain.audit import Audit
 from ckpt_backends.local import LocalStore
 
 Json = dict[str, Any]

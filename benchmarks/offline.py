@@ -53,7 +53,7 @@ def peak():
 OURS = (
     MEASURED
     + """
-from ckpt.cli import main
+from ckpt.tools.cli import main
 status = main(sys.argv[1:])
 print("peak", peak())
 sys.exit(status)

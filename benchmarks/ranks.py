@@ -45,7 +45,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import ckpt
-from ckpt.checkpoint import read
+from ckpt.core.checkpoint import read
 
 
 @dataclass(frozen=True)

@@ -52,21 +52,21 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import growth
 import long_log
 import looks
-from ckpt.checkpoint import commit as commits
-from ckpt.checkpoint import parts as parts_of
-from ckpt.checkpoint import read, write
-from ckpt.format.boxes import Dims
-from ckpt.format.digest import file_digest
-from ckpt.format.layout import Layout
-from ckpt.format.manifest import Attempt, PackInfo, new_format, pack_key
-from ckpt.format.partition import GLOBAL, Holding, Seat, share
-from ckpt.format.saved_state import SavedState
-from ckpt.restore.sources import StoreSource
-from ckpt.runlog.log import RunLog
-from ckpt.state.capture import Capture, Reading
-from ckpt.state.filler import Filler, Target
-from ckpt.state.sharding import _Cutting, _lie
-from ckpt.state.structure import _elsewhere, _spec
+from ckpt.core.checkpoint import commit as commits
+from ckpt.core.checkpoint import parts as parts_of
+from ckpt.core.checkpoint import read, write
+from ckpt.core.format.boxes import Dims
+from ckpt.core.format.digest import file_digest
+from ckpt.core.format.layout import Layout
+from ckpt.core.format.manifest import Attempt, PackInfo, new_format, pack_key
+from ckpt.core.format.partition import GLOBAL, Holding, Seat, share
+from ckpt.core.format.saved_state import SavedState
+from ckpt.core.log.log import RunLog
+from ckpt.core.restore.sources import StoreSource
+from ckpt.core.state.capture import Capture, Reading
+from ckpt.core.state.filler import Filler, Target
+from ckpt.core.state.sharding import _Cutting, _lie
+from ckpt.core.state.structure import _elsewhere, _spec
 from ckpt.store import open_store
 
 Json = dict[str, Any]

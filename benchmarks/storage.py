@@ -164,7 +164,7 @@ class OurStore(WithState):
 
     def __init__(self, state: dict[str, torch.Tensor], asked: Json) -> None:
         super().__init__(state, asked)
-        from ckpt.format.layout import Layout, TensorSpec
+        from ckpt.core.format.layout import Layout, TensorSpec
         from ckpt.store import open_store, remember_options
         from ckpt_backends.limit import Limit
 
@@ -183,9 +183,9 @@ class OurStore(WithState):
         self.loop.run_until_complete(self._open())
 
     async def _open(self) -> None:
-        from ckpt.checkpoint import commit, read
-        from ckpt.format.manifest import new_nonce
-        from ckpt.runlog.log import RunLog
+        from ckpt.core.checkpoint import commit, read
+        from ckpt.core.format.manifest import new_nonce
+        from ckpt.core.log.log import RunLog
 
         if self.asked["action"] == "get":
             self.log = await read.open_run(self.url, self.store)
@@ -199,9 +199,9 @@ class OurStore(WithState):
         self.loop.run_until_complete(self._put())
 
     async def _put(self) -> None:
-        from ckpt.checkpoint import commit
-        from ckpt.checkpoint.write import RankSnapshot, write_part
-        from ckpt.format.manifest import Attempt
+        from ckpt.core.checkpoint import commit
+        from ckpt.core.checkpoint.write import RankSnapshot, write_part
+        from ckpt.core.format.manifest import Attempt
 
         snapshot = RankSnapshot(Attempt(self.mine.epoch, 1, self.mine.nonce), self.layout, self.flat, [None])
         await commit.commit(self.log, self.mine, [await write_part(self.store, snapshot)])
@@ -210,7 +210,7 @@ class OurStore(WithState):
         self.loop.run_until_complete(self._get())
 
     async def _get(self) -> None:
-        from ckpt.checkpoint import read
+        from ckpt.core.checkpoint import read
 
         manifest = await read.load_manifest(self.store, read.choose(self.log))
         table, header = manifest.table, manifest.parts[0].packs[0].header_size

@@ -431,7 +431,7 @@ def torture_clean(counts: Counts, plan: Plan, folder: Path, rng: random.Random) 
 
 def command(*words: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": f"{REPO}:{REPO / 'backends'}", "OMP_NUM_THREADS": "1"}
-    start = [sys.executable, "-c", "from ckpt.cli import main; main()"]
+    start = [sys.executable, "-c", "from ckpt.tools.cli import main; main()"]
     return subprocess.run([*start, *words], env=environment, capture_output=True, text=True, timeout=LIMIT_S)
 
 

@@ -20,25 +20,25 @@ from ckpt.version import VERSION
 __version__ = VERSION
 
 _HOMES = {
-    "Auto": "goodput.cadence",
+    "Auto": "tools.observe.goodput.cadence",
     "Best": "best",
     "Checkpoint": "save",
     "Checkpointer": "checkpointer",
-    "Keep": "checkpoint.retention",
+    "Keep": "core.checkpoint.retention",
     "Loaded": "loading",
     "Loader": "loader",
     "Memory": "tiers",
     "Metrics": "metrics",
-    "RNG": "state.stateful",
-    "Restored": "restore.restore_first",
+    "RNG": "core.state.stateful",
+    "Restored": "core.restore.restore_first",
     "Run": "run",
     "Save": "save",
-    "Shard": "state.shards",
-    "Shards": "state.shards",
-    "Stateful": "state.stateful",
+    "Shard": "core.state.shards",
+    "Shards": "core.state.shards",
+    "Stateful": "core.state.stateful",
     "Tier": "tiers",
     "load": "loading",
-    "Fault": "faults.report",
+    "Fault": "guard.report",
     "on_deadline": "triggers",
     "on_exception": "triggers",
     "on_hang": "triggers",
@@ -84,8 +84,13 @@ if TYPE_CHECKING:
     from ckpt import torchtitan as torchtitan
     from ckpt import transformers as transformers
     from ckpt.best import Best as Best
-    from ckpt.checkpoint.retention import Keep as Keep
     from ckpt.checkpointer import Checkpointer as Checkpointer
+    from ckpt.core.checkpoint.retention import Keep as Keep
+    from ckpt.core.restore.restore_first import Restored as Restored
+    from ckpt.core.state.shards import Shard as Shard
+    from ckpt.core.state.shards import Shards as Shards
+    from ckpt.core.state.stateful import RNG as RNG
+    from ckpt.core.state.stateful import Stateful as Stateful
     from ckpt.errors import CheckpointError as CheckpointError
     from ckpt.errors import ClosedError as ClosedError
     from ckpt.errors import CorruptError as CorruptError
@@ -107,22 +112,17 @@ if TYPE_CHECKING:
     from ckpt.errors import StoreError as StoreError
     from ckpt.errors import UsageError as UsageError
     from ckpt.errors import WriterError as WriterError
-    from ckpt.faults.report import Fault as Fault
-    from ckpt.goodput.cadence import Auto as Auto
+    from ckpt.guard.report import Fault as Fault
     from ckpt.loader import Loader as Loader
     from ckpt.loading import Loaded as Loaded
     from ckpt.loading import load as load
     from ckpt.metrics import Metrics as Metrics
-    from ckpt.restore.restore_first import Restored as Restored
     from ckpt.run import Run as Run
     from ckpt.save import Checkpoint as Checkpoint
     from ckpt.save import Save as Save
-    from ckpt.state.shards import Shard as Shard
-    from ckpt.state.shards import Shards as Shards
-    from ckpt.state.stateful import RNG as RNG
-    from ckpt.state.stateful import Stateful as Stateful
     from ckpt.tiers import Memory as Memory
     from ckpt.tiers import Tier as Tier
+    from ckpt.tools.observe.goodput.cadence import Auto as Auto
     from ckpt.triggers import on_deadline as on_deadline
     from ckpt.triggers import on_exception as on_exception
     from ckpt.triggers import on_hang as on_hang

@@ -2,7 +2,7 @@
 
 import sys
 
-from ckpt.cli import main
+from ckpt.tools.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -10,11 +10,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ckpt.checkpoint import read
+from ckpt.core.checkpoint import read
+from ckpt.core.log.log import RunLog
+from ckpt.core.log.records import THE_BEST, words_of
 from ckpt.errors import CheckpointError, UsageError
 from ckpt.events import log as logger
-from ckpt.runlog.log import RunLog
-from ckpt.runlog.records import THE_BEST, words_of
 
 END = "its end"
 

@@ -4,7 +4,7 @@
     restore() -> newest source in the history -> fill -> open a new epoch that continues from it
 
 Nothing here waits for a disk, unless asked to. Errors of the background are raised by the next call, once. What is done
-in these calls stands in `ckpt.trainer`: saves, step_keeper, restoring, closing, all over one session.
+in these calls stands in `ckpt.core.run`: saves, step_keeper, restoring, closing, all over one session.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from typing import Any, TypeVar, overload
 import torch
 
 from ckpt.best import Best
-from ckpt.checkpoint.retention import Keep
+from ckpt.core.checkpoint.retention import Keep
+from ckpt.core.restore.restore_first import Restored
+from ckpt.core.run.closing import Closing
+from ckpt.core.run.departures import Departures
+from ckpt.core.run.kept_steps import KeptSteps
+from ckpt.core.run.process_end import ProcessEnd
+from ckpt.core.run.progress import Progress, Staged
+from ckpt.core.run.restoring import MISSING, Restoring
+from ckpt.core.run.saves import Saves, TierWrites
+from ckpt.core.run.session import Session, Settings, Stats
+from ckpt.core.run.step_keeper import StepKeeper
+from ckpt.core.snapshot.device import traced
 from ckpt.errors import CheckpointError, SkippedError, UsageError, door
 from ckpt.events import log
-from ckpt.faults.report import Fault, tell_if_uncaught
-from ckpt.goodput.cadence import Auto
-from ckpt.restore.restore_first import Restored
+from ckpt.guard.fault_handler import FaultHandler
+from ckpt.guard.report import Fault, tell_if_uncaught
+from ckpt.guard.secure import LiveRun
 from ckpt.save import Save
-from ckpt.trainer.closing import Closing
-from ckpt.trainer.departures import Departures
-from ckpt.trainer.faults.fault_handler import FaultHandler
-from ckpt.trainer.faults.secure import LiveRun
-from ckpt.trainer.kept_steps import KeptSteps
-from ckpt.trainer.process_end import ProcessEnd
-from ckpt.trainer.progress import Progress, Staged
-from ckpt.trainer.restoring import MISSING, Restoring
-from ckpt.trainer.saves import Saves, TierWrites
-from ckpt.trainer.session import Session, Settings, Stats
-from ckpt.trainer.staging.device import traced
-from ckpt.trainer.step_keeper import StepKeeper
+from ckpt.tools.observe.goodput.cadence import Auto
 from ckpt.triggers import Trigger, as_triggers
 
 STOP_S = 30.0  # for an incident that is being dealt with

@@ -12,20 +12,20 @@ from typing import Any
 
 from torch import Tensor
 
-from ckpt.checkpoint import losses, read, spelling
-from ckpt.checkpoint.losses import Skipped
-from ckpt.checkpoint.spelling import Which
+from ckpt.core.checkpoint import losses, read, spelling
+from ckpt.core.checkpoint.losses import Skipped
+from ckpt.core.checkpoint.spelling import Which
+from ckpt.core.format.boxes import Box
+from ckpt.core.format.manifest import Attempt
+from ckpt.core.format.saved_state import Key, SavedState
+from ckpt.core.format.values import Json, decode, show
+from ckpt.core.log.log import Commit
+from ckpt.core.restore.sources import fill_from_store
+from ckpt.core.state.filler import Target
+from ckpt.core.state.special_values import as_plain
+from ckpt.core.state.tensors import empty, of_kind, to_array
 from ckpt.errors import CorruptError, NoCheckpointError, UsageError, at_door, door
 from ckpt.events import log as logger
-from ckpt.format.boxes import Box
-from ckpt.format.manifest import Attempt
-from ckpt.format.saved_state import Key, SavedState
-from ckpt.format.values import Json, decode, show
-from ckpt.restore.sources import fill_from_store
-from ckpt.runlog.log import Commit
-from ckpt.state.filler import Target
-from ckpt.state.special_values import as_plain
-from ckpt.state.tensors import empty, of_kind, to_array
 from ckpt.store import normalise, remember_options
 
 

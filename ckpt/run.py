@@ -8,21 +8,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ckpt.checkpoint import losses, read, retention, spelling
-from ckpt.checkpoint.retention import Keep, as_keep
-from ckpt.checkpoint.spelling import Which
-from ckpt.convert.export import Exported, export
-from ckpt.convert.forms import Wanted, form_for, plan_output
-from ckpt.convert.output import local_path
-from ckpt.convert.partial import check_target
-from ckpt.convert.source_run import checkpoint_of
+from ckpt.core.checkpoint import losses, read, retention, spelling
+from ckpt.core.checkpoint.retention import Keep, as_keep
+from ckpt.core.checkpoint.spelling import Which
+from ckpt.core.log.log import Commit, RunLog
 from ckpt.errors import CorruptError, UsageError, door
-from ckpt.maintain import prune as upkeep
-from ckpt.maintain.examine import Verdict, examine
-from ckpt.maintain.listing import CheckpointInfo, checkpoints_of
-from ckpt.maintain.remove import plan_removal, remove
-from ckpt.runlog.log import Commit, RunLog
 from ckpt.store import normalise, remember_options
+from ckpt.tools.convert.export import Exported, export
+from ckpt.tools.convert.forms import Wanted, form_for, plan_output
+from ckpt.tools.convert.output import local_path
+from ckpt.tools.convert.partial import check_target
+from ckpt.tools.convert.source_run import checkpoint_of
+from ckpt.tools.maintain import prune as upkeep
+from ckpt.tools.maintain.examine import Verdict, examine
+from ckpt.tools.maintain.listing import CheckpointInfo, checkpoints_of
+from ckpt.tools.maintain.remove import plan_removal, remove
 
 T = TypeVar("T")
 BY_HAND = "by hand"

@@ -1,4 +1,4 @@
-"""When to save out of turn, as the user says it. Values only: `ckpt.trainer.faults` and the writer act on them.
+"""When to save out of turn, as the user says it. Values only: `ckpt.guard` and the writer act on them.
 
     triggers="auto"                                    all of these, with the defaults below
     triggers=[ckpt.on_signal("SIGTERM"), ckpt.on_hang(action="exit", min_s=20)]
@@ -24,7 +24,7 @@ DEADLY = (  # not to be handled, or handled by faulthandler already
 )  # fmt: skip
 SOURCES = ("ec2", "gce", "azure")
 
-# What a launcher or scheduler can act on: see `ADVICE` in ckpt/faults/report.py.
+# What a launcher or scheduler can act on: see `ADVICE` in ckpt/guard/report.py.
 RETRY_CODE = 75  # sysexits.h: EX_TEMPFAIL
 REPLACE_CODE = 76
 RESUBMIT_CODE = 77

@@ -51,11 +51,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import ckpt
-from ckpt.checkpoint.identity import key_of
+from ckpt.core.checkpoint.identity import key_of
+from ckpt.core.format.manifest import Attempt
+from ckpt.core.ipc import channel
 from ckpt.errors import CorruptError
-from ckpt.faults.report import Fault, incidents
-from ckpt.format.manifest import Attempt
-from ckpt.ipc import channel
+from ckpt.guard.report import Fault, incidents
 
 RANKS, VICTIM = 2, 1  # the victim is the rank that a fault strikes
 STEPS, EVERY = 120, 50  # EVERY: steps between checkpoints on disk

@@ -30,8 +30,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import ckpt
-from ckpt.checkpoint.identity import key_of
-from ckpt.ipc import channel as link
+from ckpt.core.checkpoint.identity import key_of
+from ckpt.core.ipc import channel as link
 
 CONTEXT, BATCH = 64, 16
 WIDTH, HEADS, LAYERS = 160, 4, 4

@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 
 import documents
-from ckpt.telemetry.gauges import KINDS
+from ckpt.tools.observe.telemetry.gauges import KINDS
 from documents import PAGES, Block, blocks, named, prose_problems, python_problems, shell_problems
 from processes import REPO
 
 INSIDE = ("CONTRIBUTING.md", "docs/design.md", "docs/protocol.md", "docs/format.md")  # whose dotted names are modules
-BELOW = ("", "ckpt", "backends/ckpt_backends", "tests")  # what a path in a document is relative to
+HOMES = ("ckpt", "ckpt/core", "ckpt/tools", "ckpt/tools/observe")  # what a dotted name is relative to
+BELOW = ("", *HOMES, "backends/ckpt_backends", "tests")  # what a path in a document is relative to
 FILE = re.compile(r"(?<![\w/.*<])((?:[a-z_]+/)+[a-z_0-9]+\.py)\b")
 NAME = re.compile(r"`((?:[a-z_]+\.)+)(?!py`)(\w+)(?:\.(\w+))?(?:\(\))?`")
 
@@ -26,16 +27,21 @@ def missing(text: str) -> set[str]:
     gone = {path for path in FILE.findall(text) if not any((REPO / below / path).is_file() for below in BELOW)}
     for found in NAME.finditer(text):
         *modules, last = [word for word in (*found[1].split("."), found[2]) if word]
-        module = REPO.joinpath("ckpt", *[word for word in modules if word != "ckpt"])
-        if modules[0] not in PACKAGES or module.joinpath(f"{last}.py").is_file() or module.joinpath(last).is_dir():
-            continue
-        file = module.with_suffix(".py") if module.with_suffix(".py").is_file() else module / "__init__.py"
-        if not file.is_file() or not _has(file, last, found[3]):
+        homes = [REPO.joinpath(home, *[word for word in modules if word != "ckpt"]) for home in HOMES]
+        if modules[0] in PACKAGES and not any(_defines(module, last, found[3]) for module in homes):
             gone.add(found[0].strip("`"))
     return gone
 
 
-PACKAGES = {path.name.removesuffix(".py") for path in (REPO / "ckpt").iterdir()} - {"testing"}
+PACKAGES = {path.name.removesuffix(".py") for home in HOMES for path in (REPO / home).iterdir()} - {"testing"}
+
+
+def _defines(module: Path, name: str, member: str | None) -> bool:
+    """Return True if a module or package has a module, class, function or value of that name, and that the member."""
+    if module.joinpath(f"{name}.py").is_file() or module.joinpath(name).is_dir():
+        return True
+    file = module.with_suffix(".py") if module.with_suffix(".py").is_file() else module / "__init__.py"
+    return file.is_file() and _has(file, name, member)
 
 
 def _has(file: Path, name: str, member: str | None) -> bool:
@@ -57,10 +63,8 @@ def test_what_a_document_names_is_there(page: Path) -> None:
 
 
 def test_negative_control_what_is_gone_is_seen() -> None:
-    text = (
-        "`ckpt/format/nothing.py` and `runlog.log.RunLog.nothing`, `runlog.log.Nothing`; `runlog.log.RunLog` is there"
-    )
-    assert missing(text) == {"ckpt/format/nothing.py", "runlog.log.RunLog.nothing", "runlog.log.Nothing"}
+    text = "`core/format/nothing.py` and `log.log.RunLog.nothing`, `log.log.Nothing`; `log.log.RunLog` is there"
+    assert missing(text) == {"core/format/nothing.py", "log.log.RunLog.nothing", "log.log.Nothing"}
 
 
 # -- blocks --

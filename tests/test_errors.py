@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader
 
 import ckpt
 from ckpt import errors
-from ckpt.cli import app
 from ckpt.errors import CheckpointError, FullError, from_wire, to_wire
+from ckpt.tools.cli import app
 
 
 def kinds(base: type[CheckpointError] = CheckpointError) -> Iterator[type[CheckpointError]]:

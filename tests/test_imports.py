@@ -39,10 +39,10 @@ def imported(tree: ast.AST) -> Iterator[str]:
 @pytest.mark.parametrize(
     ("module", "line"),
     [
-        ("ckpt/writer/main.py", "from ckpt.trainer.staging import stage"),
-        ("ckpt/runlog/log.py", "def f():\n    import torch"),
-        ("backends/ckpt_backends/local.py", "from ckpt.runlog.log import RunLog"),
-        ("ckpt/maintain/audit.py", "import rich.table"),
+        ("ckpt/core/writer/main.py", "from ckpt.core.snapshot import stage"),
+        ("ckpt/core/log/log.py", "def f():\n    import torch"),
+        ("backends/ckpt_backends/local.py", "from ckpt.core.log.log import RunLog"),
+        ("ckpt/tools/maintain/audit.py", "import rich.table"),
         (None, ""),
     ],
 )
@@ -66,8 +66,8 @@ def reads_plain(call: ast.Call) -> bool:
     return ast.unparse(call.func) == "torch.load" and said.get("weights_only") == "True"
 
 
-WRITES_TORCH_FILES = {name: {"torch.save"} for name in ("convert.to_torch", "convert.to_torch_dist")}  # exports
-READS_PICKLES = {"convert.parse_dcp": {"pickle"}}  # of DCP, by an Unpickler that makes only what is in a list
+WRITES_TORCH_FILES = {name: {"torch.save"} for name in ("tools.convert.to_torch", "tools.convert.to_torch_dist")}  # exports
+READS_PICKLES = {"tools.convert.parse_dcp": {"pickle"}}  # of DCP, by an Unpickler that makes only what is in a list
 
 
 @pytest.mark.parametrize("path", MODULES, ids=named)
@@ -109,7 +109,7 @@ def test_nothing_that_runs_code_or_forks(path: Path) -> None:
             assert ast.unparse(node.value) == "False"
 
 
-KNOWS_FOLDERS = {"store", "convert.output"}  # the second takes what a user has written off a path
+KNOWS_FOLDERS = {"store", "tools.convert.output"}  # the second takes what a user has written off a path
 
 
 def test_who_knows_what_the_url_of_a_folder_looks_like() -> None:
@@ -136,7 +136,9 @@ def test_import_ckpt_is_light() -> None:
 
 def test_the_writer_has_no_torch() -> None:
     """Neither at its start nor once it has opened a store: seconds of start-up, and hundreds of MB."""
-    statement = "import ckpt.writer.main, ckpt.store; ckpt.store.open_store('file:///tmp'); import ckpt_backends.local"
+    statement = (
+        "import ckpt.core.writer.main, ckpt.store; ckpt.store.open_store('file:///tmp'); import ckpt_backends.local"
+    )
     loaded = loaded_by(statement)
     assert "numpy" in loaded and loaded & {"torch", "click", "rich", "fsspec"} == set()
 
@@ -210,15 +212,15 @@ def test_promises_know_the_library_from_outside(path: Path) -> None:
 @pytest.mark.parametrize(
     "code",
     [
-        "from ckpt.runlog.log import RunLog",
+        "from ckpt.core.log.log import RunLog",
         "from ckpt import failpoints",
         "from ckpt import Tier, store as stores",
-        "import ckpt.checkpoint.commit as commits",
+        "import ckpt.core.checkpoint.commit as commits",
         "from ckpt.dcp.storage import _tiers",
-        "def test() -> None:\n    from ckpt.cli.app import cli",
-        "ckpt.trainer.session.Session._prepare",
-        'patch.setattr("ckpt.checkpoint.write.CHUNK", 1)',
-        'CODE = """\nimport os\nfrom ckpt.trainer.staging.stage import Stager\n"""',
+        "def test() -> None:\n    from ckpt.tools.cli.app import cli",
+        "ckpt.core.run.session.Session._prepare",
+        'patch.setattr("ckpt.core.checkpoint.write.CHUNK", 1)',
+        'CODE = """\nimport os\nfrom ckpt.core.snapshot.stage import Stager\n"""',
         "cp._session.stager.stop()",
         'first.do("cp._closing.abandon()")',
         "save._staged.result()",

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 import ckpt
-from ckpt.checkpoint import retention
+from ckpt.core.checkpoint import retention
 from ckpt.errors import CorruptError, FormatError, NoCheckpointError, UsageError
 from commands import attempt_of, call, flip, increments
 from trees import tree

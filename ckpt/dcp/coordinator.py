@@ -10,11 +10,14 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from ckpt.checkpoint import commit, retention
-from ckpt.checkpoint.in_use import check_free
-from ckpt.checkpoint.open_tier import LIST_EVERY, READ_BACK_EVERY
-from ckpt.checkpoint.parts import load_parts
-from ckpt.checkpoint.write import WrittenPart
+from ckpt.core.checkpoint import commit, retention
+from ckpt.core.checkpoint.in_use import check_free
+from ckpt.core.checkpoint.open_tier import LIST_EVERY, READ_BACK_EVERY
+from ckpt.core.checkpoint.parts import load_parts
+from ckpt.core.checkpoint.write import WrittenPart
+from ckpt.core.format.manifest import Attempt
+from ckpt.core.format.manifest import owner as owner_of
+from ckpt.core.log.log import Acquire, Commit, RunLog, RunState, live_packs
 from ckpt.dcp import rank_write
 from ckpt.dcp.incarnation import Incarnation, Known, forget, known, note_owner, owner_known
 from ckpt.dcp.rank_write import TRY, Content, RankShare, Receipt
@@ -32,9 +35,6 @@ from ckpt.errors import (
     to_wire,
 )
 from ckpt.events import log as logger
-from ckpt.format.manifest import Attempt
-from ckpt.format.manifest import owner as owner_of
-from ckpt.runlog.log import Acquire, Commit, RunLog, RunState, live_packs
 from ckpt.store import Store, open_store, remember_options
 from ckpt.tiers import Tier
 

@@ -14,9 +14,9 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from ckpt.format.manifest import Attempt, new_nonce
-from ckpt.runlog.archiving import Archivist
-from ckpt.runlog.log import Acquire
+from ckpt.core.format.manifest import Attempt, new_nonce
+from ckpt.core.log.archiving import Archivist
+from ckpt.core.log.log import Acquire
 
 
 @dataclass(frozen=True, slots=True)

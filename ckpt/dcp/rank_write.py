@@ -18,15 +18,15 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
-from ckpt.checkpoint import read
-from ckpt.checkpoint.write import RankSnapshot, WrittenPart, build_table, finish_part, upload_from
+from ckpt.core.checkpoint import read
+from ckpt.core.checkpoint.write import RankSnapshot, WrittenPart, build_table, finish_part, upload_from
+from ckpt.core.format.digest import blob_hasher, file_digest
+from ckpt.core.format.layout import Layout, TensorSpec
+from ckpt.core.format.manifest import Attempt, PackInfo, pack_key
+from ckpt.core.format.values import is_text
+from ckpt.core.state.tensors import DTYPE_NAME, as_bytes, check, check_memory
 from ckpt.dcp.objects import warn_once
 from ckpt.errors import SaveError, StateError
-from ckpt.format.digest import blob_hasher, file_digest
-from ckpt.format.layout import Layout, TensorSpec
-from ckpt.format.manifest import Attempt, PackInfo, pack_key
-from ckpt.format.values import is_text
-from ckpt.state.tensors import DTYPE_NAME, as_bytes, check, check_memory
 from ckpt.store import PAGE, Store
 
 KIND = "dcp"  # of the one component of such a checkpoint

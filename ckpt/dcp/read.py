@@ -21,7 +21,14 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
-from ckpt.checkpoint import losses, read
+from ckpt.core.checkpoint import losses, read
+from ckpt.core.format.layout import TensorSpec
+from ckpt.core.format.manifest import Attempt
+from ckpt.core.format.saved_state import Key, SavedState
+from ckpt.core.log.log import Acquire, RunState, in_history, infer_root
+from ckpt.core.restore.sources import fill_from_store
+from ckpt.core.state.filler import Target
+from ckpt.core.state.tensors import DTYPE_NAME, TORCH_DTYPE, empty
 from ckpt.dcp.objects import check_object
 from ckpt.dcp.rank_write import KIND
 from ckpt.errors import (
@@ -36,13 +43,6 @@ from ckpt.errors import (
     is_unreadable,
 )
 from ckpt.events import log as logger
-from ckpt.format.layout import TensorSpec
-from ckpt.format.manifest import Attempt
-from ckpt.format.saved_state import Key, SavedState
-from ckpt.restore.sources import fill_from_store
-from ckpt.runlog.log import Acquire, RunState, in_history, infer_root
-from ckpt.state.filler import Target
-from ckpt.state.tensors import DTYPE_NAME, TORCH_DTYPE, empty
 
 SPARSE = 10_000  # elements of a list that may be empty, and have no name
 

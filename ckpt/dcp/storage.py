@@ -36,12 +36,12 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from ckpt.checkpoint import read
+from ckpt.core.checkpoint import read
+from ckpt.core.format.manifest import Attempt
 from ckpt.dcp import coordinator, in_flight, incarnation
 from ckpt.dcp import read as dcp_source
 from ckpt.dcp.rank_write import RankShare, Receipt, content_of
 from ckpt.errors import PeerError, SaveError, UsageError
-from ckpt.format.manifest import Attempt
 from ckpt.store import remember_options
 from ckpt.tiers import Memory, Tier
 

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 from ckpt.checkpointer import Checkpointer
+from ckpt.core.ranks.world import made_together
+from ckpt.core.state.shards import Shards
 from ckpt.deepspeed.internals import Engine
 from ckpt.errors import UsageError
-from ckpt.ranks.world import made_together
 from ckpt.save import Save
-from ckpt.state.shards import Shards
 
 OURS = ("model", "optim", "engine", "sched")
 

@@ -28,8 +28,8 @@ try:
 except ImportError as missing:
     raise ImportError("ckpt.deepspeed needs deepspeed: pip install 'everystep[deepspeed]'") from missing
 
+from ckpt.core.state.shards import Shard
 from ckpt.errors import StateError, UsageError
-from ckpt.state.shards import Shard
 from ckpt.version import check_known
 
 KNOWN = ((0, 18), (0, 20))  # from, and below

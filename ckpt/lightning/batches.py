@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch.utils import data
 
+from ckpt.core.state.stateful import RNG, adapt
 from ckpt.errors import UsageError
-from ckpt.state.stateful import RNG, adapt
 
 State = dict[str, Any]
 PLAIN = (bool, int, float, str, type(None))

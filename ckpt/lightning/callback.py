@@ -36,10 +36,9 @@ from typing import TYPE_CHECKING, Any
 from ckpt import best
 from ckpt.best import Best
 from ckpt.callbacks import check_keywords
-from ckpt.checkpoint.retention import Keep
 from ckpt.checkpointer import Checkpointer
+from ckpt.core.checkpoint.retention import Keep
 from ckpt.errors import CheckpointError, UsageError, at_door
-from ckpt.goodput.cadence import Auto
 from ckpt.lightning.checkpoint_io import CheckpointIO as CheckpointIO
 from ckpt.lightning.checkpoint_io import with_bases
 from ckpt.lightning.loop_hooks import LoopHooks, State, say
@@ -48,6 +47,7 @@ from ckpt.lightning.trainer_state import Monitored, TrainerState, state_of
 from ckpt.loading import Loaded, load
 from ckpt.save import Save
 from ckpt.tiers import Memory, Tier, as_tiers
+from ckpt.tools.observe.goodput.cadence import Auto
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback as Base

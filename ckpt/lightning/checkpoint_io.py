@@ -25,18 +25,18 @@ from urllib.parse import urlsplit
 import fsspec
 import torch
 
-from ckpt.checkpoint import read, retention
-from ckpt.checkpoint.commit import acquire, commit, create_run, written_run
-from ckpt.checkpoint.in_use import check_free
-from ckpt.checkpoint.write import RankSnapshot, page_aligned, write_part
+from ckpt.core.checkpoint import read, retention
+from ckpt.core.checkpoint.commit import acquire, commit, create_run, written_run
+from ckpt.core.checkpoint.in_use import check_free
+from ckpt.core.checkpoint.write import RankSnapshot, page_aligned, write_part
+from ckpt.core.format.manifest import Attempt, new_nonce
+from ckpt.core.state.capture import Capture
+from ckpt.core.state.tensors import TORCH_DTYPE
 from ckpt.errors import FormatError, NoCheckpointError, UsageError
 from ckpt.events import log as logger
-from ckpt.format.manifest import Attempt, new_nonce
 from ckpt.lightning.collected import to_device
 from ckpt.lightning.configs import from_plain, to_plain
 from ckpt.loading import load
-from ckpt.state.capture import Capture
-from ckpt.state.tensors import TORCH_DTYPE
 from ckpt.store import folder_of, normalise, open_store, remember_options
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils import prune
 
+from ckpt.core.format.values import decode, encode
 from ckpt.errors import StateError
-from ckpt.format.values import decode, encode
 
 State = dict[str, Any]
 NUMBERS = (bool, int, float)

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ckpt.core.state.sharding import is_dtensor, local
 from ckpt.lightning.batches import say
 from ckpt.lightning.collected import LIGHTNING
-from ckpt.state.sharding import is_dtensor, local
 
 HOOK = "on_train_epoch_start"
 # They keep all of their state themselves, or would train.

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch.amp import GradScaler
 
+from ckpt.core.format.values import encode
+from ckpt.core.state.stateful import RNG
 from ckpt.errors import StateError
-from ckpt.format.values import encode
 from ckpt.lightning import epoch_start
 from ckpt.lightning.batches import say
 from ckpt.lightning.collected import MAX_ITEMS, CollectedMetrics, Flags, ModelStructure, Outputs, to_device
 from ckpt.lightning.configs import from_plain, to_plain
 from ckpt.lightning.loop_hooks import LoopHooks, State
-from ckpt.state.stateful import RNG
 
 OWN = {"Callback", "CheckpointHooks", "LightningDataModule", "LightningModule"}  # their methods do nothing
 

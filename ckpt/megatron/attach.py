@@ -16,12 +16,12 @@ from functools import partial
 from typing import Any
 
 from ckpt.checkpointer import Checkpointer
+from ckpt.core.ranks.world import made_together
+from ckpt.core.state.shards import Shards
+from ckpt.core.state.stateful import RNG
 from ckpt.errors import UsageError
 from ckpt.megatron.internals import Megatron, OptimizerParamScheduler
 from ckpt.megatron.random_numbers import RandomNumbers
-from ckpt.ranks.world import made_together
-from ckpt.state.shards import Shards
-from ckpt.state.stateful import RNG
 
 OURS = ("model", "optim", "megatron", "rng")
 

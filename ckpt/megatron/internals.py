@@ -30,8 +30,8 @@ try:
 except ImportError as missing:
     raise ImportError("ckpt.megatron needs megatron-core: pip install 'everystep[megatron]'") from missing
 
+from ckpt.core.state.shards import Shard
 from ckpt.errors import StateError, UsageError
-from ckpt.state.shards import Shard
 from ckpt.version import check_known
 
 KNOWN = ((0, 16), (0, 17))  # from, and below

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from ckpt.checkpoint import read, spelling
-from ckpt.checkpoint.losses import Loss
+from ckpt.core.checkpoint import read, spelling
+from ckpt.core.checkpoint.losses import Loss
+from ckpt.core.format.partition import Seat
+from ckpt.core.ipc import channel
+from ckpt.core.ranks.world import World
+from ckpt.core.restore.candidates import gather
+from ckpt.core.restore.restore_first import Restored, restore_first
+from ckpt.core.state.capture import Capture
 from ckpt.errors import CorruptError, FormatError, MismatchError, NoCheckpointError
-from ckpt.format.partition import Seat
-from ckpt.ipc import channel
-from ckpt.ranks.world import World
-from ckpt.restore.candidates import gather
-from ckpt.restore.restore_first import Restored, restore_first
-from ckpt.state.capture import Capture
 from ckpt.store import normalise
 
 

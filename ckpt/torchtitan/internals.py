@@ -26,10 +26,10 @@ except ImportError as error:
 else:
     missing = None
 
+from ckpt.core.state.joint import Joint
+from ckpt.core.state.sharding import ModulePart, named_modules
+from ckpt.core.state.stateful import RNG, Resizable
 from ckpt.errors import UsageError
-from ckpt.state.joint import Joint
-from ckpt.state.sharding import ModulePart, named_modules
-from ckpt.state.stateful import RNG, Resizable
 from ckpt.version import check_known
 
 KNOWN = ((0, 3), (0, 4))  # from, and below

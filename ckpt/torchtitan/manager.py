@@ -8,8 +8,8 @@ from functools import partial
 from typing import Annotated, Any
 
 from ckpt.checkpointer import Checkpointer
+from ckpt.core.ranks.world import made_together
 from ckpt.events import log
-from ckpt.ranks.world import made_together
 from ckpt.tiers import Memory, Tier
 from ckpt.torchtitan import initial
 from ckpt.torchtitan.internals import BaseCheckpointManager, Job, filesystem, tyro

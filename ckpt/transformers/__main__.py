@@ -7,10 +7,10 @@ from pathlib import Path
 
 import click
 
-from ckpt.cli import STOPPED
-from ckpt.cli.restore import so_far
-from ckpt.cli.terminal import progress, say
 from ckpt.errors import CheckpointError
+from ckpt.tools.cli import STOPPED
+from ckpt.tools.cli.restore import so_far
+from ckpt.tools.cli.terminal import progress, say
 from ckpt.transformers.pretrained import export_pretrained
 from ckpt.units import duration
 

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from transformers import Trainer
 from transformers.utils import logging
 
+from ckpt.core.state.sharding import unwrap
 from ckpt.errors import UsageError
-from ckpt.state.sharding import unwrap
 
 say = logging.get_logger("transformers.everystep")
 

@@ -19,21 +19,21 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from ckpt.checkpoint import read
-from ckpt.convert.export import Exported, OnBytes, export
-from ckpt.convert.output import Output, Sums, local_path
-from ckpt.convert.partial import check_target
-from ckpt.convert.source import Origin, RankView
-from ckpt.convert.source_run import checkpoint_of
-from ckpt.convert.to_safetensors import cast_to, plan, prefix_of, weights_of
+from ckpt.core.checkpoint import read
+from ckpt.core.format.digest import blob_digest
+from ckpt.core.format.regular_file import read_regular, write_regular
+from ckpt.core.format.values import splitter
+from ckpt.core.state.sharding import local, named_buffers, named_modules, named_parameters
+from ckpt.core.state.tensors import as_bytes, check_memory
 from ckpt.errors import UsageError
 from ckpt.events import log
-from ckpt.format.digest import blob_digest
-from ckpt.format.regular_file import read_regular, write_regular
-from ckpt.format.values import splitter
 from ckpt.loading import load
-from ckpt.state.sharding import local, named_buffers, named_modules, named_parameters
-from ckpt.state.tensors import as_bytes, check_memory
+from ckpt.tools.convert.export import Exported, OnBytes, export
+from ckpt.tools.convert.output import Output, Sums, local_path
+from ckpt.tools.convert.partial import check_target
+from ckpt.tools.convert.source import Origin, RankView
+from ckpt.tools.convert.source_run import checkpoint_of
+from ckpt.tools.convert.to_safetensors import cast_to, plan, prefix_of, weights_of
 
 LONG = 4096  # characters, from which a text is kept as bytes, which need not be encoded at every step
 MOST = 32 << 20  # bytes of a tokenizer that are kept with every checkpoint

@@ -23,8 +23,8 @@ from transformers import EarlyStoppingCallback, Trainer
 from transformers.trainer_callback import ExportableState, TrainerControl
 from transformers.utils import logging
 
+from ckpt.core.state.stateful import RNG
 from ckpt.errors import MismatchError, UsageError
-from ckpt.state.stateful import RNG
 from ckpt.transformers.further_state import FurtherState
 
 say = logging.get_logger("transformers.everystep")  # shown where the Trainer's own messages are

@@ -26,15 +26,15 @@ from servers.process import find
 
 import ckpt
 import toy
-from ckpt.checkpoint import commit as commits
-from ckpt.checkpoint import read, retention
-from ckpt.checkpoint.read import load_manifest, verify
-from ckpt.checkpoint.retention import Keep
-from ckpt.checkpoint.write import RankSnapshot, WrittenPart, write_part
+from ckpt.core.checkpoint import commit as commits
+from ckpt.core.checkpoint import read, retention
+from ckpt.core.checkpoint.read import load_manifest, verify
+from ckpt.core.checkpoint.retention import Keep
+from ckpt.core.checkpoint.write import RankSnapshot, WrittenPart, write_part
+from ckpt.core.format.layout import Layout, TensorSpec
+from ckpt.core.format.manifest import Attempt, new_nonce, owner
+from ckpt.core.log.log import Acquire, RunLog
 from ckpt.errors import CorruptError, FencedError, StoreError
-from ckpt.format.layout import Layout, TensorSpec
-from ckpt.format.manifest import Attempt, new_nonce, owner
-from ckpt.runlog.log import Acquire, RunLog
 from ckpt.store import Store, open_store, options_of, remember_options
 from ckpt.testing import StoreTests, keys
 from ckpt_backends.remote import RemoteStore

@@ -22,26 +22,26 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ckpt.checkpoint import blobs as blobs_module
-from ckpt.checkpoint import byte_source, encode, encode_part, incremental, packs, read, retention, write
-from ckpt.checkpoint import commit as commits
-from ckpt.checkpoint.byte_source import InMemory, bases_in
-from ckpt.checkpoint.encode import Encoder
-from ckpt.checkpoint.incremental import BlobPlan, Policy, Previous, find_masters, plan_blobs
-from ckpt.checkpoint.packs import Encoded, Packer
-from ckpt.checkpoint.retention import Keep
-from ckpt.checkpoint.write import RankSnapshot, WrittenPart, digest_blobs
+from ckpt.core.checkpoint import blobs as blobs_module
+from ckpt.core.checkpoint import byte_source, encode, encode_part, incremental, packs, read, retention, write
+from ckpt.core.checkpoint import commit as commits
+from ckpt.core.checkpoint.byte_source import InMemory, bases_in
+from ckpt.core.checkpoint.encode import Encoder
+from ckpt.core.checkpoint.incremental import BlobPlan, Policy, Previous, find_masters, plan_blobs
+from ckpt.core.checkpoint.packs import Encoded, Packer
+from ckpt.core.checkpoint.retention import Keep
+from ckpt.core.checkpoint.write import RankSnapshot, WrittenPart, digest_blobs
+from ckpt.core.format import layout as plan
+from ckpt.core.format import table as tables
+from ckpt.core.format.codec import BF16, CODECS, DELTA, FLOAT_DELTA, PLANES, RAW, ROTATED, word_of
+from ckpt.core.format.codec import encode as coded
+from ckpt.core.format.digest import blob_digest
+from ckpt.core.format.layout import BITS, Layout, TensorSpec
+from ckpt.core.format.manifest import Attempt, PackInfo, Part, new_nonce, owner
+from ckpt.core.format.table import PRESSED, SavedShard, Table, merge
+from ckpt.core.format.table import columns_of as table_columns
+from ckpt.core.log.log import Acquire, Commit, RunLog, RunState
 from ckpt.errors import CheckpointError, CorruptError, FormatError, FullError, SaveError
-from ckpt.format import layout as plan
-from ckpt.format import table as tables
-from ckpt.format.codec import BF16, CODECS, DELTA, FLOAT_DELTA, PLANES, RAW, ROTATED, word_of
-from ckpt.format.codec import encode as coded
-from ckpt.format.digest import blob_digest
-from ckpt.format.layout import BITS, Layout, TensorSpec
-from ckpt.format.manifest import Attempt, PackInfo, Part, new_nonce, owner
-from ckpt.format.table import PRESSED, SavedShard, Table, merge
-from ckpt.format.table import columns_of as table_columns
-from ckpt.runlog.log import Acquire, Commit, RunLog, RunState
 from ckpt_backends.memory import MemoryStore
 from suspects import suspect
 

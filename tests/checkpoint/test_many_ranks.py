@@ -25,20 +25,20 @@ sys.path.insert(0, str(REPO / "benchmarks"))
 
 import ckpt
 import scale
-from ckpt.checkpoint import commit as commits
-from ckpt.checkpoint import describe, read, write
-from ckpt.checkpoint import parts as parts_of
-from ckpt.convert.source import Want
-from ckpt.convert.source_run import checkpoint_of
+from ckpt.core.checkpoint import commit as commits
+from ckpt.core.checkpoint import describe, read, write
+from ckpt.core.checkpoint import parts as parts_of
+from ckpt.core.format.digest import file_digest
+from ckpt.core.format.manifest import Attempt, PackInfo, pack_key
+from ckpt.core.format.partition import Seat
+from ckpt.core.format.table import Table
+from ckpt.core.log.log import RunLog
+from ckpt.core.state.capture import Capture
+from ckpt.core.state.filler import Target
 from ckpt.dcp import read as dcp_read
-from ckpt.format.digest import file_digest
-from ckpt.format.manifest import Attempt, PackInfo, pack_key
-from ckpt.format.partition import Seat
-from ckpt.format.table import Table
-from ckpt.runlog.log import RunLog
-from ckpt.state.capture import Capture
-from ckpt.state.filler import Target
 from ckpt.store import open_store
+from ckpt.tools.convert.source import Want
+from ckpt.tools.convert.source_run import checkpoint_of
 from commands import call, flip
 from trees import tree
 
@@ -336,7 +336,7 @@ def test_cut_for_another_number_of_ranks_it_is_the_same(run: Path, reads: Reads,
 def test_a_window_after_another_reads_no_table_again(run: Path, reads: Reads, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bytes are right whatever is kept of the tables: of all ranks so far, or only of those that a reading wants."""
     for most in (1 << 20, 0):
-        monkeypatch.setattr("ckpt.convert.source_run.MOST_ROWS", most)
+        monkeypatch.setattr("ckpt.tools.convert.source_run.MOST_ROWS", most)
         reads.clear()
         asyncio.run(read_by_turns(run))
         there = {name: holders(run, name, STEPS[1]) for name in (CHANGED, OTHER)}

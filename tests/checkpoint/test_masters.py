@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckpt.checkpoint import incremental
-from ckpt.checkpoint.incremental import find_masters
-from ckpt.format.layout import Layout, TensorSpec
+from ckpt.core.checkpoint import incremental
+from ckpt.core.checkpoint.incremental import find_masters
+from ckpt.core.format.layout import Layout, TensorSpec
 
 
 def test_masters_are_looked_for_once_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckpt.checkpoint.write import build_table
-from ckpt.format.layout import Layout, TensorSpec
-from ckpt.format.manifest import Part, canonical, press, unpress
-from ckpt.format.table import Table
+from ckpt.core.checkpoint.write import build_table
+from ckpt.core.format.layout import Layout, TensorSpec
+from ckpt.core.format.manifest import Part, canonical, press, unpress
+from ckpt.core.format.table import Table
 
 TENSORS, MOST = 4_000, 200  # bytes a tensor and checkpoint
 KINDS = ("model.transformer.h.{}.mlp.c_fc{}.weight", "optim.state.transformer.h.{}.mlp.c_fc{}.weight.exp_avg_sq")
@@ -44,7 +44,7 @@ def test_a_checkpoint_takes_little_beside_its_tensors() -> None:
 
 
 def plain_columns(layout: Layout) -> dict[str, np.ndarray]:  # type: ignore[type-arg]
-    from ckpt.format.table import columns_of
+    from ckpt.core.format.table import columns_of
 
     return dict(columns_of(build_table(layout, "packs/1.0badcafe-1.0.0.safetensors", None).to_bytes(), "a table"))
 

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 from test_incremental import HALF, KEY, columns_of, genuine
 
-from ckpt.checkpoint import blobs as blobs_module
-from ckpt.checkpoint import put as put_module
-from ckpt.checkpoint import read, read_local, read_repair
+from ckpt.core.checkpoint import blobs as blobs_module
+from ckpt.core.checkpoint import put as put_module
+from ckpt.core.checkpoint import read, read_local, read_repair
+from ckpt.core.format.columns import I64
+from ckpt.core.format.digest import blob_digest
+from ckpt.core.format.manifest import Attempt
+from ckpt.core.format.table import PRESSED, Table
 from ckpt.errors import CheckpointError, CorruptError
-from ckpt.format.columns import I64
-from ckpt.format.digest import blob_digest
-from ckpt.format.manifest import Attempt
-from ckpt.format.table import PRESSED, Table
 from ckpt_backends.local import LocalStore
 from ckpt_backends.memory import MemoryStore
 

@@ -18,11 +18,11 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.checkpoint import spelling
-from ckpt.cli import app
-from ckpt.cli.terminal import human
+from ckpt.core.checkpoint import spelling
 from ckpt.errors import CheckpointError, UsageError
 from ckpt.store import normalise
+from ckpt.tools.cli import app
+from ckpt.tools.cli.terminal import human
 from commands import call, save
 from processes import PYTHONPATH, REPO
 

@@ -20,14 +20,14 @@ from torch import nn
 
 import ckpt
 import toy
-from ckpt.checkpoint.commit import acquire
-from ckpt.cli import app, show, terminal, verify
-from ckpt.faults.report import Fault, SavedStep
-from ckpt.format.digest import file_digest
-from ckpt.format.manifest import MAJOR, Attempt, canonical, new_nonce, press, seal, unpress
-from ckpt.maintain.examine import examine
-from ckpt.runlog.log import Record, RunLog
+from ckpt.core.checkpoint.commit import acquire
+from ckpt.core.format.digest import file_digest
+from ckpt.core.format.manifest import MAJOR, Attempt, canonical, new_nonce, press, seal, unpress
+from ckpt.core.log.log import Record, RunLog
+from ckpt.guard.report import Fault, SavedStep
 from ckpt.store import open_store
+from ckpt.tools.cli import app, show, terminal, verify
+from ckpt.tools.maintain.examine import examine
 from commands import attempt_of, call, flip, increments, save
 from processes import REPO, eventually, run_script
 

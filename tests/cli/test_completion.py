@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt.cli.app import COMMANDS
+from ckpt.tools.cli.app import COMMANDS
 from processes import PYTHONPATH, REPO
 
 GUIDE = (REPO / "docs/guide/operate.md").read_text()

@@ -21,10 +21,10 @@ from processes import PYTHONPATH
 
 __all__ = ["call"]  # a fixture
 
-COMMAND = "import sys\nfrom ckpt.cli import main\nsys.exit(main())"
+COMMAND = "import sys\nfrom ckpt.tools.cli import main\nsys.exit(main())"
 KILL_ITSELF = """
 import os, signal
-from ckpt.checkpoint import read
+from ckpt.core.checkpoint import read
 real = read.verify
 async def verify(*given, **more):
     os.kill(os.getpid(), signal.SIGINT)
@@ -135,7 +135,7 @@ sys.meta_path.insert(0, Slow())
 
 @pytest.mark.parametrize("words", [["-m", "ckpt"], ["-c", COMMAND], ["-c", COMMAND.replace("cli", "cli.app")]])
 def test_a_command_that_is_stopped_before_it_has_begun(tmp_path: Path, words: list[str]) -> None:
-    """One line, and no traceback, also while it is being imported. Control: without `ckpt.cli.main` there is one."""
+    """One line, and no traceback, also while it is being imported. Control: without `cli.main` there is one."""
     (tmp_path / "sitecustomize.py").write_text(SLOWLY)
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{PYTHONPATH}"}
     command = [sys.executable, *words, "--help"]

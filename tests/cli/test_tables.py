@@ -12,7 +12,7 @@ import pytest
 from rich.cells import cell_len
 
 import toy
-from ckpt.cli import terminal
+from ckpt.tools.cli import terminal
 from commands import call, flip, save
 
 __all__ = ["call"]  # a fixture

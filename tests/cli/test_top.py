@@ -29,12 +29,12 @@ from rich.text import Text
 
 import ckpt
 import toy
-from ckpt.cli import app, top_data
-from ckpt.cli.top_data import RunWatch
-from ckpt.cli.top_view import RunStored, TopView, lines
-from ckpt.faults.report import Fault
+from ckpt.guard.report import Fault
 from ckpt.store import normalise, open_store
-from ckpt.telemetry.status import DeviceStatus, RankStatus, SlotStatus, TierStatus
+from ckpt.tools.cli import app, top_data
+from ckpt.tools.cli.top_data import RunWatch
+from ckpt.tools.cli.top_view import RunStored, TopView, lines
+from ckpt.tools.observe.telemetry.status import DeviceStatus, RankStatus, SlotStatus, TierStatus
 from commands import Result
 from processes import PYTHONPATH, eventually, start_python, writers
 
@@ -478,7 +478,7 @@ def test_a_place_that_never_answered_is_no_reason_to_wait(monkeypatch: pytest.Mo
 
 STUCK = """
 import sys, time
-from ckpt import cli; from ckpt.cli import top_data as survey
+from ckpt import cli; from ckpt.tools.cli import top_data as survey
 survey.FIRST_S, survey.LEAVE_S = 0.3, 0.1
 survey.open_store = lambda *arguments, **options: time.sleep(600)  # a driver that nobody can stop
 sys.exit(cli.main(["top", sys.argv[1], "--once"]))

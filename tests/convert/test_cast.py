@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from ckpt.convert import cast
 from ckpt.errors import UsageError
+from ckpt.tools.convert import cast
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 

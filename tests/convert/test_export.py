@@ -21,10 +21,10 @@ import torch
 from torch import nn
 
 import ckpt
-from ckpt.cli import restore
-from ckpt.convert import export, partial, to_run
-from ckpt.convert.output import Literal, OutFile, Output, TensorRun
 from ckpt.errors import CheckpointError, FullError, StoreError, UsageError
+from ckpt.tools.cli import restore
+from ckpt.tools.convert import export, partial, to_run
+from ckpt.tools.convert.output import Literal, OutFile, Output, TensorRun
 from commands import call, flip, increments
 from memory_origin import MemoryOrigin
 from peak import PEAK
@@ -178,8 +178,8 @@ def test_what_is_chosen_and_cast_is_a_run_too(made: Path, tmp_path: Path, call: 
 
 RESTORE = """
 import sys
-from ckpt import cli; from ckpt.cli import restore; from ckpt.convert import export, to_run
-from ckpt.convert import partial
+from ckpt import cli; from ckpt.tools.cli import restore; from ckpt.tools.convert import export, to_run
+from ckpt.tools.convert import partial
 export.SYNC, restore.WINDOW = 1, 1 << 20
 sys.exit(cli.main(sys.argv[1:]))
 """
@@ -480,7 +480,7 @@ def test_negative_control_without_the_bound_it_takes_more(tmp_path: Path) -> Non
     big = {"model": nn.ParameterDict({"big": nn.Parameter(torch.randn(40, MIB))})}
     with ckpt.Checkpointer(big, str(tmp_path / "run")) as cp:
         cp.save(1).committed()
-    code = PEAK.replace("status = ", "from ckpt.cli import restore\nrestore.WINDOW = 64 << 20\nstatus = ")
+    code = PEAK.replace("status = ", "from ckpt.tools.cli import restore\nrestore.WINDOW = 64 << 20\nstatus = ")
     result = run_script(code, "restore", tmp_path / "run", "--to", tmp_path / "a", fresh=True)
     assert result.returncode == 0 and int(result.stderr) > 150 * 1024
 
@@ -576,7 +576,7 @@ def output_of(origin: MemoryOrigin, draw: random.Random) -> tuple[Output, dict[s
 @pytest.mark.parametrize("seed", range(25))
 def test_any_plan_with_any_window(tmp_path: Path, seed: int) -> None:
     """Whatever the files consist of and however small the windows: the bytes are right, and the checksums too."""
-    from ckpt.format.digest import blob_digest
+    from ckpt.core.format.digest import blob_digest
 
     draw = random.Random(seed)
     origin = MemoryOrigin({f"t{i}": torch.randn(draw.randrange(1, 60), 50) for i in range(3)})

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ckpt.checkpoint.write import build_table
-from ckpt.convert.source_run import RunOrigin
-from ckpt.format.layout import Layout, TensorSpec
-from ckpt.format.manifest import Attempt
-from ckpt.format.saved_state import SavedState
-from ckpt.format.table import merge
+from ckpt.core.checkpoint.write import build_table
+from ckpt.core.format.layout import Layout, TensorSpec
+from ckpt.core.format.manifest import Attempt
+from ckpt.core.format.saved_state import SavedState
+from ckpt.core.format.table import merge
+from ckpt.tools.convert.source_run import RunOrigin
 
 
 def two_ranks(*own: str) -> SavedState:

@@ -12,7 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt.convert.source import (
+from ckpt.core.format.boxes import Box
+from ckpt.errors import CorruptError, UsageError
+from ckpt.tools.convert.source import (
     Assembly,
     Described,
     OriginEntry,
@@ -23,8 +25,6 @@ from ckpt.convert.source import (
     described,
     select,
 )
-from ckpt.errors import CorruptError, UsageError
-from ckpt.format.boxes import Box
 
 ITEM = 2
 

@@ -29,17 +29,17 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 
-from ckpt.convert import parse_dcp, parse_safetensors, parse_torch
-from ckpt.convert.source import DESCRIPTION, OriginEntry, RankView, Want, describe
-from ckpt.convert.source_files import FilesOrigin, Foreign, admit
+from ckpt.core.format.layout import Layout
+from ckpt.core.format.saved_state import SavedState
+from ckpt.core.format.table import SavedShard, Table
+from ckpt.core.format.values import decode, show
+from ckpt.core.state import tensors
+from ckpt.core.state.capture import Capture
+from ckpt.core.state.filler import Filler
 from ckpt.errors import CheckpointError, CorruptError, FormatError, UsageError
-from ckpt.format.layout import Layout
-from ckpt.format.saved_state import SavedState
-from ckpt.format.table import SavedShard, Table
-from ckpt.format.values import decode, show
-from ckpt.state import tensors
-from ckpt.state.capture import Capture
-from ckpt.state.filler import Filler
+from ckpt.tools.convert import parse_dcp, parse_safetensors, parse_torch
+from ckpt.tools.convert.source import DESCRIPTION, OriginEntry, RankView, Want, describe
+from ckpt.tools.convert.source_files import FilesOrigin, Foreign, admit
 from parallel import free_port, launch
 from processes import REPO, run_script
 
@@ -1069,7 +1069,7 @@ def test_nothing_in_a_file_is_run(tmp_path: Path) -> None:
 def test_the_parser_of_safetensors_is_light() -> None:
     """What reads safetensors does without torch, in less than 60 MB."""
     code = (
-        "import sys, re; import ckpt.convert.parse_safetensors, ckpt.convert.source_files;"
+        "import sys, re; import ckpt.tools.convert.parse_safetensors, ckpt.tools.convert.source_files;"
         "print('torch' in sys.modules, re.search(r'VmHWM:\\s*(\\d+)', open('/proc/self/status').read())[1])"
     )
     path = f"{REPO}:{REPO / 'backends'}"
@@ -1095,7 +1095,7 @@ def test_a_byte_cannot_take_all_memory(tmp_path: Path) -> None:
 NEEDED = """
 import re, sys
 from pathlib import Path
-from ckpt.convert import parse_dcp
+from ckpt.tools.convert import parse_dcp
 parse_dcp.parse(Path(sys.argv[1]))
 print(re.search(r"VmHWM:\\s+([0-9]+) kB", open("/proc/self/status").read())[1])
 """

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from ckpt.convert import tensor_diff
+from ckpt.tools.convert import tensor_diff
 from commands import call, save
 from memory_origin import MemoryOrigin
 

@@ -31,14 +31,14 @@ from torch.utils._pytree import tree_leaves
 
 import ckpt
 import parallel
-from ckpt.convert import to_dcp, to_torch
-from ckpt.convert.output import Literal, Output, TensorRun
-from ckpt.convert.source import DESCRIPTION, OriginEntry, RankView, canonical_names, described
+from ckpt.core.format.layout import BITS, TensorSpec
+from ckpt.core.format.manifest import canonical
+from ckpt.core.state.capture import Capture
+from ckpt.core.state.tensors import TORCH_DTYPE, as_bytes
 from ckpt.errors import CorruptError, UsageError
-from ckpt.format.layout import BITS, TensorSpec
-from ckpt.format.manifest import canonical
-from ckpt.state.capture import Capture
-from ckpt.state.tensors import TORCH_DTYPE, as_bytes
+from ckpt.tools.convert import to_dcp, to_torch
+from ckpt.tools.convert.output import Literal, Output, TensorRun
+from ckpt.tools.convert.source import DESCRIPTION, OriginEntry, RankView, canonical_names, described
 from processes import PYTHONPATH
 
 
@@ -414,8 +414,8 @@ def test_plans_cost_no_memory() -> None:
     """A plan for a terabyte needs no more of it than the plan for a byte (in a process of its own)."""
     code = """
 import resource, test_to_torch as t
-from ckpt.format.layout import TensorSpec
-from ckpt.convert import to_dcp; from ckpt.convert import to_torch
+from ckpt.core.format.layout import TensorSpec
+from ckpt.tools.convert import to_dcp; from ckpt.tools.convert import to_torch
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 small = t.of_specs(TensorSpec("a", "U8", (1,)))
 to_torch.plan(*small), to_dcp.plan(*small)

@@ -40,12 +40,12 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 import ckpt
 import ckpt.dcp
 from ckpt import failpoints
-from ckpt.checkpoint import read
-from ckpt.cli.app import cli
+from ckpt.core.checkpoint import read
+from ckpt.core.format.manifest import Attempt
+from ckpt.core.log.log import RunLog
 from ckpt.dcp import coordinator, in_flight, incarnation, objects, rank_write
 from ckpt.dcp import read as dcp_source
-from ckpt.format.manifest import Attempt
-from ckpt.runlog.log import RunLog
+from ckpt.tools.cli.app import cli
 from commands import flip
 from parallel import build, free_port, gathered, launch, train_step
 from processes import REPO, run_python
@@ -748,8 +748,8 @@ def test_negative_control_without_digests_damage_would_get_through(
             next(digests)
             return False
 
-    monkeypatch.setattr("ckpt.checkpoint.blobs.blob_digest", lambda data: Anything())
-    monkeypatch.setattr("ckpt.checkpoint.read_local.blob_digest", lambda data: Anything(), raising=False)
+    monkeypatch.setattr("ckpt.core.checkpoint.blobs.blob_digest", lambda data: Anything())
+    monkeypatch.setattr("ckpt.core.checkpoint.read_local.blob_digest", lambda data: Anything(), raising=False)
     assert not same(load({"w": torch.zeros(100_000)}, tmp_path / "run")["w"], state["w"])
 
 

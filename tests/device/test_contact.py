@@ -16,12 +16,12 @@ from torch import nn
 import ckpt
 import simulated
 from boundaries import Run, check_boundaries, close, gradients, read_back
-from ckpt.format.partition import Holding
-from ckpt.restore import sources
-from ckpt.state.sharding import LocalPiece
-from ckpt.trainer.replica_check import Comparison
-from ckpt.trainer.staging import fill as staging_fill
-from ckpt.trainer.staging import page_locks
+from ckpt.core.format.partition import Holding
+from ckpt.core.restore import sources
+from ckpt.core.run.replica_check import Comparison
+from ckpt.core.snapshot import fill as staging_fill
+from ckpt.core.snapshot import page_locks
+from ckpt.core.state.sharding import LocalPiece
 from processes import eventually, run_script
 from test_gpu import open_run, ready
 from toy_states import State, differences, fill, freeze

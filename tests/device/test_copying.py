@@ -17,14 +17,14 @@ import torch
 
 import ckpt
 from boundaries import check_boundaries
-from ckpt.ipc.arena import EMPTY, Arena
-from ckpt.trainer.staging import fill as staging_fill
-from ckpt.trainer.staging import snapshot
-from ckpt.trainer.staging.fill import SlotFiller
-from ckpt.trainer.staging.page_locks import PageLocks
-from ckpt.trainer.staging.slots import Slots
-from ckpt.trainer.staging.snapshot import PendingSnapshot
-from ckpt.trainer.staging.stage_mode import StageMode
+from ckpt.core.ipc.arena import EMPTY, Arena
+from ckpt.core.snapshot import fill as staging_fill
+from ckpt.core.snapshot import snapshot
+from ckpt.core.snapshot.fill import SlotFiller
+from ckpt.core.snapshot.page_locks import PageLocks
+from ckpt.core.snapshot.slots import Slots
+from ckpt.core.snapshot.snapshot import PendingSnapshot
+from ckpt.core.snapshot.stage_mode import StageMode
 from processes import eventually
 from test_gpu import LARGE, LONG, Spins, adamw, buffers, open_run, read_back, ready, spins
 from toy_states import differences, freeze

@@ -35,8 +35,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def _not_queued(patch: pytest.MonkeyPatch, which: Callable[[Any, Any], bool]) -> None:
     """Of the filler's two fences, not the one of which `which(job, events)` says so."""
-    from ckpt.trainer.staging import device
-    from ckpt.trainer.staging.fill import SlotFiller
+    from ckpt.core.snapshot import device
+    from ckpt.core.snapshot.fill import SlotFiller
 
     jobs = threading.local()
     fill, queue_behind = SlotFiller.fill_eager, device.queue_behind
@@ -65,7 +65,7 @@ def caller_behind_the_copy_of_buffers(patch: pytest.MonkeyPatch) -> None:
 
 @wait
 def update_behind_the_copy(patch: pytest.MonkeyPatch) -> None:
-    from ckpt.trainer.staging.update_gate import UpdateGate
+    from ckpt.core.snapshot.update_gate import UpdateGate
 
     line_up = UpdateGate._line_up
     patch.setattr(UpdateGate, "_line_up", lambda self, job: None if job is self.job else line_up(self, job))
@@ -73,7 +73,7 @@ def update_behind_the_copy(patch: pytest.MonkeyPatch) -> None:
 
 @wait
 def other_streams_behind_the_copy(patch: pytest.MonkeyPatch) -> None:
-    from ckpt.trainer.staging.update_gate import UpdateGate
+    from ckpt.core.snapshot.update_gate import UpdateGate
 
     patch.setattr(UpdateGate, "_line_up_again", lambda self: None)
 
@@ -86,7 +86,7 @@ def other_streams_behind_the_copy(patch: pytest.MonkeyPatch) -> None:
 
 
 def _set_from_the_beginning(patch: pytest.MonkeyPatch, event: str) -> None:
-    from ckpt.trainer.staging.snapshot import PendingSnapshot
+    from ckpt.core.snapshot.snapshot import PendingSnapshot
 
     begin = PendingSnapshot.__post_init__
 
@@ -109,7 +109,7 @@ def step_until_the_copy_of_buffers_is_queued(patch: pytest.MonkeyPatch) -> None:
 
 @wait
 def update_until_the_gate_is_open(patch: pytest.MonkeyPatch) -> None:
-    from ckpt.trainer.staging.update_gate import UpdateGate
+    from ckpt.core.snapshot.update_gate import UpdateGate
 
     wait = UpdateGate.wait
 
@@ -122,7 +122,7 @@ def update_until_the_gate_is_open(patch: pytest.MonkeyPatch) -> None:
 
 def _not_waited_for(patch: pytest.MonkeyPatch, which: Callable[[Any, Any], bool], method: str) -> None:
     """`wait_for` of the stager, where it is called in this method for events of which `which(job, events)` says so."""
-    from ckpt.trainer.staging import stage
+    from ckpt.core.snapshot import stage
 
     jobs: list[Any] = []
     inside, wait_for = getattr(stage.Stager, method), stage.wait_for
@@ -143,14 +143,14 @@ def seal_until_the_copy_has_ended(patch: pytest.MonkeyPatch) -> None:
 
 @wait
 def failure_until_the_copy_has_ended(patch: pytest.MonkeyPatch) -> None:
-    from ckpt.trainer.staging.fill import SlotFiller
+    from ckpt.core.snapshot.fill import SlotFiller
 
     patch.setattr(SlotFiller, "settle", lambda self, job: None)
 
 
 def _not_landed(patch: pytest.MonkeyPatch, caller: str) -> None:
     """What is on its way is not waited for in this method of the stager."""
-    from ckpt.trainer.staging.stage import Stager
+    from ckpt.core.snapshot.stage import Stager
 
     land = Stager._land
 
@@ -194,8 +194,8 @@ def _borrowed(tensor: Any) -> Any:
 @wait
 def tensors_kept_until_the_copy_has_ended(patch: pytest.MonkeyPatch) -> None:
     """By the snapshot, and by what reads the state, which has the same ones until it reads again."""
-    from ckpt.state import adapters
-    from ckpt.state.structure import Structure
+    from ckpt.core.state import adapters
+    from ckpt.core.state.structure import Structure
 
     tensors = Structure.tensors
     patch.setattr(adapters, "_storages", lambda tensors: [])
@@ -209,7 +209,7 @@ def tensors_kept_until_the_copy_has_ended(patch: pytest.MonkeyPatch) -> None:
 
 @wait
 def samples_kept_until_they_are_fetched(patch: pytest.MonkeyPatch) -> None:
-    from ckpt.state.fingerprint import Fingerprint
+    from ckpt.core.state.fingerprint import Fingerprint
 
     fetch = Fingerprint.fetch
 

@@ -18,13 +18,15 @@ from typing import Any
 import pytest
 
 import ckpt
-from ckpt.cli import app
-from ckpt.cli import doctor as cli_doctor
-from ckpt.doctor import advice, machine
-from ckpt.doctor import folder as doctor_folder
-from ckpt.doctor import place as doctor
-from ckpt.doctor import s3 as doctor_s3
-from ckpt.doctor.findings import (
+from ckpt.errors import AccessError, ExistsError
+from ckpt.store import Buffer, ObjectInfo, Store, remember_options
+from ckpt.tools.cli import app
+from ckpt.tools.cli import doctor as cli_doctor
+from ckpt.tools.doctor import advice, machine
+from ckpt.tools.doctor import folder as doctor_folder
+from ckpt.tools.doctor import place as doctor
+from ckpt.tools.doctor import s3 as doctor_s3
+from ckpt.tools.doctor.findings import (
     ADVICE,
     GB,
     MIB,
@@ -37,10 +39,8 @@ from ckpt.doctor.findings import (
     clock_difference,
     worst,
 )
-from ckpt.doctor.machine import Speed
-from ckpt.doctor.promises import Bounds
-from ckpt.errors import AccessError, ExistsError
-from ckpt.store import Buffer, ObjectInfo, Store, remember_options
+from ckpt.tools.doctor.machine import Speed
+from ckpt.tools.doctor.promises import Bounds
 from ckpt_backends.memory import MemoryStore, MemoryUpload
 from model_disk import Run, local, volume
 from processes import REPO, eventually
@@ -703,8 +703,8 @@ def test_interrupted_in_a_bucket(server: MotoServer) -> None:
 
 def test_other_commands_do_not_pay_for_it() -> None:
     """`ckpt ls` loads nothing of it."""
-    heavy = ("ckpt.doctor.place", "ckpt.doctor.findings", "ckpt.ipc.arena", "torch")
-    code = f"import sys, ckpt.cli; print(*(m for m in sys.modules if m.startswith({heavy})))"
+    heavy = ("ckpt.tools.doctor.place", "ckpt.tools.doctor.findings", "ckpt.core.ipc.arena", "torch")
+    code = f"import sys, ckpt.tools.cli; print(*(m for m in sys.modules if m.startswith({heavy})))"
     environment_ = {**os.environ, "PYTHONPATH": f"{REPO}:{REPO / 'backends'}"}
     done = subprocess.run([sys.executable, "-c", code], env=environment_, capture_output=True, text=True, check=True)
     assert done.stdout.split() == []

@@ -13,7 +13,7 @@ import pytest
 
 import ckpt
 import toy
-from ckpt.faults.report import Fault
+from ckpt.guard.report import Fault
 from documents import blocks
 from processes import PYTHONPATH, REPO
 

@@ -88,7 +88,7 @@ def before(block: Block) -> None:
 
 def cli(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", "import sys; from ckpt.cli import main; sys.exit(main())", *words],
+        [sys.executable, "-c", "import sys; from ckpt.tools.cli import main; sys.exit(main())", *words],
         env={**os.environ, "PYTHONPATH": PYTHONPATH},
         capture_output=True,
         text=True,

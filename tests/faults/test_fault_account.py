@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from ckpt.errors import CorruptError
-from ckpt.faults.report import ADVICE, MAX_STACK, TOGETHER_S, Fault, SavedStep, incidents, tell_launcher
-from ckpt.trainer.faults.incidents import is_of_a_peer
+from ckpt.guard.incidents import is_of_a_peer
+from ckpt.guard.report import ADVICE, MAX_STACK, TOGETHER_S, Fault, SavedStep, incidents, tell_launcher
 from ckpt.triggers import RESUBMIT_CODE
 from processes import run_script
 
@@ -195,7 +195,7 @@ def test_leaving_needs_no_thread() -> None:
     (`test_every_kind_of_death_keeps_memory` comes upon that by itself there.)"""
     script = """
 import threading
-from ckpt.trainer.faults.incidents import leave
+from ckpt.guard.incidents import leave
 def start(self):
     raise RuntimeError("can't create new thread at interpreter shutdown")
 threading.Thread.start = start

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from ckpt.faults.hang import Collective, Evidence
-from ckpt.trainer.faults import look_around
+from ckpt.guard import look_around
+from ckpt.guard.hang import Collective, Evidence
 from parallel import free_port, launch, reports
 
 ENTRY = {

@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 
-from ckpt.faults.hang import Evidence, HangDiagnosis, diagnose, still
-from ckpt.faults.pace import StepPace
-from ckpt.faults.probe import collective_of, own_stack, parse_dump, sample
-from ckpt.ipc.heartbeat import LEAVING, OPENING, PAUSED, RESTORING, TRAINING, Beat
+from ckpt.core.ipc.heartbeat import LEAVING, OPENING, PAUSED, RESTORING, TRAINING, Beat
+from ckpt.guard.hang import Evidence, HangDiagnosis, diagnose, still
+from ckpt.guard.pace import StepPace
+from ckpt.guard.probe import collective_of, own_stack, parse_dump, sample
 from ckpt.triggers import OnHang
 from processes import REPO, eventually
 
@@ -489,7 +489,7 @@ def test_the_collective_of_a_stack() -> None:
 RANK = """
 import faulthandler, json, os, signal, sys, threading, time
 faulthandler.register(signal.SIGUSR2, file=open(sys.argv[3], "w"))
-from ckpt.faults import probe as evidence
+from ckpt.guard import probe as evidence
 rank, main = int(sys.argv[1]), threading.get_ident()
 assert "torch" not in sys.modules
 import torch, torch.distributed as dist

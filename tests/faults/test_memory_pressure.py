@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from ckpt.faults import memory_pressure
-from ckpt.faults.memory_pressure import MemoryRoom, OomKills, PressureWatch, oom_kills, room, spare_from_oom
+from ckpt.guard import memory_pressure
+from ckpt.guard.memory_pressure import MemoryRoom, OomKills, PressureWatch, oom_kills, room, spare_from_oom
 from processes import REPO, eventually
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -280,7 +280,7 @@ def test_spare_is_refused(kernel: Kernel) -> None:
 def test_spare_says_what_the_kernel_has() -> None:
     """The answer agrees with the real score, whether we are allowed or not."""
     code = (
-        "from ckpt.faults.memory_pressure import *; "
+        "from ckpt.guard.memory_pressure import *; "
         "print(spare_from_oom(), int(open('/proc/self/oom_score_adj').read()))"
     )
     answer, score = subprocess.run(
@@ -535,7 +535,7 @@ LIMIT = 96 * MIB
 CHILD = """
 import os, sys, threading
 open(sys.argv[1] + "/cgroup.procs", "w").write(str(os.getpid()))
-from ckpt.faults.memory_pressure import PressureWatch, room
+from ckpt.guard.memory_pressure import PressureWatch, room
 say = lambda *words: os.write(1, (" ".join(map(str, words)) + "\\n").encode())  # in one piece: two threads speak
 now = room()
 say(now.total, now.available, now.where)

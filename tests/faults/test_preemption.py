@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from ckpt.errors import UsageError
-from ckpt.faults import metadata_request, preemption
-from ckpt.faults.preemption import Notice, NoticeWatch, detect, slurm_end
+from ckpt.guard import metadata_request, preemption
+from ckpt.guard.preemption import Notice, NoticeWatch, detect, slurm_end
 from ckpt.triggers import SOURCES, OnDeadline, OnPreemption, on_deadline, on_preemption
 from metadata import FAULTS, HUGE, Metadata
 from processes import eventually

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from ckpt.faults.signals import Wakeup
+from ckpt.guard.signals import Wakeup
 from processes import run_script
 
 USED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
@@ -416,7 +416,7 @@ def test_waiting_ends_by_the_other_descriptor_too(arm: Any) -> None:
 
 HEAD = """
 import functools, os, signal, socket, sys, threading, time
-from ckpt.faults.signals import Wakeup
+from ckpt.guard.signals import Wakeup
 print = functools.partial(print, flush=True)  # what a signal ends does not flush
 def send(number):
     os.kill(os.getpid(), number)

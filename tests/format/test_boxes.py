@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ckpt.format.boxes import (
+from ckpt.core.format.boxes import (
     Box,
     Dims,
     Effort,

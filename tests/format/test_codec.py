@@ -21,10 +21,22 @@ import zstandard
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from ckpt.core.format import byteplanes, codec, frames
+from ckpt.core.format.codec import (
+    BF16,
+    CODECS,
+    DELTA,
+    FLOAT_DELTA,
+    PLANES,
+    RAW,
+    ROTATED,
+    decode,
+    derives,
+    encode,
+    estimate,
+)
+from ckpt.core.format.layout import BITS
 from ckpt.errors import CorruptError, FormatError, UsageError
-from ckpt.format import byteplanes, codec, frames
-from ckpt.format.codec import BF16, CODECS, DELTA, FLOAT_DELTA, PLANES, RAW, ROTATED, decode, derives, encode, estimate
-from ckpt.format.layout import BITS
 from compiled import compiled_kernels
 
 QUICK = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
@@ -473,7 +485,7 @@ def test_what_no_encoder_writes_is_refused() -> None:
 BOMB = """
 import resource, struct, sys
 import zstandard
-from ckpt.format import codec
+from ckpt.core.format import codec
 from ckpt.errors import CorruptError
 
 small = zstandard.ZstdCompressor(level=19).compress(bytes(200 << 20))

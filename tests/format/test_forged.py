@@ -29,26 +29,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import inside
-from ckpt.errors import (
-    CheckpointError,
-    CorruptError,
-    FormatError,
-)
-from ckpt.format.boxes import Box
-from ckpt.format.digest import blob_digest, file_digest
-from ckpt.format.layout import Layout, TensorSpec
-from ckpt.format.manifest import (
+from ckpt.core.format.boxes import Box
+from ckpt.core.format.digest import blob_digest, file_digest
+from ckpt.core.format.layout import Layout, TensorSpec
+from ckpt.core.format.manifest import (
     Attempt,
     Part,
     canonical,
     part_key,
     table_key,
 )
-from ckpt.format.saved_state import SavedState
-from ckpt.format.table import COLUMNS as COLUMNS_OF
-from ckpt.format.table import PRESSED, SavedShard, Table, columns_of
-from ckpt.format.values import decode
-from ckpt.runlog.log import record_key
+from ckpt.core.format.saved_state import SavedState
+from ckpt.core.format.table import COLUMNS as COLUMNS_OF
+from ckpt.core.format.table import PRESSED, SavedShard, Table, columns_of
+from ckpt.core.format.values import decode
+from ckpt.core.log.log import record_key
+from ckpt.errors import (
+    CheckpointError,
+    CorruptError,
+    FormatError,
+)
 from forgery import (
     Change,
     Json,
@@ -969,7 +969,7 @@ def repeated(columns: Json) -> None:
 
 def test_a_tensor_that_does_not_fit_into_memory_is_an_error_of_ours(tmp_path: Path) -> None:
     """A consistent lie about a size ends in a message, not in a RuntimeError of torch."""
-    from ckpt.state.tensors import empty
+    from ckpt.core.state.tensors import empty
 
     with pytest.raises(CheckpointError, match="no memory for x"):
         empty(TensorSpec("x", "F64", (2**55,)), "cpu")

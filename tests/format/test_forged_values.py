@@ -23,13 +23,13 @@ from torch import nn
 import ckpt
 import forgery
 import inside
+from ckpt.core.format import codec, join_ranks, rank_index
+from ckpt.core.format.digest import blob_digest, file_digest
+from ckpt.core.format.manifest import Part, index_key, part_key, table_key
+from ckpt.core.format.table import DTYPES, Table
+from ckpt.core.log.log import record_key
+from ckpt.core.state.capture import Capture
 from ckpt.errors import CheckpointError, MismatchError
-from ckpt.format import codec, join_ranks, rank_index
-from ckpt.format.digest import blob_digest, file_digest
-from ckpt.format.manifest import Part, index_key, part_key, table_key
-from ckpt.format.table import DTYPES, Table
-from ckpt.runlog.log import record_key
-from ckpt.state.capture import Capture
 from processes import run_script
 from test_promise_state import WIDTH, Counter, Scaled, State, numbers
 

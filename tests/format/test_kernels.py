@@ -22,10 +22,10 @@ import zstandard
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from ckpt.checkpoint.put import put
+from ckpt.core.checkpoint.put import put
+from ckpt.core.format import byteplanes, codec, frames, kernels
+from ckpt.core.format.kernels import SMALL, copy
 from ckpt.errors import UsageError
-from ckpt.format import byteplanes, codec, frames, kernels
-from ckpt.format.kernels import SMALL, copy
 from compiled import build, compiled_kernels
 from processes import REPO
 
@@ -300,7 +300,7 @@ def test_kernels_that_do_otherwise_are_not_taken(
 def test_the_library_of_another_source_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its name says of which source it was made: after a change, or an upgrade by hand, numpy does it."""
     monkeypatch.setattr(kernels, "__file__", str(tmp_path / "kernels.py"))
-    for source in (REPO / "ckpt/format").glob("*.c"):
+    for source in (REPO / "ckpt/core/format").glob("*.c"):
         shutil.copy(source, tmp_path)
     assert kernels.library_path().name == build().library_name()
     before = kernels.library_path()
@@ -395,7 +395,7 @@ def wheel(tmp_path: Path, compiler: str, *more: str) -> tuple[Path, str]:
 
 TRIED = """
 import numpy, sys
-from ckpt.format import kernels
+from ckpt.core.format import kernels
 assert kernels.__file__.startswith(sys.argv[1]), kernels.__file__
 a = numpy.arange(100_000); b = a * 0
 kernels.copy(b, a); assert (a == b).all()

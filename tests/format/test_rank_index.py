@@ -25,23 +25,23 @@ sys.path.insert(0, str(REPO / "benchmarks"))
 
 import looks
 import scale
-from ckpt.checkpoint import commit as commits
-from ckpt.checkpoint import commit_checks, read
+from ckpt.core.checkpoint import commit as commits
+from ckpt.core.checkpoint import commit_checks, read
+from ckpt.core.format import join_ranks, rank_index
+from ckpt.core.format.boxes import Box
+from ckpt.core.format.digest import file_digest
+from ckpt.core.format.manifest import Attempt, Part, index_key, pack_key, part_key, table_key
+from ckpt.core.format.partition import GLOBAL, Seat
+from ckpt.core.format.rank_index import Directory
+from ckpt.core.format.saved_state import SavedState
+from ckpt.core.format.table import SavedShard, Table, merge
+from ckpt.core.log.log import Commit
+from ckpt.core.restore import division
+from ckpt.core.restore.sources import StoreSource
+from ckpt.core.state.capture import Capture
+from ckpt.core.state.filler import Filler
+from ckpt.core.state.placement import Placement
 from ckpt.errors import CorruptError, SaveError
-from ckpt.format import join_ranks, rank_index
-from ckpt.format.boxes import Box
-from ckpt.format.digest import file_digest
-from ckpt.format.manifest import Attempt, Part, index_key, pack_key, part_key, table_key
-from ckpt.format.partition import GLOBAL, Seat
-from ckpt.format.rank_index import Directory
-from ckpt.format.saved_state import SavedState
-from ckpt.format.table import SavedShard, Table, merge
-from ckpt.restore import division
-from ckpt.restore.sources import StoreSource
-from ckpt.runlog.log import Commit
-from ckpt.state.capture import Capture
-from ckpt.state.filler import Filler
-from ckpt.state.placement import Placement
 
 Json = dict[str, Any]
 WORLD = scale.World(stages=2, tensor=2, fsdp=8, layers=4, width=64)

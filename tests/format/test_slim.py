@@ -18,12 +18,12 @@ from processes import REPO
 sys.path.insert(0, str(REPO / "benchmarks"))
 
 import scale
-from ckpt.checkpoint import commit_checks, parts, read
+from ckpt.core.checkpoint import commit_checks, parts, read
+from ckpt.core.format import join_ranks
+from ckpt.core.format.manifest import Part, canonical, press, unpress
+from ckpt.core.format.rank_index import Directory
+from ckpt.core.format.slim import Slim
 from ckpt.errors import CorruptError, SaveError
-from ckpt.format import join_ranks
-from ckpt.format.manifest import Part, canonical, press, unpress
-from ckpt.format.rank_index import Directory
-from ckpt.format.slim import Slim
 
 Json = dict[str, Any]
 WORLD = scale.World(stages=2, tensor=2, fsdp=2, layers=2, width=32)

@@ -18,9 +18,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ckpt.core.format.values import MAX_DEPTH, decode, encode
+from ckpt.core.state.tensors import from_array, to_array
 from ckpt.errors import CorruptError, StateError
-from ckpt.format.values import MAX_DEPTH, decode, encode
-from ckpt.state.tensors import from_array, to_array
 from plain_values import (
     of_bits,
     values,

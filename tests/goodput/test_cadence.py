@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 import ckpt
 from ckpt.errors import UsageError
-from ckpt.goodput import cadence
-from ckpt.goodput.cadence import Auto, Change, History, SaveCost, Schedule, TierCadence, decide, differs
-from ckpt.goodput.ledger import Account, Decision, End, Restore, SeenFault, StepRow
-from ckpt.goodput.overhead import Meter
 from ckpt.tiers import as_tiers
+from ckpt.tools.observe.goodput import cadence
+from ckpt.tools.observe.goodput.cadence import Auto, Change, History, SaveCost, Schedule, TierCadence, decide, differs
+from ckpt.tools.observe.goodput.ledger import Account, Decision, End, Restore, SeenFault, StepRow
+from ckpt.tools.observe.goodput.overhead import Meter
 
 MEMORY, FOLDER, BUCKET = "memory", "file:///nvme/run", "s3://bucket/run"
 DAY_S = 86400.0

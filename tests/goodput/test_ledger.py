@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 import ckpt
 from ckpt.errors import CorruptError, FormatError
-from ckpt.goodput import ledger
-from ckpt.goodput.ledger import Account, Decision, End, Restore, SaveTotals, SeenFault, StepRow
+from ckpt.tools.observe.goodput import ledger
+from ckpt.tools.observe.goodput.ledger import Account, Decision, End, Restore, SaveTotals, SeenFault, StepRow
 from parallel import free_port, launch
 from processes import PYTHONPATH, eventually, killed, run_script, start_python, writers
 

@@ -1,4 +1,4 @@
-"""`ckpt.goodput.model` and `ckpt plan`: what it predicts is what happens to a job that is played step by step."""
+"""`goodput.model` and `ckpt plan`: what it predicts is what happens to a job that is played step by step."""
 
 from __future__ import annotations
 
@@ -15,12 +15,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accounts import run, write
-from ckpt.cli.plan import plan
 from ckpt.errors import UsageError
-from ckpt.goodput import job_plan
-from ckpt.goodput.job_plan import PlannedJob, PlannedTier
-from ckpt.goodput.ledger import Account, Decision, End, Restore, SaveTotals, SeenFault, StepRow
-from ckpt.goodput.model import Costs, TierCost, best_interval, least_interval, nice_steps, predict, steps_apart
+from ckpt.tools.cli.plan import plan
+from ckpt.tools.observe.goodput import job_plan
+from ckpt.tools.observe.goodput.job_plan import PlannedJob, PlannedTier
+from ckpt.tools.observe.goodput.ledger import Account, Decision, End, Restore, SaveTotals, SeenFault, StepRow
+from ckpt.tools.observe.goodput.model import (
+    Costs,
+    TierCost,
+    best_interval,
+    least_interval,
+    nice_steps,
+    predict,
+    steps_apart,
+)
 
 __all__ = ["run"]  # a fixture
 

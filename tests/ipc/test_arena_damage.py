@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from ckpt.core.format.manifest import Attempt
+from ckpt.core.ipc.arena import FILLING, SEALED, Arena, Label, _set_counts
+from ckpt.core.snapshot import stage
 from ckpt.errors import CorruptError, WriterError
-from ckpt.format.manifest import Attempt
-from ckpt.ipc.arena import FILLING, SEALED, Arena, Label, _set_counts
 from ckpt.store import PAGE
-from ckpt.trainer.staging import stage
 from processes import PYTHONPATH
 
 pytestmark = pytest.mark.timeout(60)  # a hang is a failure

@@ -12,13 +12,13 @@ from collections.abc import Iterator
 
 import pytest
 
+from ckpt.core.ipc.heartbeat import LEAVING, NEVER, OPENING, PAUSED, RESTORING, STATES, TRAINING, Beat, Heartbeat
 from ckpt.errors import CorruptError
-from ckpt.ipc.heartbeat import LEAVING, NEVER, OPENING, PAUSED, RESTORING, STATES, TRAINING, Beat, Heartbeat
 from ckpt.store import PAGE
 
 OTHER = """
 import sys
-from ckpt.ipc.heartbeat import Heartbeat
+from ckpt.core.ipc.heartbeat import Heartbeat
 heartbeat = Heartbeat.attach(int(sys.argv[1]))
 for _ in sys.stdin:
     beat = heartbeat.read()

@@ -11,8 +11,8 @@ import pytest
 
 import ckpt
 import toy
-from ckpt.checkpoint.identity import key_of
-from ckpt.ipc import channel as link
+from ckpt.core.checkpoint.identity import key_of
+from ckpt.core.ipc import channel as link
 from test_hostile import HOSTILE_MESSAGES, message
 
 Json = Any

@@ -8,13 +8,13 @@ import sys
 
 import pytest
 
-from ckpt.ipc.arena import Arena
-from ckpt.ipc.mutex import Got
+from ckpt.core.ipc.arena import Arena
+from ckpt.core.ipc.mutex import Got
 from processes import REPO
 
 HOLDER = """
 import sys
-from ckpt.ipc.arena import Arena
+from ckpt.core.ipc.arena import Arena
 
 arena = Arena.attach(int(sys.argv[1]))
 print("got", arena.mutex.lock(), flush=True)

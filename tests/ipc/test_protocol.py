@@ -22,17 +22,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import ckpt
-import ckpt.writer.main  # what deals with requests
+import ckpt.core.writer.main  # what deals with requests
 import toy
-from ckpt.checkpoint.identity import key_of
+from ckpt.core.checkpoint.identity import key_of
+from ckpt.core.ipc import channel as link
+from ckpt.core.ipc import notes, protocol, requests
+from ckpt.core.ipc.channel import Channel
+from ckpt.core.ipc.protocol import MIB, MOST_BYTES, Note, Request, message_of, reply_of, table
+from ckpt.core.run.supervise import writer_client
+from ckpt.core.run.supervise.writer_client import SpareThreads, WriterClient
+from ckpt.core.writer import dispatch
 from ckpt.errors import FencedError, ProtocolError, UsageError, to_wire
-from ckpt.ipc import channel as link
-from ckpt.ipc import notes, protocol, requests
-from ckpt.ipc.channel import Channel
-from ckpt.ipc.protocol import MIB, MOST_BYTES, Note, Request, message_of, reply_of, table
-from ckpt.trainer.supervise import writer_client
-from ckpt.trainer.supervise.writer_client import SpareThreads, WriterClient
-from ckpt.writer import dispatch
 from processes import REPO, eventually, writers
 from test_promise_handover import NAME, Rank
 
@@ -243,7 +243,7 @@ def test_a_real_writer_refuses_by_name_and_goes_on(own_sockets: Path, run_dir: s
 
 # -- another version --
 
-OTHER = "import ckpt.version; ckpt.version.VERSION = '9.9'; import ckpt.ipc.protocol as p; p.PROTOCOL = 99\n"
+OTHER = "import ckpt.version; ckpt.version.VERSION = '9.9'; import ckpt.core.ipc.protocol as p; p.PROTOCOL = 99\n"
 
 
 @pytest.fixture
@@ -316,7 +316,7 @@ def test_a_writer_of_before_there_were_versions_is_not_spoken_to_in_its_words(
 
 def test_negative_control_the_same_version_is_understood(own_sockets: Path, other_version: str) -> None:
     """What makes another version of a process in these tests does."""
-    code = "import ckpt.ipc.requests as r; print(r.Greeting().protocol, r.Greeting().library)"
+    code = "import ckpt.core.ipc.requests as r; print(r.Greeting().protocol, r.Greeting().library)"
     path = f"{other_version}:{REPO}:{REPO / 'backends'}"
     said = subprocess.run(
         [sys.executable, "-c", code], env={"PYTHONPATH": path}, capture_output=True, text=True, check=True

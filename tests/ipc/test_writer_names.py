@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 import ckpt
-from ckpt.ipc import channel
-from ckpt.ipc.notes import GoneNote, SaidNote
-from ckpt.ipc.process import Process
-from ckpt.ipc.protocol import Note
-from ckpt.ipc.requests import Resume
-from ckpt.trainer.supervise.writer_client import WriterClient
+from ckpt.core.ipc import channel
+from ckpt.core.ipc.notes import GoneNote, SaidNote
+from ckpt.core.ipc.process import Process
+from ckpt.core.ipc.protocol import Note
+from ckpt.core.ipc.requests import Resume
+from ckpt.core.run.supervise.writer_client import WriterClient
 from processes import eventually, writers
 
 

@@ -92,7 +92,7 @@ def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) ->
 
 def spawn(*arguments: object, code: str = "") -> subprocess.CompletedProcess[str]:
     """Run a command in a process of its own, as a shell would."""
-    code = f"import sys\n{code}\nfrom ckpt.cli import main\nstatus = main()\nsys.exit(status)"
+    code = f"import sys\n{code}\nfrom ckpt.tools.cli import main\nstatus = main()\nsys.exit(status)"
     environment = {**os.environ, "PYTHONPATH": f"{REPO}:{REPO / 'backends'}"}
     words = [sys.executable, "-c", code, *map(str, arguments)]
     return subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60, check=False)
@@ -109,7 +109,7 @@ def attempt_of(run: Path, step: int) -> str:
     return next(p.name.split(f"-{step}.")[0] for p in (run / "packs").glob(f"*-{step}.*")) + f"-{step}"
 
 
-def stopped(point: str, *arguments: object, main: str = "ckpt.cli") -> str:
+def stopped(point: str, *arguments: object, main: str = "ckpt.tools.cli") -> str:
     """What a command says on stderr that gets SIGINT at this point. `main`: where its main() is."""
     code = f"import sys\nfrom {main} import main\nsys.exit(main())"
     environment = {**os.environ, "PYTHONPATH": PYTHONPATH, "CKPT_FAIL": f"{point.replace('@', ':stop:')}"}

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from ckpt.format import kernels
+from ckpt.core.format import kernels
 from processes import REPO
 
 

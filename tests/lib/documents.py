@@ -19,7 +19,7 @@ from torch.distributed.run import get_args_parser
 from torch.utils.data import DataLoader
 
 import ckpt
-from ckpt.cli.app import COMMANDS, cli
+from ckpt.tools.cli.app import COMMANDS, cli
 from processes import REPO
 
 PAGES = [*sorted(REPO.glob("*.md")), *sorted((REPO / "docs").rglob("*.md"))]

@@ -28,59 +28,59 @@ import torch
 import ckpt
 from ckpt import failpoints, loading
 from ckpt import store as stores
-from ckpt.checkpoint import blobs, identity, incremental, losses, open_tier, parts, read, retention, steady, write
-from ckpt.checkpoint import commit as commits
-from ckpt.cli import app
-from ckpt.convert import partial, source_files
+from ckpt.core.checkpoint import blobs, identity, incremental, losses, open_tier, parts, read, retention, steady, write
+from ckpt.core.checkpoint import commit as commits
+from ckpt.core.format import codec, manifest
+from ckpt.core.format.digest import blob_digest, file_digest
+from ckpt.core.format.layout import BLOB, Layout, TensorSpec, pages
+from ckpt.core.format.manifest import Attempt, index_key, owner, part_key, table_key
+from ckpt.core.format.saved_state import SavedState
+from ckpt.core.format.table import PRESSED, Table, columns_of, merge
+from ckpt.core.ipc import channel, process
+from ckpt.core.ipc.arena import SEALED, Arena, Label
+from ckpt.core.ipc.protocol import MOST_BYTES
+from ckpt.core.ipc.requests import Close, Greeting, Taken
+from ckpt.core.ipc.watch_requests import Look
+from ckpt.core.log.log import RunLog, record_key
+from ckpt.core.log.records import MARK, Acquire, Commit, RunState
+from ckpt.core.ranks import world as worlds
+from ckpt.core.ranks.world import World
+from ckpt.core.restore import sources
+from ckpt.core.restore.candidates import gather
+from ckpt.core.restore.restore_first import restore_first
+from ckpt.core.restore.sources import HeldSnapshot, MemorySource, RestoreSource, StoreSource
+from ckpt.core.run.closing import Closing
+from ckpt.core.run.ownership import Ownership
+from ckpt.core.run.replica_check import ReplicaCheck
+from ckpt.core.run.saves import TierWrites
+from ckpt.core.run.session import Session
+from ckpt.core.run.step_keeper import StepKeeper
+from ckpt.core.run.supervise import find_writer, writer_client
+from ckpt.core.run.supervise.held_snapshots import HeldSnapshots
+from ckpt.core.run.supervise.memory import SnapshotMemory
+from ckpt.core.run.supervise.next_arena import NextArena
+from ckpt.core.run.supervise.opening import RunOpener
+from ckpt.core.run.supervise.writer_supervisor import WriterSupervisor
+from ckpt.core.run.supervise.writes import KnownLayouts
+from ckpt.core.snapshot import device, snapshot, stage, stage_mode
+from ckpt.core.snapshot.fill import SlotFiller
+from ckpt.core.snapshot.page_locks import PageLocks
+from ckpt.core.snapshot.snapshot import PendingSnapshot
+from ckpt.core.snapshot.stage import Stager
+from ckpt.core.snapshot.unchanged import Frozen
+from ckpt.core.state.capture import Capture, Reading
+from ckpt.core.state.filler import Filler
+from ckpt.core.state.structure import Structure
+from ckpt.core.state.tensors import TORCH_DTYPE
 from ckpt.errors import CheckpointError, CorruptError, NoCheckpointError, NotFoundError, StateError
 from ckpt.failpoints import INCREMENT_POINTS as INCREMENT_POINTS
 from ckpt.failpoints import POINTS as POINTS
 from ckpt.failpoints import TRAINER_POINTS as TRAINER_POINTS
 from ckpt.failpoints import WRITER_POINTS as WRITER_POINTS
-from ckpt.format import codec, manifest
-from ckpt.format.digest import blob_digest, file_digest
-from ckpt.format.layout import BLOB, Layout, TensorSpec, pages
-from ckpt.format.manifest import Attempt, index_key, owner, part_key, table_key
-from ckpt.format.saved_state import SavedState
-from ckpt.format.table import PRESSED, Table, columns_of, merge
-from ckpt.ipc import channel, process
-from ckpt.ipc.arena import SEALED, Arena, Label
-from ckpt.ipc.protocol import MOST_BYTES
-from ckpt.ipc.requests import Close, Greeting, Taken
-from ckpt.ipc.watch_requests import Look
-from ckpt.ranks import world as worlds
-from ckpt.ranks.world import World
-from ckpt.restore import sources
-from ckpt.restore.candidates import gather
-from ckpt.restore.restore_first import restore_first
-from ckpt.restore.sources import HeldSnapshot, MemorySource, RestoreSource, StoreSource
-from ckpt.runlog.log import RunLog, record_key
-from ckpt.runlog.records import MARK, Acquire, Commit, RunState
-from ckpt.state.capture import Capture, Reading
-from ckpt.state.filler import Filler
-from ckpt.state.structure import Structure
-from ckpt.state.tensors import TORCH_DTYPE
+from ckpt.guard.fault_handler import FaultHandler
 from ckpt.tiers import as_tiers
-from ckpt.trainer.closing import Closing
-from ckpt.trainer.faults.fault_handler import FaultHandler
-from ckpt.trainer.ownership import Ownership
-from ckpt.trainer.replica_check import ReplicaCheck
-from ckpt.trainer.saves import TierWrites
-from ckpt.trainer.session import Session
-from ckpt.trainer.staging import device, snapshot, stage, stage_mode
-from ckpt.trainer.staging.fill import SlotFiller
-from ckpt.trainer.staging.page_locks import PageLocks
-from ckpt.trainer.staging.snapshot import PendingSnapshot
-from ckpt.trainer.staging.stage import Stager
-from ckpt.trainer.staging.unchanged import Frozen
-from ckpt.trainer.step_keeper import StepKeeper
-from ckpt.trainer.supervise import find_writer, writer_client
-from ckpt.trainer.supervise.held_snapshots import HeldSnapshots
-from ckpt.trainer.supervise.memory import SnapshotMemory
-from ckpt.trainer.supervise.next_arena import NextArena
-from ckpt.trainer.supervise.opening import RunOpener
-from ckpt.trainer.supervise.writer_supervisor import WriterSupervisor
-from ckpt.trainer.supervise.writes import KnownLayouts
+from ckpt.tools.cli import app
+from ckpt.tools.convert import partial, source_files
 from ckpt_backends.memory import MemoryStore
 
 T = TypeVar("T")
@@ -487,8 +487,8 @@ def open_folder(folder: str) -> Any:
 
 
 WITHOUT_FENCE = """
-import ckpt.runlog.log
-ckpt.runlog.log.RunLog.check_owner = lambda self, owner: None
+import ckpt.core.log.log
+ckpt.core.log.log.RunLog.check_owner = lambda self, owner: None
 """  # a sitecustomize.py that makes a writer ignore that another job owns the run
 
 
@@ -523,7 +523,7 @@ def create_run(url: str) -> None:
 
 # -- processes --
 
-WRITER = "ckpt.writer.main"  # part of the command line of each writer process
+WRITER = "ckpt.core.writer.main"  # part of the command line of each writer process
 
 
 class Process(Protocol):

@@ -37,12 +37,22 @@ from typing import Any
 
 import numpy as np
 
-from ckpt.checkpoint import commit as commits
-from ckpt.checkpoint import commit_checks, read, retention, steady, store_trial, write
-from ckpt.checkpoint import settle as settling
-from ckpt.checkpoint.commit import Role
-from ckpt.checkpoint.retention import Keep
-from ckpt.checkpoint.write import RankSnapshot, WrittenPart, write_part
+from ckpt.core.checkpoint import commit as commits
+from ckpt.core.checkpoint import commit_checks, read, retention, steady, store_trial, write
+from ckpt.core.checkpoint import settle as settling
+from ckpt.core.checkpoint.commit import Role
+from ckpt.core.checkpoint.retention import Keep
+from ckpt.core.checkpoint.write import RankSnapshot, WrittenPart, write_part
+from ckpt.core.format import manifest
+from ckpt.core.format.digest import file_digest
+from ckpt.core.format.layout import Layout, TensorSpec
+from ckpt.core.format.manifest import Attempt, PackInfo, new_format, owner, pack_key, part_key, table_key
+from ckpt.core.format.table import Table
+from ckpt.core.log import archiving, records
+from ckpt.core.log import log as run_log
+from ckpt.core.log.archive import archive_of, unpack
+from ckpt.core.log.archiving import Archivist
+from ckpt.core.log.log import Acquire, RunLog
 from ckpt.errors import (
     CheckpointError,
     CorruptError,
@@ -54,18 +64,8 @@ from ckpt.errors import (
     SaveError,
     StoreError,
 )
-from ckpt.format import manifest
-from ckpt.format.digest import file_digest
-from ckpt.format.layout import Layout, TensorSpec
-from ckpt.format.manifest import Attempt, PackInfo, new_format, owner, pack_key, part_key, table_key
-from ckpt.format.table import Table
-from ckpt.maintain import prune
-from ckpt.runlog import archiving, records
-from ckpt.runlog import log as run_log
-from ckpt.runlog.archive import archive_of, unpack
-from ckpt.runlog.archiving import Archivist
-from ckpt.runlog.log import Acquire, RunLog
 from ckpt.store import ObjectInfo
+from ckpt.tools.maintain import prune
 from ckpt_backends import retry
 
 LATENCY_S = 0.01  # virtual; of each request
@@ -759,7 +759,7 @@ def named(attempts: set[Attempt]) -> str:
     return " and ".join(map(str, sorted(attempts)))
 
 
-# -- what actors do: around the library as `ckpt.writer.persist` does it --
+# -- what actors do: around the library as `ckpt.core.writer.persist` does it --
 
 
 @functools.cache

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import nn
 
 import ckpt
-from ckpt.state.sharding import local
+from ckpt.core.state.sharding import local
 
 WIDTH = 48
 

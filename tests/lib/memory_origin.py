@@ -1,4 +1,4 @@
-"""Tensors in memory as an origin, as `ckpt.convert` reads them."""
+"""Tensors in memory as an origin, as `ckpt.tools.convert` reads them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from ckpt.convert.source import RankView, Want
+from ckpt.core.format.layout import TensorSpec
 from ckpt.errors import CorruptError
-from ckpt.format.layout import TensorSpec
+from ckpt.tools.convert.source import RankView, Want
 
 
 class MemoryOrigin:

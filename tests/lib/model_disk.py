@@ -26,14 +26,14 @@ from pathlib import Path
 
 import pytest
 
-from ckpt.checkpoint import read
-from ckpt.checkpoint.commit import abort, acquire, commit, create_run, recover
-from ckpt.checkpoint.retention import Keep, retire
-from ckpt.checkpoint.write import RankSnapshot, WrittenPart, write_part
+from ckpt.core.checkpoint import read
+from ckpt.core.checkpoint.commit import abort, acquire, commit, create_run, recover
+from ckpt.core.checkpoint.retention import Keep, retire
+from ckpt.core.checkpoint.write import RankSnapshot, WrittenPart, write_part
+from ckpt.core.format.layout import Layout, TensorSpec
+from ckpt.core.format.manifest import Attempt, new_nonce
+from ckpt.core.log.log import Acquire, RunLog
 from ckpt.errors import CheckpointError
-from ckpt.format.layout import Layout, TensorSpec
-from ckpt.format.manifest import Attempt, new_nonce
-from ckpt.runlog.log import Acquire, RunLog
 from ckpt.store import Store
 from ckpt_backends.disk import Disk
 from ckpt_backends.local import LocalStore

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ckpt.format.table import Table
+from ckpt.core.format.table import Table
 
 
 def suspect(table: Table, blob: int) -> Any:

@@ -114,7 +114,7 @@ def test_arguments_that_are_no_plain_values_are_handed_over_again(tmp_path: Path
 def test_what_is_no_run_of_lightning_is_refused_in_one_line(tmp_path: Path, capsys: Any) -> None:
     """With the forms that there are of it, `from_pretrained`'s folder among them for a run of Hugging Face's Trainer,
     whose state has an entry of the same name. Part of a run of Lightning is none either."""
-    from ckpt.cli import app
+    from ckpt.tools.cli import app
 
     hugging_face = {"model": nn.Linear(2, 2), "trainer": {"state": {"epoch": 1.0}}, "pretrained": {"files": {}}}
     for name, state in (("plain", {"model": nn.Linear(2, 2)}), ("hf", hugging_face)):

@@ -11,18 +11,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt.checkpoint import commit, read, retention
-from ckpt.checkpoint.open_tier import OpenTier
-from ckpt.checkpoint.retention import ALWAYS, Keep, choose, why_kept
-from ckpt.checkpoint.settle import settle
-from ckpt.checkpoint.write import RankSnapshot, WrittenPart, write_part
+from ckpt.core.checkpoint import commit, read, retention
+from ckpt.core.checkpoint.open_tier import OpenTier
+from ckpt.core.checkpoint.retention import ALWAYS, Keep, choose, why_kept
+from ckpt.core.checkpoint.settle import settle
+from ckpt.core.checkpoint.write import RankSnapshot, WrittenPart, write_part
+from ckpt.core.format.layout import Layout, TensorSpec
+from ckpt.core.format.manifest import Attempt, new_nonce, owner, pack_key
+from ckpt.core.ipc.notes import SaidNote
+from ckpt.core.ipc.protocol import Note
+from ckpt.core.log.log import Acquire, Commit, Record, RunLog, RunState
 from ckpt.errors import FencedError, SaveError, StoreError, UsageError
-from ckpt.format.layout import Layout, TensorSpec
-from ckpt.format.manifest import Attempt, new_nonce, owner, pack_key
-from ckpt.ipc.notes import SaidNote
-from ckpt.ipc.protocol import Note
-from ckpt.maintain import prune
-from ckpt.runlog.log import Acquire, Commit, Record, RunLog, RunState
+from ckpt.tools.maintain import prune
 from ckpt_backends.memory import MemoryStore
 from interleave import write_increment
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.checkpoint import commit, retention
+from ckpt.core.checkpoint import commit, retention
+from ckpt.core.format.manifest import Attempt
+from ckpt.core.log.log import RunLog
 from ckpt.errors import UnreadableError, UsageError
-from ckpt.format.manifest import Attempt
-from ckpt.maintain import prune, remove
-from ckpt.runlog.log import RunLog
 from ckpt.store import open_store
+from ckpt.tools.maintain import prune, remove
 from commands import attempt_of, call, flip, increments
 from trees import tree
 

@@ -16,15 +16,15 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.checkpoint import blobs
-from ckpt.checkpoint.parts import load_table
+from ckpt.core.checkpoint import blobs
+from ckpt.core.checkpoint.parts import load_table
+from ckpt.core.format.manifest import Part
+from ckpt.core.format.table import SavedShard, Table, merge
+from ckpt.core.log.log import Record, RunLog
 from ckpt.errors import StoreError
-from ckpt.format.manifest import Part
-from ckpt.format.table import SavedShard, Table, merge
-from ckpt.maintain import audit, find_copies, remake, repair
-from ckpt.runlog.log import Record, RunLog
 from ckpt.store import Store, open_store, remember_options
 from ckpt.testing import StoreTests, keys, pieces, upload
+from ckpt.tools.maintain import audit, find_copies, remake, repair
 from ckpt_backends.disk import Disk
 from ckpt_backends.local import LocalStore
 from ckpt_backends.memory import MemoryStore
@@ -42,7 +42,7 @@ __all__ = ["call"]  # the fixture
 Call = Callable[..., Result]
 FORMS = ("none", "zstd")
 STEPS = range(1, 6)  # the first two and the last are full, the others increments
-COMMAND = "import sys\nfrom ckpt.cli import main\nsys.exit(main())"
+COMMAND = "import sys\nfrom ckpt.tools.cli import main\nsys.exit(main())"
 
 
 @pytest.fixture(scope="module", params=FORMS)

@@ -21,15 +21,15 @@ from hypothesis import given, settings
 
 import ckpt
 import toy
-from ckpt.checkpoint import commit, retention
-from ckpt.checkpoint.retention import Keep
-from ckpt.checkpoint.write import RankSnapshot, write_part
+from ckpt.core.checkpoint import commit, retention
+from ckpt.core.checkpoint.retention import Keep
+from ckpt.core.checkpoint.write import RankSnapshot, write_part
+from ckpt.core.format.layout import Layout, TensorSpec
+from ckpt.core.format.manifest import Attempt, new_nonce, owner, pack_key
+from ckpt.core.log.log import Acquire, Record, RunLog, RunState
 from ckpt.errors import FencedError, NoCheckpointError
-from ckpt.format.layout import Layout, TensorSpec
-from ckpt.format.manifest import Attempt, new_nonce, owner, pack_key
-from ckpt.maintain import copy_run, prune
-from ckpt.runlog.log import Acquire, Record, RunLog, RunState
 from ckpt.store import open_store, options_of, remember_options
+from ckpt.tools.maintain import copy_run, prune
 from commands import Result, attempt_of, call, flip, save_increments
 from processes import PYTHONPATH, REPO, eventually, killed, run_script, start_python
 from s3_server import MotoServer, storage_options
@@ -37,7 +37,7 @@ from trees import tree
 
 __all__ = ["call"]  # the fixture
 Call = Callable[..., Result]
-COMMAND = "import sys\nfrom ckpt.cli import main\nsys.exit(main())"
+COMMAND = "import sys\nfrom ckpt.tools.cli import main\nsys.exit(main())"
 LAYOUT = Layout((TensorSpec("w", "F32", (4096,)),), {}, [])
 DATA = bytes(range(256)) * 64
 
@@ -146,7 +146,7 @@ def test_options_reach_the_place(call: Call, run: Path, monkeypatch: pytest.Monk
         told[Path(url).name] = dict(options_of(url))
         return open_store(url, **settings)
 
-    for module in ("ckpt.cli.copy", "ckpt.checkpoint.commit", "ckpt.cli.terminal"):
+    for module in ("ckpt.tools.cli.copy", "ckpt.core.checkpoint.commit", "ckpt.tools.cli.terminal"):
         monkeypatch.setattr(f"{module}.open_store", look, raising=False)
     call("copy", run, f"{run}2", "--option", "a=1", "--src-option", "a=2", "--dst-option", "b=3")
     assert told == {"run": {"a": 2}, "run2": {"a": 1, "b": 3}}

@@ -17,18 +17,18 @@ from typing import Any
 import pytest
 
 import interleave
-from ckpt.checkpoint import commit as commits
-from ckpt.checkpoint import commit_checks, parts, retention
-from ckpt.checkpoint import settle as settling
-from ckpt.checkpoint.commit import Recovery, Role
-from ckpt.checkpoint.write import RankSnapshot, WrittenPart
+from ckpt.core.checkpoint import commit as commits
+from ckpt.core.checkpoint import commit_checks, parts, retention
+from ckpt.core.checkpoint import settle as settling
+from ckpt.core.checkpoint.commit import Recovery, Role
+from ckpt.core.checkpoint.write import RankSnapshot, WrittenPart
+from ckpt.core.format.manifest import Attempt, owner, pack_key
+from ckpt.core.log import log as run_log
+from ckpt.core.log.archive import Archive
+from ckpt.core.log.archiving import Archivist
+from ckpt.core.log.files import Listed
+from ckpt.core.log.log import Acquire, Commit, RunLog, RunState
 from ckpt.errors import FullError, OutcomeUnknownError, StoreError
-from ckpt.format.manifest import Attempt, owner, pack_key
-from ckpt.runlog import log as run_log
-from ckpt.runlog.archive import Archive
-from ckpt.runlog.archiving import Archivist
-from ckpt.runlog.files import Listed
-from ckpt.runlog.log import Acquire, Commit, RunLog, RunState
 from ckpt.store import Store
 from interleave import Failure, Rank, Sim, SimStore, schedule
 

@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 
-from ckpt.checkpoint import blobs, commit, read
+from ckpt.core.checkpoint import blobs, commit, read
+from ckpt.core.format.manifest import Attempt
+from ckpt.core.log import archiving, records
+from ckpt.core.log import log as run_log
+from ckpt.core.log.log import RunLog
 from ckpt.errors import CheckpointError, FencedError
-from ckpt.format.manifest import Attempt
-from ckpt.runlog import archiving, records
-from ckpt.runlog import log as run_log
-from ckpt.runlog.log import RunLog
 from ckpt_backends.local import LocalStore
 from model_disk import (
     CuttingDisk,

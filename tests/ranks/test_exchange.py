@@ -23,11 +23,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ckpt.core.format.table import MAX_BLOB
+from ckpt.core.ranks import exchange, link
+from ckpt.core.ranks.assign import RankReads, assign
+from ckpt.core.ranks.exchange import Exchange
 from ckpt.errors import ClosedError, CorruptError, DeadlineError, PeerError, StoreError, UsageError
-from ckpt.format.table import MAX_BLOB
-from ckpt.ranks import exchange, link
-from ckpt.ranks.assign import RankReads, assign
-from ckpt.ranks.exchange import Exchange
 from processes import REPO, eventually, start_python
 
 QUICK = settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
@@ -643,7 +643,7 @@ def test_close_ends_a_wait() -> None:
 
 CHILD = """
 import json, sys, time
-from ckpt.ranks.exchange import Exchange
+from ckpt.core.ranks.exchange import Exchange
 mine, theirs, nodes = int(sys.argv[1]), 1 - int(sys.argv[1]), json.loads(sys.argv[2])
 got = {}
 x = Exchange(mine, lambda blob, data: got.update({blob: bytes(data)}))

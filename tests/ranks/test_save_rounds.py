@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore, TCPStore
 
+from ckpt.core.ranks import save_rounds as rounds
+from ckpt.core.ranks.save_rounds import AHEAD, LOOKS_PER_S, Round, SaveRounds, step_ahead
 from ckpt.errors import PeerError
-from ckpt.ranks import save_rounds as rounds
-from ckpt.ranks.save_rounds import AHEAD, LOOKS_PER_S, Round, SaveRounds, step_ahead
 from processes import eventually
 
 HOST = """

@@ -18,6 +18,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from ckpt.core.ranks import board
+from ckpt.core.ranks import world as worlds
+from ckpt.core.ranks.world import Mailbox, World, hint_at_restarts
+from ckpt.core.ranks.world import together as all_together
 from ckpt.errors import (
     CheckpointError,
     DeadlineError,
@@ -28,10 +32,6 @@ from ckpt.errors import (
     TransferError,
     UsageError,
 )
-from ckpt.ranks import board
-from ckpt.ranks import world as worlds
-from ckpt.ranks.world import Mailbox, World, hint_at_restarts
-from ckpt.ranks.world import together as all_together
 from parallel import launch
 from processes import run_script
 from threads import StoreOf, host, store_of, tcp, tcp_client, together
@@ -526,7 +526,7 @@ def test_a_store_is_asked_also_where_no_thread_can_start(monkeypatch: pytest.Mon
 
 RANK = """
 import os, torch.distributed as dist
-from ckpt.ranks.world import World, together
+from ckpt.core.ranks.world import World, together
 from ckpt.errors import *
 rank, size, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
 store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
@@ -557,13 +557,13 @@ def test_ranks_that_are_processes() -> None:
 
 
 DETECT = """
-import os, sys, ckpt.ranks.world
+import os, sys, ckpt.core.ranks.world
 assert "torch" not in sys.modules
 import torch
 assert "torch" in sys.modules  # negative control
 import torch.distributed as dist
 from ckpt.errors import UsageError
-from ckpt.ranks.world import World
+from ckpt.core.ranks.world import World
 os.environ.pop("WORLD_SIZE", None)
 print(World.detect("here").size)
 os.environ["WORLD_SIZE"] = "2"

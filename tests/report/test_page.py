@@ -28,9 +28,9 @@ from torch import nn
 import ckpt
 from accounts import WALL, account, died, invoke, run, seen, write
 from ckpt.errors import CorruptError, FormatError
-from ckpt.faults.report import Fault, SavedStep
-from ckpt.goodput.accounting import settled
-from ckpt.goodput.ledger import (
+from ckpt.guard.report import Fault, SavedStep
+from ckpt.tools.observe.goodput.accounting import settled
+from ckpt.tools.observe.goodput.ledger import (
     MOST_LANDED,
     Account,
     Decision,
@@ -41,9 +41,9 @@ from ckpt.goodput.ledger import (
     stall_bucket,
     thinned,
 )
-from ckpt.report import style, svg
-from ckpt.report.chronicle import Chronicle, chronicle
-from ckpt.report.page import Subject, page
+from ckpt.tools.observe.report import style, svg
+from ckpt.tools.observe.report.chronicle import Chronicle, chronicle
+from ckpt.tools.observe.report.page import Subject, page
 from ckpt.units import decimal
 from processes import REPO, eventually
 

@@ -13,14 +13,14 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.checkpoint.losses import Loss
-from ckpt.ranks.world import World
-from ckpt.restore import early_look
-from ckpt.restore.candidates import gather
-from ckpt.restore.early_look import EarlyLook
-from ckpt.restore.restore_first import Restored, restore_first
-from ckpt.runlog.log import RunLog
-from ckpt.state.capture import Capture
+from ckpt.core.checkpoint.losses import Loss
+from ckpt.core.log.log import RunLog
+from ckpt.core.ranks.world import World
+from ckpt.core.restore import early_look
+from ckpt.core.restore.candidates import gather
+from ckpt.core.restore.early_look import EarlyLook
+from ckpt.core.restore.restore_first import Restored, restore_first
+from ckpt.core.state.capture import Capture
 from ckpt_backends.local import LocalStore
 
 SIZE = 3000

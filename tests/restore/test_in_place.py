@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import ckpt
-from ckpt.state.filler import Filler
+from ckpt.core.state.filler import Filler
 
 State = dict[str, Any]
 Open = Callable[..., ckpt.Checkpointer]

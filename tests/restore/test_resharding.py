@@ -28,25 +28,25 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-import ckpt.format.partition as share_module
-from ckpt.checkpoint.commit import acquire, check_fit, commit, create_run
-from ckpt.checkpoint.write import RankSnapshot as ToWrite
-from ckpt.checkpoint.write import WrittenPart, digest_blobs, write_part
+import ckpt.core.format.partition as share_module
+from ckpt.core.checkpoint.commit import acquire, check_fit, commit, create_run
+from ckpt.core.checkpoint.write import RankSnapshot as ToWrite
+from ckpt.core.checkpoint.write import WrittenPart, digest_blobs, write_part
+from ckpt.core.format.boxes import Box, intersect
+from ckpt.core.format.digest import blob_digest
+from ckpt.core.format.layout import BITS, Layout, TensorSpec, pages
+from ckpt.core.format.manifest import Attempt
+from ckpt.core.format.partition import GLOBAL, Holding, Seat, share
+from ckpt.core.format.saved_state import Key, SavedState
+from ckpt.core.ipc.arena import SEALED, Arena, Label
+from ckpt.core.log.log import Commit, RunLog
+from ckpt.core.restore.sources import HeldSnapshot, MemorySource, RestoreSource, StoreSource
+from ckpt.core.state.filler import Filler, Target
+from ckpt.core.state.sharding import StateEntry, indices
+from ckpt.core.state.sharding import pieces as of_rank
+from ckpt.core.state.structure import _spec
+from ckpt.core.state.tensors import DTYPE_NAME, TORCH_DTYPE
 from ckpt.errors import CorruptError, SaveError
-from ckpt.format.boxes import Box, intersect
-from ckpt.format.digest import blob_digest
-from ckpt.format.layout import BITS, Layout, TensorSpec, pages
-from ckpt.format.manifest import Attempt
-from ckpt.format.partition import GLOBAL, Holding, Seat, share
-from ckpt.format.saved_state import Key, SavedState
-from ckpt.ipc.arena import SEALED, Arena, Label
-from ckpt.restore.sources import HeldSnapshot, MemorySource, RestoreSource, StoreSource
-from ckpt.runlog.log import Commit, RunLog
-from ckpt.state.filler import Filler, Target
-from ckpt.state.sharding import StateEntry, indices
-from ckpt.state.sharding import pieces as of_rank
-from ckpt.state.structure import _spec
-from ckpt.state.tensors import DTYPE_NAME, TORCH_DTYPE
 from ckpt.store import Store, open_store
 from ckpt_backends.memory import MemoryStore
 from toy_states import fill, raw
@@ -196,7 +196,7 @@ async def written(store: Store, parts: Callable[[Attempt], list[ToWrite]]) -> tu
 def opened(store: MemoryStore, commit: Commit) -> Iterator[StoreSource]:
     """The checkpoint as restoring sees it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ckpt.checkpoint.read.open_store", lambda url: store)
+        patch.setattr("ckpt.core.checkpoint.read.open_store", lambda url: store)
         source = StoreSource(store.url, commit.attempt, commit)
         source.open([])
         yield source
@@ -329,11 +329,11 @@ def check_resharding(case: Case) -> None:
     store = MemoryStore()
     wholes, before = case.wholes, case.before
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ckpt.format.partition.GRAIN", case.grain)
-        patch.setattr("ckpt.format.partition.LEAST", 1)
-        patch.setattr("ckpt.format.layout.BLOB", case.blob)
+        patch.setattr("ckpt.core.format.partition.GRAIN", case.grain)
+        patch.setattr("ckpt.core.format.partition.LEAST", 1)
+        patch.setattr("ckpt.core.format.layout.BLOB", case.blob)
         if case.listed:
-            patch.setattr("ckpt.checkpoint.commit_checks.WHOLE", -1)
+            patch.setattr("ckpt.core.checkpoint.commit_checks.WHOLE", -1)
         pieces = [staged(wholes, before, rank) for rank in range(before.size)]
         check_shares(wholes, before, pieces, case.grain)
 

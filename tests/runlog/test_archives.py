@@ -16,16 +16,16 @@ from hypothesis import strategies as st
 from test_log import kept
 from test_log_length import grow
 
-from ckpt.checkpoint import commit as commits
+from ckpt.core.checkpoint import commit as commits
+from ckpt.core.format.manifest import Attempt, new_nonce
+from ckpt.core.log import archiving, records
+from ckpt.core.log import log as logs
+from ckpt.core.log.archive import Archive, archive_of, chain, pack, unpack
+from ckpt.core.log.archiving import Archivist, to_merge
+from ckpt.core.log.attempts import Attempts
+from ckpt.core.log.log import RunLog, record_key
+from ckpt.core.log.records import RunState, expand, summary
 from ckpt.errors import CorruptError, FencedError, StoreError
-from ckpt.format.manifest import Attempt, new_nonce
-from ckpt.runlog import archiving, records
-from ckpt.runlog import log as logs
-from ckpt.runlog.archive import Archive, archive_of, chain, pack, unpack
-from ckpt.runlog.archiving import Archivist, to_merge
-from ckpt.runlog.attempts import Attempts
-from ckpt.runlog.log import RunLog, record_key
-from ckpt.runlog.records import RunState, expand, summary
 from ckpt.store import ObjectInfo
 from ckpt_backends.memory import MemoryStore
 from logs import attempt, new_log, reopened

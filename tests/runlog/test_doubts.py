@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-from ckpt.checkpoint import commit, incremental
-from ckpt.format.manifest import new_nonce
-from ckpt.runlog.log import RunLog
-from ckpt.runlog.records import expand, summary
+from ckpt.core.checkpoint import commit, incremental
+from ckpt.core.format.manifest import new_nonce
+from ckpt.core.log.log import RunLog
+from ckpt.core.log.records import expand, summary
 from ckpt_backends.memory import MemoryStore
 
 

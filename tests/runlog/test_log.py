@@ -20,26 +20,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt.checkpoint import commit as commits
-from ckpt.checkpoint import commit_checks, retention
-from ckpt.checkpoint import settle as settling
-from ckpt.checkpoint.commit import Role
-from ckpt.checkpoint.read import load_manifest, verify
-from ckpt.checkpoint.retention import Keep
-from ckpt.checkpoint.write import RankSnapshot, WrittenPart, write_part
-from ckpt.errors import (
-    AccessError,
-    CorruptError,
-    ExistsError,
-    FencedError,
-    FormatError,
-    FullError,
-    OutcomeUnknownError,
-    SaveError,
-    StoreError,
-)
-from ckpt.format.layout import Layout, TensorSpec
-from ckpt.format.manifest import (
+from ckpt.core.checkpoint import commit as commits
+from ckpt.core.checkpoint import commit_checks, retention
+from ckpt.core.checkpoint import settle as settling
+from ckpt.core.checkpoint.commit import Role
+from ckpt.core.checkpoint.read import load_manifest, verify
+from ckpt.core.checkpoint.retention import Keep
+from ckpt.core.checkpoint.write import RankSnapshot, WrittenPart, write_part
+from ckpt.core.format.layout import Layout, TensorSpec
+from ckpt.core.format.manifest import (
     MAX_NEEDS,
     Attempt,
     PackInfo,
@@ -52,8 +41,19 @@ from ckpt.format.manifest import (
     seal,
     table_key,
 )
-from ckpt.runlog.log import MAX_GAP, RunLog, record_key
-from ckpt.runlog.records import Acquire, Commit, Record, RunState, commit_body, expand, fold, in_history, summary
+from ckpt.core.log.log import MAX_GAP, RunLog, record_key
+from ckpt.core.log.records import Acquire, Commit, Record, RunState, commit_body, expand, fold, in_history, summary
+from ckpt.errors import (
+    AccessError,
+    CorruptError,
+    ExistsError,
+    FencedError,
+    FormatError,
+    FullError,
+    OutcomeUnknownError,
+    SaveError,
+    StoreError,
+)
 from ckpt.store import ObjectInfo
 from ckpt_backends.local import LocalStore
 from ckpt_backends.memory import MemoryStore

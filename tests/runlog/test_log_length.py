@@ -13,13 +13,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_log import kept
 
-from ckpt.checkpoint import commit as commits
+from ckpt.core.checkpoint import commit as commits
+from ckpt.core.format.manifest import new_nonce, unseal
+from ckpt.core.log import log as logs
+from ckpt.core.log import records
+from ckpt.core.log.log import RunLog, record_key
+from ckpt.core.log.records import Record, expand, summary
 from ckpt.errors import CorruptError, StoreError
-from ckpt.format.manifest import new_nonce, unseal
-from ckpt.runlog import log as logs
-from ckpt.runlog import records
-from ckpt.runlog.log import RunLog, record_key
-from ckpt.runlog.records import Record, expand, summary
 from ckpt.store import ObjectInfo
 from ckpt_backends.memory import MemoryStore
 from logs import attempt, committed, new_log, reopened

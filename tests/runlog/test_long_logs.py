@@ -9,14 +9,14 @@ from typing import Any
 
 import stranger
 import toy
-from ckpt.checkpoint import commit as commits
-from ckpt.checkpoint import read
+from ckpt.core.checkpoint import commit as commits
+from ckpt.core.checkpoint import read
+from ckpt.core.format.manifest import Attempt, new_nonce
+from ckpt.core.log.archive import Archive
+from ckpt.core.log.archiving import Archivist
+from ckpt.core.log.log import RunLog, record_key
+from ckpt.core.log.records import SNAPSHOT_EVERY, Acquire, Record, summary
 from ckpt.failpoints import ARCHIVE_POINTS
-from ckpt.format.manifest import Attempt, new_nonce
-from ckpt.runlog.archive import Archive
-from ckpt.runlog.archiving import Archivist
-from ckpt.runlog.log import RunLog, record_key
-from ckpt.runlog.records import SNAPSHOT_EVERY, Acquire, Record, summary
 from ckpt.store import open_store
 from ckpt_backends.memory import MemoryStore
 from kills import STEPS, Chain, Told, Trainer, problems

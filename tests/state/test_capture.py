@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import ckpt
-from ckpt.state.capture import Capture
-from ckpt.state.placement import comes_from_user
+from ckpt.core.state.capture import Capture
+from ckpt.core.state.placement import comes_from_user
 from test_promise_state import Container, Fused, State
 
 

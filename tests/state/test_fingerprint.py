@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from boundaries import adamw
-from ckpt.format.layout import Layout
-from ckpt.state.capture import Capture
-from ckpt.state.fingerprint import ELEMENTS, SampledPlaces
-from ckpt.state.tensors import as_bytes, spec
+from ckpt.core.format.layout import Layout
+from ckpt.core.state.capture import Capture
+from ckpt.core.state.fingerprint import ELEMENTS, SampledPlaces
+from ckpt.core.state.tensors import as_bytes, spec
 
 
 def kinds() -> dict[str, Tensor]:

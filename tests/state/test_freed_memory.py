@@ -15,12 +15,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 
 import ckpt
+from ckpt.core.snapshot.unchanged import Frozen
+from ckpt.core.state.capture import Capture
+from ckpt.core.state.fingerprint import SampledPlaces
+from ckpt.core.state.tensors import memory_of
 from ckpt.dcp.rank_write import dense
 from ckpt.errors import SaveError, StateError
-from ckpt.state.capture import Capture
-from ckpt.state.fingerprint import SampledPlaces
-from ckpt.state.tensors import memory_of
-from ckpt.trainer.staging.unchanged import Frozen
 from inside import Saved
 from toy_states import State
 from wrapped_toy import Quantised

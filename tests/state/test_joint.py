@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import ckpt
-from ckpt.state.capture import Capture
-from ckpt.state.joint import Joint
+from ckpt.core.state.capture import Capture
+from ckpt.core.state.joint import Joint
 
 LAYERS = 4
 

@@ -14,8 +14,8 @@ import torch.ao.quantization as quantization
 from torch import Tensor, nn
 
 import ckpt
+from ckpt.core.state.capture import Capture
 from ckpt.errors import MismatchError, StateError
-from ckpt.state.capture import Capture
 from inside import Saved
 from toy_states import Loader, State, differences, freeze
 

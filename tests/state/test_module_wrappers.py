@@ -15,9 +15,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import ckpt
+from ckpt.core.state.capture import Capture
+from ckpt.core.state.sharding import replicated_by_ddp
 from ckpt.errors import StateError
-from ckpt.state.capture import Capture
-from ckpt.state.sharding import replicated_by_ddp
 from inside import Saved
 from toy_states import State, differences, freeze
 

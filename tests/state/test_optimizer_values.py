@@ -26,9 +26,9 @@ from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 
 import ckpt
-from ckpt.cli import app
+from ckpt.core.state.capture import Capture
 from ckpt.errors import CorruptError, MismatchError, StateError
-from ckpt.state.capture import Capture
+from ckpt.tools.cli import app
 from inside import Saved
 from toy_states import State
 
@@ -509,7 +509,7 @@ def test_object_from_a_forged_checkpoint_is_never_made(kind: str, old: str, new:
 
 def test_helper_of_a_resized_job_is_refused_if_ranks_saved_different_ones() -> None:
     """With the same number of ranks each takes its own."""
-    from ckpt.format.saved_nodes import SavedNode, joined
+    from ckpt.core.format.saved_nodes import SavedNode, joined
 
     def node(names: list[str], more: list[Any]) -> SavedNode:
         facts = {"params": [names], "with_state": []}

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 import ckpt
-from ckpt.checkpoint import read
+from ckpt.core.checkpoint import read
+from ckpt.core.format.partition import Seat
+from ckpt.core.state.capture import Capture
 from ckpt.errors import MismatchError, StateError
-from ckpt.format.partition import Seat
-from ckpt.state.capture import Capture
 from parallel import free_port, launch
 from shards_toy import MAIN, SHAPES, wholes
 

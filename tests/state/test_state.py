@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, nn
 
 import ckpt
+from ckpt.core.format.layout import Layout
+from ckpt.core.format.saved_state import SavedState as SavedState
+from ckpt.core.state import adapters
+from ckpt.core.state.capture import Capture
+from ckpt.core.state.tensors import DTYPE_NAME, TORCH_DTYPE
 from ckpt.errors import MismatchError, StateError
-from ckpt.format.layout import Layout
-from ckpt.format.saved_state import SavedState as SavedState
-from ckpt.state import adapters
-from ckpt.state.capture import Capture
-from ckpt.state.tensors import DTYPE_NAME, TORCH_DTYPE
 from inside import Saved
 from toy_states import Loader, State, differences, fill, freeze, raw
 

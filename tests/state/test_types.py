@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 import ckpt
+from ckpt.core.format.values import decode, encode
+from ckpt.core.state.capture import Capture
 from ckpt.errors import CorruptError, StateError
-from ckpt.format.values import decode, encode
-from ckpt.state.capture import Capture
 from inside import Saved
 from toy_states import Loader, freeze
 

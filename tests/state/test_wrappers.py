@@ -15,9 +15,9 @@ from torch import Tensor
 
 import ckpt
 import wrapped_toy
+from ckpt.core.state.capture import Capture
+from ckpt.core.state.wrappers import WrapperForm
 from ckpt.errors import CorruptError, MismatchError, StateError
-from ckpt.state.capture import Capture
-from ckpt.state.wrappers import WrapperForm
 from inside import Saved
 from parallel import SHARDS_HERE, free_port, launch, reports
 from processes import killed, run_script

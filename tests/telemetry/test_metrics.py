@@ -30,25 +30,25 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import ckpt
 import toy
-from ckpt.checkpoint.byte_source import InMemory
-from ckpt.checkpoint.encode import Encoder
-from ckpt.checkpoint.identity import key_of
-from ckpt.checkpoint.incremental import Policy
-from ckpt.checkpoint.promote import copy_part
-from ckpt.checkpoint.upload_stats import UploadStats
-from ckpt.checkpoint.write import RankSnapshot
+from ckpt.core.checkpoint.byte_source import InMemory
+from ckpt.core.checkpoint.encode import Encoder
+from ckpt.core.checkpoint.identity import key_of
+from ckpt.core.checkpoint.incremental import Policy
+from ckpt.core.checkpoint.promote import copy_part
+from ckpt.core.checkpoint.upload_stats import UploadStats
+from ckpt.core.checkpoint.write import RankSnapshot
+from ckpt.core.format.layout import Layout, TensorSpec
+from ckpt.core.format.manifest import Attempt
+from ckpt.core.ipc import channel
+from ckpt.core.ipc.watch_requests import Look
 from ckpt.errors import CorruptError, UsageError
-from ckpt.format.layout import Layout, TensorSpec
-from ckpt.format.manifest import Attempt
-from ckpt.ipc import channel
-from ckpt.ipc.watch_requests import Look
 from ckpt.metrics import Metrics, as_metrics
 from ckpt.store import normalise
-from ckpt.telemetry import exporter
-from ckpt.telemetry.exporter import families, tag_of
-from ckpt.telemetry.gauges import KINDS, gauges
-from ckpt.telemetry.nvml import Devices
-from ckpt.telemetry.status import DeviceStatus, RankStatus, SlotStatus, TierStatus, shown
+from ckpt.tools.observe.telemetry import exporter
+from ckpt.tools.observe.telemetry.exporter import families, tag_of
+from ckpt.tools.observe.telemetry.gauges import KINDS, gauges
+from ckpt.tools.observe.telemetry.nvml import Devices
+from ckpt.tools.observe.telemetry.status import DeviceStatus, RankStatus, SlotStatus, TierStatus, shown
 from ckpt_backends.limit import Limit
 from ckpt_backends.memory import MemoryStore
 from parallel import free_port
@@ -603,7 +603,7 @@ def test_a_tier_that_fails_says_why(run_dir: str, tmp_path: Path) -> None:
 FULL_DISK = """
 import resource, signal, sys
 from pathlib import Path
-from ckpt.telemetry.exporter import EventFile
+from ckpt.tools.observe.telemetry.exporter import EventFile
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 events = EventFile(Path(sys.argv[1]))

@@ -16,16 +16,16 @@ import pytest
 from torch.distributed import HashStore
 
 import ckpt
+from ckpt.core.ipc.heartbeat import Heartbeat
+from ckpt.core.ipc.notes import CadenceNote
+from ckpt.core.ipc.watch_requests import SetCadence
+from ckpt.core.log.log import Acquire
+from ckpt.core.ranks.world import World
+from ckpt.core.run import cadence_sync
+from ckpt.core.run.cadence_sync import CadenceSync
 from ckpt.errors import PeerError
-from ckpt.goodput.cadence import Change
-from ckpt.goodput.ledger import Decision
-from ckpt.ipc.heartbeat import Heartbeat
-from ckpt.ipc.notes import CadenceNote
-from ckpt.ipc.watch_requests import SetCadence
-from ckpt.ranks.world import World
-from ckpt.runlog.log import Acquire
-from ckpt.trainer import cadence_sync
-from ckpt.trainer.cadence_sync import CadenceSync
+from ckpt.tools.observe.goodput.cadence import Change
+from ckpt.tools.observe.goodput.ledger import Decision
 from processes import eventually
 
 URL = "file:///tmp/x"

@@ -24,13 +24,13 @@ import torch
 
 import ckpt
 import toy
-from ckpt.checkpoint.identity import key_of
+from ckpt.core.checkpoint.identity import key_of
+from ckpt.core.ipc import channel
+from ckpt.core.ipc.notes import PressureNote
+from ckpt.core.ipc.watch_requests import TriggerSave
+from ckpt.core.log.log import RunLog
 from ckpt.errors import UsageError
-from ckpt.faults.report import Fault
-from ckpt.ipc import channel
-from ckpt.ipc.notes import PressureNote
-from ckpt.ipc.watch_requests import TriggerSave
-from ckpt.runlog.log import RunLog
+from ckpt.guard.report import Fault
 from ckpt.store import open_store
 from processes import PYTHONPATH, eventually, run_script, start_python, writers
 
@@ -319,7 +319,7 @@ def test_sigterm_while_the_main_thread_is_blocked(run_dir: str) -> None:
 def test_sigterm_to_two_runs_in_one_process(run_dir: str) -> None:
     """Both have their last step, also the one that has more to do; the process ends with 143."""
     code = """
-from ckpt.trainer.faults.secure import Securer
+from ckpt.guard.secure import Securer
 other = toy.build()
 tiers = [ckpt.Memory(every=1000), ckpt.Tier(sys.argv[1] + "-2", every=10_000)]
 cp, cp2 = opened(1000), ckpt.Checkpointer(other, tiers)
@@ -474,8 +474,8 @@ def test_everything_is_put_back(run_dir: str, enabled: bool, own_sockets: Path) 
     [
         "signal.set_wakeup_fd",
         "faulthandler.register",
-        "ckpt.trainer.supervise.current_writer.StandingRequests.tell",
-        "ckpt.faults.preemption.NoticeWatch.start",
+        "ckpt.core.run.supervise.current_writer.StandingRequests.tell",
+        "ckpt.guard.preemption.NoticeWatch.start",
     ],
 )
 def test_ctrl_c_while_it_arms_leaves_nothing_armed(run_dir: str, monkeypatch: pytest.MonkeyPatch, where: str) -> None:

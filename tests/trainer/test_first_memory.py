@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 import ckpt
-from ckpt.ipc.arena import Arena
-from ckpt.trainer.staging.slots import Slots
-from ckpt.trainer.supervise.memory import SnapshotMemory
+from ckpt.core.ipc.arena import Arena
+from ckpt.core.run.supervise.memory import SnapshotMemory
+from ckpt.core.snapshot.slots import Slots
 from processes import killed, run_script
 
 WIDTH = 256
@@ -220,7 +220,7 @@ def test_slots_that_are_not_ready_are_not_used(monkeypatch: pytest.MonkeyPatch) 
     assert (arena.slots, arena.ready, slots.unpinned(arena)) == (3, 3, [0, 1, 2])
     arena.close()
     arena = Arena.create(3, 1 << 20, ready=1)
-    monkeypatch.setattr("ckpt.ipc.arena._take", refuse)
+    monkeypatch.setattr("ckpt.core.ipc.arena._take", refuse)
     with pytest.raises(MemoryError):
         arena.make_ready()
     assert (arena.slots, arena.ready, slots.unpinned(arena)) == (1, 1, [0])

@@ -7,8 +7,8 @@ import threading
 import torch
 from torch import nn
 
-from ckpt.trainer.staging import update_gate
-from ckpt.trainer.staging.update_gate import UpdateHook
+from ckpt.core.snapshot import update_gate
+from ckpt.core.snapshot.update_gate import UpdateHook
 
 
 def test_a_compiled_step_is_waited_for_as_any_other() -> None:

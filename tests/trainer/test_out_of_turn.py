@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import ckpt
-from ckpt.ipc.watch_requests import Report
-from ckpt.runlog.log import RunLog
+from ckpt.core.ipc.watch_requests import Report
+from ckpt.core.log.log import RunLog
 from ckpt.store import open_store
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from ckpt.checkpoint.losses import Skipped
+from ckpt.core.checkpoint.losses import Skipped
+from ckpt.core.restore.restore_first import Restored
+from ckpt.core.run import restoring
+from ckpt.core.run.session import BackgroundErrors
 from ckpt.errors import FencedError
-from ckpt.faults.report import Fault
-from ckpt.restore.restore_first import Restored
-from ckpt.trainer import restoring
-from ckpt.trainer.session import BackgroundErrors
+from ckpt.guard.report import Fault
 from processes import run_script
 
 

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 import ckpt
 from boundaries import LARGE, Run, adamw, check_boundaries, close, gate, gradients, memory_ready, open_run, read_back
+from ckpt.core.snapshot.snapshot import PendingSnapshot
+from ckpt.core.snapshot.stage import Stager
+from ckpt.core.snapshot.unchanged import Frozen
+from ckpt.core.state.capture import Capture
 from ckpt.errors import CheckpointError, SaveError
-from ckpt.state.capture import Capture
-from ckpt.trainer.staging.snapshot import PendingSnapshot
-from ckpt.trainer.staging.stage import Stager
-from ckpt.trainer.staging.unchanged import Frozen
 from toy_states import State, differences, freeze
 
 __all__ = ["gate", "open_run"]  # fixtures

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ckpt.trainer.staging import stage_mode
-from ckpt.trainer.staging.stage_mode import AGAIN, TRIES, WAYS, StageMode
+from ckpt.core.snapshot import stage_mode
+from ckpt.core.snapshot.stage_mode import AGAIN, TRIES, WAYS, StageMode
 
 
 def run(took: dict[str, float], saves: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:

@@ -22,17 +22,17 @@ from torch import Tensor, nn
 
 import ckpt
 from boundaries import Run, check_boundaries, close, gradients, memory_ready, read_back
+from ckpt.core.format.digest import blob_digest
+from ckpt.core.format.layout import Layout, pages
+from ckpt.core.format.manifest import Attempt
+from ckpt.core.ipc.arena import Arena
+from ckpt.core.snapshot import unchanged
+from ckpt.core.snapshot.fill import LARGE, SlotFiller
+from ckpt.core.snapshot.snapshot import PendingSnapshot
+from ckpt.core.snapshot.stage import Stager
+from ckpt.core.snapshot.unchanged import FRESH, MOST_REST, SAMPLES, CopyRates, Frozen
+from ckpt.core.state.capture import Capture
 from ckpt.errors import SaveError
-from ckpt.format.digest import blob_digest
-from ckpt.format.layout import Layout, pages
-from ckpt.format.manifest import Attempt
-from ckpt.ipc.arena import Arena
-from ckpt.state.capture import Capture
-from ckpt.trainer.staging import unchanged
-from ckpt.trainer.staging.fill import LARGE, SlotFiller
-from ckpt.trainer.staging.snapshot import PendingSnapshot
-from ckpt.trainer.staging.stage import Stager
-from ckpt.trainer.staging.unchanged import FRESH, MOST_REST, SAMPLES, CopyRates, Frozen
 from toy_states import State, differences, freeze
 
 SIDE = 600  # a square of this side is just large enough to be tried

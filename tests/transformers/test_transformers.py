@@ -30,8 +30,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 import ckpt
 import ckpt.transformers
 import hf_toy
-from ckpt.cli import app
-from ckpt.state.capture import Capture
+from ckpt.core.state.capture import Capture
+from ckpt.tools.cli import app
 from ckpt.transformers.__main__ import command
 from ckpt.transformers.pretrained import adapter_tensors, export_pretrained, is_adapter, trained
 from commands import stopped

@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
-from ckpt.checkpoint import ledger_files
-from ckpt.checkpoint.open_tier import OpenTier, open_place
+from ckpt.core.checkpoint import ledger_files
+from ckpt.core.checkpoint.open_tier import OpenTier, open_place
+from ckpt.core.ipc.heartbeat import Heartbeat
+from ckpt.core.ipc.watch_requests import KeepBooks, RestoreDone
+from ckpt.core.writer import bookkeeper
+from ckpt.core.writer.bookkeeper import Bookkeeper
 from ckpt.errors import StoreError
-from ckpt.faults.report import Fault
-from ckpt.goodput.ledger import Account
-from ckpt.ipc.heartbeat import Heartbeat
-from ckpt.ipc.watch_requests import KeepBooks, RestoreDone
+from ckpt.guard.report import Fault
 from ckpt.tiers import Tier
-from ckpt.writer import bookkeeper
-from ckpt.writer.bookkeeper import Bookkeeper
+from ckpt.tools.observe.goodput.ledger import Account
 
 
 class Books:

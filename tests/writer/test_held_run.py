@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from ckpt.checkpoint import commit
+from ckpt.core.checkpoint import commit
+from ckpt.core.log.log import Acquire
+from ckpt.core.writer.dispatch import Dispatch
+from ckpt.core.writer.held_run import HeldRun
 from ckpt.errors import FencedError, UsageError
-from ckpt.runlog.log import Acquire
-from ckpt.writer.dispatch import Dispatch
-from ckpt.writer.held_run import HeldRun
 from ckpt_backends.memory import MemoryStore
 from logs import new_log
 

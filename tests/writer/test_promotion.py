@@ -10,27 +10,27 @@ from typing import Any, cast
 import pytest
 from msgspec import structs
 
-from ckpt.checkpoint import commit as commits
-from ckpt.checkpoint import open_tier, promote
-from ckpt.checkpoint.open_tier import OpenTier
-from ckpt.checkpoint.retention import Keep
-from ckpt.checkpoint.settle import settle
+from ckpt.core.checkpoint import commit as commits
+from ckpt.core.checkpoint import open_tier, promote
+from ckpt.core.checkpoint.open_tier import OpenTier
+from ckpt.core.checkpoint.retention import Keep
+from ckpt.core.checkpoint.settle import settle
+from ckpt.core.format.manifest import Attempt
+from ckpt.core.ipc.notes import DamagedNote, StoredNote
+from ckpt.core.ipc.protocol import Note
+from ckpt.core.ipc.requests import OpenRun, OwnRun, WriteSlot
+from ckpt.core.log.records import Commit, Record, commit_body
+from ckpt.core.writer import promotion
+from ckpt.core.writer.bookkeeper import Bookkeeper
+from ckpt.core.writer.dispatch import Background
+from ckpt.core.writer.held_run import HeldRun
+from ckpt.core.writer.memory import HeldMemory
+from ckpt.core.writer.opening import TierOpener
+from ckpt.core.writer.persist import Persister
+from ckpt.core.writer.promotion import Turns
+from ckpt.core.writer.throttle import Throttle
 from ckpt.errors import AccessError, CorruptError, SaveError, SkippedError, StoreError
-from ckpt.format.manifest import Attempt
-from ckpt.ipc.notes import DamagedNote, StoredNote
-from ckpt.ipc.protocol import Note
-from ckpt.ipc.requests import OpenRun, OwnRun, WriteSlot
-from ckpt.runlog.records import Commit, Record, commit_body
 from ckpt.store import options_of
-from ckpt.writer import promotion
-from ckpt.writer.bookkeeper import Bookkeeper
-from ckpt.writer.dispatch import Background
-from ckpt.writer.held_run import HeldRun
-from ckpt.writer.memory import HeldMemory
-from ckpt.writer.opening import TierOpener
-from ckpt.writer.persist import Persister
-from ckpt.writer.promotion import Turns
-from ckpt.writer.throttle import Throttle
 from ckpt_backends.memory import MemoryStore
 from ckpt_backends.retry import Retry
 from logs import attempt, committed, folded, new_log, reopened

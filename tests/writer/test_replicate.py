@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from ckpt.format.layout import Layout, TensorSpec, pages
-from ckpt.format.manifest import Attempt
-from ckpt.format.partition import partner
-from ckpt.ipc.arena import EMPTY, FILLING, SEALED, Arena, Label
-from ckpt.writer.replicate import Replicator
+from ckpt.core.format.layout import Layout, TensorSpec, pages
+from ckpt.core.format.manifest import Attempt
+from ckpt.core.format.partition import partner
+from ckpt.core.ipc.arena import EMPTY, FILLING, SEALED, Arena, Label
+from ckpt.core.writer.replicate import Replicator
 from parallel import free_port, launch
 from processes import eventually, writers
 

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from ckpt.checkpoint.encode import ENCODED_A_SECOND, LITTLE, Encoder, Learnt
-from ckpt.checkpoint.incremental import Policy
-from ckpt.writer import throttle
-from ckpt.writer.throttle import IdleCores, Throttle, threads, waiting_s
+from ckpt.core.checkpoint.encode import ENCODED_A_SECOND, LITTLE, Encoder, Learnt
+from ckpt.core.checkpoint.incremental import Policy
+from ckpt.core.writer import throttle
+from ckpt.core.writer.throttle import IdleCores, Throttle, threads, waiting_s
 from ckpt_backends.memory import MemoryStore
 
 MANY = 100 * LITTLE

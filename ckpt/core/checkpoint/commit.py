@@ -1,0 +1,360 @@
+"""Taking a run over, making checkpoints exist, and tidying up after a crash: everything that changes the log.
+
+A checkpoint exists from the moment its COMMIT record is durable. Before that, W verified parts of one attempt already
+*are* a consistent checkpoint, since attempts are named alike on all ranks; so recovery rolls a whole attempt forward
+and aborts the rest. Only an attempt that the store cannot read at that moment stays open.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from ckpt.core.checkpoint import commit_checks
+from ckpt.core.checkpoint.commit_checks import check_fit as check_fit
+from ckpt.core.checkpoint.losses import UNCLEAR, records
+from ckpt.core.checkpoint.parts import load_part as load_part
+from ckpt.core.checkpoint.parts import sound_parts
+from ckpt.core.checkpoint.parts import stored_part as stored_part
+from ckpt.core.checkpoint.store_trial import check_empty, check_ranges, created_twice, try_out
+from ckpt.core.checkpoint.write import WrittenPart
+from ckpt.core.format.digest import file_digest
+from ckpt.core.format.manifest import MAX_FORMAT, Attempt, by_owner, index_key, needs_texts, new_format
+from ckpt.core.log.log import RunLog, infer_root
+from ckpt.core.log.records import MAX_DOUBTS, Acquire, Commit, Record, RunState, commit_body
+from ckpt.errors import ExistsError, FormatError, NotFoundError, SaveError, SkippedError, StoreError
+from ckpt.events import log as logger
+from ckpt.failpoints import point
+from ckpt.store import Store, get_small, open_store
+
+PROBES = 3  # whoever repeats a request whose answer was lost finds these bytes, and may take them for his own
+LEFT_OUT = "was left out in"  # so says a reason for an ABORT that is no failure: the place cannot keep up
+
+
+async def create_run(store: Store) -> None:
+    """Make sure that FORMAT.json is there, and that the store really creates only what is absent, and knows ranges.
+
+    FormatError if the place holds somebody else's files, StoreError if it cannot hold a run: nothing is written then.
+    """
+    try:
+        await get_small(store, "FORMAT.json", MAX_FORMAT)  # not just a look: what it is refused for, only this says
+    except NotFoundError:
+        if (root := await infer_root(store)) is None:  # else it was lost, and the log still knows whose it is
+            await check_empty(store)
+        if store.remote:
+            await try_out(store)
+        try:
+            await store.put("FORMAT.json", new_format(root), create=True)
+        except ExistsError:
+            pass  # another rank or job was quicker
+    there = bytes(await get_small(store, "FORMAT.json", MAX_FORMAT))
+    for _ in range(PROBES):
+        try:
+            await store.put("FORMAT.json", there, create=True)  # the same bytes: no harm, should it replace them
+        except ExistsError:
+            break
+    else:
+        raise created_twice(store)
+    if store.remote:
+        await check_ranges(store, "FORMAT.json", there)
+
+
+@contextlib.asynccontextmanager
+async def written_run(url: str | Path) -> AsyncIterator[RunLog]:
+    """The log of a run that is written to; it is created if it is not there."""
+    store = open_store(url, writable=True)
+    try:
+        await create_run(store)
+        log = RunLog(store)
+        await log.open()
+        yield log
+    finally:
+        await store.aclose()
+
+
+async def acquire(
+    log: RunLog,
+    nonce: str,
+    *,
+    restored: Attempt | None = None,
+    floor: int = 0,
+    check: Callable[[RunState], None] = lambda state: None,
+) -> Acquire:
+    """Become the owner of the run: from here on older incarnations are fenced.
+
+    The epoch exceeds every epoch in this log and `floor`. With `restored`, the history continues from that attempt.
+    `check` raises if the newest state forbids it.
+    """
+
+    def make(state: RunState) -> Record:
+        check(state)
+        # A damaged record may have been an ACQUIRE that came after the newest we know: leave room for its epoch.
+        newest = state.requests.get(f"acquire:{state.acquires[-1].nonce}", -1) if state.acquires else -1
+        epoch = max(state.epoch + sum(seq > newest for seq in state.damaged), floor) + 1
+        body = {"epoch": epoch, "nonce": nonce, "restored": None if restored is None else str(restored)}
+        return Record("ACQUIRE", body, f"acquire:{nonce}")
+
+    state = await log.append(make, owner=None)
+    point("acquire.done")
+    mine = [a for a in state.acquires if a.nonce == nonce]
+    if not mine:
+        raise FormatError(f"the log of {log.store.url} has used up its epochs: go on in another location")
+    return mine[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """Whose parts belong into one place, and how soon a writer may commit them: the first at once, others later."""
+
+    ranks: tuple[int, ...] = (0,)
+    place: int = 0
+    world: int = 1
+
+    @property
+    def partial(self) -> bool:
+        """A disk that only some of the ranks see."""
+        return len(self.ranks) < self.world
+
+
+async def begin(log: RunLog, mine: Acquire | None, attempt: Attempt, pins: Iterable[Attempt]) -> None:
+    """Say that an attempt builds on these checkpoints: retention leaves them alone until it has ended.
+
+    Several ranks may say so of one attempt, each of its own. Nothing happens if the attempt has ended. SaveError if one
+    of them is no checkpoint any more, or they are too many.
+    """
+    wanted = set(pins)
+
+    def make(state: RunState) -> Record | None:
+        said = set(state.pins.get(attempt, ()))
+        if state.ended(attempt) or wanted <= said & state.commits.keys():
+            return None
+        commit_checks.check_sources(state, attempt, sorted(wanted))
+        pinned = wanted | (said & state.commits.keys())
+        commit_checks.check_needs(attempt, pinned)
+        body = {"attempt": str(attempt), "pins": needs_texts(pinned)}
+        return Record("BEGIN", body, f"begin:{attempt}:{state.next_seq}" if said else f"begin:{attempt}")
+
+    await log.append(make, owner=mine)
+
+
+async def commit(
+    log: RunLog,
+    mine: Acquire | None,
+    parts: list[WrittenPart],
+    *,
+    kind: str = "COMMIT",
+    used: Mapping[Attempt, Set[str]] | None = None,
+) -> Commit:
+    """Make a checkpoint of the parts of one attempt, one a rank. Doing it twice is harmless. `mine` None: fence nobody.
+
+    SaveError if the attempt was aborted meanwhile, or builds on a checkpoint that was retired meanwhile; FencedError if
+    a newer job has taken over. `used`: for a copy, which has brought along all that it refers to: what it was built on
+    need not be here then. Says which files each checkpoint here uses.
+    """
+    parts = sorted(parts, key=lambda w: w.part.rank)
+    packs, said = {key for w in parts for key in w.packs}, _said_by(parts)
+    commit_checks.check_needs(said.attempt, said.needs)
+    index = await asyncio.to_thread(commit_checks.index_of, parts, kind)
+    found, attempt = replace(said, index=file_digest(index)), said.attempt
+    log.check_owner(mine)
+    await log.store.put(index_key(attempt, found.index), index)
+    point("index.stored")
+
+    def make(state: RunState) -> Record | None:
+        if state.ended(attempt) or (kind == "HELD" and attempt in state.held):
+            return None
+        # Packs may be of attempts that are retired by now: what was built on uses them, and vouches for them.
+        if used is None:
+            commit_checks.check_sources(state, attempt, found.needs, packs)
+        else:
+            commit_checks.check_borrowed(state, attempt, packs, used)
+        return Record(kind, commit_body(found), f"{kind.lower()}:{attempt}")
+
+    state = await log.append(make, owner=mine)
+    landed = state.commits.get(attempt) or (state.held.get(attempt) if kind == "HELD" else None)
+    if landed is None:
+        log.check_owner(mine)  # a newer job ended it
+        why = state.reasons.get(attempt, "newer ones are kept")
+        raise SaveError(f"step {attempt.step} was given up before it was committed: {why}")
+    return landed
+
+
+def _said_by(parts: Sequence[WrittenPart]) -> Commit:
+    """What the record will say, but for the index. `parts`: in the order of ranks."""
+    return Commit(
+        Attempt.parse(parts[0].part.attempt),
+        parts[0].part.world,
+        tuple((w.part.rank, w.part.number, w.digest) for w in parts),
+        "",
+        commit_checks.all_finite([w.part.finite for w in parts]),
+        next((w.part.reason for w in parts if w.part.reason != "due"), "due"),
+        tuple(sorted({Attempt.parse(need) for w in parts for need in w.part.needs})),
+    )
+
+
+async def complete(log: RunLog, mine: Acquire, attempt: Attempt) -> None:
+    """All other places hold their parts too: what is HELD here is a checkpoint.
+
+    SaveError, and the attempt is ended here, if it builds on a checkpoint that was retired meanwhile.
+    """
+
+    def make(state: RunState) -> Record | None:
+        held = state.held.get(attempt)
+        if held is None or state.ended(attempt):
+            return None
+        commit_checks.check_sources(state, attempt, held.needs)
+        return Record("COMMIT", commit_body(held), f"commit:{attempt}")
+
+    try:
+        await log.append(make, owner=mine)
+    except SaveError as error:
+        await abort(log, mine, attempt, str(error), held=True)
+        raise
+
+
+def given_up(state: RunState, attempt: Attempt) -> SaveError:
+    """Why an attempt that has ended is no checkpoint."""
+    why = state.reasons.get(attempt, "its reason is not known any more")
+    kind = SkippedError if LEFT_OUT in why else SaveError
+    return kind(f"step {attempt.step} was given up: {why}")
+
+
+async def commit_fitting(
+    log: RunLog, mine: Acquire | None, parts: list[WrittenPart], *, kind: str = "COMMIT"
+) -> Commit:
+    """`commit`, of parts that are checked first. SaveError also if they cannot be a checkpoint."""
+    if len(parts) > 1 and kind == "COMMIT" and not commit_checks.is_large(parts, kind):
+        await asyncio.to_thread(check_fit, parts)  # to make a directory is to check it
+    if len(parts) > 1:
+        await asyncio.to_thread(commit_checks.check_replicas, parts)
+    return await commit(log, mine, parts, kind=kind)
+
+
+async def commit_or_end(log: RunLog, mine: Acquire, parts: list[WrittenPart], *, kind: str) -> None:
+    """SaveError, and the attempt is ended, if these parts cannot be a checkpoint."""
+    try:
+        await commit_fitting(log, mine, parts, kind=kind)
+    except SaveError as error:
+        await abort(log, mine, Attempt.parse(parts[0].part.attempt), str(error))
+        raise
+
+
+async def abort(log: RunLog, mine: Acquire, attempt: Attempt, reason: str, *, held: bool = False) -> None:
+    """End an attempt that will never be a checkpoint, so that its files can be cleaned up.
+
+    One that is HELD here may be a checkpoint in other places by now: it is ended only with `held`.
+    """
+
+    def make(state: RunState) -> Record | None:
+        body = {"attempt": str(attempt), "reason": reason[:500]}
+        kept = state.ended(attempt) or (attempt in state.held and not held)
+        return None if kept else Record("ABORT", body, f"abort:{attempt}")
+
+    await log.append(make, owner=mine)
+
+
+async def retract(log: RunLog, mine: Acquire, attempt: Attempt, reason: str) -> None:
+    """Give one attempt up, committed or not, whatever the retention says: it is known not to be what it claims.
+
+    Its parts and its index go at once, so that a record that is damaged later does not bring it back.
+    """
+
+    def make(state: RunState) -> Record | None:
+        body = {"retire": [str(attempt)], "delete": [], "reason": reason[:500]}
+        return Record("PLAN", body, f"retract:{attempt}") if attempt in state.commits else None
+
+    await abort(log, mine, attempt, reason, held=True)  # from here on it cannot be committed any more
+    await log.append(make, owner=mine)
+    with contextlib.suppress(StoreError):
+        for prefix in (f"parts/{attempt}.", f"index/{attempt}-"):
+            await log.store.delete_many([info.key async for info in log.store.list(prefix)])
+
+
+async def doubt(log: RunLog, mine: Acquire, attempt: Attempt, ranges: Collection[tuple[str, int]]) -> None:
+    """Say to the writers of all ranks which bytes were found damaged, by pack and offset, so that nobody builds on
+    them."""
+    new = sorted(set(ranges) - log.state.doubts)[:MAX_DOUBTS]
+    if not new:
+        return
+    body = {"attempt": str(attempt), "ranges": [list(one) for one in new]}
+    request = f"doubt:{attempt}:{file_digest(repr(new).encode())[:16]}"
+    await log.append(lambda state: Record("DOUBT", body, request), owner=mine)
+
+
+@dataclass
+class Recovery:
+    """What recovery did with attempts that a crash had left open."""
+
+    rolled_forward: list[Attempt] = field(default_factory=list)
+    aborted: list[Attempt] = field(default_factory=list)
+
+
+async def recover(
+    log: RunLog, mine: Acquire, in_flight: frozenset[Attempt] = frozenset(), *, partial: bool = False
+) -> Recovery:
+    """End every open attempt: commit it if it is whole, else abort it. `in_flight`: being written by us right now.
+
+    Also one that has no file yet, and only said what it would build on: that could never be retired.
+
+    `partial`: this tier holds the parts of some ranks only. There an attempt is left HELD with what is sound of it,
+    since the disks of other nodes may have the rest.
+
+    Where a record that is damaged may have ended an attempt, all of it being there does not say that it was not taken
+    back. Only its index does, which is stored in order to commit it: without, it is left out.
+    """
+    keys = [info.key for prefix in ("packs/", "parts/") async for info in log.store.list(prefix)]
+    found = by_owner(keys)
+    state = await log.refresh()
+    indexes = {info.key async for info in log.store.list("index/")} if state.damaged else set()
+    done = Recovery()
+    for attempt in sorted(found.keys() | state.pins.keys()):
+        if state.ended(attempt) or attempt in in_flight or attempt in state.held:
+            continue
+        try:
+            keys = found.get(attempt, [])
+            parts = list((await sound_parts(log.store, attempt, keys, partial=partial)).values())
+            forward, reason = _is_to_land(state, attempt, parts, partial, indexes)
+            if forward:
+                await commit_or_end(log, mine, parts, kind=_kind(parts))
+                done.rolled_forward.append(attempt)
+                logger.info("rolled step %d forward: all of it had been written before the crash", attempt.step)
+                continue
+        except SaveError as error:
+            reason = str(error)
+            logger.warning("%s", error)
+        except StoreError as error:
+            logger.warning("attempt %s stays open, since it cannot be read now: %s", attempt, error)
+            continue
+        await abort(log, mine, attempt, reason)
+        done.aborted.append(attempt)
+    point("recover.done")
+    return done
+
+
+def _kind(parts: list[WrittenPart]) -> str:
+    return "COMMIT" if commit_checks.is_whole(parts) else "HELD"
+
+
+def _is_to_land(
+    state: RunState, attempt: Attempt, parts: list[WrittenPart], partial: bool, indexes: Set[str]
+) -> tuple[bool, str]:
+    """Whether to roll an attempt forward, and if not, why."""
+    if not parts or not (commit_checks.is_whole(parts) or partial):
+        return False, "not whole when the run was opened"
+    if not _may_have_ended(state, attempt):
+        return True, ""
+    index = commit_checks.index_of(sorted(parts, key=lambda w: w.part.rank), _kind(parts))
+    if index_key(attempt, file_digest(index)) in indexes:
+        return True, ""
+    reason = f"it {UNCLEAR}: {records(state.damaged)}"
+    logger.warning("step %d is left out, though all of it is there: %s", attempt.step, reason)
+    return False, reason
+
+
+def _may_have_ended(state: RunState, attempt: Attempt) -> bool:
+    """Whether a damaged record may have said so: one that came after its incarnation had taken the run over."""
+    since = state.requests.get(f"acquire:{attempt.nonce}", -1)
+    return any(seq > since for seq in state.damaged)

@@ -1,0 +1,218 @@
+"""What a checkpoint consists of, how that is stored, and how two of them differ: plain values, without torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ckpt.core.format import values
+from ckpt.core.format.codec import BF16, CODECS, RAW
+from ckpt.core.format.columns import I64
+from ckpt.core.format.layout import TensorSpec
+from ckpt.core.format.manifest import Attempt, canonical, owner
+from ckpt.core.format.saved_state import Key, SavedState
+from ckpt.core.format.table import Table
+from ckpt.errors import CorruptError
+
+Entries = dict[str, tuple[dict[str, Any], Any]]  # by path: what never changes about it, and its plain values as stored
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A name; `alias_of`: the tensor that it shares memory with and under which its bytes are stored."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    bytes: int
+    alias_of: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class BlobStorage:
+    """How some blobs are stored. `stored`: bytes in packs of this checkpoint, each range once; `held`: how many blobs
+
+    are raw, planes (smaller by themselves), delta (the difference to an older one), derived (the rounding of others,
+    nothing is stored), reference (in a pack of an older checkpoint, however they are stored there) or "as another" (for
+    a tensor that was asked about before, which has the same bytes). `depth`: what has to be decoded first: 0 nothing,
+    1 a base or a master, 2 a master that has a base itself. `reads`: bytes that a restore of them reads, each range
+    once, with what they are based on.
+    """
+
+    stored: int
+    held: dict[str, int]
+    depth: int
+    reads: int
+
+
+NOTHING = BlobStorage(0, {}, 0, 0)
+HELD = ("raw", "planes", "delta", "derived", "reference", "as another")
+REFERENCE, AS_ANOTHER = HELD.index("reference"), HELD.index("as another")
+_FORMS = np.array([{"none": 1, "same": 2, "master": 3}[CODECS[n].base] if n in CODECS else 0 for n in range(256)])
+_FORMS[RAW] = 0
+
+
+class Storages:
+    """How some tensors are stored, by the tables that it is told of: each has all that some ranks have stored.
+
+    `used`: bytes of each pack that a restore reads, each range once.
+    """
+
+    def __init__(self, attempt: Attempt, keys: Iterable[Key]) -> None:
+        """A range that several tensors share counts as stored for the first of `keys`."""
+        self._attempt, self._place = attempt, {key: i for i, key in enumerate(keys)}
+        self._stored, self._reads, self._depth = (np.zeros(len(self._place), np.int64) for _ in range(3))
+        self._held = np.zeros((len(self._place), len(HELD)), np.int64)
+        self.used: dict[str, int] = {}
+
+    def of(self, key: Key) -> BlobStorage:
+        i = self._place[key]
+        held = {word: n for word, n in zip(HELD, self._held[i].tolist(), strict=True) if n}
+        return BlobStorage(int(self._stored[i]), held, int(self._depth[i]), int(self._reads[i]))
+
+    def add(self, table: Table) -> None:
+        """No two of these tables have a range in common: a rank builds on what it has stored itself."""
+        shards, stored = table.columns, table.stored
+        keys = zip(shards.names, shards.instance.tolist(), strict=True)
+        tensors = np.repeat(np.array([self._place.get(key, -1) for key in keys], np.int64), np.diff(table.starts))
+        rows = np.flatnonzero(tensors >= 0)
+        rows = rows[np.argsort(tensors[rows], kind="stable")]
+        tensor, ranges = tensors[rows], _ranges(table)
+        own = np.array([owner(key) == self._attempt for key in table.packs], np.bool_)[table.pack[rows]]
+        there = stored[rows] > 0
+        form = np.where(there & ~own, REFERENCE, _FORMS[table.codec[rows]])
+        anew = np.flatnonzero(there & own)
+        _, first, which = np.unique(ranges[rows[anew]], return_index=True, return_inverse=True)
+        np.add.at(self._stored, tensor[anew[first]], stored[rows[anew[first]]])
+        form[anew[tensor[anew] > tensor[anew[first]][which]]] = AS_ANOTHER
+        np.add.at(self._held, (tensor, form), 1)
+        self._count_reads(table, rows, tensor, ranges)
+        at = np.unique(ranges, return_index=True)[1]
+        for key, nbytes in zip(table.packs, np.bincount(table.pack[at], stored[at], len(table.packs)), strict=True):
+            if nbytes:
+                self.used[key] = self.used.get(key, 0) + int(nbytes)
+
+    def _count_reads(self, table: Table, rows: I64, tensor: I64, ranges: I64) -> None:
+        """Of the rows of each tensor, with what has to be decoded before them, and before that."""
+        everything = [(rows, tensor)]
+        for depth in (1, 2):
+            needed = _needed(table, *everything[-1])
+            np.maximum.at(self._depth, needed[1], depth)
+            everything.append(needed)
+        rows, tensor = (np.concatenate(columns) for columns in zip(*everything, strict=True))
+        once = np.unique(tensor * (len(ranges) + 1) + ranges[rows], return_index=True)[1]
+        np.add.at(self._reads, tensor[once], table.stored[rows[once]])
+
+
+def _ranges(table: Table) -> I64:
+    """Of every blob a number of the range that it lies in."""
+    columns = np.stack([table.pack, table.offset, table.stored], 1)
+    return np.unique(columns, axis=0, return_inverse=True)[1].reshape(-1).astype(np.int64)
+
+
+def _needed(table: Table, rows: I64, tensor: I64) -> tuple[I64, I64]:
+    """The blobs without which these cannot be decoded, and the tensors that need them."""
+    based = table.base[rows] >= 0
+    rows, tensor = rows[based], tensor[based]
+    derived = table.codec[rows] == BF16
+    masters = [np.arange(r.start, r.stop) for r in map(table.needed, rows[derived].tolist())]
+    counts = np.array([len(one) for one in masters], np.int64)
+    whose = np.concatenate([tensor[~derived], np.repeat(tensor[derived], counts)])
+    return np.concatenate([table.base[rows[~derived]], *masters]).astype(np.int64), whose
+
+
+class Reference(str):
+    """Stands among plain values for the tensor of that name."""
+
+    __repr__ = str.__str__
+
+
+def tensors_of(saved: SavedState) -> dict[str, Tensor]:
+    """All names, those that stand for another's memory included."""
+    specs = {label: saved.tensors[key].spec for label, key in saved.labels.items()}
+    known_as = {key: label for label, key in reversed(saved.labels.items())}  # no alias, if it has another name
+    return all_names(specs, {label: known_as[key] for label, key in saved.labels.items()})
+
+
+def all_names(tensors: Mapping[str, TensorSpec], names: Mapping[str, str]) -> dict[str, Tensor]:
+    """`names`: of every name, the one under which its tensor is known."""
+    found: dict[str, Tensor] = {}
+    for name, of in names.items():
+        spec = tensors[of]
+        found[name] = Tensor(name, spec.dtype, spec.shape, spec.nbytes, None if of == name else of)
+    return found
+
+
+def entries_of(saved: SavedState, wanted: Callable[[str], bool] = lambda path: True, *, once: bool = False) -> Entries:
+    """What the state consists of, by path, as far as it is wanted; of other ranks than the first that has an entry only
+    what differs from its, and with `once` nothing."""
+    found: Entries = {}
+    try:
+        for rank, component, raw in saved.said(lambda path: wanted(values.show(path)), once=once):
+            facts = {key: value for key, value in component.items() if key != "names"}
+            path = values.show(tuple(component["path"]))
+            if path not in found:
+                found[path] = (facts, raw)
+            elif canonical(raw) != canonical(found[path][1]):
+                found[f"{path} (rank {rank})"] = (facts, raw)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CorruptError(f"its layout is damaged: {error}") from None
+    return found
+
+
+def leaves_of(entries: Entries, start: str, *, apart: bool = False) -> Iterator[tuple[str, Any]]:
+    """The plain values of an entry, decoded, by path; tensors among them as references."""
+    facts, raw = entries.get(start, ({}, None))
+    if raw is not None or facts.get("kind") == "plain":
+        decoded = values.decode(raw, _shown)
+        yield from leaves(start, decoded, apart)
+
+
+def _shown(tagged: dict[str, Any]) -> object:
+    """Return what stands for a value that is not plain: text, or for an object its attributes."""
+    found = [tagged[key] for key in ("attributes", "state") if key in tagged]
+    if tagged["$"] == "namedtuple" or found:
+        return found[0] if found else tagged["v"]
+    return Reference(f"<{tagged['$']} {tagged['name'] if 'name' in tagged else tagged['v']}>")
+
+
+def leaves(path: str, value: Any, apart: bool) -> Iterator[tuple[str, Any]]:
+    """All that is not a container, by path. Flat lists are left whole, unless to be taken apart."""
+    nested = isinstance(value, (list, tuple)) and (apart or any(isinstance(v, (dict, list, tuple)) for v in value))
+    if not value or not (nested or isinstance(value, dict)):
+        yield path, value
+        return
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+        yield from leaves(f"{path}.{key}", item, apart)
+
+
+def differing_values(a: Entries, b: Entries) -> Iterator[dict[str, Any]]:
+    """Plain values that differ, by path."""
+    for start in dict.fromkeys([*a, *b]):
+        if start in a and start in b and canonical(a[start]) == canonical(b[start]):
+            continue
+        here, there = [
+            {path: (type(v).__name__, jsonable(v)) for path, v in leaves_of(e, start, apart=True)} for e in (a, b)
+        ]
+        paths = [path for path in dict.fromkeys([*here, *there]) if here.get(path) != there.get(path)]
+        for path in paths:
+            only_in = None if path in here and path in there else "a" if path in here else "b"
+            sides = {side: found.get(path, ("", None))[1] for side, found in (("a", here), ("b", there))}
+            yield {"path": path, "only_in": only_in, **sides}
+        if not paths:  # alike in every value and yet not the same: another kind of object, or another order
+            yield {"path": start, "only_in": None, "a": a.get(start), "b": b.get(start)}
+
+
+def jsonable(value: Any) -> Any:
+    """The value if JSON can say it, else text."""
+    if isinstance(value, (list, tuple)):
+        return [jsonable(v) for v in value]
+    if type(value) is float:
+        return value if math.isfinite(value) else str(value)
+    if type(value) is int:
+        return value if abs(value) < 2**53 else hex(value)  # of any length, where decimals have a limit
+    return value if value is None or type(value) in (bool, str) else repr(value)

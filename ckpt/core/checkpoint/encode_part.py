@@ -1,0 +1,326 @@
+"""One snapshot on its way through an encoder: what is new in it, in which form that is stored, and the packs.
+
+digests -> plan -> forms, by samples -> encoded in threads, a window at a time -> packs -> table -> part
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ckpt.core.checkpoint.byte_source import Bases, ByteSource, InMemory, Peek
+from ckpt.core.checkpoint.incremental import BlobPlan, Digests, Previous, find_masters, kind_of, plan_blobs
+from ckpt.core.checkpoint.packs import Encoded, Packer, pack_size, table_of
+from ckpt.core.checkpoint.write import RankSnapshot, WrittenPart, digest_blobs, finish_part
+from ckpt.core.format import codec
+from ckpt.core.format.codec import BF16, RAW
+from ckpt.core.format.columns import I64
+from ckpt.core.format.digest import DIGEST_SIZE, blob_digest
+from ckpt.core.format.layout import Layout, TensorSpec
+from ckpt.core.format.manifest import Attempt, owner
+from ckpt.errors import SaveError
+from ckpt.failpoints import point
+from ckpt.store import Store
+
+if TYPE_CHECKING:
+    from ckpt.core.checkpoint.encode import Encoder
+
+SMALL = 4096  # bytes; a smaller blob is stored as it is
+WINDOW = 32 << 20  # plain bytes whose bases are in memory at the same time
+PROBES = 5  # blobs of a kind that are looked at before the others
+WORTH, LEAST = 0.1, 256 << 10  # of the bytes, and bytes: for less a checkpoint does not come to depend on another
+SELF_CHECK = 16  # one of so many encoded blobs is decoded again before it is trusted
+WHOLE, WHOLE_AGAIN = 0.95, 0.97  # of the plain size, from which on nothing is encoded; the second: if it was before
+DELTA, DELTA_AGAIN = 0.85, 0.9  # of the size without a base, from which on it is not worth one
+
+OnNeeds = Callable[[Attempt], Awaitable[bool]]
+"""Told which checkpoint is built on; False: that it cannot be."""
+
+
+@dataclass(slots=True)
+class Learnt:
+    """What is tried for blobs of one kind: nothing ("raw"), planes ("whole"), or a base as well ("delta")."""
+
+    whole: float = 0.8  # stored / plain without a base
+    form: str = "whole"
+
+    def choose(self, whole: Sequence[float], gains: Sequence[float]) -> str:
+        """By new samples; what was chosen before stays if it is nearly as good.
+
+        `gains`: stored with a base / stored without, of those that have one. The best of them decides: an idle expert
+        among busy ones makes it worth while to look at all of them.
+        """
+        self.whole = _mean(whole)
+        limit = WHOLE_AGAIN if self.form != "raw" else WHOLE
+        if gains and min(gains) < (DELTA_AGAIN if self.form == "delta" else DELTA):
+            self.form = "delta"
+        else:
+            self.form = "whole" if self.whole < limit else "raw"
+        return self.form
+
+
+class PartEncoder:
+    """One part on its way through the encoder of its place."""
+
+    def __init__(
+        self,
+        encoder: Encoder,
+        store: Store,
+        snapshot: RankSnapshot,
+        source: ByteSource,
+        previous: Previous | None,
+        number: int,
+        bases: Bases,
+        compress: bool,
+    ) -> None:
+        self.encoder, self.store, self.snapshot, self.source = encoder, store, snapshot, source
+        self.previous, self.number, self.bases, self.compress = previous, number, bases, compress
+        self.layout = snapshot.layout
+        self.blobs = self.layout.arrangement.blobs
+        self.digests: Digests
+        self.plan: BlobPlan  # what becomes of each blob
+        self.masters: I64  # that it may be the rounding of
+        self.forms: dict[str, str] = {}
+        self.encode_s, self.plain = 0.0, 0
+
+    async def run(self, reason: str, on_needs: OnNeeds | None, check: Callable[[], None]) -> WrittenPart:
+        digests = self.source.digests
+        if digests is None:
+            digests = await asyncio.to_thread(_digests, self.layout, self.snapshot.data)
+        self.digests = digests
+        await self._plan(on_needs)
+        packer = await self._packed(check)
+        self.encoder.learn(packer.nbytes, packer.busy_s, self.plain, self.encode_s)
+        table, packs = table_of(self.layout, self.plan, digests, self.previous, packer)
+        built_on = any(owner(pack.key) != self.snapshot.attempt for pack in packs)
+        return await finish_part(
+            self.store,
+            self.snapshot,
+            table,
+            packs,
+            number=self.number,
+            reason=reason,
+            base=self.previous if built_on else None,
+            check=check,
+        )
+
+    async def _plan(self, on_needs: OnNeeds | None) -> None:
+        self.plan = plan_blobs(self.layout, self.digests, self.previous, suspects=self.encoder.suspects)
+        self.masters = await self._masters()
+        if self.compress:
+            await self._choose()
+        if not self._any_delta():
+            self.plan.base[:] = -1
+            if self.previous is not None and not self._worth():
+                self._build_on_nothing()
+        if self.previous is not None and on_needs is not None and self._builds():
+            allowed = await on_needs(self.previous.attempt)
+            point("begin.landed")
+            if not allowed:
+                self._build_on_nothing()
+
+    def _build_on_nothing(self) -> None:
+        self.previous, self.plan = None, plan_blobs(self.layout, self.digests, None)
+
+    async def _packed(self, check: Callable[[], None]) -> Packer:
+        """All that has to be stored anew, in packs."""
+        plan = self.plan
+        # Nothing can be the same as what may be derived, and takes no bytes then.
+        alone = (plan.same < 0) | (self.masters[plan.same] >= 0)
+        todo = np.flatnonzero((plan.taken < 0) & alone).tolist()
+        anew = sum(self.blobs[blob].length for blob in todo)
+        self.encoder.flow.expect(anew)
+        packer = Packer(self.store, self.snapshot, self.number, pack_size(anew), self.encoder.flow.add)
+        try:
+            with ThreadPoolExecutor(self.encoder.threads, "ckpt-encode") as pool:
+                async with contextlib.aclosing(self._encoded(pool, todo)) as found:
+                    async for encoded in found:
+                        await packer.add(encoded)
+            await packer.finish()
+            check()
+        except BaseException:
+            await packer.abort()
+            raise
+        return packer
+
+    def _worth(self) -> bool:
+        """Whether enough need not be stored again."""
+        taken = sum(self.blobs[blob].length for blob in np.flatnonzero(self.plan.taken >= 0))
+        return bool(taken > max(LEAST, WORTH * self.layout.arrangement.data_size))
+
+    def _builds(self) -> bool:
+        """Whether anything of the previous checkpoint may be used."""
+        return bool((self.plan.taken >= 0).any() or (self.plan.base >= 0).any())
+
+    # -- what to do with blobs of each kind --
+
+    async def _masters(self) -> I64:
+        """Only of what is in memory: elsewhere, to look at every tensor means to read it."""
+        if not self.compress or not isinstance(self.source, InMemory):
+            return np.full(len(self.blobs), -1, np.int64)
+        return await asyncio.to_thread(find_masters, self.layout, self.source.peek)
+
+    async def _choose(self) -> None:
+        """How blobs of each kind are stored, by samples of a few of each."""
+        kinds: dict[str, list[int]] = {}
+        for blob in self.plan.anew:
+            if self.blobs[blob].length >= SMALL:
+                kinds.setdefault(kind_of(self._tensor(blob)), []).append(blob)
+        probes = {kind: _spread(blobs) for kind, blobs in kinds.items()}
+        wanted = sorted({blob for blobs in probes.values() for blob in blobs})
+        whole, gains = dict[int, float](), dict[int, float]()
+        for window in self._windows(wanted):
+            peek, bases = await self._load(window)
+            await asyncio.to_thread(self._sample, window, peek, bases, whole, gains)
+        self.encoder.sampled |= bool(gains)
+        for kind, blobs in probes.items():
+            learnt = self.encoder.kinds.setdefault(kind, Learnt())
+            self.forms[kind] = learnt.choose([whole[b] for b in blobs], [gains[b] for b in blobs if b in gains])
+
+    def _sample(
+        self,
+        blobs: list[int],
+        peek: Peek,
+        bases: dict[int, memoryview],
+        whole: dict[int, float],
+        gains: dict[int, float],
+    ) -> None:
+        """Of each blob, what it would take, and with a base: in `gains`, of what it takes without."""
+        for blob in blobs:
+            dtype, plain, base = self._tensor(blob).dtype, peek(blob), bases.get(int(self.plan.base[blob]))
+            word = codec.word_of(dtype)
+            whole[blob] = codec.estimate(codec.whole_codec(dtype), plain, word)
+            if base is not None:
+                gains[blob] = codec.estimate(codec.delta_codec(dtype), plain, word, base) / min(whole[blob], 1.0)
+
+    def _any_delta(self) -> bool:
+        return "delta" in self.forms.values()
+
+    def _tensor(self, blob: int) -> TensorSpec:
+        return self.layout.tensors[self.blobs[blob].tensor]
+
+    # -- encoding --
+
+    def _windows(self, blobs: Sequence[int]) -> Iterator[list[int]]:
+        window: list[int] = []
+        nbytes = 0
+        for blob in blobs:
+            if window and nbytes + self.blobs[blob].length > WINDOW:
+                yield window
+                window, nbytes = [], 0
+            window.append(blob)
+            nbytes += self.blobs[blob].length
+        if window:
+            yield window
+
+    async def _load(self, window: Sequence[int], masters: Sequence[int] = ()) -> tuple[Peek, dict[int, memoryview]]:
+        peek = await self.source.load(sorted({*window, *masters}))
+        base = self.plan.base
+        rows = sorted({int(base[b]) for b in window if base[b] >= 0 and self._form(b) in ("delta", "")})
+        bases = await self.bases(self.previous, rows) if self.previous is not None and rows else {}
+        return peek, bases
+
+    def _form(self, blob: int) -> str:
+        """What was chosen for a blob; empty while nothing has been."""
+        if not self.compress:
+            return "raw"
+        return self.forms.get(kind_of(self._tensor(blob)), "")
+
+    async def _encoded(self, pool: ThreadPoolExecutor, todo: Sequence[int]) -> AsyncGenerator[Encoded, None]:
+        """The blobs in their order; while some are encoded the next window is loaded."""
+        loop = asyncio.get_running_loop()
+
+        def load(window: list[int]) -> asyncio.Task[tuple[Peek, dict[int, memoryview]]]:
+            wanted = [m for b in window for m in self._master_blobs(b)]
+            return asyncio.ensure_future(self._load(window, wanted))
+
+        windows = list(self._windows(todo))
+        loading = load(windows[0]) if windows else None
+        for i, window in enumerate(windows):
+            assert loading is not None
+            peek, bases = await loading
+            loading = load(windows[i + 1]) if i + 1 < len(windows) else None
+            tasks = [loop.run_in_executor(pool, self._encode, blob, peek, bases) for blob in window]
+            try:
+                for task in tasks:
+                    encoded, seconds = await task
+                    if encoded.codec not in (RAW, BF16):
+                        self.encode_s += seconds
+                        self.plain += self.blobs[encoded.blob].length
+                    yield encoded
+            except BaseException:
+                await asyncio.gather(*tasks, *([loading] if loading else []), return_exceptions=True)
+                raise
+
+    def _master_blobs(self, blob: int) -> list[int]:
+        """The fp32 blobs that one of bf16 may be the rounding of."""
+        first, left = int(self.masters[blob]), 2 * self.blobs[blob].length
+        found: list[int] = []
+        while first >= 0 and left > 0:
+            found.append(first)
+            left -= self.blobs[first].length
+            first += 1
+        return found
+
+    def _encode(self, blob: int, peek: Peek, bases: dict[int, memoryview]) -> tuple[Encoded, float]:
+        """In a thread. The form that was chosen for its kind, unless another turns out to be smaller."""
+        began, plain = time.perf_counter(), peek(blob)
+        encoded = self._smallest(blob, plain, peek, bases)
+        if encoded.codec != RAW and blob % SELF_CHECK == 0:
+            self._prove(encoded, plain, bases)
+        self.encoder.pace(time.perf_counter() - began)
+        return encoded, time.perf_counter() - began
+
+    def _smallest(self, blob: int, plain: memoryview, peek: Peek, bases: dict[int, memoryview]) -> Encoded:
+        raw = Encoded(blob, RAW, plain)
+        if not self.compress or len(plain) < SMALL:
+            return raw
+        if derived := self._master_blobs(blob):
+            halves = [(m, self.blobs[m].length // 2) for m in derived]
+            ends = np.cumsum([size for _, size in halves]).tolist()
+            if all(codec.derives(peek(m), plain[e - n : e]) for (m, n), e in zip(halves, ends, strict=True)):
+                return Encoded(blob, BF16, b"", derived[0])
+        tensor = self._tensor(blob)
+        word, kind, row = codec.word_of(tensor.dtype), kind_of(tensor), int(self.plan.base[blob])
+        form, base = self.forms.get(kind, "whole"), bases.get(row)
+        whole, delta = codec.whole_codec(tensor.dtype), codec.delta_codec(tensor.dtype)
+        if form == "delta" and base is not None:
+            with_base = codec.estimate(delta, plain, word, base)
+            if with_base < DELTA_AGAIN * min(codec.estimate(whole, plain, word), 1.0):
+                data = codec.encode(delta, plain, word, base)
+                return Encoded(blob, delta, data, row) if len(data) < WHOLE_AGAIN * len(plain) else raw
+        if form == "raw":
+            return raw
+        data = codec.encode(whole, plain, word)
+        return Encoded(blob, whole, data) if len(data) < WHOLE_AGAIN * len(plain) else raw
+
+    def _prove(self, encoded: Encoded, plain: memoryview, bases: dict[int, memoryview]) -> None:
+        """Now and then: that it can be decoded. SaveError if not: something is wrong with this machine, or with us."""
+        if encoded.codec == BF16:
+            return
+        room = memoryview(bytearray(len(plain)))
+        codec.decode(encoded.codec, encoded.data, len(plain), bases.get(encoded.base), room)
+        if blob_digest(room) != self.digests[encoded.blob].tobytes():
+            name = self._tensor(encoded.blob).name
+            raise SaveError(f"{name} does not decode to what it was: it changed meanwhile, or the machine is faulty")
+
+
+def _digests(layout: Layout, data: memoryview) -> Digests:
+    return np.frombuffer(digest_blobs(layout, data), np.uint8).reshape(-1, DIGEST_SIZE)
+
+
+def _spread(blobs: Sequence[int]) -> list[int]:
+    """A few of them, from all over."""
+    return list(dict.fromkeys(blobs[i * (len(blobs) - 1) // max(1, PROBES - 1)] for i in range(PROBES)))
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)

@@ -1,0 +1,107 @@
+"""Whether somebody trains a run at this moment, by what the run itself says: opening it must not end that training.
+
+The ledger is the sign of life: its account of an incarnation is put anew every few seconds, by the writer, as long as
+the trainer lives, and its last words are that it has ended. On the machine of the trainer its process is looked at;
+from another machine the account is watched for a while, if it is young. That costs a restart nothing, unless the
+machine of the last trainer is gone without a word since a few seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ckpt.core.checkpoint.ledger_files import interval_s, newest_accounts
+from ckpt.core.checkpoint.open_tier import open_place
+from ckpt.core.ipc.process import Process, boot_id, namespace
+from ckpt.core.log.log import RunLog
+from ckpt.errors import InUseError, StoreError
+from ckpt.events import log as logger
+from ckpt.tools.observe.goodput.ledger import Account
+
+BEATS = 3  # accounts that did not come: nobody trains there any more
+DYING_S = 3.0  # for a process that was killed to be gone
+LOOK_S, LOOK_FAR_S = 0.2, 2.0
+SAME_S = 1.0  # how exactly the start of a process is known
+
+
+async def check_free(
+    log: RunLog, say: Callable[[str], None], ours: Callable[[Account], bool] = lambda account: False
+) -> None:
+    """Return when nobody trains this run, as far as that can be known; InUseError if somebody does.
+
+    `say`: told when that has to be waited for; `ours`: whether an account is of a trainer that is known to have ended.
+    """
+    began, first = time.monotonic(), None
+    patience_s = BEATS * interval_s(log.store)
+    while True:
+        account = await _holder(log)
+        if account is None or ours(account):
+            return
+        waited_s = time.monotonic() - began
+        if _here(account):
+            if not _alive(account):
+                return
+            if waited_s > DYING_S:
+                raise _in_use(log, account)
+        elif first is None:
+            first, age_s = account, time.time() - account.wall(account.kept)
+            if age_s > patience_s:
+                return
+            say(
+                f"{log.store.url}: process {account.pid} on {account.host} trained this run {max(0.0, age_s):.0f} s "
+                f"ago; waiting up to {patience_s:.0f} s to see whether it still does"
+            )
+        elif account.kept != first.kept:
+            raise _in_use(log, account)
+        elif waited_s > patience_s:
+            return
+        await asyncio.sleep(LOOK_FAR_S if log.store.remote else LOOK_S)
+
+
+async def check_places(specs: Sequence[dict[str, Any]], *, unused: bool = False) -> None:
+    """Open these places, and let go of them: what would keep a run from using them is raised now. `unused`: InUseError
+    if somebody trains the run."""
+    for spec in specs:
+        place = await open_place(spec)
+        try:
+            if unused:
+                await check_free(place.log, lambda text: logger.warning("%s", text), _of_this_process)
+        finally:
+            await place.store.aclose()
+
+
+def _of_this_process(account: Account) -> bool:
+    return _here(account) and account.pid == os.getpid()
+
+
+async def _holder(log: RunLog) -> Account | None:
+    """The account of the incarnation that owns the run, if its end is not known."""
+    try:
+        account = next(iter(await newest_accounts(log.store, 1)), None)
+    except StoreError as error:
+        logger.warning("whether somebody trains %s cannot be seen: %s", log.store.url, error)
+        return None
+    if account is None or account.end is not None or not log.state.acquires:
+        return None
+    owner = log.state.acquires[-1]
+    return account if account.of(f"{owner.epoch}.{owner.nonce}") else None
+
+
+def _here(account: Account) -> bool:
+    """Whether its process would be seen by us, if it lives."""
+    return (account.boot, account.namespace) == (boot_id(), namespace("pid")) and account.boot != ""
+
+
+def _alive(account: Account) -> bool:
+    process = Process.of(account.pid)
+    return process.alive and abs(process.born - account.born) < SAME_S
+
+
+def _in_use(log: RunLog, account: Account) -> InUseError:
+    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(account.wall(account.opened)))
+    where = f"process {account.pid} on {account.host}"
+    return InUseError(f"{where} trains {log.store.url} since {since}; it was at step {max(0, account.step)} just now")

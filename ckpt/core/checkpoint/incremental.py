@@ -1,0 +1,222 @@
+"""What becomes of each blob of a checkpoint: taken from an older one, or stored anew, and against what. Pure.
+
+A *full* checkpoint uses packs of its own only. An *increment* takes blobs that have not changed from the checkpoint
+before it in the same place, and may store others as deltas. `Previous` is this rank's share of that checkpoint.
+
+    plan_blobs   digests, previous -> where each blob may come from
+    find_masters which bf16 tensors are roundings of fp32 ones
+    Policy.full  whether a checkpoint has to share nothing
+
+What an increment can be read by never grows long: what is taken from an older checkpoint is named in the table with
+the pack it lies in, however many checkpoints have taken it; and a delta is always against a blob that is stored whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Set
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+
+from ckpt.core.format.codec import BF16, decode
+from ckpt.core.format.layout import BLOB, Layout, TensorSpec
+from ckpt.core.format.manifest import Attempt, PackInfo, Part, owner
+from ckpt.core.format.table import Table
+from ckpt.core.log.records import RunState
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+I64: TypeAlias = "npt.NDArray[np.int64]"
+Digests: TypeAlias = "npt.NDArray[np.uint8]"
+
+FULLS = 2  # so many full checkpoints come first: one bad blob must not be able to spoil all there is
+MOSTLY_DEAD = 0.25  # a pack of which less is still needed is not used any further: what is needed is stored anew
+MAX_OWNERS = 32  # checkpoints whose packs one uses
+MAX_CHAIN = 48
+PEEK = 4096  # bytes of fp32 compared before a tensor counts as a master
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """How a place stores blobs, as the user says it; see `ckpt.tiers.Tier`. `cadence`: steps between checkpoints."""
+
+    incremental: bool = True
+    compression: str = "auto"
+    full_every: int = 10
+    cadence: int = 1
+
+    def full(self, state: RunState, attempt: Attempt, chain: int) -> bool:
+        """Whether a checkpoint has to be full, whatever could be shared. `chain`: increments since the last full one.
+
+        A matter of the step, so that the shares of all ranks are full at the same time without a word between them.
+        """
+        if not self.incremental or sum(not c.needs for c in state.lineage() if c.attempt < attempt) < FULLS:
+            return True
+        number, off = divmod(attempt.step, self.cadence)
+        return (not off and number % self.full_every == 0) or chain + 1 >= min(2 * self.full_every, MAX_CHAIN)
+
+
+@dataclass(frozen=True)
+class Previous:
+    """One rank's share of an older checkpoint in the same place."""
+
+    part: Part
+    table: Table
+
+    @cached_property
+    def attempt(self) -> Attempt:
+        return Attempt.parse(self.part.attempt)
+
+    @cached_property
+    def full(self) -> Attempt:
+        """The last full one, which it may be itself."""
+        return Attempt.parse(self.part.full) if self.part.full else self.attempt
+
+    @cached_property
+    def packs(self) -> dict[str, PackInfo]:
+        return {pack.key: pack for pack in self.part.packs}
+
+    def rows(self, layout: Layout) -> I64:
+        """For every blob of a layout, in pack order: the blob of the same piece of the same tensor, -1 if none."""
+        there = {
+            (s.name, s.instance, s.dtype, s.global_shape, s.offsets, s.sizes): i
+            for i, s in enumerate(self.table.shards)
+            if s.rank == layout.rank
+        }
+        found: list[I64] = []
+        for tensor in (layout.tensors[i] for i in layout.arrangement.order):
+            count = -(-tensor.nbytes // BLOB)
+            at = there.get((tensor.name, tensor.instance, tensor.dtype, tensor.full, tensor.at, tensor.shape))
+            blobs = range(0) if at is None else self.table.blobs(at)
+            lengths = [min(BLOB, tensor.nbytes - start) for start in range(0, tensor.nbytes, BLOB)]
+            alike = self.table.length[blobs.start : blobs.stop].tolist() == lengths  # cut in the same way
+            found.append(np.arange(blobs.start, blobs.stop) if alike else np.full(count, -1))
+        return np.concatenate([np.zeros(0, np.int64), *found]).astype(np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class BlobPlan:
+    """One entry a blob, in pack order; -1: no.
+
+    `taken`: the blob of the previous checkpoint that it is; `same`: the earlier blob of this one that it equals;
+    `base`: the blob of the previous table that it may be stored as a delta against. It is stored whole, in the last
+    full checkpoint: what is a delta depends on nothing between.
+    """
+
+    taken: I64
+    same: I64
+    base: I64
+
+    @property
+    def anew(self) -> list[int]:
+        """The blobs that have to be stored."""
+        return np.flatnonzero((self.taken < 0) & (self.same < 0)).tolist()
+
+
+def plan_blobs(
+    layout: Layout, digests: Digests, previous: Previous | None, *, suspects: Set[tuple[str, int]] = frozenset()
+) -> BlobPlan:
+    """`digests`: of all blobs, in pack order. `previous`: None for a full checkpoint. `suspects`: packs
+    and offsets of what is known to be damaged in this place, so that it is stored anew."""
+    count = len(digests)
+    taken, base = np.full(count, -1, np.int64), np.full(count, -1, np.int64)
+    if previous is not None:
+        table, rows = previous.table, previous.rows(layout)
+        sound = _sound(table, suspects)
+        there = np.flatnonzero(rows >= 0)
+        row = rows[there]
+        equal = (table.digest[row] == digests[there]).all(1) & (table.codec[row] != BF16) & sound[row]
+        taken[there[equal]] = row[equal]
+        # What it was a delta against, or that itself, if it is stored whole in the full one.
+        delta = table.base[row] >= table.owned
+        whole = np.where(delta, table.base[row], row)
+        from_full = np.array([owner(key) == previous.full for key in table.packs], np.bool_)[table.pack[whole]]
+        useful = ~equal & (table.codec[whole] != BF16) & sound[whole] & (delta | from_full)
+        base[there[useful]] = whole[useful]
+        for key in _given_up(previous, taken):
+            leaving = _uses(table, taken, table.packs.index(key))
+            taken[leaving] = -1
+    return BlobPlan(taken, _same(layout, digests, taken), base)
+
+
+def _sound(table: Table, suspects: Set[tuple[str, int]]) -> npt.NDArray[np.bool_]:
+    if not suspects:
+        return np.ones(len(table.length), np.bool_)
+    places = zip(table.pack.tolist(), table.offset.tolist(), strict=True)
+    sound = np.array([(table.packs[pack], offset) not in suspects for pack, offset in places], np.bool_)
+    based = table.base >= 0
+    sound[based] &= sound[table.base[based]]
+    return sound
+
+
+def _uses(table: Table, taken: I64, pack: int) -> npt.NDArray[np.bool_]:
+    """The blobs that are taken from a pack, or as a delta against something in it."""
+    row = np.maximum(taken, 0)
+    base = table.base[row]
+    in_pack: npt.NDArray[np.bool_] = table.pack[row] == pack
+    in_pack |= (base >= 0) & (table.pack[np.maximum(base, 0)] == pack)
+    return in_pack & (taken >= 0)
+
+
+def _given_up(previous: Previous, taken: I64) -> list[str]:
+    """The packs that are not worth being kept for what is still needed of them, and the oldest if they are too many."""
+    table = previous.table
+    rows = taken[taken >= 0]
+    rows = np.unique(np.concatenate([rows, table.base[rows][table.base[rows] >= 0]]))
+    needed = np.bincount(table.pack[rows], weights=table.stored[rows], minlength=len(table.packs))
+    dead = [
+        key
+        for key, nbytes in zip(table.packs, needed.tolist(), strict=True)
+        if 0 < nbytes < MOSTLY_DEAD * previous.packs[key].size and owner(key) not in (previous.attempt, previous.full)
+    ]
+    used = {owner(key) for key, nbytes in zip(table.packs, needed.tolist(), strict=True) if nbytes and key not in dead}
+    owners = sorted((a for a in used if a is not None and a != previous.full), reverse=True)
+    too_old = set(owners[MAX_OWNERS:])
+    return dead + [key for key in table.packs if owner(key) in too_old and key not in dead]
+
+
+def _same(layout: Layout, digests: Digests, taken: I64) -> I64:
+    """Among blobs that are stored anew: the first one of the same bytes."""
+    same = np.full(len(digests), -1, np.int64)
+    blobs, first = layout.arrangement.blobs, dict[tuple[bytes, int], int]()
+    for blob in np.flatnonzero(taken < 0).tolist():
+        key = digests[blob].tobytes(), blobs[blob].length
+        earlier = first.setdefault(key, blob)
+        if earlier != blob:
+            same[blob] = earlier
+    return same
+
+
+def find_masters(layout: Layout, peek: Callable[[int], memoryview]) -> I64:
+    """For every blob: the first of the two blobs of fp32 that it may be the rounding of, -1 if there are none.
+
+    `peek(blob)`: its bytes. Only the first values are compared: whether it holds for all is for the encoder to see.
+    """
+    arrangement, first = layout.arrangement, layout.arrangement.first_blob
+    heads = dict[tuple[object, bytes], int]()
+    for i, tensor in enumerate(layout.tensors):
+        if tensor.dtype == "F32" and i in first:
+            master = peek(first[i])[:PEEK]
+            head = bytearray(len(master) // 2)
+            decode(BF16, b"", len(head), master, memoryview(head))
+            heads.setdefault((_form(tensor), bytes(head)), i)
+    masters = np.full(len(arrangement.blobs), -1, np.int64)
+    for i, tensor in enumerate(layout.tensors):
+        if tensor.dtype == "BF16" and i in first:
+            found = heads.get((_form(tensor), bytes(peek(first[i])[: PEEK // 2])))
+            if found is not None:
+                count = -(-tensor.nbytes // BLOB)
+                masters[first[i] : first[i] + count] = first[found] + 2 * np.arange(count)
+    return masters
+
+
+def _form(tensor: TensorSpec) -> object:
+    return tensor.instance, tensor.full, tensor.at, tensor.shape
+
+
+def kind_of(tensor: TensorSpec) -> str:
+    """Tensors of one kind are alike in what their bytes are like: exp_avg of all parameters, say."""
+    return f"{tensor.name.rpartition('.')[2]} {tensor.dtype}"

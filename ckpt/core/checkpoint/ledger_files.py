@@ -1,0 +1,138 @@
+"""Where accounts are put, and found again: `ledger/` in the durable places.
+
+Each place has one put under way at the most, and after it the newest content is put, so that a place which hangs holds
+up neither the others nor the bookkeeper, and an older content never lands last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ckpt.core.checkpoint.open_tier import OpenTier
+from ckpt.errors import CheckpointError, CorruptError, FormatError, NotFoundError, StoreError
+from ckpt.events import log
+from ckpt.store import Store, get_small
+from ckpt.tools.observe.goodput import ledger
+from ckpt.tools.observe.goodput.ledger import Account, Decision
+
+KEEP_S, KEEP_FAR_S = 10.0, 20.0  # between two puts, into a folder and elsewhere: they say that somebody trains
+LOOK_BACK = 64  # incarnations that a cadence is derived from
+FIND_S, AGAIN_S = 30.0, 2.0  # for an account of before to be read
+
+Content = Callable[[], bytes]
+
+
+@dataclass
+class _Kept:
+    """Of one place. `waiting`: what is to be put after the put under way, by name."""
+
+    at: float = float("-inf")
+    failed: bool = False
+    task: asyncio.Task[None] | None = None
+    waiting: dict[str, Content] = field(default_factory=dict)
+
+
+class LedgerFiles:
+    """Everything runs in the writer's event loop. `tiers`: the durable places as they are now."""
+
+    def __init__(self, tiers: Callable[[], list[OpenTier]]) -> None:
+        self._tiers = tiers
+        self._kept: dict[str, _Kept] = {}
+
+    def put(self, key: str, content: Content, *, now: bool = False) -> None:
+        """Into each place for which this rank speaks, if it is time, or `now`. Waits for nothing."""
+        for tier in self._tiers():
+            if not tier.opened or tier.role.place > 0:
+                continue
+            kept = self._kept.setdefault(tier.url, _Kept())
+            if not now and time.monotonic() - kept.at < interval_s(tier.store):
+                continue
+            if now or not kept.waiting:
+                kept.waiting[key] = content
+            if kept.task is None or kept.task.done():
+                kept.task = asyncio.get_running_loop().create_task(self._work(tier, kept))
+
+    async def _work(self, tier: OpenTier, kept: _Kept) -> None:
+        while kept.waiting:
+            key = next(iter(kept.waiting))
+            content = kept.waiting.pop(key)
+            kept.at = time.monotonic()
+            try:
+                await tier.prepare()
+                await tier.log.store.put(key, content())
+                kept.failed = False
+            except Exception as error:  # said once, and training goes on
+                if not kept.failed:
+                    log.warning("the ledger could not be put into %s: %s", tier.url, error)
+                kept.failed = True
+
+    async def finish(self, timeout_s: float) -> None:
+        """Wait for what is on its way; for the nearest tier first."""
+        end = time.monotonic() + timeout_s
+        for tier in self._tiers():
+            kept = self._kept.get(tier.url)
+            if kept is not None and kept.task is not None and not kept.task.done():
+                await asyncio.wait({kept.task}, timeout=max(0.05, end - time.monotonic()))
+
+
+def interval_s(store: Store) -> float:
+    """How often an account is put there while its trainer lives."""
+    return KEEP_FAR_S if store.remote else KEEP_S
+
+
+async def find(tiers: list[OpenTier], key: str) -> Account | None:
+    """An account that was put into the nearest tier; None if there is none, or it cannot be read after all."""
+    end = time.monotonic() + FIND_S
+    while tiers:
+        try:
+            return Account.from_bytes(await get_small(tiers[0].log.store, key, ledger.MAX_SIZE))
+        except NotFoundError:
+            return None
+        except CheckpointError as error:
+            if not isinstance(error, StoreError) or time.monotonic() > end:
+                log.warning("what the ledger said of this start is lost: %s", error)
+                return None
+            await asyncio.sleep(AGAIN_S)
+    return None
+
+
+async def account_keys(store: Store) -> list[str]:
+    """Of all accounts, by incarnation; of one, the lowest rank last."""
+    return sorted([info.key async for info in store.list(ledger.PREFIX) if ledger.is_account(info.key)], key=_order)
+
+
+def _order(key: str) -> tuple[int, int]:
+    number, _, rank = key.removeprefix(ledger.PREFIX).split(".")[:3]
+    return int(number), -int(rank)
+
+
+UNREADABLE = (CorruptError, FormatError, NotFoundError)
+
+
+async def newest_accounts(
+    store: Store, most: int, passing: tuple[type[CheckpointError], ...] = UNREADABLE
+) -> list[Account]:
+    """The last so many, in order, without those that raise such errors."""
+    found: list[Account] = []
+    for key in (await account_keys(store))[-most:]:
+        with contextlib.suppress(*passing):
+            found.append(Account.from_bytes(await get_small(store, key, ledger.MAX_SIZE)))
+    return found
+
+
+async def read_back(tiers: list[OpenTier], most: int = LOOK_BACK) -> list[Account]:
+    """The last incarnations, as the nearest tier has them."""
+    try:
+        return ledger.in_order(await newest_accounts(tiers[0].log.store, most, (CheckpointError,))) if tiers else []
+    except StoreError as error:
+        log.info("the ledger of earlier incarnations cannot be read: %s", error)
+        return []
+
+
+def last_decision(accounts: list[Account]) -> Decision | None:
+    """What the last incarnation saved by, so that the next one need not find it out again."""
+    return next((one.decisions[-1] for one in reversed(accounts) if one.decisions), None)

@@ -1,0 +1,147 @@
+"""What was lost to damage, and what that cost: a restore that comes back to an older step says so.
+
+A damaged log record does not say any more what it said. That it made a checkpoint of an attempt shows in the index
+file, which is stored just before: an attempt with an index and without an end in the log is what may be lost. The same
+holds if the newest record is missing, which leaves no gap in the log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from ckpt.core.format.manifest import Attempt, owner
+from ckpt.core.log.log import RunLog
+from ckpt.core.log.records import Acquire, in_history
+from ckpt.events import log as logger
+
+UNCLEAR = "may have been taken back"  # so says a reason for an ABORT of what nobody can vouch for
+SHOWN = 4  # problems in one message
+RECORDED_S = 0.5  # from an index to the record that names it
+NO_RECORD = "no log record says"
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A checkpoint that was newer and could not be used, or the newest step that was lost to some damage."""
+
+    step: int
+    tier: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Damage in one place. `attempts`: what may be lost by it, in any order; not all of them if they are many, but the
+    newest of each incarnation."""
+
+    tier: str
+    reason: str
+    attempts: tuple[Attempt, ...] = ()
+
+
+async def of_log(log: RunLog) -> list[Loss]:
+    """What may be lost with damaged or missing records. StoreError if that cannot be read now."""
+    lost = await _unrecorded(log)
+    if lost and not log.state.damaged:  # a running job writes the record right after the index
+        await asyncio.sleep(RECORDED_S)
+        await log.refresh()
+        lost = await _unrecorded(log)
+    state = log.state
+    if not state.damaged:
+        return [Loss(log.store.url, _unrecorded_steps(lost), of_each(lost))] if lost else []
+    lost |= {a for a in state.aborted if UNCLEAR in state.reasons.get(a, "")}
+    return [Loss(log.store.url, f"{records(state.damaged)}{_may_have(lost)}", of_each(lost))]
+
+
+async def warn(log: RunLog) -> None:
+    """Log a warning for what may be lost with damaged or missing records."""
+    for loss in await of_log(log):
+        logger.warning("%s: %s", loss.tier, loss.reason)
+
+
+async def _unrecorded(log: RunLog) -> set[Attempt]:
+    """Return the attempts that have an index, and no record that ends them."""
+    begun = {owner(info.key) async for info in log.store.list("index/")}
+    state = log.state
+    return {a for a in begun if a is not None and not state.ended(a) and a not in state.held}
+
+
+def _unrecorded_steps(lost: Iterable[Attempt]) -> str:
+    steps = sorted({attempt.step for attempt in lost})
+    shown = ", ".join(map(str, steps[-SHOWN:]))
+    which = f"step {shown} is a checkpoint, but it has"
+    if len(steps) > 1:
+        which = f"steps {shown} are checkpoints, but each has"
+    return (
+        f"{NO_RECORD} that {which} an index: the newest record is missing, or the job was stopped just before it wrote "
+        "one. The next start of the job records what is whole"
+    )
+
+
+def records(damaged: Sequence[int]) -> str:
+    shown = ", ".join(map(str, damaged[:SHOWN])) + ", …" * (len(damaged) > SHOWN)
+    return f"log record{'s' * (len(damaged) > 1)} {shown} {'are' if len(damaged) > 1 else 'is'} damaged or missing"
+
+
+def one_by_one(damaged: Iterable[int]) -> list[str]:
+    """A line for each record, or for many that follow one another."""
+    spans: list[list[int]] = []
+    for seq in sorted(damaged):
+        if spans and seq == spans[-1][1] + 1:
+            spans[-1][1] = seq
+        else:
+            spans.append([seq, seq])
+    found: list[str] = []
+    for first, last in spans:
+        if last - first < SHOWN:
+            found += [f"log record {seq} is damaged or missing" for seq in range(first, last + 1)]
+        else:
+            found.append(f"log records {first} to {last} are damaged or missing")
+    return found
+
+
+def _may_have(lost: Iterable[Attempt]) -> str:
+    steps = sorted({attempt.step for attempt in lost})
+    if not steps:
+        return ", and what it said is not known"
+    shown = ", ".join(map(str, steps[-SHOWN:]))
+    return f", and may have made step{'s' * (len(steps) > 1)} {shown} a checkpoint"
+
+
+def of_each(attempts: Iterable[Attempt]) -> tuple[Attempt, ...]:
+    """The newest of each incarnation."""
+    found: dict[tuple[int, str], Attempt] = {}
+    for attempt in sorted(attempts):
+        found[attempt.epoch, attempt.nonce] = attempt
+    return tuple(found.values())
+
+
+def passed_over(
+    losses: Iterable[Loss], chosen: Attempt | None, acquires: Iterable[Acquire] = (), *, step: int | None = None
+) -> list[Skipped]:
+    """What of it is newer than what was chosen instead, and belongs to the present history; with `step`, what is of
+    that step, unless it was found."""
+    found = []
+    known = sorted(acquires, key=lambda acquire: acquire.epoch)
+    for loss in losses:
+        if step is None:
+            newer = [a for a in in_history(known, loss.attempts) if chosen is None or a > chosen]
+        else:
+            newer = [a for a in loss.attempts if chosen is None and a.step == step]
+        if newer:
+            found.append(Skipped(max(newer).step, loss.tier, loss.reason))
+    return found
+
+
+def listed(damage: Iterable[Loss | Skipped]) -> str:
+    return "; ".join(dict.fromkeys(f"{one.tier}: {one.reason}" for one in damage))
+
+
+def in_words(skipped: Sequence[Skipped], chosen: int) -> str:
+    """One line about all of them: what it cost."""
+    last = max(one.step for one in skipped)
+    count = max(0, last - chosen)
+    steps = "1 step" if count == 1 else f"{count} steps"
+    return f"{steps} after step {chosen}, up to step {last}, passed over because of damage: {listed(skipped)}"

@@ -1,0 +1,183 @@
+"""From one store to another: a checkpoint's files, byte for byte, each blob verified on the way.
+
+    pending -> copy_part of every rank -> commit
+
+Names are the same in all tiers, so what was copied before a crash is found again and not copied twice. Nothing counts
+in the target before its log says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+from collections.abc import Callable, Set
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ckpt.core.checkpoint import steady
+from ckpt.core.checkpoint.parts import load_part
+from ckpt.core.checkpoint.write import CHUNK, WrittenPart, upload_from
+from ckpt.core.format.digest import blob_digest, file_digest
+from ckpt.core.format.manifest import MAX_JSON, Attempt, PackInfo, part_key, table_key
+from ckpt.core.format.table import Table
+from ckpt.core.log.log import RunLog
+from ckpt.core.log.records import Commit, RunState
+from ckpt.errors import CorruptError, ExistsError, NotFoundError
+from ckpt.store import PAGE, Store, get_small
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+BACKLOG = 3  # checkpoints that a new incarnation still takes to a further tier
+
+OnBytes = Callable[[int], None] | None
+
+
+def pending(near: RunState, far: RunState, every: int, *, before: int) -> list[Commit]:
+    """Checkpoints of the present history that are due in a further tier and not there yet, newest first. Pure.
+
+    Of epochs before this one: those are the same whenever a rank looks. Only what is newer than all that the further
+    tier has, and of that the last few: a run that was long without its bucket does not first make up for all of it.
+    """
+    history = [c for c in near.lineage() if c.attempt.epoch < before]
+    there = [a for a in far.commits if a.epoch < before and a in {c.attempt for c in history}]
+    newest = max(there, default=None)
+    due = [c for c in history if c.step % every == 0 and (newest is None or c.attempt > newest)]
+    return [c for c in due[:BACKLOG] if not far.ended(c.attempt)]
+
+
+async def copy_part(
+    source: Store,
+    target: Store,
+    attempt: Attempt,
+    rank: int,
+    number: int,
+    *,
+    expected: str | None = None,
+    used: Set[str] = frozenset(),
+    on_bytes: OnBytes = None,
+) -> WrittenPart:
+    """One rank's part with its table and packs, those of older attempts too that it uses. `expected`: the digest of the
+    part, where it is known. `used`: packs that checkpoints in the target use.
+
+    What is there already, whole, is left as it is. CorruptError if the source is damaged, or what the target uses is
+    something else.
+    """
+    written = await load_part(source, attempt, rank, number, expected=expected)
+    keys = part_key(attempt, rank, number), table_key(attempt, rank, number)
+    if await _holds(target, keys[0], written.digest):
+        if on_bytes is not None:
+            on_bytes(sum(pack.size for pack in written.part.packs))
+        return written  # it comes last, so all of it is there
+    for pack in written.part.packs:
+        await _copy_pack(source, target, pack, written.table, pack.key in used, on_bytes)
+    for key in reversed(keys):
+        await _put_once(target, key, await steady.get(source, key, limit=MAX_JSON))
+    return written
+
+
+async def _holds(store: Store, key: str, digest: str) -> bool:
+    try:
+        return file_digest(await get_small(store, key, MAX_JSON)) == digest
+    except (NotFoundError, CorruptError):
+        return False
+
+
+async def _put_once(target: Store, key: str, data: memoryview) -> None:
+    try:
+        await target.put(key, data, create=True)
+    except ExistsError:
+        if not await _holds(target, key, file_digest(data)):
+            raise
+
+
+async def _copy_pack(source: Store, target: Store, pack: PackInfo, table: Table, used: bool, on_bytes: OnBytes) -> None:
+    try:
+        there = (await target.head(pack.key)).size
+    except NotFoundError:
+        there = -1
+    if used and there >= 0 and (there != pack.size or not await _same(target, pack, table)):
+        raise CorruptError(
+            f"{target.url} uses a {pack.key} that is damaged, or another one: mend it with `ckpt repair`, or copy "
+            "to a new location"
+        )
+    if there == pack.size and (target.remote or used):
+        if on_bytes is not None:
+            on_bytes(pack.size)
+        return  # objects appear whole, or not at all; a file has its full size before its first byte
+    if there >= 0:
+        await target.delete(pack.key)
+    await upload_from(target, pack.key, pack.size, VerifiedRanges(source, pack, table).read, on_bytes)
+
+
+async def _same(store: Store, pack: PackInfo, table: Table) -> bool:
+    """Whether a pack holds what a table says of it."""
+    sound = VerifiedRanges(store, pack, table)
+    try:
+        for offset in range(0, pack.size, CHUNK):
+            await sound.read(offset, min(CHUNK, pack.size - offset))
+    except CorruptError:
+        return False
+    return True
+
+
+class VerifiedRanges:
+    """Ranges of a pack, of which every blob of the table that they touch has been verified."""
+
+    def __init__(self, source: Store, pack: PackInfo, table: Table) -> None:
+        self._source, self._pack = source, pack
+        mine = table.pack == table.packs.index(pack.key) if pack.key in table.packs else np.zeros(0, np.bool_)
+        order = np.argsort(table.offset[mine], kind="stable")
+        self._starts: npt.NDArray[np.int64] = table.offset[mine][order]
+        self._stops: npt.NDArray[np.int64] = self._starts + table.stored[mine][order]
+        self._digests: list[bytes] = [bytes(digest) for digest in table.stored_digest[mine][order]]
+
+    async def read(self, offset: int, length: int) -> memoryview:
+        """CorruptError if anything in this range is damaged."""
+        first = int(np.searchsorted(self._stops, offset, "right"))
+        last = int(np.searchsorted(self._starts, offset + length, "left"))
+        start, stop = offset, offset + length
+        if last > first:
+            start, stop = min(start, int(self._starts[first])), max(stop, int(self._stops[last - 1]))
+        head = self._pack.header_size if offset < self._pack.header_size else 0
+        if head:
+            start, stop = 0, max(stop, head)
+        room = memoryview(mmap.mmap(-1, stop - start + 2 * PAGE))
+        data = await steady.get(self._source, self._pack.key, start=start, length=stop - start, into=room)
+        await asyncio.to_thread(self._check, data, start, first, last, head)
+        return data[offset - start : offset - start + length]
+
+    def _check(self, data: memoryview, start: int, first: int, last: int, head: int) -> None:
+        if head and file_digest(data[:head]) != self._pack.header:
+            raise CorruptError(f"{self._pack.key} is damaged: its header does not match its digest")
+        for i in range(first, last):
+            low, high = int(self._starts[i]), int(self._stops[i])
+            if blob_digest(data[low - start : high - start]) != self._digests[i]:
+                raise CorruptError(
+                    f"{self._pack.key} is damaged: {high - low} bytes at {low} do not match their digest"
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """What a checkpoint takes in its packs."""
+
+    files: int
+    nbytes: int
+
+
+async def measure(log: RunLog, commit: Commit, counted: set[str] | None = None) -> Size:
+    """How much there is to copy. CorruptError or NotFoundError if it is not whole.
+
+    `counted`: packs that count no more, since another checkpoint brings them; those of this one are added.
+    """
+    packs: dict[str, int] = {}
+    for rank, number, digest in commit.parts:  # one at a time: there may be thousands
+        written = await load_part(log.store, commit.attempt, rank, number, expected=digest)
+        packs |= {pack.key: pack.size for pack in written.part.packs}
+    if counted is not None:
+        packs = {key: size for key, size in packs.items() if key not in counted}
+        counted.update(packs)
+    return Size(len(packs) + 2 * len(commit.parts) + 1, sum(packs.values()))

@@ -1,0 +1,271 @@
+"""Which checkpoints stay, and how the others go.
+
+`why_kept` has the rules, and is pure. `retire` makes it so: list the files, read the log, append PLAN at exactly the
+next record, and only delete what the landed PLAN names. A run with a damaged log record is never cleaned up.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+
+from ckpt.core.checkpoint.read import packs_of
+from ckpt.core.format.manifest import Attempt, index_key, part_key, table_key
+from ckpt.core.log.log import RunLog
+from ckpt.core.log.records import BY_HAND, LONGEST, MARK, Acquire, Commit, Record, RunState, live_packs, words_of
+from ckpt.errors import CheckpointError, CorruptError, NoCheckpointError, StoreError, UsageError
+from ckpt.events import log as logger
+from ckpt.failpoints import point
+from ckpt.store import Store
+
+ALWAYS = 2  # so that one bad file can never be fatal
+READER_GRACE_S = 600.0  # in a remote place, between a PLAN and its deletions: they take files away from who reads them
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """Keep the newest `last` checkpoints, and every one whose step is a multiple of `every`: with `every=1`, all.
+
+    The two newest are kept in any case, and so are the two newest full ones.
+    """
+
+    last: int = 3
+    every: int | None = None
+
+    def __post_init__(self) -> None:
+        given = (self.last,) if self.every is None else (self.last, self.every)
+        if not all(type(number) is int and number >= 1 for number in given):
+            raise UsageError(f"{self} makes no sense: both numbers count from 1")
+
+    @property
+    def all(self) -> bool:
+        return self.every == 1
+
+
+def default_grace_s(store: Store) -> float:
+    return READER_GRACE_S if store.remote else 0.0
+
+
+def as_keep(keep: object) -> Keep:
+    """What stands for a `Keep`: "all", or how many of the newest. UsageError for anything else."""
+    if isinstance(keep, Keep):
+        return keep
+    if keep == "all":
+        return Keep(every=1)
+    if type(keep) is int:
+        return Keep(last=keep)
+    raise UsageError(f'keep is "all", a number of checkpoints, or a Keep, not {keep!r}')
+
+
+def why_kept(state: RunState, keep: Keep, verified: Iterable[Attempt]) -> dict[Attempt, str]:
+    """Of every checkpoint that stays, why: a KEEP, the newest two, the newest verified and the last finite one among
+    them, whatever `keep` says. Pure.
+
+    So do the newest two full ones, since many increments may depend on one blob of a full one; and what an attempt that
+    is still open builds on.
+    """
+    history, checked = state.lineage(), set(verified)
+    rest = sorted((c for c in state.commits.values() if c not in history), key=lambda c: c.attempt, reverse=True)
+    ordered: list[Commit] = [*history, *rest]
+    newest, due = ordered[:ALWAYS], [c for c in ordered if c.reason == "due"]
+    full = [c for c in ordered if c.full][:ALWAYS]
+    pinned = set[Attempt]().union(*state.pins.values(), *(c.needs for c in state.held.values()))
+    rules: list[tuple[str, list[Commit]]] = [
+        *((f"kept: {note}", [c for c in ordered if c.attempt == attempt]) for attempt, note in state.kept.items()),
+        ("the newest two stay", newest),
+        ("one of the last two full ones", [c for c in full if c not in newest]),
+        ("in use by one that is being written", [c for c in ordered if c.attempt in pinned]),
+        ("the newest finite one", [c for c in ordered if c.finite is not False][:1]),
+        (f"of the last {keep.last}", [] if keep.all else due[: keep.last]),
+        (
+            "all stay" if keep.all else f"every {keep.every}",
+            [c for c in ordered if keep.every and not c.step % keep.every],
+        ),
+    ]
+    found: dict[Attempt, list[str]] = {}
+    for reason, commits in rules:
+        for commit in commits:
+            found.setdefault(commit.attempt, []).append(reason)
+    # What was persisted at a death does not push the regular ones out; it goes once a newer regular one is there,
+    # or enough of its own kind, in a storm of restarts.
+    ring = history[: history.index(due[0]) if due and due[0] in history else None]
+    for commit in [c for c in ordered if c.attempt in checked][:1]:
+        found.setdefault(commit.attempt, ["the one that was read back"])
+    for commit in ring[: max(keep.last, ALWAYS)]:
+        found.setdefault(commit.attempt, ["persisted at a death, after the regular ones"])
+    return {attempt: "; ".join(reasons) for attempt, reasons in found.items()}
+
+
+def choose(state: RunState, keep: Keep, verified: Iterable[Attempt]) -> set[Attempt]:
+    """The checkpoints to give up: all that `why_kept` has no reason for. Pure."""
+    return state.commits.keys() - why_kept(state, keep, verified).keys()
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """What a PLAN record says: checkpoints given up, and files that go."""
+
+    retire: Set[Attempt] = frozenset()
+    delete: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.retire or self.delete)
+
+
+async def land(log: RunLog, mine: Acquire | None, decide: Callable[[RunState], Sweep | None]) -> Sweep | None:
+    """Land a PLAN that says what `decide` does of the newest state, unless that is nothing; what it has said.
+
+    Nothing is deleted here. `mine`: None fences nobody.
+    """
+    request = f"plan:{mine.nonce if mine else secrets.token_hex(4)}"
+    decided: list[Sweep | None] = []
+
+    def make(state: RunState) -> Record | None:
+        decided[:] = [found := decide(state)]
+        if not found:
+            return None
+        body = {"retire": sorted(map(str, found.retire)), "delete": list(found.delete)}
+        return Record("PLAN", body, f"{request}:{state.next_seq}")
+
+    await log.append(make, owner=mine)
+    if decided[0]:
+        point("plan.landed")
+    return decided[0]
+
+
+async def retire(
+    log: RunLog,
+    mine: Acquire | None,
+    keep: Keep,
+    verified: Iterable[Attempt],
+    *,
+    pinned: Callable[[RunState], Set[Attempt]] = lambda state: frozenset(),
+    orphans: bool = True,
+    spared: Set[str] = frozenset(),
+    delete: Callable[[Sequence[str]], Awaitable[None]] | None = None,
+) -> set[Attempt]:
+    """Give up what `keep` does not ask for, and delete every file that nothing needs. Returns what was given up.
+
+    Nothing happens unless a checkpoint that stays is among `verified`. `mine`: None fences nobody. `pinned`: others of
+    a state that stay as well. Without `orphans` only the files of what is given up go, and nothing needs to be listed.
+    `spared` files are somebody else's to delete. `delete`: what to do with the names that a landed PLAN lists; by
+    default they go at once.
+    """
+    checked = set(verified)
+    listed: list[str] = []
+    for prefix in ("packs/", "parts/", "index/") if orphans else ():
+        listed += [info.key async for info in log.store.list(prefix)]
+    if orphans:  # The listing comes first: a file that appears later belongs to an attempt that is not in it.
+        await log.refresh()
+    used = await files_of(log, log.state.commits.values())
+
+    def decide(state: RunState) -> Sweep | None:
+        retiring = choose(state, keep, checked) - pinned(state)
+        found = plan_deletion(state, retiring, checked, used, listed if orphans else None)
+        return None if found is None else Sweep(retiring, tuple(key for key in found if key not in spared))
+
+    landed = await land(log, mine, decide)
+    if not landed:
+        return set()
+    await (delete or log.store.delete_many)(landed.delete)
+    point("sweep.deleted")
+    return set(landed.retire)
+
+
+def plan_deletion(
+    state: RunState,
+    retiring: Set[Attempt],
+    verified: Set[Attempt],
+    used: Mapping[Attempt, Set[str]],
+    listed: Sequence[str] | None,
+) -> list[str] | None:
+    """The files that go if these are given up; None if nothing may go at all. Pure.
+
+    `used`: the files of each live checkpoint, as far as they can be read; `listed`: all files there are, None: only
+    those of what is given up.
+    """
+    staying = state.commits.keys() - retiring
+    if state.damaged or not staying & verified or not staying <= used.keys():
+        return None
+    if listed is None:
+        if not retiring <= used.keys():
+            return None
+        listed = sorted({key for attempt in retiring for key in used[attempt]})
+    later = replace(state, retired=state.retired | retiring)
+    live = live_packs(later, listed, {key for a in staying for key in used[a]})
+    return [key for key in listed if key not in live]
+
+
+def remember_packs(log: RunLog, attempt: Attempt, packs: Iterable[str]) -> None:
+    """What somebody knows who has just written all of a checkpoint: it need not be read again for this."""
+    _cache[(log.store.url, attempt)] = frozenset(packs)
+
+
+async def files_of(
+    log: RunLog, commits: Iterable[Commit], unread: dict[Attempt, CheckpointError] | None = None
+) -> dict[Attempt, set[str]]:
+    """The files that each live checkpoint needs, also those of older ones. What cannot be read keeps everything: it is
+    left out, and `unread` gets why."""
+    found: dict[Attempt, set[str]] = {}
+    for commit in list(commits):
+        keys = {index_key(commit.attempt, commit.index)}
+        for rank, number, _ in commit.parts:
+            keys |= {part_key(commit.attempt, rank, number), table_key(commit.attempt, rank, number)}
+        packs = _cache.get((log.store.url, commit.attempt))
+        if packs is None:
+            try:
+                packs = await packs_of(log.store, commit)
+            except (CorruptError, StoreError) as error:
+                if unread is None:
+                    logger.warning("step %d cannot be read, so nothing is cleaned up: %s", commit.step, error)
+                else:
+                    unread[commit.attempt] = error
+                continue
+            _cache[(log.store.url, commit.attempt)] = packs
+        found[commit.attempt] = keys | packs
+    return found
+
+
+_cache: dict[tuple[str, Attempt], frozenset[str]] = {}
+
+
+# -- what stays whatever the rules say --
+
+
+async def set_keep(log: RunLog, attempt: Attempt, note: str | None, *, mine: Acquire | None = None) -> None:
+    """Never retire a checkpoint, and why; None: it may go again. NoCheckpointError if it was retired meanwhile.
+
+    `mine`: a training says so, and what was said by hand stays; None: it is said by hand, which fences nobody, and what
+    training says stays, unless it may go.
+    """
+    token = secrets.token_hex(4)
+
+    def make(state: RunState) -> Record | None:
+        if attempt not in state.commits and note is not None:
+            raise NoCheckpointError(f"step {attempt.step} of {log.store.url} was given up a moment ago")
+        before = state.kept.get(attempt, "")
+        ours, by_hand = words_of(before)
+        if mine is not None:
+            ours = note or ""
+        else:
+            ours, by_hand = ours if note is not None else "", note or ""
+        said = BY_HAND.join(one for one in (ours and MARK + ours, by_hand) if one)[:LONGEST]
+        if said == before:
+            return None
+        body = {"attempt": str(attempt), "note": said, "keep": bool(said)}
+        return Record("KEEP", body, f"keep:{attempt}:{token}")
+
+    await log.append(make, owner=mine)
+
+
+async def keep_steps(log: RunLog, mine: Acquire, notes: Mapping[int, str]) -> None:
+    """Keep the checkpoints of these steps, as far as they are there, and let go what was kept so before and is not
+    among them, unless somebody keeps it by hand as well."""
+    state = await log.refresh()
+    newest = {commit.step: commit.attempt for commit in reversed(state.lineage())}
+    wanted = {newest[step]: note for step, note in notes.items() if step in newest}
+    before = {attempt: ours for attempt, note in state.kept.items() if (ours := words_of(note)[0])}
+    for attempt in [*wanted, *(before.keys() - wanted.keys())]:
+        if before.get(attempt) != wanted.get(attempt):
+            await set_keep(log, attempt, wanted.get(attempt), mine=mine)

@@ -1,0 +1,261 @@
+"""A snapshot in memory becomes files in a store: pack, table, part, in this order, each durable before the next.
+
+Nothing here makes a checkpoint exist; that is one record in the log (`ckpt.core.checkpoint.commit`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import mmap
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ckpt.core.checkpoint.incremental import Previous
+from ckpt.core.format.digest import DIGEST_SIZE, blob_digest, file_digest
+from ckpt.core.format.layout import Layout, pages
+from ckpt.core.format.manifest import Attempt, PackInfo, Part, owner, pack_key, part_key, table_key
+from ckpt.core.format.replicas import Replicas
+from ckpt.core.format.shards import SavedShards
+from ckpt.core.format.slim import RankPieces
+from ckpt.core.format.table import Table
+from ckpt.errors import FullError, StoreError
+from ckpt.failpoints import point
+from ckpt.store import PAGE, Store
+
+CHUNK = 8 << 20  # one write; large enough for full speed, small enough for several in flight
+IN_FLIGHT = 4
+PARTS_IN_FLIGHT = 8  # handed to a store that takes parts, which sends as many at once as it finds right
+
+
+@dataclass(frozen=True)
+class RankSnapshot:
+    """One rank's frozen state. `data` lies in the order of `layout.arrangement`; `values` are tagged plain values."""
+
+    attempt: Attempt
+    layout: Layout
+    data: memoryview
+    values: list[Any]
+    finite: bool | None = None
+    replicas: Replicas = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class WrittenPart:
+    """What the committer needs to know of a stored part. `pieces`: in place of the table, of one of thousands."""
+
+    part: Part
+    digest: str
+    table: Table
+    pieces: RankPieces | None = None
+
+    @property
+    def packs(self) -> tuple[str, ...]:
+        """All that its table names."""
+        return self.table.packs if self.pieces is None else self.pieces.packs
+
+
+async def write_part(
+    store: Store,
+    snapshot: RankSnapshot,
+    *,
+    number: int = 0,
+    reason: str = "due",
+    on_bytes: Callable[[int], None] | None = None,
+    check: Callable[[], None] = lambda: None,
+) -> WrittenPart:
+    """Store one rank's share of an attempt, all of it raw. After an error nothing of it counts; write again with a
+    higher `number`.
+
+    `check` raises if the snapshot has changed meanwhile; it is called before anything counts.
+    """
+    layout, rank = snapshot.layout, snapshot.layout.rank
+    key = pack_key(snapshot.attempt, rank, number)
+    header = layout.arrangement.header
+    digesting = asyncio.ensure_future(asyncio.to_thread(digest_blobs, layout, snapshot.data))  # meanwhile
+    digesting.add_done_callback(lambda done: done.cancelled() or done.exception())  # what was written may fail first
+    try:
+        await _write_pack(store, key, header, snapshot.data, on_bytes)
+    except BaseException:
+        await asyncio.wait((digesting,))  # it reads memory that is somebody else's from then on
+        raise
+    try:
+        digests = await digesting
+    except BaseException:
+        await drop(store, [key])
+        raise
+    pack = PackInfo(key, len(header) + len(snapshot.data), len(header), file_digest(header))
+    table = build_table(layout, key, digests)
+    return await finish_part(store, snapshot, table, [pack], number=number, reason=reason, check=check)
+
+
+async def finish_part(
+    store: Store,
+    snapshot: RankSnapshot,
+    table: Table,
+    packs: list[PackInfo],
+    *,
+    number: int,
+    reason: str,
+    base: Previous | None = None,
+    check: Callable[[], None] = lambda: None,
+) -> WrittenPart:
+    """Table and part, when the packs are there. `packs`: all that the table names; those of this attempt are taken
+    away again if it fails before anybody can have seen the part. `base`: the checkpoint that it was built on."""
+    attempt, rank = snapshot.attempt, snapshot.layout.rank
+    own = [pack.key for pack in packs if owner(pack.key) == attempt]
+    try:
+        check()
+        raw_table = table.to_bytes()
+        await store.put(table_key(attempt, rank, number), raw_table, create=True)
+        point("table.stored")
+    except BaseException:
+        await drop(store, own)
+        raise
+    part = _part(snapshot, file_digest(raw_table), packs, number, reason, base)
+    raw_part = part.to_bytes()
+    try:
+        await store.put(part_key(attempt, rank, number), raw_part, create=True)
+    except FullError:
+        await drop(store, own)
+        raise
+    # After any other error here the part may be there all the same, and others may have found it and the pack: only
+    # the log can say that they do not count, and the clean-up takes them.
+    point("part.stored")
+    return WrittenPart(part, file_digest(raw_part), table)
+
+
+def _part(
+    snapshot: RankSnapshot, table: str, packs: list[PackInfo], number: int, reason: str, base: Previous | None
+) -> Part:
+    """`table`: its digest."""
+    layout = snapshot.layout
+    return Part(
+        attempt=str(snapshot.attempt),
+        rank=layout.rank,
+        number=number,
+        world=layout.world,
+        layout=layout.as_json,
+        layout_digest=layout.digest,
+        values=snapshot.values,
+        table=table,
+        packs=packs,
+        created=time.time(),
+        reason=reason,
+        finite=snapshot.finite,
+        replicas=snapshot.replicas,
+        needs=[] if base is None else [base.part.attempt],
+        chain=0 if base is None else base.part.chain + 1,
+        full="" if base is None else str(base.full),
+    )
+
+
+async def drop(store: Store, packs: Iterable[str]) -> None:
+    """Without their part no record can ever name them; do not leave gigabytes on a disk that may be full."""
+    for pack in packs:
+        with contextlib.suppress(StoreError):
+            await store.delete(pack)
+
+
+async def _write_pack(
+    store: Store, key: str, header: bytes, data: memoryview, on_bytes: Callable[[int], None] | None
+) -> None:
+    """Header and data as one object, in ranges as the store wants them."""
+
+    async def piece(offset: int, length: int) -> memoryview:
+        start = offset - len(header)
+        if start >= 0:
+            return data[start : start + length]
+        return _page_aligned(header[offset:] + data[: max(0, start + length)])
+
+    await upload_from(store, key, len(header) + len(data), piece, on_bytes, first=len(header))
+
+
+async def upload_from(
+    store: Store,
+    key: str,
+    size: int,
+    piece: Callable[[int, int], Awaitable[memoryview]],
+    on_bytes: Callable[[int], None] | None = None,
+    *,
+    first: int = 0,
+) -> None:
+    """Store `size` bytes under a new key: `piece(offset, length)` gives them, range by range, several at a time.
+
+    `first`: how long the first range should be, where the store takes any: what is behind it need not be copied to be
+    in one piece with it. What a piece raises, and what the store raises, ends the upload; nothing of it is left then.
+    """
+    upload = await store.upload(key, size=size)
+    point("pack.opened")
+    try:
+        length = upload.part or CHUNK
+        room = getattr(store, "in_flight", PARTS_IN_FLIGHT * length) // length  # as far as it is limited
+        window = asyncio.Semaphore(max(1, min(PARTS_IN_FLIGHT, room)) if upload.part else IN_FLIGHT)
+
+        async def write(offset: int, end: int) -> None:
+            try:
+                view = await piece(offset, end - offset)
+                await upload.write_at(offset, view)
+            finally:
+                window.release()
+            if on_bytes is not None:
+                on_bytes(len(view))
+
+        async with asyncio.TaskGroup() as group:
+            for offset, end in _ranges(size, length, 0 if upload.part else first):
+                await window.acquire()  # the ranges are begun in their order
+                group.create_task(write(offset, end))
+        await upload.finish()
+    except BaseException as error:
+        await upload.abort()
+        if isinstance(error, BaseExceptionGroup):
+            raise error.exceptions[0] from None
+        raise
+
+
+def _ranges(size: int, length: int, first: int) -> list[tuple[int, int]]:
+    """(start, end) of the ranges of an object: one of `first` bytes, unless that is 0, and then of `length` each."""
+    starts = [*([0] if first else ()), *range(first, size, length)]
+    return list(zip(starts, [*starts[1:], size], strict=False))
+
+
+def page_aligned(size: int) -> memoryview:
+    """Memory whose address suits direct I/O."""
+    return memoryview(mmap.mmap(-1, max(PAGE, pages(size))))[:size]
+
+
+def _page_aligned(data: bytes) -> memoryview:
+    """A copy whose address suits direct I/O."""
+    view = page_aligned(len(data))
+    view[:] = data
+    return view
+
+
+def digest_blobs(layout: Layout, data: memoryview) -> bytes:
+    """The digests of all blobs, joined, in pack order."""
+    return b"".join(blob_digest(data[b.offset : b.offset + b.length]) for b in layout.arrangement.blobs)
+
+
+def build_table(layout: Layout, pack: str, digests: bytes | None, begin: int | None = None) -> Table:
+    """The table of one rank's pieces in one raw pack. `digests`: None if nobody has digested them, then zeros. `begin`:
+    where the data begins there, if not behind the header of the pack."""
+    arrangement = layout.arrangement
+    offset, length = arrangement.blob_columns
+    raw = bytes(len(length) * DIGEST_SIZE) if digests is None else digests[: len(length) * DIGEST_SIZE]
+    return Table(
+        shards=SavedShards.of_layout(layout),
+        starts=np.array(arrangement.blob_starts, np.int64),
+        pack=np.zeros(len(length), np.int64),
+        offset=offset + (len(arrangement.header) if begin is None else begin),
+        stored=length,
+        length=length,
+        codec=np.zeros(len(length), np.int64),
+        base=np.full(len(length), -1, np.int64),
+        digest=np.frombuffer(raw, np.uint8).reshape(-1, DIGEST_SIZE),
+        stored_digest=np.frombuffer(raw, np.uint8).reshape(-1, DIGEST_SIZE),
+        packs=(pack,),
+    )

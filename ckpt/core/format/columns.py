@@ -1,0 +1,164 @@
+"""Columns of numbers in files that anybody may have written: each is checked before anything is allocated by it.
+
+Such a file is a safetensors file whose entries are zstd frames, one a column; `counts` (JSON) says how many numbers
+each has. Columns of digests, which nothing makes smaller, stand there as they are: no file has more rows than bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import safetensors
+import zstandard
+
+from ckpt.core.format.digest import DIGEST_SIZE
+from ckpt.core.format.manifest import canonical, owner
+from ckpt.errors import CorruptError
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+I64: TypeAlias = "npt.NDArray[np.int64]"
+Bytes: TypeAlias = "npt.NDArray[np.uint8]"
+FEW = 1 << 18  # entries of a column that any file may have; more only if it is as large
+
+ODD = (KeyError, ValueError, TypeError, IndexError, OverflowError, AttributeError, RecursionError)
+"""What comes of data of another shape than expected."""
+
+
+@contextlib.contextmanager
+def reading(what: str) -> Iterator[None]:
+    """CorruptError for whatever is wrong with a file that is read here."""
+    try:
+        yield
+    except (safetensors.SafetensorError, zstandard.ZstdError, *ODD) as error:
+        raise CorruptError(f"{what} is damaged: {error}") from None
+
+
+@dataclass(frozen=True)
+class Pressed:
+    """How columns become a file, and such a file columns again.
+
+    `kinds`: of their numbers. `most`: bytes of all columns together. `rows`: columns of which each number becomes an
+    object; `spoken`: of JSON. `whole`: those that are no frames. `folds`: how many times its size a file may become.
+    """
+
+    kinds: Mapping[str, Any]
+    level: int
+    most: int
+    rows: tuple[str, ...]
+    spoken: tuple[str, ...]
+    whole: tuple[str, ...] = ()
+    folds: int = 256
+
+    def to_bytes(self, columns: Mapping[str, npt.NDArray[Any]]) -> bytes:
+        press = zstandard.ZstdCompressor(level=self.level, write_content_size=True)
+        files = {"counts": np.frombuffer(canonical({n: c.size for n, c in columns.items()}), np.uint8)}
+        for name, column in columns.items():
+            raw = np.ascontiguousarray(column).tobytes()
+            files[name] = np.frombuffer(raw if name in self.whole else press.compress(raw), np.uint8)
+        return bytes(_arrays().save(files))
+
+    def from_bytes(self, raw: bytes | memoryview, what: str) -> dict[str, npt.NDArray[Any]]:
+        """The columns, within `reading`. CorruptError unless each is what was declared, and all are plausible."""
+        frames = _arrays().load(bytes(raw))
+        counts = json.loads(frames.pop("counts").tobytes())
+        if counts.keys() != self.kinds.keys() or frames.keys() != self.kinds.keys():
+            raise CorruptError(f"{what} has other columns than it should")
+        if not all(type(n) is int and 0 <= n <= self.most for n in counts.values()):
+            raise CorruptError(f"{what} declares impossible sizes")
+        sizes = {name: n * np.dtype(self.kinds[name]).itemsize for name, n in counts.items()}
+        stored = {name: frames[name].reshape(-1).view(np.uint8).tobytes() for name in sizes}
+        few = FEW + sum(map(len, stored.values()))
+        if sum(sizes.values()) > min(self.most, self.folds * few):
+            raise CorruptError(f"{what} declares {sum(sizes.values())} bytes, which is implausibly large")
+        if max(counts[name] for name in self.rows) > few:
+            raise CorruptError(f"{what} declares more of something than a file of its size has")
+        for name, size in sizes.items():
+            if size != (len(stored[name]) if name in self.whole else zstandard.frame_content_size(stored[name])):
+                raise CorruptError(f"{what}: column {name} does not hold what it declares")
+        reader = zstandard.ZstdDecompressor(max_window_size=1 << 27)
+        found = {}
+        for name, size in sizes.items():
+            plain = stored[name]
+            if name not in self.whole:
+                plain = reader.decompress(plain, max_output_size=size, allow_extra_data=False)
+            if len(plain) != size:
+                raise CorruptError(f"{what}: column {name} does not hold what it declares")
+            found[name] = np.frombuffer(plain, self.kinds[name])
+            # What is said in a few bytes may be very much once it is made into objects.
+            if name in self.spoken and sum(plain.count(mark) for mark in b",[{") > 8 * few:
+                raise CorruptError(f"{what}: column {name} says more than a file of its size has to say")
+        return found
+
+
+class Columns:
+    """The columns of a file, by name; `what` it is called. CorruptError unless they are as they are asked for."""
+
+    def __init__(self, columns: Mapping[str, npt.NDArray[Any]], what: str) -> None:
+        self._columns, self._what = columns, what
+
+    def numbers(self, name: str, count: int, low: int = 0, high: int = 2**62) -> I64:
+        """So many, none of them beyond these limits."""
+        column = self._columns[name].astype(np.int64, casting="safe", copy=False)
+        above = column - low if low else column
+        # Without a sign what is below is larger than all else: one look at each is enough.
+        if column.shape != (count,) or (count and int(above.view(np.uint64).max()) > high - low):
+            raise CorruptError(f"{self._what}: column {name} is out of range")
+        return column
+
+    def ends(self, name: str, count: int, total: int) -> I64:
+        """Where each of so many ends, of something of this length."""
+        column = self.numbers(name, count, 0, total)
+        if (np.diff(column) < 0).any() or (int(column[-1]) if count else 0) != total:
+            raise CorruptError(f"{self._what}: column {name} does not add up")
+        return column
+
+    def digests(self, name: str, count: int) -> Bytes:
+        column: Bytes = self._columns[name]
+        if column.dtype != np.uint8 or column.shape != (count, DIGEST_SIZE):
+            raise CorruptError(f"{self._what}: column {name} is out of range")
+        return column
+
+    def packs(self) -> tuple[str, ...]:
+        """The keys of packs, as JSON."""
+        found = json.loads(self._columns["packs"].tobytes())
+        if type(found) is not list or not all(type(k) is str and owner(k) and k.startswith("packs/") for k in found):
+            raise CorruptError(f"{self._what}: names impossible packs")
+        return tuple(found)
+
+
+def _arrays() -> Any:
+    """What makes files of arrays: it uses numpy when it is imported."""
+    import safetensors.numpy
+
+    return safetensors.numpy
+
+
+def distinct(numbers: I64) -> I64:
+    """Each of them once, ascending. (`np.unique` imports much that nothing else here needs.)"""
+    ordered = np.sort(numbers)
+    found: I64 = ordered[np.diff(ordered, prepend=ordered[:1] - 1) != 0]
+    return found
+
+
+def end_to_end(columns: Iterable[Any]) -> I64:
+    """One after the other; none is none."""
+    return np.concatenate([np.zeros(0, np.int64), *columns])
+
+
+def starts_of(ends: I64) -> I64:
+    """Where each begins, and where the last ends."""
+    return end_to_end([[0], ends])
+
+
+def spans(starts: npt.NDArray[Any], counts: npt.NDArray[Any]) -> I64:
+    """Where everything lies of which so many begin here, so many there: the places one after the other."""
+    ends = np.cumsum(counts, dtype=np.int64)
+    found: I64 = np.repeat(starts - (ends - counts), counts) + np.arange(int(ends[-1]) if len(ends) else 0)
+    return found

@@ -1,0 +1,303 @@
+"""Where every byte goes, as pure values. No torch, no I/O.
+
+A `Layout` lists what a state consists of; `arrange` says where each tensor lies. The order in memory is the order in
+the pack, so a snapshot is written to disk as one run of bytes:
+
+    [ header: JSON, padded with spaces to a page ][ tensors of 256-byte lines ][ of 128 ][ of 64 ] ... [ of 1 ]
+
+Sorting by the largest power of two in a tensor's size keeps every tensor aligned to that, and so to its own dtype and,
+unless it is of an odd size, to what copy engines and vector units like, without any gap, which the safetensors format
+would refuse. Blobs, the unit of digests, are 4 MiB and end where a tensor ends.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import struct
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from ckpt.core.format.columns import I64
+from ckpt.core.format.digest import file_digest
+from ckpt.core.format.manifest import MAX_WORLD, PressedObject, canonical, press
+from ckpt.errors import CorruptError, StateError
+from ckpt.store import PAGE
+
+BLOB = 4 << 20
+LINE = 256  # bytes: nothing is aligned to more
+MAX_HEADER = 96 << 20  # safetensors refuses 100 MB
+MAX_DIMS = 64
+
+# Item size in bits. The second table: dtypes that the safetensors reader lacks, stored as plain bytes (U8).
+NATIVE = {
+    "F64": 64, "I64": 64, "U64": 64, "C64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16,
+    "U16": 16, "F8_E4M3": 8, "F8_E5M2": 8, "I8": 8, "U8": 8, "BOOL": 8,
+}  # fmt: skip
+FOREIGN = {"C128": 128, "C32": 32, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "F4_E2M1X2": 8}
+BITS = NATIVE | FOREIGN
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A tensor, or the piece of it that one rank stages.
+
+    `name` is the fully qualified one, `dtype` by our names, `shape` of the piece; `whole`, `offsets`: the shape of the
+    tensor and where the piece lies in it, None and () if it is all of it. `instance` tells apart tensors of one name
+    that different ranks have for themselves (see `ckpt.core.format.partition`).
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    accelerator: bool = False
+    whole: tuple[int, ...] | None = None
+    offsets: tuple[int, ...] = ()
+    instance: int = -1
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * BITS[self.dtype] // 8
+
+    @property
+    def full(self) -> tuple[int, ...]:
+        return self.shape if self.whole is None else self.whole
+
+    @property
+    def at(self) -> tuple[int, ...]:
+        return (0,) * len(self.shape) if self.whole is None else self.offsets
+
+    @property
+    def key(self) -> str:
+        """What it is called in a pack: the name; with the rank it belongs to, and where it lies, if need be."""
+        instance = "" if self.instance < 0 else f"#{self.instance}"
+        return self.name + instance + ("" if self.whole is None else "@" + ",".join(map(str, self.offsets)))
+
+    def to_json(self) -> list[Any]:
+        row = [self.name, self.dtype, list(self.shape), self.accelerator]
+        if self.whole is None and self.instance < 0:
+            return row
+        whole = None if self.whole is None else list(self.whole)
+        return [*row, whole, list(self.offsets), self.instance]
+
+    @classmethod
+    def from_json(cls, row: Any) -> TensorSpec:
+        name, dtype, shape, accelerator, *rest = row
+        whole, offsets, instance = rest or (None, (), -1)
+        whole = None if whole is None else tuple(whole)
+        return cls(str(name), dtype, tuple(shape), bool(accelerator), whole, tuple(offsets), instance)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What one rank's state consists of, and what it stages of it.
+
+    `tensors` are distinct pieces; `aliases` maps further names to the tensor that they share memory with. `components`
+    hold what does not change from step to step about each entry of the state (its path, kind and such), with the names
+    of all its tensors, those too that other ranks stage. `instances`: of tensors that not all ranks hold together.
+    `elsewhere`: dtype and shape of tensors that all ranks hold together, and of which only others stage anything.
+    """
+
+    tensors: tuple[TensorSpec, ...]
+    aliases: dict[str, str]
+    components: list[dict[str, Any]]
+    rank: int = 0
+    world: int = 1
+    instances: dict[str, int] = field(default_factory=dict)
+    elsewhere: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "tensors": [t.to_json() for t in self.tensors],
+            "aliases": self.aliases,
+            "components": self.components,
+            "rank": self.rank,
+            "world": self.world,
+            "instances": self.instances,
+            "elsewhere": {name: [dtype, list(shape)] for name, (dtype, shape) in self.elsewhere.items()},
+        }
+
+    @classmethod
+    def from_json(cls, data: Any) -> Layout:
+        """Checked: sizes are plausible, pieces are distinct and inside their tensors, aliases point at tensors."""
+        try:
+            tensors = tuple(TensorSpec.from_json(row) for row in data["tensors"])
+            aliases, components = dict(data["aliases"]), list(data["components"])
+            rank, world, instances = data["rank"], data["world"], dict(data["instances"])
+            elsewhere = {str(n): (dtype, tuple(shape)) for n, (dtype, shape) in data["elsewhere"].items()}
+            check_tensors([*tensors, *(TensorSpec(n, *form) for n, form in elsewhere.items())])
+            if (type(rank), type(world)) != (int, int) or not 0 <= rank < world <= MAX_WORLD:
+                raise CorruptError("a layout of an impossible rank")
+            if not all(type(n) is int and 0 <= n < world for n in instances.values()):
+                raise CorruptError("a layout with impossible instances")
+            names = {t.name for t in tensors}
+            if world > 1:  # what other ranks stage is named by the components only
+                names = names.union(*(c["names"] for c in components)) - aliases.keys()
+            check_components(components, names | aliases.keys())
+            if len({t.key for t in tensors}) != len(tensors):
+                raise CorruptError("a layout names a tensor twice")
+            if not all(v in names and k not in names for k, v in aliases.items()):
+                raise CorruptError("a layout has an alias of nothing")
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CorruptError(f"not a layout: {error}") from None
+        return cls(tensors, aliases, components, rank, world, instances, elsewhere)
+
+    @cached_property
+    def digest(self) -> str:
+        return file_digest(self._text)
+
+    @cached_property
+    def _text(self) -> bytes:
+        return canonical(self.to_json())
+
+    @cached_property
+    def as_json(self) -> PressedObject:
+        """`to_json`, once, as a part has it."""
+        return PressedObject(self.to_json(), press(self._text))
+
+    @cached_property
+    def made_of_it(self) -> dict[type, object]:
+        """What others have made of it, and want to make once: by what it is."""
+        return {}
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Bytes of each tensor."""
+        return [t.nbytes for t in self.tensors]
+
+    @cached_property
+    def accelerated(self) -> bool:
+        """Whether any of it is on an accelerator."""
+        return any(t.accelerator for t in self.tensors)
+
+    @cached_property
+    def by_name(self) -> dict[str, TensorSpec]:
+        return {t.name: t for t in self.tensors}
+
+    @cached_property
+    def arrangement(self) -> Arrangement:
+        return arrange(self.tensors)
+
+
+def check_tensors(tensors: Iterable[TensorSpec]) -> None:
+    for t in tensors:
+        if t.dtype not in BITS:
+            raise CorruptError(f"{t.name}: unknown dtype {t.dtype!r}, written by a newer version?")
+        if len(t.shape) > MAX_DIMS or not all(type(n) is int and 0 <= n < 2**62 for n in t.shape):
+            raise CorruptError(f"{t.name}: impossible shape {t.shape}")
+        # Empty dimensions do not count here: torch multiplies the others all the same.
+        if math.prod(n for n in t.full if n) * BITS[t.dtype] // 8 >= 2**62:
+            raise CorruptError(f"{t.name}: implausible size")
+        if t.whole is not None:
+            if not len(t.whole) == len(t.offsets) == len(t.shape):
+                raise CorruptError(f"{t.name}: a piece of other dimensions than its tensor")
+            places = zip(t.offsets, t.shape, t.whole, strict=True)
+            if not all(type(i) is int and type(n) is int and i >= 0 and i + k <= n < 2**62 for i, k, n in places):
+                raise CorruptError(f"{t.name}: a piece outside its tensor")
+        if type(t.instance) is not int or not -1 <= t.instance < MAX_WORLD:
+            raise CorruptError(f"{t.name}: an impossible instance")
+
+
+def check_components(components: list[Any], names: set[str]) -> None:
+    """Each says its path, its kind, facts about it, and which of `names` are its own."""
+    for one in components:
+        path, own = one["path"], one["names"]
+        if type(one["kind"]) is not str or type(one["facts"]) is not dict or type(path) is not list:
+            raise CorruptError("a component of a layout is not one")
+        if not all(type(key) in (str, int) for key in path) or type(own) is not list or not names.issuperset(own):
+            raise CorruptError("a component of a layout has an impossible path, or tensors that are not in the layout")
+
+
+@dataclass(frozen=True, slots=True)
+class Blob:
+    """`length` bytes at `offset` of the data, belonging to tensor number `tensor`."""
+
+    tensor: int
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """`order`: tensor numbers in pack order; `offsets`: of each tensor, by its number; sizes in bytes."""
+
+    tensors: tuple[TensorSpec, ...]
+    order: tuple[int, ...]
+    offsets: tuple[int, ...]
+    data_size: int
+
+    @cached_property
+    def blobs(self) -> tuple[Blob, ...]:
+        return tuple(_cut(self))
+
+    @cached_property
+    def first_blob(self) -> dict[int, int]:
+        """Of each tensor that has bytes, by its number."""
+        found: dict[int, int] = {}
+        for number, blob in enumerate(self.blobs):
+            found.setdefault(blob.tensor, number)
+        return found
+
+    @cached_property
+    def blob_starts(self) -> list[int]:
+        """Where the blobs of each tensor begin, in pack order, and how many there are in all."""
+        return list(itertools.accumulate((-(-self.tensors[i].nbytes // BLOB) for i in self.order), initial=0))
+
+    @cached_property
+    def blob_columns(self) -> tuple[I64, I64]:
+        """Offset and length of each blob."""
+        starts = np.array(self.blob_starts, np.int64)
+        counts = np.diff(starts)
+        sizes = np.array([self.tensors[i].nbytes for i in self.order], np.int64)
+        ends = np.cumsum(sizes)
+        offsets = np.repeat(ends - sizes - starts[:-1] * BLOB, counts) + np.arange(starts[-1]) * BLOB
+        return offsets, np.minimum(np.repeat(ends, counts) - offsets, BLOB)
+
+    @cached_property
+    def header(self) -> bytes:
+        """The pack's first bytes: everything before the tensor data, a whole number of pages."""
+        return _header(self)
+
+
+def arrange(tensors: tuple[TensorSpec, ...]) -> Arrangement:
+    order = sorted(range(len(tensors)), key=lambda i: (-math.gcd(tensors[i].nbytes, LINE), tensors[i].key))
+    offsets = [0] * len(tensors)
+    position = 0
+    for i in order:
+        offsets[i] = position
+        position += tensors[i].nbytes
+    return Arrangement(tensors, tuple(order), tuple(offsets), position)
+
+
+def _cut(arrangement: Arrangement) -> Iterator[Blob]:
+    for i in arrangement.order:
+        start, size = arrangement.offsets[i], arrangement.tensors[i].nbytes
+        for offset in range(0, size, BLOB):
+            yield Blob(i, start + offset, min(BLOB, size - offset))
+
+
+def _header(arrangement: Arrangement) -> bytes:
+    entries: dict[str, Any] = {}
+    for i in arrangement.order:
+        t, start = arrangement.tensors[i], arrangement.offsets[i]
+        dtype, shape = (t.dtype, list(t.shape)) if t.dtype in NATIVE else ("U8", [t.nbytes])
+        if t.key in entries:
+            raise StateError(f"{t.key!r}: two pieces of the state get this name")
+        entries[t.key] = {"dtype": dtype, "shape": shape, "data_offsets": [start, start + t.nbytes]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    if len(text) > MAX_HEADER:
+        raise StateError(
+            f"{len(arrangement.tensors)} tensors are too many for one pack: their header is {len(text)} bytes"
+        )
+    size = pages(8 + len(text))
+    return struct.pack("<Q", size - 8) + text.ljust(size - 8)
+
+
+def pages(size: int) -> int:
+    """`size` rounded up to whole pages."""
+    return -(-size // PAGE) * PAGE

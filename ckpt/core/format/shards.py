@@ -1,0 +1,200 @@
+"""Saved shards: rectangular pieces of tensors. A large checkpoint has millions, so they are kept as columns: a
+`SavedShard` is made of a row only when somebody asks for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING, overload
+
+import numpy as np
+
+from ckpt.core.format.boxes import Box
+from ckpt.core.format.columns import I64, end_to_end, starts_of
+from ckpt.core.format.layout import BITS, MAX_DIMS, Layout
+from ckpt.errors import CorruptError
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+DTYPES = (
+    "F64", "I64", "U64", "C64", "F32", "I32", "U32", "F16", "BF16", "I16", "U16", "F8_E4M3", "F8_E5M2", "I8", "U8",
+    "BOOL", "C128", "C32", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F4_E2M1X2",
+)  # fmt: skip
+DTYPE_NUMBER = {dtype: number for number, dtype in enumerate(DTYPES)}
+MAX_DIM = 2**62
+EXACT = 2**53  # below, a float says of a product of numbers what it is
+
+
+@dataclass(frozen=True, slots=True)
+class SavedShard:
+    """A rectangular piece of one global tensor."""
+
+    name: str
+    dtype: str
+    global_shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    rank: int = 0
+    instance: int = -1
+
+    @property
+    def box(self) -> Box:
+        return self.offsets, self.sizes
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.sizes) * BITS[self.dtype] // 8
+
+
+class SavedShards(Sequence[SavedShard]):
+    """Many shards as columns: `dims[dim_starts[i] : dim_starts[i + 1]]` are global shape, offsets and sizes of shard i.
+
+    `dtype` counts in `DTYPES`. Equal to any sequence of the same shards.
+    """
+
+    __slots__ = ("dim_starts", "dims", "dtype", "instance", "names", "rank")
+
+    def __init__(
+        self, names: tuple[str, ...], dtype: I64, rank: I64, instance: I64, dims: I64, dim_starts: I64
+    ) -> None:
+        self.names, self.dtype, self.rank, self.instance = names, dtype, rank, instance
+        self.dims, self.dim_starts = dims, dim_starts
+
+    @classmethod
+    def of(cls, shards: Iterable[SavedShard]) -> SavedShards:
+        rows = list(shards)
+        dims = [(*s.global_shape, *s.offsets, *s.sizes) for s in rows]
+        ranks = np.array([s.rank for s in rows], np.int64)
+        return cls._of_rows([s.name for s in rows], [s.dtype for s in rows], ranks, [s.instance for s in rows], dims)
+
+    @classmethod
+    def of_layout(cls, layout: Layout) -> SavedShards:
+        """What a rank stages, in the order of its pack."""
+        found = layout.made_of_it.get(cls)
+        if found is None:
+            rows = [layout.tensors[i] for i in layout.arrangement.order]
+            dims = [(*t.full, *t.at, *t.shape) for t in rows]
+            names, instances, ranks = (
+                [t.name for t in rows],
+                [t.instance for t in rows],
+                np.full(len(rows), layout.rank),
+            )
+            found = layout.made_of_it[cls] = cls._of_rows(names, [t.dtype for t in rows], ranks, instances, dims)
+        assert isinstance(found, SavedShards)
+        return found
+
+    @classmethod
+    def _of_rows(
+        cls, names: list[str], dtypes: list[str], ranks: I64, instances: list[int], dims: list[tuple[int, ...]]
+    ) -> SavedShards:
+        return cls(
+            tuple(names),
+            np.array([DTYPE_NUMBER[dtype] for dtype in dtypes], np.int64),
+            ranks,
+            np.array(instances, np.int64),
+            np.fromiter(chain.from_iterable(dims), np.int64),
+            starts_of(np.cumsum(np.fromiter(map(len, dims), np.int64))),
+        )
+
+    @classmethod
+    def join(cls, parts: Sequence[SavedShards]) -> SavedShards:
+        counts = np.cumsum([0, *(len(part.dims) for part in parts)])
+        starts = [part.dim_starts[1:] + counts[i] for i, part in enumerate(parts)]
+        return cls(
+            tuple(chain.from_iterable(part.names for part in parts)),
+            end_to_end(part.dtype for part in parts),
+            end_to_end(part.rank for part in parts),
+            end_to_end(part.instance for part in parts),
+            end_to_end(part.dims for part in parts),
+            end_to_end([[0], *starts]),
+        )
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    @overload
+    def __getitem__(self, at: int) -> SavedShard: ...
+    @overload
+    def __getitem__(self, at: slice) -> tuple[SavedShard, ...]: ...
+    def __getitem__(self, at: int | slice) -> SavedShard | tuple[SavedShard, ...]:
+        if isinstance(at, slice):
+            return tuple(self[i] for i in range(*at.indices(len(self))))
+        i = range(len(self))[at]
+        row = self.dims[self.dim_starts[i] : self.dim_starts[i + 1]].tolist()
+        return _shard(self.names[i], int(self.dtype[i]), row, int(self.rank[i]), int(self.instance[i]))
+
+    def __iter__(self) -> Iterator[SavedShard]:
+        dims, starts = self.dims.tolist(), self.dim_starts.tolist()
+        rows = zip(self.names, self.dtype.tolist(), self.rank.tolist(), self.instance.tolist(), strict=True)
+        for i, (name, dtype, rank, instance) in enumerate(rows):
+            yield _shard(name, dtype, dims[starts[i] : starts[i + 1]], rank, instance)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Sequence):
+            return NotImplemented
+        return len(self) == len(other) and all(a == b for a, b in zip(self, other, strict=True))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"SavedShards({list(self)!r})"
+
+    @property
+    def item_sizes(self) -> I64:
+        """Bytes of an element of each."""
+        return np.array([BITS[dtype] // 8 for dtype in DTYPES], np.int64)[self.dtype]
+
+    def by_dims(self) -> Iterator[tuple[int, I64, I64]]:
+        """(dimensions, shards of so many, their rows of `dims`), for each number of dimensions that there is."""
+        count = np.diff(self.dim_starts)
+        for length in np.flatnonzero(np.bincount(count)).tolist():
+            mine = count == length
+            yield length // 3, np.flatnonzero(mine), self.dims[np.repeat(mine, count)].reshape(int(mine.sum()), length)
+
+    @property
+    def whole(self) -> npt.NDArray[np.bool_]:
+        """Which of them are all of their tensors."""
+        found = np.ones(len(self), np.bool_)
+        for k, rows, dims in self.by_dims():
+            found[rows] = (dims[:, k : 2 * k] == 0).all(1) & (dims[:, 2 * k :] == dims[:, :k]).all(1)
+        return found
+
+
+def volume(sizes: I64, item: I64) -> I64:
+    """Bytes of boxes of these sizes, one a row, with items of so many bytes; -1 where it is beyond all measure."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        rough = sizes.prod(1, dtype=np.float64) * item
+        if len(rough) and rough.max() < EXACT:
+            certain: I64 = rough.astype(np.int64)
+            return certain
+        empty, sane = (sizes == 0).any(1), rough < MAX_DIM
+        exact = sizes.prod(1, dtype=np.int64) * item
+    found: I64 = np.where(empty, 0, np.where(sane, exact, -1))
+    return found
+
+
+def _shard(name: str, dtype: int, row: list[int], rank: int, instance: int) -> SavedShard:
+    k = len(row) // 3
+    return SavedShard(name, DTYPES[dtype], tuple(row[:k]), tuple(row[k : 2 * k]), tuple(row[2 * k :]), rank, instance)
+
+
+def check_shards(shards: SavedShards, what: str) -> I64:
+    """Every shard is a box inside its tensor. The bytes of each, -1 where that is beyond all measure."""
+    lengths = np.diff(shards.dim_starts)
+    odd = (lengths % 3 != 0) | (lengths > 3 * MAX_DIMS)
+    impossible = np.flatnonzero(shards.dims.view(np.uint64) >= MAX_DIM)[:1]  # or negative
+    odd[np.searchsorted(shards.dim_starts, impossible, "right") - 1] = True
+    if odd.any():
+        raise CorruptError(f"{what}: impossible shape of shard {int(np.argmax(odd))}")
+    sizes = np.zeros(len(shards), np.int64)
+    for k, rows, dims in shards.by_dims():
+        outside = (dims[:, k : 2 * k] + dims[:, 2 * k :] > dims[:, :k]).any(1)
+        if outside.any():
+            i = int(rows[np.argmax(outside)])
+            raise CorruptError(f"{what}: shard {i}, of {shards.names[i]}, lies outside its tensor")
+        sizes[rows] = volume(dims[:, 2 * k :], shards.item_sizes[rows])
+    return sizes

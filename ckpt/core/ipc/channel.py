@@ -1,0 +1,416 @@
+"""The wire between trainer and writer: length-prefixed JSON and descriptors over a unix socket.
+
+No pickle crosses it. What the messages are is in `ckpt.core.ipc.protocol`.
+
+A writer is met by a name in the kernel's own list (an abstract socket), not by a file: no folder has to be agreed on,
+none can be cleaned away, and the kernel gives a name to one process at a time, for as long as it lives. Should another
+user of the machine have taken it, there are a few more names to go on to.
+"""
+
+from __future__ import annotations
+
+import array
+import collections
+import contextlib
+import errno
+import hashlib
+import os
+import re
+import socket
+import stat
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TypeVar
+
+from ckpt.core.ipc.process import boot_id, namespace, number_in_proc
+from ckpt.core.ipc.protocol import (
+    MOST_BYTES,
+    Incoming,
+    Message,
+    Request,
+    decode,
+    encode,
+    encode_reply,
+    reply_of,
+    too_long,
+)
+from ckpt.errors import UsageError
+
+R = TypeVar("R")
+_MAX_FDS = 16
+_BEGIN = 128  # bytes of a message that is too long, which say what it is
+SEND_S = 10
+CONNECT_S = 2.0
+BIND_S = 1.0  # for a name that is in use to answer, or to become free
+NAMES = 4
+PLACE = 16  # characters of a key that stand for the path or URL; as many follow for the identity of the run
+QUEUE = 4096  # all ranks of a node may ask all writers at once; and a trainer never answers those who ask for its name
+RUNTIME = "CKPT_RUNTIME_DIR"
+AT_WORK, LEAVING = "ckpt-writer", "ckpt-leaving"  # what a writer calls its process
+_LISTENING = "00010000"  # the flags of such a socket in /proc/net/unix
+
+
+class Channel:
+    """One end. `send` and `reply` may be called from any thread, `receive` from one."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        # A reader that stands still must not hold up the sender for ever; what was cut off ends the connection.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_S, 0))
+        self._sending = threading.Lock()
+        self._buffer = bytearray()
+        self._fds: collections.deque[int] = collections.deque()
+        self._over = False  # what comes is not read any more
+
+    def send(self, message: Message, number: int | None = None, fds: tuple[int, ...] = ()) -> None:
+        """OSError when the other end is gone, ProtocolError for what it would not take."""
+        self.transmit(encode(message, number, len(fds)), fds)
+
+    def reply(self, number: int, value: object, fds: tuple[int, ...] = ()) -> None:
+        """To the request of this number."""
+        self.transmit(encode_reply(value, number, len(fds)), fds)
+
+    def transmit(self, body: bytes, fds: tuple[int, ...] = ()) -> None:
+        """Send what was encoded, as a message with so many descriptors."""
+        data = memoryview(struct.pack(">I", len(body)) + body)
+        with self._sending:
+            ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+            sent = self.sock.sendmsg([data], ancillary)
+            self.sock.sendall(data[sent:])
+
+    def receive(self) -> Incoming | None:
+        """The next message, None at the end, or where something comes that is not a message."""
+        while not self._over:
+            if len(self._buffer) >= 4:
+                size = struct.unpack_from(">I", self._buffer)[0]
+                if size > MOST_BYTES and len(self._buffer) >= _BEGIN:
+                    self._over = True
+                    return too_long(size, bytes(self._buffer[4:_BEGIN]))
+                if len(self._buffer) >= 4 + size:
+                    return self._take(size)
+            try:
+                data, fds, _, _ = socket.recv_fds(self.sock, 1 << 18, _MAX_FDS)
+            except OSError:
+                return None
+            for fd in fds:
+                os.set_inheritable(fd, False)
+            self._fds.extend(fds)
+            if not data:
+                return None
+            self._buffer += data
+        self._drop()  # it was closed while these were on their way out of the socket
+        return None
+
+    def _take(self, size: int) -> Incoming | None:
+        found = decode(self._buffer[4 : 4 + size])
+        del self._buffer[: 4 + size]
+        count = found.fields.get("fds", 0) if found is not None else -1
+        if type(count) is not int or not 0 <= count <= len(self._fds):
+            return None  # nor can it be known what the descriptors of the next ones are
+        if found is not None:
+            found.fds += [self._fds.popleft() for _ in range(count)]
+        return found
+
+    def ask(self, request: Request[R], timeout_s: float) -> R | None:
+        """One question, where nobody else listens; None if it is not answered in time. Raises what is answered."""
+        try:
+            self.sock.settimeout(timeout_s)
+            self.send(request, 0)
+            received = self.receive()
+        except OSError:
+            return None
+        return None if received is None else reply_of(received, request)
+
+    def hang_up(self) -> None:
+        """End the connection in both directions; whoever is in `receive` gets the end."""
+        with contextlib.suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._over = True
+        self.hang_up()
+        self.sock.close()
+        self._drop()
+
+    def _drop(self) -> None:
+        """What came with messages that nobody takes."""
+        with contextlib.suppress(IndexError):  # two threads may be at it
+            while True:
+                os.close(self._fds.popleft())
+
+    def forget(self) -> None:
+        """In a forked child: close our copy without a word to the other end."""
+        self.sock.close()
+
+
+def run_key(place: str, local_rank: int, identity: str = "") -> str:
+    """Return the key of a run's writer on this host, by which a restarted trainer finds it.
+
+    identity: `ckpt.core.checkpoint.identity.Identity.text`. The path or URL alone may be that of several runs.
+    """
+    return f"{_digest(place, str(os.getuid()))}{_digest(identity)}-{local_rank}"
+
+
+def _digest(*texts: str) -> str:
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:PLACE]
+
+
+def at_place(key: str) -> list[str]:
+    """Return the keys of all writers on this host whose run has the same path or URL, whatever is there for them."""
+    return [one for one in all_keys() if one[:PLACE] == key[:PLACE]]
+
+
+def siblings(key: str) -> dict[int, str]:
+    """The keys of all writers of the same run on this host, by local rank; one may be gone by now."""
+    run = key.rpartition("-")[0]
+    found: dict[int, str] = {}
+    for name, _, listening in _bound():
+        if listening and name.startswith(f"@everystep/{_scope()}/{run}-"):
+            number = name.rpartition(f"/{run}-")[2].partition("/")[0]
+            if number.isdecimal():
+                found[int(number)] = f"{run}-{number}"
+    return dict(sorted(found.items()))
+
+
+def all_keys() -> list[str]:
+    """The keys of all writers of this user on this host; one may be gone by now."""
+    named = re.compile(rf"@everystep/{re.escape(_scope())}/([0-9a-f]{{{2 * PLACE}}}-\d+)(/\d+)?")
+    found = {match[1] for name, _, listening in _bound() if listening and (match := named.fullmatch(name))}
+    return sorted(found)
+
+
+def _bound() -> Iterator[tuple[str, str, bool]]:
+    """Names that sockets of this network have, the numbers of these sockets, and whether they listen."""
+    with contextlib.suppress(FileNotFoundError), open("/proc/net/unix", encoding="utf-8", errors="replace") as file:
+        for line in file:
+            fields = line.split(maxsplit=7)
+            if len(fields) == 8:
+                yield fields[7].strip(), fields[6], fields[3] == _LISTENING
+
+
+def trainer_key(key: str) -> str:
+    """Names the trainer of a run on this host, beside the writer that has `key`."""
+    return f"trainer/{key}"
+
+
+def node_id() -> str:
+    """Equal for processes that can hand each other memory: those that find the same names."""
+    return f"{boot_id()}:{namespace('net')}:{_scope()}"
+
+
+def _scope() -> str:
+    """Whose names these are: this user's; and of a RUNTIME folder that is set, so that tests keep to themselves."""
+    folder = os.environ.get(RUNTIME)
+    return str(os.getuid()) if not folder else f"{os.getuid()}-{hashlib.sha256(folder.encode()).hexdigest()[:12]}"
+
+
+def _address(key: str, number: int) -> str:
+    return f"\0everystep/{_scope()}/{key}" + (f"/{number}" if number else "")
+
+
+def log_path(key: str) -> str:
+    """Where a writer's own words go, which nobody reads unless something is wrong; "" if there is no place for them.
+
+    In $CKPT_RUNTIME_DIR, else a folder of this user's own in /tmp, else in /dev/shm.
+    """
+    chosen = os.environ.get(RUNTIME)
+    for base in [chosen] if chosen else ["/tmp", "/dev/shm"]:
+        folder = Path(base) / f"everystep-{os.getuid()}"
+        with contextlib.suppress(OSError):
+            with contextlib.suppress(FileExistsError):
+                folder.mkdir(mode=0o700, parents=bool(chosen))
+            info = folder.lstat()
+            if stat.S_ISDIR(info.st_mode) and info.st_uid == os.getuid() and not info.st_mode & 0o077:
+                return str(folder / f"{key}.log")
+    return ""
+
+
+def _peer(sock: socket.socket) -> tuple[int, int]:
+    pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return pid, uid
+
+
+def same_user(sock: socket.socket) -> bool:
+    """Whether the other end belongs to the user of this process."""
+    return _peer(sock)[1] == os.getuid()
+
+
+def peer_pid(sock: socket.socket) -> int:
+    """The process that made the other end."""
+    return _peer(sock)[0]
+
+
+def connect(key: str) -> Channel | None:
+    """To the writer that has this name, None if there is none."""
+    for number in range(NAMES):
+        with contextlib.suppress(OSError):
+            return _reach(_address(key, number))
+    return None
+
+
+class _OtherUserError(OSError):
+    """A process of another user listens on a name."""
+
+    def __init__(self, uid: int) -> None:
+        super().__init__(f"a process of the user {uid} listens there")
+        self.uid = uid
+
+
+def _reach(address: str) -> Channel:
+    """Connect to the process that listens on a name.
+
+    Raises OSError if there is none or it does not accept, and _OtherUserError if it belongs to another user.
+    """
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.settimeout(CONNECT_S)
+        _connect(sock, address)
+        if not same_user(sock):
+            raise _OtherUserError(_peer(sock)[1])
+        sock.settimeout(None)
+        return Channel(sock)
+    except BaseException:
+        sock.close()
+        raise
+
+
+def _connect(sock: socket.socket, address: str) -> None:
+    """Where many ask at once the queue may be full for a moment, which does not mean that nobody is there."""
+    end = time.monotonic() + CONNECT_S
+    while True:
+        try:
+            return sock.connect(address)
+        except BlockingIOError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.01)
+
+
+def ask_once(key: str, request: Request[R], timeout_s: float) -> R | None:
+    """One question to the writer of a key, over a connection of its own; None if it does not answer in time."""
+    channel = connect(key)
+    if channel is None:
+        return None
+    try:
+        return channel.ask(request, timeout_s)
+    finally:
+        channel.close()
+
+
+def listen(key: str) -> socket.socket | None:
+    """Take a name: nobody else has it until this socket is closed or its process has ended. None if it is taken.
+
+    Raises UsageError if other users of the machine have all names.
+    """
+    if any(_taken(key, number) for number in range(NAMES)):
+        return None
+    other = ""
+    for number in range(NAMES):
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        end = time.monotonic() + BIND_S
+        while True:
+            try:
+                sock.bind(_address(key, number))
+                sock.listen(QUEUE)
+                return sock
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    sock.close()
+                    raise
+            try:
+                holder = _holder(_address(key, number))
+            except _OtherUserError as error:
+                other = f" (uid {error.uid})"
+                break
+            late = time.monotonic() > end  # it may have been stopped before it came to listen
+            if holder is not None or (late and _bound_by(_address(key, number)) is not None):
+                sock.close()
+                return None
+            if late:
+                break  # another user's, who does not listen
+            time.sleep(0.01)  # it may be about to listen, or to be gone
+        sock.close()
+    raise UsageError(
+        f"another user of this machine{other} has the socket names of this run (@{_address(key, 0)[1:]}). End that "
+        f"user's process, or set the environment variable {RUNTIME} to a folder of your own: it gives your runs other "
+        "names"
+    )
+
+
+def holder(key: str) -> int | None:
+    """The process of this user that has this name, 0 if it cannot be seen from here; None if none has it."""
+    for number in range(NAMES):
+        with contextlib.suppress(_OtherUserError):
+            if (pid := _holder(_address(key, number))) is not None:
+                return pid
+    return None
+
+
+def has_owner(key: str) -> bool:
+    """Whether a process has this name, as the kernel lists it: that asks nobody, and so tells nothing of who it is."""
+    addresses = {f"@{_address(key, number)[1:]}" for number in range(NAMES)}
+    return any(name in addresses for name, _, _ in _bound())
+
+
+def _taken(key: str, number: int) -> bool:
+    """Whether a process of this user has this name."""
+    with contextlib.suppress(_OtherUserError):
+        return _holder(_address(key, number)) is not None
+    return False
+
+
+def _holder(address: str) -> int | None:
+    try:
+        channel = _reach(address)
+    except _OtherUserError:
+        raise
+    except BlockingIOError:  # it stands still, and its queue is full
+        return _bound_by(address)
+    except OSError:
+        return None
+    pid = peer_pid(channel.sock)
+    channel.close()
+    return pid
+
+
+def _bound_by(address: str) -> int | None:
+    """The process of this user that has a name, whether or not it listens, if it can be seen from here."""
+    sockets = {f"socket:[{number}]" for name, number, _ in _bound() if name == f"@{address[1:]}"}
+    for folder in Path("/proc").iterdir() if sockets else ():
+        with contextlib.suppress(OSError):
+            mine = folder.name.isdecimal() and folder.stat().st_uid == os.getuid()
+            if mine and not sockets.isdisjoint(_open_in(folder)):
+                return int(folder.name)
+    return None
+
+
+def _open_in(folder: Path) -> Iterator[str]:
+    """What a process has open, by its folder in /proc."""
+    for descriptor in (folder / "fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            yield os.readlink(descriptor)
+
+
+def writers_of(key: str) -> list[int]:
+    """Writers of this run and user that live on this machine, whether or not a name of ours reaches them."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            mine = folder.name.isdecimal() and folder.stat().st_uid == os.getuid()
+            if mine and _is_writer(folder, key, AT_WORK):
+                found.append(int(folder.name))
+    return found
+
+
+def is_writer(pid: int, key: str, *states: str) -> bool:
+    """Whether a process is a writer of this run, in any state or in one of these. OSError if it cannot be seen."""
+    return _is_writer(Path(f"/proc/{number_in_proc(pid)}"), key, *(states or (AT_WORK, LEAVING)))
+
+
+def _is_writer(folder: Path, key: str, *states: str) -> bool:
+    if key.encode() not in (folder / "cmdline").read_bytes().split(b"\0"):
+        return False
+    return (folder / "comm").read_text().strip() in states

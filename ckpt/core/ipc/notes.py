@@ -1,0 +1,101 @@
+"""Notes: what a writer tells its trainer unasked. `ckpt.core.run` says who hears them (`WriterSupervisor.hear`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ckpt.core.ipc.protocol import Note
+
+
+class GoneNote(Note, frozen=True):
+    """No earlier trainer can write to the arenas any more: the present one may stage into what it inherited."""
+
+
+class UnpinnedNote(Note, frozen=True):
+    """A slot that was being written when the trainer came is free."""
+
+    arena: str
+    slot: int
+
+
+class StoredNote(Note, frozen=True):
+    """All bytes of an attempt are in a tier, or will come there from a nearer one: its slot may be used again."""
+
+    tier: int
+    attempt: str
+
+
+class HeldNote(Note, frozen=True):
+    """All parts that belong on this node's disk are there, which are not all parts."""
+
+    tier: int
+    attempt: str
+
+
+class DamagedNote(Note, frozen=True):
+    """A checkpoint was read back, and is not what was written."""
+
+    tier: str
+    step: int
+    problems: list[str]
+
+
+class CadenceNote(Note, frozen=True):
+    """Another cadence would cost less: a `Decision`."""
+
+    decision: dict[str, Any]
+
+
+class SaidNote(Note, frozen=True):
+    """For the trainer's log."""
+
+    text: str
+
+
+class FencedNote(Note, frozen=True):
+    """The run was lost to another trainer."""
+
+    text: str
+
+
+class PeerDiedNote(Note, frozen=True):
+    """Another rank of this node has died."""
+
+    rank: int
+    summary: str
+
+
+class SignalNote(Note, frozen=True):
+    """A signal that is a trigger came to the trainer, and nobody there has taken it. Answered by `Heard`."""
+
+    number: int
+
+
+class PassedNote(Note, frozen=True):
+    """Signals that the writer has read in the trainer's place: others there may wait for them too."""
+
+    raw: list[int]
+
+
+class TriggerNote(Note, frozen=True):
+    """Somebody at a shell wants a save."""
+
+    why: str
+
+
+class HangNote(Note, frozen=True):
+    """The trainer makes no step any more; `evidence` is an `Evidence` of it. Answered by `Heard`."""
+
+    idle_s: float
+    limit_s: float
+    usual_s: float
+    timings: dict[str, float]
+    evidence: dict[str, Any]
+
+
+class PressureNote(Note, frozen=True):
+    """Memory gets short, in bytes."""
+
+    available: int
+    total: int
+    why: str

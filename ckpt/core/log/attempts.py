@@ -1,0 +1,104 @@
+"""Sets of very many attempts, small in memory and on disk: their steps mostly follow one another in equal strides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, MutableSet
+from collections.abc import Set as AbstractSet
+from typing import Any
+
+from ckpt.core.format.manifest import Attempt
+from ckpt.errors import CorruptError
+
+Group = tuple[int, str]  # epoch and nonce
+MOST = 20_000_000  # steps that one file may say: more would be an attack on memory
+
+
+class Attempts(MutableSet[Attempt]):
+    """A set of attempts, by incarnations."""
+
+    def __init__(self, attempts: Iterable[Attempt] = ()) -> None:
+        self._steps: dict[Group, set[int]] = {}
+        self._rows: dict[Group, list[list[int]]] = {}  # as `to_json` says them, as far as it is known
+        for attempt in attempts:
+            self.add(attempt)
+
+    def __contains__(self, attempt: object) -> bool:
+        if not isinstance(attempt, Attempt):
+            return False
+        return attempt.step in self._steps.get((attempt.epoch, attempt.nonce), ())
+
+    def __iter__(self) -> Iterator[Attempt]:
+        return (Attempt(epoch, step, nonce) for (epoch, nonce), steps in self._steps.items() for step in steps)
+
+    def __len__(self) -> int:
+        return sum(map(len, self._steps.values()))
+
+    def __repr__(self) -> str:
+        return f"Attempts({sorted(self)})"
+
+    def __or__(self, others: AbstractSet[Any]) -> Attempts:
+        found = Attempts()
+        found._steps = {group: set(steps) for group, steps in self._steps.items()}
+        for one in others:
+            found.add(one)
+        return found
+
+    def add(self, value: Attempt) -> None:
+        group = value.epoch, value.nonce
+        steps = self._steps.setdefault(group, set())
+        if value.step in steps:
+            return
+        rows = self._rows.get(group) if steps else self._rows.setdefault(group, [])
+        steps.add(value.step)
+        if rows is not None and (not rows or _last(rows[-1]) < value.step):
+            _extend(rows, value.step)
+        else:
+            self._rows.pop(group, None)
+
+    def discard(self, value: Attempt) -> None:
+        self._rows.pop((value.epoch, value.nonce), None)
+        self._steps.get((value.epoch, value.nonce), set()).discard(value.step)
+
+    def to_json(self) -> dict[str, list[list[int]]]:
+        """By `<epoch>.<nonce>`: rows of the first step, how far it is to the next one, and how many there are. The same
+        for the same set, however it came about."""
+        for group, steps in self._steps.items():
+            if group not in self._rows:
+                rows = self._rows[group] = []
+                for step in sorted(steps):
+                    _extend(rows, step)
+        found = sorted((group, rows) for group, rows in self._rows.items() if rows)
+        return {f"{epoch}.{nonce}": [list(row) for row in rows] for (epoch, nonce), rows in found}
+
+    @classmethod
+    def from_json(cls, groups: dict[str, list[Any]], most: int = MOST) -> Attempts:
+        """Make the set again. Raises CorruptError, ValueError or TypeError if it is impossible, or if it has more than
+        `most` steps. A number alone is a step."""
+        found, left = cls(), min(most, MOST)
+        for name, rows in groups.items():
+            any_one = Attempt.parse(f"{name}-0")
+            steps = found._steps.setdefault((any_one.epoch, any_one.nonce), set())
+            for row in rows:
+                first, stride, count = (row, 1, 1) if type(row) is int else row
+                if any(type(n) is not int for n in (first, stride, count)) or stride < 1 or not 1 <= count <= left:
+                    raise CorruptError(f"impossible steps: {row!r}")
+                left -= count
+                for end in (first, first + stride * (count - 1)):
+                    Attempt.parse(f"{name}-{end}")
+                steps.update(range(first, first + stride * count, stride))
+        return found
+
+
+def _extend(rows: list[list[int]], step: int) -> None:
+    """Strides as long as they go, from the first step on: a later one is added."""
+    if rows:
+        first, stride, count = last = rows[-1]
+        if count == 1 or step == first + stride * count:
+            last[1:] = [step - first if count == 1 else stride, count + 1]
+            return
+    rows.append([step, 1, 1])
+
+
+def _last(row: list[int]) -> int:
+    first, stride, count = row
+    return first + stride * (count - 1)

@@ -1,0 +1,336 @@
+"""What the records of a run log say, by type, and the state of a run, which is a fold over all of them:
+
+ACQUIRE   epoch, nonce, restored      a job takes the run over, or goes back to `restored` (an attempt or null)
+BEGIN     attempt, pins               an open attempt builds on these checkpoints: they stay until it ends
+HELD      as COMMIT                   on a disk that only some ranks see: their parts are here
+COMMIT    attempt, world, parts, index, finite, reason    a checkpoint exists (there: its other parts do too);
+          needs                       which older checkpoints it was built on, if it was
+ABORT     attempt, reason             this attempt never will
+PLAN      retire, delete, reason      checkpoints given up and the files that go with them; why, if not by retention
+DOUBT     attempt, ranges             bytes of it that were found damaged, by pack and offset: not to be built on
+KEEP      attempt, note, keep         never retire this one; `keep` false takes that back
+SNAPSHOT  everything that follows from the records before it
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckpt.core.format.manifest import MAX_EPOCH, MAX_WORLD, Attempt, needs_texts, owner, read_needs
+from ckpt.core.log.attempts import MOST, Attempts
+from ckpt.errors import CorruptError
+
+SNAPSHOT_EVERY = 256
+LOOSE = {"reasons", "requests", "doubts"}  # of a SNAPSHOT: only the last ones, and versions may differ in how many
+MAX_DOUBTS = 10_000
+MAX_REASONS = 64  # why attempts ended, of so many of the last ones, in a SNAPSHOT
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+MARK = "kept by training: "  # so begin notes of KEEP records that a training has written; others are left alone
+THE_BEST = "best, "  # and then so the note of the best of those that were scored
+LONGEST = 500  # characters of a note
+FEW_ENDED, ENDED_EACH = 4096, 64  # a SNAPSHOT may name so many ended attempts, and so many for each record before it
+BY_HAND = "; by hand: "  # and what follows in it, if anything, is not training's to take away
+
+
+def words_of(note: str) -> tuple[str, str]:
+    """What training says in the note of a KEEP record, and what somebody else; "" for nothing."""
+    if not note.startswith(MARK):
+        return "", note
+    ours, _, others = note.removeprefix(MARK).partition(BY_HAND)
+    return ours, others
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What an append wants to add. `id` names the request: the same id is never appended twice."""
+
+    type: str
+    body: dict[str, Any]
+    id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Acquire:
+    """An incarnation, or a rollback inside one."""
+
+    epoch: int
+    nonce: str
+    restored: Attempt | None
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """A checkpoint. `parts`: (rank, try, digest of the part) of every rank whose part is in this place, of `world`
+    ranks that saved; `index`: digest of the merged table; `needs`: the older checkpoints that it was built on, in their
+    order: it uses packs that they use. They may be retired since: what keeps the packs is that this one uses them."""
+
+    attempt: Attempt
+    world: int
+    parts: tuple[tuple[int, int, str], ...]
+    index: str
+    finite: bool | None = None
+    reason: str = "due"  # or "ring": persisted at a fault, besides the cadence; "late": after the trainer's death
+    needs: tuple[Attempt, ...] = ()
+
+    @property
+    def step(self) -> int:
+        return self.attempt.step
+
+    @property
+    def whole(self) -> bool:
+        """Whether this place has the parts of all ranks."""
+        return len(self.parts) == self.world
+
+    @property
+    def full(self) -> bool:
+        """Whether all its bytes are in packs of its own. Else it is an increment."""
+        return not self.needs
+
+
+@dataclass
+class RunState:
+    """The fold of a log up to `next_seq`."""
+
+    next_seq: int = 0
+    last: str = ""  # SHA-256 of the newest record's bytes
+    acquires: list[Acquire] = field(default_factory=list)
+    commits: dict[Attempt, Commit] = field(default_factory=dict)  # live ones
+    held: dict[Attempt, Commit] = field(default_factory=dict)  # our parts of it are here; not known of the others
+    retired: Attempts = field(default_factory=Attempts)
+    aborted: Attempts = field(default_factory=Attempts)
+    reasons: dict[Attempt, str] = field(default_factory=dict)  # why they were aborted, or taken back
+    pins: dict[Attempt, tuple[Attempt, ...]] = field(default_factory=dict)  # what open attempts build on
+    kept: dict[Attempt, str] = field(default_factory=dict)  # with the note that says why
+    doubts: set[tuple[str, int]] = field(default_factory=set)  # packs and offsets of what was found damaged
+    requests: dict[str, int] = field(default_factory=dict)  # of the last SNAPSHOT_EVERY records at least
+    damaged: list[int] = field(default_factory=list)
+
+    @property
+    def epoch(self) -> int:
+        return self.acquires[-1].epoch if self.acquires else 0
+
+    def ended(self, attempt: Attempt) -> bool:
+        return attempt in self.commits or attempt in self.retired or attempt in self.aborted
+
+    def lineage(self) -> list[Commit]:
+        """Live checkpoints of the present history, newest first.
+
+        An epoch that went back to an attempt continues from there: what was saved beyond it is not part of the history
+        any more, even before the new epoch has saved anything. So a rollback cannot be undone by a restart.
+        """
+        history = in_history(self.acquires, self.commits)
+        return [self.commits[attempt] for attempt in history]
+
+
+def in_history(acquires: Iterable[Acquire], attempts: Iterable[Attempt]) -> list[Attempt]:
+    """The attempts that belong to the present history, newest first; see `RunState.lineage`."""
+    restored = {a.epoch: a.restored for a in acquires}
+    by_epoch: dict[int, list[Attempt]] = {}
+    for attempt in attempts:
+        by_epoch.setdefault(attempt.epoch, []).append(attempt)
+    found: list[Attempt] = []
+    limit: tuple[float, float] = (float("inf"), float("inf"))
+    for epoch in sorted(restored.keys() | by_epoch.keys(), reverse=True):
+        if epoch > limit[0]:
+            continue  # an incarnation that a later one went back behind
+        last_step = limit[1] if epoch == limit[0] else float("inf")
+        here = [a for a in by_epoch.get(epoch, ()) if a.step <= last_step]
+        found += sorted(here, key=lambda a: a.step, reverse=True)
+        back = restored.get(epoch)
+        if back is not None:
+            limit = min(limit, (back.epoch, back.step))
+    return found
+
+
+def fold(state: RunState, record: dict[str, Any]) -> None:
+    """Apply one record. CorruptError if its body is impossible, before anything is changed."""
+    try:
+        kind, body, request, seq = record["type"], record["body"], str(record["id"]), record["seq"]
+        if kind not in _FOLDS:
+            raise CorruptError(f"not a record: {kind!r}")
+        _FOLDS[kind](state, body)
+        state.requests[request] = seq
+    except (KeyError, TypeError, ValueError) as error:
+        raise CorruptError(f"impossible record: {error}") from None
+
+
+def _acquire(state: RunState, body: dict[str, Any]) -> None:
+    epoch, restored = body["epoch"], body["restored"]
+    if type(epoch) is not int or not state.epoch < epoch < MAX_EPOCH:
+        raise CorruptError(f"epoch {epoch!r} after {state.epoch}")
+    state.acquires.append(Acquire(epoch, str(body["nonce"]), None if restored is None else Attempt.parse(restored)))
+
+
+def _begin(state: RunState, body: dict[str, Any]) -> None:
+    attempt = Attempt.parse(body["attempt"])
+    pins = read_needs(body["pins"], attempt)
+    if not state.ended(attempt):  # else nothing would ever take them back
+        state.pins[attempt] = pins
+
+
+def _held(state: RunState, body: dict[str, Any]) -> None:
+    commit = _checked(body)
+    if not state.ended(commit.attempt):
+        state.held[commit.attempt] = commit
+
+
+def _commit(state: RunState, body: dict[str, Any]) -> None:
+    commit = _checked(body)
+    if not state.ended(commit.attempt):
+        state.commits[commit.attempt] = commit
+    _is_over(state, commit.attempt)
+
+
+def _abort(state: RunState, body: dict[str, Any]) -> None:
+    attempt = Attempt.parse(body["attempt"])
+    if not state.ended(attempt):
+        state.reasons[attempt] = str(body["reason"])[:500]
+        state.aborted.add(attempt)
+    _is_over(state, attempt)
+
+
+def _is_over(state: RunState, attempt: Attempt) -> None:
+    state.pins.pop(attempt, None)
+    state.held.pop(attempt, None)
+
+
+def _plan(state: RunState, body: dict[str, Any]) -> None:
+    for attempt in [Attempt.parse(text) for text in body["retire"]]:
+        state.commits.pop(attempt, None)
+        _is_over(state, attempt)
+        state.retired.add(attempt)
+        if "reason" in body:
+            state.reasons[attempt] = str(body["reason"])[:500]
+
+
+def _doubt(state: RunState, body: dict[str, Any]) -> None:
+    Attempt.parse(body["attempt"])
+    state.doubts |= {(str(pack), int(offset)) for pack, offset in body["ranges"][:MAX_DOUBTS]}
+
+
+def _keep(state: RunState, body: dict[str, Any]) -> None:
+    attempt = Attempt.parse(body["attempt"])
+    if body.get("keep", True) is False:
+        state.kept.pop(attempt, None)
+    else:
+        state.kept[attempt] = str(body["note"])[:LONGEST]
+
+
+def _snapshot(state: RunState, body: dict[str, Any]) -> None:
+    mine = summary(state)
+    differs = [key for key in mine.keys() - LOOSE if body[key] != mine[key]]  # what a later version adds is its own
+    most = {"retired": len(state.retired), "aborted": len(state.aborted)}
+    if any(key not in most or _ended(body[key], most[key]) != mine[key] for key in differs):
+        raise CorruptError("a snapshot says something else than the records before it")
+
+
+def _ended(groups: Any, most: int) -> Any:
+    """As we say it."""
+    return Attempts.from_json(groups, most).to_json()
+
+
+_FOLDS = {
+    "ACQUIRE": _acquire, "BEGIN": _begin, "HELD": _held, "COMMIT": _commit, "ABORT": _abort, "PLAN": _plan,
+    "DOUBT": _doubt, "KEEP": _keep, "SNAPSHOT": _snapshot,
+}  # fmt: skip
+TYPES = tuple(_FOLDS)
+IN_WORDS = {  # for people
+    "ACQUIRE": "this job's start",
+    "BEGIN": "the beginning of a save",
+    "HELD": "what this node saved",
+    "COMMIT": "the checkpoint",
+    "ABORT": "the end of a save",
+    "PLAN": "the list of checkpoints that go",
+    "DOUBT": "the list of what is damaged",
+    "KEEP": "the note that keeps a checkpoint",
+    "SNAPSHOT": "a summary of the log",
+}
+
+
+def _checked(body: dict[str, Any]) -> Commit:
+    """Of a COMMIT or HELD: parts are in the order of ranks, numbers and digests can be made into names."""
+    attempt = Attempt.parse(body["attempt"])
+    parts = tuple((rank, number, digest) for rank, number, digest in body["parts"])
+    world, index, finite = body["world"], body["index"], body["finite"]
+    if type(world) is not int or not 1 <= len(parts) <= world <= MAX_WORLD or not _is_digest(index):
+        raise CorruptError(f"attempt {attempt} is not whole")
+    last = -1
+    for rank, number, digest in parts:
+        if (type(rank), type(number)) != (int, int) or not 0 <= number < 10**9 or not _is_digest(digest):
+            raise CorruptError(f"impossible part of attempt {attempt}")
+        if not last < rank < world:
+            raise CorruptError(f"impossible rank {rank} in attempt {attempt}")
+        last = rank
+    if finite is not None and type(finite) is not bool:
+        raise CorruptError(f"impossible finite: {finite!r}")
+    needs = read_needs(body.get("needs", []), attempt)
+    return Commit(attempt, world, parts, index, finite, str(body["reason"]), needs)
+
+
+def commit_body(commit: Commit) -> dict[str, Any]:
+    """What a COMMIT or HELD record says. Of a full checkpoint it says no needs, as before there were increments."""
+    body: dict[str, Any] = {
+        "attempt": str(commit.attempt),
+        "world": commit.world,
+        "parts": [list(part) for part in commit.parts],
+        "index": commit.index,
+        "finite": commit.finite,
+        "reason": commit.reason,
+    }
+    return body | {"needs": needs_texts(commit.needs)} if commit.needs else body
+
+
+def summary(state: RunState) -> dict[str, Any]:
+    """The body of a SNAPSHOT at `state.next_seq`: the same, whoever makes it and however far back he has read."""
+    seq = state.next_seq
+    return {
+        "acquires": [[a.epoch, a.nonce, a.restored and str(a.restored)] for a in state.acquires],
+        "commits": [commit_body(state.commits[a]) for a in sorted(state.commits)],
+        "held": [commit_body(state.held[a]) for a in sorted(state.held)],
+        "retired": state.retired.to_json(),
+        "aborted": state.aborted.to_json(),
+        "reasons": [[str(a), why] for a, why in list(state.reasons.items())[-MAX_REASONS:]],
+        "pins": {str(a): needs_texts(state.pins[a]) for a in sorted(state.pins)},
+        "kept": [[str(a), note] for a, note in sorted(state.kept.items())],
+        "doubts": [list(one) for one in sorted(state.doubts)[:MAX_DOUBTS]],
+        "requests": {request: n for request, n in state.requests.items() if n >= seq - SNAPSHOT_EVERY},
+    }
+
+
+def expand(body: dict[str, Any], seq: int = MOST) -> RunState:
+    """Return the state that the SNAPSHOT with the number `seq` describes. Raises CorruptError if it is impossible."""
+    most = FEW_ENDED + ENDED_EACH * seq
+    try:
+        state = RunState(
+            commits={one.attempt: one for one in map(_checked, body["commits"])},
+            held={one.attempt: one for one in map(_checked, body["held"])},
+            retired=Attempts.from_json(body["retired"], most),
+            aborted=Attempts.from_json(body["aborted"], most),
+            reasons={Attempt.parse(a): str(why) for a, why in body.get("reasons", ())},
+            pins={(a := Attempt.parse(text)): read_needs(pins, a) for text, pins in body["pins"].items()},
+            kept={Attempt.parse(a): str(note) for a, note in body["kept"]},
+            doubts={(str(pack), int(offset)) for pack, offset in body.get("doubts", ())},
+            requests={str(request): int(n) for request, n in body.get("requests", {}).items()},
+        )
+        for epoch, nonce, restored in body["acquires"]:
+            _acquire(state, {"epoch": epoch, "nonce": nonce, "restored": restored})
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise CorruptError(f"impossible snapshot: {error}") from None
+    return state
+
+
+def _is_digest(text: object) -> bool:
+    return isinstance(text, str) and _DIGEST.fullmatch(text) is not None
+
+
+def live_packs(state: RunState, packs: Iterable[str], used: Iterable[str]) -> set[str]:
+    """Of the listed packs, those that must stay: `used` by live checkpoints, or of an attempt still open.
+
+    What open attempts take from older checkpoints is `used` by these, which are pinned, and stay as long.
+    """
+    protected = set(used)
+    return {key for key in packs if key in protected or (a := owner(key)) is None or not state.ended(a)}

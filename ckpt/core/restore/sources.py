@@ -1,0 +1,367 @@
+"""Places from which a checkpoint can be restored: snapshots in the memory of this node, or a store.
+
+A source is opened to what was saved (`SavedState`) and reads blobs of it, each verified before it is handed over. Where
+no rank can see all of a checkpoint by itself (memory, and disks of single nodes), each describes what it has first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ckpt.core.checkpoint import read, read_repair
+from ckpt.core.checkpoint.put import Room, put
+from ckpt.core.checkpoint.write import build_table
+from ckpt.core.format.boxes import Box
+from ckpt.core.format.columns import I64
+from ckpt.core.format.digest import DIGEST_SIZE, blob_digest
+from ckpt.core.format.layout import Layout
+from ckpt.core.format.manifest import Attempt, pack_key, rank_and_try
+from ckpt.core.format.rank_index import Directory
+from ckpt.core.format.saved_state import Key, SavedState
+from ckpt.core.format.table import Table, merge
+from ckpt.core.format.values import Json
+from ckpt.core.ipc.arena import LOCK, Arena, Label
+from ckpt.core.log.log import Commit
+from ckpt.core.state.filler import Filler, Target
+from ckpt.errors import CorruptError
+
+MEMORY_THREADS = max(2, min(8, len(os.sched_getaffinity(0))))
+
+Mask = npt.NDArray[np.bool_]
+Sink = Callable[[int, memoryview], None]
+"""`sink(blob, bytes)`: called from several threads; the memory is only valid until it returns."""
+
+
+class RestoreSource(ABC):
+    """One checkpoint in one place, as this rank sees it. `undone`: not in the present history, since a later restore
+    went back behind it; `repaired`: what was damaged here and came from elsewhere; `damaged`: where that lies, by pack
+    and offset; `partial`: ranks see different parts of it, and must tell each other."""
+
+    def __init__(self, attempt: Attempt, tier: str, *, partial: bool, undone: bool, describing: bool) -> None:
+        """`describing`: this rank speaks for its node, all of whose ranks see the same."""
+        self.attempt, self.tier, self.partial, self.undone = attempt, tier, partial, undone
+        self._describing = describing
+        self.repaired: list[str] = []
+        self.damaged: set[tuple[str, int]] = set()
+        self._saved: SavedState | None = None
+
+    @abstractmethod
+    def describe(self) -> Json:
+        """What this rank sees, for those who do not."""
+
+    @abstractmethod
+    def open(self, described: Sequence[Json], known: Layout | None = None) -> None:
+        """With what all ranks described. CorruptError or StoreError if this source cannot be used. `known`: the layout
+        of the state as it is, which is not read once more if it was saved so."""
+
+    @property
+    def saved(self) -> SavedState:
+        assert self._saved is not None
+        return self._saved
+
+    @property
+    def verified(self) -> bool:
+        """Whether all bytes are compared with digests that were computed while the trainer lived."""
+        return self.saved.digested
+
+    @abstractmethod
+    def narrow(self, wanted: Mapping[Key, Iterable[Box]]) -> None:
+        """From here on `saved` has the blobs in which these boxes of these tensors lie, if it had not."""
+
+    @abstractmethod
+    def readable(self) -> Mask:
+        """The blobs, of those that `saved` knows, that this rank can read."""
+
+    @abstractmethod
+    def read(self, blobs: Sequence[int], sink: Sink, room: Room | None = None) -> None:
+        """Read, verify, hand over; or put where there is room. If that fails, what lies there is not to be used."""
+
+    def close(self) -> None:
+        self._saved = None
+
+
+@dataclass(frozen=True)
+class HeldSnapshot:
+    """A sealed slot of an arena on this node. `digests`: of all blobs, then of the plain values; None: not known.
+    `late`: they were computed so late that what was damaged before matches them all the same."""
+
+    arena: Arena
+    slot: int
+    label: Label
+    layout: Layout
+    digests: bytes | None
+    late: bool = False
+
+    @property
+    def attempt(self) -> Attempt:
+        assert self.label.attempt is not None
+        return self.label.attempt
+
+    def layout_or(self, known: Layout | None) -> Layout:
+        """What it says, or the one that is known if it is that."""
+        return known if known is not None and known.digest == self.label.layout else self.layout
+
+    def values(self) -> bytes:
+        return bytes(self.arena.values(self.slot, self.label))
+
+    def check(self) -> None:
+        """CorruptError if it was overwritten, or is not what its layout says."""
+        if self.arena.settled(self.slot) != self.label:
+            raise CorruptError(f"the snapshot of step {self.attempt.step} in memory was overwritten meanwhile")
+        if self.label.data_size != self.layout.arrangement.data_size:
+            raise CorruptError("the snapshot in memory is of another size than its layout")
+
+
+class MemorySource(RestoreSource):
+    """The snapshots of one attempt that are in the memory of this node, of any of the ranks that saved it."""
+
+    def __init__(
+        self,
+        attempt: Attempt,
+        snapshots: Sequence[HeldSnapshot],
+        *,
+        alone: bool,
+        undone: bool = False,
+        describing: bool = True,
+    ) -> None:
+        super().__init__(attempt, "memory", partial=not alone, undone=undone, describing=describing)
+        self._here = {s.layout.rank: s for s in snapshots}
+        self._digested: set[int] = set()  # ranks whose digests are known
+        self._late = False  # some of them were computed late
+
+    def describe(self) -> Json:
+        if not self._describing:
+            return []
+        return [
+            {
+                "layout": snapshot.layout.to_json(),
+                "values": snapshot.values().decode("utf-8", "replace"),
+                "digests": None if snapshot.digests is None else base64.b64encode(snapshot.digests).decode(),
+                "late": snapshot.late,
+            }
+            for snapshot in self._here.values()
+        ]
+
+    def open(self, described: Sequence[Json], known: Layout | None = None) -> None:
+        for snapshot in self._here.values():
+            snapshot.check()
+        own = ((s.layout_or(known), s.values(), s.digests, s.late) for s in self._here.values())
+        seen: dict[int, tuple[Layout, list[Any], bytes | None]] = {}
+        late = set[int]()
+        for layout, values, digests, so_late in _told(described) if described else own:
+            before = seen.get(layout.rank)
+            if before is None or (before[2] is None and digests is not None):
+                seen[layout.rank] = (layout, _values(values, digests, layout), digests)
+                (late.add if so_late else late.discard)(layout.rank)
+        self._late = bool(late)
+        world = max(layout.world for layout, _, _ in seen.values())
+        if missing := sorted(set(range(world)) - seen.keys()):
+            raise CorruptError(f"the snapshots of ranks {', '.join(map(str, missing[:8]))} are not in memory any more")
+        ranks = [seen[rank] for rank in range(world)]
+        tables = [build_table(la, pack_key(self.attempt, la.rank, 0), digests, 0) for la, _, digests in ranks]
+        self._digested = {la.rank for la, _, digests in ranks if digests is not None}
+        digested = len(self._digested) == world
+        layouts = [layout for layout, _, _ in ranks]
+        self._saved = SavedState(layouts, [values for _, values, _ in ranks], merge(tables), digested=digested)
+
+    @property
+    def verified(self) -> bool:
+        return self.saved.digested and not self._late
+
+    def narrow(self, wanted: Mapping[Key, Iterable[Box]]) -> None:
+        """All of it is known."""
+
+    def readable(self) -> Mask:
+        table = self.saved.table
+        here = np.array([rank_and_try(key)[0] in self._here for key in table.packs], np.bool_)
+        return here[table.pack]
+
+    def read(self, blobs: Sequence[int], sink: Sink, room: Room | None = None) -> None:
+        numbers, table = np.array(blobs, np.int64), self.saved.table
+        ranks = np.array([rank_and_try(key)[0] for key in table.packs], np.int64)[table.pack[numbers]]
+        with ThreadPoolExecutor(MEMORY_THREADS, "ckpt-restore") as pool:
+            works = [
+                pool.submit(self._read, self._here[rank], part, sink, room)
+                for rank in sorted(set(ranks.tolist()))
+                for part in _shares(numbers[ranks == rank], table.length)
+            ]
+            for work in works:
+                work.result()
+        for snapshot in self._here.values():
+            snapshot.check()  # another process's memory may have moved on while we read it
+
+    def _read(self, snapshot: HeldSnapshot, blobs: I64, sink: Sink, room: Room | None) -> None:
+        table, memory = self.saved.table, snapshot.arena.data(snapshot.slot)
+        digested = snapshot.layout.rank in self._digested
+        places = np.zeros(len(blobs), np.int64) if room is None else room(blobs)
+        there = blobs[places > 0]
+        offsets, lengths = table.offset[there], table.length[there]
+        for i in put(memory, offsets, lengths, table.digest[there] if digested else None, places[places > 0]):
+            raise self._damaged(int(there[i]))
+        others = blobs[places == 0]
+        rows = zip(others.tolist(), table.offset[others].tolist(), table.length[others].tolist(), strict=True)
+        for blob, offset, length in rows:
+            data = memory[offset : offset + length]
+            if snapshot.layout.accelerated and offset // LOCK != (offset + length - 1) // LOCK:
+                # A device would refuse to copy what is page-locked in two parts.
+                data = memoryview(bytearray(data))
+            if digested and blob_digest(data) != table.digest[blob].tobytes():
+                raise self._damaged(blob)
+            sink(blob, data)
+
+    def _damaged(self, blob: int) -> CorruptError:
+        name = self.saved.table.name_of(blob)
+        return CorruptError(f"{name} is damaged in memory: its bytes do not match their digest")
+
+    @property
+    def world(self) -> int:
+        """How many ranks took this snapshot."""
+        return next((s.layout.world for s in self._here.values()), 0)
+
+    def place_of(self, rank: int) -> tuple[Arena, int] | None:
+        """Where the snapshot of a rank lies."""
+        found = self._here.get(rank)
+        return None if found is None else (found.arena, found.slot)
+
+
+def _told(described: Sequence[Json]) -> Iterator[tuple[Layout, bytes, bytes | None, bool]]:
+    """What ranks have described: layout, plain values and digests of each snapshot, and whether these came late."""
+    for one in (one for each in described for one in each or ()):
+        digests = None if one["digests"] is None else base64.b64decode(one["digests"])
+        yield Layout.from_json(one["layout"]), one["values"].encode(), digests, bool(one["late"])
+
+
+def _shares(blobs: I64, length: I64) -> list[I64]:
+    """Of about as many bytes each, one for each thread."""
+    ends = np.cumsum(length[blobs])
+    cuts = np.searchsorted(ends, np.linspace(0, ends[-1], MEMORY_THREADS + 1)[1:-1])
+    return [part for part in np.split(blobs, cuts) if len(part)]
+
+
+def _values(text: bytes, digests: bytes | None, layout: Layout) -> list[Any]:
+    if digests is not None:
+        if len(digests) != (layout.arrangement.blob_starts[-1] + 1) * DIGEST_SIZE:
+            raise CorruptError("the digests of the snapshot in memory are of another layout")
+        if digests[-DIGEST_SIZE:] != blob_digest(text):
+            raise CorruptError("the plain values of the snapshot in memory do not match their digest")
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError):  # UnicodeDecodeError is a ValueError
+        raise CorruptError("the plain values of the snapshot in memory are damaged") from None
+    if not isinstance(values, list):
+        raise CorruptError("the plain values do not belong to the layout")
+    return values
+
+
+class StoreSource(RestoreSource):
+    """A committed checkpoint in a store. `commit` is None if the disk of this node has nothing of it."""
+
+    def __init__(
+        self,
+        url: str,
+        attempt: Attempt,
+        commit: Commit | None,
+        *,
+        partial: bool = False,
+        undone: bool = False,
+        describing: bool = True,
+        others: Sequence[str] = (),
+        content: read.Manifest | Directory | None = None,
+    ) -> None:
+        """`others`: places that have the same checkpoint, for what is damaged here. `content`: what it consists of, if
+        that was read before."""
+        super().__init__(attempt, url, partial=partial, undone=undone, describing=describing)
+        self._commit, self._others, self._content = commit, others, content
+
+    def describe(self) -> Json:
+        """Of a disk that only this node sees: its parts and its table."""
+        if not self.partial or self._commit is None or not self._describing:
+            return None
+        manifest = read.run(self._load(self._commit))
+        parts = [{"layout": manifest.layout(part.rank).to_json(), "values": part.values} for part in manifest.parts]
+        return {"parts": parts, "table": base64.b64encode(manifest.table.to_bytes()).decode()}
+
+    def open(self, described: Sequence[Json], known: Layout | None = None) -> None:
+        if not self.partial:
+            self._saved = read.run(self._open(known))
+            return
+        parts, tables = dict[int, Json](), dict[bytes, Table]()
+        for one in described:
+            for part in one["parts"] if one is not None else ():
+                parts[part["layout"]["rank"]] = part
+            if one is not None:
+                raw = base64.b64decode(one["table"])
+                tables[raw] = Table.from_bytes(raw, f"the index of step {self.attempt.step}")
+        layouts = [Layout.from_json(parts[rank]["layout"]) for rank in sorted(parts)]
+        if not layouts or len(layouts) != layouts[0].world:
+            raise CorruptError(f"the disks that can be reached hold {len(layouts)} parts of step {self.attempt.step}")
+        self._saved = SavedState(
+            layouts, [parts[rank]["values"] for rank in sorted(parts)], merge(list(tables.values()))
+        )
+
+    @property
+    def verified(self) -> bool:
+        return self.saved.digested and (self._commit is None or self._commit.reason != "late")
+
+    async def _load(self, commit: Commit) -> read.Manifest:
+        async with read.opened(self.tier) as store:
+            return await read.load_manifest(store, commit)
+
+    async def _open(self, known: Layout | None) -> SavedState:
+        content, self._content = self._content, None  # if this is tried again, it is read again
+        if content is None:
+            self._commit, content = await self._look()
+        assert self._commit is not None
+        return read.saved_by(content, self._commit, (self.tier, *self._others), self.repaired.append, known)
+
+    async def _look(self) -> tuple[Commit, read.Manifest | Directory]:
+        async with read.opened(self.tier) as store:
+            if self._commit is None:  # another rank saw it committed, a moment after this one had looked
+                self._commit = (await read.open_run(self.tier, store)).state.commits.get(self.attempt)
+            if self._commit is None:
+                raise CorruptError(f"step {self.attempt.step} is not in {self.tier} any more")
+            return self._commit, await read.consists_of(store, self._commit)
+
+    def narrow(self, wanted: Mapping[Key, Iterable[Box]]) -> None:
+        self._saved = self.saved.narrowed(wanted)
+
+    def readable(self) -> Mask:
+        table = self.saved.table
+        if not self.partial:
+            return np.ones(len(table.length), np.bool_)
+        mine = {rank for rank, _, _ in self._commit.parts} if self._commit is not None else set()
+        return np.array([rank_and_try(key)[0] in mine for key in table.packs], np.bool_)[table.pack]
+
+    def read(self, blobs: Sequence[int], sink: Sink, room: Room | None = None) -> None:
+        read.run(self._read(blobs, sink, room))
+
+    async def _read(self, blobs: Sequence[int], sink: Sink, room: Room | None) -> None:
+        async with read.opened(self.tier) as store:
+            mended = await read_repair.fetch(store, self.attempt, self.saved.table, blobs, sink, self._others, room)
+        self.repaired += mended.repaired
+        self.damaged |= mended.ranges
+
+
+async def fill_from_store(
+    url: str, attempt: Attempt, saved: SavedState, fills: Mapping[Key, list[Target]], others: Sequence[str] = ()
+) -> None:
+    """Where there is no job whose ranks have to agree: read what these targets want of a checkpoint in a store,
+    verified; `others`: as of `StoreSource`. CorruptError
+    names the tensor that cannot be had anywhere; what came before it is filled by then."""
+    boxes = {key: [target.box for target in targets] for key, targets in fills.items()}
+    saved = await asyncio.to_thread(saved.narrowed, boxes)
+    filler = Filler(saved, fills)
+    async with read.opened(url) as store:
+        await read_repair.fetch(store, attempt, saved.table, filler.blobs, filler.add, others, filler.places)
+    filler.finish()

@@ -1,0 +1,171 @@
+"""Which steps stay however old they get: those that the user names, and the best of those that were scored."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from ckpt.core.ipc.requests import AskKept, KeptReply
+from ckpt.core.log.records import THE_BEST
+from ckpt.core.ranks.world import together
+from ckpt.core.run.progress import Progress
+from ckpt.core.run.saves import TierWrites
+from ckpt.core.run.session import Session
+from ckpt.core.run.step_keeper import StepKeeper
+from ckpt.errors import CheckpointError, DeadlineError, PeerError, UsageError, from_wire, to_wire
+from ckpt.events import log
+
+
+class KeptSteps:
+    """Of one Checkpointer. The first rank decides which are the best, and waits for nobody: the others hear it from
+    the mailbox. What earlier incarnations have scored, the run logs say, which the writer has read."""
+
+    def __init__(self, session: Session, progress: Progress, keeper: StepKeeper, writes: TierWrites) -> None:
+        self._session, self._progress, self._keeper, self._writes = session, progress, keeper, writes
+        self._best = session.settings.best
+        self._asked: dict[int, str] | None = None  # what the user has named, or had at an earlier start
+        self._scored = 0  # calls
+        if self._best is not None:
+            self._best.scores = []  # it may have been another run's
+
+    def keep(self, notes: Mapping[int, str]) -> None:
+        """See `Checkpointer.keep_steps`."""
+        if not all(type(step) is int and isinstance(note, str) for step, note in notes.items()):
+            raise UsageError(f"keep_steps wants {{step: why}}, not {notes!r}")
+        self._asked = dict(notes)
+        self._tell()
+
+    def score(self, step: int, value: object) -> bool:
+        """See `Checkpointer.score`."""
+        best, progress = self._best, self._progress
+        if best is None:
+            raise UsageError('nothing says which score is best: Checkpointer(..., best=ckpt.Best("val_loss"))')
+        before = list(best.scores)
+        among, saved = self._agree(step, value)
+        if best.scores != before:
+            self._tell()  # before it is saved: then no later step pushes it out
+        if among and step == progress.step and (progress.stepped or not saved):
+            try:
+                self._keeper.save_again()
+            except CheckpointError as error:
+                if not saved:
+                    best.scores = before
+                    self._tell()
+                    raise
+                log.info("step %d stays where it is saved, and is not saved elsewhere: %s", step, error)
+        return among
+
+    def wait(self, timeout_s: float | None, step: int | None) -> None:
+        """See `Checkpointer.wait`."""
+        end = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        self._writes.wait(timeout_s, step)
+        self._session.supervisor.writes.note_down(end - time.monotonic())
+
+    # -- the first rank --
+
+    def _agree(self, step: int, value: object) -> tuple[bool, bool]:
+        """Whether it is among the best, and whether it is saved, as the first rank says."""
+        world, best = self._session.world, self._best
+        assert best is not None
+        if world.size == 1:
+            return self._decide(step, value)
+        key, self._scored = f"score/{self._scored}", self._scored + 1
+        mailbox = self._session.ownership.mailbox()
+        if world.rank > 0:
+            try:
+                (word,) = mailbox.wait([key], world.timeout_s, lambda: mailbox.poll(["left/0"]))
+            except DeadlineError:
+                if not mailbox.poll(["left/0"]):
+                    raise
+                how = mailbox.wait(["left/0"], world.timeout_s)[0]["how"]
+                raise PeerError(f"rank 0 {how}, so nobody decides whether step {step} is among the best") from None
+            if word["step"] != step:
+                raise PeerError(
+                    f"rank 0 scored step {word['step']}, and this rank step {step}: all ranks must score alike"
+                )
+            if "error" in word:
+                raise from_wire(word["error"])
+            best.scores = [(score, at) for score, at in word["scores"]]
+            return word["among"], word["saved"]
+        word = {"step": step}
+        try:
+            word["among"], word["saved"] = among, saved = self._decide(step, value)
+            word["scores"] = best.scores
+            return among, saved
+        except CheckpointError as error:
+            word["error"] = to_wire(error)
+            raise
+        finally:
+            mailbox.put(key, word)
+
+    def _decide(self, step: int, value: object) -> tuple[bool, bool]:
+        best, last = self._best, self._progress.step
+        assert best is not None
+        number = _number(value)
+        if type(step) is not int or last is None or not 0 <= step <= last:
+            raise UsageError(f"step {step!r} was not made yet, so it has no score: step() has named {last}")
+        saved = self._ask(step).saved or self._writes.is_under_way(step)
+        if not math.isfinite(number):
+            log.warning("step %d scored %s=%r: it is none of the best", step, best.monitor, number)
+            return False, saved
+        before = list(best.scores)
+        among = best.add(number, step)
+        if among and not saved and step != last:
+            best.scores = before
+            raise UsageError(
+                f"step {step} would be one of the best by {best.monitor}, but is saved nowhere, or not any more, and "
+                f"training has come to step {last}: score it before the next step(), or save it first"
+            )
+        return among, saved
+
+    # -- what there is --
+
+    def went_back(self) -> None:
+        """After a restore, on all ranks: what was scored in the history that it leads to, and is there."""
+        best, step = self._best, self._progress.step
+        if best is None:
+            return
+
+        def look() -> list[Any]:
+            reply = self._ask(-1 if step is None else step)
+            best.scores = []
+            others = best.take({at: note for at, note, there in reply.notes if there or at == step})
+            if self._asked is None:
+                self._asked = others
+                self._say_others([at for at, note in others.items() if note.startswith(THE_BEST)])
+            return [best.scores, reply.saved]
+
+        scores, saved = together(self._session.world, "best", look, lambda posts: posts[0])
+        best.scores = [(score, at) for score, at in scores]
+        if not saved and any(at == step for _, at in best.scores):  # it came from memory, and was on its way to a tier
+            self._tell()
+            self._keeper.save_again()
+
+    def _ask(self, step: int) -> KeptReply:
+        return self._session.supervisor.writer.insist(lambda client: client.ask(AskKept(step)))
+
+    def _say_others(self, steps: list[int]) -> None:
+        if steps and self._best is not None and self._asked is not None:
+            notes = ", ".join(f"step {step} ({self._asked[step].removeprefix(THE_BEST)})" for step in steps)
+            log.warning(
+                "the best by another score than %s, %s, stays too; keep_steps({}) lets it go", self._best.monitor, notes
+            )
+
+    def _tell(self) -> None:
+        """Have the writer note down what stays. There is one best."""
+        notes: dict[int, Any] = dict(self._asked or {})
+        if self._best is not None and self._best.scores:
+            notes = {step: note.removeprefix(THE_BEST) for step, note in notes.items()}
+        for step, note in ({} if self._best is None else self._best.notes()).items():
+            notes[step] = f"{note}, {notes[step]}" if step in notes else note
+        self._session.supervisor.writes.keep_steps(notes)
+
+
+def _number(value: Any) -> float:
+    """UsageError if it is none."""
+    try:
+        return float("" if isinstance(value, str) else value)
+    except (TypeError, ValueError, RuntimeError):  # the last of a tensor with several elements
+        raise UsageError(f"a score is one number, not {value!r}") from None

@@ -1,0 +1,226 @@
+"""Compares the replicas that are sliced among ranks.
+
+Slices of different ranks make one checkpoint, which is only right while the ranks hold the same values. So each part
+carries digests of the whole tensors, and the writer that commits compares them (`format.replicas`). Some elements
+of each tensor are taken in `step()`. At steps that are due in a tier, all elements of the tensors that only optimizers
+change are taken in the background. If ranks differ, that checkpoint fails by name.
+
+When a run starts, now and then, and after such a failure, the ranks also compare digests among themselves. From then on
+each rank saves its own tensor where they differ, and an error is logged. Training waits for none of this.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ckpt.core.format.digest import blob_digest
+from ckpt.core.format.manifest import Attempt
+from ckpt.core.format.partition import Holding
+from ckpt.core.format.replicas import Replicas, Row, replicas
+from ckpt.core.ranks.world import Mailbox
+from ckpt.core.run.progress import Progress
+from ckpt.core.run.session import Session
+from ckpt.core.snapshot.snapshot import PendingSnapshot
+from ckpt.core.state.fingerprint import Fingerprint
+from ckpt.core.state.sharding import LocalPiece
+from ckpt.core.state.tensors import as_bytes
+from ckpt.errors import CheckpointError
+from ckpt.events import log
+
+EVERY = 1000  # steps between two comparisons
+PIECE = 4 << 20  # numbers that are looked at in one go: what a device needs for it is little, however large a tensor is
+COMPARE_S = 120.0  # until the digests of other ranks are there
+KEPT = 16  # snapshots, of which what was sampled is kept: more than memory has slots
+
+Label = tuple[str, int, tuple[int, ...], str]
+"""What the ranks compare: name, instance and offsets of a piece, and which of its elements."""
+Found = dict[tuple[int, ...], dict[Label, str]]
+"""Digests, by the ranks that hold the piece."""
+
+
+@dataclass(frozen=True)
+class _Sampled:
+    """What was sampled of one snapshot."""
+
+    step: int
+    some: list[tuple[list[Holding], Fingerprint]]
+    whole: Comparison | None
+
+    def found(self) -> Found:
+        """Return the digests. Call it when all has been copied."""
+        found = self.whole.digests() if self.whole is not None else {}
+        for holdings, sampled in self.some:
+            elements = f"some of {len(holdings)} at {self.step}"
+            for number, digest in sampled.digests().items():
+                holding = holdings[number]
+                found.setdefault(holding.replicas, {})[_label(holding, elements)] = digest[:8].hex()
+        return found
+
+
+class ReplicaCheck:
+    """Of one Checkpointer. `differing`: tensors that ranks should hold alike, and do not; replaced, never changed."""
+
+    def __init__(self, session: Session, progress: Progress) -> None:
+        self._session, self._progress = session, progress
+        self._epoch: int | None = None  # in which they were compared last
+        self._sampled: dict[Attempt, _Sampled] = {}  # the newest last
+        self._compared = set[Attempt]()
+        self._lock = threading.RLock()  # a signal handler may write
+        self.differing: set[str] = set()
+
+    def begin(self, job: PendingSnapshot, *, durable: bool, closing: bool) -> None:
+        """Sample a snapshot. `durable`: it goes to a tier; `closing`: nobody waits for other ranks any more."""
+        epoch = job.attempt.epoch
+        due = not closing and (self._epoch != epoch or job.attempt.step % EVERY == 0)
+        if self._session.world.size == 1:
+            return
+        comparison = None
+        if due or durable:
+            comparison = Comparison(self._session.capture.replicated)
+            job.beside = comparison.look
+        some = [(of.holdings, one) for of, one in zip(job.reading.replicas, job.replicas, strict=True)]
+        with self._lock:
+            self._sampled[job.attempt] = _Sampled(job.attempt.step, some, comparison)
+            for old in list(self._sampled)[:-KEPT]:
+                del self._sampled[old]
+        if due and not self._progress.closed:
+            self._epoch = epoch
+            text = (
+                "Snapshots in memory until now mix them. From the next one on each rank's own are saved; sharded "
+                "tensors (HSDP) cannot be saved"
+            )
+            self._compare_soon(job.attempt, text, job)
+
+    def said_of(self, attempt: Attempt) -> Replicas:
+        """Return what this rank's part says of replicated tensors."""
+        with self._lock:
+            sampled = self._sampled.get(attempt)
+        if sampled is None:
+            return {}
+        rows: dict[tuple[int, ...], list[Row]] = {
+            ranks: [(*label, digest) for label, digest in found.items()] for ranks, found in sampled.found().items()
+        }
+        return replicas(rows)
+
+    def find_differing(self, attempt: Attempt) -> None:
+        """Find out together with the other ranks what differs in a checkpoint that failed for it."""
+        with self._lock:
+            again = attempt in self._compared or attempt not in self._sampled
+        if not again and not self._progress.closed:
+            self._compare_soon(attempt, "From now on each rank's own are saved; sharded tensors (HSDP) cannot be saved")
+
+    def _compare_soon(self, attempt: Attempt, text: str, job: PendingSnapshot | None = None) -> None:
+        """Compare in the background. `job`: it is still being copied."""
+        with self._lock:
+            sampled = self._sampled.get(attempt)
+            self._compared = {*self._compared & self._sampled.keys(), attempt}
+        if sampled is None:
+            return
+        args = attempt, sampled, text, job
+        threading.Thread(target=self._compare, args=args, name="ckpt-replicas", daemon=True).start()
+
+    def _compare(self, attempt: Attempt, sampled: _Sampled, text: str, job: PendingSnapshot | None) -> None:
+        patience = self._session.settings.busy_timeout_s
+        if job is not None and (not job.copied.wait(patience) or job.error is not None):
+            return
+        world, step = self._session.world, attempt.step
+        try:
+            mailbox, found = self._session.ownership.mailbox(), sampled.found()
+            mine = {",".join(map(str, ranks)): digests for ranks, digests in found.items()}
+            names = differing(mailbox, f"{attempt}", world.rank, world.size, mine, COMPARE_S)
+        except CheckpointError as error:
+            log.warning("the replicas of step %d could not be compared: %s", step, error)
+            return
+        if names:
+            shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+            log.error(
+                "%s: ranks that should hold the same hold different values at step %d. %s. Look for what lets the "
+                "replicas drift",
+                shown,
+                step,
+                text,
+            )
+            self.differing = self.differing.union(names)
+
+
+class Comparison:
+    """Digests of what this rank holds like others, at one step. `look` while nothing changes, `digests` when it has."""
+
+    def __init__(self, pieces: Iterable[LocalPiece]) -> None:
+        self._pieces = [p for p in pieces if len(p.holding.replicas) > 1]
+        self._found: list[bytes | Tensor] = []
+
+    def look(self) -> None:
+        """On an accelerator the work is only put on the current stream; the result is there when that is."""
+        self._found = [_digest(piece.tensor.detach()) for piece in self._pieces]
+        self._pieces = [LocalPiece(p.holding, torch.empty(0)) for p in self._pieces]  # let go of the tensors
+
+    def digests(self) -> Found:
+        """By the ranks that hold it, of each piece. Nothing before `look`."""
+        found: Found = {}
+        for piece, digest in zip(self._pieces, self._found, strict=False):
+            raw = digest if isinstance(digest, bytes) else digest.cpu().numpy().tobytes()
+            found.setdefault(piece.holding.replicas, {})[_label(piece.holding, "all")] = blob_digest(raw)[:8].hex()
+        return found
+
+
+def _label(holding: Holding, elements: str) -> Label:
+    return holding.name, holding.instance, holding.offsets, elements
+
+
+def _digest(tensor: Tensor) -> bytes | Tensor:
+    flat = as_bytes(tensor.contiguous())
+    if tensor.device.type == "cpu":
+        return blob_digest(memoryview(flat.numpy().data))
+    whole = flat[: len(flat) // 4 * 4].view(torch.int32)
+    place = torch.arange(min(PIECE, len(whole)), device=whole.device, dtype=torch.int32)
+    found = [_sums(part, place[: len(part)] ^ (7919 * n)) for n, part in enumerate(torch.split(whole, PIECE))]
+    return torch.stack([*torch.stack(found).sum(0), flat[-4:].sum()])
+
+
+def _sums(part: Tensor, place: Tensor) -> Tensor:
+    """Of the numbers in it, and of these mixed with their places."""
+    return torch.stack([part.sum(dtype=torch.int64), (part ^ place).sum(dtype=torch.int64)])
+
+
+def differing(
+    mailbox: Mailbox, step: str, rank: int, size: int, mine: dict[str, dict[Label, str]], timeout_s: float
+) -> list[str]:
+    """The names of all tensors that ranks hold differently, the same on every rank. DeadlineError, PeerError."""
+    sums = {ranks: _sum(found) for ranks, found in mine.items()}
+    mailbox.put(f"replicas/{step}/{rank}", sums)
+    if rank == 0:
+        posts = mailbox.wait([f"replicas/{step}/{r}" for r in range(size)], timeout_s)
+        groups = sorted({ranks for post in posts for ranks in post})
+        odd = [ranks for ranks in groups if len({post[ranks] for post in posts if ranks in post}) > 1]
+        mailbox.put(f"replicas/{step}/groups", odd)
+    groups = mailbox.wait([f"replicas/{step}/groups"], 2 * timeout_s)[0]
+    if not groups:
+        return []
+    for ranks in groups:
+        if ranks in mine:
+            mailbox.put(f"replicas/{step}/{ranks}/{rank}", [[*label, digest] for label, digest in mine[ranks].items()])
+    if rank == 0:
+        names = [name for ranks in groups for name in _differing(mailbox, step, ranks, timeout_s)]
+        mailbox.put(f"replicas/{step}/names", sorted(set(names)))
+    found: list[str] = mailbox.wait([f"replicas/{step}/names"], 2 * timeout_s)[0]
+    return found
+
+
+def _differing(mailbox: Mailbox, step: str, ranks: str, timeout_s: float) -> list[str]:
+    seen: dict[str, set[str]] = {}
+    for post in mailbox.wait([f"replicas/{step}/{ranks}/{rank}" for rank in ranks.split(",")], timeout_s):
+        for *label, digest in post:
+            seen.setdefault("\0".join(map(str, label)), set()).add(digest)
+    return [label.partition("\0")[0] for label, digests in seen.items() if len(digests) > 1]
+
+
+def _sum(found: dict[Label, Any]) -> str:
+    return hashlib.sha256(repr(sorted(found.items())).encode()).hexdigest()[:32]

@@ -1,0 +1,181 @@
+"""A restore: the newest source that all ranks agree on fills the state, and a new epoch continues from it."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from ckpt.core.checkpoint.losses import Loss
+from ckpt.core.ipc.heartbeat import OPENING, RESTORING
+from ckpt.core.ipc.watch_requests import RestoreDone, Show
+from ckpt.core.ranks.world import together
+from ckpt.core.restore.candidates import gather
+from ckpt.core.restore.early_look import EarlyLook
+from ckpt.core.restore.restore_first import Restored, restore_first
+from ckpt.core.restore.sources import MemorySource, RestoreSource
+from ckpt.core.run.progress import Progress, Staged, StagedStep
+from ckpt.core.run.saves import TierWrites
+from ckpt.core.run.session import Session
+from ckpt.errors import CorruptError, NoCheckpointError
+from ckpt.events import log, tell
+from ckpt.guard.report import Fault
+from ckpt.save import Save
+from ckpt.subscribers import publish
+from ckpt.units import duration
+
+MISSING: Any = object()
+
+
+class Restoring:
+    """Of one Checkpointer. `last`: what the last restore brought back, and what it passed over."""
+
+    def __init__(self, session: Session, progress: Progress, staged: Staged, writes: TierWrites) -> None:
+        self._session, self._progress, self._staged, self._writes = session, progress, staged, writes
+        self.last: Restored | None = None
+
+    def restore(self, default: Any, step: int | None, strict: bool) -> Any:
+        """See `Checkpointer.restore`."""
+        heartbeat = self._session.heartbeat
+        heartbeat.touch(RESTORING)
+        began = time.monotonic()
+        try:
+            result, source = self._fill(step, strict)
+            if source is not None:
+                self._finish(source, result, began)
+            self.last = result
+            found = result.step if source is not None else self._without(default, step, result)
+            self._tell(began)
+            return found
+        finally:
+            heartbeat.touch(OPENING)
+
+    def _fill(self, step: int | None, strict: bool) -> tuple[Restored, RestoreSource | None]:
+        session = self._session
+        together(session.world, "settle", lambda: self._settle_staging(step))
+        session.cadence.settle()
+        result = Restored(step=None)
+        urls = [tier.url for tier in session.tiers]
+        with session.supervisor.held.snapshots() as snapshots:
+            acquires = session.supervisor.memory.inherited.acquires
+            damage: list[Loss] = []
+            early, session.early = session.early, EarlyLook()
+            roots = session.ownership.roots
+            held = session.supervisor.held.damage
+            sources = gather(session.world, snapshots, acquires, urls, roots, step, damage, early, held)
+            source = restore_first(
+                session.world,
+                sources,
+                session.capture,
+                result,
+                strict=strict,
+                on_touch=self._touch,
+                lost=damage,
+                step=step,
+            )
+        return result, source
+
+    def _settle_staging(self, step: int | None) -> None:
+        """No copy may be under way while the state is overwritten; the step that is asked for must have arrived."""
+        timeout_s = self._session.settings.busy_timeout_s
+        self._session.stager.do(lambda: None, timeout_s)
+        if self._session.world.size > 1:  # the owner changes for all at once: nothing under way may be fenced off
+            self._writes.wait(timeout_s)
+        elif step is not None:
+            self._writes.wait(timeout_s, step)
+
+    def _touch(self) -> None:
+        self._progress.torn = True
+
+    def _without(self, default: Any, step: int | None, result: Restored) -> Any:
+        """No checkpoint could be restored: the default, if there is none at all."""
+        if result.skipped:
+            self._progress.restored = False
+            lines = "\n  ".join(f"step {s.step} in {s.tier}: {s.reason}" for s in result.skipped)
+            touched = ". The state is partly overwritten: do not train on it" if self._progress.torn else ""
+            place = next((s.tier for s in result.skipped if s.tier != "memory"), "RUN")
+            raise CorruptError(
+                f"no checkpoint could be restored{touched}. `ckpt repair {place}`, with --from another location, may "
+                f"mend it\n  {lines}"
+            )
+        if default is MISSING or self._session.ownership.has_checkpoints or step is not None:
+            wanted = "checkpoint" if step is None else f"checkpoint of step {step}"
+            alone = self._session.world.size == 1
+            lost = "" if alone else ", at least none of which the parts of all ranks can be reached"
+            raise NoCheckpointError(f"there is no {wanted} in {self._session.settings.places}{lost}")
+        self._progress.starts(default)
+        return default
+
+    def _finish(self, source: RestoreSource, result: Restored, began: float) -> None:
+        session, staged, supervisor = self._session, self._staged, self._session.supervisor
+        session.ownership.take_over(supervisor.owner.epoch, source.attempt)
+        if source.damaged:
+            supervisor.run.doubt(source.tier, source.attempt, source.damaged)
+        session.heartbeat.went_back(source.attempt.step)
+        memory = source if isinstance(source, MemorySource) else None
+        place = memory.place_of(session.world.rank) if memory is not None else None
+        newest: StagedStep | None = None
+        kept = memory is not None and place is not None and supervisor.memory.holds(place[0])
+        if memory is not None and place is not None and kept:
+            if memory.world == session.world.size:  # else it is not a share of what this rank has now
+                newest = StagedStep(Save(source.attempt.step, str(source.attempt), []), source.attempt, place)
+                newest.save.set_staged()
+            if supervisor.memory.rings:
+                # After a rollback it may be the oldest in the ring, and still it is the one that must not be lost.
+                session.stager.slots.pin(*place)
+        # At once, so that Ctrl-C leaves either what was or what is.
+        before, staged.restored = staged.restored, place if kept and supervisor.memory.rings else None
+        staged.last, staged.newest, self._writes.owed = None, newest, {}
+        self._progress.went_back(source.attempt.step)
+        if before is not None:
+            session.stager.slots.unpin(before[0].id, before[1])
+        if newest is not None and not supervisor.memory.rings:  # its slot is needed again
+            self._writes.write_missing(newest, session.settings.everywhere[:1])
+        result.seconds = time.monotonic() - began
+        say = tell if session.world.rank == 0 else log.info
+        say(_line(result, session.supervisor.faults))
+        reading = session.capture.read()
+        supervisor.memory.next.prepare(reading.layout.arrangement.data_size, len(json.dumps(reading.values)))
+
+    def _tell(self, began: float) -> None:
+        """For the ledger, and whoever has subscribed."""
+        session, result, stats = self._session, self.last, self._session.stalls.stats
+        assert result is not None
+        owner = session.supervisor.owner
+        request = RestoreDone(
+            at=began,
+            seconds=time.monotonic() - began,
+            step=result.step,
+            source=result.tier or "",
+            attempt=str(owner.restored or ""),
+            epoch=f"{owner.epoch}.{owner.nonce}",
+            stalled=stats.stalled_s,
+            saves=stats.saves,
+            skipped=stats.skipped,
+            paused=session.heartbeat.paused_s,
+            repaired=len(result.repaired),
+            passed_over=len(result.skipped),
+            why=_first_reason(result),
+        )
+        session.supervisor.standing.amend(Show, restored=request)
+        session.supervisor.writer.send(request)
+        if result.step is not None:
+            facts = {"source": result.tier, "seconds": result.seconds, "repaired": len(result.repaired)}
+            publish("restored", result.step, **facts)
+
+
+def _line(result: Restored, faults: Sequence[Fault]) -> str:
+    """What was restored from where, and what is lost with it, as far as that is known."""
+    how = "" if result.verified else " (not verified: no digest was computed while its trainer lived)"
+    step = result.step or 0
+    reached = max((at for fault in faults for at in fault.steps.values()), default=step)
+    lost = f"; training had come to step {reached}: {reached - step} steps are lost" if reached > step else ""
+    newer = f"; newer ones that cannot be used, see above: {len(result.skipped)}" if result.skipped else ""
+    return f"restored step {step} from {result.tier} in {duration(result.seconds)}{how}{lost}{newer}"
+
+
+def _first_reason(result: Restored) -> str:
+    """Why a restore passed something over; "" if it did not."""
+    first = result.skipped[0] if result.skipped else None
+    return f"step {first.step} in {first.tier}: {first.reason}"[:500] if first else ""

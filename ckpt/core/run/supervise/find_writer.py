@@ -1,0 +1,260 @@
+"""Finding the writer that survived the last incarnation, or starting one; another when the one that we had has died."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Callable
+
+from ckpt.core.checkpoint.in_use import check_places
+from ckpt.core.checkpoint.read import run
+from ckpt.core.ipc import channel, requests
+from ckpt.core.ipc.claim import Claim
+from ckpt.core.ipc.process import Process
+from ckpt.core.run.supervise.current_writer import CurrentWriter
+from ckpt.core.run.supervise.opening import OPEN_S, RunOpener
+from ckpt.core.run.supervise.writer_client import WriterClient
+from ckpt.errors import (
+    CheckpointError,
+    DeadlineError,
+    FencedError,
+    InUseError,
+    NameTakenError,
+    RunGoneError,
+    StoreError,
+    WriterError,
+)
+from ckpt.events import log
+from ckpt.tiers import Tier
+
+MEET_S = 60.0  # for the name of a run to be ours, or that of a writer that we can ask
+DYING_S = 3.0  # for a trainer that was killed to be seen as dead
+HELLO_S = 10.0  # for a writer that was left to answer; it may be stopped
+PATIENT_S = 60.0  # if it is not: at low priority it may get little of a busy machine, and it has the newest steps
+RESPAWN_LIMIT = 3  # writers that die within RESPAWN_WINDOW_S, before we stop trying
+RESPAWN_WINDOW_S = 60.0
+TOLD = 4096  # bytes of a writer's own words that are looked through
+
+Greeted = tuple[requests.GreetingReply, list[int]]
+Found = tuple[WriterClient, Greeted | None]
+"""And what it says about what it holds, with the descriptors; None of one that was started just now."""
+
+
+class _Leaving(WriterError):
+    """The writer that was found does not take another trainer any more."""
+
+
+class _Ended(_Leaving):
+    """It was killed, since it did not answer."""
+
+
+def in_use(tiers: list[Tier], pid: int, age_s: float | None, what: str = "") -> InUseError:
+    """By whom on this machine, and since when. `pid`: 0 if it cannot be seen; `what`: of the run."""
+    who = f"process {pid}" if pid else "a process that cannot be seen from here (another container)"
+    since = "" if age_s is None else time.strftime(" since %Y-%m-%d %H:%M:%S", time.localtime(time.time() - age_s))
+    run = tiers[0].url if tiers else "this run, which is in memory only"
+    return InUseError(f"{who} on this machine ({socket.gethostname()}) trains {what}{run}{since}")
+
+
+class WriterFinder:
+    """Of one rank. `meanwhile` is what we have to do ourselves while a writer starts; if it fails, no writer has us as
+    its trainer. `on_spawned` is told of each writer that was started."""
+
+    def __init__(
+        self,
+        writer: CurrentWriter,
+        run: RunOpener,
+        key: str,
+        claim: Claim,
+        tiers: list[Tier],
+        takeover: bool,
+        meanwhile: Callable[[], object],
+        on_spawned: Callable[[WriterClient], None],
+    ) -> None:
+        self._writer, self._run, self._meanwhile, self._on_spawned = writer, run, meanwhile, on_spawned
+        self._key, self._claim, self._tiers, self._takeover = key, claim, tiers, takeover
+        self._deaths: list[float] = []
+        self._respawns = 0
+        self._said = 0  # bytes that had been said when the newest of our writers began
+        self._losers: list[int] = []  # who has lost the run to us, and may not have heard of it: stopped, say
+
+    def find_or_spawn(self) -> Found:
+        """The writer that has this run's name on this machine, or a new one, which takes the name."""
+        began = time.monotonic()
+        end = began + MEET_S
+        while True:
+            self._enter()
+            client = WriterClient.find(self._key)
+            try:
+                if client is not None:
+                    return self._join(client)
+                # Who trains it, and has lost its writer, is about to have another, which gets its memory.
+                if self._claim.take() is None or time.monotonic() > began + HELLO_S:
+                    self._say_unreachable()
+                    return self.spawn(), None
+            except _Ended:
+                began = time.monotonic()
+                end = began + MEET_S
+            except (NameTakenError, _Leaving):  # another start was quicker, or it is about to leave
+                pass
+            if time.monotonic() > end:
+                raise WriterError(f"the last writer of this run has not let go of its name within {MEET_S:g} s")
+            time.sleep(0.02)
+
+    def spawn(self, *, next_one: bool = False) -> WriterClient:
+        """NameTakenError if another one has the name of this run. `next_one`: as of `WriterClient.spawn`."""
+        client = WriterClient.spawn(self._key, next_one=next_one)
+        try:
+            self._meanwhile()
+            client.greet(OPEN_S, OPEN_S, losers=self._losers)
+        except BaseException:
+            client.send(requests.Close())
+            client.close()
+            raise
+        self._on_spawned(client)
+        return client
+
+    def _whose(self) -> requests.WhoseReply | None:
+        """Whose run it is, says the writer that has its name; None if there is none that can say it."""
+        with contextlib.suppress(CheckpointError):
+            return channel.ask_once(self._key, requests.Whose(), HELLO_S)
+        return None
+
+    def _enter(self) -> None:
+        """Have the name of this run's trainer, before anything of the run is touched. InUseError if somebody else who
+        lives has it, unless we take the run over, or it has lost the run. One that was killed just now may take a
+        moment to be seen as dead."""
+        end = time.monotonic() + DYING_S
+        while (other := self._claim.take()) is not None and not self._takeover:
+            if (found := self._whose()) is not None and other in found.losers:
+                return  # it stands still, and has the name until it hears of that
+            if time.monotonic() > end:
+                raise in_use(self._tiers, other, time.monotonic() - Process.of(other).born if other else None)
+            time.sleep(0.1)
+
+    def _say_unreachable(self) -> None:
+        if others := channel.writers_of(self._key):
+            log.warning(
+                "process %d holds memory of this run on this machine, and cannot be reached from here (another "
+                "container, or another %s): it is not restored from",
+                others[0],
+                channel.RUNTIME,
+            )
+
+    def _join(self, found: WriterClient) -> Found:
+        """Be the trainer of a writer that holds memory. _Leaving if it had to go: the name is free, or will be."""
+        try:
+            self._meanwhile()
+            hello, fds = self._greet(found)
+        except _Ended:
+            raise
+        except WriterError as error:
+            found.close()
+            raise _Leaving(str(error)) from None
+        except BaseException:
+            found.close()
+            raise
+        if self._tiers and self._tiers[0].url in hello.lost:  # deleted since we looked, or the writer sees another one
+            for fd in fds:
+                os.close(fd)
+            found.send(requests.Leave())
+            found.close()
+            raise RunGoneError.of(self._tiers[0].url)
+        self._losers = hello.losers
+        return found, (hello, fds)
+
+    def _greet(self, found: WriterClient) -> Greeted:
+        """Introduce ourselves. A trainer that was killed just now may take a moment to be seen as dead; one that lives
+        loses the run only if we take it over, and can use the places."""
+        end = time.monotonic() + DYING_S
+        while True:
+            hello, fds = self._say_hello(found)
+            if not hello.alive:
+                return hello, fds
+            for fd in fds:
+                os.close(fd)
+            if self._takeover:
+                run(check_places([tier.spec() for tier in self._tiers]))
+                return self._say_hello(found, takeover=True)
+            if time.monotonic() > end:
+                raise in_use(self._tiers, hello.trainer, time.time() - hello.since)
+            time.sleep(0.1)
+
+    def _say_hello(self, found: WriterClient, *, takeover: bool = False) -> Greeted:
+        """A writer that does not answer is ended; not that of a trainer that lives, unless we take the run over."""
+        try:
+            return found.greet(HELLO_S, PATIENT_S, takeover=takeover)
+        except DeadlineError as error:
+            if not self._takeover:
+                self._enter()
+                run(check_places([tier.spec() for tier in self._tiers], unused=True))
+            log.warning("a writer of this run does not answer (%s): it is ended, and its memory with it", error)
+            found.end()
+            raise _Ended(str(error)) from None
+
+    # -- when the one that we had has died --
+
+    def respawn(self) -> WriterClient:
+        """One that has opened the run, and knows nothing else yet. WriterError if one after the other dies, FencedError
+        if the run is another's by now."""
+        while (fresh := self._start_one()) is None:
+            log.warning("the new writer cannot go on either")
+        return fresh
+
+    def _start_one(self) -> WriterClient | None:
+        """None if it died of that, or the store did not answer."""
+        now = time.monotonic()
+        self._deaths = [t for t in self._deaths if now - t < RESPAWN_WINDOW_S] + [now]
+        path = channel.log_path(self._key)
+        if len(self._deaths) > RESPAWN_LIMIT:
+            words = last_line(path, self._said)
+            why = f"; the last words of the last one: {words}" if words else ""
+            raise WriterError(f"the writer died {len(self._deaths)} times within {RESPAWN_WINDOW_S:g} s{why}")
+        self._respawns += 1
+        self._said = os.path.getsize(path) if os.path.exists(path) else 0
+        try:
+            fresh = self._spawn_in_turn()
+        except WriterError as error:
+            words = last_line(path, self._said)
+            log.warning("%s%s", error, f": {words}" if words else "")
+            return None
+        try:
+            self._run.open_again(fresh, writers=self._respawns)
+        except (WriterError, StoreError, DeadlineError) as error:
+            log.warning("%s", error)
+            fresh.send(requests.Close())
+            fresh.close()
+            return None
+        return fresh
+
+    def _spawn_in_turn(self) -> WriterClient:
+        """Once whoever has the name goes: one of ours that is slow to end, or of a start that came to nothing.
+        FencedError if the run is another's by now: who has lost it must not stand in the way."""
+        end = time.monotonic() + MEET_S
+        while True:
+            if self._writer.lost is not None:
+                raise self._writer.lost
+            if channel.holder(self._key) is None:
+                with contextlib.suppress(NameTakenError):
+                    return self.spawn(next_one=True)
+            self._check_mine()
+            if self._writer.closing or time.monotonic() > end:
+                raise WriterError("another writer has the name of this run")
+            time.sleep(0.1)
+
+    def _check_mine(self) -> None:
+        """FencedError if the writer that has the name serves an owner that is none of ours."""
+        found = self._whose()
+        if found is not None and not self._run.is_ours(found.owner):
+            raise FencedError(f"process {found.trainer} on this machine has opened this run")
+
+
+def last_line(path: str, since: int) -> str:
+    """Of what a writer has said there beyond so many bytes: of one that could not start, the reason. "" if nothing."""
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        file.seek(max(since, os.path.getsize(path) - TOLD))
+        lines = file.read(TOLD).decode(errors="replace").split("\n")
+        return next((line.strip() for line in reversed(lines) if line.strip()), "")
+    return ""

@@ -1,0 +1,282 @@
+"""The sealed snapshots in the memory of this node: of our writer, of those beside it, and of ranks that are no more."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ckpt.core.checkpoint.losses import Loss
+from ckpt.core.format.manifest import Attempt
+from ckpt.core.ipc import channel, requests
+from ckpt.core.log.log import in_history
+from ckpt.core.ranks.world import World
+from ckpt.core.restore.sources import HeldSnapshot
+from ckpt.core.run.supervise.current_writer import CurrentWriter
+from ckpt.core.run.supervise.find_writer import DYING_S, HELLO_S, PATIENT_S, in_use
+from ckpt.core.run.supervise.memory import HeldElsewhere, SnapshotMemory, as_digests
+from ckpt.core.run.supervise.opening import RunOpener
+from ckpt.core.run.supervise.writer_client import REQUEST_S, WriterClient
+from ckpt.core.run.supervise.writes import KnownLayouts
+from ckpt.core.snapshot.stage import Stager
+from ckpt.errors import CheckpointError, DeadlineError, WriterError
+from ckpt.events import log
+from ckpt.store import folder_of
+from ckpt.tiers import Tier
+
+FORMER_S = 3.0  # for a writer to reply that probably holds another run
+
+
+@dataclass(frozen=True)
+class Visited:
+    """What another writer holds, and whether its trainer lives, which is `trainer`."""
+
+    held: HeldElsewhere
+    alive: bool
+    trainer: int
+    since: float
+
+
+class HeldSnapshots:
+    """As one rank sees them. Orphans are in the writers of local ranks that this job does not have: the ranks that are
+    there now share them out. Former writers have the same path or URL and another key: they hold another run, or this
+    one, if its folder was restored from a copy, or if only the nearest tier was emptied."""
+
+    def __init__(
+        self,
+        key: str,
+        writer: CurrentWriter,
+        stager: Stager,
+        world: World,
+        memory: SnapshotMemory,
+        layouts: KnownLayouts,
+        run: RunOpener,
+        takeover: bool,
+    ) -> None:
+        self._key, self._writer, self._stager, self._world = key, writer, stager, world
+        self._memory, self._layouts, self._run, self._takeover = memory, layouts, run, takeover
+        self.damage: list[Loss] = []  # of the snapshots that were looked for last
+
+    def sealed(self) -> dict[Attempt, int]:
+        """Slots of the present arena that hold what these ranks took, and no rollback has undone."""
+        arena, found = self._stager.arena, dict[Attempt, int]()
+        for slot, label in arena.sealed() if arena is not None else ():
+            layout = self._layouts.known.get(label.layout)
+            if label.attempt is not None and layout is not None and layout.world == self._world.size:
+                found[label.attempt] = slot
+        return {attempt: found[attempt] for attempt in in_history(self._memory.inherited.acquires, found)}
+
+    @contextlib.contextmanager
+    def holding_still(self, *, alone: bool) -> Iterator[list[Attempt]]:
+        """Inside, the snapshots of the present arena are not overwritten; of a rank that is `alone` the newest, and the
+        newest that is finite."""
+        arena = self._stager.arena
+        sealed = list(self.sealed().items()) if arena is not None else []
+        if alone and arena is not None:
+            broken = {label.attempt for _, label in arena.sealed() if label.finite is False}
+            sealed = list(dict.fromkeys([*sealed[:1], *[one for one in sealed if one[0] not in broken][:1]]))
+        for _, slot in sealed:
+            assert arena is not None
+            self._stager.slots.pin(arena, slot)
+        try:
+            yield [attempt for attempt, _ in sealed]
+        finally:
+            for _, slot in sealed:
+                assert arena is not None
+                self._stager.slots.unpin(arena.id, slot)
+
+    @contextlib.contextmanager
+    def snapshots(self) -> Iterator[Iterator[HeldSnapshot]]:
+        """Of all ranks of the node; valid inside the context. Looked for when they are asked for, so that ranks can
+        agree on what goes wrong with it."""
+        visited: list[HeldElsewhere] = []
+        try:
+            yield self._look(visited)
+        finally:
+            for held in visited:
+                held.close()
+
+    def _look(self, visited: list[HeldElsewhere]) -> Iterator[HeldSnapshot]:
+        inherited = self._memory.inherited
+        with contextlib.suppress(CheckpointError):  # the writer digests what it writes, and the ring after a death
+            everything = self._layouts.differ_from(self._world.size)
+            inherited.digests.update(as_digests(self._writer.ask(requests.AskDigests(all=everything), REQUEST_S)))
+        layouts = {**inherited.layouts, **self._layouts.known}
+        ours = HeldElsewhere(self._memory.all_arenas(), layouts, inherited.digests, damaged=inherited.damaged)
+        self.damage[:] = _damage(ours)
+        found = {(one.attempt, one.layout.rank): one for one in _sealed(ours)}
+        for key in self._beside():
+            if (there := self._visit(key)) is not None:
+                visited.append(there.held)
+                self.damage += _damage(there.held)
+                inherited.learn(there.held.acquires)
+                for one in _sealed(there.held):
+                    found.setdefault((one.attempt, one.layout.rank), one)
+        yield from found.values()
+
+    # -- other writers of this run on this machine --
+
+    def _beside(self) -> list[str]:
+        """Their keys, ours among them, where there are several ranks."""
+        return list(channel.siblings(self._key).values()) if self._world.size > 1 else []
+
+    def _orphans(self) -> list[str]:
+        world, found = self._world, channel.siblings(self._key)
+        return [key for n, key in found.items() if n >= world.local_size and n % world.local_size == world.local_rank]
+
+    def _share(self, local_rank: int) -> bool:
+        """Return True if this rank is the one that looks at what another local rank has left."""
+        return local_rank % self._world.local_size == self._world.local_rank
+
+    def _former(self) -> dict[str, requests.WhoseReply]:
+        """Return what former writers reply, by key. `sees` is set for those that see the same folder as we do."""
+        ours = self._key.rpartition("-")[0]
+        keys = [key for key in channel.at_place(self._key) if key.rpartition("-")[0] != ours]
+        found: dict[str, requests.WhoseReply] = {}
+        if not keys:
+            return found
+        with _proof(self._run.tiers) as proof:
+            for key in (key for key in keys if self._share(int(key.rpartition("-")[2]))):
+                with contextlib.suppress(CheckpointError):  # of another version, for example
+                    if (reply := channel.ask_once(key, requests.Whose(proof), FORMER_S)) is not None:
+                        found[key] = reply
+        return found
+
+    def _former_of_folder(self) -> list[str]:
+        """Return the former writers that hold the run of our nearest tier, in the very same folder."""
+        near = self._run.near
+        former = self._former() if near else {}
+        return [key for key, reply in former.items() if reply.sees and near.items() <= reply.roots.items()]
+
+    def _former_of_run(self) -> list[str]:
+        """Return those that hold this run, by any of its tiers. The run has to be open."""
+        near, roots = self._run.near, self._run.roots
+        return [
+            key
+            for key, reply in self._former().items()
+            if (roots.items() & reply.roots.items()) - (set() if reply.sees else near.items())
+        ]
+
+    def check_orphans(self) -> None:
+        """Before anything is taken: InUseError if such a rank is still trained, and this is no takeover."""
+        for key in () if self._takeover else [*self._orphans(), *self._former_of_folder()]:
+            found = self._visit_orphan(key)
+            if found is not None:
+                found.held.close()
+
+    def take_orphans(self) -> dict[str, list[str]]:
+        """Have our writer hold what they hold. Returns whose arenas it has now."""
+        return self._take(self._orphans())
+
+    def take_former(self) -> dict[str, list[str]]:
+        """The same of former writers that hold this run."""
+        return self._take(self._former_of_run())
+
+    def drop_former(self) -> None:
+        """The run has begun here: have former writers end whose run was in its place."""
+        for key in self._former():
+            with contextlib.suppress(CheckpointError):
+                channel.ask_once(key, requests.Drop(), FORMER_S)
+
+    def _take(self, keys: list[str]) -> dict[str, list[str]]:
+        taken: dict[str, list[str]] = {}
+        for key in keys:
+            found = self._visit_orphan(key)
+            if found is not None:
+                self._layouts.take(found.held.layouts)
+                self._memory.take(found.held)
+                taken[key] = [*(arena.id.hex() for arena in found.held.arenas), *found.held.damaged]
+        return taken
+
+    def dismiss(self, taken: dict[str, list[str]]) -> None:
+        """Our writer holds these arenas now, and knows their history: writers that hold no others are not needed."""
+        for key, arenas in taken.items():
+            client = WriterClient.find(key)
+            if client is not None:
+                with contextlib.suppress(CheckpointError):
+                    client.ask(requests.Taken(arenas), 10.0)
+                client.close()
+
+    def _visit_orphan(self, key: str) -> Visited | None:
+        """Once its trainer is dead, or has lost the run to us. InUseError if it lives, and this is no takeover."""
+        end, told = time.monotonic() + DYING_S, False
+        while True:
+            found = self._visit(key)
+            if found is None or not found.alive:
+                return found
+            found.held.close()
+            if self._takeover and not told:
+                self._run.open(self._writer.client)  # who lost the run to us has lost it, even if we fail: fail before
+                self._take_from(key)
+                told = True
+            if time.monotonic() > end:
+                raise in_use(self._run.tiers, found.trainer, time.time() - found.since, "a rank of ")
+            time.sleep(0.1)
+
+    def _take_from(self, key: str) -> None:
+        """Tell a trainer that lives, by its writer, that it has lost the run."""
+        client = WriterClient.find(key)
+        if client is not None:
+            try:
+                client.ask(requests.Lose(), PATIENT_S)
+            finally:
+                client.close()
+
+    def _visit(self, key: str) -> Visited | None:
+        """What another writer of this run on this node holds; it keeps its trainer. None if it is gone. That it does
+        not say so is an error: it may be the newest that there is."""
+        client = WriterClient.find(key)
+        if client is None:
+            return None
+        try:
+            hello, fds = client.greet(HELLO_S, PATIENT_S, visit=True)
+            compare = self._layouts.differ_from(self._world.size)
+            digests = client.ask(requests.AskDigests(all=True)) if compare else hello.digests
+            held = HeldElsewhere.of(hello, fds, digests)
+            return Visited(held, hello.alive, hello.trainer, hello.since)
+        except WriterError as error:
+            log.warning("a writer on this node is gone, with what it held: %s", error)
+            return None
+        except (DeadlineError, OSError) as error:  # it stands still, or its memory cannot be mapped here
+            raise DeadlineError(
+                f"a writer of this run on this machine does not say what it holds ({error}), which may be the newest "
+                f"step: try again, or end it (`ps`: {channel.AT_WORK} … {key}) to do without"
+            ) from error
+        finally:
+            client.close()
+
+
+@contextlib.contextmanager
+def _proof(tiers: list[Tier]) -> Iterator[str]:
+    """Yield the name of a temporary file in the folder of the nearest tier, "" if there is none."""
+    folder = folder_of(tiers[0].url) if tiers else None
+    name = f".{secrets.token_hex(8)}.tmp"
+    if folder is None:
+        yield ""
+        return
+    try:
+        (folder / name).touch(exist_ok=False)
+        yield name
+    except OSError:
+        yield ""
+    finally:
+        with contextlib.suppress(OSError):
+            (folder / name).unlink()
+
+
+def _sealed(held: HeldElsewhere) -> Iterator[HeldSnapshot]:
+    for arena in held.arenas:
+        for slot, label in arena.sealed():
+            layout = held.layouts.get(label.layout)
+            if layout is not None and label.attempt is not None:
+                known = held.digests.get((label.attempt, layout.rank))
+                digests, late = (None, False) if known is None else known
+                yield HeldSnapshot(arena, slot, label, layout, digests, late)
+
+
+def _damage(held: HeldElsewhere) -> list[Loss]:
+    """What cannot be used of it, and perhaps was newer than all that can be."""
+    found = [*held.damaged.values(), *(problem for arena in held.arenas for problem in arena.damage())]
+    return [Loss("memory", problem) for problem in found]

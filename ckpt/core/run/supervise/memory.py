@@ -1,0 +1,334 @@
+"""The arenas: how many slots, which one is staged into, what earlier incarnations left, when older memory may go."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+from ckpt.core.format.layout import Layout
+from ckpt.core.format.manifest import Attempt
+from ckpt.core.ipc import requests
+from ckpt.core.ipc.arena import MAX_SLOTS, Arena
+from ckpt.core.ipc.process import Process
+from ckpt.core.log.log import Acquire
+from ckpt.core.ranks.world import World
+from ckpt.core.run.supervise.current_writer import CurrentWriter, WriterUser
+from ckpt.core.run.supervise.next_arena import NextArena
+from ckpt.core.run.supervise.writer_client import ENDING_S, WriterClient, start_thread
+from ckpt.core.snapshot.stage import Stager
+from ckpt.errors import CorruptError, WriterError
+from ckpt.events import log
+from ckpt.tiers import Memory, Tier
+
+
+class KnownDigests(NamedTuple):
+    """Of all blobs, then of the plain values. `late`: computed after the trainer's death, or when they were asked for:
+    what was damaged before matches them all the same."""
+
+    digests: bytes
+    late: bool
+
+
+Digests = dict[tuple[Attempt, int], KnownDigests]
+"""By attempt and rank."""
+
+
+@dataclass
+class HeldElsewhere:
+    """What a writer held for an earlier incarnation, or holds for another rank. `damaged`: of arenas that cannot be
+    used, by their ids, why."""
+
+    arenas: list[Arena] = field(default_factory=list)
+    layouts: dict[str, Layout] = field(default_factory=dict)
+    digests: Digests = field(default_factory=dict)
+    acquires: list[Acquire] = field(default_factory=list)
+    damaged: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, hello: requests.GreetingReply, fds: list[int], digests: list[requests.Digest] | None = None
+    ) -> HeldElsewhere:
+        """As a writer says it of itself. `digests`: if more were asked for."""
+        layouts = {digest: Layout.from_json(layout) for digest, layout in hello.layouts.items()}
+        acquires = [Acquire(e, n, None if r is None else Attempt.parse(r)) for e, n, r in hello.acquires]
+        found = as_digests(hello.digests if digests is None else digests)
+        held = cls([], layouts, found, acquires)
+        for key, fd in zip(hello.arenas, fds, strict=True):
+            held._attach(key, fd)
+        return held
+
+    def _attach(self, key: str, fd: int) -> None:
+        try:
+            arena = Arena.attach(fd)
+            if arena.id.hex() != key:
+                raise CorruptError("the header of the shared memory is damaged: it is of another arena")
+        except CorruptError as error:
+            os.close(fd)
+            self.damaged[key] = f"{error}. All snapshots in it are lost"
+            log.warning("memory of the last run is discarded: %s", self.damaged[key])
+        else:
+            self.arenas.append(arena)
+
+    def learn(self, acquires: Iterable[Acquire]) -> None:
+        self.acquires += [one for one in acquires if one not in self.acquires]
+
+    def close(self) -> None:
+        for arena in self.arenas:
+            arena.close()
+
+
+class SnapshotMemory(WriterUser):
+    """Of one rank. `next`: what is being made; `inherited`: of earlier incarnations, and of ranks that this job does
+    not have; `everyone`: whether every rank has sealed enough newer ones."""
+
+    def __init__(
+        self,
+        writer: CurrentWriter,
+        stager: Stager,
+        world: World,
+        tiers: list[Tier],
+        memory: Memory | None,
+        node: Callable[[], int | None],
+    ) -> None:
+        """`node`: of the machine's memory, by which our device is."""
+        self._writer, self._stager, self._world = writer, stager, world
+        self.lasts = memory is not None and memory.linger_s > 0
+        slots = min(MAX_SLOTS, (memory.keep if memory is not None else 1) + max(1, len(tiers)))
+        least = 1 if tiers else 2
+        self.next = NextArena(writer, stager, slots, least, world.local_size, node)
+        self.inherited = HeldElsewhere()
+        self.everyone = False
+        self._newer = 0  # snapshots sealed since the memory was inherited, outgrown or restored
+        self._spares: list[Arena] = []  # inherited or outgrown, kept until a newer snapshot is sealed
+        self._foreign: set[bytes] = set()  # arenas that other ranks staged into
+        self._arriving: Arena | None = None  # the next one, until it is staged into
+        self._before: Process | None = None  # who may still write to what was inherited
+        self._read_before: set[tuple[bytes, int]] = set()  # slots that the writer read from when it was found
+        self._watched: tuple[WriterClient, bytes] | None = None  # who waits for our death, by the mutex of which arena
+        self._copied = False  # whether another writer keeps a copy of our memory
+
+    def arenas(self) -> list[Arena]:
+        """Those that are ours to look after."""
+        found = (*self._spares, self._stager.arena, self._arriving)
+        return list({arena.id: arena for arena in found if arena is not None}.values())
+
+    def all_arenas(self) -> list[Arena]:
+        """And those that are only read, each once."""
+        return list({arena.id: arena for arena in (*self.inherited.arenas, *self.arenas())}.values())
+
+    def holds(self, arena: Arena) -> bool:
+        """Whether our writer has this arena; it does not have that of another job that still lives."""
+        return any(arena is mine for mine in self.arenas())
+
+    @property
+    def outlives_us(self) -> bool:
+        """Whether snapshots outlive this process."""
+        arena = self._stager.arena
+        return self.lasts and self._writer.failure is None and (arena is None or arena.is_kept())
+
+    def on_new_writer(self, client: WriterClient) -> None:
+        self._stager.on_writer(client.pid)
+        for arena in self.arenas():
+            client.send(requests.AttachArena(foreign=arena.id in self._foreign), (arena.fd,))
+        for arena_id, slot in list(self._read_before):  # by the writer that has died
+            self.on_read(arena_id.hex(), slot)
+        if self._before is not None:  # only that writer would have said when
+            start_thread(partial(self._await_gone, self._before), "ckpt-before")
+        if (current := self._stager.arena) is not None:
+            self._watch(current)
+        self.next.drop()
+
+    # -- what earlier incarnations left --
+
+    def inherit(self, hello: requests.GreetingReply, fds: list[int]) -> None:
+        """Of the writer that was found. The newest of these arenas will go on being used; the others are only read, as
+        are those of other ranks, and of a trainer that lives. Nothing is overwritten as long as the trainer before may
+        write there, nor what the writer reads from just now."""
+        self.inherited = HeldElsewhere.of(hello, fds)
+        self._foreign = {bytes.fromhex(arena) for arena in hello.foreign}
+        usable = [arena for arena in self.inherited.arenas if arena.id not in self._foreign]
+        self._arriving = usable[-1] if usable else None
+        self._spares = [arena for arena in self.inherited.arenas if arena is not self._arriving]
+        start_thread(partial(_touch_newest, self.inherited.arenas), "ckpt-touch")
+        if not hello.gone:
+            self._before = Process.of(hello.trainer)
+            self._stager.slots.hold(1)
+        for arena in self.inherited.arenas:
+            for slot in (slot for key, slot in hello.writing if key == arena.id.hex()):
+                self._stager.slots.pin(arena, slot)
+                self._read_before.add((arena.id, slot))
+
+    def adopt(self) -> None:
+        """Go on in what was inherited. What cannot be locked is only read; what cannot be read is released."""
+        for key in self.inherited.damaged:
+            self._writer.send(requests.ReleaseArena(key))
+        if self._arriving is not None:
+            try:
+                self._use(self._arriving)
+            except (CorruptError, WriterError) as error:
+                log.warning("memory of the last run is read, and not used any more: %s", error)
+                self._spares.append(self._arriving)
+            self._arriving = None
+
+    def on_gone(self) -> None:
+        """The trainer before us writes there no more."""
+        with self._writer.lock:
+            before, self._before = self._before, None
+        if before is not None:
+            self._stager.slots.hold(-1)
+
+    def on_read(self, arena: str, slot: int) -> None:
+        """The writer has read what it was reading when we came."""
+        key = bytes.fromhex(arena), slot
+        with self._writer.lock:
+            pinned = key in self._read_before
+            self._read_before.discard(key)
+        if pinned:
+            self._stager.slots.unpin(*key)
+
+    def _await_gone(self, before: Process) -> None:
+        """Our own look at it. That we have its mutex says that it has let go, or is about to end; a device may copy for
+        it until it has."""
+        end = time.monotonic() + ENDING_S
+        while before.alive and time.monotonic() < end:
+            time.sleep(0.05)
+        self.on_gone()
+
+    def take(self, found: HeldElsewhere) -> None:
+        """Have our writer hold what another one does, of a rank that this job does not have."""
+        self.inherited.layouts.update(found.layouts)
+        self.inherited.digests.update(found.digests)
+        self.inherited.learn(found.acquires)
+        held = {arena.id for arena in self.inherited.arenas}  # a start that was cut off has taken some before
+        for arena in found.arenas:
+            if arena.id in held:
+                arena.close()
+                continue
+            self.inherited.arenas.append(arena)
+            self._spares.append(arena)
+            self._foreign.add(arena.id)
+            self._writer.ask(requests.AttachArena(foreign=True), fds=(arena.fd,))
+
+    def _use(self, arena: Arena) -> None:
+        """Whoever is our writer when it is staged into watches it."""
+        self._stager.use(arena, lambda: self._watch(arena))
+
+    def _watch(self, arena: Arena) -> None:
+        with self._writer.lock:
+            watched = self._writer.client, arena.id
+            if self._watched != watched:
+                self._watched = watched
+                self._writer.send(requests.WatchArena(arena.id.hex()))
+
+    # -- more memory --
+
+    def take_prepared(self, timeout_s: float) -> None:
+        """Move to the memory that was prepared; waits up to `timeout_s` for it. Raises why it could not be made."""
+        if (made := self.next.wait(timeout_s)) is None:
+            return
+        with self._writer.lock:
+            if (arena := self.next.attach(made)) is None:
+                return
+            if (previous := self._stager.arena) is not None:
+                self._spares.append(previous)
+                self._newer = 0
+            self._arriving = arena  # should the writer die just now, the next one gets it
+        self._use(arena)  # without the lock, which the staging thread takes when a job ends
+        self._arriving = None
+        self.next.say_if_short(arena, "" if self.rings else NONE_KEPT)
+
+    @property
+    def rings(self) -> bool:
+        """Whether there is memory for one snapshot and the next: else none is held but on its way to a durable tier.
+
+        Of several ranks one may be a step behind: what the others overwrite must not be the newest that all have.
+        """
+        arena = self._stager.arena
+        if arena is None:
+            return not self.next.refused_any
+        return bool(arena.slots >= (2 if self._world.size == 1 else 3))
+
+    # -- older memory --
+
+    def on_sealed(self, *, sound: bool = True) -> None:
+        """A snapshot was sealed in the present arena. When there are enough of a `sound` training, older memory is not
+        needed any more.
+
+        Another rank may be one step behind, and die: then the step before is the newest that all have.
+        """
+        self._newer += sound
+        arena = self._stager.arena
+        if self._copied and arena is not None:
+            for slot, label in arena.sealed()[:1]:
+                self._writer.send(requests.Push(arena.id.hex(), slot, str(label.attempt)))
+        if (not self._spares and not self.inherited.arenas) or not self.superseded:
+            return
+        with self._writer.lock:
+            busy = self._writer.in_use()
+            for arena in self.all_arenas():
+                if arena not in (self._stager.arena, self._arriving) and arena.id not in busy:
+                    self._writer.send(requests.ReleaseArena(arena.id.hex()))
+                    arena.close()
+            self._spares = [arena for arena in self._spares if arena.id in busy]
+            self.inherited.arenas = []
+
+    @property
+    def newer(self) -> int:
+        """How many snapshots were sealed since the run was opened or restored."""
+        return self._newer
+
+    @property
+    def superseded(self) -> bool:
+        """Whether what was in memory before is not needed any more: every rank has newer snapshots."""
+        return self._newer >= 1 if self._world.size == 1 else self._newer >= 2 and self.everyone
+
+    def count_anew(self) -> None:
+        """From here on another history is staged."""
+        self._newer, self.everyone = 0, False
+
+    def push_copies(self) -> None:
+        """From now on another writer gets a copy of each snapshot."""
+        self._copied = True
+
+    # -- the end --
+
+    def close(self) -> None:
+        """What is being made is not taken any more. A mapping has a descriptor of its own: none is kept."""
+        with self._writer.lock:  # the staging thread may be about to move
+            self.next.drop()
+            for arena in self.all_arenas():
+                arena.close()
+            self._spares, self.inherited.arenas, self._arriving = [], [], None
+
+    def forget(self) -> None:
+        """In a forked child: give up what belongs to the parent. Also what `mmap` has made for itself would hold all of
+        the memory as long as the child lives; it goes on to think that it has those descriptors."""
+        for arena in self.all_arenas():
+            os.close(arena.fd)
+            arena.fd = -1
+        with open(os.devnull) as nothing:
+            for name in os.listdir("/proc/self/fd"):
+                with contextlib.suppress(OSError):
+                    if os.readlink(f"/proc/self/fd/{name}").startswith("/memfd:ckpt-"):
+                        os.dup2(nothing.fileno(), int(name), inheritable=False)
+
+
+def _touch_newest(arenas: list[Arena]) -> None:
+    """Have the pages of the newest snapshot at hand when a restore comes, which would meet each of them by a fault."""
+    found = [(label.order, number, slot) for number, one in enumerate(arenas) for slot, label in one.sealed()[:1]]
+    if found:
+        _, number, slot = max(found)
+        arena = arenas[number]
+        arena.touch(slot, lambda: arena.fd >= 0)
+
+
+NONE_KEPT = ", so none is kept there: only steps that are due in a tier are saved"
+
+
+def as_digests(rows: list[requests.Digest]) -> Digests:
+    return {(Attempt.parse(attempt), rank): KnownDigests(bytes.fromhex(d), late) for attempt, rank, d, late in rows}

@@ -1,0 +1,146 @@
+"""The run, as each writer is told of it: opened, taken over, and owned by this incarnation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ckpt.core.checkpoint.commit import Role
+from ckpt.core.format.manifest import Attempt
+from ckpt.core.ipc import requests
+from ckpt.core.ipc.requests import Json
+from ckpt.core.log.log import Acquire
+from ckpt.core.ranks.world import World
+from ckpt.core.run.supervise.current_writer import CurrentWriter
+from ckpt.core.run.supervise.memory import SnapshotMemory
+from ckpt.core.run.supervise.writer_client import WriterClient
+from ckpt.tiers import Memory, Tier
+from ckpt.tools.observe.goodput.cadence import MEMORY, Auto
+
+OPEN_S = 300.0
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What the durable tiers, and the memory of earlier incarnations, look like to this rank."""
+
+    roots: tuple[str, ...]  # of every tier, the id of what is there; equal ids are one shared place
+    epoch: int  # the highest that is known
+    has_checkpoints: bool
+    cadence: Json  # what the last incarnation saved by, if that is to be found out; {} if nobody knows
+
+
+class RunOpener:
+    """Of one rank. `owner`: what all ranks have agreed on; `roles`: of this rank, for each tier."""
+
+    def __init__(
+        self,
+        writer: CurrentWriter,
+        held: SnapshotMemory,
+        tiers: list[Tier],
+        memory: Memory | None,
+        world: World,
+        commit_s: float,
+        takeover: bool,
+        root: str,
+    ) -> None:
+        """`root`: the id of the run in the nearest tier, as this process sees it."""
+        self._roots = [root] if tiers else []  # once the run was opened, of all tiers
+        self._writer, self._held, self.tiers, self._memory = writer, held, tiers, memory
+        self._world, self._commit_s, self._takeover = world, commit_s, takeover
+        self.owner = Acquire(0, "", None)
+        self.found: list[str] = []  # the ids of the runs in all tiers
+        self.roles = [Role((world.rank,), 0, world.size) for _ in tiers]
+        self._successor = ""
+
+    def open(self, client: WriterClient, *, writers: int = 0) -> Opened:
+        """Have the durable places opened; nothing in them is changed. `writers`: of ours that have died before."""
+        request = requests.OpenRun(
+            tiers=[tier.spec() for tier in self.tiers],
+            linger_s=self._memory.linger_s if self._memory is not None else 0.0,
+            commit_s=self._commit_s,
+            first_try=1000 * writers,
+            check=not self._takeover and not self.owner.epoch and self._world.local_rank == 0,
+            auto=[name for name, every in self._cadences() if isinstance(every, Auto)],
+            successor=self._successor,
+            acquires=[_row(acquire) for acquire in self._held.inherited.acquires],
+            roots=self._roots,
+        )
+        reply = client.ask(request, OPEN_S)
+        if not self.owner.epoch:
+            self.found = [tier.root for tier in reply.tiers]
+        inherited = self._held.inherited
+        epochs = [*(a.epoch for a in inherited.acquires), *(tier.epoch for tier in reply.tiers)]
+        stored = any(tier.checkpoints or tier.damaged for tier in reply.tiers)
+        snapshots = any(arena.sealed() for arena in inherited.arenas)
+        return Opened(tuple(tier.root for tier in reply.tiers), max([0, *epochs]), stored or snapshots, reply.cadence)
+
+    def _cadences(self) -> list[tuple[str, object]]:
+        memory: list[tuple[str, object]] = [(MEMORY, self._memory.every)] if self._memory is not None else []
+        return memory + [(tier.url, tier.every) for tier in self.tiers]
+
+    def open_again(self, client: WriterClient, *, writers: int) -> None:
+        """By a writer that takes the place of one that has died."""
+        self.open(client, writers=writers)
+        if self.owner.epoch:
+            self._own(client, recover=False)
+
+    @property
+    def near(self) -> dict[str, str]:
+        """The id of the run in the nearest tier, by its URL."""
+        return dict(zip([tier.url for tier in self.tiers], self._roots[:1], strict=False))
+
+    @property
+    def roots(self) -> dict[str, str]:
+        """The ids of the runs in all tiers, by URL, once they are open."""
+        return dict(zip([tier.url for tier in self.tiers], self.found, strict=True))
+
+    def announce(self, nonce: str) -> None:
+        """Before any rank takes the run over by this nonce: our writer must not take us for another job."""
+        self._successor = nonce
+        self._writer.insist(lambda client: client.ask(requests.Successor(nonce)))
+
+    def acquire(self, nonce: str, floor: int, restored: Attempt | None) -> list[int]:
+        """Take over the places that this rank speaks for; the epochs that they gave. All have to be the same."""
+        mine = self._spoken_for()
+        if not mine and (self.roles or self._world.rank > 0):
+            return []  # others speak for all of them
+        request = requests.AcquireRun(nonce, floor, str(restored) if restored else None, mine)
+        return self._writer.insist(lambda client: client.ask(request))  # again with the same nonce: done at most once
+
+    def own(self, owner: Acquire, *, recover: bool) -> list[requests.PartsHere]:
+        """All ranks agree on the owner. Of the tiers that this rank recovers: what only parts are here of."""
+        with self._writer.lock:
+            self.owner = owner
+            self._roots = self.found  # a writer that takes the place of a dead one must find the same
+            self._held.inherited.acquires.append(owner)
+        self._held.count_anew()
+        return self._writer.insist(lambda client: self._own(client, recover=recover))
+
+    def _own(self, client: WriterClient, *, recover: bool) -> list[requests.PartsHere]:
+        roles = [(list(role.ranks), role.place, role.world) for role in self.roles]
+        return client.ask(requests.OwnRun(_row(self.owner), roles, self._spoken_for() if recover else []), OPEN_S)
+
+    def _spoken_for(self) -> list[int]:
+        return [i for i, role in enumerate(self.roles) if role.place == 0]
+
+    def is_ours(self, owner: tuple[int, str] | None) -> bool:
+        """Whether this is an owner of our history, or will be."""
+        ours = {(one.epoch, one.nonce) for one in (*self._held.inherited.acquires, self.owner)}
+        return owner is None or owner in ours or owner[1] == self._successor
+
+    def resume(self) -> None:
+        """All ranks have taken the run over: what was on its way to further tiers can go on."""
+        self._writer.send(requests.Resume())
+
+    def complete(self, tier: int, attempts: list[Attempt]) -> None:
+        """All places hold their parts of these."""
+        self._writer.send(requests.Complete(tier, [str(a) for a in attempts]))
+
+    def doubt(self, url: str, attempt: Attempt, ranges: Iterable[tuple[str, int]]) -> None:
+        """These bytes of a place were found damaged: nothing is to be built on them."""
+        self._writer.send(requests.Doubt(url, str(attempt), sorted(ranges)))
+
+
+def _row(acquire: Acquire) -> requests.Owner:
+    return acquire.epoch, acquire.nonce, str(acquire.restored) if acquire.restored else None

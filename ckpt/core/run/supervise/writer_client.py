@@ -1,0 +1,380 @@
+"""A connection to one writer process: send, ask, hear, notice that it is gone."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import psutil
+
+import ckpt
+import ckpt_backends
+from ckpt.core.ipc import channel as link
+from ckpt.core.ipc.channel import Channel
+from ckpt.core.ipc.notes import FencedNote
+from ckpt.core.ipc.process import Process, number_in_proc
+from ckpt.core.ipc.protocol import PROTOCOL, REPLY, Incoming, Note, Request, encode, message_of, reply_of, table
+from ckpt.core.ipc.requests import Greeting, GreetingReply
+from ckpt.errors import CheckpointError, DeadlineError, InUseError, ProtocolError, UsageError, WriterError
+from ckpt.events import log
+
+# From Python 3.12 on no thread can be started at the end of the interpreter, and a writer may die then.
+SPARES = 2  # what the client of one writer takes
+JOIN_S = 1.0
+
+HUNG_UP = "the trainer left before that was done, and its writer goes on"
+
+
+class SpareThreads:
+    """Kept from the beginning of a run until it is closed."""
+
+    kept: ClassVar[list[SpareThreads]] = []  # of all runs of this process
+
+    def __init__(self) -> None:
+        self._works = queue.SimpleQueue[Callable[[], None] | None]()
+        self.busy = 0
+        self._threads = [threading.Thread(target=self._run, name="ckpt-spare", daemon=True) for _ in range(SPARES)]
+        with contextlib.suppress(RuntimeError):
+            for thread in self._threads:
+                thread.start()
+        self.kept.append(self)
+
+    def take(self, work: Callable[[], None]) -> None:
+        self.busy += 1
+        self._works.put(work)
+
+    def end(self) -> None:
+        """Those that work end when that is done."""
+        with contextlib.suppress(ValueError):  # it has ended
+            self.kept.remove(self)
+        ended, self._threads = [thread for thread in self._threads if thread.is_alive()], []
+        for _ in ended:
+            self._works.put(None)
+        for thread in ended:
+            thread.join(JOIN_S)
+
+    def _run(self) -> None:
+        while (work := self._works.get()) is not None:
+            work()
+            self.busy -= 1
+
+
+def start_thread(work: Callable[[], None], name: str) -> threading.Thread | None:
+    """In a thread of its own, which is returned, or in one that was kept for the end."""
+    thread = threading.Thread(target=work, name=name, daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:
+        if SpareThreads.kept:
+            min(SpareThreads.kept, key=lambda one: one.busy).take(work)
+        return None
+    return thread
+
+
+R = TypeVar("R")
+NOTES = table(Note.__subclasses__())
+REQUEST_S = 120.0
+
+# A trainer waits for it: numpy, a third of a writer's start, comes a moment later, and no garbage is looked for among
+# modules, which takes a twentieth.
+_BOOT = (
+    "import gc, sys; gc.disable(); sys.path[:0] = sys.argv[6:]; "
+    "from ckpt.later import later; later('numpy'); from ckpt.core.writer.main import main; main()"
+)
+_BETWEEN = "import os, sys; os.posix_spawn(sys.argv[1], sys.argv[1:], os.environ)"
+SPAWN_S = 60.0
+ENDING_S = 5.0  # for a writer that has hung up to be gone
+
+
+class WriterClient:
+    """A connection to one writer process. What it says before anybody listens is kept for who does; see `listen`.
+
+    A thread of its own sends: Ctrl-C may cut the main thread off anywhere, and half a message would swallow all that
+    come behind it; and a signal handler that closes us must not wait for what the main thread was about to do.
+    """
+
+    def __init__(self, channel: Channel, key: str, found: Process | None = None) -> None:
+        self._channel, self._key = channel, key
+        self._found = found  # as the kernel says it; one that was spawned says itself who it is
+        self._process: Process | None = None  # once it is ours
+        self._ids = itertools.count(1)
+        self._waiting: dict[int, tuple[Request[Any], Future[Any]]] = {}
+        self._lock = threading.RLock()  # a signal handler may come in
+        self._outbox: queue.SimpleQueue[tuple[bytes, tuple[int, ...]] | None] = queue.SimpleQueue()
+        self._lost = False
+        self._closing = self._fenced = False
+        self._on_note: Callable[[Note], None] | None = None
+        self._early: list[Note] = []  # notes that came before
+        self._on_lost: Callable[[], None] = lambda: None
+        self._sent = threading.Event()
+        self._threads = [start_thread(self._transmit, "ckpt-send"), start_thread(self._receive, "ckpt-link")]
+
+    @classmethod
+    def find(cls, key: str) -> WriterClient | None:
+        """The writer that holds this run's memory on this host, if one does."""
+        channel = link.connect(key)
+        return None if channel is None else cls(channel, key, Process.of(link.peer_pid(channel.sock)))
+
+    @classmethod
+    def spawn(cls, key: str, *, next_one: bool = False) -> WriterClient:
+        """A new writer, in a session of its own, so that it survives what kills the trainer's process group.
+        `next_one`: it takes a dead one's place, and answers no other trainer before it has heard `HandedOver`.
+
+        Nor is it a child of the trainer's, since launchers look for those: a process between them starts it and ends.
+        """
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        homes = dict.fromkeys(str(Path(str(module.__file__)).parent.parent) for module in (ckpt, ckpt_backends))
+        path = link.log_path(key)
+        with theirs, open(path or os.devnull, "ab") as output:
+            if path:
+                os.fchmod(output.fileno(), 0o600)
+            since = str(Process.of(os.getpid()).started)  # it may be up only when we are gone, and our number another's
+            words = [str(theirs.fileno()), key, path, since, str(int(next_one)), *homes]
+            writer = [sys.executable, "-P", "-c", _BOOT, *words]
+            try:
+                between = subprocess.run(
+                    [sys.executable, "-I", "-S", "-c", _BETWEEN, *writer],
+                    pass_fds=(theirs.fileno(),),
+                    start_new_session=True,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,  # not ours: a pipe that we inherited must not stay open after us
+                    cwd="/",
+                    env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+                    check=False,
+                    timeout=SPAWN_S,
+                )
+            except (OSError, subprocess.SubprocessError) as error:
+                ours.close()
+                raise WriterError(f"the writer process cannot be started: {error}") from error
+        if between.returncode:
+            ours.close()
+            raise WriterError(f"the writer process cannot be started: exit code {between.returncode}, see {path}")
+        return cls(Channel(ours), key)
+
+    @property
+    def alive(self) -> bool:
+        return not self._lost
+
+    @property
+    def pid(self) -> int:
+        """Of the writer; 0 before it has said who it is, and of one that cannot be seen from here."""
+        return 0 if self._process is None else self._process.pid
+
+    def listen(self, on_note: Callable[[Note], None], on_lost: Callable[[], None]) -> None:
+        """`on_note` gets its messages, `on_lost` is called when the connection ends."""
+        self._on_lost = on_lost
+        with self._lock:
+            self._on_note, early = on_note, self._early
+        for note in early:
+            on_note(note)
+
+    # -- asking --
+
+    def send(self, request: Request[R], fds: tuple[int, ...] = ()) -> Future[tuple[R, list[int]]]:
+        """Ask without waiting. The future has the reply and its descriptors; it fails with the writer's error, or
+        WriterError if the writer is gone."""
+        future: Future[tuple[R, list[int]]] = Future()
+        number = next(self._ids)
+        try:
+            body = encode(request, number, len(fds))
+        except ProtocolError as error:  # it is too long; who asks may not look at the answer
+            log.warning("%s", error)
+            future.set_exception(error)
+            return future
+        with self._lock:
+            if self._lost:
+                future.set_exception(WriterError("the writer is gone"))
+                return future
+            self._waiting[number] = request, future
+            self._outbox.put((body, tuple(map(os.dup, fds))))
+        return future
+
+    def _transmit(self) -> None:
+        while (one := self._outbox.get()) is not None:
+            body, fds = one
+            try:
+                self._channel.transmit(body, fds)
+            except OSError:
+                self._channel.hang_up()  # the receiving thread notices, and fails the futures
+            for fd in fds:
+                os.close(fd)
+        self._sent.set()
+
+    def ask(self, request: Request[R], timeout_s: float = REQUEST_S, fds: tuple[int, ...] = ()) -> R:
+        """Ask and wait, for what comes without descriptors."""
+        try:
+            return self.send(request, fds).result(timeout_s)[0]
+        except TimeoutError as error:
+            if isinstance(error, CheckpointError):
+                raise
+            raise DeadlineError(f"the writer did not answer {type(request).__name__} within {timeout_s:g} s") from None
+
+    def greet(
+        self,
+        timeout_s: float,
+        patient_s: float,
+        *,
+        takeover: bool = False,
+        visit: bool = False,
+        losers: Sequence[int] = (),
+    ) -> tuple[GreetingReply, list[int]]:
+        """Introduce ourselves; longer than `timeout_s` is waited only for a writer that can run. One that was stopped
+        is woken up. `takeover`: be its trainer, whoever was. To `visit` is only to look: it keeps its trainer.
+        `losers`: who has lost the run to us. ProtocolError for a writer of another version, which is left as it is."""
+        future, began = self.send(Greeting(takeover, visit, list(losers))), time.monotonic()
+        while True:
+            try:
+                hello, fds = future.result(timeout_s)
+                if not visit:
+                    self._process = self._found or Process.of(hello.pid)
+                return hello, fds
+            except (ProtocolError, UsageError) as error:  # the latter of before there were versions
+                raise self._foreign(error) from None
+            except TimeoutError as error:
+                if isinstance(error, CheckpointError):
+                    raise
+                waited = time.monotonic() - began
+                if waited > patient_s or not self._wake():
+                    raise DeadlineError(f"no answer within {waited:.0f} s") from None
+
+    def _foreign(self, error: CheckpointError) -> ProtocolError:
+        """What to do about a writer that does not understand us."""
+        if self._found is None:
+            return ProtocolError(
+                f"the writer process that was started is of another version: {error}. everystep was changed on disk "
+                "while this process ran: start it again"
+            )
+        pid = self._found.pid
+        return ProtocolError(
+            f"process {pid} holds memory of this run on this machine, perhaps its newest step, and is a writer of "
+            f"another version than everystep {ckpt.__version__}, protocol {PROTOCOL}: {error}. It is left alone. Start "
+            "with its version to go on from its memory; or wait until it has left, before which it writes that to the "
+            f"first tier, if there is one; or, to do without what it holds, end it: kill -9 {pid}"
+        )
+
+    def _wake(self) -> bool:
+        """Whether the writer that we found can run."""
+        with contextlib.suppress(psutil.Error, OSError, ValueError):
+            found = psutil.Process(number_in_proc(link.peer_pid(self._channel.sock)))
+            if found.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
+                log.warning("the writer (process %d) was stopped: it is told to go on", found.pid)
+                found.resume()
+            return bool(found.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD))
+        return False
+
+    def end(self) -> None:
+        """Kill a writer that has the name of this run, and does not answer. InUseError if it is none, or cannot be
+        seen from here."""
+        process = self._found
+        self.close()
+        if process is None or process.pid <= 0:
+            raise InUseError(
+                "the memory of this run is held by a writer in another container, which does not answer and cannot be "
+                "ended from here"
+            )
+        if process.alive and not self._kill(process):
+            raise InUseError(
+                f"process {process.pid} has the name of this run's writer on this machine, does not answer, and is "
+                "none: end it, or give this run another location"
+            )
+        _until_gone(process)
+
+    def _kill(self, process: Process) -> bool:
+        """Whether it was a writer of this run, and was killed; nobody else is, whoever has its number by then."""
+        with contextlib.suppress(OSError):
+            fd = os.pidfd_open(process.pid)
+            try:
+                if Process.of(process.pid) == process and link.is_writer(process.pid, self._key):
+                    signal.pidfd_send_signal(fd, signal.SIGKILL)
+                    return True
+            finally:
+                os.close(fd)
+        return False
+
+    def _receive(self) -> None:
+        while (incoming := self._channel.receive()) is not None:
+            if incoming.op == REPLY:
+                self._answered(incoming)
+            else:
+                self._note(incoming)
+        with self._lock:
+            self._lost = True
+            waiting, self._waiting = self._waiting, {}
+            self._outbox.put(None)
+        for _, future in waiting.values():
+            future.set_exception(WriterError(HUNG_UP if self._closing else "the writer died"))
+        process, closing = self._process, lambda: self._closing
+        gone = process is None or _until_gone(process, closing)
+        if process is not None and not (gone or self._closing or self._fenced) and self._kill(process):
+            _until_gone(process, closing)  # it stood still, and another takes over
+        if not self._closing:
+            log.warning("the writer is gone")
+            self._on_lost()
+
+    def _answered(self, incoming: Incoming) -> None:
+        with self._lock:
+            request, future = self._waiting.pop(-1 if incoming.id is None else incoming.id, (None, None))
+        if request is None or future is None:
+            incoming.drop()
+            return
+        try:
+            future.set_result((reply_of(incoming, request), incoming.fds))
+        except CheckpointError as error:
+            if isinstance(error, ProtocolError):  # who asks may not look at the answer
+                log.warning("%s", error)
+            incoming.drop()
+            future.set_exception(error)
+
+    def _note(self, incoming: Incoming) -> None:
+        try:
+            note = message_of(incoming, NOTES)
+        except ProtocolError as error:
+            incoming.drop()
+            log.warning("the writer says what is not understood: %s", error)
+            return
+        self._fenced |= isinstance(note, FencedNote)
+        with self._lock:
+            heard = self._on_note
+            if heard is None:
+                self._early.append(note)
+                return
+        try:
+            heard(note)
+        except Exception:  # must not end the thread that everybody's answers come through
+            log.exception("a note of the writer could not be dealt with: %r", incoming.op)
+
+    def close(self) -> None:
+        """Hang up. The writer goes on with whatever it was asked."""
+        self._closing = True
+        self._outbox.put(None)
+        self._sent.wait(link.SEND_S)
+        self._channel.close()
+        for thread in self._threads:
+            if thread is not None and thread is not threading.current_thread():
+                thread.join(JOIN_S)
+
+    def forget(self) -> None:
+        """In a forked child: drop the descriptor without a word."""
+        self._closing = True
+        self._channel.forget()
+
+
+def _until_gone(process: Process, closing: Callable[[], bool] = lambda: False) -> bool:
+    """Whether it is no more; waits for that a while, but not while we are `closing`."""
+    end = time.monotonic() + ENDING_S
+    while process.alive and time.monotonic() < end and not closing():
+        time.sleep(0.01)
+    return not process.alive

@@ -1,0 +1,264 @@
+"""Puts the parts of the trainer's side together, and gives everything to the next writer when one is lost.
+
+A `WriterSupervisor` finds the writer that survived the last incarnation or spawns one, opens the durable tiers through
+it, and gives memory to a new writer when the old one dies. What the writer has to know is kept by its parts, each a
+`WriterUser`: layouts, memory, writes, acknowledgements.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from ckpt.core.ipc import notes, requests
+from ckpt.core.ipc.claim import Claim
+from ckpt.core.ipc.protocol import Note
+from ckpt.core.log.log import Acquire
+from ckpt.core.ranks.world import World
+from ckpt.core.run.supervise.current_writer import CurrentWriter, StandingRequests
+from ckpt.core.run.supervise.find_writer import WriterFinder
+from ckpt.core.run.supervise.held_snapshots import HeldSnapshots
+from ckpt.core.run.supervise.memory import SnapshotMemory
+from ckpt.core.run.supervise.opening import RunOpener
+from ckpt.core.run.supervise.writer_client import SpareThreads, WriterClient
+from ckpt.core.run.supervise.writes import Acknowledgements, KnownLayouts, Writes
+from ckpt.core.snapshot.stage import Stager
+from ckpt.errors import CheckpointError, FencedError, WriterError
+from ckpt.events import log
+from ckpt.guard.report import Fault
+from ckpt.tiers import Memory, Tier
+
+N = TypeVar("N", bound=Note)
+
+
+class WriterSupervisor:
+    """Owns the connection to the writer. Methods may be called from any thread. `writer`: the one that there is now;
+    `run`: whose it is; `memory`, `held`: arenas and what is in them; `standing`: what each writer is told once;
+    `layouts`, `writes`, `acknowledgements`: of what is saved."""
+
+    def __init__(
+        self,
+        key: str,
+        tiers: list[Tier],
+        memory: Memory | None,
+        stager: Stager,
+        world: World,
+        commit_s: float,
+        takeover: bool = False,
+        node: Callable[[], int | None] = lambda: None,
+        root: str = "",
+    ) -> None:
+        """`node`: see `SnapshotMemory`; asked for while the writer starts, since the state is read for it. `root`: see
+        `RunOpener`."""
+        self._tiers, self._stager = tiers, stager
+        self._hears: dict[type[Note], Callable[[Any], None]] = {}
+        self._adopted = False
+        self._mourned: WriterClient | None = None  # the last one whose death was seen to
+        self.faults: list[Fault] = []  # of earlier incarnations, that nobody was told yet
+        self.on_failure: Callable[[CheckpointError], None] = lambda error: None
+        self._claim = Claim(key)
+        self.writer = writer = CurrentWriter()
+        self.memory = SnapshotMemory(writer, stager, world, tiers, memory, node)
+        self.layouts = KnownLayouts(writer, self.memory)
+        self.standing = StandingRequests(writer)
+        self.writes = Writes(writer, stager)
+        self.acknowledgements = Acknowledgements(writer, self.layouts)
+        writer.users = [self.layouts, self.memory, self.standing, self.writes, self.acknowledgements]
+        self.run = RunOpener(writer, self.memory, tiers, memory, world, commit_s, takeover, root)
+        self.held = HeldSnapshots(key, writer, stager, world, self.memory, self.layouts, self.run, takeover)
+        self._finder = WriterFinder(writer, self.run, key, self._claim, tiers, takeover, node, self._listen)
+        self._hear_all()
+        self._begin()
+
+    def _begin(self) -> None:
+        try:
+            self.held.check_orphans()
+            self._meet()
+        except BaseException:
+            self._claim.drop()
+            raise
+        self._spares = SpareThreads()
+        self._claim.take_soon()  # a trainer that has lost the run, and stands still, may have it yet
+        try:
+            taken = self.held.take_orphans()
+            self.opened = self.writer.insist(self.run.open)
+            if former := self.held.take_former():
+                self.opened = self.writer.insist(self.run.open)  # its writer must know the history of that memory
+            self.held.dismiss({**taken, **former})
+        except BaseException:
+            self.give_up()
+            raise
+
+    def _meet(self) -> None:
+        """Have a writer, and what it holds."""
+        client, greeted = self._finder.find_or_spawn()
+        self.writer.client = client
+        if greeted is None:
+            return
+        hello, fds = greeted
+        self.memory.inherit(hello, fds)
+        self.layouts.known = dict(self.memory.inherited.layouts)
+        for data in hello.faults:
+            with contextlib.suppress(CheckpointError):
+                self.faults.append(Fault.from_json(data))
+        self._listen(client)
+        if hello.taken:
+            log.warning("process %d trained this run here: it can save no more", hello.trainer)
+        else:
+            log.info("took over the memory that process %d left", hello.trainer)
+        self._adopted = True
+        self.memory.adopt()
+
+    def give_up(self) -> None:
+        """The run could not be opened. Memory of an earlier run stays with its writer, for a better try."""
+        self.writer.closing = True
+        self.client.send(requests.Leave() if self.memory.inherited.arenas else requests.Close())
+        self._hang_up()
+        self.memory.close()
+
+    # -- the writer --
+
+    @property
+    def client(self) -> WriterClient:
+        return self.writer.client
+
+    @property
+    def failure(self) -> CheckpointError | None:
+        """Why there is no writer any more."""
+        return self.writer.failure
+
+    def _listen(self, client: WriterClient) -> None:
+        client.listen(self._on_note, lambda: self._on_lost(client))
+
+    def _hear_all(self) -> None:
+        """What the writer says of memory and of the run. Others listen to the rest, once they are there."""
+        self.hear(notes.GoneNote, lambda note: self.memory.on_gone())
+        self.hear(notes.UnpinnedNote, lambda note: self.memory.on_read(note.arena, note.slot))
+        self.hear(notes.StoredNote, self.writes.on_stored)
+        self.hear(notes.SaidNote, lambda note: log.warning("%s", note.text))
+        self.hear(notes.FencedNote, self._on_fenced)
+
+    def hear(self, kind: type[N], handler: Callable[[N], None]) -> None:
+        """Who deals with a kind of notes; those that nobody does are passed over."""
+        self._hears[kind] = handler
+
+    def _on_note(self, note: Note) -> None:
+        if (handler := self._hears.get(type(note))) is not None:
+            handler(note)
+
+    def _on_fenced(self, note: notes.FencedNote) -> None:
+        error = FencedError(note.text)
+        self._lose(error)
+        self.on_failure(error)
+
+    def _on_lost(self, client: WriterClient) -> None:
+        """The writer died: the memory is ours as well, so a new one gets it, and the writes begin again.
+
+        The new one is made ready without the lock, so that staging goes on; what is to be written waits in `Writes`.
+        """
+        writer = self.writer
+        with writer.lock:
+            over = writer.closing or writer.failure is not None
+            if over or not writer.is_current(client) or client is self._mourned:
+                return
+            self._mourned = client
+        try:
+            fresh = self._finder.respawn()
+        except Exception as error:  # out of descriptors, say
+            with writer.lock:
+                self._fail(error if isinstance(error, CheckpointError) else WriterError(repr(error)))
+            return
+        with writer.lock:
+            if writer.closing:
+                fresh.send(requests.Close())
+                fresh.close()
+                return
+            writer.client = fresh
+            for user in writer.users:
+                user.on_new_writer(fresh)
+        with contextlib.suppress(CheckpointError):  # it died of that, or we are closing
+            fresh.ask(requests.HandedOver())
+        if fresh.alive:
+            log.warning("a new writer has taken over; training was not affected")
+        else:
+            self._on_lost(fresh)
+
+    def _fail(self, error: CheckpointError) -> None:
+        failure = error
+        if isinstance(error, FencedError):
+            self._lose(error)
+        else:
+            failure = WriterError(f"there is no writer any more, so nothing is saved: {error}")
+        self.writer.failure = failure
+        self.on_failure(failure)
+        for user in self.writer.users:
+            user.on_no_writer(failure)
+
+    def _lose(self, error: FencedError) -> None:
+        self.writer.lost = self.writer.lost or error
+        self._claim.drop()
+
+    # -- the run --
+
+    @property
+    def owner(self) -> Acquire:
+        return self.run.owner
+
+    # -- memory --
+
+    @property
+    def inherits(self) -> bool:
+        """Whether the writer holds snapshots of an earlier incarnation."""
+        return self._adopted and any(arena.sealed() for arena in self.memory.arenas())
+
+    @property
+    def survives(self) -> bool:
+        """Whether the writer does something for what it holds when we die: keep it, or write it out."""
+        return self.memory.lasts or bool(self._tiers)
+
+    # -- the end --
+
+    def leave(self, timeout_s: float) -> None:
+        """Hang up, and let the writer treat that as our death: it keeps the memory and persists it. If it has died, the
+        one that takes its place, which has the memory by the time it answers; waits for it no longer than that."""
+        end = time.monotonic() + timeout_s
+        if self.failure is None:
+            try:
+                self.writer.insist(lambda client: client.ask(requests.Leave(), max(0.1, end - time.monotonic())), end)
+            except FencedError:
+                pass  # another job has it
+            except CheckpointError as error:
+                log.warning("whether the writer keeps what is in memory is not known: %s", error)
+        with self.writer.lock:
+            self.writer.closing = True
+        self._hang_up()
+        self.acknowledgements.on_no_writer(WriterError("there was no writer when the trainer let go of its memory"))
+        self.memory.close()
+
+    def close(self, timeout_s: float, *, failed: bool = False) -> None:
+        """Let the writer finish and leave. DeadlineError if it has not within `timeout_s`; it goes on by itself.
+        `failed`: an error has ended the training, which is for the ledger."""
+        with self.writer.lock:
+            self.writer.closing = True
+        try:
+            if self.failure is None:
+                with contextlib.suppress(WriterError):  # it died; what it had to write was waited for before
+                    self.client.ask(requests.Close(failed), max(timeout_s, 0.1))
+        finally:
+            self._hang_up()
+            self.acknowledgements.on_no_writer(WriterError("there was no writer when the Checkpointer was closed"))
+            self.memory.close()
+
+    def _hang_up(self) -> None:
+        self.client.close()
+        self._claim.drop()
+        self._spares.end()
+
+    def forget(self) -> None:
+        """In a forked child: close our copies of what belongs to the parent."""
+        self.client.forget()
+        self._spares.end()
+        self._claim.forget()
+        self.memory.forget()

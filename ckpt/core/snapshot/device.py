@@ -1,0 +1,289 @@
+"""What is asked of an accelerator: streams, events, page-locked memory, marks in its profiler's timeline.
+
+The only file of the trainer that knows an accelerator's API. Copies run on a stream of their own, which first waits for
+the compute stream; before an update the compute stream waits for the copy, and the host does not. Nothing here wakes a
+device up that nobody uses. What CUDA's runtime library can and torch does not offer is called by ctypes, in the library
+that torch itself has loaded; where there is none (ROCm, other accelerators), it is left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import queue
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd import profiler
+
+from ckpt.core.state.tensors import device_in_use
+
+RELAXED = 2  # cudaStreamCaptureModeRelaxed
+NON_BLOCKING = 1  # cudaStreamNonBlocking: the default stream does not wait for it, nor it for that one
+LOWEST = 0  # of priorities: other streams come first
+NEEDED = ("cudaThreadExchangeStreamCaptureMode", "cudaStreamCreateWithPriority")
+
+
+@cache
+def _library() -> Any:
+    """None if there is none. Looked for among what the process has loaded, then beside it."""
+    major = (torch.version.cuda or "").partition(".")[0]
+    for name in (None, f"libcudart.so.{major}") if torch.version.hip is None else ():
+        with contextlib.suppress(OSError):
+            found = ctypes.CDLL(name)
+            if all(hasattr(found, function) for function in NEEDED):
+                return found
+    return None
+
+
+def relax_capture() -> None:
+    """While another thread captures a graph in the usual mode, a call of this thread that waits would fail, and spoil
+    the graph. Not after this: nothing that this thread does belongs into anybody's graph."""
+    library = _library()
+    if library is not None:
+        library.cudaThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(RELAXED)))
+
+
+def new_stream(device: torch.device) -> Any:
+    """A stream that torch gives to nobody else: its own come from a pool of 32, in turn, and a collective that hangs
+    may sit on any of these. Where that is not to be had, one of torch's."""
+    library = _library() if device.type == "cuda" else None
+    handle = ctypes.c_void_p()
+    if library is not None:
+        with torch.cuda.device(device):
+            if library.cudaStreamCreateWithPriority(ctypes.byref(handle), NON_BLOCKING, LOWEST) == 0:
+                return torch.cuda.ExternalStream(handle.value, device)  # type: ignore[no-untyped-call]
+    return torch.get_device_module(device).Stream(device)
+
+
+PORTABLE = 1  # page-locked for every device, not only for the one that is current
+
+PerDevice = dict[torch.device, Any]
+"""A stream of each device, or an event."""
+
+
+def memory_node(tensors: Iterable[Tensor]) -> int | None:
+    """The node of the machine's memory by which the first device of these lies, None if that is not known."""
+    devices = sorted({tensor.device.index for tensor in tensors if tensor.device.type == "cuda"})
+    for index in devices[:1]:
+        of: Any = torch.cuda.get_device_properties(index)
+        with contextlib.suppress(AttributeError, OSError, ValueError):
+            name = f"{of.pci_domain_id:04x}:{of.pci_bus_id:02x}:{of.pci_device_id:02x}.0"
+            node = int(Path(f"/sys/bus/pci/devices/{name}/numa_node").read_text())
+            return node if node >= 0 else None
+    return None
+
+
+def compute_streams(tensors: Iterable[Tensor]) -> PerDevice:
+    """The caller's current streams where these tensors lie."""
+    devices = {tensor.device for tensor in tensors if tensor.device.type != "cpu"}
+    return {device: torch.get_device_module(device).current_stream(device) for device in devices}
+
+
+def events_behind(streams: PerDevice) -> PerDevice:
+    """Behind all that is on these streams; who waits for them sleeps, where CUDA would spin."""
+    events: PerDevice = {}
+    for device, stream in streams.items():
+        module = torch.get_device_module(device)
+        events[device] = module.Event(blocking=True) if device.type == "cuda" else module.Event()
+        events[device].record(stream)
+    return events
+
+
+def wait_for(events: PerDevice) -> None:
+    """The host does. Raises what a kernel before them failed with."""
+    for event in events.values():
+        event.synchronize()
+
+
+def queue_behind(streams: PerDevice, events: PerDevice) -> None:
+    """What is put on these streams from now on comes after the events."""
+    for device, event in events.items():
+        streams[device].wait_event(event)
+
+
+def queue_caller_behind(events: PerDevice) -> None:
+    """What the calling thread puts on its current streams from now on comes after these."""
+    for device, event in events.items():
+        torch.get_device_module(device).current_stream(device).wait_event(event)
+
+
+def begin_thread(devices: Iterable[torch.device]) -> None:
+    """In a thread of ours, before it calls any of them. A thread begins with the first device, and would take memory
+    there; and where it waits it would spoil a graph that another thread captures just then."""
+    for device in devices:
+        torch.get_device_module(device).set_device(device)
+        if device.type == "cuda":
+            relax_capture()
+
+
+def is_capturing() -> bool:
+    """Whether the calling thread's kernels are put into a graph, and not done."""
+    return device_in_use() and torch.cuda.is_current_stream_capturing()
+
+
+def begin_range(name: str) -> bool:
+    """Mark what follows in NVTX timelines; whether there is a device that does."""
+    if device_in_use():
+        torch.cuda.nvtx.range_push(name)  # type: ignore[no-untyped-call]
+        return True
+    return False
+
+
+def end_range() -> None:
+    torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
+
+
+class CopyStreams:
+    """A stream of our own on each device, for copies beside training."""
+
+    def __init__(self) -> None:
+        self._streams: PerDevice = {}
+
+    def of(self, devices: Iterable[torch.device]) -> PerDevice:
+        for device in devices:
+            if device not in self._streams:
+                self._streams[device] = new_stream(device)
+        return {device: self._streams[device] for device in devices}
+
+    def settle(self, devices: Iterable[torch.device]) -> None:
+        """Wait until nothing is copied any more; a device that has failed copies nothing."""
+        for device in devices:
+            with contextlib.suppress(Exception):
+                self.of([device])[device].synchronize()
+
+
+@contextlib.contextmanager
+def on(streams: PerDevice) -> Iterator[None]:
+    """Inside, these are the calling thread's current ones."""
+    with contextlib.ExitStack() as stack:
+        for device, stream in streams.items():
+            stack.enter_context(torch.get_device_module(device).stream(stream))
+        yield
+
+
+def copy_batch(targets: list[Tensor], sources: list[Tensor], streams: PerDevice) -> None:
+    """In one call, for sources that lie on one device: on its stream if it has one here, else at once."""
+    device = sources[0].device
+    if device in streams:
+        with on({device: streams[device]}):
+            torch._foreach_copy_(targets, sources, non_blocking=True)
+    else:
+        torch._foreach_copy_(targets, sources)
+
+
+def lock_pages(address: int, size: int, where: torch.device) -> int:
+    """Page-lock memory for all devices; 0, or the driver's error."""
+    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    error = int(runtime.cudaHostRegister(address, size, PORTABLE))
+    if error:
+        with contextlib.suppress(RuntimeError):  # CUDA keeps a thread's last error, for the next kernel's check
+            torch.ones(1, device=where)
+    return error
+
+
+def unlock_pages(address: int) -> None:
+    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    runtime.cudaHostUnregister(address)
+
+
+MEANWHILE_S = 0.05
+
+
+class Waiter:
+    """A thread of one trainer that waits for devices, in turn, so that the thread that stages does not look again and
+    again: to ask an event whether it has been reached holds the interpreter, and may wait for the lock of a device that
+    hangs. To wait for it does neither."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[tuple[PerDevice, threading.Event, Callable[[], None]] | None] = (
+            queue.SimpleQueue()
+        )
+        self._thread: threading.Thread | None = None
+
+    def when_reached(self, events: PerDevice, there: threading.Event, call: Callable[[], None]) -> None:
+        """When all of them have been reached, or a device has failed, have `there` set and this called. Returns at
+        once."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="ckpt-device", daemon=True)
+            self._thread.start()
+        self._queue.put((events, there, call))
+
+    def until_reached(self, events: PerDevice, meanwhile: Callable[[], None]) -> None:
+        """Wait for that, and do something now and then."""
+        there = threading.Event()
+        self.when_reached(events, there, lambda: None)
+        while not there.wait(MEANWHILE_S):
+            meanwhile()
+
+    def stop(self) -> None:
+        """Nothing comes any more; nobody waits for the thread, since a device may hang."""
+        self._queue.put(None)
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            events, there, call = item
+            with contextlib.suppress(Exception):  # of a kernel that failed: whoever copies is told
+                begin_thread(events)
+                wait_for(events)
+            there.set()
+            call()
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class span:
+    """A name for our work in the timelines of profilers: torch.profiler, and Nsight Systems by NVTX. Costs well under a
+    microsecond if nobody profiles.
+
+        ckpt.step      step() and save(), in the thread that trains
+        ckpt.wait      an optimizer waits for a copy to end
+        ckpt.restore   restore()
+        ckpt.stage     a snapshot is copied, in the staging thread
+
+    torch.profiler looks at the threads of its own process that it was told to: by itself the one that started it, all
+    of them with `experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True)`. NVTX ranges are
+    there as soon as CUDA is in use.
+    """
+
+    __slots__ = ("_marked", "_name", "_recorded")
+
+    def __init__(self, name: str) -> None:
+        self._name, self._recorded, self._marked = name, None, False
+
+    _recorded: Any
+
+    def __enter__(self) -> None:
+        # What torch itself asks before it records a range: to enter one costs 10 us even if nobody listens.
+        if profiler._is_profiler_enabled:
+            self._recorded = torch.profiler.record_function(self._name)
+            self._recorded.__enter__()
+        self._marked = begin_range(self._name)
+
+    def __exit__(self, *error: object) -> None:
+        if self._marked:
+            end_range()
+        if self._recorded is not None:
+            self._recorded.__exit__(*error)
+
+
+def traced(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """A function whose calls have that name."""
+
+    def wrap(function: Callable[P, T]) -> Callable[P, T]:
+        @functools.wraps(function)
+        def inside(*args: P.args, **kwargs: P.kwargs) -> T:
+            with span(name):
+                return function(*args, **kwargs)
+
+        return inside
+
+    return wrap

@@ -1,0 +1,226 @@
+"""Live tensors into a slot: first what may change before the next optimizer step, then what only optimizers change."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import compress, pairwise
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ckpt.core.format.boxes import Box, boxes_of_run
+from ckpt.core.format.layout import Layout, pages
+from ckpt.core.ipc.arena import LOCK, Arena
+from ckpt.core.snapshot import device
+from ckpt.core.snapshot.device import CopyStreams, PerDevice
+from ckpt.core.snapshot.packed import Pack
+from ckpt.core.snapshot.snapshot import PendingSnapshot
+from ckpt.core.snapshot.unchanged import Frozen
+from ckpt.core.state.tensors import TORCH_DTYPE, as_bytes
+
+PIECE = 16 << 20  # bytes that leave at once where copies are paced; a part of LOCK
+LARGE = 1 << 20  # bytes from which one memcpy, without the GIL, beats a batched copy
+
+Pair = tuple[Tensor, Tensor, int]  # where a tensor goes, what goes there, and which one of the layout it is
+
+
+class SlotFiller:
+    """Fills one slot after the other. For the staging thread only; `begin`, then the parts, then `end`."""
+
+    def __init__(self, steady: contextlib.AbstractContextManager[Any]) -> None:
+        """`steady`: inside, no more of the memory is page-locked."""
+        self._steady = steady
+        self.frozen = Frozen()
+        self._streams = CopyStreams()
+        self._views: dict[tuple[bytes, int], tuple[Layout, list[Tensor]]] = {}
+
+    def clear(self) -> None:
+        """Another arena: nothing is known of its slots."""
+        self._views.clear()
+        self.frozen.clear()
+
+    def begin(self, slot: int, job: PendingSnapshot) -> None:
+        self.frozen.open(slot, job.reading.layout)
+
+    def end(self, slot: int) -> None:
+        """What was filled in since `begin` is there: for the next snapshot in this slot."""
+        self.frozen.close(slot)
+
+    def fill_eager(self, arena: Arena, slot: int, job: PendingSnapshot) -> None:
+        """What may change before the next optimizer step."""
+        streams = self._streams.of(job.streams)
+        device.queue_behind(streams, job.ready)
+        self._copy_part(arena, slot, job, guarded=False)
+        start = pages(job.reading.layout.arrangement.data_size)
+        arena.data(slot)[start : start + len(job.values)] = job.values
+        for pack in job.early:
+            pack.fetch(streams)
+        job.eager = device.events_behind(streams)
+        if not job.taken_early:
+            device.queue_behind(job.streams, job.eager)  # later kernels may change what we still read
+
+    def fill_guarded(self, arena: Arena, slot: int, job: PendingSnapshot) -> None:
+        """What only optimizers change, and what else is to be done meanwhile. A device may have done nothing of it yet:
+        `job.done` says when it has."""
+        streams = self._streams.of(job.streams)
+        for pack in job.late:
+            with device.on(streams):
+                pack.gather(job.sources)
+        self._copy_part(arena, slot, job, guarded=True)
+        for pack in job.late:
+            pack.fetch(streams)
+        job.check_sources()
+        for one in job.fingerprints if streams else ():
+            one.fetch(streams)
+        if job.beside is not None:
+            with device.on(streams):
+                job.beside()
+        job.done = device.events_behind(streams)
+
+    def deal_out(self, arena: Arena, slot: int, job: PendingSnapshot, packs: Iterable[Pack]) -> None:
+        """What has come from a device in packs."""
+        for pack in packs:
+            pack.deal_out(self._slot_views(arena, slot, job.reading.layout))
+
+    def settle(self, job: PendingSnapshot) -> None:
+        """Nobody may have its slot, or free what it reads, while a device still copies."""
+        self._streams.settle(job.streams)
+
+    def whole(self, arena: Arena, slot: int) -> Tensor:
+        """The bytes of a slot."""
+        return torch.frombuffer(arena.data(slot), dtype=torch.uint8)
+
+    def _copy_part(self, arena: Arena, slot: int, job: PendingSnapshot, *, guarded: bool) -> None:
+        """Those that only optimizers change, or all others."""
+        views, sources = self._slot_views(arena, slot, job.reading.layout), job.sources
+        numbers = list(compress(range(len(views)), job.reading.guarded) if guarded else job.reading.early)
+        job.check_memory(numbers)
+        if job.streams:
+            paced = guarded and job.paced
+            pairs = self._pairs(views, numbers, job, PIECE if paced else LOCK)
+            self.copy(pairs, self._streams.of(job.streams), paced)
+            return
+        little, large = list[int](), list[Pair]()
+        for n in numbers:  # most are little, and nothing else is asked of these
+            if job.reading.layout.sizes[n] < LARGE:
+                little.append(n)
+            else:
+                large.append((views[n], sources[n], n))
+        if little:
+            device.copy_batch([views[n] for n in little], [sources[n] for n in little], {})
+        self.copy(large, {}, False, guarded)  # the caller waits for what is copied early
+
+    def _pairs(self, views: list[Tensor], numbers: Iterable[int], job: PendingSnapshot, piece: int) -> list[Pair]:
+        """Where each of these tensors goes, and what goes there."""
+        packed = job.packed
+        pairs = [(views[n], job.sources[n], n) for n in numbers if n not in packed]
+        if job.reading.layout.arrangement.data_size <= piece:
+            return pairs
+        offsets = job.reading.layout.arrangement.offsets
+        return [cut for pair in pairs for cut in _cut(*pair, offsets[pair[2]], piece)]
+
+    def _slot_views(self, arena: Arena, slot: int, layout: Layout) -> list[Tensor]:
+        """The slot as tensors of the layout's shapes, made once."""
+        key = (arena.id, slot)
+        cached = self._views.get(key)
+        if cached is not None and cached[0] is layout:
+            return cached[1]
+        whole = self.whole(arena, slot)
+        typed = {dtype: whole.view(TORCH_DTYPE[dtype]) for dtype in {t.dtype for t in layout.tensors}}
+        views = [
+            typed[t.dtype].as_strided(t.shape, _strides(t.shape), offset // typed[t.dtype].itemsize)
+            for t, offset in zip(layout.tensors, layout.arrangement.offsets, strict=True)
+        ]
+        self._views[key] = (layout, views)
+        return views
+
+    def copy(
+        self,
+        pairs: Sequence[Pair],
+        streams: PerDevice,
+        paced: bool = False,
+        beside_training: bool = True,
+    ) -> None:
+        """What devices copy first, then what we copy: large contiguous host tensors one by one, unless they are there;
+        the rest in one batched call a device, or in several with pauses between (`paced`).
+
+        `beside_training`: the caller of step() goes on meanwhile.
+        """
+        batches: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {one: ([], []) for one in streams}
+        large: list[Pair] = []
+        for target, source, number in pairs:
+            plain = source.is_contiguous() and not source.is_conj() and not source.is_neg()
+            if target.nbytes >= LARGE and plain and source.device.type == "cpu":
+                large.append((target, source, number))
+                continue
+            targets, sources = batches.setdefault(source.device, ([], []))
+            targets.append(target)
+            sources.append(source)
+        for where, (targets, sources) in batches.items():
+            if where in streams and paced:
+                self._copy_paced(targets, sources, {where: streams[where]})
+            elif targets:
+                with self._steady:
+                    device.copy_batch(targets, sources, streams)
+        self.frozen.beside_training = beside_training
+        for target, source, number in large:
+            self.frozen.put(number, target, source)
+
+    def _copy_paced(self, targets: list[Tensor], sources: list[Tensor], streams: PerDevice) -> None:
+        """One device's, and wait for it: so this stream is idle half of the time."""
+        for some, theirs in _batches(targets, sources):
+            began = time.monotonic()
+            with self._steady:
+                device.copy_batch(some, theirs, streams)
+            device.wait_for(device.events_behind(streams))
+            time.sleep(time.monotonic() - began)
+
+
+def _strides(shape: tuple[int, ...]) -> list[int]:
+    """Of a tensor without gaps."""
+    return [prod(shape[i + 1 :]) for i in range(len(shape))]
+
+
+def _batches(targets: list[Tensor], sources: list[Tensor]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+    """Of a piece each, or of one tensor that is larger."""
+    begin, size = 0, 0
+    for end, target in enumerate(targets):
+        if size and size + target.nbytes > PIECE:
+            yield targets[begin:end], sources[begin:end]
+            begin, size = end, 0
+        size += target.nbytes
+    if begin < len(targets):
+        yield targets[begin:], sources[begin:]
+
+
+def _cut(target: Tensor, source: Tensor, number: int, offset: int, piece: int) -> Iterator[Pair]:
+    """What comes from a device at the ends of pieces of the slot, as those that are page-locked: no copy reaches over
+    one. `offset`: of the target in its slot, in bytes."""
+    first = piece - offset % piece
+    if source.device.type == "cpu" or target.nbytes <= first:
+        yield target, source, number
+        return
+    bounds = [0, *range(first, target.nbytes, piece), target.nbytes]
+    if source.is_contiguous() and not source.is_conj() and not source.is_neg():
+        there, here = as_bytes(target), as_bytes(source)
+        yield from ((there[a:b], here[a:b], number) for a, b in pairwise(bounds))
+        return
+    flat = target.view(-1)  # of a strided one, what has to be put in order first is a piece at the most
+    for a, b in pairwise(bound // target.itemsize for bound in bounds):
+        for (at, sizes), there in _boxes(tuple(target.shape), flat[a:b], a, b):
+            here = source
+            for dim, (start, size) in enumerate(zip(at, sizes, strict=True)):
+                here = here.narrow(dim, start, size)
+            yield there, here, number
+
+
+def _boxes(shape: tuple[int, ...], run: Tensor, start: int, stop: int) -> Iterator[tuple[Box, Tensor]]:
+    """Elements `start` to `stop` of a tensor as boxes of it, each with its part of their `run`."""
+    for box in boxes_of_run(shape, start, stop):
+        count = prod(box[1])
+        yield box, run[:count].view(box[1])
+        run = run[count:]

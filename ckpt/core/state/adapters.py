@@ -1,0 +1,355 @@
+"""The kinds of things a state is made of: how each is read, and how it is put back.
+
+Reading gives `StateEntry`s (a name, a live tensor) and plain values. What is the same from step to step is cached and
+only checked by identity, since reading happens between two steps of training. Putting back has two halves: `prepare`
+says where every tensor goes and finds every mismatch before anything is changed; `finish`, after the tensors are
+filled, sets plain values and attaches what had to be created.
+
+Modules are in `ckpt.core.state.module_node`, optimizers in `ckpt.core.state.optimizer_node`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from operator import attrgetter, call, is_
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
+
+from ckpt.core.format.saved_nodes import SavedNode
+from ckpt.core.format.values import Json, Path, encode, kind_of, show
+from ckpt.core.state.names import Names
+from ckpt.core.state.placement import Placement
+from ckpt.core.state.settings import overridden, scheduler_settings
+from ckpt.core.state.sharding import StateEntry, is_dtensor, local
+from ckpt.core.state.special_values import ObjectsOf, encode_constant
+from ckpt.core.state.stateful import RNG, Resizable, Stateful
+from ckpt.core.state.tensors import dims_of_expansion, from_array, kind_of_tensor, once
+from ckpt.core.state.wrappers import inside, is_wrapped, sign, take_apart
+from ckpt.errors import MismatchError
+
+
+@dataclass
+class Contents:
+    """What a node consists of now. `fixed` is the same object as before if nothing in it changed."""
+
+    fixed: list[StateEntry]
+    loose: list[StateEntry] = field(default_factory=list)  # made anew by every reading
+    values: Json = None
+    facts: dict[str, Any] = field(default_factory=dict)  # plain, and part of the layout
+
+    @property
+    def names(self) -> list[str]:
+        return [entry.name for entry in (*self.fixed, *self.loose)]
+
+
+_NOTHING: list[StateEntry] = []  # one object, so that "nothing fixed" is seen as unchanged
+
+
+class StateNode(Protocol):
+    """One entry of the state."""
+
+    path: Path
+
+    @property
+    def kind(self) -> str: ...
+
+    def read(self, names: Names) -> Contents:
+        """`names`: what is known of parameters."""
+
+    def prepare(self, saved: SavedNode, placement: Placement) -> None:
+        """Say where tensors go. Problems are noted in the placement, not raised."""
+
+    def prepare_as_saved(self, saved: SavedNode, placement: Placement) -> bool:
+        """The same where the whole state is as it was saved: its fixed tensors are filled as they lie, nobody looks at
+        each. False if there is more to it."""
+
+
+class Collector:
+    """Takes tensors and arrays out of plain values, leaving references.
+
+    `objects_of`: encodes the objects of an optimizer; without it they are refused.
+    `exact`: whoever gets the values back needs tensors of the same type, such as a Parameter. StateError for others.
+    """
+
+    def __init__(self, objects_of: ObjectsOf | None = None, *, exact: bool = False) -> None:
+        self._exact = exact
+        self.entries: list[StateEntry] = []
+        self.objects: dict[str, object] = {}
+        self._objects_of = objects_of
+
+    def __call__(self, value: object, path: Path) -> Json | None:
+        if not isinstance(value, Tensor | np.ndarray) and (constant := encode_constant(value, path, self)) is not None:
+            return constant
+        if self._objects_of is not None and (found := self._objects_of.encode(value, path, self)) is not None:
+            return found
+        name = show(path)
+        if isinstance(value, Tensor):
+            expanded = dims_of_expansion(value) if self._objects_of is not None else []
+            if expanded:
+                value = once(value, expanded)
+            entries, form = take_apart(StateEntry(name, value))
+            self.entries += entries
+            self.objects.update((entry.name, value) for entry in entries)
+            if form is not None:
+                return form.to_json()
+            found = {"$": "tensor", "name": name, **(kind_of_tensor(value, path) if self._exact else {})}
+            return {**found, "expanded": expanded} if expanded else found
+        if not isinstance(value, np.ndarray):
+            return None
+        tensor, reference = from_array(value, path)
+        self.entries.append(StateEntry(name, tensor))
+        self.objects[name] = value
+        return {**reference, "name": name}
+
+
+_FORM = attrgetter("shape", "dtype")
+_NBYTES, _NUMBER = torch.UntypedStorage.nbytes, 8
+_TOGETHER = (
+    256  # tensors of which all is asked before any of the next: what torch keeps of them stays near the processor
+)
+
+
+class Places:
+    """What dicts hold under which keys, and how much. Asked at every step, so no Python runs for each of them."""
+
+    def __init__(self, places: Sequence[tuple[Any, Any, object]] = (), sizes: Sequence[Any] = ()) -> None:
+        self._asks = [owner.get if isinstance(owner, dict) else partial(_get, owner) for owner, _, _ in places]
+        self._keys, self._values = [key for _, key, _ in places], [value for _, _, value in places]
+        self._sized, self._sizes = list(sizes), list(map(len, sizes))
+
+    def differs(self) -> bool:
+        """Whether any holds another object there, or more or fewer."""
+        if list(map(len, self._sized)) != self._sizes:
+            return True
+        return not all(map(is_, map(call, self._asks, self._keys), self._values))
+
+
+def _get(members: Any, key: str) -> object:
+    """Return a member of a ScriptModule, whose members are not in a dict."""
+    try:
+        return members[key]
+    except KeyError:
+        return None
+
+
+class Memories:
+    """Where tensors have their memory, and in which form. Asked at every step, so what can be looked up once is."""
+
+    def __init__(self, tensors: Sequence[Tensor] = ()) -> None:
+        self._wrapped = [(t, sign(t)) for t in tensors if is_wrapped(t)]
+        if self._wrapped:
+            tensors = [one for t in tensors for one in (inside(t) if is_wrapped(t) else [t])]
+        plain = [t for t in tensors if not is_dtensor(t)]
+        others = [t for t in tensors if is_dtensor(t)]
+        self._some = [_Some(plain[i : i + _TOGETHER]) for i in range(0, len(plain), _TOGETHER)]
+        self._some += [_SomeDTensors(others[i : i + _TOGETHER]) for i in range(0, len(others), _TOGETHER)]
+
+    def changed(self) -> bool:
+        return any(some.changed() for some in self._some) or any(sign(one) != was for one, was in self._wrapped)
+
+
+class _Some:
+    """Some of these tensors."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = tensors
+        now = self._now()
+        self._were, self._forms, self._guards = _places(now), _shapes(now), guards(now)
+        self._storages = _storages(now)
+        self._sizes = list(map(_NBYTES, self._storages))
+
+    def _now(self) -> Sequence[Tensor]:
+        return self._tensors
+
+    def changed(self) -> bool:
+        now = self._now()
+        if _places(now) != self._were or list(map(_NBYTES, self._storages)) != self._sizes:
+            return True
+        # Another view of the same memory, or more of it: `.data` was set, or `t_()` or `resize_()` called.
+        if self._guards is not None and self._guards(*now):
+            return False
+        if _shapes(now) != self._forms:
+            return True
+        self._guards = guards(now)  # they tell modes of torch and frozen tensors apart, too
+        return False
+
+
+class _SomeDTensors(_Some):
+    def _now(self) -> Sequence[Tensor]:
+        return list(map(local, self._tensors))
+
+
+def _places(tensors: Sequence[Tensor]) -> list[int]:
+    return list(map(Tensor.data_ptr, tensors))
+
+
+def _storages(tensors: Sequence[Tensor]) -> list[torch.UntypedStorage]:
+    """Return the storages that can shrink at their address, each once. `_places` notices another address.
+
+    A storage of one number is left out, because nothing smaller would hold it: they are a quarter of an AdamW state.
+    """
+    found = dict[int, torch.UntypedStorage]()
+    for one in tensors:
+        with contextlib.suppress(NotImplementedError, RuntimeError):  # sparse ones have none
+            storage = one.untyped_storage()
+            if storage.nbytes() > _NUMBER:
+                found[storage._cdata] = storage
+    return list(found.values())
+
+
+def _shapes(tensors: Sequence[Tensor]) -> list[object]:
+    asked = (_FORM, Tensor.stride, Tensor.is_conj, Tensor.is_neg)
+    return [ask(one) for one in tensors for ask in asked]
+
+
+def guards(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
+    """Says whether these tensors surely have the shape, strides and dtype that they have now, in one call of torch, a
+    fifth of the time that asking each takes. It is what compiled code asks, and private to torch: None without it."""
+    try:
+        make = torch._C._dynamo.guards.TensorGuards
+        check: Callable[..., bool] = make(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+        return check if check(*tensors) else None
+    except Exception:  # of another version, or tensors that it cannot guard
+        return None
+
+
+class StatefulNode:
+    """Anything with state_dict and load_state_dict; also an optimizer that keeps its state in ways of its own."""
+
+    kind = "stateful"
+
+    def __init__(self, path: Path, target: Stateful) -> None:
+        self.path, self.target = path, target
+        self._said = ""  # what kind of value
+        self._objects = ObjectsOf(target) if isinstance(target, torch.optim.Optimizer) else None
+        # As the script made it, to report what the checkpoint overrides.
+        self._settings = scheduler_settings(target) if isinstance(target, LRScheduler) else None
+
+    def read(self, names: Names) -> Contents:
+        collect = Collector(self._objects, exact=not isinstance(self.target, torch.optim.Optimizer))
+        if self._objects is not None:
+            self._objects.begin({})
+        values = encode(self.target.state_dict(), self.path, collect)
+        if self._objects is not None:
+            self._objects.end()
+        self._said = kind_of(values)
+        return Contents(_NOTHING, collect.entries, values)
+
+    def prepare(self, saved: SavedNode, placement: Placement) -> None:
+        target, last = self.target, isinstance(self.target, RNG)
+        if placement.resized and isinstance(target, Resizable):
+            several, seat = target, placement.seat
+            every = list(placement.saved.values_of(self.path))
+            if all(self._is_alike(values, placement) for _, values in every):
+                builds = [placement.build(values, rank=rank) for rank, values in every]
+
+                def divide() -> None:
+                    several.load_state_dicts([build() for build in builds], seat.rank, seat.size)
+
+                placement.finish(self.path, divide, last=last)
+        elif self._is_alike(saved.values, placement):
+            # An optimizer's own loader wants tensors that lie on the ranks like those that it has.
+            own = self.read(Names()).loose if isinstance(target, torch.optim.Optimizer) else []
+            like = {entry.name: entry for entry in own}
+            optimizer = isinstance(target, torch.optim.Optimizer)
+            objects = None if self._objects is None else self._objects.restoring(saved.values)
+            try:
+                build = placement.build(saved.values, like=like, guarded=optimizer, objects=objects)
+            except MismatchError as error:
+                if not optimizer:
+                    raise
+                placement.problem(f"{show(self.path)} begins anew, since not all of its state can be had: {error}")
+                return
+
+            def finish() -> None:
+                _load(target, build())
+                if self._settings and (text := overridden(self._settings, scheduler_settings(target))):
+                    placement.overruled.append(f"{show(self.path)}: {text}")
+
+            placement.finish(self.path, finish, last=last)
+
+    def prepare_as_saved(self, saved: SavedNode, placement: Placement) -> bool:
+        return False
+
+    def _is_alike(self, values: Json, placement: Placement) -> bool:
+        """Whether what was saved is of the kind that it says of itself now: a dict, as a rule."""
+        if (found := kind_of(values)) == self._said:
+            return True
+        placement.problem(f"{show(self.path)} is {found} in the checkpoint and {self._said} here")
+        return False
+
+
+def _load(target: Stateful, state: Any) -> None:
+    """Call a loader. Torch's own loader of optimizers casts moments to the dtypes of the weights: undo that."""
+    target.load_state_dict(state)
+    if isinstance(target, torch.optim.Optimizer):
+        _recast(target.state_dict(), state)  # the dicts of parameters in it are those that the optimizer has
+
+
+def _recast(live: Any, saved: Any) -> Any:
+    """Return what a loader made of a value, with the saved tensors where it has changed their dtype."""
+    if isinstance(live, Tensor):
+        cast = isinstance(saved, Tensor) and saved.shape == live.shape and saved.dtype != live.dtype
+        return saved.to(live.device) if cast else live
+    if isinstance(live, dict) and isinstance(saved, dict):
+        for key in live.keys() & saved.keys():
+            live[key] = _recast(live[key], saved[key])
+    elif type(live) in (list, tuple) and type(saved) is type(live) and len(live) == len(saved):
+        found = [_recast(one, other) for one, other in zip(live, saved, strict=True)]
+        if type(live) is tuple:
+            return tuple(found)
+        live[:] = found
+    return live
+
+
+class PlainNode:
+    """Plain values, tensors and arrays in the user's own dict or list, written back into it."""
+
+    kind = "plain"
+
+    def __init__(self, path: Path, parent: Any, key: str | int) -> None:
+        self.path, self.parent, self.key = path, parent, key
+
+    def read(self, names: Names) -> Contents:
+        collect = Collector(exact=True)
+        values = encode(self.parent[self.key], self.path, collect)
+        return Contents(_NOTHING, collect.entries, values)
+
+    def prepare(self, saved: SavedNode, placement: Placement) -> None:
+        collect = Collector()
+        encode(self.parent[self.key], self.path, collect)
+        live = {e.name: e for e in collect.entries if isinstance(collect.objects[e.name], Tensor)}
+        build = placement.build(saved.values, live)
+
+        def finish() -> None:
+            self.parent[self.key] = write_back(self.parent[self.key], build())
+
+        placement.finish(self.path, finish)
+
+    def prepare_as_saved(self, saved: SavedNode, placement: Placement) -> bool:
+        return False
+
+
+def write_back(live: Any, value: Any) -> Any:
+    """`value`, inside the user's own containers and arrays where they are of the same type."""
+    if type(live) is not type(value):
+        return value
+    if isinstance(live, dict):
+        new = {k: write_back(live[k], v) if k in live else v for k, v in value.items()}
+        live.clear()
+        live.update(new)
+        return live
+    if isinstance(live, list):
+        live[:] = [write_back(live[i], v) if i < len(live) else v for i, v in enumerate(value)]
+        return live
+    if isinstance(live, np.ndarray) and (live.dtype, live.shape) == (value.dtype, value.shape) and live.flags.writeable:
+        np.copyto(live, value)
+        return live
+    return value

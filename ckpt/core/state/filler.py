@@ -1,0 +1,289 @@
+"""Verified bytes into tensors, from whichever tier: no second copy of the state is ever made.
+
+What was saved in pieces, and is wanted in other pieces, meets here: each overlap of a saved box and a wanted box is
+copied.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ckpt.core.format.boxes import Box, boxes_of_run, intersect, run_of, within
+from ckpt.core.format.columns import distinct
+from ckpt.core.format.layout import BITS, TensorSpec
+from ckpt.core.format.saved_state import Key, SavedState
+from ckpt.core.state.sharding import slices
+from ckpt.core.state.tensors import DTYPE_NAME, TORCH_DTYPE, as_bytes
+
+# Bytes that came over a network may be read-only memory; nothing here writes to what it reads.
+warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning, __name__)
+
+I64 = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Memory to fill with a box of a saved tensor."""
+
+    tensor: Tensor
+    box: Box
+
+    @classmethod
+    def whole(cls, tensor: Tensor) -> Self:
+        """A tensor that takes all of the saved one."""
+        return cls(tensor, ((0,) * tensor.dim(), tuple(tensor.shape)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Overlap:
+    """Where a shard and a target meet. `region`: in the shard; `view`: of the target, of the same shape.
+
+    `run`: the bytes of the shard that are the region, if they are one run and the target takes them as one.
+    """
+
+    region: Box
+    view: Tensor
+    run: tuple[int, int] | None
+
+
+class Filler:
+    """Puts verified blobs into tensors. `add` may be called from several threads for different blobs.
+
+    `blobs`: the numbers of all that are wanted, ascending.
+    """
+
+    def __init__(
+        self,
+        saved: SavedState,
+        fills: Mapping[Key, list[Target]],
+        lying: Sequence[tuple[int, Tensor]] = (),
+        *,
+        in_place: bool = True,
+    ) -> None:
+        """`lying`: shards by their numbers, and tensors of the same form, each of which takes all of its shard."""
+        self._saved = saved
+        self._later: list[tuple[Tensor, Tensor]] = []
+        self._met: list[tuple[I64, Target]] = []  # shards, and a target that they meet
+        self._whole = list(lying)
+        self._overlaps: dict[int, list[_Overlap]] = {}
+        self._filled = [tensor for _, tensor in lying] + [one.tensor for targets in fills.values() for one in targets]
+        wanted: list[I64] = [np.zeros(0, np.int64)]
+        for key, targets in fills.items():
+            tensor = saved.tensors[key]
+            for target in targets:
+                ready = self._ready(target, tensor.spec)
+                if saved.directory is None and len(tensor.shards) == 1 and _is_whole(ready, tensor.spec):
+                    self._whole.append((tensor.shards[0], ready.tensor))
+                elif len(tensor.shards):
+                    numbers = np.asarray(tensor.shards, np.int64)
+                    wanted.append(self._blobs_for(ready, numbers, len(tensor.spec.shape)))
+        numbers = np.array([number for number, _ in self._whole], np.int64)
+        found = distinct(np.concatenate([*wanted, _ranges(saved.table.starts, numbers)]))
+        self.blobs: list[int] = found[saved.table.length[found] > 0].tolist()
+        self._crowded, self._address = set[int](), np.zeros(len(saved.table.shards), np.int64)
+        self._in_place = in_place
+        if in_place:
+            self._find_addresses(numbers)
+
+    def _find_addresses(self, numbers: I64) -> None:
+        """Where whole shards (`numbers`: of `_whole`) may be put as they are: in host memory, each in one place."""
+        tensors = [tensor for _, tensor in self._whole]
+        places = [*tensors, *(target.tensor for _, target in self._met)]
+        crowded = _crowded(places)
+        self._crowded = {id(one) for one, several in zip(places, crowded.tolist(), strict=True) if several}
+        here = np.fromiter((one.is_cpu and one.is_contiguous() for one in tensors), np.bool_, len(tensors))
+        times = np.bincount(np.concatenate([numbers, *(met for met, _ in self._met)]), minlength=len(self._address))
+        alone = here & ~crowded[: len(tensors)] & (times[numbers] == 1)
+        addresses = np.fromiter(map(Tensor.data_ptr, tensors), np.int64, len(tensors))
+        self._address[numbers[alone]] = addresses[alone]
+
+    def _blobs_for(self, target: Target, numbers: I64, k: int) -> I64:
+        """The blobs of these shards, of `k` dimensions, that have something of a target."""
+        shards = self._saved.table.columns
+        dims = shards.dims[shards.dim_starts[numbers][:, None] + np.arange(k, 3 * k)] if k else numbers[:, None][:, :0]
+        low, high = dims[:, :k], dims[:, :k] + dims[:, k:]
+        first = np.array(target.box[0], np.int64)
+        last = first + np.array(target.box[1], np.int64)
+        hit = (np.maximum(low, first) < np.minimum(high, last)).all(1)
+        self._met.append((numbers[hit], target))
+        whole = (low[hit] >= first).all(1) & (high[hit] <= last).all(1)
+        inside, across = numbers[hit][whole], numbers[hit][~whole]
+        parts = [b for n in across.tolist() if (o := self._overlap(n, target)) is not None for b in self._needed(n, o)]
+        return np.concatenate([_ranges(self._saved.table.starts, inside), np.array(parts, np.int64)])
+
+    @cached_property
+    def _hits(self) -> dict[int, list[Target]]:
+        """The targets of each shard. Made when the first blob comes that has no place of its own."""
+        found: dict[int, list[Target]] = {}
+        for number, tensor in self._whole:
+            found.setdefault(number, []).append(Target.whole(tensor))
+        for numbers, target in self._met:
+            for number in numbers.tolist():
+                found.setdefault(number, []).append(target)
+        return found
+
+    def _overlap(self, number: int, target: Target) -> _Overlap | None:
+        return _overlap(self._saved.table.shards[number].box, target)
+
+    def _overlaps_of(self, number: int) -> list[_Overlap]:
+        """Where a shard goes. Worked out when it comes: there may be hundreds of thousands."""
+        if number not in self._overlaps:
+            found = (self._overlap(number, target) for target in self._hits.get(number, ()))
+            self._overlaps[number] = [overlap for overlap in found if overlap is not None]
+        return self._overlaps[number]
+
+    def _ready(self, target: Target, spec: TensorSpec) -> Target:
+        """A target that takes bytes as they are; one of another dtype (under strict=False) is filled at the end."""
+        tensor = target.tensor.detach()
+        if DTYPE_NAME[tensor.dtype] == spec.dtype and not tensor.is_conj() and not tensor.is_neg():
+            return Target(tensor, target.box)
+        whole = torch.empty(tensor.shape, dtype=TORCH_DTYPE[spec.dtype])
+        self._later.append((tensor, whole))
+        return Target(whole, target.box)
+
+    def _needed(self, number: int, overlap: _Overlap) -> Iterable[int]:
+        """The blobs of a shard that hold something of an overlap."""
+        shard, saved = self._saved.table.shards[number], self._saved
+        item = BITS[shard.dtype] // 8
+        blobs = saved.table.blobs(number)
+        if overlap.run == (0, item * math.prod(shard.sizes)):
+            return [blob for blob in blobs if saved.table.length[blob]]
+        low, high = overlap.run or tuple(item * n for n in run_of(overlap.region, shard.sizes))
+        found = []
+        for blob in blobs:
+            start, length = int(saved.position[blob]), int(saved.table.length[blob])
+            if start < high and start + length > low:
+                boxes = boxes_of_run(shard.sizes, start // item, (start + length) // item)
+                if overlap.run or any(intersect(box, overlap.region) for box in boxes):
+                    found.append(blob)
+        return found
+
+    def places(self, blobs: I64) -> I64:
+        """Where the bytes of blobs may be put instead of adding them, 0 for nowhere: if all of a blob belongs in one
+        place, in host memory, and nowhere else.
+        """
+        shards = self._saved.shard_of_blob[blobs]
+        found = self._address[shards]
+        found[found > 0] += self._saved.position[blobs][found > 0]
+        if self._met and self._in_place:
+            for i in np.flatnonzero(found == 0).tolist():
+                found[i] = self._place(int(blobs[i]), int(shards[i]))
+        return found
+
+    def _place(self, blob: int, number: int) -> int:
+        """Of a blob of a shard that is divided otherwise than the tensors here."""
+        overlaps = self._overlaps_of(number)
+        if len(overlaps) != 1 or id(self._hits[number][0].tensor) in self._crowded:
+            return 0
+        if overlaps[0].run is None or overlaps[0].view.device.type != "cpu":
+            return 0
+        low, high = overlaps[0].run
+        start = int(self._saved.position[blob])
+        stop = start + int(self._saved.table.length[blob])
+        return overlaps[0].view.data_ptr() + start - low if start >= low and stop <= high else 0
+
+    def add(self, blob: int, data: memoryview) -> None:
+        number = int(self._saved.shard_of_blob[blob])
+        shard, start = self._saved.table.shards[number], int(self._saved.position[blob])
+        if not len(data):
+            return
+        source = torch.frombuffer(data, dtype=torch.uint8)
+        for overlap in self._overlaps_of(number):
+            if overlap.run is not None:
+                low, high = overlap.run
+                first, last = max(low, start), min(high, start + len(data))
+                if first < last:
+                    overlap.view[first - low : last - low].copy_(source[first - start : last - start])
+            else:
+                _scatter(source, start, shard.sizes, BITS[shard.dtype] // 8, overlap)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Tensors that could not take bytes as they are."""
+        for target, whole in self._later:
+            target.copy_(whole)
+        # Autograd must know, though torch has not seen who wrote.
+        filled = [tensor for tensor in self._filled if not tensor.is_inference()]
+        try:
+            torch.autograd.graph.increment_version(filled)
+        except TypeError:  # of a torch that takes one at a time
+            for tensor in filled:
+                torch.autograd.graph.increment_version(tensor)
+
+
+def _is_whole(target: Target, spec: TensorSpec) -> bool:
+    """Whether all of a saved tensor is one run of bytes in its target."""
+    return target.box[1] == spec.shape and target.tensor.is_contiguous() and target.tensor.numel() > 0
+
+
+def _ranges(starts: I64, numbers: I64) -> I64:
+    """The blobs of these shards."""
+    counts = starts[numbers + 1] - starts[numbers]
+    found: I64 = np.repeat(starts[numbers] - (np.cumsum(counts) - counts), counts) + np.arange(int(counts.sum()))
+    return found
+
+
+def _crowded(views: Sequence[Tensor]) -> npt.NDArray[np.bool_]:
+    """Those of which another shares memory: while one is verified, the other must not be written."""
+    starts = np.fromiter(map(Tensor.data_ptr, views), np.int64, len(views))
+    ends = starts + np.fromiter(map(_reach, views), np.int64, len(views))
+    there = np.flatnonzero(ends > starts)
+    order = there[np.argsort(starts[there], kind="stable")]
+    widest = np.maximum.accumulate(ends[order])
+    met = np.flatnonzero(starts[order][1:] < widest[:-1]) + 1
+    found = np.zeros(len(views), np.bool_)
+    if met.size:
+        reached = np.maximum.accumulate(np.where(ends[order] == widest, np.arange(len(order)), 0))
+        found[order[met]] = found[order[reached[met - 1]]] = True
+    return found
+
+
+def _reach(view: Tensor) -> int:
+    """Bytes of host memory from its first element to behind its last."""
+    if not view.is_cpu or not view.numel():
+        return 0
+    if view.is_contiguous():
+        return view.nbytes
+    return (sum((size - 1) * step for size, step in zip(view.shape, view.stride(), strict=True)) + 1) * view.itemsize
+
+
+_ITEM = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
+
+def _overlap(box: Box, target: Target) -> _Overlap | None:
+    if box == target.box and target.tensor.is_contiguous() and target.tensor.numel():
+        view = as_bytes(target.tensor)  # all of one is all of the other: what most restores consist of
+        return _Overlap(within(box, box), view, (0, view.numel()))
+    common = intersect(box, target.box)
+    if common is None:
+        return None
+    region = within(common, box)
+    view = target.tensor[slices(within(common, target.box))]
+    item = view.element_size()
+    start, stop = run_of(region, box[1])
+    if view.is_contiguous() and stop - start == math.prod(region[1]):
+        return _Overlap(region, as_bytes(view), (start * item, stop * item))
+    return _Overlap(region, view.view(_ITEM[item]), None)
+
+
+def _scatter(source: Tensor, start: int, sizes: tuple[int, ...], item: int, overlap: _Overlap) -> None:
+    """The elements of one blob that belong to a region, into a view of another order in memory."""
+    elements = source.view(_ITEM[item]) if source.data_ptr() % item == 0 else source.clone().view(_ITEM[item])
+    place = 0
+    for box in boxes_of_run(sizes, start // item, (start + len(source)) // item):
+        count = math.prod(box[1])
+        common = intersect(box, overlap.region)
+        if common is not None:
+            piece = elements[place : place + count].view(box[1])
+            overlap.view[slices(within(common, overlap.region))].copy_(piece[slices(within(common, box))])
+        place += count

@@ -1,0 +1,68 @@
+"""What parameters are called, and which memory the state holds beside optimizers."""
+
+from __future__ import annotations
+
+import bisect
+import math
+
+from torch import Tensor
+
+from ckpt.core.state.sharding import StateEntry, local
+
+
+class Names(dict[int, StateEntry]):
+    """Parameters and plain tensors that optimizers may step, by id; and the memory of all that the state holds beside
+    optimizers: `fixed` what stays from step to step, `loose` what is read anew.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._fixed, self._loose = list[list[StateEntry]](), list[StateEntry]()
+        self._spans: tuple[list[Span] | None, list[Span] | None] = None, None
+
+    def note(self, fixed: list[list[StateEntry]], loose: list[StateEntry]) -> None:
+        """What the state holds now. Looked at when somebody asks."""
+        same = len(fixed) == len(self._fixed) and all(a is b for a, b in zip(fixed, self._fixed, strict=True))
+        self._fixed, self._loose, self._spans = fixed, loose, (self._spans[0] if same else None, None)
+
+    def hold(self, span: Span | None) -> bool:
+        """Whether the state holds all of a tensor's memory, be it as parts of it, or as a part of something."""
+        if span is None:
+            return False
+        fixed, loose = self._spans
+        if fixed is None or loose is None:
+            fixed = fixed or _joined([entry for each in self._fixed for entry in each])
+            loose = _joined(self._loose)
+            self._spans = fixed, loose
+        return _inside(span, fixed) or _inside(span, loose)
+
+
+Span = tuple[str, int, float]
+
+
+def span_of(tensor: Tensor) -> Span | None:
+    """A device, and the addresses on it that a tensor fills; None if it leaves gaps there, or has no memory."""
+    mine = local(tensor)
+    if not mine.numel() or not mine.data_ptr():
+        return None
+    reach = sum((size - 1) * stride for size, stride in zip(mine.shape, mine.stride(), strict=True))
+    if reach + 1 != mine.numel():
+        return None
+    return str(mine.device), mine.data_ptr(), mine.data_ptr() + mine.nbytes
+
+
+def _inside(span: Span, spans: list[Span]) -> bool:
+    device, start, stop = span
+    i = bisect.bisect_right(spans, (device, start, math.inf)) - 1
+    return i >= 0 and spans[i][0] == device and spans[i][2] >= stop
+
+
+def _joined(entries: list[StateEntry]) -> list[Span]:
+    """All that these tensors fill, as spans that do not touch, ascending."""
+    found: list[Span] = []
+    for device, start, stop in sorted(span for e in entries if (span := span_of(e.tensor)) is not None):
+        if found and found[-1][0] == device and start <= found[-1][2]:
+            found[-1] = device, found[-1][1], max(stop, found[-1][2])
+        else:
+            found.append((device, start, stop))
+    return found

@@ -1,0 +1,730 @@
+"""How an optimizer is read, and put back."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Container, Iterable, Mapping, MutableMapping
+from itertools import compress
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ckpt.core.format.columns import ODD
+from ckpt.core.format.saved_nodes import KINDS, PLAIN, SavedNode, is_optimizer
+from ckpt.core.format.values import Json, Path, decode, encode, encode_key, kind_of, part_of, show, splitter
+from ckpt.core.state.adapters import Collector, Contents, Memories, Places, write_back
+from ckpt.core.state.joint import IN_TURN
+from ckpt.core.state.names import Names, Span, span_of
+from ckpt.core.state.placement import Placement, references
+from ckpt.core.state.rewrap import MomentPlaces, facts_of, forms_of, matching
+from ckpt.core.state.settings import overruled, settings_of
+from ckpt.core.state.sharding import Division, Replicas, StateEntry, is_dtensor, is_plain_share, local, members
+from ckpt.core.state.special_values import ObjectsOf, RestoredObjects, as_plain
+from ckpt.core.state.tensors import PLAIN as PLAIN_TENSORS
+from ckpt.core.state.tensors import as_bytes, dims_of_expansion, kind_of_tensor, of_kind, plain_kind
+from ckpt.core.state.wrappers import WrapperForm, is_wrapped, take_all_apart
+from ckpt.errors import CorruptError, MismatchError, StateError
+from ckpt.events import log
+
+SCHEDULED = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"}  # settings that schedulers add
+BEFORE_SAYING = "_optimizer_state_dict_pre_hooks"  # where torch's optimizers have them
+
+
+class OptimizerNode:
+    """A torch optimizer: state by parameter name, written back directly (its own loader would cast dtypes).
+
+    What it steps and nothing else in the state holds, such as fp32 masters, is saved with it.
+
+    State that is not a dict of a parameter, such as `state["global"]`, is saved among the values, as `more`. If the
+    optimizer has a `state_dict()` that adds entries to those of torch, these are saved as `extra`, and a restore hands
+    them to its `load_state_dict()`. A restore also calls this loader if it, or its hooks, may derive something.
+    """
+
+    kind = "optimizer"
+
+    def __init__(self, path: Path, optimizer: torch.optim.Optimizer) -> None:
+        self.path, self.optimizer = path, optimizer
+        self.unguarded = False  # its steps run no hooks
+        self.settings = settings_of(optimizer)  # as the script that began the run has said them
+        self._names: Names | None = None
+        self._piece: Contents | None = None
+        self._state: object = None
+        self._params, self._dicts = list[Any](), list[dict[Any, Any]]()  # the keys of its state; what parameters have
+        self._with_dicts: list[bool] = []  # which of the keys are parameters that have a dict
+        self._groups: list[list[Tensor]] = []
+        self._there, self._memories = Places(), Memories()
+        self._others: list[tuple[str, dict[str, Any], Any]] = []  # no tensors, or under keys that are not text
+        self._more: list[tuple[Json, Any]] = []  # entries of `state` that are not dicts of parameters, and their keys
+        self._objects = ObjectsOf(optimizer)
+        self._adds_entries, self._same = speaks_for_itself(optimizer), _all_of_one_state(optimizer)
+        self._nameless: list[tuple[str, Tensor, Span | None]] = []  # parameters, by their places
+        self._called: dict[int, str] = {}  # what the parameters are called, by id
+        self._held: list[bool] = []  # which of them something else holds
+        self._own: dict[str, StateEntry] = {}
+
+    def read(self, names: Names) -> Contents:
+        extra = self._extra()  # first: its hooks may write into the groups and the state
+        if self._piece is None or names is not self._names or self.changed() or self._is_held(names) != self._held:
+            self._read(names)
+        return self._contents(extra)
+
+    def _contents(self, extra: dict[str, Any]) -> Contents:
+        assert self._piece is not None
+        collect, state = Collector(self._objects, exact=True), self.optimizer.state
+        self._objects.begin(self._called)
+        values = {
+            "groups": [
+                {
+                    k: encode(v, (*self.path, "param_groups", i, k), collect)
+                    for k, v in group.items()
+                    if k not in IN_TURN
+                }
+                for i, group in enumerate(self.optimizer.param_groups)
+            ],
+            "state": [
+                [
+                    name,
+                    encode_key(key, self.path, collect),
+                    encode(held[key], (*self.path, "state", name, part_of(key)), collect),
+                ]
+                for name, held, key in self._others
+            ],
+            "settings": self.settings,
+        }
+        if self._more:
+            values["more"] = [
+                [owner, encode(state[key], self._path_of_more(owner), collect)] for owner, key in self._more
+            ]
+        if extra:
+            values["extra"] = encode(extra, (*self.path, "extra"), collect)
+        self._objects.end()
+        return Contents(self._piece.fixed, collect.entries, values, self._piece.facts)
+
+    def _path_of_more(self, owner: Json) -> Path:
+        """Return the path of an entry of the state that is not a dict of a parameter."""
+        (name,) = owner.values()
+        return (*self.path, "more", name if type(name) is str else part_of(decode(name, as_plain)))
+
+    def _extra(self) -> dict[str, Any]:
+        """Run the hooks that prepare a `state_dict()`. Return the entries that the optimizer's own adds to torch's."""
+        if not self._adds_entries:
+            for one in self._same:
+                for hook in tuple((vars(one).get(BEFORE_SAYING) or {}).values()):
+                    hook(one)
+            return {}
+        said = self.optimizer.state_dict()
+        return {key: value for key, value in said.items() if key not in ("state", "param_groups")}
+
+    def changed(self) -> bool:
+        """Whether the optimizer has other tensors than were read, or has them elsewhere."""
+        optimizer = self.optimizer
+        state: MutableMapping[Any, Any] = optimizer.state
+        if state is not self._state or len(state) != len(self._params):
+            return True
+        # In the order in which they came, since to look a tensor up runs Python.
+        dicts = compress(state.values(), self._with_dicts) if self._more else state.values()
+        if not (all(map(is_, state, self._params)) and all(map(is_, dicts, self._dicts))):
+            return True
+        if len(self._groups) != len(optimizer.param_groups):
+            return True
+        for group, params in zip(optimizer.param_groups, self._groups, strict=True):
+            if len(group["params"]) != len(params) or not all(map(is_, group["params"], params)):
+                return True
+        if self._there.differs() or self._memories.changed():
+            return True
+        # A key that was None may have become a tensor, or have gone where another one came.
+        return any(
+            key not in values or (_is_entry(key, values[key]) and id(values[key]) not in self._called)
+            for _, values, key in self._others
+        )
+
+    def _read(self, names: Names) -> None:
+        self._piece = None  # as in ModuleNode
+        self._names, self._state = names, self.optimizer.state
+        self._groups = [list(group["params"]) for group in self.optimizer.param_groups]
+        self.settings = [
+            *self.settings,
+            *settings_of(self.optimizer)[len(self.settings) :],
+        ]  # of a group that came late
+        self._others, self._more, self._there, self._memories = [], [], Places(), Memories()
+        self._params, self._dicts, self._with_dicts = list(self.optimizer.state), [], []
+        places: list[tuple[dict[str, Any], str, Tensor]] = []
+        state: list[StateEntry] = []
+        not_plain: list[tuple[Path, Tensor, Tensor]] = []  # of the state, and their parameters
+        called, shares = self.param_names(names), self._shares()
+        self._called, with_state = called, list[str]()
+        for param, values in self.optimizer.state.items():
+            name = called.get(id(param)) if isinstance(param, Tensor) else None
+            if name is None and isinstance(param, Tensor):
+                raise StateError(f"{show(self.path)}: holds state of a tensor that is in none of its groups")
+            self._with_dicts.append(name is not None and isinstance(values, dict))
+            if name is None or not isinstance(values, dict):
+                owner = {"key": encode_key(param, self.path, Collector())} if name is None else {"param": name}
+                self._more.append((owner, param))
+                continue
+            with_state.append(name)
+            self._dicts.append(values)
+            for key, value in values.items():
+                if _is_entry(key, value) and id(value) not in called:
+                    path = (*self.path, "state", name, key)
+                    state.append(StateEntry(show(path), value, True, _alike(value, param, names, key in shares), param))
+                    places.append((values, key, value))
+                    if type(value) is not Tensor or value.requires_grad or hasattr(value, "_is_buffer"):
+                        not_plain.append((path, value, param))
+                else:
+                    self._others.append((name, values, key))
+        bare = {id(p): p for group in self.optimizer.param_groups for p in group["params"] if id(p) not in names}
+        self._nameless = [(called[number], p, span_of(p)) for number, p in bare.items()]
+        self._held = self._is_held(names)
+        mine = (one for one, held in zip(self._nameless, self._held, strict=True) if not held)
+        own = [StateEntry(show((*self.path, "params", place)), p, True) for place, p, _ in mine]
+        (fixed, forms), (params_too, more) = take_all_apart(state), take_all_apart(own)
+        self._own = {entry.name: entry for entry in params_too}
+        self._there = Places(places, self._dicts)
+        self._memories = Memories([*(tensor for _, _, tensor in places), *(p for _, p, _ in self._nameless)])
+        params = [[called[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
+        facts = {"params": params, "with_state": with_state}
+        # Those beside which there is a DTensor are plain shares, see _alike().
+        plain = [one.name for one in fixed if is_dtensor(one.alike) and not is_dtensor(one.owner.tensor)]
+        facts |= {PLAIN: plain} if plain else {}
+        kinds = {show(path): kind for path, one, param in not_plain if (kind := _kind_of(one, param, path))}
+        facts |= {KINDS: kinds} if kinds else {}
+        self._piece = Contents([*fixed, *params_too], facts=facts | facts_of([*forms, *more]))
+
+    def _shares(self) -> set[str]:
+        """Return the keys whose plain tensors are this rank's shards, as TransformerEngine keeps moments of DTensors.
+
+        A step count of shape [1] looks like a shard of one element, but not next to every parameter.
+        """
+        shards, others = set[str](), {"step"}
+        for param, values in self.optimizer.state.items():
+            for key, value in values.items() if is_dtensor(param) and isinstance(values, dict) else ():
+                if isinstance(value, Tensor) and not is_dtensor(value) and not is_wrapped(value):
+                    (shards if is_plain_share(value, param) else others).add(key)
+        return shards - others
+
+    def _is_held(self, names: Names) -> list[bool]:
+        return [names.hold(span) for _, _, span in self._nameless]
+
+    def own_name(self, param: Tensor) -> str:
+        """What a parameter is called that is saved with the optimizer; "" if it is not."""
+        return next((entry.owner.name for entry in self._own.values() if entry.owner.tensor is param), "")
+
+    def param_names(self, names: Names) -> dict[int, str]:
+        """By id; a parameter that nothing else in the state names is called by its place."""
+        return {
+            id(p): names[id(p)].name if id(p) in names else f"{i}.{j}"
+            for i, group in enumerate(self.optimizer.param_groups)
+            for j, p in enumerate(group["params"])
+        }
+
+    def prepare(self, saved: SavedNode, placement: Placement) -> None:
+        called = self.param_names(placement.names)
+        mine = [[called[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
+        if not is_optimizer(saved):
+            raise CorruptError(f"{show(self.path)}: what is stored of it is not the state of an optimizer")
+        params = {called[id(p)]: (p, g) for g in self.optimizer.param_groups for p in g["params"]}
+        start = show((*self.path, "params")) + "."
+        names = placement.compare(self.path, [name for name in saved.names if name.startswith(start)], self._own)
+        for name in matching(names, self._own, saved.facts, saved.names, placement):
+            placement.fill(name, self._own[name])
+        if kind := self._other_kind(saved):
+            here = "was" if placement.strict else "begins anew, as it was"
+            placement.problem(f"{show(self.path)} {here} saved by an optimizer of another kind: {kind}")
+            return
+        self._compare_groups(mine, saved.facts["params"], placement)
+        fresh: dict[str, dict[str, Any]] = {name: {} for name in saved.facts["with_state"] if name in params}
+        self._begin_anew(fresh, params, placement)
+        self._place_state(fresh, params, saved, placement)
+        if saved.values.get("extra") is not None and not self._adds_entries:
+            placement.problem(f"{show(self.path)}: its state_dict() had entries of its own, and has none here")
+        objects = self._objects.restoring(saved.values)
+        others = self._other_state(fresh, saved, placement, objects)
+        more, extra = self._more_state(params, saved, placement, objects)
+        groups = self._groups_of(saved, placement, objects)
+
+        def finish() -> None:
+            for name, key, value in others:
+                fresh[name][key] = value()
+            state: dict[Any, Any] = {params[name][0]: values for name, values in fresh.items()}
+            for key, value in more:
+                state[key] = write_back(self.optimizer.state.get(key), value())
+            self._put(state)
+            groups()
+            if extra is not None or any(map(_derives_when_loaded, self._same)):
+                self._load({} if extra is None else extra(), state)
+
+        placement.finish(self.path, finish)
+
+    def prepare_as_saved(self, saved: SavedNode, placement: Placement) -> bool:
+        values = saved.values
+        if self._others or self._more or self._adds_entries or not is_optimizer(saved) or self._other_kind(saved):
+            return False
+        if any(map(_derives_when_loaded, self._same)):
+            return False
+        if values["state"] or values.get("more") or values.get("extra"):
+            return False
+        placement.finish(self.path, self._groups_of(saved, placement, self._objects.restoring(values)))
+        return True
+
+    def _load(self, extra: dict[str, Any], state: dict[Any, Any]) -> None:
+        """Call the optimizer's own loader, and undo what torch's does to values, such as casts to dtypes of weights."""
+        said = self._say(state)
+        try:
+            self.optimizer.load_state_dict({**said, **extra})
+        except Exception as error:
+            if extra:
+                raise
+            log.warning(
+                "%s: its state was restored, but its own load_state_dict() failed with %r, so what the optimizer "
+                "derives from its state when it is loaded may be missing",
+                show(self.path),
+                error,
+            )
+        for key, values in self.optimizer.state.items():
+            if key not in state:
+                state[key] = values
+            elif isinstance(values, dict) and isinstance(state[key], dict):
+                saved = state[key]
+                state[key].update({k: v for k, v in values.items() if k not in saved or _is_derived(v, saved[k], key)})
+        self._put(state)
+
+    def _say(self, state: dict[Any, Any]) -> dict[str, Any]:
+        """Return the `state_dict()` of what was restored. What it writes before it reads would be of this process."""
+        held = {key: dict(values) for key, values in state.items() if isinstance(values, dict)}
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+        hooks = [(vars(one), vars(one).get(BEFORE_SAYING)) for one in self._same]
+        try:
+            for owner, of_one in hooks:
+                if of_one:
+                    owner[BEFORE_SAYING] = OrderedDict()
+            said = self.optimizer.state_dict()
+        finally:
+            for owner, of_one in hooks:
+                if of_one:
+                    owner[BEFORE_SAYING] = of_one
+        for key, values in held.items():
+            state[key].clear()
+            state[key].update(values)
+        if type(packed := said.get("param_groups")) is not list or len(packed) != len(groups):
+            return said
+        return {**said, "param_groups": _Groups({**a, **b} for a, b in zip(packed, groups, strict=True))}
+
+    def _put(self, state: dict[Any, Any]) -> None:
+        """Make the optimizer's state consist of these entries."""
+        if not _filled(self.optimizer.state, state):
+            self.optimizer.state.clear()
+            self.optimizer.state.update(state)
+
+    def _other_kind(self, saved: SavedNode) -> str:
+        """What tells that another kind of optimizer was saved, "" if nothing: both have settings that the other has
+        not. Versions of torch only add some, and so do schedulers and scripts."""
+        theirs = [key for group in saved.values["groups"] for key in group if key not in SCHEDULED]
+        own = [key for key in getattr(self.optimizer, "defaults", {}) if key not in theirs]
+        here = {key for group in self.optimizer.param_groups for key in group}
+        odd = [key for key in dict.fromkeys(theirs) if key not in here]
+        return f"the checkpoint's settings have {_first(odd)}, and here are {_first(own)}" if own and odd else ""
+
+    def _groups_of(self, saved: SavedNode, placement: Placement, objects: RestoredObjects) -> Callable[[], None]:
+        """What sets the groups to what was saved of them."""
+        settings = zip(self.optimizer.param_groups, saved.values["groups"], strict=False)
+        groups = [placement.build(self._usable(live, group, placement), objects=objects) for live, group in settings]
+        then = saved.values.get("settings") or self.settings  # an older version did not save them
+
+        def finish() -> None:
+            own = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+            for group, build in zip(self.optimizer.param_groups, groups, strict=False):
+                _update_group(group, build(), own)
+            if text := overruled(then, self.settings, settings_of(self.optimizer)):
+                placement.overruled.append(f"{show(self.path)}: {text}")
+            self.settings = then
+
+        return finish
+
+    def _place_state(
+        self,
+        fresh: dict[str, dict[str, Any]],
+        params: Mapping[str, tuple[Tensor, dict[str, Any]]],
+        saved: SavedNode,
+        placement: Placement,
+    ) -> None:
+        """Find the tensors of the state their places. Where one cannot be had, its parameter begins anew."""
+        prefix = show((*self.path, "state")) + "."
+        nested = set(references(saved.values["state"]))  # inside lists and such, not values of their own
+        forms = forms_of(saved.facts)
+        wholes = {name: form.name for form in forms.values() for name in form.names}
+        split, odd, plain = splitter(fresh), set[str](), set(saved.facts.get(PLAIN, ()))
+        shares, kinds, made = self._shares(), saved.facts.get(KINDS, {}), dict[int, Tensor]()
+        for full in dict.fromkeys(wholes.get(full, full) for full in saved.names if full not in nested):
+            found = split(full.removeprefix(prefix)) if full.startswith(prefix) else None
+            if found is not None:
+                name, key = found
+                form, kind, param = forms.get(full), kinds.get(full), params[name][0]
+                target = self._target(full, key, *params[name], placement, form, full in plain, shares, kind)
+                if target is not None and kind is not None and not _is_of_kind(target, kind, param):
+                    target = made.setdefault(id(target), _as_kind(target, kind, param))
+                fresh[name][key] = target
+                odd |= {name} if target is None else set()
+        for name in odd:
+            del fresh[name]
+
+    def _other_state(
+        self, fresh: dict[str, dict[Any, Any]], saved: SavedNode, placement: Placement, objects: RestoredObjects
+    ) -> list[tuple[str, Any, Callable[[], Any]]]:
+        """Build what is not a tensor. A parameter begins anew if that is not clear."""
+        rows = {(name, _words(key)): (key, value) for name, key, value in saved.values["state"] if name in fresh}
+        unclear = {name for name, _ in self._note_differing(rows, _rows_of_params, placement)}
+        found = []
+        for (name, _), (key, value) in rows.items():
+            if name not in unclear:
+                try:
+                    build = placement.build(value, guarded=True, objects=objects)
+                    found.append((name, objects.key(key), build))
+                except MismatchError as error:
+                    placement.problem(str(error))
+                    unclear.add(name)
+        for name in unclear:
+            del fresh[name]
+        return [row for row in found if row[0] in fresh]
+
+    def _more_state(
+        self, params: Mapping[str, tuple[Tensor, Any]], saved: SavedNode, placement: Placement, objects: RestoredObjects
+    ) -> tuple[list[tuple[Any, Callable[[], Any]]], Callable[[], Any] | None]:
+        """Build the entries of the state that are not dicts of parameters, and those that `state_dict()` adds."""
+        rows = {("more", _words(owner)): (owner, value) for owner, value in saved.values.get("more", ())}
+        rows = {k: row for k, row in rows.items() if "key" in row[0] or row[0]["param"] in params}
+        if saved.values.get("extra") is not None and self._adds_entries:
+            rows["extra", ""] = None, saved.values["extra"]
+        unclear = self._note_differing(rows, _rows_beside_params, placement)
+        found: list[tuple[Any, Callable[[], Any]]] = []
+        extra = None
+        for one, (owner, value) in rows.items():
+            if one in unclear:
+                continue
+            build = placement.build(value, guarded=True, objects=objects)
+            if owner is None:
+                extra = build
+            else:
+                key = objects.key(owner["key"]) if "key" in owner else params[owner["param"]][0]
+                found.append((key, build))
+        return found, extra
+
+    def _note_differing(
+        self, rows: Mapping[Row, Any], rows_of: Callable[[Json], Iterable[tuple[Row, Json]]], placement: Placement
+    ) -> set[Row]:
+        """If the number of ranks changed, note a problem for each value that they saved differently. Return these."""
+        if not rows or not placement.resized:
+            return set()
+        said: dict[Row, dict[str, list[int]]] = {}
+        try:
+            for rank, values in placement.saved.values_of(self.path):
+                for row, value in rows_of(values):
+                    if row in rows:
+                        said.setdefault(row, {}).setdefault(_words(value), []).append(rank)
+        except ODD as error:
+            raise CorruptError(f"{show(self.path)}: what a rank stored is not the state of an optimizer") from error
+        differing = {row: words for row, words in said.items() if len(words) > 1}
+        for row, words in differing.items():
+            ranks = sorted(rank for each in words.values() for rank in each)
+            placement.problem(placement.unclear(show((*self.path, *_path_of_row(row))), ranks))
+        return set(differing)
+
+    def _usable(self, live: MutableMapping[str, Any], saved: dict[str, Json], placement: Placement) -> dict[str, Json]:
+        """The settings of a group that are of the kind that they are here, or were or are None."""
+        found = {}
+        for key, value in saved.items():
+            if key in IN_TURN:
+                continue
+            kinds = {kind_of(value), self._kind_of(live.get(key))} - {"None"}
+            if len(kinds) < 2 or kinds == {"a number", "a tensor"}:
+                found[key] = value
+            else:
+                placement.problem(f"{show(self.path)}: {key} is {kind_of(value)} in the checkpoint, and not here")
+        return found
+
+    def _kind_of(self, value: object) -> str:
+        return kind_of(encode(value, (*self.path, "param_groups", 0, "live"), Collector(ObjectsOf(self.optimizer))))
+
+    def _begin_anew(
+        self, fresh: dict[str, Any], params: Mapping[str, tuple[Tensor, Any]], placement: Placement
+    ) -> None:
+        """What was learnt about a parameter of another shape does not fit this one: it would fail at the next step."""
+        if placement.strict:
+            return
+        shapes = {name: tensor.spec.whole or tensor.spec.shape for (name, _), tensor in placement.saved.tensors.items()}
+        shapes |= placement.shapes
+        for name in list(fresh):
+            shape = shapes.get(placement.saved.canonical(name, placement.seat.rank))
+            if shape is not None and tuple(shape) != tuple(params[name][0].shape):
+                del fresh[name]
+                placement.problem(
+                    f"{show((*self.path, 'state', name))}: begins anew, as its parameter has another shape"
+                )
+
+    def _compare_groups(self, mine: list[list[str]], theirs: list[list[str]], placement: Placement) -> None:
+        """Where several ranks saved or restore, one rank's groups hold some of the parameters of all."""
+        if mine == theirs or (not placement.alone and _fit(mine, theirs)):
+            return
+        have, want = {n for g in mine for n in g}, {n for g in theirs for n in g}
+        if placement.strict:
+            odd = sorted(have ^ want if placement.alone else have - want)
+            what = f"not in both: {_first(odd)}" if odd else "other order"
+            text = f"the parameter groups differ ({len(mine)} groups here, {len(theirs)} saved; {what})"
+        else:
+            new = sorted(have - want)
+            begin = f"{len(new)} begin anew ({_first(new)})" if new else "in other groups"
+            whose = "its settings" if len(mine) <= len(theirs) else f"the settings of its first {len(theirs)} groups"
+            text = f"{len(have & want)} parameters go on, {begin}; {whose} are the checkpoint's"
+        placement.problem(f"{show(self.path)}: {text}")
+
+    def _target(
+        self,
+        full: str,
+        key: str,
+        param: Tensor,
+        group: dict[str, Any],
+        placement: Placement,
+        form: WrapperForm | None,
+        plain: bool,
+        shares: set[str],
+        kind: dict[str, Json] | None,
+    ) -> Tensor | None:
+        """The live tensor if there is one that fits, else a new one, where torch itself would put it. None, and a
+        problem, if it is made of several (`form`) and cannot be had. `plain`: it was saved as a plain shard next to a
+        DTensor; `shares`: the keys of those that are such here; `kind`: what was saved if it is not a plain tensor."""
+        live = self.optimizer.state[param].get(key) if param in self.optimizer.state else None
+        if kind is not None and isinstance(live, Tensor) and not _is_of_kind(live, kind, param):
+            live = None
+        beside = _beside(param, placement.names)
+
+        def device_of(name: str) -> torch.device:
+            if key == "step" and not (group.get("capturable") or group.get("fused")):
+                return torch.device("cpu")
+            offloaded = not placement.spec(name).accelerator and placement.saved.accelerated
+            return torch.device("cpu") if offloaded else local(param).device
+
+        if form is not None or (isinstance(live, Tensor) and is_wrapped(live)):
+            return MomentPlaces(placement, device_of).find(form, full, live, beside)
+        if isinstance(live, Tensor):
+            entry = StateEntry(full, live, True, _alike(live, param, placement.names, key in shares))
+            if placement.fits(full, entry):
+                placement.fill(full, entry)
+                if not is_dtensor(live):
+                    placement.filled(full, entry)
+                return live
+        if (held := placement.names.get(id(param))) is not None and placement.were_one(full, held.name):
+            return param.detach()  # it was the weight itself: so SAM leaves it
+        if placement.key_to_create(full, beside, guarded=True, plain=plain) is None:
+            return None  # a problem has been noted
+        return placement.create(full, device_of(full), beside, guarded=True, plain=plain, like=local(param))
+
+
+def _is_entry(key: object, value: object) -> bool:
+    """Return True for a tensor of the state that has an entry of its own. An expanded one is saved as a value."""
+    return type(key) is str and isinstance(value, Tensor) and not dims_of_expansion(value)
+
+
+def _kind_of(value: Tensor, param: Tensor, path: Path) -> dict[str, Json]:
+    """Return what a tensor of the state is, for `_as_kind`; nothing for a plain one. StateError if it is lost."""
+    if is_wrapped(value):
+        return {}
+    if type(value) is type(param) and type(value) not in PLAIN_TENSORS and not is_dtensor(value):
+        return {**plain_kind(value), "like": True}
+    return kind_of_tensor(value, path)
+
+
+def _is_of_kind(value: Tensor, kind: dict[str, Json], param: Tensor) -> bool:
+    like = {"like": True} if type(value) is type(param) and type(value) not in PLAIN_TENSORS else {}
+    return bool(kind == {**plain_kind(value), **(like if "like" in kind else {})})
+
+
+def _as_kind(value: Tensor, kind: dict[str, Json], param: Tensor) -> Tensor:
+    """Return a tensor with the same memory. `like`: of the class of its parameter."""
+    return of_kind(value.as_subclass(type(param)) if kind.get("like") else value, kind)
+
+
+Row = tuple[str, str]  # what tells a plain value of the state from the others
+
+
+def _words(value: Json) -> str:
+    return json.dumps(value, sort_keys=True)
+
+
+def _rows_of_params(values: Json) -> Iterable[tuple[Row, Json]]:
+    return [((name, _words(key)), value) for name, key, value in values["state"]]
+
+
+def _rows_beside_params(values: Json) -> Iterable[tuple[Row, Json]]:
+    more = [(("more", _words(owner)), value) for owner, value in values.get("more", ())]
+    return [*more, (("extra", ""), values["extra"])] if "extra" in values else more
+
+
+def _path_of_row(row: Row) -> Path:
+    sort, words = row
+    if sort == "extra":
+        return (sort,)
+    if sort != "more":
+        return ("state", sort, part_of(decode(json.loads(words), as_plain)))
+    owner = json.loads(words)
+    return (sort, owner["param"] if "param" in owner else part_of(decode(owner["key"], as_plain)))
+
+
+def _first(words: list[str], count: int = 5) -> str:
+    return ", ".join(words[:count]) + (", …" if len(words) > count else "")
+
+
+TRUSTED = {"torch", "accelerate", "lightning", "lightning_fabric", "pytorch_lightning", "opacus"}
+"""Packages whose wrappers of optimizers add nothing to the `state_dict()` of the optimizer inside."""
+
+
+def speaks_for_itself(optimizer: Any) -> bool:
+    """Return True if `state_dict()` may say more than `.state` and `.param_groups`: it is overridden, or has hooks."""
+    if vars(optimizer).get("_optimizer_state_dict_post_hooks") or "state_dict" in vars(optimizer):
+        return True
+    owner = next((one for one in type(optimizer).__mro__ if "state_dict" in vars(one)), None)
+    if owner is None:
+        return False
+    if owner.__module__.split(".")[0] not in TRUSTED:
+        return True
+    return any(speaks_for_itself(one) for one in _inside(optimizer) if one.state is optimizer.state)
+
+
+def _derives_when_loaded(optimizer: Any) -> bool:
+    """Return True if loading may do more than set `.state` and `.param_groups`: by hooks or an overridden method."""
+    names = ("load_state_dict", "_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
+    if any(vars(optimizer).get(name) for name in names):
+        return True
+    owners = (
+        next((one for one in type(optimizer).__mro__ if m in vars(one)), None) for m in (names[0], "__setstate__")
+    )
+    return any(owner is not None and owner.__module__.split(".")[0] not in TRUSTED for owner in owners)
+
+
+def _all_of_one_state(optimizer: Any) -> list[Any]:
+    """Return the optimizer, and those inside it that have the same state."""
+    found = [optimizer]
+    for outer in found:  # which grows
+        inside = (one for one in _inside(outer) if getattr(one, "state", None) is optimizer.state)
+        found += [one for one in inside if not any(one is known for known in found)]
+    return found
+
+
+class _Groups(list[dict[str, Any]]):
+    """Groups whose values torch's loader takes as they are: its deep copy would make other parameters of them."""
+
+    def __deepcopy__(self, memo: Any) -> list[dict[str, Any]]:
+        return [dict(group) for group in self]
+
+
+def _raw(tensor: Tensor) -> Tensor:
+    return as_bytes(tensor.detach().resolve_conj().resolve_neg().contiguous())
+
+
+def _is_derived(loaded: Any, saved: Any, param: Any) -> bool:
+    """Return True if an optimizer's loader made another value of a saved one, and did not only cast or copy it.
+
+    torch's casts to the dtype of the parameter, and many an optimizer back again.
+    """
+    if isinstance(loaded, Tensor) and isinstance(saved, Tensor):
+        if type(loaded) is not type(saved) or is_wrapped(saved) or is_dtensor(saved) or loaded is saved:
+            return False
+        if loaded.shape != saved.shape:
+            return True
+        casts = (saved, saved.detach().to(param.dtype)) if isinstance(param, Tensor) else (saved,)
+        return not any(torch.equal(_raw(one.detach().to(loaded.device, loaded.dtype)), _raw(loaded)) for one in casts)
+    numbers = (bool, int, float, type(None))
+    return type(loaded) in numbers and type(saved) in numbers and repr(loaded) != repr(saved)
+
+
+def _inside(optimizer: Any) -> list[torch.optim.Optimizer]:
+    return [one for one in vars(optimizer).values() if isinstance(one, torch.optim.Optimizer)]
+
+
+def keeps_elsewhere(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True if `state_dict()` returns something other than `.state` and `.param_groups`, such as the states of
+    several optimizers.
+
+    A wrapper that forwards both and only adds entries to its `state_dict()` keeps nothing elsewhere.
+    """
+    if not speaks_for_itself(optimizer):
+        return False
+    owner = next(one for one in type(optimizer).__mro__ if "state_dict" in vars(one))
+    if not any(one.state is optimizer.state for one in _inside(optimizer)):
+        return owner.__module__.split(".")[0] != "torch" or "state_dict" in vars(optimizer)
+    return not {"state", "param_groups"} <= optimizer.state_dict().keys()
+
+
+def forgotten(optimizer: torch.optim.Optimizer) -> tuple[str, torch.optim.Optimizer] | None:
+    """What an attribute is called, and the optimizer in it, of which the outer one's `state_dict()` says nothing: SAM
+    is one around another."""
+    for name, inner in vars(optimizer).items():
+        if isinstance(inner, torch.optim.Optimizer) and inner.state is not optimizer.state:
+            return name, inner
+    return None
+
+
+def _filled(live: Mapping[Any, Any], wanted: Mapping[Any, Any]) -> bool:
+    """Whether the state consists of these very tensors in these places already, and of nothing else."""
+    if len(live) != len(wanted) or not all(a is b for a, b in zip(live, wanted, strict=True)):
+        return False
+    for param, values in wanted.items():
+        have = live[param]
+        if have is values:
+            continue
+        if type(have) is not dict or type(values) is not dict or len(have) != len(values):
+            return False
+        # In the same order. A key may be a tensor, which must not be compared.
+        if list(map(hash, have)) != list(map(hash, values)):
+            return False
+        if any(have.get(key, _NOT_THERE) is not value for key, value in values.items()):
+            return False
+    return True
+
+
+_NOT_THERE = object()
+
+
+def _beside(param: Tensor, names: Names) -> Replicas | Tensor | None:
+    """Optimizer state lies on the ranks like the parameter it belongs to."""
+    if is_dtensor(param):
+        return param
+    entry = names.get(id(param))
+    return None if entry is None or isinstance(entry.alike, Division) else entry.alike
+
+
+def _alike(value: Tensor, param: Tensor, names: Names, share: bool) -> Replicas | Tensor | None:
+    """As `_beside`. A plain tensor next to a DTensor is its shard only if it is a `share`."""
+    beside = _beside(param, names)
+    if not is_dtensor(beside) or share or is_dtensor(value) or is_wrapped(value):
+        return beside
+    return Replicas(members(beside)) if value.numel() == 1 else None  # a step count: all have the same
+
+
+def _fit(mine: list[list[str]], theirs: list[list[str]]) -> bool:
+    return len(mine) == len(theirs) and all(set(a) <= set(b) for a, b in zip(mine, theirs, strict=True))
+
+
+def _takes(live: Tensor, value: Tensor) -> bool:
+    """Return True if a tensor among the settings can be filled, and is of the kind that was saved."""
+    kind = plain_kind(value)
+    return live.shape == value.shape and (not kind or kind == plain_kind(live))
+
+
+@torch.no_grad()
+def _update_group(group: MutableMapping[str, Any], saved: dict[str, Any], own: Container[int]) -> None:
+    """`own`: the ids of the optimizer's parameters, which a setting may refer to."""
+    for key, value in saved.items():
+        live = group.get(key)
+        if live is value:
+            continue
+        if id(value) in own:
+            group[key] = value
+        elif isinstance(live, Tensor) and isinstance(value, Tensor) and _takes(live, value):
+            live.copy_(value)  # a captured graph reads this very tensor
+        elif isinstance(live, torch.device) and isinstance(value, torch.device):
+            continue  # the device of this rank, which need not be that of the rank that saved
+        else:
+            group[key] = value

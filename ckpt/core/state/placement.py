@@ -1,0 +1,500 @@
+"""Where the tensors of a checkpoint go: matched against the live state first, filled afterwards (`state.filler`).
+
+`Placement` is built without changing anything and lists every mismatch, so that one error tells all.
+"""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ckpt import errors
+from ckpt.core.format.layout import TensorSpec
+from ckpt.core.format.partition import GLOBAL, Seat
+from ckpt.core.format.saved_nodes import TENSORS, check_array
+from ckpt.core.format.saved_state import Ambiguous, Key, SavedState
+from ckpt.core.format.values import Json, Path, decode, show
+from ckpt.core.state.filler import Target
+from ckpt.core.state.names import Names
+from ckpt.core.state.sharding import (
+    Division,
+    LocalPiece,
+    Replicas,
+    StateEntry,
+    is_dtensor,
+    is_plain_share,
+    local,
+    pieces,
+)
+from ckpt.core.state.special_values import OBJECT_TAGS, RestoredObjects, decode_constant
+from ckpt.core.state.tensors import (
+    DTYPE_NAME,
+    TORCH_DTYPE,
+    empty,
+    expand,
+    is_expansion,
+    memory_of,
+    of_kind,
+    saved_device,
+    to_array,
+)
+from ckpt.core.state.wrappers import WrapperForm, differs, remake, take_apart
+from ckpt.errors import CheckpointError, CorruptError, MismatchError
+
+_LIBRARIES = tuple(os.path.join(os.path.dirname(str(module.__file__)), "") for module in (errors, torch, np))
+_STANDARD = os.path.join(os.path.dirname(os.__file__), "")  # other packages may lie below it, in site-packages
+
+
+def comes_from_user(error: BaseException) -> bool:
+    """Return True if an error says nothing about stored bytes: resources are short, or other code than ours failed.
+
+    Malformed values raise errors in this library, torch, numpy or the standard library. An object of the user, or of
+    a package that the user has chosen, has a frame of its own in the traceback.
+    """
+    if isinstance(error, (OSError, MemoryError, torch.OutOfMemoryError)):
+        return True
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        file = frame.f_code.co_filename
+        standard = file.startswith("<frozen") or (file.startswith(_STANDARD) and "-packages" not in file)
+        compiled = file.endswith(".pyx")  # of numpy, without its path
+        if not (standard or compiled or file.startswith(_LIBRARIES)):
+            return True
+    return False
+
+
+@dataclass
+class Placement:
+    """`fills`: for every saved tensor that this rank wants, the live or new tensors that it goes to; `lying`: by the
+    numbers of shards, live tensors that are all as they were saved, and take all of it."""
+
+    saved: SavedState
+    strict: bool
+    names: Names = field(default_factory=Names)
+    seat: Seat = field(default_factory=Seat)
+    fills: dict[Key, list[Target]] = field(default_factory=dict)
+    lying: list[tuple[int, Tensor]] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    overruled: list[str] = field(default_factory=list)  # of the script's settings, known when all is finished
+    cast: dict[str, str] = field(default_factory=dict)  # where lenient: by names, the dtypes here
+    apart: set[str] = field(default_factory=set)  # replicas here, of which each rank had saved its own
+    finishers: list[Callable[[], object]] = field(default_factory=list)
+    last: list[Callable[[], object]] = field(default_factory=list)  # after all finishers: they may draw random numbers
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of saved tensors that are made of others
+    _keys: dict[tuple[str, int | None, bool], Key | None] = field(default_factory=dict)
+    _reader: int | None = None
+    _asked: dict[tuple[str, int, bool, int | None], tuple[StateEntry, Key | None]] = field(default_factory=dict)
+    _to_create: dict[tuple[str, int, bool, bool], tuple[StateEntry, Key | None]] = field(default_factory=dict)
+    _cut: dict[tuple[str, int], tuple[StateEntry, list[LocalPiece]]] = field(default_factory=dict)
+    _created: dict[Key, Tensor] = field(default_factory=dict)
+    _filled: dict[Key, Tensor] = field(default_factory=dict)  # live tensors of optimizers
+    _handed: set[Key] = field(default_factory=set)  # created only to be handed to a load_state_dict, which copies
+    _live: dict[Key, list[Tensor]] = field(default_factory=dict)  # what is filled, and what such a call will fill
+    _called: dict[Key, set[str]] = field(default_factory=dict)
+
+    @property
+    def alone(self) -> bool:
+        """One rank saved this and one restores it: then everything must be there on both sides."""
+        return self.saved.world == self.seat.size == 1
+
+    @property
+    def resized(self) -> bool:
+        """Whether the number of ranks has changed."""
+        return self.saved.world != self.seat.size
+
+    def key(self, name: str, instance: int | None = None, *, lenient: bool = True) -> Key | None:
+        """The saved tensor that a name means here; None, and a problem, if that is not clear."""
+        if self._reader is not None:  # as that rank saw it
+            found = self.saved.resolve(name, self._reader, self.saved.world, instance, lenient=True)
+            return found if isinstance(found, tuple) else None
+        if (name, instance, lenient) not in self._keys:
+            found = self.saved.resolve(name, self.seat.rank, self.seat.size, instance, lenient=lenient)
+            if found is None:
+                raise CorruptError(f"the checkpoint refers to {name}, which it does not hold")
+            if isinstance(found, Ambiguous):
+                self.problem(self.unclear(name, found.ranks))
+                found = None
+            self._keys[name, instance, lenient] = found
+        return self._keys[name, instance, lenient]
+
+    def spec(self, name: str) -> TensorSpec:
+        """Of the saved tensor, whole."""
+        key = self.key(name)
+        found = key if key is not None else (name, self.saved.instances(self.saved.canonical(name, self.seat.rank))[0])
+        return self.saved.tensors[found].spec
+
+    def unclear(self, name: str, ranks: Sequence[int]) -> str:
+        """Say that ranks saved different values under one name."""
+        return (
+            f"{name} was saved by ranks {', '.join(map(str, ranks[:8]))} with values of their own, which differ: it is "
+            f"not clear what this rank should take. {self.saved.world} ranks saved it, and {self.seat.size} restore it"
+        )
+
+    def problem(self, text: str) -> None:
+        self.problems.append(text)
+
+    def finish(self, path: Path, work: Callable[[], object], *, last: bool = False) -> None:
+        """Do this when the tensors are filled.
+
+        An error of the user's own code is raised as it is: the stored bytes match their digests, so an older
+        checkpoint would not help, and its steps would be lost for good.
+        """
+
+        def named() -> None:
+            try:
+                work()
+            except CheckpointError:
+                raise
+            except Exception as error:
+                if comes_from_user(error):
+                    error.add_note(
+                        f"everystep: {show(path)} raised this while it was restored. The checkpoint is intact. The "
+                        "state is partly overwritten: do not train on it, start again"
+                    )
+                    raise
+                raise CorruptError(f"{show(path)} does not take what was saved of it: {error!r}") from error
+
+        (self.last if last else self.finishers).append(named)
+
+    def fits(self, name: str, entry: StateEntry) -> bool:
+        key = self._key_for(name, entry)
+        return key is not None and self._form(entry) == (self.saved.tensors[key].spec.shape, self.spec(name).dtype)
+
+    def _form(self, entry: StateEntry) -> tuple[tuple[int, ...], str | None]:
+        """The shape of the whole tensor, and the dtype."""
+        here = self._pieces(entry)
+        alike: Any = entry.alike
+        of_more = isinstance(alike, Division) or is_plain_share(entry.tensor, alike)  # perhaps an empty share
+        whole = tuple(alike.shape if of_more else entry.tensor.shape)
+        shape = here[0].holding.full if here else whole
+        return shape, DTYPE_NAME.get(entry.tensor.dtype)
+
+    def _pieces(self, entry: StateEntry) -> list[LocalPiece]:
+        """Of a live tensor, worked out once. None of one whose dtype cannot be saved."""
+        key = entry.name, id(entry.tensor)  # kept alive by the entry
+        if key not in self._cut:
+            self._cut[key] = entry, pieces(entry, self.seat) if DTYPE_NAME.get(entry.tensor.dtype) else []
+        return self._cut[key][1]
+
+    def compare(self, path: Path, saved: Iterable[str], live: Mapping[str, StateEntry]) -> list[str]:
+        """Note every difference; the names that can be filled."""
+        names = set(saved)
+        for name in sorted(live.keys() - names):
+            self.problem(f"{name} is not in the checkpoint")
+        for name in sorted(names - live.keys()) if self.alone else ():
+            self.problem(f"{name} is in the checkpoint, and not in {show(path)}")
+        return [name for name in live if name in names and self._comparable(name, live[name])]
+
+    def _comparable(self, name: str, entry: StateEntry) -> bool:
+        key = self._key_for(name, entry)
+        if key is None:
+            return False
+        spec, (shape, dtype) = self.saved.tensors[key].spec, self._form(entry)
+        if spec.shape != shape:
+            self.problem(f"{name} has shape {list(spec.shape)} in the checkpoint and {list(shape)} here")
+            return False
+        if spec.dtype != dtype and (self.strict or dtype is None or entry.part_of is not None):
+            self.problem(f"{name} has dtype {spec.dtype} in the checkpoint and {dtype} here")
+        elif spec.dtype != dtype:
+            self.cast[name] = str(dtype)
+        return True
+
+    def _key_for(self, name: str, entry: StateEntry) -> Key | None:
+        asked = name, id(entry.tensor), entry.guarded, self._reader
+        if asked not in self._asked:  # several times of each tensor
+            self._asked[asked] = entry, self._look_up(name, entry)
+        return self._asked[asked][1]
+
+    def _look_up(self, name: str, entry: StateEntry) -> Key | None:
+        here = self._pieces(entry)
+        instance = here[0].holding.instance if here else None
+        whole = all(p.holding.sizes == p.holding.full for p in here)
+        if instance != GLOBAL or not whole or self.resized:
+            return self.key(name, instance, lenient=not entry.guarded)
+        key = self.key(name, None, lenient=not entry.guarded)
+        if key is not None and key[1] != GLOBAL and not self.saved.identical(key[0]):
+            self.apart.add(entry.name)  # replicas that had drifted: each rank goes on with its own
+        return key
+
+    def filled(self, name: str, entry: StateEntry) -> None:
+        """Have the values of this optimizer refer to a live tensor by other names of the same saved one, too."""
+        if (key := self._key_for(name, entry)) is not None:
+            self._filled.setdefault(key, entry.tensor)
+
+    def were_one(self, name: str, other: str) -> bool:
+        """Whether two names were one tensor when they were saved."""
+        rank = self.seat.rank
+        return self.saved.canonical(name, rank) == self.saved.canonical(other, rank)
+
+    def fill(self, name: str, entry: StateEntry) -> None:
+        """Fill what this rank has of a tensor."""
+        key = self._key_for(name, entry)
+        if key is None:
+            return
+        self.watch(name, entry)
+        for piece in self._pieces(entry):
+            self.fills.setdefault(key, []).append(Target(piece.tensor, (piece.holding.offsets, piece.holding.sizes)))
+
+    def watch(self, name: str, entry: StateEntry) -> None:
+        """The user's own code will fill this tensor: only what it shares memory with matters here."""
+        key = self._key_for(name, entry)
+        if key is not None and not isinstance(entry.alike, Division):  # divided memory is told by what it is called
+            self._live.setdefault(key, []).append(local(entry.tensor))
+            self._called.setdefault(key, set()).add(name)
+
+    def key_to_create(
+        self, name: str, beside: Replicas | Tensor | None = None, *, guarded: bool = False, plain: bool = False
+    ) -> Key | None:
+        """Return the saved tensor for one that must be created, by the rules for a live tensor in its place.
+
+        Return None, and note a problem, if it is not clear which one is meant. `guarded`: as in `StateEntry`. `plain`:
+        as in `create`.
+        """
+        if self._reader is not None:
+            return self.key(name)
+        asked = name, id(beside), guarded, plain
+        if asked not in self._to_create:
+            spec = self.spec(name)
+            live = self._becomes(name, spec, beside, plain)
+            if live is None:
+                live = torch.empty(spec.shape, dtype=TORCH_DTYPE[spec.dtype], device="meta")
+            entry = StateEntry(name, live, guarded, beside)
+            self._to_create[asked] = entry, self._look_up(name, entry)
+        return self._to_create[asked][1]
+
+    def _becomes(self, name: str, spec: TensorSpec, beside: Replicas | Tensor | None, plain: bool) -> Tensor | None:
+        """Return what optimizer state next to a DTensor becomes like: it, its shard if `plain`, or None for neither."""
+        if not isinstance(beside, Tensor) or not is_dtensor(beside):
+            return None
+        if tuple(beside.shape) != spec.shape or name.endswith(".step"):
+            return None
+        return local(beside) if plain else beside
+
+    def create(
+        self,
+        name: str,
+        device: torch.device,
+        beside: Replicas | Tensor | None = None,
+        *,
+        guarded: bool = False,
+        plain: bool = False,
+        like: Tensor | None = None,
+    ) -> Tensor:
+        """Return a new tensor for `name`, and the same one for its aliases. State of a DTensor becomes a DTensor.
+
+        guarded: as in `StateEntry`.
+        plain: state of a DTensor becomes a plain tensor like its local shard.
+        like: a tensor whose memory layout the new one gets if both have the same shape. Otherwise the new one gets the
+            layout that was saved.
+        """
+        key = self.key_to_create(name, beside, guarded=guarded, plain=plain)
+        spec = self.spec(name)
+        if key is None:
+            if not self.strict:  # nobody would look at the problem, and there are no values to hand out
+                raise MismatchError(f"it is not clear whose {name} this rank should take")
+            return empty(spec, device)  # a problem has been noted
+        if key not in self._created:
+            if (parent := self._becomes(name, spec, beside, plain)) is not None:
+                made = torch.empty_like(parent, dtype=TORCH_DTYPE[spec.dtype], requires_grad=False)
+            else:
+                made = empty(spec, device, like=like, order=self.saved.order(key, self.seat.rank))
+            self._created[key] = made
+            entry = StateEntry(name, made, guarded, beside)
+            if isinstance(beside, Replicas) or not (is_dtensor(made) or (plain and is_dtensor(beside))):
+                self.fills.setdefault(key, []).append(Target.whole(made))
+                self._live.setdefault(key, []).append(made)
+            else:
+                self.fill(name, entry)
+        return self._created[key]
+
+    def build(
+        self,
+        values: Json,
+        live: Mapping[str, StateEntry] | None = None,
+        like: Mapping[str, StateEntry] | None = None,
+        *,
+        rank: int | None = None,
+        guarded: bool = False,
+        objects: RestoredObjects | None = None,
+    ) -> Callable[[], Any]:
+        """Plain values again, to be called when the tensors in them are filled: into `live` ones, or new ones.
+
+        `like`: live tensors that the new ones will be copied into; a DTensor gets a DTensor. `rank`: that saved these
+        values, if they are not those that this rank takes. `guarded`: the tensors belong to an optimizer, so different
+        values of the ranks are a problem when the number of ranks has changed. `objects`: restores the objects of that
+        optimizer.
+        """
+
+        def check(reference: Json) -> object:
+            return None if objects is not None and reference["$"] in OBJECT_TAGS else self._check(reference)
+
+        decode(values, check)  # whatever is wrong with them is said before anything is changed
+        if objects is not None:
+            for problem in objects.check(values):
+                self.problem(problem)
+        self._reader = rank
+        try:
+            forms = forms_in(values)
+            filled, live = self._filled_wrappers(forms, live)
+            tensors = self._tensors_of(values, live, like, guarded)
+            new = {form.name: self._wrapper(form, tensors) for form in forms if form.name not in filled}
+        finally:
+            self._reader = None
+
+        made: dict[int, Tensor] = {}  # one Parameter for all references to one tensor
+
+        def extern(reference: Json) -> object:
+            if objects is not None and reference["$"] in OBJECT_TAGS:
+                return objects.decode(reference)
+            if reference["$"] == "wrapper":
+                return (filled | new)[reference["name"]]
+            if reference["$"] == "tensor":
+                tensor, have = tensors[reference["name"]], (live or {}).get(reference["name"])
+                if have is not None and have.tensor is tensor:
+                    return tensor
+                found = made.setdefault(id(tensor), of_kind(tensor, reference))
+                return expand(found, reference["expanded"]) if "expanded" in reference else found
+            if reference["$"] == "ndarray":
+                return to_array(tensors[reference["name"]].cpu(), reference)
+            return decode_constant(reference)
+
+        return lambda: decode(values, extern)
+
+    def _filled_wrappers(
+        self, forms: list[WrapperForm], live: Mapping[str, StateEntry] | None
+    ) -> tuple[dict[str, Tensor], Mapping[str, StateEntry] | None]:
+        """Those that live and are filled in place, by name; and `live` without what lies in those that are not."""
+        filled, others = dict[str, Tensor](), dict(live or {})
+        wholes = {entry.owner.name: entry.owner for entry in others.values()}
+        for form in forms:
+            if (owner := wholes.get(form.name)) is None:
+                continue
+            if self.parts_that_fit(form, owner) is not None:
+                filled[form.name] = owner.tensor
+                continue
+            for part in take_apart(owner)[0]:
+                others.pop(part.name, None)
+        return filled, None if live is None else others
+
+    def parts_that_fit(self, form: WrapperForm | None, live: StateEntry) -> list[StateEntry] | None:
+        """What a live wrapper is made of, if all of it can be filled; None, and a problem, if not. `form`: what was
+        saved, None for a plain tensor."""
+        parts, here = take_apart(live)
+        if problem := differs(form, here, live.name):
+            self.problem(problem)
+            return None
+        fit = all(self._comparable(part.name, part) and self.fits(part.name, part) for part in parts)
+        return parts if fit else None
+
+    def _wrapper(self, form: WrapperForm, tensors: Mapping[str, Tensor]) -> Tensor | None:
+        """One around new tensors. None, and a problem, if that cannot be; an error where problems are passed over, for
+        then there is nothing else to hand out."""
+        try:
+            if form.whole is not None:
+                raise MismatchError(f"{form.name} was a rank's share of a DTensor, and can only be filled in place")
+            return remake(form, tensors)
+        except MismatchError as error:
+            if not self.strict:
+                raise
+            self.problem(str(error))
+            return None
+
+    def _check(self, reference: Json) -> object:
+        """CorruptError or ValueError unless it is one of a constant, a tensor, or an array of as many bytes as are
+        stored."""
+        if reference["$"] == "wrapper":
+            WrapperForm.from_json(reference)
+            return None
+        if reference["$"] not in ("tensor", "ndarray"):
+            return decode_constant(reference)
+        if type(name := reference["name"]) is not str:
+            raise CorruptError(f"not the name of a tensor: {name!r:.80}")
+        if reference["$"] == "ndarray":
+            check_array(self.spec(name), reference)
+        elif not is_expansion(reference.get("expanded", []), len(self.spec(name).shape)):
+            raise CorruptError(f"{name} cannot be expanded by {reference['expanded']!r:.80}")
+        elif reference.get("kind") not in TENSORS:
+            raise CorruptError(f"unknown kind of tensor {reference['kind']!r:.80}: written by a newer version?")
+        return None
+
+    def _tensors_of(
+        self,
+        values: Json,
+        live: Mapping[str, StateEntry] | None,
+        like: Mapping[str, StateEntry] | None,
+        guarded: bool,
+    ) -> dict[str, Tensor]:
+        tensors: dict[str, Tensor] = {}
+        for name in references(values):
+            have = (live or {}).get(name)
+            if have is not None and self._comparable(name, have):
+                self.fill(name, have)
+                tensors[name] = have.tensor
+            elif guarded and like is None and (key := self.key_to_create(name, guarded=True)) in self._filled:
+                tensors[name] = self._filled[key]
+            else:
+                model = like[name].tensor if like and name in like else None
+                device = saved_device(self.spec(name))
+                tensors[name] = self.create(name, device, model, guarded=guarded, like=model)
+                key = self.key_to_create(name, model, guarded=guarded)
+                if live is None and key is not None:
+                    self._handed.add(key)
+        return tensors
+
+    def check(self) -> None:
+        """MismatchError that lists every problem, unless told to be lenient."""
+        if self.problems and self.strict:
+            raise mismatch(self.problems)
+
+    def check_sharing(self) -> None:
+        """Tied weights must be tied on both sides: silently untying them would change the training."""
+        owners: dict[Any, Key] = {}
+        for key, tensors in self._live.items():
+            handed = self._created.get(key) if key in self._handed else None
+            apart = None if handed is None else memory_of(local(handed))
+            memories = {m for t in tensors if (m := memory_of(t)) is not None and m != apart}
+            if len(memories) > 1:
+                aliases = (a for view in self.saved.views for a, n in view.aliases.items() if n == key[0])
+                names = dict.fromkeys([key[0], *aliases])
+                self.problem(f"{' and '.join(names)} were one tensor when they were saved, and are not here")
+            for memory in memories:
+                other = owners.setdefault(memory, key)
+                if not self.saved.same(other, key):
+                    self.problem(f"{other[0]} and {key[0]} are one tensor here, and were not when they were saved")
+
+
+def mismatch(problems: list[str]) -> MismatchError:
+    shown = "\n  ".join(problems[:20])
+    more = f"\n  and {len(problems) - 20} more" if len(problems) > 20 else ""
+    return MismatchError(
+        f"the checkpoint does not fit this state, so nothing was changed:\n  {shown}{more}\n"
+        "Make the state as it was, or pass strict=False, to restore() or to a trainer's callback, to take what fits "
+        "and cast what has another dtype"
+    )
+
+
+def references(values: Json) -> list[str]:
+    """The names of all tensors that plain values refer to."""
+    return [str(one.get("name")) for one in _tagged(values, ("tensor", "ndarray"))]
+
+
+def forms_in(values: Json) -> list[WrapperForm]:
+    """Of all wrappers that plain values refer to."""
+    return [WrapperForm.from_json(one) for one in _tagged(values, ("wrapper",))]
+
+
+def _tagged(values: Json, tags: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+    """All references of these kinds, not those inside of them."""
+    pending = [values]
+    while pending:
+        value = pending.pop()
+        if type(value) is dict and value.get("$") in tags:
+            yield value
+        else:
+            pending.extend(value.values() if type(value) is dict else value if type(value) is list else ())

@@ -1,0 +1,243 @@
+"""Tensors that a trainer divides among its ranks in a way of its own: said by name and place, read, and put back.
+
+To the checkpoint they are the tensors of a module of which each rank holds some: what was saved as `ckpt.Shards` can be
+restored as a module under the same names, and the other way round.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ckpt.core.format.boxes import Dims, boxes_of_run, times_covered
+from ckpt.core.format.saved_nodes import SavedNode
+from ckpt.core.format.values import Path, show
+from ckpt.core.state.adapters import Contents, Memories
+from ckpt.core.state.names import Names
+from ckpt.core.state.placement import Placement
+from ckpt.core.state.sharding import Division, StateEntry, is_dtensor
+from ckpt.core.state.tensors import check
+from ckpt.errors import StateError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Shard:
+    """What this rank's memory (`tensor`, of any device) holds of a whole tensor of the given `shape`.
+
+    - `Shard(tensor, shape)`: all of it.
+    - `Shard(tensor, shape, offsets)`: the box of the sizes of `tensor` that begins at these indices.
+    - `Shard(tensor, shape, start=a)`: elements a, a + 1, … of the whole in row-major order, as flat buffers hold them;
+      `tensor` has one dimension and no gaps. It may be empty: then this rank has nothing of it.
+    - `Shard(tensor, shape, offsets, within=sizes, start=a)`: such a run of the elements of a box of these sizes, as a
+      flat buffer holds them of a parameter that tensor parallelism has divided before.
+
+    `replicas`: the ranks that hold this very piece alike, this one among them; each of them stages some of it. None:
+    only this one. Restored in place.
+    """
+
+    tensor: Tensor
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...] | None = None
+    within: tuple[int, ...] | None = None
+    start: int | None = None
+    replicas: tuple[int, ...] | None = None
+
+
+Pieces = Mapping[str, Shard | Sequence[Shard] | Tensor]
+
+
+class Shards:
+    """Named tensors of which every rank holds some pieces: an entry of the state, `{"masters": ckpt.Shards(pieces)}`.
+
+    pieces: by the name of a tensor what this rank has of it: one `Shard` or several, or an empty list for nothing. Or a
+        function that returns this; it is called at every step, so memory may move (a dict that it returns again is
+        taken to be unchanged). All ranks name the same tensors, and their pieces together cover each exactly once,
+        replicas counted as one: else the save fails. A plain tensor is this rank's own, as elsewhere in the state. Two
+        names of one `Shard` object are one tensor.
+    optimizer: whose `step()` alone changes them: their copy may then go beside the next forward and backward. None:
+        they are copied before `cp.step()` returns.
+    restored: called without arguments when all tensors of the state have been filled, to derive what follows from them.
+    ranks: that hold these tensors together, in order to give the stages of a pipeline names of their own; None: all.
+
+    StateError from `step()`, `save()` and `restore()` names the tensor that cannot be saved, and why.
+    """
+
+    def __init__(
+        self,
+        pieces: Pieces | Callable[[], Pieces],
+        *,
+        optimizer: torch.optim.Optimizer | None = None,
+        restored: Callable[[], object] | None = None,
+        ranks: Sequence[int] | None = None,
+    ) -> None:
+        self._pieces = pieces
+        self.optimizer, self.restored = optimizer, restored
+        self.ranks = None if ranks is None else tuple(sorted(ranks))
+
+    def pieces(self) -> Pieces:
+        """As they are now."""
+        return self._pieces() if callable(self._pieces) else self._pieces
+
+
+class ShardsNode:
+    """Reads a `Shards`, and puts it back."""
+
+    kind = "module"
+
+    def __init__(self, path: Path, target: Shards) -> None:
+        self.path, self.target = path, target
+        self.unguarded = False  # the optimizer's steps run no hooks
+        self._said: Pieces | None = None
+        self._forms: list[object] = []
+        self._memories = Memories()
+        self._contents: Contents | None = None
+        self._here: dict[str, StateEntry] = {}  # by its name in the state: of which this rank has something
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        return self.target.optimizer
+
+    def read(self, names: Names) -> Contents:
+        said = self.target.pieces()
+        if self._contents is None or said is not self._said or self._memories.changed():
+            pieces = self._checked(said)
+            owners: dict[tuple[int, ...], str] = {}  # of which a name is another one
+            forms: list[object] = [
+                (name, owners.setdefault(tuple(map(id, own)), name), [_form(one) for one in own])
+                for name, own in pieces.items()
+            ]
+            if self._contents is None or forms != self._forms:
+                self._contents = None  # should it fail half-way
+                self._contents = self._divide(pieces)
+            self._said, self._forms = said, forms
+            self._memories = Memories([_memory(one) for own in pieces.values() for one in own])
+        return self._contents
+
+    def _divide(self, pieces: Mapping[str, Sequence[Shard | Tensor]]) -> Contents:
+        known: dict[tuple[int, ...], StateEntry] = {}
+        self._here = {}
+        for name, own in pieces.items():
+            if own:
+                same = known.setdefault(tuple(map(id, own)), self._entry(name, own))
+                self._here[self._name(name)] = replace(same, name=self._name(name))
+        nothing = [self._name(name) for name, own in pieces.items() if not own]
+        listed = [StateEntry(name, _NOTHING, alike=Division((0,), ())) for name in nothing]
+        return Contents([*self._here.values(), *listed])
+
+    def _name(self, name: str) -> str:
+        return show((*self.path, name))
+
+    def _checked(self, said: Pieces) -> dict[str, Sequence[Shard | Tensor]]:
+        """What this rank has of each, as a list. StateError if it is none, or of memory that cannot be saved."""
+        found: dict[str, Sequence[Shard | Tensor]] = {}
+        if not isinstance(said, Mapping):
+            raise StateError(f"{show(self.path)}: the pieces of a Shards are a dict by name, not {type(said)}")
+        for name, each in said.items():
+            own = [each] if isinstance(each, Shard | Tensor) else each
+            odd = not isinstance(own, Sequence) or not all(isinstance(s, Shard) for s in own if s is not each)
+            if type(name) is not str or odd:
+                raise StateError(f"{show(self.path)}: {name!r} must be a str, with a ckpt.Shard or a list of them")
+            for one in own:
+                if is_dtensor(memory := _memory(one)):
+                    raise StateError(f"{self._name(name)}: a DTensor says itself where it lies: put it into the state")
+                check(memory, (*self.path, name))
+            found[name] = own
+        return found
+
+    def _entry(self, name: str, own: Sequence[Shard | Tensor]) -> StateEntry:
+        path = (*self.path, name)
+        if isinstance(own[0], Tensor):
+            return StateEntry(show(path), own[0])
+        shards = [one for one in own if isinstance(one, Shard)]
+        first = shards[0]
+        for one in shards:
+            if one.tensor.dtype != first.tensor.dtype or tuple(one.shape) != tuple(first.shape):
+                raise StateError(
+                    f"{show(path)}: this rank says that it is {list(first.shape)} of {first.tensor.dtype}, and "
+                    f"{list(one.shape)} of {one.tensor.dtype}: all pieces name the shape and dtype of one tensor"
+                )
+        boxes = [(view, at, one.replicas) for one in shards for view, at in _boxes(one, path)]
+        shape = tuple(first.shape)
+        filled = [(at, tuple(view.shape)) for view, at, _ in boxes if view.numel()]
+        if len(filled) > 1 and times_covered(shape, filled)[1] > 1:
+            raise StateError(f"{show(path)}: two pieces of this rank claim the same elements: list each of them once")
+        division = Division(shape, tuple(boxes), self.target.ranks)
+        return StateEntry(show(path), first.tensor.detach(), self.optimizer is not None, division)
+
+    def prepare(self, saved: SavedNode, placement: Placement) -> None:
+        contents = self.read(Names())
+        nothing = set(contents.names) - self._here.keys()
+        names = [name for name in saved.names if name not in nothing or placement.alone]
+        found = placement.compare(self.path, names, self._here)
+        keys = {name: placement.key(name) for name in found}
+        owners: dict[int, str] = {}
+        for name in found:
+            division = self._here[name].alike
+            if (owner := owners.setdefault(id(division), name)) == name or division is None:
+                placement.fill(name, self._here[name])
+            elif keys[name] != keys[owner]:
+                placement.problem(f"{owner} and {name} are one tensor here, and were not when they were saved")
+        if self.target.restored is not None:
+            placement.finish(self.path, self.target.restored)
+
+    def prepare_as_saved(self, saved: SavedNode, placement: Placement) -> bool:
+        return False  # one name may have several pieces
+
+
+_NOTHING = torch.empty(0)
+
+
+def _memory(one: Shard | Tensor) -> Tensor:
+    return one.tensor if isinstance(one, Shard) else one
+
+
+def _form(one: Shard | Tensor) -> object:
+    """Equal for the same claim on the same memory."""
+    tensor = _memory(one)
+    memory = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+    place = (one.shape, one.offsets, one.within, one.start, one.replicas) if isinstance(one, Shard) else None
+    return memory, place
+
+
+def _boxes(one: Shard, path: Path) -> Iterator[tuple[Tensor, Dims]]:
+    """It as rectangles: views of its memory, and where they lie in the whole. StateError if it cannot be."""
+    whole, memory = tuple(one.shape), one.tensor
+    view = memory.detach()
+    offsets = (0,) * len(whole) if one.offsets is None else tuple(one.offsets)
+    if one.start is None:
+        _check_inside(offsets, tuple(memory.shape), whole, path)
+        yield view, offsets
+        return
+    within = whole if one.within is None else tuple(one.within)
+    _check_inside(offsets, within, whole, path)
+    stop = one.start + memory.numel()
+    if memory.dim() != 1 or not memory.is_contiguous():
+        raise StateError(
+            f"{show(path)}: a run of elements (start=) must be memory of one dimension without gaps; this has shape "
+            f"{list(memory.shape)} and strides {list(memory.stride())}: pass a slice of the flat buffer, not a copy"
+        )
+    if not 0 <= one.start <= stop <= math.prod(within):
+        raise StateError(
+            f"{show(path)}: elements {one.start} to {stop} are out of range: there are {math.prod(within)}. Leave "
+            f"padding out, by narrow()"
+        )
+    place = 0
+    for at, sizes in boxes_of_run(within, one.start, stop):
+        count = math.prod(sizes)
+        yield view[place : place + count].view(sizes), tuple(i + j for i, j in zip(offsets, at, strict=True))
+        place += count
+    if not place and whole:
+        yield view.new_empty((0,) * len(whole)), (0,) * len(whole)  # names the tensor, its shape and dtype
+
+
+def _check_inside(offsets: Dims, sizes: Dims, whole: Dims, path: Path) -> None:
+    fits = len(offsets) == len(sizes) == len(whole) and min((*offsets, *sizes), default=0) >= 0
+    if not fits or any(at + size > n for at, size, n in zip(offsets, sizes, whole, strict=True)):
+        raise StateError(
+            f"{show(path)}: a box of {list(sizes)} at {list(offsets)} is out of range: the tensor is of shape "
+            f"{list(whole)}. Give the indices at which it begins in the whole, and start= if it is a run of elements"
+        )

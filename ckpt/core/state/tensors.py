@@ -1,0 +1,260 @@
+"""What a tensor is to us: its dtype's name, whether it can be saved, and who shares memory with whom."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ckpt.core.format.layout import TensorSpec
+from ckpt.core.format.saved_nodes import check_array
+from ckpt.core.format.values import Json, Path, is_plain_dtype, show
+from ckpt.errors import CheckpointError, StateError
+
+_NAMES = {
+    "float64": "F64", "int64": "I64", "uint64": "U64", "complex64": "C64", "float32": "F32", "int32": "I32",
+    "uint32": "U32", "float16": "F16", "bfloat16": "BF16", "int16": "I16", "uint16": "U16", "int8": "I8", "uint8": "U8",
+    "bool": "BOOL", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "complex128": "C128", "complex32": "C32",
+    "float8_e8m0fnu": "F8_E8M0", "float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "float4_e2m1fn_x2": "F4_E2M1X2",
+}  # fmt: skip
+DTYPE_NAME = {getattr(torch, name): ours for name, ours in _NAMES.items() if hasattr(torch, name)}
+TORCH_DTYPE = {ours: dtype for dtype, ours in DTYPE_NAME.items()}
+
+Memory = tuple[int, torch.dtype, torch.Size, tuple[int, ...], torch.device, bool, bool]
+PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
+def check(tensor: Tensor, path: Path) -> Tensor:
+    """The tensor, or StateError naming its path if its bytes would not be the whole truth about it."""
+    inner = getattr(tensor, "_local_tensor", None)
+    if isinstance(inner, Tensor) and hasattr(tensor, "placements"):  # a DTensor: what this rank has of it counts
+        check(inner, path)
+        return tensor
+    problem = None
+    if torch.nn.parameter.is_lazy(tensor):
+        problem = "has no shape yet: run the model once before it is saved"
+    elif type(tensor) not in PLAIN and type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        problem = f"is a {type(tensor).__name__}, a tensor subclass with storage of its own kind"
+    elif tensor.layout != torch.strided:
+        problem = f"is {tensor.layout}: convert it with .to_dense()"
+    elif tensor.is_quantized or tensor.is_nested:
+        problem = "is quantized or nested: save its parts"
+    elif tensor.is_meta:
+        problem = "is on the meta device: it has no values"
+    elif tensor.dtype not in DTYPE_NAME:
+        problem = f"has dtype {tensor.dtype}, which cannot be stored"
+    elif not tensor.is_contiguous() and overlaps_itself(tensor):
+        problem = "is expanded, so its elements share memory: use .contiguous()"
+    if problem:
+        raise StateError(f"{show(path)}: this tensor {problem}")
+    check_memory(tensor, path)
+    return tensor
+
+
+def check_memory(tensor: Tensor, path: Path) -> None:
+    """Raise StateError naming the path if a tensor has elements outside of its storage, as after `resize_(0)`."""
+    if tensor._is_zerotensor():
+        raise StateError(f"{show(path)}: this tensor is a ZeroTensor, which has no memory: save a .clone() of it")
+    if tensor.device.type not in ("cpu", "cuda") or not tensor.numel():
+        return  # an address may mean something else elsewhere
+    try:
+        storage = tensor.untyped_storage()
+    except NotImplementedError:
+        raise StateError(
+            f"{show(path)}: this tensor is seen inside a transform such as vmap: save it outside"
+        ) from None
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    needed, there = (tensor.storage_offset() + reach + 1) * tensor.itemsize, storage.nbytes()
+    if needed > there or not storage.data_ptr():
+        raise StateError(
+            f"{show(path)}: this tensor needs {needed} bytes, and its storage has {there}. Its memory was freed, for "
+            "example by untyped_storage().resize_(): allocate it again before you save or restore, or take the tensor "
+            "out of the state"
+        )
+
+
+def dims_of_expansion(tensor: Tensor) -> list[list[int]]:
+    """Return the dimensions along which a tensor repeats itself, each with its length. None of special tensors."""
+    if type(tensor) not in PLAIN or tensor.is_nested or tensor.layout != torch.strided or tensor.is_contiguous():
+        return []
+    return [[d, n] for d, (n, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)) if n > 1 > stride]
+
+
+def once(tensor: Tensor, expanded: list[list[int]]) -> Tensor:
+    """Return a view of an expanded tensor that has each element once."""
+    for dim, _ in reversed(expanded):
+        tensor = tensor.select(dim, 0)
+    return tensor.detach()
+
+
+def is_expansion(expanded: Json, dims: int) -> bool:
+    """Return True if `expand` can take this for a tensor of so many dimensions."""
+    if type(expanded) is not list or not all(type(row) is list and len(row) == 2 for row in expanded):
+        return False
+    if not all(type(n) is int and 0 <= n < 2**40 for row in expanded for n in row) or len(expanded) > 64:
+        return False
+    return all(dim <= dims + i for i, (dim, _) in enumerate(expanded))
+
+
+def expand(tensor: Tensor, expanded: list[list[int]]) -> Tensor:
+    """Return the tensor of which `once` returned this view."""
+    for dim, size in expanded:
+        tensor = tensor.unsqueeze(dim)
+        tensor = tensor.expand(*(size if d == dim else n for d, n in enumerate(tensor.shape)))
+    return tensor
+
+
+def overlaps_itself(tensor: Tensor) -> bool:
+    """Whether two elements may lie at one address: such a tensor cannot be written to."""
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += stride * (size - 1)
+    return False
+
+
+def spec(name: str, tensor: Tensor) -> TensorSpec:
+    return TensorSpec(name, DTYPE_NAME[tensor.dtype], tuple(tensor.shape), tensor.device.type != "cpu")
+
+
+def memory_of(tensor: Tensor) -> Memory | None:
+    """Equal for tensors that are the same view of the same memory; None for those that have none, as wrappers do."""
+    if tensor.numel() == 0 or not (address := tensor.data_ptr()):
+        return None
+    return address, tensor.dtype, tensor.shape, tensor.stride(), tensor.device, tensor.is_conj(), tensor.is_neg()
+
+
+def empty(
+    of: TensorSpec, device: torch.device | str, *, like: Tensor | None = None, order: Sequence[int] | None = None
+) -> Tensor:
+    """Return a new tensor to restore into.
+
+    like: a tensor whose memory layout it gets by torch's rule for `zeros_like`, if both have the same shape. Fused
+        optimizer kernels ignore strides, so a moment must lie in memory as its parameter does.
+    order: the dimensions from the outermost to the innermost in memory, default: as they are.
+    """
+    dtype = TORCH_DTYPE[of.dtype]
+    try:
+        if like is not None and like.shape == of.shape:
+            return torch.empty_like(_form(like), dtype=dtype, device=device)
+        if order is not None:
+            return torch.empty_permuted(of.shape, tuple(order), dtype=dtype, device=device)
+        return torch.empty(of.shape, dtype=dtype, device=device)
+    except RuntimeError as error:
+        raise CheckpointError(f"no memory for {of.name}, {of.nbytes / 2**20:.0f} MiB: {error}") from error
+
+
+def order_of(tensor: Tensor) -> list[int] | None:
+    """Return the dimensions from the outermost to the innermost in memory; None if they lie as they are listed."""
+    if tensor.is_contiguous() and 1 not in tensor.shape:  # a dimension of length 1 may have any stride
+        return None
+    strides = torch.empty_like(_form(tensor)).stride()  # without the gaps that it may have
+    order = sorted(range(len(strides)), key=lambda dim: -strides[dim])
+    return None if order == list(range(len(order))) else order
+
+
+def _form(tensor: Tensor) -> Tensor:
+    """Return a tensor of the same shape and strides that has no memory and is not a subclass."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), device="meta")
+
+
+def saved_device(of: TensorSpec) -> torch.device:
+    """Where a tensor that nobody holds yet belongs: the accelerator if it was on one and there is one."""
+    if of.accelerator and torch.accelerator.is_available():
+        found = torch.accelerator.current_accelerator()
+        assert found is not None
+        return found
+    return torch.device("cpu")
+
+
+def device_in_use() -> bool:
+    """Whether CUDA has been woken up by somebody; asking does not wake it."""
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """A contiguous tensor's memory as one row of bytes."""
+    # An empty tensor, or one of a single element, is contiguous with any stride; only stride 1 can be viewed.
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+# -- numpy arrays: stored as tensors, returned as arrays --
+
+
+def from_array(array: npt.NDArray[Any], path: Path) -> tuple[Tensor, Json]:
+    """A tensor with the array's bytes, and the reference (without a name) from which `to_array` makes it again."""
+    kind = type(array)
+    if kind is not np.ndarray:
+        raise StateError(
+            f"{show(path)}: a {kind.__module__}.{kind.__qualname__} would come back as a plain numpy array: save "
+            "np.asarray() of it, and what is beyond that, such as a mask, as a value of its own"
+        )
+    if not is_plain_dtype(array.dtype):
+        raise StateError(
+            f"{show(path)}: a numpy array of dtype {array.dtype} cannot be saved safely: save a view of it"
+        )
+    reference = {"$": "ndarray", "dtype": array.dtype.str, "shape": list(array.shape)}
+    plain = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return torch.from_numpy(plain if plain.flags.writeable else plain.copy()), reference
+
+
+def to_array(tensor: Tensor, reference: Json) -> npt.NDArray[Any]:
+    dtype, shape = check_array(spec(reference["name"], tensor), reference)
+    found: npt.NDArray[Any] = tensor.numpy().view(dtype).reshape(shape)
+    return found
+
+
+# -- what tensors were, if they have to be made again --
+
+_KINDS = {torch.nn.Parameter: "parameter", torch.nn.Buffer: "buffer"}
+
+
+def kind_of_tensor(tensor: Tensor, path: Path) -> dict[str, Json]:
+    """Return what a reference to a tensor says besides its name, for `of_kind`. StateError for other subclasses."""
+    if type(tensor) not in PLAIN and not hasattr(tensor, "placements"):
+        raise StateError(
+            f"{show(path)}: a {type(tensor).__module__}.{type(tensor).__qualname__} would come back as a plain tensor: "
+            "save .as_subclass(torch.Tensor) of it"
+        )
+    return plain_kind(tensor)
+
+
+def plain_kind(tensor: Tensor) -> dict[str, Json]:
+    """Return what `kind_of_tensor` returns. Subclasses that are not known count as plain tensors."""
+    kind = next((name for kind, name in _KINDS.items() if isinstance(tensor, kind)), None)
+    said: dict[str, Json] = {} if kind is None else {"kind": kind}
+    if kind == "buffer" and not getattr(tensor, "persistent", True):
+        said["persistent"] = False
+    return {**said, "grad": True} if tensor.requires_grad and tensor.is_leaf else said
+
+
+def of_kind(tensor: Tensor, reference: Json) -> Tensor:
+    """Return a new tensor as the kind that the reference says."""
+    kind, grad = reference.get("kind"), bool(reference.get("grad"))
+    if kind == "parameter":
+        return torch.nn.Parameter(tensor, requires_grad=grad)
+    made: Tensor = tensor.detach().requires_grad_() if grad else tensor
+    if kind == "buffer":
+        made = torch.nn.Buffer(made, persistent=reference.get("persistent") is not False)
+    return made
+
+
+class Versioned(Protocol):
+    """What counts how often it was written to: a tensor."""
+
+    @property
+    def _version(self) -> int: ...
+
+    def is_inference(self) -> bool: ...
+
+
+def version_of(tensor: Versioned) -> int | None:
+    """How often it was written to, as far as torch counts that. None for one made in inference mode: nothing is."""
+    return None if tensor.is_inference() else tensor._version

@@ -1,0 +1,393 @@
+"""Keeps the ledger of one trainer, in its writer: so that it is complete up to the moment at which the trainer died.
+
+    the trainer's heartbeat, what it says, saves, faults
+        -> Account (ckpt.tools.observe.goodput.ledger) -> ledger/ in the durable tiers
+        -> what saving costs (ckpt.tools.observe.goodput.overhead) -> a cadence
+
+The trainer sends no message for a step: every half second its last steps are read out of shared memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import math
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import ParamSpec
+from urllib.parse import unquote, urlsplit
+
+from ckpt.core.checkpoint.ledger_files import LedgerFiles, find, read_back
+from ckpt.core.checkpoint.open_tier import OpenTier
+from ckpt.core.ipc.heartbeat import Heartbeat, StepDone
+from ckpt.core.ipc.notes import CadenceNote
+from ckpt.core.ipc.process import Process, boot_id, namespace
+from ckpt.core.ipc.protocol import Note
+from ckpt.core.ipc.watch_requests import KeepBooks, RestoreDone
+from ckpt.core.writer.cadence_advice import CadenceAdvice
+from ckpt.events import log
+from ckpt.guard.report import TOGETHER_S, Fault
+from ckpt.tools.observe.goodput import ledger
+from ckpt.tools.observe.goodput.ledger import (
+    Account,
+    Decision,
+    End,
+    LandedSave,
+    Restore,
+    SaveTotals,
+    SeenFault,
+    StepRow,
+)
+from ckpt.tools.observe.goodput.overhead import Meter
+
+LOOK_S = 0.5  # between two looks at the heartbeat
+ROW_S = 10.0  # of a row, once the first ones are full
+PATIENCE_S = 5.0  # for the ledger to be put when the writer ends
+
+
+@dataclass(slots=True)
+class Write:
+    """A checkpoint on its way to a durable tier."""
+
+    url: str
+    began: float
+    ended: float | None = None
+    failed: bool = False
+    stored: int = 0
+
+
+@dataclass(slots=True)
+class _OpenRow:
+    """What is being filled, of the rows of an account."""
+
+    row: StepRow | None = None
+    since: float = 0.0
+
+    def add(self, rows: list[StepRow], new: StepRow) -> None:
+        """Some steps; the first ones have a row each."""
+        if len(rows) < ledger.FINE_ROWS:
+            rows.append(new)
+            return
+        if self.row is None:
+            self.since = new.at
+        self.row = new if self.row is None else self.row.merged(new)
+        if self.row.at - self.since >= ROW_S:
+            self.finish(rows)
+
+    def finish(self, rows: list[StepRow]) -> None:
+        if self.row is not None:
+            ledger.append(rows, self.row)
+        self.row = None
+
+
+P = ParamSpec("P")
+
+
+def harmless(event: Callable[P, None]) -> Callable[P, None]:
+    """A ledger is worth no training, and no snapshot: whatever goes wrong in here is logged."""
+
+    @functools.wraps(event)
+    def safe(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            event(*args, **kwargs)
+        except Exception:
+            log.warning("the ledger misses something", exc_info=True)
+
+    return safe
+
+
+class Bookkeeper:
+    """Everything runs in the writer's event loop. `tiers`: the durable ones as they are now; `tell`: the trainer."""
+
+    def __init__(self, tiers: Callable[[], list[OpenTier]], tell: Callable[[Note], None]) -> None:
+        self._tiers, self._tell = tiers, tell
+        self.account: Account | None = None
+        self._heartbeat: Heartbeat | None = None
+        self._meter = Meter()
+        self._calls = 0
+        self._before: StepDone | None = None  # the step before
+        self._from = 0.0  # when the present stretch of training began: opened, or restored
+        self._fresh = True  # no step since then
+        self._taken_up = False  # a writer before this one has begun the account
+        self._previous: Account | None = None  # of the trainer before, about which something may still be said
+        self._row = _OpenRow()
+        self._writes: list[Write] = []
+        self._filing = LedgerFiles(tiers)
+        self._taking_up = False  # what a writer before this one has written down is being read
+        self._advice = CadenceAdvice([], self._meter)
+        self._task: asyncio.Task[None] | None = None
+
+    # -- an incarnation --
+
+    @harmless
+    def begin(self, request: KeepBooks, fds: list[int], pid: int) -> None:
+        """A trainer has opened the run; what is known of it. `fds`: its heartbeat."""
+        self.ended("died")  # the one before, of which nobody has said so
+        self.stop()
+        self._previous = self.account
+        wall, mono = time.time(), time.monotonic()
+        self.account = Account(
+            epoch=request.epoch,
+            rank=request.rank,
+            world=request.world,
+            host=socket.gethostname(),
+            boot=boot_id(),
+            namespace=namespace("pid"),
+            pid=pid,
+            url=request.url,
+            inode=inode_of(request.url),
+            anchor=(wall, mono),
+            born=Process.of(pid).born,
+            opening=request.opening,
+            opened=request.opened,
+            kept=mono,
+            versions=request.versions,
+        )
+        self._heartbeat = Heartbeat.attach(fds[0])
+        self._meter, self._row, self._writes = Meter(), _OpenRow(), []
+        self._calls, self._before, self._from, self._fresh = 0, None, self.account.opened, True
+        self._taken_up = False
+        self._advice = CadenceAdvice(request.places, self._meter, decides=request.decides)
+        self._taking_up = request.again
+        if request.cadence:
+            self.account.decisions.append(Decision(**request.cadence))
+        self._task = asyncio.get_running_loop().create_task(self._look())
+
+    def stop(self) -> None:
+        """No more looks at that trainer."""
+        if self._task is not None:
+            self._task.cancel()
+            self._task = None
+        if self._heartbeat is not None:
+            self._heartbeat.close()
+            self._heartbeat = None
+
+    def look_by_hand(self) -> None:
+        """No looks by itself from now on."""
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _look(self) -> None:
+        """Look at the trainer again and again, until it has ended."""
+        if self._taking_up:
+            await self._take_up()
+        self.keep(now=True)
+        advice, account = self._advice, self.account
+        if advice.decides:
+            advice.past = [one for one in await read_back(self._tiers()) if account and one.epoch != account.epoch]
+        while self.account is not None and self.account.end is None:
+            await asyncio.sleep(LOOK_S)
+            try:
+                self.look()
+                self.keep()
+                if (decision := self._advice.propose(self.account)) is not None:
+                    self._tell(CadenceNote(asdict(decision)))
+            except Exception:
+                log.warning("the ledger is not kept any more", exc_info=True)
+                return
+
+    async def _take_up(self) -> None:
+        """Go on with what the writer before this one had written down. Until then nothing is put, and no step taken."""
+        account = self.account
+        known = None if account is None else await find(self._tiers(), account.key)
+        self._taking_up = False
+        if account is None or account is not self.account:
+            return
+        if known is not None:
+            account.restores[:0], account.faults[:0] = known.restores, known.faults
+            account.decisions[:0] = known.decisions
+            account.rows, account.step, account.beat = known.rows, known.step, known.beat
+            for url, saves in known.saves.items():
+                account.saves[url] = saves.plus(account.saves.get(url))
+            account.landed[:0] = known.landed
+            for bucket, count in known.stalls.items():
+                account.stalls[bucket] = account.stalls.get(bucket, 0) + count
+            last = known.restores[-1] if known.restores else None
+            self._calls, self._taken_up = known.calls, True
+            self._from = max(known.beat, 0.0 if last is None else last.at + last.seconds, account.opened)
+        self.look()
+        self.keep(now=True)
+
+    # -- what happens --
+
+    def look(self, until: float = math.inf) -> None:
+        """Take in the steps since the last look, those that were done up to a moment."""
+        if self._heartbeat is None or self.account is None or self._heartbeat.fd < 0 or self._taking_up:
+            return
+        calls, done = self._heartbeat.since(self._calls)
+        missing, self._calls = calls - self._calls - len(done), calls
+        for number, one in enumerate(done):
+            if one.when > until:
+                self._calls -= len(done) - number
+                break
+            self._take(one, 1 + missing)
+            missing = 0
+        self.account.kept, self.account.calls = time.monotonic(), self._calls
+        horizon = self.account.beat
+        self._writes = [w for w in self._writes if w.ended is None or w.ended > horizon]
+
+    def _take(self, done: StepDone, steps: int) -> None:
+        """One step, or the last of several that came too fast to be seen one by one."""
+        account = self.account
+        before = self._before or (done if self._taken_up else None)  # what it had cost before that, nobody knows
+        assert account is not None
+        start = max(self._from, self._before.when if self._before is not None else 0.0)
+        paused = done.paused - (before.paused if before is not None else 0.0)
+        seconds = max(0.0, done.when - start - paused)
+        stalled = done.stalled - (before.stalled if before is not None else 0.0)
+        saves = done.saves - (before.saves if before is not None else 0)
+        skipped = done.skipped - (before.skipped if before is not None else 0)
+        beside = [w for w in self._writes if w.began < done.when and (w.ended is None or w.ended > start)]
+        quiet = not beside and saves == 0
+        slowed = 0.0
+        if steps == 1 and not self._fresh:  # the first one takes longer for other reasons
+            overlaps = (min(w.ended or done.when, done.when) - max(w.began, start) for w in beside)
+            names = {w.url for w in beside}
+            slowed = self._meter.step(seconds, stalled, saves > 0, names, max(overlaps, default=0.0))
+        for write in beside:
+            if write.ended is not None and write.ended <= done.when:
+                self._meter.saved(write.url, None if write.failed else write.ended - write.began)
+        self._before, self._fresh = done, False
+        account.step, account.beat = done.step, done.when
+        if saves > 0:
+            bucket = ledger.stall_bucket(stalled / saves)
+            account.stalls[bucket] = account.stalls.get(bucket, 0) + saves
+        cost = (seconds, stalled, slowed, steps * quiet, paused, saves, skipped)
+        self._row.add(account.rows, StepRow(done.when, done.step, steps, *cost))
+
+    @harmless
+    def restored(self, request: RestoreDone) -> None:
+        """The trainer has called restore()."""
+        if self.account is None:
+            return
+        self.look(request.at)  # the steps after it may be done by now
+        self._row.finish(self.account.rows)
+        restore = Restore(**{name: getattr(request, name) for name in Restore.__dataclass_fields__})
+        self.account.restores = ledger.bounded([*self.account.restores, restore])
+        self._from, self._fresh = restore.at + restore.seconds, True
+        cost = (request.stalled, request.saves, request.skipped, request.paused)
+        self._before = StepDone(0, self._from, *cost)  # what was before it is no part of the first step after it
+        if restore.step is not None:
+            self.account.step, self.account.beat = restore.step, max(self.account.beat, self._from)
+        self.keep(now=True)
+
+    @contextlib.contextmanager
+    def saving(self, url: str, nbytes: int, step: int = -1) -> Iterator[Write]:
+        """Around the writing of a checkpoint to a durable tier."""
+        write = Write(url, time.monotonic())
+        self._writes.append(write)
+        account = self.account
+        try:
+            yield write
+        except BaseException:
+            write.failed = True
+            raise
+        finally:
+            write.ended = time.monotonic()
+            if account is not None:
+                found, lasted = account.saves.setdefault(url, SaveTotals()), write.ended - write.began
+                now = account.step if self._heartbeat is None else self._heartbeat.step
+                behind = max(0, now - step) if step >= 0 else 0
+                landed = LandedSave(url, write.ended, step, lasted, behind, nbytes, write.stored, write.failed)
+                account.landed = ledger.thinned([*account.landed, landed])
+                if write.failed:
+                    found.failed += 1
+                else:
+                    found.count += 1
+                    found.seconds += lasted
+                    found.longest_s = max(found.longest_s, lasted)
+                    found.nbytes += nbytes
+                    found.stored += write.stored
+
+    @harmless
+    def fault(self, fault: Fault) -> None:
+        """One that was seen, by the trainer or by us."""
+        account = next((one for one in (self.account, self._previous) if one and one.pid == fault.pid), None)
+        if account is None:
+            return
+        now = time.monotonic()
+        at = min(now, max(account.opening, now - max(0.0, time.time() - fault.when)))
+        step = max(fault.steps.values(), default=-1)
+        ends = fault.exit_code is not None or (fault.by == "writer" and fault.kind in ("death", "oom"))
+        seen = SeenFault(at, fault.kind, fault.summary[:500], fault.rank, step, ends, fault.by)
+        account.faults = ledger.bounded([*account.faults, seen])
+        if account is self.account:
+            self.keep(now=True)
+        else:
+            self._filing.put(account.key, account.to_bytes, now=True)
+
+    @harmless
+    def peer(self, rank: int, summary: str) -> None:
+        """Another rank of this node has died."""
+        if self.account is not None:
+            seen = SeenFault(time.monotonic(), "death", summary[:500], rank, -1, True, "writer")
+            self.account.faults = ledger.bounded([*self.account.faults, seen])
+
+    @harmless
+    def ended(self, how: str) -> None:
+        """The trainer has closed, left or died: noticed just now, or when it was announced."""
+        account = self.account
+        if account is None or account.end is not None:
+            return
+        self.look()
+        self._row.finish(account.rows)
+        now = time.monotonic()
+        since = account.beat - TOGETHER_S  # what was survived before that did not end it
+        noticed = [seen.at for seen in account.faults if seen.ends and seen.at >= since and how != "closed"]
+        account.end = End(how, max(min([now, *noticed]), account.beat), now)
+        self.keep(now=True)
+
+    @harmless
+    def gone(self, pid: int) -> None:
+        """This process is no more: its own, perhaps."""
+        if self.account is not None and self.account.pid == pid and self.account.end is not None:
+            self.account.end.gone = time.monotonic()
+            self.keep(now=True)
+
+    # -- putting it --
+
+    def keep(self, *, now: bool = False) -> None:
+        """If it is time; or `now`, or as soon as what is on its way has arrived."""
+        account = self.account
+        if account is not None and not self._taking_up:
+            self._filing.put(account.key, lambda: self._whole(account).to_bytes(), now=now)
+
+    def _whole(self, account: Account) -> Account:
+        """With the row that is being filled."""
+        if self._row.row is None or account is not self.account:
+            return account
+        return replace(account, rows=[*account.rows, self._row.row])
+
+    async def finish(self) -> None:
+        """The writer ends: what is known is put, if that works soon."""
+        try:
+            if self._taking_up and self._task is not None:
+                await asyncio.wait({self._task}, timeout=PATIENCE_S)
+            self.keep(now=True)
+            self.stop()
+            await self._filing.finish(PATIENCE_S)
+        except Exception:
+            log.warning("the ledger misses the end", exc_info=True)
+
+    @harmless
+    def decided(self, decision: Decision) -> None:
+        """The ranks have agreed on a cadence."""
+        if self.account is None:
+            return
+        decision.at = time.monotonic()
+        self.account.decisions = ledger.bounded([*self.account.decisions, decision])
+        self._advice.decided(decision)
+        self.keep(now=True)
+
+
+def inode_of(url: str) -> int:
+    """Of what makes a folder a run: a copy of the folder has another one. 0 for object stores."""
+    parts = urlsplit(url)
+    if parts.scheme == "file":
+        with contextlib.suppress(OSError):
+            return os.stat(os.path.join(unquote(parts.path), "FORMAT.json")).st_ino
+    return 0

@@ -1,0 +1,273 @@
+"""What the writer does about faults: a death of its trainer, and what it sees while the trainer lives.
+
+Of that the fault handler there is told; if it does not answer, the writer deals with it.
+
+The order is: save, record, and only then act. Other writers on the node are asked what their trainers do, so that the
+account of a hang names the rank that the others wait for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckpt.core.ipc import channel, notes, requests
+from ckpt.core.ipc import watch_requests as watch
+from ckpt.core.ipc.protocol import Note
+from ckpt.core.ipc.watch_requests import PeerDied, Sample
+from ckpt.core.writer.dispatch import Background, Caller, handles
+from ckpt.core.writer.held_run import HeldRun, PresentTrainer
+from ckpt.core.writer.memory import HeldMemory
+from ckpt.core.writer.persist import Drain
+from ckpt.core.writer.status import Observers
+from ckpt.core.writer.watchdog import Stall, Watchdog, WatchdogCalls
+from ckpt.errors import CheckpointError, UsageError
+from ckpt.events import log
+from ckpt.guard.hang import Evidence, note_evidence
+from ckpt.guard.memory_pressure import MemoryRoom
+from ckpt.guard.report import Fault, SavedStep
+from ckpt.triggers import RETRY_CODE
+from ckpt.units import duration
+
+SAVE_S = 10.0  # for what is in memory to become durable, before a hung trainer is ended
+ASK_S = 2.0  # for another writer of this node to answer
+MAX_FAULTS = 16
+AWAKE_S = 0.25  # for it to take a signal that the writer has seen
+HEARD_S = 1.0  # for its fault handler to answer
+GOING_S = 20.0  # for it to leave, once it said that it would
+
+
+@dataclass(eq=False)
+class FaultReporter:
+    """Everything runs in the writer's event loop. `faults`: those that no trainer has been told yet. `on_crash`: called
+    when the trainer is seen to crash; with a large process or a core dump its death takes a while."""
+
+    key: str
+    trainer: PresentTrainer
+    run: HeldRun
+    held_memory: HeldMemory
+    drain: Drain
+    observers: Observers
+    background: Background
+    on_crash: Callable[[], None]
+    faults: list[Fault] = field(default_factory=list)
+    watchdog: Watchdog | None = None
+    _heard: asyncio.Event = field(default_factory=asyncio.Event)  # the fault handler deals with what it was told last
+
+    def open(self, watchdog: Watchdog, kind: str, **fields: Any) -> Fault:
+        """An account, begun now."""
+        owner = self.run.owner
+        beat = watchdog.heartbeat.read()
+        fault = Fault(kind, "", by="writer", rank=watchdog.rank, world=watchdog.world, pid=watchdog.pid, **fields)
+        fault.attempt = "" if owner is None else f"{owner.epoch}.{owner.nonce}"
+        if beat.step >= 0:
+            fault.steps[str(watchdog.rank)] = beat.step
+        return fault
+
+    async def keep(self, fault: Fault, *, untold: bool = True) -> None:
+        """Say it, and write it into the nearest tier; another location is not tried, since nobody would look there."""
+        log.warning("%s", fault.line)
+        self.observers.fault(fault)
+        if untold:
+            self.faults = [*self.faults, fault][-MAX_FAULTS:]
+        for tier in self.run.tiers[:1]:
+            try:
+                await tier.prepare()
+                await tier.log.store.put(fault.key, fault.to_bytes(), create=True)
+            except CheckpointError as error:
+                log.warning("the report of this fault could not be written: %s", error)
+
+    def in_memory(self, fault: Fault, seconds: float) -> None:
+        """What a restart finds here."""
+        steps = {label.attempt.step for _, _, label in self.held_memory.ring() if label.attempt is not None}
+        fault.saved += [SavedStep(step, "memory", "ring", seconds) for step in sorted(steps, reverse=True)]
+
+    async def save(self, fault: Fault, began: float, deadline_s: float, *, far: bool = False) -> None:
+        """Make what is in memory durable, and note what became of it."""
+        self.in_memory(fault, time.monotonic() - began)
+        before = time.monotonic() - began
+        for one in await self.drain.persist(deadline_s, far=far):
+            saved = SavedStep(one.step, one.tier, "ring", before + one.seconds, one.error)
+            fault.saved.append(saved)
+        fault.timings["durable_s"] = time.monotonic() - began
+
+    # -- deaths --
+
+    def death(self, watchdog: Watchdog) -> Fault:
+        """The account of a death that nobody had announced; what is durable is added later."""
+        how, what = watchdog.cause()
+        fault = self.open(watchdog, "oom" if "OOM" in what else "death", how=how)
+        beat = watchdog.heartbeat.read()
+        where = f"after step {beat.step}" if beat.step >= 0 else "before its first step"
+        fault.summary = f"rank {watchdog.rank} on {fault.host} {_verb(what)} {where}, while {beat.doing}"
+        self.in_memory(fault, 0.0)
+        return fault
+
+    async def tell_siblings(self, fault: Fault) -> None:
+        """The other ranks of this node need not find out by themselves."""
+        about = PeerDied(fault.rank, fault.summary)
+        asked = [asyncio.to_thread(channel.ask_once, key, about, ASK_S) for key in self._others()]
+        await asyncio.gather(*asked, return_exceptions=True)
+
+    def _others(self) -> list[str]:
+        return [key for key in channel.siblings(self.key).values() if key != self.key]
+
+    # -- hangs --
+
+    async def evidence(self, watchdog: Watchdog, own: Evidence | None = None) -> list[Evidence]:
+        """Of every rank on this node."""
+        asked = [asyncio.to_thread(channel.ask_once, key, Sample(), ASK_S) for key in self._others()]
+        replies = asyncio.gather(*asked, return_exceptions=True)
+        found = [await watchdog.sample() if own is None else own]
+        for reply in await replies:
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                if isinstance(reply, dict):  # else it is gone, refuses, or watches nobody
+                    found.append(Evidence.from_json(reply))
+        return found
+
+    async def hang(self, watchdog: Watchdog, stall: Stall) -> None:
+        """The trainer does not answer: save, record, and end it if that was asked for."""
+        began = time.monotonic()
+        fault = self.open(watchdog, "hang", how="step counter")
+        note_evidence(fault, await self.evidence(watchdog, stall.evidence), stall_text(stall))
+        fault.timings |= stall.timings
+        await self.save(fault, began, SAVE_S)
+        leave = watchdog.hang is not None and watchdog.hang.action == "exit"
+        fault.exit_code = 128 + signal.SIGKILL if leave else None
+        await self.keep(fault)
+        if leave and watchdog.heartbeat.read().calls == stall.evidence.calls:  # else it has come to itself meanwhile
+            end(watchdog, "it hangs")
+
+    def signal(self, watchdog: Watchdog, number: int) -> Fault:
+        """A signal that the trainer has not taken, as of now."""
+        fault = self.open(watchdog, "signal", how="wakeup descriptor", advice="resubmit")
+        name = signal.Signals(number).name
+        fault.summary = f"{name} came to rank {watchdog.rank} on {fault.host}, whose interpreter is held up"
+        return fault
+
+    async def held_up(self, fault: Fault, watchdog: Watchdog, began: float) -> None:
+        """Nor can it: something holds the interpreter's lock."""
+        await self.save(fault, began, SAVE_S, far=True)
+        fault.stacks[str(watchdog.rank)] = list(await watchdog.stack())
+        await self.keep(fault)
+
+    # -- a trainer that lives --
+
+    @handles(watch.Arm)
+    def arm(self, request: watch.Arm, caller: Caller) -> None:
+        self.stop()
+        calls = WatchdogCalls(lambda text: self.on_crash(), self._on_signals, self._on_stall, self._on_pressure)
+        self.watchdog = Watchdog(self.trainer.pid, request, caller.fds, calls)
+
+    def stop(self) -> None:
+        """Watch nobody."""
+        if self.watchdog is not None:
+            self.watchdog.stop()
+            self.watchdog = None
+
+    @handles(watch.Heard)
+    def heard(self, request: watch.Heard) -> None:
+        self._heard.set()
+
+    async def _hears(self, note: Note, within_s: float) -> bool:
+        """Tell the fault handler; whether it answers."""
+        self._heard.clear()
+        self.trainer.tell(note)
+        try:
+            await asyncio.wait_for(self._heard.wait(), within_s)
+        except TimeoutError:
+            return False
+        return True
+
+    # -- what is seen --
+
+    def _on_signals(self, numbers: list[int], raw: bytes) -> None:
+        self.trainer.tell(notes.PassedNote(list(raw)))  # others may wait for them too
+        for number in numbers:
+            self.background.spawn(self._signal(number))
+
+    async def _signal(self, number: int) -> None:
+        """The fault handler has not taken it: perhaps it is only late; else something holds the interpreter's lock."""
+        watchdog, began = self.watchdog, time.monotonic()
+        if watchdog is None or self.trainer.dead:
+            return
+        fault = self.signal(watchdog, number)
+        if not await self._hears(notes.SignalNote(number), AWAKE_S):
+            await self.held_up(fault, watchdog, began)
+
+    def _on_stall(self, stall: Stall) -> None:
+        self.background.spawn(self._stall(stall))
+
+    async def _stall(self, stall: Stall) -> None:
+        """The fault handler knows more, and can copy what runs. If it does not answer, it is up to us."""
+        watchdog = self.watchdog
+        if watchdog is None or self.trainer.dead:
+            return
+        evidence = stall.evidence.to_json()
+        note = notes.HangNote(stall.idle_s, stall.limit_s, stall.usual_s, stall.timings, evidence)
+        if not await self._hears(note, HEARD_S):
+            await self.hang(watchdog, stall)
+        elif watchdog.hang is not None and watchdog.hang.action == "exit":
+            await asyncio.sleep(GOING_S)
+            present = self.watchdog is watchdog and not self.trainer.dead
+            if present and watchdog.heartbeat.read().calls == stall.evidence.calls:
+                end(watchdog, "it hangs, and did not leave")
+
+    def _on_pressure(self, room: MemoryRoom, why: str) -> None:
+        self.trainer.tell(notes.PressureNote(room.available, room.total, why))
+
+    # -- what is asked --
+
+    @handles(watch.Report)
+    async def report(self, request: watch.Report) -> str:
+        fault = Fault.from_json(request.fault)
+        if request.ends:
+            self.trainer.announced = True
+        await self.keep(fault, untold=False)
+        return fault.key
+
+    @handles(watch.Sample)
+    async def sample(self, request: watch.Sample) -> requests.Json | None:
+        return None if self.watchdog is None else (await self.watchdog.sample()).to_json()
+
+    @handles(watch.AskEvidence)
+    async def on_evidence(self, request: watch.AskEvidence) -> list[requests.Json]:
+        found = [] if self.watchdog is None else await self.evidence(self.watchdog)
+        return [one.to_json() for one in found]
+
+    @handles(watch.PeerDied)
+    def peer_died(self, request: watch.PeerDied) -> None:
+        self.observers.books.peer(request.rank, request.summary)
+        self.trainer.tell(notes.PeerDiedNote(request.rank, request.summary))
+
+    @handles(watch.TriggerSave)
+    def trigger_save(self, request: watch.TriggerSave) -> watch.TriggerSaveReply:
+        if self.trainer.dead or self.trainer.channel is None or self.watchdog is None:
+            lives = self.trainer.state() == "alive"
+            why = "is still starting, or takes no triggers" if lives else "does not live"
+            raise UsageError(f"the trainer of this run {why}: nothing to save")
+        self.trainer.tell(notes.TriggerNote(request.why[:200]))
+        beat = self.watchdog.heartbeat.read()
+        return watch.TriggerSaveReply(self.trainer.pid, self.watchdog.rank, beat.step, beat.doing)
+
+
+def _verb(what: str) -> str:
+    return what if what.startswith(("died", "killed")) else f"crashed ({what})"
+
+
+def stall_text(stall: Stall) -> str:
+    return f"no step for {duration(stall.idle_s)}, where {duration(stall.usual_s)} are usual"
+
+
+def end(watchdog: Watchdog, why: str) -> None:
+    """By SIGKILL, which a stopped process does not outlive either, so that the launcher need not wait for it."""
+    log.warning("rank %d is ended (%s); exit code %d would have been its own", watchdog.rank, why, RETRY_CODE)
+    with contextlib.suppress(OSError):
+        if watchdog.process.alive:  # else another may have its number
+            os.kill(watchdog.pid, signal.SIGKILL)

@@ -1,0 +1,256 @@
+"""The run as its writer holds it open: its trainer, who owns it, and its durable tiers.
+
+The owner is who the run log names last. The writer acts as that one, or as the one that its own trainer is about to be:
+a restore may open the next epoch while a checkpoint is on its way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from typing import TypeVar
+
+import psutil
+
+from ckpt import events
+from ckpt.core.checkpoint.open_tier import OpenTier
+from ckpt.core.format.manifest import Attempt
+from ckpt.core.ipc import channel as link
+from ckpt.core.ipc.channel import Channel
+from ckpt.core.ipc.notes import FencedNote, SaidNote
+from ckpt.core.ipc.process import Process, number_in_proc
+from ckpt.core.ipc.protocol import Note
+from ckpt.core.ipc.requests import AskKept, KeepSteps, KeptReply, Owner, Successor
+from ckpt.core.log.log import Acquire, RunLog
+from ckpt.core.writer.dispatch import handles
+from ckpt.errors import CheckpointError, FencedError, StoreError, UsageError
+from ckpt.store import folder_of, is_temporary
+
+LOST_S = 5.0  # for a tier to say which run it is
+T = TypeVar("T")
+
+
+class PresentTrainer:
+    """The trainer of the run that this writer works for, or worked for until it died, left or lost the run."""
+
+    def __init__(self, channel: Channel | None, process: Process) -> None:
+        self.adoptions = 0  # trainers that have taken this writer over
+        self._losers: dict[Channel, str] = {}  # who has lost the run to another trainer, and what they are told
+        self._lost_by: list[Process] = []  # the same, and those that our trainer knows of
+        self._begin(channel, process)
+
+    def _begin(self, channel: Channel | None, process: Process) -> None:
+        self.channel, self.process = channel, process
+        self.since = time.time()
+        self.dead = False  # whether nothing more is to come from it
+        self.left = False  # whether it lives, and has said that it is done
+        self.closed = False  # whether it waits no longer for what is unfinished
+        self.announced = False  # whether it has said that, and why, it is about to end
+        self.dispossessed = False  # whether it has lost the run, and lives
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def adopted_by(self, channel: Channel, process: Process) -> None:
+        """This is our trainer from now on."""
+        self.adoptions += 1
+        self._begin(channel, process)
+
+    def disown(self) -> None:
+        """What it has asked for, and is under way, must not change whose run it is any more."""
+        self.adoptions += 1
+        self.closed = False
+
+    def dispossess(self, text: str) -> None:
+        """It has lost the run, and is told so whenever it asks for something."""
+        self.fenced(text)
+        if self.channel is not None:
+            self._losers[self.channel], self.channel = text, None
+        self.dead = self.announced = self.dispossessed = True
+        self.disown()
+
+    # -- what it is told --
+
+    def tell(self, note: Note) -> None:
+        """If it is there."""
+        if self.channel is not None:
+            with contextlib.suppress(OSError):
+                self.channel.send(note)
+
+    def say(self, text: str) -> None:
+        """For its log, and ours."""
+        events.log.warning("%s", text)
+        self.tell(SaidNote(text))
+
+    def fenced(self, text: str) -> None:
+        """It has lost the run."""
+        events.log.warning("%s", text)
+        self.tell(FencedNote(text))
+
+    # -- connections --
+
+    def hung_up(self, channel: Channel) -> None:
+        """End-of-file is never evidence of death: the pidfd and the mutex are."""
+        self._losers.pop(channel, None)
+        if channel is self.channel:
+            self.channel = None
+
+    def check_not_lost(self, channel: Channel) -> None:
+        """FencedError for a trainer that has lost the run."""
+        if channel in self._losers:
+            raise FencedError(self._losers[channel])
+
+    def knows_losers(self, pids: Iterable[int]) -> None:
+        """These have lost the run too, says a trainer."""
+        self._lost_by += map(Process.of, pids)
+
+    def losers(self, trainer: Process) -> list[int]:
+        """Who has lost this run, and lives: each is told when it looks, and none trains it any more. `trainer`: the one
+        that has it, or is about to."""
+        self._lost_by += [Process.of(link.peer_pid(loser.sock)) for loser in self._losers]
+        self._lost_by = [one for one in dict.fromkeys(self._lost_by) if one.alive and one != trainer]
+        return [one.pid for one in self._lost_by]
+
+    # -- what became of it --
+
+    def state(self) -> str:
+        """As `ckpt.tools.observe.telemetry.status.RankStatus` says it."""
+        if self.closed:
+            return "closed"
+        try:
+            status = psutil.Process(number_in_proc(self.pid)).status()
+        except psutil.Error:
+            return "dead"
+        if not self.process.alive:
+            return "dead"
+        if self.dead:
+            return "left"
+        return "frozen" if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP) else "alive"
+
+
+class HeldRun:
+    """`tiers`: the nearest first. What the trainer said when it opened the run: `linger_s`, how long memory is kept
+    for the next one; `commit_s`, how long the parts of other ranks are waited for; `first_try`, of all parts."""
+
+    def __init__(self, trainer: PresentTrainer) -> None:
+        self._trainer = trainer
+        self.tiers: list[OpenTier] = []
+        self.owner: Acquire | None = None
+        self.successor = ""  # the nonce of the owner that our trainer is about to be
+        self.acquires: list[Acquire] = []  # the history that the snapshots in memory belong to
+        self.taking = asyncio.Lock()  # held while the run is taken over by us
+        self.linger_s, self.commit_s, self.first_try = 600.0, 600.0, 0
+
+    # -- who owns it --
+
+    def mine(self) -> Acquire:
+        """As whom we write. UsageError before the run was opened."""
+        if self.owner is None:
+            raise UsageError("the run has not been opened")
+        return self.owner
+
+    def become(self, owner: Acquire) -> None:
+        """We act as this one from now on."""
+        if self.owner is None or (owner.epoch, owner.nonce) != (self.owner.epoch, self.owner.nonce):
+            self.owner = owner
+            self.acquires.append(owner)
+
+    @handles(Successor)
+    def know_successor(self, request: Successor) -> None:
+        self.successor = request.nonce
+
+    def succeed(self, log: RunLog) -> None:
+        """Go on as the owner that the log names, if it is the successor: the trainer may die before it can say so."""
+        if log.state.acquires and log.state.acquires[-1].nonce == self.successor:
+            self.become(log.state.acquires[-1])
+
+    async def as_owner(self, log: RunLog, act: Callable[[Acquire], Awaitable[T]]) -> T:
+        """Do this as whoever we are; once more, if it is we ourselves who are taking over meanwhile."""
+        while True:
+            mine = self.mine()
+            try:
+                return await act(mine)
+            except FencedError:
+                async with self.taking:
+                    self.succeed(log)
+                    if self.mine() == mine:
+                        raise
+
+    def check_still(self, begun: int) -> None:
+        """FencedError if another trainer has come since this adoption: nothing of what it does must be undone."""
+        if begun != self._trainer.adoptions:
+            raise FencedError("another process has taken this run over")
+
+    async def check_owner(self, tiers: Iterable[OpenTier] | None = None) -> None:
+        """FencedError once another job has taken the run over: nobody will come for this memory then. `tiers`: where to
+        look, by default everywhere."""
+        for tier in (tier for tier in tiers or self.tiers if tier.opened):
+            with contextlib.suppress(StoreError):
+                await tier.log.refresh()
+                self.succeed(tier.log)
+                tier.log.check_owner(self.mine())
+
+    # -- its tiers --
+
+    def near(self, tier: OpenTier) -> OpenTier | None:
+        """From where a further tier is filled: a nearest tier that is quicker than the network."""
+        nearest = self.tiers[0] if self.tiers else None
+        return nearest if nearest is not None and nearest is not tier and not nearest.store.remote else None
+
+    def spoken_for(self) -> list[OpenTier]:
+        """Those that this rank speaks for."""
+        return [tier for tier in self.tiers if tier.role.place == 0]
+
+    @handles(KeepSteps)
+    async def keep_steps(self, request: KeepSteps) -> None:
+        """From now on no clean-up takes them, before there are records that say so."""
+        tiers = self.spoken_for()
+        for tier in tiers:
+            tier.notes = dict(request.notes)
+        found = await asyncio.gather(*(tier.keep_noted(self.mine()) for tier in tiers if tier.opened))
+        for error in filter(None, found):
+            raise error
+
+    @handles(AskKept)
+    def kept(self, request: AskKept) -> KeptReply:
+        """Of what two tiers say the nearer one's word counts."""
+        tiers = [tier for tier in self.spoken_for() if tier.opened]
+        notes = {step: note for tier in reversed(tiers) for step, note in tier.noted().items()}
+        there = set().union(*(tier.steps() for tier in tiers))
+        return KeptReply([(step, note, step in there) for step, note in notes.items()], request.step in there)
+
+    async def lost(self, tiers: Iterable[OpenTier] | None = None) -> list[str]:
+        """Those that are not the run any more that was opened there; of one that does not answer nothing is known."""
+        found = []
+        for tier in (tier for tier in (self.tiers if tiers is None else tiers) if tier.opened):
+            with contextlib.suppress(CheckpointError, TimeoutError):
+                if not await asyncio.wait_for(tier.log.same(), LOST_S):
+                    found.append(tier.url)
+        return found
+
+    async def replaced(self) -> bool:
+        """Return True if another run has begun in every tier: nobody can come for this memory any more."""
+        if not self.tiers or not all(tier.opened for tier in self.tiers):
+            return False
+        with contextlib.suppress(CheckpointError, TimeoutError):
+            return all([await asyncio.wait_for(tier.log.replaced(), LOST_S) for tier in self.tiers])
+        return False
+
+    @property
+    def roots(self) -> dict[str, str]:
+        """The ids of the runs in the tiers, by URL."""
+        return {tier.url: tier.log.root for tier in self.tiers if tier.log.root}
+
+    def sees(self, proof: str) -> bool:
+        """Return True if the folder of the nearest tier has this temporary file."""
+        folder = folder_of(self.tiers[0].url) if self.tiers else None
+        return folder is not None and is_temporary(proof) and "/" not in proof and (folder / proof).exists()
+
+
+def acquire_of(owner: Owner) -> Acquire:
+    """An owner, as messages have it."""
+    epoch, nonce, restored = owner
+    return Acquire(epoch, nonce, None if restored is None else Attempt.parse(restored))

@@ -1,0 +1,124 @@
+"""The writer process: holds the memory, writes it out, and outlives the trainer.
+
+    python -c 'from ckpt.core.writer.main import main; main()' FD RUN_KEY LOG STARTED
+
+It starts in its own session, at low CPU and I/O priority, without torch, and has the name of the run on this machine
+for as long as it holds its memory: whoever finds the name taken does not start. Two kinds of threads feed one event
+loop: a reader per connection (`server`), and those that wait for the trainer's death (`succession`).
+
+When the trainer dies, the writer digests the snapshots, persists the ring, newest first, and waits for the next
+incarnation, which finds it by RUN_KEY; after `linger_s` it leaves. When the trainer closes, it finishes and leaves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import signal
+import socket
+import sys
+
+import psutil
+
+from ckpt import failpoints
+from ckpt.core.ipc import channel as link
+from ckpt.core.ipc.channel import Channel
+from ckpt.core.ipc.process import Process
+from ckpt.core.ipc.protocol import failure
+from ckpt.core.writer.after_death import AfterDeath
+from ckpt.core.writer.bookkeeper import Bookkeeper
+from ckpt.core.writer.dispatch import Background, Dispatch
+from ckpt.core.writer.fault_reports import FaultReporter
+from ckpt.core.writer.held_run import HeldRun, PresentTrainer
+from ckpt.core.writer.memory import HeldMemory
+from ckpt.core.writer.opening import TierOpener
+from ckpt.core.writer.persist import Drain, Persister
+from ckpt.core.writer.server import Server, call_myself
+from ckpt.core.writer.status import Observers
+from ckpt.core.writer.succession import Succession
+from ckpt.core.writer.throttle import Throttle
+from ckpt.errors import CheckpointError, NameTakenError, UsageError, WriterError
+from ckpt.guard.memory_pressure import spare_from_oom
+from ckpt.later import bring
+
+NICE = 10
+NUMPY_S = 0.5  # until it is imported, if nothing has used it before: the run is open by then, as a rule
+
+
+async def serve(
+    channel: Channel, listener: socket.socket, key: str, path: str, process: Process, awaited: bool
+) -> None:
+    """Put the writer together, and work until it leaves. Everything runs in one event loop; blocking work goes to
+    threads."""
+    background, trainer = Background(), PresentTrainer(channel, process)
+    background.loop.call_later(NUMPY_S, background.thread, bring, "numpy")
+    memory = HeldMemory(trainer, awaited=awaited)
+    server, run = Server(path, listener, trainer, background), HeldRun(trainer)
+    throttle = Throttle(lambda: trainer.pid)
+    books = Bookkeeper(lambda: run.tiers, trainer.tell)
+    persister = Persister(trainer, run, memory, books, background)
+    settler, parts, promoter = persister.settler, persister.parts, persister.promoter
+    drain = Drain(trainer, run, memory, parts, settler, throttle, background)
+    opener = TierOpener(trainer, run, promoter, books, throttle, memory)
+    observers = Observers(trainer, run, memory, drain, books)
+    reporter = FaultReporter(
+        key, trainer, run, memory, drain, observers, background, on_crash=lambda: after_death.died(trainer.adoptions)
+    )
+    after_death = AfterDeath(trainer, run, memory, persister, drain, reporter, observers, server, background)
+    succession = Succession(trainer, run, memory, parts, opener, reporter, observers, after_death, server, background)
+    await server.run(
+        Dispatch(run, settler, promoter, persister, drain, opener, observers, reporter, after_death, succession, memory)
+    )
+    await observers.exporter.finish()
+
+
+def _be_modest() -> None:
+    """Low priority: training comes first."""
+    os.nice(NICE)
+    with contextlib.suppress(OSError):  # Linux may share cores out by session first: then `nice` counts only within one
+        os.setsid()  # whoever started us made this one, and may be in it
+        with open("/proc/self/autogroup", "w") as group:
+            group.write(str(NICE))
+    os.chdir("/")  # do not keep a folder or a mount busy
+    with contextlib.suppress(psutil.Error, OSError, AttributeError):
+        psutil.Process().ionice(psutil.IOPRIO_CLASS_BE, 7)
+    spare_from_oom()
+
+
+async def _main(fd: int, key: str, path: str, started: int, awaited: bool) -> None:
+    """`started`: when the trainer was, as `ipc.process.Process` says it; it may have died by now. `awaited`: it is
+    about to give us the memory that a dead writer held."""
+    sock = socket.socket(fileno=fd)
+    try:
+        listener = link.listen(key)
+    except UsageError as error:
+        await _refuse(Channel(sock), WriterError(str(error)))
+        return
+    if listener is None:
+        await _refuse(Channel(sock), NameTakenError("another writer of this run has started meanwhile"))
+        return
+    call_myself(link.AT_WORK)
+    await serve(Channel(sock), listener, key, path, Process(link.peer_pid(sock), started), awaited)
+
+
+async def _refuse(channel: Channel, error: CheckpointError) -> None:
+    """Reply to the trainer's first request with the reason why this process cannot be the run's writer."""
+    incoming = await asyncio.to_thread(channel.receive)
+    if incoming is not None and incoming.id is not None:
+        channel.reply(incoming.id, failure(error))
+
+
+def main() -> None:
+    """Entry point of the process."""
+    failpoints.process = "writer"
+    logging.basicConfig(level=logging.WARNING, format="everystep writer: %(message)s")
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)  # meant for the trainer; our end is bounded by deadlines
+    _be_modest()
+    gc.freeze()
+    gc.enable()  # which it was not while all of this was imported
+    asyncio.run(_main(int(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4]), sys.argv[5] == "1"))
+    os._exit(0)  # threads may still sit in a mutex

@@ -1,0 +1,286 @@
+"""What a writer holds in memory, and requests about that: arenas, the layouts of what is in them, and digests.
+
+Arenas are its trainer's, those that a trainer inherited from ranks that are no more (`foreign`), and copies of the
+memory of another node (`mirror`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+from ckpt.core.checkpoint.write import digest_blobs
+from ckpt.core.format.digest import blob_digest
+from ckpt.core.format.layout import Layout
+from ckpt.core.format.manifest import Attempt
+from ckpt.core.format.replicas import Replicas
+from ckpt.core.ipc import requests
+from ckpt.core.ipc.arena import Arena, ArenaKeeper, Label
+from ckpt.core.ipc.mutex import Got
+from ckpt.core.ipc.requests import Digest
+from ckpt.core.log.log import Acquire, in_history
+from ckpt.core.writer.dispatch import Answer, Caller, handles
+from ckpt.core.writer.held_run import PresentTrainer
+from ckpt.core.writer.replicate import Replicator
+from ckpt.errors import SaveError, SkippedError
+from ckpt.events import log
+from ckpt.guard.memory_pressure import room
+
+HAND_OVER_S = 5.0
+LET_GO_S = 1.0  # for a thread of ours to be scheduled
+MAX_LAYOUTS = 256  # far more than a trainer believes us to have
+MEMORY_SHARE = 0.8  # of the available memory, that an arena may take
+RING_SHARE = 0.5  # of all memory, that the arenas of a machine may take beyond two slots each: they are made at once
+KEEP_S = 1.0  # for another process that keeps an arena to let go of it
+
+
+def room_for(slots: int, slot_size: int, least: int, ranks: int = 1) -> int:
+    """How many slots of this size fit into free memory, at most `slots`, and beyond two only so many that the arenas of
+    all `ranks` of this machine take half of it. SkippedError if not even `least` do."""
+    there = room()
+    free = there.available
+    fair = int(RING_SHARE * there.total) // ranks // slot_size
+    found = min(slots, int(MEMORY_SHARE * free) // slot_size, max(2, fair))
+    if found < least:
+        some = "a snapshot" if least == 1 else f"{least} snapshots"
+        fits = "does" if least == 1 else "do"
+        raise SkippedError(
+            f"{some} of {slot_size / 2**20:.0f} MiB {fits} not fit into {MEMORY_SHARE:.0%} of the {free / 2**20:.0f} "
+            "MiB of memory that are free: give the job more"
+        )
+    return found
+
+
+def check_room(slots: int, slot_size: int) -> None:
+    """SkippedError if an arena of this size would take memory that is not free."""
+    room_for(slots, slot_size, slots)
+
+
+def make_arena(slots: int, slot_size: int, least: int, *, ranks: int = 1, node: int | None = None) -> Arena:
+    """Of as many slots as there is memory for, at most `slots`; the first one is ready. SkippedError if `least` do not
+    fit. `ranks`, `node`: see `MakeArena`."""
+    slots = room_for(slots, slot_size, least, max(1, ranks))
+    while True:
+        try:
+            return Arena.create(slots, slot_size, ready=1, node=node)
+        except (MemoryError, OSError) as error:  # others were quicker, or it must not be locked, say
+            if slots == least:
+                raise SkippedError(f"there is no memory for {slots} snapshots: {error}") from error
+            slots -= 1
+
+
+def _make_ready(arena: Arena) -> None:
+    """Beside everything else: the trainer fills the first slot meanwhile."""
+
+    def work() -> None:
+        try:
+            arena.make_ready()
+        except MemoryError as error:
+            log.warning("%d snapshots are held, and no more: %s", arena.slots, error)
+
+    threading.Thread(target=work, name="ckpt-ready", daemon=True).start()
+
+
+class HeldMemory:
+    """Used in the event loop of the writer, but for `digest_ring`, which takes long and belongs into a thread; its own
+    requests see to that."""
+
+    def __init__(self, trainer: PresentTrainer, *, awaited: bool = False) -> None:
+        """`awaited`: a trainer that has memory is about to give it to us."""
+        self._trainer = trainer
+        self.handed_over = asyncio.Event()
+        if not awaited:
+            self.handed_over.set()
+        self.arenas: dict[str, Arena] = {}
+        self.keeping: dict[str, ArenaKeeper] = {}  # the same arenas
+        self.foreign: set[str] = set()  # those that other ranks staged into: nobody goes on in them here
+        self.locked_by: dict[str, int] = {}  # by arena, the last adoption whose trainer has locked it
+        self.layouts: dict[str, Layout] = {}
+        self.digests: dict[tuple[Attempt, int], bytes] = {}  # by attempt, and rank that took the snapshot
+        self.late: set[tuple[Attempt, int]] = set()  # of these they were computed by `digest_ring`, or after a death
+        self.retracted: dict[Attempt, str] = {}  # what must not become a checkpoint, and why
+        self.replicas: dict[Attempt, Replicas] = {}  # what the parts of our rank say of replicated tensors
+        self._tries: dict[Attempt, int] = {}
+        self.mirror = Replicator(check_room, self.keep_layout)
+
+    async def until_handed_over(self) -> None:
+        """Until our own trainer has given us what a dead writer held, if it is about to: there is nothing yet."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.handed_over.wait(), HAND_OVER_S)
+
+    def all(self) -> list[Arena]:
+        return [*self.arenas.values(), *self.mirror.arenas.values()]
+
+    def add(self, arena: Arena, *, foreign: bool = False) -> None:
+        self.arenas[arena.id.hex()], self.keeping[arena.id.hex()] = arena, arena.keep()
+        if foreign:
+            self.foreign.add(arena.id.hex())
+
+    def disown(self) -> None:
+        """What is here is of a trainer that has lost the run, and lives. From now on nothing that it copies there is
+        acknowledged: what was until now is seen by whoever takes over, who is answered after this."""
+        self.foreign.update(self.arenas)
+        for key in self.arenas:
+            self.keeping[key].let_go(LET_GO_S)
+
+    @handles(requests.ReleaseArena)
+    def release(self, request: requests.ReleaseArena) -> None:
+        """This arena is not needed any more."""
+        key = request.arena
+        self.locked_by.pop(key, None)
+        arena = self.arenas.pop(key, None)
+        if arena is not None:
+            self.keeping.pop(key).let_go()
+            arena.close()
+
+    def unlocked(self, adoption: int | None) -> bool:
+        """Whether nobody has locked any of it; what the trainer of this adoption has does not count."""
+        for key, arena in self.arenas.items():
+            if adoption is not None and self.locked_by.get(key) == adoption:
+                continue  # before it could lock this, the one before has let go of it
+            if key in self.foreign:
+                continue  # of a trainer that has lost the run, where nobody else ever writes
+            if arena.mutex.try_lock() is Got.BUSY:
+                return False
+            arena.mutex.unlock()
+        return True
+
+    def layouts_in_use(self, arenas: Iterable[Arena]) -> dict[str, Any]:
+        """What a trainer needs to read what is in these, in JSON. A state that has another at each step leaves many."""
+        used = {label.layout for arena in arenas for _, label in arena.sealed()}
+        return {digest: layout.to_json() for digest, layout in self.layouts.items() if digest in used}
+
+    def ring(self) -> list[tuple[Arena, int, Label]]:
+        """Every sealed snapshot but copies of another node's, newest first."""
+        found = [(arena, slot, label) for arena in self.arenas.values() for slot, label in arena.sealed()]
+        return sorted(found, key=lambda one: -one[2].order)
+
+    def keep_layout(self, layout: Layout) -> None:
+        self.layouts[layout.digest] = layout
+        if len(self.layouts) > MAX_LAYOUTS:  # shapes that keep changing; the trainer sends again what it forgot
+            used = {label.layout for arena in self.all() for _, label in arena.sealed()}
+            recent = list(self.layouts)[-MAX_LAYOUTS // 2 :]
+            self.layouts = {key: self.layouts[key] for key in self.layouts if key in used or key in recent}
+
+    def known_digests(self) -> list[Digest]:
+        return [(str(key[0]), key[1], found.hex(), key in self.late) for key, found in list(self.digests.items())]
+
+    def know_digests(self, attempt: Attempt, rank: int, digests: bytes) -> None:
+        """Remember the digests of what was written. Raises SaveError if memory was damaged since they were computed."""
+        key = attempt, rank
+        if not self._trainer.dead:
+            self.digests[key] = digests
+            return
+        if key not in self.digests:
+            self.late.add(key)
+        if self.digests.setdefault(key, digests) != digests:
+            raise SaveError(
+                f"step {attempt.step} of rank {rank} was damaged in memory: its bytes do not match the digests that "
+                "were computed before"
+            )
+
+    def next_try(self, attempt: Attempt, first: int) -> int:
+        """The number of the next writing of a part of it."""
+        number = self._tries.get(attempt, first)
+        self._tries[attempt] = number + 1
+        return number
+
+    def take_back(self, attempt: Attempt, reason: str) -> None:
+        """It must not become a checkpoint, nor must the copy on another node."""
+        self.retracted.setdefault(attempt, reason)
+        self.mirror.take_back(attempt)
+
+    def forget_old(self) -> None:
+        """What is known of snapshots that are not in memory any more."""
+        held = {label.attempt for arena in self.all() for _, label in arena.sealed()}
+        self.digests = {(attempt, rank): d for (attempt, rank), d in self.digests.items() if attempt in held}
+        self.late &= self.digests.keys()
+        self.replicas = {attempt: said for attempt, said in self.replicas.items() if attempt in held}
+        self._tries = {attempt: number for attempt, number in self._tries.items() if attempt in held}
+
+    def wanted(self, history: Sequence[Acquire], attempts: Collection[Attempt] | None = None) -> list[Attempt]:
+        """What is here (of these, if they are given), belongs to this history and was not taken back, newest first."""
+        ring = {label.attempt for _, _, label in self.ring() if label.attempt is not None}
+        found = in_history(history, ring - self.retracted.keys())
+        return [attempt for attempt in found if attempts is None or attempt in attempts]
+
+    def something(self) -> bool:
+        """Return True if there is a snapshot, or damage that the next start has to report."""
+        return any(arena.sealed() or arena.damage() for arena in self.all())
+
+    def digest_ring(self) -> None:
+        for arena in self.all():
+            for problem in arena.damage():
+                log.warning("%s", problem)
+            for slot, label in arena.sealed():
+                layout = self.layouts.get(label.layout)
+                if layout is None or label.attempt is None or (label.attempt, layout.rank) in self.digests:
+                    continue
+                blobs = digest_blobs(layout, arena.data(slot, label.data_size))
+                found = blobs + blob_digest(arena.values(slot, label))
+                if arena.settled(slot) == label:  # the trainer may be alive, and go on
+                    self.late.add((label.attempt, layout.rank))
+                    self.digests[label.attempt, layout.rank] = found
+
+    # -- what is asked --
+
+    @handles(requests.MakeArena)
+    async def make(self, request: requests.MakeArena) -> Answer:
+        begun = self._trainer.adoptions
+        arena = await asyncio.to_thread(
+            make_arena, request.slots, request.slot_size, request.least, ranks=request.ranks, node=request.node
+        )
+        if begun != self._trainer.adoptions:  # whoever came meanwhile knows nothing of it
+            arena.close()
+            raise SkippedError("the trainer that asked for this memory has lost the run, or died")
+        self.add(arena)
+        await self._kept(arena.id.hex())
+        _make_ready(arena)
+        return Answer(arena.id.hex(), (arena.fd,))
+
+    @handles(requests.KeepArena)
+    async def keep(self, request: requests.KeepArena) -> None:
+        await self._kept(request.arena)
+
+    @handles(requests.HandedOver)
+    async def on_handed_over(self, request: requests.HandedOver) -> None:
+        await asyncio.gather(*map(self._kept, list(self.keeping)))
+        self.handed_over.set()
+
+    async def _kept(self, key: str) -> None:
+        await asyncio.to_thread(self.keeping[key].begun.wait, KEEP_S)
+
+    @handles(requests.AttachArena)
+    def attach(self, request: requests.AttachArena, caller: Caller) -> None:
+        arena = Arena.attach(caller.fds[0])
+        self.add(arena, foreign=request.foreign)
+        if not request.foreign:  # the writer before may not have come to its end
+            _make_ready(arena)
+
+    @handles(requests.KnowLayout)
+    def know_layout(self, request: requests.KnowLayout) -> None:
+        self.keep_layout(Layout.from_json(request.layout))
+
+    @handles(requests.AskDigests)
+    async def on_digests(self, request: requests.AskDigests) -> list[requests.Digest]:
+        if request.all:
+            await asyncio.to_thread(self.digest_ring)
+        return self.known_digests()
+
+    @handles(requests.Serve)
+    def serve(self, request: requests.Serve) -> requests.Json:
+        return self.mirror.serve()
+
+    @handles(requests.Partner)
+    def send_to(self, request: requests.Partner) -> None:
+        self.mirror.send_to(request.contact, request.rank)
+
+    @handles(requests.Push)
+    def push(self, request: requests.Push) -> None:
+        slot, arena = request.slot, self.arenas[request.arena]
+        label = arena.label(slot)
+        if label is not None and str(label.attempt) == request.attempt and label.layout in self.layouts:
+            self.mirror.push(arena, slot, label, self.layouts[label.layout])

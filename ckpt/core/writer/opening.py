@@ -1,0 +1,180 @@
+"""Opening a run and taking it over, for a trainer that starts, restores or goes back.
+
+OpenRun      nothing is changed in the tiers
+AcquireRun   this writer appends the next owner, for all ranks
+OwnRun       all ranks know the owner: what earlier ones have left unfinished is ended
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ckpt import events
+from ckpt.core.checkpoint import commit
+from ckpt.core.checkpoint.in_use import check_free
+from ckpt.core.checkpoint.ledger_files import last_decision, read_back
+from ckpt.core.checkpoint.open_tier import OpenTier, open_place, renew
+from ckpt.core.format.manifest import Attempt
+from ckpt.core.ipc import requests
+from ckpt.core.ipc.notes import SaidNote
+from ckpt.core.ipc.process import boot_id, namespace
+from ckpt.core.ipc.requests import PartsHere, TierFound
+from ckpt.core.writer.bookkeeper import Bookkeeper
+from ckpt.core.writer.dispatch import handles
+from ckpt.core.writer.held_run import HeldRun, PresentTrainer, acquire_of
+from ckpt.core.writer.memory import HeldMemory
+from ckpt.core.writer.promotion import Promoter
+from ckpt.core.writer.throttle import IdleCores, Throttle, threads
+from ckpt.errors import OutcomeUnknownError, SaveError, StoreError
+from ckpt.tools.observe.goodput.ledger import Account, Decision
+
+LOOK_BACK = 4  # incarnations, one of which knows how often to save
+
+
+@dataclass(eq=False)
+class TierOpener:
+    """Everything runs in the writer's event loop."""
+
+    trainer: PresentTrainer
+    run: HeldRun
+    promoter: Promoter
+    books: Bookkeeper
+    throttle: Throttle
+    held_memory: HeldMemory
+
+    @handles(requests.OpenRun)
+    async def open(self, request: requests.OpenRun) -> requests.OpenRunReply:
+        """InUseError, with `check`, if somebody trains the run."""
+        run, begun = self.run, self.trainer.adoptions
+        run.linger_s, run.commit_s = request.linger_s, request.commit_s
+        run.first_try, run.successor = request.first_try, request.successor
+        run.acquires = [acquire_of(one) for one in request.acquires]
+        known = {tier.url: tier for tier in run.tiers}  # one of them may be writing the ring at this moment
+        tiers: list[OpenTier] = []
+        again, roots = bool(run.first_try), [*request.roots, *[""] * len(request.tiers)]
+        for spec, root in zip(request.tiers, roots, strict=False):
+            # A writer that takes the place of a dead one must not fail for a bucket that is out of reach just now.
+            try:
+                tiers.append(await self._open_tier(spec, known, root, later=bool(again and tiers), again=again))
+            except StoreError as error:
+                raise self._as_it_stands(error, str(spec["url"]), tiers) from error
+        if request.check:
+            for tier in (tier for tier in tiers if tier.opened):
+                await check_free(tier.log, lambda text: self.trainer.tell(SaidNote(text)), self._has_ended)
+        run.check_still(begun)
+        run.tiers = tiers
+        for tier in tiers:  # what was kept here for a tier that is gone
+            tier.anchors = {url: a for url, a in tier.anchors.items() if any(url == t.url for t in tiers[1:])}
+        found = [_found(tier) for tier in tiers]
+        decision = await self._last_cadence(request.auto) if request.auto else None
+        return requests.OpenRunReply(found, {} if decision is None else asdict(decision))
+
+    def _as_it_stands(self, error: StoreError, url: str, tiers: Sequence[OpenTier]) -> StoreError:
+        """What is known without this place, and how to go on without it. We do not by ourselves: it may hold a newer
+        step, or be where another job trains."""
+        here = [(one.step, tier.url) for tier in tiers if tier.opened for one in tier.log.state.lineage()[:1]]
+        here += [(label.attempt.step, "memory") for _, _, label in self.held_memory.ring()[:1] if label.attempt]
+        if not here or isinstance(error, OutcomeUnknownError):
+            return error
+        step, where = max(here)
+        return type(error)(
+            f"{error}. {where} has step {step}; whether there is a newer one, or somebody trains the run there, only "
+            f"{url} can say. To go on from step {step} for now, take that out of the tiers: once it is back among "
+            "them, saves go there again",
+            retryable=error.retryable,
+        )
+
+    async def _open_tier(
+        self, spec: dict[str, Any], known: dict[str, OpenTier], root: str, *, later: bool, again: bool
+    ) -> OpenTier:
+        tier = known.pop(spec["url"], None)
+        if tier is not None and tier.url not in await self.run.lost([tier]):
+            await renew(tier, spec)
+            return tier
+        # It is new, or what was there was removed, and is no run or another one now.
+        tier = await open_place(spec, later=later, root=root, again=again)
+        if caveat := getattr(tier.store, "caveat", ""):
+            self.trainer.tell(SaidNote(caveat))
+        tier.encoder.threads, tier.encoder.pace, tier.encoder.idle = threads(), self.throttle, IdleCores()
+        return tier
+
+    def _has_ended(self, account: Account) -> bool:
+        """Of a trainer that was this writer's, or is this very process."""
+        known, mine = self.books.account, (self.trainer.pid, boot_id(), namespace("pid"))
+        if known is not None and known.epoch == account.epoch:
+            return True
+        return mine == (account.pid, account.boot, account.namespace)
+
+    async def _last_cadence(self, auto: list[str]) -> Decision | None:
+        """What the last incarnation saved by, so that this one need not find it out again."""
+        known = await read_back(self.run.tiers, LOOK_BACK)
+        decision = last_decision([*known, *([self.books.account] if self.books.account else [])])
+        for tier in self.run.tiers:
+            every = None if decision is None else decision.every.get(tier.url)
+            if tier.url in auto and type(every) is int and every >= 1:
+                tier.set_every(every)
+        return decision
+
+    @handles(requests.AcquireRun)
+    async def acquire(self, request: requests.AcquireRun) -> list[int]:
+        """With `restored` as a rollback of the present owner."""
+        run, begun = self.run, self.trainer.adoptions
+        nonce, back = request.nonce, None if request.restored is None else Attempt.parse(request.restored)
+        tiers = [run.tiers[i] for i in request.tiers]
+        for tier in tiers if back is not None else ():
+            await tier.log.refresh()
+            if all(acquire.nonce != nonce for acquire in tier.log.state.acquires):
+                tier.log.check_owner(run.mine())
+        async with run.taking:
+            run.check_still(begun)
+            floor = max([request.floor, *(t.log.state.epoch for t in tiers)])
+            taken = [await commit.acquire(t.log, nonce, restored=back, floor=floor) for t in tiers]
+        return sorted({a.epoch for a in taken} or {floor + 1})
+
+    async def own(self, request: requests.OwnRun) -> list[PartsHere]:
+        """This writer's part in committing, too."""
+        run, owner, begun = self.run, acquire_of(request.owner), self.trainer.adoptions
+        async with run.taking:
+            for tier in (tier for tier in run.tiers if tier.opened):
+                await tier.log.refresh()  # the writer of another rank appended it: by an older log we would be fenced
+            run.check_still(begun)
+            run.become(owner)
+        for tier, (ranks, place, world) in zip(run.tiers, request.roles, strict=True):
+            tier.role = commit.Role(tuple(ranks), place, world)
+        return [parts for i in request.recover for parts in await self._recover(i, run.tiers[i])]
+
+    async def _recover(self, number: int, tier: OpenTier) -> list[PartsHere]:
+        """End what earlier incarnations have left there; of what a single node's disk holds parts of, those."""
+        mine, wanted = self.run.mine(), self.promoter.wanted(tier)
+        await commit.recover(tier.log, mine, frozenset(tier.in_flight | wanted), partial=tier.role.partial)
+        await tier.drop_uploads(mine, wanted)
+        if not tier.role.partial:
+            return []
+        held = {**tier.log.state.held, **tier.log.state.commits}
+        return [PartsHere(number, str(a), one.world, [rank for rank, _, _ in one.parts]) for a, one in held.items()]
+
+    @handles(requests.Doubt)
+    async def doubt(self, request: requests.Doubt) -> None:
+        """The trainer has found damage in a tier when it restored."""
+        ranges = set(request.ranges)
+        for tier in (tier for tier in self.run.tiers if tier.url == request.url):
+            tier.encoder.suspects |= ranges
+            await tier.prepare()
+            await commit.doubt(tier.log, self.run.mine(), Attempt.parse(request.attempt), ranges)
+
+    @handles(requests.Complete)
+    async def complete(self, request: requests.Complete) -> None:
+        """The other nodes hold their parts of these attempts too."""
+        tier = self.run.tiers[request.tier]
+        for attempt in request.attempts:
+            try:
+                await commit.complete(tier.log, self.run.mine(), Attempt.parse(attempt))
+            except SaveError as error:  # what it builds on is gone: it has been ended
+                events.log.warning("%s: %s", tier.url, error)
+
+
+def _found(tier: OpenTier) -> TierFound:
+    state = tier.log.state
+    return TierFound(tier.log.root, state.epoch, len(state.commits) + len(state.held), state.damaged)

@@ -1,0 +1,317 @@
+"""What the trainer wants to be saved, from where its bytes are had soonest; and what is in memory after a fault.
+
+memory, or a nearer tier -> part (parts, promotion) -> checkpoint (Settler)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from ckpt import events
+from ckpt.core.checkpoint import commit
+from ckpt.core.checkpoint.open_tier import OpenTier
+from ckpt.core.checkpoint.write import WrittenPart
+from ckpt.core.format.manifest import Attempt
+from ckpt.core.ipc.arena import Arena, Label
+from ckpt.core.ipc.notes import StoredNote
+from ckpt.core.ipc.requests import Persist, SavedInTier, WriteSlot, WriteSlotReply
+from ckpt.core.writer.bookkeeper import Bookkeeper
+from ckpt.core.writer.dispatch import Background, handles
+from ckpt.core.writer.held_run import HeldRun, PresentTrainer
+from ckpt.core.writer.memory import HeldMemory
+from ckpt.core.writer.parts import OUT_OF_TURN, PartWriter, Settler, own_bytes
+from ckpt.core.writer.promotion import Promoter
+from ckpt.core.writer.throttle import Throttle
+from ckpt.errors import CheckpointError, FencedError, FullError, SaveError, SkippedError
+
+FAR_QUEUE = 1  # checkpoints that wait for the one that is on its way from memory to a tier that is slow
+LATE_S = 30.0  # for the parts of other ranks, when nobody is left to wait for them
+COMMON_S = 1.0  # until the step before the newest will do, if not all ranks have the newest
+OTHERS_S = 5.0  # for other ranks to bring theirs, when ours is written
+
+
+class Persister:
+    """Everything runs in the writer's event loop; blocking work goes to threads."""
+
+    def __init__(
+        self,
+        trainer: PresentTrainer,
+        run: HeldRun,
+        held_memory: HeldMemory,
+        books: Bookkeeper,
+        background: Background,
+    ) -> None:
+        self._trainer, self._run, self._held_memory = trainer, run, held_memory
+        self._books, self._background = books, background
+        self.settler = Settler(trainer, run, held_memory, background)
+        self.parts = PartWriter(trainer, run, held_memory, self.settler)
+        self.promoter = Promoter(trainer, run, held_memory, self.parts, self.settler, background)
+
+    @handles(WriteSlot)
+    async def write(self, request: WriteSlot) -> WriteSlotReply:
+        """Make a checkpoint of a sealed slot in one tier.
+
+        The slot is free again once `StoredNote` is told. A further tier that is busy, or fails, gets the step from the
+        nearest one, so that memory does not wait for a network.
+        """
+        tier, attempt = self._run.tiers[request.tier], Attempt.parse(request.attempt)
+        label = self._held_memory.arenas[request.arena].label(request.slot)
+        size = 0 if label is None else label.data_size
+        if request.replicas:
+            self._held_memory.replicas[attempt] = request.replicas
+        with self._books.saving(tier.url, size, attempt.step) as save:
+            save.stored = own_bytes(await self._write(tier, attempt, request))
+            return WriteSlotReply(size, save.stored)
+
+    async def _write(self, tier: OpenTier, attempt: Attempt, request: WriteSlot) -> WrittenPart | None:
+        near, stored = self._run.near(tier), self.parts.stored
+        if near is not None and (near.url, attempt) not in stored and attempt not in near.log.state.commits:
+            near = None  # not due there
+        part = stored.setdefault((tier.url, attempt), asyncio.get_running_loop().create_future())
+        if near is not None:
+            near.promoting[attempt] += 1
+        try:
+            with self.settler.under_way():
+                written = await self._store(tier, near, attempt, request)
+                _resolve(part, written is not None or attempt in tier.log.state.commits)
+                self._tell_stored(request)
+                if written is not None:
+                    await self.settler.settle(tier, written)
+        except Exception as error:
+            again = bool(tier.flow.error)
+            tier.flow.fail(error)
+            if isinstance(error, FullError) and not (again or tier.store.remote):
+                raise FullError(f"{error}. {tier.room}") from error
+            raise
+        finally:
+            _resolve(part, False)
+            stored.pop((tier.url, attempt), None)
+            if near is not None:
+                near.unpin(attempt)
+        return written
+
+    def _tell_stored(self, request: WriteSlot) -> None:
+        self._trainer.tell(StoredNote(request.tier, request.attempt))
+
+    async def _store(
+        self, tier: OpenTier, near: OpenTier | None, attempt: Attempt, request: WriteSlot
+    ) -> WrittenPart | None:
+        """From where it is had best; None if it is a checkpoint already."""
+        arena, slot = self._held_memory.arenas[request.arena], request.slot
+        label = arena.label(slot)
+
+        def free() -> None:
+            self._tell_stored(request)
+
+        if request.stored or label is None or label.attempt != attempt:
+            # A predecessor stored it, and died before it was committed: the slot may be used again any time.
+            return await self._stored_by_predecessor(tier, near, attempt, slot)
+        if near is not None and (tier.busy.locked() or tier.waiting):
+            return await self.promoter.promote(tier, near, attempt, free)
+        if near is None and tier.store.remote:
+            return await self._store_far(tier, attempt, arena, slot, label, free)
+        try:
+            return await self.parts.store(tier, arena, slot, label, last=near is None)
+        except FencedError:
+            raise
+        except CheckpointError as error:
+            if near is None:
+                raise
+            events.log.warning("%s: step %d is taken from %s: %s", tier.url, attempt.step, near.url, error)
+            return await self.promoter.promote(tier, near, attempt, free)
+
+    async def _stored_by_predecessor(
+        self, tier: OpenTier, near: OpenTier | None, attempt: Attempt, slot: int
+    ) -> WrittenPart | None:
+        written = await commit.stored_part(tier.log.store, attempt, tier.role.ranks[tier.role.place])
+        if written is not None:
+            tier.in_flight.add(attempt)
+            return written
+        near = near or self._run.near(tier)
+        if near is None:
+            raise SaveError(f"step {attempt.step} is not in memory any more")
+        return await self.promoter.promote(tier, near, attempt, lambda: None)
+
+    async def _store_far(
+        self, tier: OpenTier, attempt: Attempt, arena: Arena, slot: int, label: Label, free: Callable[[], None]
+    ) -> WrittenPart | None:
+        """With nothing nearer the newest may wait behind the one on its way: the other slots are for the training."""
+        tier.waiting += 1
+        try:
+            async with self.promoter.turns[tier.url].turn(tier, attempt, FAR_QUEUE):
+                return await self.parts.store(tier, arena, slot, label)
+        except SkippedError as error:
+            free()
+            rank = tier.role.ranks[tier.role.place]
+            self._background.spawn(self.settler.tell_others(tier, attempt, rank, error))
+            raise
+        finally:
+            tier.waiting -= 1
+
+    # -- the end --
+
+    def begun(self) -> set[Attempt]:
+        """What is being made a checkpoint, somewhere, since the trainer wanted it."""
+        return {attempt for _, attempt in self.parts.stored} if self.unfinished else set()
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether something is; not if an earlier trainer began it, which may wait for parts that never come."""
+        return bool(self.parts.reads or self.settler.settling[self._trainer.adoptions])
+
+    async def close(self) -> None:
+        """Finish what was begun, clean up, and let go of the stores."""
+        await self.promoter.stop()
+        while self.unfinished:
+            await asyncio.sleep(0.01)
+        for tier in self._run.tiers:
+            await tier.close(self._run.owner, self._trainer.tell)
+
+    async def finish_begun(self) -> None:
+        """What is being written is finished; for the parts of other ranks, which may never come, only a while."""
+        commit_s = self._run.commit_s
+        await _until(lambda: not self.parts.reads and not any(tier.waiting for tier in self._run.tiers), commit_s)
+        await _until(lambda: not any(self.settler.settling.values()), min(LATE_S, commit_s))
+
+
+async def _until(done: Callable[[], bool], timeout_s: float) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            while not done():
+                await asyncio.sleep(0.01)
+
+
+def _resolve(future: asyncio.Future[bool], value: bool) -> None:
+    if not future.done():
+        future.set_result(value)
+
+
+@dataclass(eq=False)
+class Drain:
+    """Everything runs in the writer's event loop."""
+
+    trainer: PresentTrainer
+    run: HeldRun
+    held_memory: HeldMemory
+    parts: PartWriter
+    settler: Settler
+    throttle: Throttle
+    background: Background
+
+    def wanted(self, attempts: Collection[Attempt] | None = None) -> list[Attempt]:
+        """What is in memory (of these, if they are given) and belongs to the history, newest first."""
+        return self.held_memory.wanted(self.run.acquires, attempts)
+
+    def durable(self) -> list[tuple[int, str]]:
+        """What of the memory is durable, as far as we know: step and tier, the newest first."""
+        return [(a.step, t.url) for t in self.run.tiers[:1] for a in self.wanted() if a in t.log.state.commits]
+
+    # -- while somebody waits --
+
+    @handles(Persist)
+    async def on_persist(self, request: Persist) -> list[SavedInTier]:
+        attempts = [Attempt.parse(text) for text in request.attempts]
+        return await self.persist(request.deadline_s, far=request.far, attempts=attempts)
+
+    async def persist(
+        self, deadline_s: float, *, far: bool = False, attempts: list[Attempt] | None = None
+    ) -> list[SavedInTier]:
+        """Have what is in memory (or these attempts) written to the nearest tier.
+
+        Waits until the newest step is durable, or at most `deadline_s`: what it began goes on after that. With `far`
+        the newest one is written to the further tiers as well, for a machine that is about to go. Returns, for each
+        step and tier, what became of it: `error` is empty if it is durable.
+        """
+        began, tiers = time.monotonic(), self.run.tiers
+        with self.throttle.hurry():
+            steps = self.wanted(attempts)
+            tasks = [self.background.spawn(self._drain_alive(steps))]
+            if far:
+                tasks += [self.background.spawn(self._drain_alive(steps[:1], tier)) for tier in tiers[1:]]
+            await self._wait(steps, tasks, began + deadline_s)
+        seconds = time.monotonic() - began
+        return [
+            SavedInTier(a.step, tier.url, seconds, _missing(tier, a))
+            for i, tier in enumerate(tiers[: None if far else 1])
+            for a in (steps if i == 0 else steps[:1])
+        ]
+
+    async def _wait(self, steps: list[Attempt], tasks: list[asyncio.Task[None]], deadline: float) -> None:
+        """Until the newest is durable, or it is known that this takes other ranks, which may not come."""
+        tiers, durable_since, stored_since = self.run.tiers, 0.0, 0.0
+        while time.monotonic() < deadline:
+            done = [attempt for attempt in steps if tiers and attempt in tiers[0].log.state.commits]
+            stored = all(task.done() for task in tasks)
+            if not tiers or not steps or (done[:1] == steps[:1] and stored):
+                return
+            if stored:
+                stored_since = stored_since or time.monotonic()
+                durable_since = durable_since or (time.monotonic() if done else 0.0)
+                if (done and time.monotonic() > durable_since + COMMON_S) or time.monotonic() > stored_since + OTHERS_S:
+                    return  # other ranks have not come as far as this one, or do not come at all
+            await asyncio.sleep(0.02)
+
+    async def _drain_alive(self, attempts: list[Attempt], tier: OpenTier | None = None) -> None:
+        with contextlib.suppress(CheckpointError):
+            await self.drain(self.trainer.adoptions, attempts, tier)
+
+    # -- one by one --
+
+    async def drain(
+        self, adoptions: int, attempts: Collection[Attempt] | None = None, tier: OpenTier | None = None
+    ) -> bool:
+        """Write every sealed snapshot (or those of these attempts) that is not durable yet to a tier, by default the
+        nearest. False: try again."""
+        complete = True
+        history = set(self.wanted() if attempts is None else attempts)
+        for arena, slot, label in self.held_memory.ring():
+            if label.attempt not in history or label.layout not in self.held_memory.layouts:
+                continue  # undone by a rollback
+            for target in self.run.tiers[:1] if tier is None else [tier]:
+                if adoptions != self.trainer.adoptions:
+                    return True  # the next incarnation has the memory now, and decides
+                if label.attempt is None or label.attempt in target.in_flight or target.log.state.ended(label.attempt):
+                    continue
+                complete &= await self._save(target, arena, slot, label)
+        return complete
+
+    async def _save(self, tier: OpenTier, arena: Arena, slot: int, label: Label) -> bool:
+        """One snapshot of the ring. False: it has to be tried again."""
+        assert label.attempt is not None
+        stored = False
+        try:
+            reason = "late" if self.trainer.dead else "ring"
+            written = await self.parts.store(tier, arena, slot, label, reason)
+            stored = True
+            if written is not None and written.part.world == 1:
+                with self.settler.under_way():
+                    await self.settler.settle(tier, written)
+            elif written is not None:  # other ranks may never have taken this step: do not wait for them here
+                self.background.spawn(self._settle_late(tier, written))
+        except FencedError:
+            raise
+        except Exception as error:
+            tier.flow.fail(error)
+            events.log.warning("step %d is not durable yet: %s", label.attempt.step, error)
+            return stored and self.held_memory.layouts[label.layout].world > 1
+        return True
+
+    async def _settle_late(self, tier: OpenTier, written: WrittenPart) -> None:
+        with self.settler.under_way(OUT_OF_TURN):
+            try:
+                await self.settler.settle(tier, written)
+            except CheckpointError as error:
+                events.log.warning("step %d is in memory only: %s", Attempt.parse(written.part.attempt).step, error)
+
+
+def _missing(tier: OpenTier, attempt: Attempt) -> str:
+    state = tier.log.state
+    if attempt in state.commits:
+        return ""
+    if attempt in state.reasons:
+        return state.reasons[attempt]
+    return "not all of it is written yet" if attempt in tier.in_flight else "it could not be written"

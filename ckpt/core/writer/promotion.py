@@ -1,0 +1,239 @@
+"""From a nearer tier to a further one: what a slot in memory need not wait for, and what a crash has interrupted."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+
+from ckpt import events
+from ckpt.core.checkpoint import commit, promote
+from ckpt.core.checkpoint.byte_source import InStore
+from ckpt.core.checkpoint.open_tier import OpenTier
+from ckpt.core.checkpoint.write import RankSnapshot, WrittenPart
+from ckpt.core.format.layout import Layout
+from ckpt.core.format.manifest import Attempt, rank_and_try
+from ckpt.core.ipc.requests import Resume
+from ckpt.core.log.log import Commit
+from ckpt.core.writer.dispatch import Background, handles
+from ckpt.core.writer.held_run import HeldRun, PresentTrainer
+from ckpt.core.writer.memory import HeldMemory
+from ckpt.core.writer.parts import PartWriter, Settler
+from ckpt.errors import CheckpointError, RunGoneError, SaveError, SkippedError
+from ckpt.units import duration
+
+STILL_S = 30.0  # without a byte: hardly any slow place is that slow
+
+
+@dataclass(eq=False)
+class Turns:
+    """To a tier that is slower than its steps come: one after the other. Newer ones push older ones out of the line, so
+    that the last step of a run is never the one that is left out."""
+
+    taken: bool = False
+    since: float = 0.0  # when the one under way got its turn, by the monotonic clock
+    line: list[tuple[Attempt, asyncio.Future[None]]] = field(default_factory=list)
+
+    @contextlib.asynccontextmanager
+    async def turn(self, tier: OpenTier, attempt: Attempt, most: int) -> AsyncIterator[None]:
+        """As many as `most` may wait besides the one under way. SkippedError for the oldest of more than these."""
+        mine: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.line.append((attempt, mine))
+        self._call()
+        if len(self.line) > most:
+            oldest, waits = self._leave()
+            if not waits.done():
+                waits.set_exception(left_out(tier, oldest, self._why(tier)))
+        try:
+            await mine
+            yield
+        finally:
+            if (attempt, mine) in self.line:  # cancelled
+                self.line.remove((attempt, mine))
+            elif not mine.cancelled() and mine.exception() is None:
+                self.taken = False
+                self._call()
+
+    def _why(self, tier: OpenTier) -> str:
+        """A place that is down, or hangs, is not mended by asking less of it."""
+        still_s = time.monotonic() - max(self.since, tier.flow.moved)
+        if still_s > STILL_S:
+            return f"has taken nothing for {duration(still_s)}: see whether it answers. It gets the newest when it does"
+        return "is slower than its steps come: raise its every=, or max_mib_s if it is throttled"
+
+    def _call(self) -> None:
+        while self.line and not self.taken:
+            _, waits = self._leave()
+            if not waits.done():  # else it was cancelled, and its task has not heard of it yet
+                waits.set_result(None)
+                self.taken, self.since = True, time.monotonic()
+
+    def _leave(self) -> tuple[Attempt, asyncio.Future[None]]:
+        oldest = min(self.line, key=lambda one: one[0])
+        self.line.remove(oldest)
+        return oldest
+
+
+@dataclass(eq=False)
+class Promoter:
+    """Everything runs in the writer's event loop."""
+
+    trainer: PresentTrainer
+    run: HeldRun
+    held_memory: HeldMemory
+    parts: PartWriter
+    settler: Settler
+    background: Background
+    turns: defaultdict[str, Turns] = field(default_factory=lambda: defaultdict(Turns))  # of each tier, by its URL
+    _resuming: asyncio.Task[None] | None = None
+
+    async def promote(
+        self, tier: OpenTier, near: OpenTier, attempt: Attempt, free: Callable[[], None]
+    ) -> WrittenPart | None:
+        """Copy this rank's part from a nearer tier, when it is there; None if the attempt is a checkpoint already.
+
+        `free` is called when memory is not needed for it any more. SkippedError if the further tier cannot keep up.
+        """
+        rank = _rank(near)
+        tier.in_flight.add(attempt)
+        tier.waiting += 1
+        try:
+            if (unsettled := len(tier.in_flight) - tier.waiting) >= promote.BACKLOG:
+                free()
+                raise left_out(tier, attempt, f"has yet to get other ranks' parts of {unsettled} steps before it")
+            known = self.parts.stored.get((near.url, attempt))
+            if known is not None and not await asyncio.shield(known):
+                raise SaveError(f"step {attempt.step} is not in {near.url} either")
+            free()
+            async with self.turns[tier.url].turn(tier, attempt, promote.BACKLOG - 1), tier.busy:
+                await tier.prepare()
+                self._check_wanted(tier, attempt)
+                if tier.log.state.ended(attempt):
+                    tier.in_flight.discard(attempt)
+                    return None
+                here = await commit.stored_part(near.store, attempt, rank)
+                if here is None:
+                    raise SaveError(f"step {attempt.step} is not in {near.url} any more")
+                written = await self._transfer(tier, near, here)
+            self._check_wanted(tier, attempt)
+            return written
+        except BaseException as error:
+            tier.in_flight.discard(attempt)
+            if isinstance(error, RunGoneError):
+                await tier.remove_rest(attempt, rank)
+            self.background.spawn(self.settler.tell_others(tier, attempt, rank, error))
+            raise
+        finally:
+            tier.waiting -= 1
+
+    async def _transfer(self, tier: OpenTier, near: OpenTier, here: WrittenPart) -> WrittenPart:
+        """A part of a nearer tier, stored as the further one stores its parts; taken up where a crash cut it off."""
+        attempt, part = Attempt.parse(here.part.attempt), here.part
+        there = await commit.stored_part(tier.store, attempt, part.rank)
+        if there is not None:
+            return there
+        layout, source = Layout.from_json(part.layout), InStore(near.store, here.table)
+        previous = await tier.encoder.previous(tier.log, attempt, layout)
+        tried = [info.key async for info in tier.store.list(f"packs/{attempt}.{part.rank}.")]
+        plain = not part.needs and not here.table.codec.any() and len(part.packs) == 1
+        if plain and set(tried) <= {part.packs[0].key} and not tier.encoder.worth(tier.store, source, layout, previous):
+            with tier.flow.writing(attempt.step, part.packs[0].size):
+                written = await promote.copy_part(
+                    near.store, tier.store, attempt, part.rank, part.number, on_bytes=tier.flow.add
+                )
+            tier.encoder.remember(written)
+            return written
+        tried += [info.key async for info in tier.store.list(f"parts/{attempt}.{part.rank}.")]
+        number = max([self.run.first_try, *(rank_and_try(key)[1] + 1 for key in tried)])
+        snapshot = RankSnapshot(attempt, layout, memoryview(b""), part.values, part.finite, part.replicas)
+        return await self.parts.encode(tier, snapshot, source, number, reason=part.reason)
+
+    def _check_wanted(self, tier: OpenTier, attempt: Attempt) -> None:
+        """Not if it was taken back, or another rank has given it up."""
+        state = tier.log.state
+        if attempt in self.held_memory.retracted:
+            raise SaveError(f"step {attempt.step} was given up: {self.held_memory.retracted[attempt]}")
+        if attempt in state.aborted or (attempt in state.retired and attempt in state.reasons):
+            raise commit.given_up(state, attempt)
+
+    # -- after a start --
+
+    def wanted(self, tier: OpenTier) -> set[Attempt]:
+        """What a further tier may still get from the nearest, from before a crash: not to be given up there."""
+        near = self.run.near(tier)
+        if near is None:
+            return set()
+        return {one.attempt for one in self.pending(near, tier)} | set(near.log.state.held)
+
+    def pending(self, near: OpenTier, tier: OpenTier) -> list[Commit]:
+        """What a crash has interrupted on its way from one tier to the other."""
+        return promote.pending(near.log.state, tier.log.state, tier.every, before=self.run.mine().epoch)
+
+    @handles(Resume)
+    def begin_to_resume(self, request: Resume) -> None:
+        """When all ranks have recovered."""
+        self._resuming = self.background.spawn(self.resume())
+
+    async def resume(self) -> None:
+        """The ranks share the parts that they see out. What they find pending does not depend on when they look."""
+        adoptions = self.trainer.adoptions
+        for tier in self.run.tiers[1:]:
+            near = self.run.near(tier)
+            if near is None:
+                continue
+            try:
+                await near.log.refresh()
+                await tier.prepare()
+                wanted = self.pending(near, tier)
+            except CheckpointError as error:
+                events.log.warning("nothing of before the start is taken to %s: %s", tier.url, error)
+                continue
+            for one in wanted:  # one that is damaged, say, does not hold the others up
+                if one.attempt not in tier.in_flight and adoptions == self.trainer.adoptions:
+                    try:
+                        await self.resume_one(tier, near, one)
+                    except CheckpointError as error:
+                        events.log.warning("step %d is not in %s: %s", one.step, tier.url, error)
+                        await self.settler.tell_others(tier, one.attempt, _rank(near), error)
+
+    async def resume_one(self, tier: OpenTier, near: OpenTier, one: Commit) -> None:
+        """This rank's share of it."""
+        mine = one.parts[near.role.place :: len(near.role.ranks)]
+        if not mine:
+            return
+        near.promoting[one.attempt] += 1
+        tier.in_flight.add(one.attempt)
+        try:
+            async with tier.busy:
+                here = [
+                    await commit.load_part(near.store, one.attempt, rank, number, expected=digest)
+                    for rank, number, digest in mine
+                ]
+                await tier.prepare()
+                try:
+                    written = [await self._transfer(tier, near, part) for part in here]
+                except RunGoneError:
+                    for part in here:
+                        await tier.remove_rest(one.attempt, part.part.rank)
+                    raise
+            await self.settler.settle(tier, written[0])
+        finally:
+            near.unpin(one.attempt)
+            tier.in_flight.discard(one.attempt)
+
+    async def stop(self) -> None:
+        """The next start goes on with it."""
+        if self._resuming is not None:
+            self._resuming.cancel()
+            await asyncio.gather(self._resuming, return_exceptions=True)
+
+
+def _rank(tier: OpenTier) -> int:
+    return tier.role.ranks[tier.role.place]
+
+
+def left_out(tier: OpenTier, attempt: Attempt, why: str) -> SkippedError:
+    return SkippedError(f"step {attempt.step} {commit.LEFT_OUT} {tier.url}, which {why}")

@@ -1,0 +1,263 @@
+"""A second copy of the memory on another node, so that a snapshot survives the loss of one.
+
+Each writer sends every new snapshot of its trainer to the writer of one rank on another node (`Memory(replicas=2)`),
+which keeps it in an arena of its own, labelled like the first copy. Training is not involved: what is sent is sealed
+already. If the network is slower than the steps, steps between are left out; the newest is always sent next.
+
+    push:   token, then for each snapshot: header (JSON), data, plain values, one byte: whole, or overwritten meanwhile
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import json
+import secrets
+import socket
+import struct
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from ckpt.core.format.layout import Layout, pages
+from ckpt.core.format.manifest import Attempt
+from ckpt.core.ipc.arena import EMPTY, FILLING, SEALED, Arena, Label
+from ckpt.core.ranks.link import addresses, listen
+from ckpt.errors import CheckpointError
+from ckpt.events import log
+from ckpt.failpoints import point
+
+CHUNK = 4 << 20
+CONNECT_S = 5.0
+RETRY_S = 2.0
+SILENCE_S = 120.0  # a peer that neither takes nor gives a byte for so long is gone
+MAX_HEADER = 64 << 20
+OLD_AFTER = 64  # snapshots of ours without one of the other rank's
+_SIZE = struct.Struct("!I")
+
+
+class Replicator:
+    """Both ends: takes copies of another rank's snapshots, and sends ours to a partner."""
+
+    def __init__(self, check_room: Callable[[int, int], None], keep: Callable[[Layout], None]) -> None:
+        """`check_room(slots, slot_size)` raises if that memory is not free; `keep` gets layouts of the other rank."""
+        self.arenas: dict[int, Arena] = {}  # copies, by the rank whose they are
+        self._fresh: set[int] = set()  # ranks that have sent something since `push` looked last
+        self._pushed = 0
+        self._check_room, self._keep = check_room, keep
+        self._token = secrets.token_hex(16)
+        self._listener: socket.socket | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._partner: dict[str, Any] | None = None
+        self._rank = 0
+        self._next: tuple[Arena, int, Label, Layout] | None = None
+        self._wake = asyncio.Event()
+        self._taken_back: list[Attempt] = []
+        self._said = False
+
+    # -- taking --
+
+    def serve(self) -> dict[str, Any]:
+        """Listen; how others reach us."""
+        if self._listener is None:
+            self._listener = listen()
+            self._listener.setblocking(False)
+            self._start(self._accept(self._listener))
+        return {"port": self._listener.getsockname()[1], "token": self._token, "addresses": addresses()}
+
+    def _start(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                sock, _ = await loop.sock_accept(listener)
+            except OSError:  # out of descriptors, say: the partner tries again
+                await asyncio.sleep(RETRY_S)
+                continue
+            sock.setblocking(False)
+            self._start(self._take(sock))
+
+    async def _take(self, sock: socket.socket) -> None:
+        try:
+            with contextlib.closing(sock):
+                token = await _read(sock, len(self._token))
+                if hmac.compare_digest(bytes(token), self._token.encode()):
+                    while True:
+                        await self._take_one(sock)
+        except (OSError, TimeoutError, ValueError, KeyError, TypeError, CheckpointError, MemoryError) as error:
+            log.info("a copy of another rank's memory ends here: %s", error)
+
+    async def _take_one(self, sock: socket.socket) -> None:
+        size = _SIZE.unpack(await _read(sock, _SIZE.size, wait_s=None))[0]
+        if size > MAX_HEADER:
+            raise ValueError(f"a header of {size} bytes")
+        header = json.loads(bytes(await _read(sock, size)))
+        if "drop" in header:
+            self._drop(int(header["rank"]), Attempt.parse(header["drop"]))
+            return
+        rank, layout = int(header["rank"]), Layout.from_json(header["layout"])
+        attempt, values_size = Attempt.parse(header["attempt"]), int(header["values_size"])
+        arena = await self._arena_for(rank, int(header["slots"]), int(header["slot_size"]))
+        data_size = layout.arrangement.data_size
+        if not values_size >= 0 or not arena.fits(data_size, values_size):
+            raise ValueError("a snapshot that does not fit into its slot")
+        order = 1 + max([0, *(label.order for _, label in arena.sealed())])
+        held = arena.sealed()
+        empty = sorted(set(range(arena.slots)) - {slot for slot, _ in held})
+        slot = empty[0] if empty else held[-1][0]
+        finite = header["finite"]
+        if finite is not None and type(finite) is not bool:
+            raise ValueError("a snapshot that is neither finite nor not")
+        label = Label(FILLING, order, attempt, layout.digest, data_size, values_size, float(header["time"]), finite)
+        arena.set_label(slot, label)
+        self._keep(layout)
+        await _read_into(sock, arena.data(slot, data_size))
+        start = pages(data_size)
+        await _read_into(sock, arena.data(slot)[start : start + values_size])
+        whole = bytes(await _read(sock, 1)) == b"\x01"
+        point("mirror.taken")
+        arena.set_label(slot, _sealed(label) if whole else Label(EMPTY))
+        self._fresh.add(rank)
+
+    def _drop(self, rank: int, attempt: Attempt) -> None:
+        """It was taken back there."""
+        arena = self.arenas.get(rank)
+        for slot, label in arena.sealed() if arena is not None else ():
+            if arena is not None and label.attempt == attempt:
+                arena.set_label(slot, Label(EMPTY))
+
+    async def _arena_for(self, rank: int, slots: int, slot_size: int) -> Arena:
+        arena = self.arenas.get(rank)
+        if arena is None or arena.slot_size < slot_size:
+            self._check_room(slots, slot_size)
+            made = await asyncio.to_thread(Arena.create, slots, slot_size)
+            if arena is not None:
+                arena.close()
+            self.arenas[rank] = arena = made
+        return arena
+
+    def _drop_old(self) -> None:
+        """Our trainer has sealed many newer steps: a rank that has sent nothing meanwhile is not there any more."""
+        for rank in self.arenas.keys() - self._fresh:
+            self.arenas.pop(rank).close()
+        self._fresh.clear()
+
+    # -- sending --
+
+    def send_to(self, partner: dict[str, Any], rank: int) -> None:
+        """From now on our snapshots, those of `rank`, go to this partner."""
+        started = self._partner is not None
+        self._partner, self._rank = partner, rank
+        if not started:
+            self._start(self._send())
+
+    def push(self, arena: Arena, slot: int, label: Label, layout: Layout) -> None:
+        """This snapshot is the next to be sent; one that was waiting is left out."""
+        self._next = (arena, slot, label, layout)
+        self._wake.set()
+        self._pushed += 1
+        if self._pushed % OLD_AFTER == 0:
+            self._drop_old()
+
+    def take_back(self, attempt: Attempt) -> None:
+        """A snapshot turned out not to be of one moment: the copy must go as well."""
+        if self._next is not None and self._next[2].attempt == attempt:
+            self._next = None
+        if self._partner is not None:
+            self._taken_back.append(attempt)
+            self._wake.set()
+
+    async def _send(self) -> None:
+        while True:
+            try:
+                sock, partner = await self._connect()
+                with contextlib.closing(sock):
+                    while partner is self._partner:
+                        await self._wake.wait()
+                        self._wake.clear()
+                        while self._taken_back:
+                            await self._send_drop(sock, self._taken_back[0])
+                            self._taken_back.pop(0)
+                        if self._next is not None:
+                            await self._send_one(sock, *self._next)
+            except (OSError, TimeoutError) as error:
+                say = log.info if self._said else log.warning
+                self._said = True
+                say("memory is not copied to another node now: %s", error)
+                await asyncio.sleep(RETRY_S)
+                self._wake.set()  # what was under way is sent again
+
+    async def _send_drop(self, sock: socket.socket, attempt: Attempt) -> None:
+        header = json.dumps({"rank": self._rank, "drop": str(attempt)}).encode()
+        loop = asyncio.get_running_loop()
+        await asyncio.wait_for(loop.sock_sendall(sock, _SIZE.pack(len(header)) + header), SILENCE_S)
+
+    async def _connect(self) -> tuple[socket.socket, dict[str, Any]]:
+        loop, problem = asyncio.get_running_loop(), OSError("the partner left no address")
+        partner = self._partner
+        assert partner is not None
+        for address in partner["addresses"]:
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            sock = socket.socket(family, socket.SOCK_STREAM)
+            sock.setblocking(False)
+            try:
+                await asyncio.wait_for(loop.sock_connect(sock, (address, partner["port"])), CONNECT_S)
+                await asyncio.wait_for(loop.sock_sendall(sock, partner["token"].encode()), CONNECT_S)
+                return sock, partner
+            except (OSError, TimeoutError) as error:
+                sock.close()
+                problem = OSError(f"{address}: {error}")
+        raise problem
+
+    async def _send_one(self, sock: socket.socket, arena: Arena, slot: int, label: Label, layout: Layout) -> None:
+        if arena.label(slot) != label:
+            return
+        loop = asyncio.get_running_loop()
+        header = json.dumps(
+            {
+                "rank": self._rank,
+                "attempt": str(label.attempt),
+                "layout": layout.to_json(),
+                "values_size": label.values_size,
+                "time": label.time,
+                "finite": label.finite,
+                "slots": arena.slots,
+                "slot_size": arena.slot_size,
+            }
+        ).encode()
+        for part in (memoryview(_SIZE.pack(len(header)) + header), arena.data(slot, label.data_size)):
+            for start in range(0, len(part), CHUNK):
+                await asyncio.wait_for(loop.sock_sendall(sock, part[start : start + CHUNK]), SILENCE_S)
+        await asyncio.wait_for(loop.sock_sendall(sock, arena.values(slot, label)), SILENCE_S)
+        whole = arena.label(slot) == label  # the trainer may have gone round the ring meanwhile
+        await loop.sock_sendall(sock, b"\x01" if whole else b"\x00")
+
+    def close(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        if self._listener is not None:
+            self._listener.close()
+
+
+def _sealed(label: Label) -> Label:
+    return replace(label, state=SEALED)
+
+
+async def _read(sock: socket.socket, size: int, wait_s: float | None = SILENCE_S) -> bytearray:
+    data = bytearray(size)
+    await _read_into(sock, memoryview(data), wait_s)
+    return data
+
+
+async def _read_into(sock: socket.socket, view: memoryview, wait_s: float | None = SILENCE_S) -> None:
+    loop, done = asyncio.get_running_loop(), 0
+    while done < len(view):
+        count = await asyncio.wait_for(loop.sock_recv_into(sock, view[done : done + CHUNK]), wait_s)
+        if not count:
+            raise OSError("the other end hung up")
+        done += count

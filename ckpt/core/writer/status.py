@@ -1,0 +1,310 @@
+"""What the trainer does, for who wants to know: its status, read out of what the writer has anyway, and metrics.
+
+Nobody pays for a look but who asks: nothing is looked at in between. What the trainer does is in its heartbeat, shared
+memory, which still says it when the trainer is dead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import time
+from dataclasses import dataclass, replace
+
+import psutil
+
+from ckpt.core.checkpoint.open_tier import OpenTier
+from ckpt.core.ipc import watch_requests as watch
+from ckpt.core.ipc.arena import EAGER, EMPTY, FILLING, SEALED, Arena
+from ckpt.core.ipc.heartbeat import Beat, Heartbeat, StepDone
+from ckpt.core.ipc.process import number_in_proc
+from ckpt.core.ipc.requests import Json
+from ckpt.core.writer.bookkeeper import Bookkeeper
+from ckpt.core.writer.dispatch import Caller, handles
+from ckpt.core.writer.held_run import HeldRun, PresentTrainer
+from ckpt.core.writer.memory import HeldMemory
+from ckpt.core.writer.persist import Drain
+from ckpt.errors import CheckpointError
+from ckpt.guard.memory_pressure import available_memory
+from ckpt.guard.report import Fault
+from ckpt.metrics import Metrics
+from ckpt.tools.observe.goodput.ledger import Decision
+from ckpt.tools.observe.telemetry import status
+from ckpt.tools.observe.telemetry.exporter import Exporter, deferred
+from ckpt.tools.observe.telemetry.nvml import Devices
+from ckpt.tools.observe.telemetry.status import DeviceStatus, RankStatus, SlotStatus, TierStatus, shown
+
+RECENT_S, RECENT = 60.0, 16  # of the last steps: so many seconds, and so many steps if those take longer
+MOST_TEXT = 500  # characters of a fault that are shown
+DEVICE_S, DEVICE_WAIT_S = 1.0, 2.0  # between two questions to the driver; for its answer
+_STATES = {EMPTY: status.EMPTY, FILLING: status.FILLING, EAGER: status.EAGER, SEALED: status.SEALED}
+
+
+@dataclass(slots=True)
+class _Stretch:
+    """Of training, without a restore in it. What saving had cost when it began, in all."""
+
+    begin: float = 0.0
+    calls: int = 0
+    stalled: float = 0.0
+    paused: float = 0.0
+
+    def trained(self, last: StepDone | None) -> float:
+        """Seconds that went into its steps."""
+        if last is None:
+            return 0.0
+        return max(0.0, last.when - self.begin - (last.stalled - self.stalled) - (last.paused - self.paused))
+
+
+class Observers:
+    """Who wants to know what the trainer does: its status, metrics, and its ledger, `books`, if this writer keeps it.
+    Everything runs in the writer's event loop."""
+
+    def __init__(
+        self, trainer: PresentTrainer, run: HeldRun, held_memory: HeldMemory, drain: Drain, books: Bookkeeper
+    ) -> None:
+        self._trainer, self._run, self._held_memory = trainer, run, held_memory
+        self._drain, self.books = drain, books
+        self._serves = ""
+        self._told: watch.Show | None = None
+        self._heartbeat: Heartbeat | None = None
+        self._pid = 0
+        self._stretch = _Stretch()
+        self._trained = 0.0  # in the stretches before
+        self._restored: watch.RestoreDone | None = None
+        self._ended: float | None = None
+        self._faults, self._fault = 0, Fault("", "")
+        self._devices, self._device_at = Devices(), float("-inf")
+        self._device: DeviceStatus | None = None
+        self._me = psutil.Process(number_in_proc(os.getpid()))
+        self.exporter = Exporter(self.look, trainer.say, self._metrics_at)
+
+    # -- what the trainer says --
+
+    @handles(watch.KeepBooks)
+    def keep_books(self, request: watch.KeepBooks, caller: Caller) -> None:
+        self.books.begin(request, caller.fds, self._trainer.pid)
+
+    @handles(watch.Show)
+    async def show(self, request: watch.Show, caller: Caller) -> None:
+        """Who it is."""
+        if self._heartbeat is not None:
+            self._heartbeat.close()
+        self._heartbeat, self._told, self._pid = Heartbeat.attach(caller.fds[0]), request, self._trainer.pid
+        self._stretch = _Stretch(request.opened)
+        self._trained, self._restored, self._ended = 0.0, None, None
+        if request.restored is not None:  # before this writer began
+            self._on_restored(request.restored)
+        metrics = None if request.metrics is None else Metrics(**request.metrics)
+        await self.exporter.begin(metrics, request.rank, request.local_rank)
+
+    @handles(watch.RestoreDone)
+    def restored(self, request: watch.RestoreDone) -> None:
+        """It has called restore()."""
+        self.books.restored(request)
+        self._on_restored(request)
+
+    def _on_restored(self, request: watch.RestoreDone) -> None:
+        if self._heartbeat is None:
+            return
+        at = request.at
+        before = [one for one in self._done(self._heartbeat) if one.when <= at]
+        if before:
+            self._trained += self._stretch.trained(before[-1])
+        calls, later = self._heartbeat.since(0)
+        calls -= sum(one.when > at for one in later)
+        self._stretch = _Stretch(at + request.seconds, calls, request.stalled, request.paused)
+        self._restored = request
+
+    @handles(watch.SetCadence)
+    def set_cadence(self, request: watch.SetCadence) -> None:
+        for tier in self._run.tiers:
+            tier.set_every(int(request.decision["every"].get(tier.url, tier.every)))
+        self.books.decided(Decision(**request.decision))
+
+    # -- what is seen of it --
+
+    def ended(self, how: str) -> None:
+        """It has "died", "left" or "closed"."""
+        self._note_end()
+        self.books.ended(how)
+
+    def _note_end(self) -> None:
+        if self._ended is None:
+            self._ended = time.monotonic()
+
+    def fault(self, fault: Fault) -> None:
+        """One that was seen, by the trainer or by us."""
+        self.books.fault(fault)
+        if not fault.asked:
+            self._faults, self._fault = self._faults + 1, fault
+
+    def _metrics_at(self, where: str) -> None:
+        """Where they are served, "" for nowhere."""
+        self._serves = where
+
+    # -- a look --
+
+    @handles(watch.Look)
+    async def on_look(self, request: watch.Look) -> Json:
+        return (await self.look()).to_json()
+
+    async def look(self) -> RankStatus:
+        """With what the driver says of the device, if it does so soon."""
+        found = self.look_now()
+        if time.monotonic() > self._device_at + DEVICE_S:
+            self._device_at, self._device = time.monotonic(), None
+            with contextlib.suppress(TimeoutError):
+                self._device = await asyncio.wait_for(deferred(self._devices.look, found.pid), DEVICE_WAIT_S)
+        return replace(found, device=self._device)
+
+    def look_now(self) -> RankStatus:
+        """Without the device."""
+        found = self._with_memory(self._who())
+        if self._restored is not None:
+            step, seconds = self._restored.step, self._restored.seconds
+            restore_s, source = None if step is None else seconds, shown(self._restored.source)
+            found = replace(found, started=step, restore_s=restore_s, restored_from=source)
+        if self._heartbeat is None or found.pid != self._pid:  # a new one has not said yet what it does
+            return found
+        return self._with_steps(found, self._heartbeat, self._heartbeat.read())
+
+    def _who(self) -> RankStatus:
+        """Whose it is, what the trainer said when it began, and what became of it since."""
+        told, account, owner = self._told, self.books.account, self._run.owner
+        trainer = self._trainer.state()
+        if trainer not in ("alive", "frozen"):
+            self._note_end()
+        metrics = (told and told.metrics) or {}
+        now = time.monotonic()
+        return RankStatus(
+            run=shown(told.place) if told else "",
+            at=time.time(),
+            rank=told.rank if told else 0,
+            world=told.world if told else 1,
+            host=socket.gethostname(),
+            pid=self._trainer.pid,
+            writer=os.getpid(),
+            epoch="" if owner is None else f"{owner.epoch}.{owner.nonce}",
+            trainer=trainer,
+            leaves_s=self._leaves_s() if trainer in ("dead", "left") else None,
+            slowed_s=None if account is None else sum(row.slowed for row in account.rows),
+            wall_s=max(0.0, (self._ended or now) - (told.opening if told else now)),
+            faults=self._faults,
+            fault=self._fault.line[:MOST_TEXT] if self._faults else "",
+            fault_at=self._fault.time if self._faults else "",
+            samples_per_step=metrics.get("samples_per_step"),
+            flops_per_step=metrics.get("flops_per_step"),
+            peak_flops=metrics.get("peak_flops"),
+            serves=self._serves,
+        )
+
+    def _leaves_s(self) -> float:
+        return max(0.0, (self._ended or 0.0) + self._run.linger_s - time.monotonic())
+
+    def _with_memory(self, found: RankStatus) -> RankStatus:
+        return replace(
+            found,
+            trainer_rss=_rss(found.pid) if found.trainer in ("alive", "frozen", "left") else 0,
+            writer_rss=self._me.memory_info().rss,
+            writer_cpu_s=sum(self._me.cpu_times()[:2]),
+            snapshots=sum(arena.slots * arena.slot_size for arena in self._held_memory.all()),
+            available=available_memory(),
+            slots=tuple(slot for arena in self._held_memory.arenas.values() for slot in _slots(arena)),
+        )
+
+    def _done(self, heartbeat: Heartbeat) -> list[StepDone]:
+        """The last steps of this stretch."""
+        return heartbeat.since(self._stretch.calls)[1]
+
+    def _with_steps(self, found: RankStatus, heartbeat: Heartbeat, beat: Beat) -> RankStatus:
+        done, held = self._done(heartbeat), self._drain.wanted()
+        in_memory = held[0].step if held else None
+        last = done[-1] if done else None
+        step_s, stall_s, share = recent(done)
+        return replace(
+            found,
+            doing=beat.doing,
+            step=beat.step,
+            calls=beat.calls,
+            idle_s=max(0.0, time.monotonic() - beat.when),
+            usual_s=heartbeat.usual_s or step_s,
+            step_s=step_s,
+            stall_s=stall_s,
+            stall_share=share,
+            stalled_s=last.stalled if last is not None else self._stretch.stalled,
+            saves=last.saves if last is not None else self._restored.saves if self._restored else 0,
+            skipped=last.skipped if last is not None else self._restored.skipped if self._restored else 0,
+            trained_s=self._trained + self._stretch.trained(last),
+            in_memory=in_memory,
+            memory_lag=_lag(beat.step, in_memory, found.started),
+            tiers=tuple(_tier(tier, beat.step, found.started, done, step_s) for tier in self._run.tiers),
+        )
+
+
+def recent(done: list[StepDone]) -> tuple[float, float, float]:
+    """What a step took of late, what saving made it wait, and the share of that: all 0 as long as it is not known."""
+    if len(done) < 2:
+        return 0.0, 0.0, 0.0
+    since = done[-1].when - RECENT_S
+    start = next(number for number, one in enumerate(done) if one.when >= since)
+    start = max(0, min(start, len(done) - 1 - RECENT))
+    first, steps = done[start], len(done) - 1 - start
+    seconds = max(0.0, done[-1].when - first.when - (done[-1].paused - first.paused))
+    stalled = max(0.0, done[-1].stalled - first.stalled)
+    return seconds / steps, stalled / steps, stalled / seconds if seconds > 0 else 0.0
+
+
+def _lag(step: int, there: int | None, started: int | None) -> int:
+    """Steps that would be lost. Where nothing is, all since the start."""
+    return max(0, step - (there if there is not None else started or 0))
+
+
+def _tier(tier: OpenTier, step: int, started: int | None, done: list[StepDone], step_s: float) -> TierStatus:
+    flow, history = tier.flow, tier.log.state.lineage() if tier.opened else []
+    committed = history[0].step if history else None
+    lag = _lag(step, committed, started)
+    then = next((one.when for one in reversed(done) if one.step <= step - lag), None)
+    total = max(flow.total, 0)
+    return TierStatus(
+        url=shown(tier.url),
+        every=tier.every,
+        committed=committed,
+        writing=flow.step,
+        done=min(flow.done, total) if flow.step is not None else 0,
+        total=total if flow.step is not None else 0,
+        rate=flow.speed if flow.step is not None and flow.done else flow.rate,
+        waiting=max(tier.waiting, len(tier.in_flight)),
+        lag_steps=lag,
+        lag_s=0.0 if not lag else done[-1].when - then if then is not None else lag * step_s,
+        saves=flow.saves,
+        failed=flow.failed,
+        left_out=flow.left_out,
+        raw=flow.raw,
+        stored=flow.stored,
+        error=flow.error if tier.opened or flow.error else "it could not be opened yet",
+    )
+
+
+def _slots(arena: Arena) -> list[SlotStatus]:
+    found = []
+    for slot in range(arena.slots):
+        try:
+            label = arena.label(slot)
+        except CheckpointError:
+            found.append(SlotStatus("damaged"))
+            continue
+        if label is None or label.attempt is None:
+            found.append(SlotStatus(status.FILLING if label is None else _STATES.get(label.state, status.EMPTY)))
+        else:
+            state = _STATES.get(label.state, status.EMPTY)
+            found.append(SlotStatus(state, label.attempt.step, str(label.attempt), label.data_size + label.values_size))
+    return found
+
+
+def _rss(pid: int) -> int:
+    with contextlib.suppress(psutil.Error, OSError):
+        return int(psutil.Process(number_in_proc(pid)).memory_info().rss) if pid else 0
+    return 0

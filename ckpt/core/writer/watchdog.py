@@ -1,0 +1,251 @@
+"""The writer's watch over its trainer, from outside: it goes on when the trainer cannot.
+
+    the wakeup socket    signals that nobody in the trainer took within `LATE_S`: something holds the interpreter's lock
+    a pipe               what Python's faulthandler writes when it crashes, or when we ask for its stacks
+    the heartbeat            which step it is at, compared with the usual pace
+    counters             whether the kernel's OOM killer has struck since
+    memory               whether it becomes short
+
+Looking costs the trainer nothing. Only where no step has come for too long is it asked, by a signal that faulthandler
+answers without the interpreter's lock, where it stands.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from ckpt.core.ipc.heartbeat import Heartbeat
+from ckpt.core.ipc.process import Process
+from ckpt.core.ipc.watch_requests import Arm
+from ckpt.events import log
+from ckpt.guard import memory_pressure, probe
+from ckpt.guard.hang import Evidence, still
+from ckpt.guard.pace import StepPace
+from ckpt.triggers import OnHang
+
+LOOK_S = 0.5
+LATE_S = 0.02  # until a signal that the fault handler has not taken is ours
+SAMPLES, BETWEEN_S = 3, 0.3
+SURELY = 3.0  # times the limit: a hang, even if it looks busy
+DUMP_S, QUIET_S = 1.0, 0.05
+FATAL = "Fatal Python error"
+MAX_TEXT = 1 << 20
+
+
+@dataclass(frozen=True)
+class Stall:
+    """No step for `idle_s`, where `limit_s` would have been much already."""
+
+    idle_s: float
+    limit_s: float
+    usual_s: float
+    evidence: Evidence
+
+    @property
+    def timings(self) -> dict[str, float]:
+        """For the account of it."""
+        return {"idle_s": self.idle_s}
+
+
+@dataclass
+class WatchdogCalls:
+    """What is called, in the event loop, when something is seen."""
+
+    on_crash: Callable[[str], None]
+    on_signals: Callable[[list[int], bytes], None]  # those that are triggers, and all that came
+    on_stall: Callable[[Stall], None]
+    on_pressure: Callable[[memory_pressure.MemoryRoom, str], None]
+
+
+class Watchdog:
+    """Watches one trainer. Made in the event loop; `fds`: what comes with an `Arm`."""
+
+    def __init__(self, pid: int, request: Arm, fds: list[int], eyes: WatchdogCalls) -> None:
+        self.process = Process.of(pid)
+        self.pid, self.rank, self.world = pid, request.rank, request.world
+        self.signals = request.signals
+        self.hang = None if request.hang is None else OnHang(*request.hang)
+        self._eyes, self._loop = eyes, asyncio.get_running_loop()
+        self._text = ""
+        self._crashed = False
+        self._dumped = 0  # bytes that it has written because we asked
+        self._changed = asyncio.Event()
+        self._asking = asyncio.Lock()
+        self._stopped = False
+        self._stderr = fds[3]
+        self._echo = request.echo
+        self.heartbeat = Heartbeat.attach(fds[0])
+        self._wakeup = socket.socket(fileno=fds[1])
+        self._kills = memory_pressure.oom_kills(pid=pid)
+        self._pressure: memory_pressure.PressureWatch | None = None
+        if request.share is not None:
+            self._pressure = memory_pressure.PressureWatch(request.share, self._on_pressure)
+            self._pressure.start()
+        self._pipe = fds[2]
+        os.set_blocking(self._pipe, False)
+        self._loop.add_reader(self._pipe, self._read_pipe)
+        self._loop.add_reader(self._wakeup, self._on_readable)
+        self._task = self._loop.create_task(self._look())
+
+    def stop(self) -> None:
+        """Nothing is called after it, and the trainer's descriptors are let go of."""
+        if self._stopped:
+            return
+        self._stopped = True
+        self._task.cancel()
+        if self._pressure is not None:
+            self._pressure.stop()
+        self._loop.remove_reader(self._wakeup)
+        self._wakeup.close()
+        self.heartbeat.close()
+        if self._stderr >= 0:
+            os.close(self._stderr)
+            self._stderr = -1
+
+    # -- signals --
+
+    def _on_readable(self) -> None:
+        """The fault handler reads them. If they are still there in a moment, it cannot."""
+        self._loop.remove_reader(self._wakeup)
+        self._loop.call_later(LATE_S, self._take_signals)
+
+    def _take_signals(self) -> None:
+        if self._stopped:
+            return
+        raw = b""
+        try:
+            raw = self._wakeup.recv(4096, socket.MSG_DONTWAIT)
+            if not raw:
+                return  # it is gone
+        except OSError:
+            pass  # the fault handler was quicker
+        if raw:
+            self._eyes.on_signals([n for n in dict.fromkeys(raw) if n in self.signals], raw)
+        self._loop.add_reader(self._wakeup, self._on_readable)
+
+    # -- crashes, and stacks --
+
+    def _read_pipe(self) -> None:
+        """All that is there."""
+        while self._pipe >= 0:
+            try:
+                raw = os.read(self._pipe, 1 << 16)
+            except BlockingIOError:
+                return
+            if raw:
+                self._on_text(raw.decode("utf-8", "replace"))
+            else:
+                self._loop.remove_reader(self._pipe)
+                os.close(self._pipe)
+                self._pipe = -1
+
+    def _on_text(self, text: str) -> None:
+        self._dumped += len(text.encode())
+        self._text = (self._text + text)[-MAX_TEXT:]
+        self._changed.set()
+        if FATAL in self._text and self._echo and self._stderr >= 0:
+            with contextlib.suppress(OSError):
+                os.write(self._stderr, text.encode())  # where the user would have seen it without us
+        if "\n" in self.crash and not self._crashed and not self._stopped:
+            self._crashed = True
+            self._eyes.on_crash(self.crash)
+
+    @property
+    def crash(self) -> str:
+        """What faulthandler said at a crash so far, "" if it said nothing."""
+        start = self._text.find(FATAL)
+        return self._text[start:] if start >= 0 else ""
+
+    async def sample(self) -> Evidence:
+        """Everything that can be seen of it from outside, and where its main thread says that it stands."""
+        async with self._asking:  # what it writes for one sample must not look like a log to another
+            found = probe.sample(self.pid, self.rank, self.heartbeat.read(), ours=self._dumped)
+            if found.state in ("stopped", "zombie", "gone"):
+                return found
+            stack = await self._stack()
+            return replace(found, stack=stack, collective=probe.collective_of(stack))
+
+    async def stack(self) -> tuple[str, ...]:
+        """Where its main thread stands, innermost frame first; () if it does not answer."""
+        async with self._asking:
+            return await self._stack()
+
+    async def _stack(self) -> tuple[str, ...]:
+        self._text = self.crash
+        start = len(self._text)
+        if not self.process.alive:
+            return ()
+        try:
+            os.kill(self.pid, probe.DUMP_SIGNAL)
+        except OSError:
+            return ()
+        end = self._loop.time() + DUMP_S
+        while self._loop.time() < end:
+            self._changed.clear()
+            try:
+                await asyncio.wait_for(self._changed.wait(), QUIET_S)
+            except TimeoutError:
+                if len(self._text) > start:
+                    break
+        return probe.parse_dump(self._text[start:])
+
+    # -- hangs --
+
+    async def _look(self) -> None:
+        pace, told, patience = StepPace(self.hang or OnHang()), -1, 0.0
+        while True:
+            await asyncio.sleep(LOOK_S)
+            beat, now = self.heartbeat.read(), time.monotonic()
+            idle_s = pace.look(now, beat)
+            if pace.usual_s is not None:
+                self.heartbeat.usual_s = pace.usual_s
+            if idle_s is None or self.hang is None:
+                patience = 0.0
+                continue
+            limit_s = pace.limit_s or 0.0
+            if beat.calls == told or idle_s < patience:
+                continue
+            try:
+                samples = await self._samples(beat.calls)
+            except Exception as error:
+                log.warning("the trainer cannot be looked at: %r", error)
+                continue
+            if samples and (still(samples) or idle_s > SURELY * limit_s):
+                told = beat.calls
+                self._eyes.on_stall(Stall(idle_s, limit_s, pace.usual_s or 0.0, samples[-1]))
+            elif samples:
+                patience = idle_s + limit_s / 2  # slow, and at work
+
+    async def _samples(self, calls: int) -> list[Evidence]:
+        """Several looks at one standstill; none if a step came between."""
+        found: list[Evidence] = []
+        for number in range(SAMPLES):
+            if number:
+                await asyncio.sleep(BETWEEN_S)
+            if self.heartbeat.read().calls != calls:
+                return []
+            found.append(await self.sample())
+        return found
+
+    # -- memory --
+
+    def _on_pressure(self, room: memory_pressure.MemoryRoom, why: str) -> None:
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._eyes.on_pressure, room, why)
+
+    # -- afterwards --
+
+    def cause(self) -> tuple[str, str]:
+        """Of a death: how we know it, and what it was."""
+        self._read_pipe()  # a crash is told there before the death can be seen otherwise
+        if crash := self.crash:
+            return "faulthandler", crash.partition("\n")[0].removeprefix(f"{FATAL}: ")
+        if where := memory_pressure.oom_kills(pid="self", where=self._kills.where).since(self._kills):
+            return "robust mutex", f"killed, probably by the kernel's OOM killer (it struck in this {where})"
+        return "robust mutex", "died without a word, as of SIGKILL or os._exit"

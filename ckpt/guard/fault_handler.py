@@ -1,0 +1,252 @@
+"""The trainer's own watch: it sees what happens, has the state saved, says so, and ends the process if it must.
+
+One thread takes in what comes (signals, notices, requests, what the writer sees) and never waits for anything. Another
+deals with one incident after the other (`ckpt.guard`):
+
+    perceive -> agree on a step, or take what is in memory -> make it durable -> report -> leave, if that is called for
+
+Neither ever waits for the main thread without a deadline. Where that cannot come, the writer makes durable what is in
+memory already.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from ckpt.core.ipc.heartbeat import Heartbeat
+from ckpt.core.ipc.notes import HangNote, PeerDiedNote
+from ckpt.core.ranks.world import World
+from ckpt.core.run.supervise.writer_supervisor import WriterSupervisor
+from ckpt.events import log
+from ckpt.guard.incidents import SOFT_S, CaseCloser, FaultCall, Incidents, is_of_a_peer, is_oom, leave
+from ckpt.guard.look_around import look_around
+from ckpt.guard.perceive import Perception
+from ckpt.guard.report import Fault
+from ckpt.guard.secure import LiveRun, Securer
+from ckpt.triggers import REPLACE_CODE, RETRY_CODE, OnException, OnHang, OnOom, Trigger
+
+CRASHING_S = 0.5  # for the newest step to become durable, where memory has it in any case
+OTHERS_S = 60.0  # for other runs of this process to have their last step in memory
+
+_armed: weakref.WeakSet[FaultHandler] = weakref.WeakSet()  # of this process
+_ending = threading.Lock()  # held by the one that ends it
+
+
+class _Excepthook:
+    """Stands in sys.excepthook for a fault handler. Somebody else may wrap it and keep it for ever, so it does not keep
+    the fault handler, nor the memory that hangs on it."""
+
+    def __init__(self, fault_handler: FaultHandler) -> None:
+        self.before = sys.excepthook
+        self._fault_handler = weakref.ref(fault_handler)
+
+    def put_in(self) -> None:
+        self.before, sys.excepthook = sys.excepthook, self
+
+    def put_back(self) -> None:
+        if sys.excepthook is self:
+            sys.excepthook = self.before
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        if (fault_handler := self._fault_handler()) is not None:
+            fault_handler.on_uncaught(error)
+        self.before(kind, error, trace)
+
+
+class FaultHandler:
+    """Of one Checkpointer. `start`, `stop` and `exception` belong to the main thread; `securer` has steps saved."""
+
+    def __init__(
+        self,
+        triggers: tuple[Trigger, ...],
+        world: World,
+        supervisor: WriterSupervisor,
+        heartbeat: Heartbeat,
+        actions: LiveRun,
+        on_fault: Callable[[Fault], None] | None,
+    ) -> None:
+        self._triggers, self._world, self._heartbeat = triggers, world, heartbeat
+        self._incidents = incidents = Incidents(world, supervisor, heartbeat)
+        self.securer = Securer(actions, incidents)
+        self._perception = Perception(triggers, incidents)
+        self._closer = CaseCloser(incidents, self._perception.decides, on_fault)
+        self._excepthook = _Excepthook(self)
+        self._threads: list[threading.Thread] = []
+
+    # -- life --
+
+    def start(self) -> None:
+        """Arm everything, or nothing."""
+        self._incidents.supervisor.hear(PeerDiedNote, self._on_peer_died)
+        if not self._triggers:
+            return
+        _armed.add(self)
+        try:
+            self.securer.start()
+            self._perception.arm()
+            self._excepthook.put_in()
+            for name, target in (
+                ("ckpt-fault-handler", self._perception.receive),
+                ("ckpt-incident", self._deal_with_all),
+            ):
+                self._threads.append(threading.Thread(target=target, name=name, daemon=True))
+                self._threads[-1].start()
+            self._perception.notices.start()
+        except BaseException:  # Ctrl-C too: whoever catches it has the handlers that were there
+            self.stop()
+            raise
+
+    def stop(self, timeout_s: float = SOFT_S) -> None:
+        """Put everything back. An incident that is being dealt with is finished first, if it is in time."""
+        if self._incidents.stopped:
+            return
+        self._incidents.stopped = True
+        _armed.discard(self)
+        if self._triggers:
+            self._disarm(timeout_s)
+        self._perception.close()
+        self._heartbeat.close()
+
+    def _disarm(self, timeout_s: float) -> None:
+        perception = self._perception
+        perception.stop()
+        self.securer.stop()
+        self._incidents.queue.put(None)
+        for thread in self._threads:
+            if thread.is_alive() and thread is not threading.current_thread():
+                thread.join(max(0.1, timeout_s))
+        with contextlib.suppress(queue.Empty):
+            while True:  # what came too late to be dealt with
+                late = self._incidents.queue.get_nowait()
+                if isinstance(late, FaultCall) and late.leave is not None and late.signal:
+                    perception.wakeup.miss(late.signal)
+        perception.put_back()
+        self._excepthook.put_back()
+
+    def forget(self) -> None:
+        """In a forked child: signals to it are not the trainer's, and a crash of it is its own."""
+        if self.armed:
+            self._incidents.stopped = True
+            _armed.discard(self)
+            self._perception.forget()
+
+    @property
+    def armed(self) -> bool:
+        return bool(self._triggers) and not self._incidents.stopped
+
+    # -- the main thread --
+
+    def _on_peer_died(self, note: PeerDiedNote) -> None:
+        self.dead_ranks[note.rank] = note.summary
+
+    @property
+    def dead_ranks(self) -> dict[int, str]:
+        """Ranks that were killed or crashed on this machine, and how."""
+        return self._incidents.dead_peers
+
+    @property
+    def saw_exception(self) -> bool:
+        """Whether an exception ended the training."""
+        return self._incidents.error is not None
+
+    def request(self, why: str) -> None:
+        """Have all ranks save soon; returns at once."""
+        self._incidents.request(f"asked for by the code of rank {self._world.rank}: {why}", how="call")
+
+    def tell(self, fault: Fault) -> None:
+        """Of an earlier incarnation, to `on_fault`."""
+        self._incidents.queue.put(lambda: self._closer.tell(fault))
+
+    def exception(self, error: BaseException) -> None:
+        """An exception leaves the training loop; called by the thread that it leaves, which is the last to save."""
+        incidents, oom = self._incidents, is_oom(error)
+        if error is incidents.error:
+            return
+        incidents.error = error
+        if incidents.leaving or incidents.stopped or not self._has(OnOom if oom else OnException):
+            return
+        incidents.leaving = True  # what comes now is a consequence
+        what = "ran out of memory" if oom else f"raised {type(error).__name__}"
+        call = incidents.new("oom" if oom else "exception", "", how="exception", grace_s=CRASHING_S)
+        fault = call.fault
+        fault.summary = f"{incidents.me} {what}: {str(error)[:500]}".rstrip(": ")
+        frames = traceback.extract_tb(error.__traceback__)
+        fault.stacks[str(self._world.rank)] = [f"{f.name} ({f.filename}:{f.lineno})" for f in reversed(frames)]
+        fault.advice, fault.exit_code = ("retry" if oom or is_of_a_peer(error) else "fix"), 1
+        if self._heartbeat.step >= 0:
+            fault.steps[str(self._world.rank)] = self._heartbeat.step
+        if self.securer.can_save:
+            self.securer.secure(call, leaving=True, at_hand=True)
+        self._closer.close_case(call, ends=True)
+
+    def _has(self, kind: type[Trigger]) -> bool:
+        return any(isinstance(trigger, kind) for trigger in self._triggers)
+
+    def on_uncaught(self, error: BaseException) -> None:
+        """Where the Checkpointer is not used as a context manager."""
+        if isinstance(error, Exception):
+            try:
+                self.exception(error)
+            except Exception:
+                log.exception("the exception that ends the training could not be dealt with")
+
+    # -- dealing with it --
+
+    def _deal_with_all(self) -> None:
+        """The thread that deals with one incident after the other."""
+        while (call := self._incidents.queue.get()) is not None:
+            try:
+                if isinstance(call, FaultCall):
+                    self._deal(call)
+                else:
+                    call()
+            except Exception:
+                log.exception("an incident could not be dealt with")
+            if isinstance(call, FaultCall) and call.leave is not None:
+                with contextlib.suppress(Exception):
+                    self.securer.await_copy()
+                if _ending.acquire(blocking=False):  # else another run ends the process, once it has heard of ours
+                    self._hear_others(time.monotonic() + min(call.left_s, OTHERS_S))
+                    leave(call.leave)
+
+    def _hear_others(self, end: float) -> None:
+        """Other runs of this process deal with what they have begun, and have their last step in memory."""
+        for other in list(_armed - {self}):
+            done = threading.Event()
+            other._incidents.queue.put(partial(other._await_copy, done))
+            done.wait(max(0.0, end - time.monotonic()))
+
+    def _await_copy(self, done: threading.Event) -> None:
+        try:
+            self.securer.await_copy()
+        finally:
+            done.set()
+
+    def _deal(self, call: FaultCall) -> None:
+        if call.note is not None:
+            self._look_around(call, call.note)
+        if call.fault.kind == "memory":
+            self.securer.free_memory(call)
+        if self._heartbeat.step >= 0:
+            call.fault.steps.setdefault(str(self._world.rank), self._heartbeat.step)
+        if self.securer.can_save:
+            self.securer.secure(call, leaving=call.leave is not None)
+        self._closer.close_case(call, ends=call.leave is not None)
+
+    def _look_around(self, call: FaultCall, note: HangNote) -> None:
+        """What everybody does; and whether this rank is to be left for it."""
+        look_around(call, note, self._incidents)
+        if next((t.action for t in self._triggers if isinstance(t, OnHang)), "") == "exit":
+            self._incidents.leaving = True
+            guilty = call.fault.suspects == [self._world.rank] and self._world.size > 1
+            call.leave = REPLACE_CODE if guilty else RETRY_CODE
+            call.fault.advice = "replace" if guilty else "retry"

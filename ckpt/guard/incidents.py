@@ -1,0 +1,151 @@
+"""What was seen and is to be dealt with; at its end it is recorded and told, and the process may end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckpt.core.ipc.heartbeat import Heartbeat
+from ckpt.core.ipc.notes import HangNote
+from ckpt.core.ipc.watch_requests import Report
+from ckpt.core.ranks.world import World
+from ckpt.core.run.supervise.writer_supervisor import WriterSupervisor
+from ckpt.errors import CheckpointError
+from ckpt.events import log
+from ckpt.guard.report import Fault, tell_launcher
+from ckpt.subscribers import publish
+
+SOFT_S = 600.0  # for a save that nobody is in a hurry for
+_PEER = re.compile("closed by peer|reset by peer|broken pipe|remote process exited|socket closed", re.IGNORECASE)
+
+
+@dataclass
+class FaultCall:
+    """Something that was seen. `grace_s`: from `seen` on; `leave`: the exit code, None to go on."""
+
+    fault: Fault
+    grace_s: float
+    leave: int | None = None
+    far: bool = False  # the machine may go: to tiers beyond the nearest as well
+    signal: int = 0
+    note: HangNote | None = None  # of a hang
+    seen: float = field(default_factory=time.monotonic)
+
+    @property
+    def hurried(self) -> bool:
+        return self.grace_s < SOFT_S
+
+    @property
+    def left_s(self) -> float:
+        return max(0.0, self.seen + self.grace_s - time.monotonic())
+
+    @property
+    def passed_s(self) -> float:
+        return time.monotonic() - self.seen
+
+
+class Incidents:
+    """Of one trainer, in turn. `leaving`: it ends of one of them, what comes now is a consequence; `stopped`: nothing
+    is dealt with any more; `error`: what ends the training; `dead_peers`: other ranks that have died, and of what."""
+
+    def __init__(self, world: World, supervisor: WriterSupervisor, heartbeat: Heartbeat) -> None:
+        self.world, self.supervisor, self.heartbeat = world, supervisor, heartbeat
+        self.queue: queue.SimpleQueue[FaultCall | Callable[[], None] | None] = queue.SimpleQueue()
+        self.leaving = self.stopped = False
+        self.error: BaseException | None = None
+        self.dead_peers: dict[int, str] = {}
+
+    @property
+    def me(self) -> str:
+        return f"rank {self.world.rank}" if self.world.size > 1 else "the trainer"
+
+    def new(self, kind: str, summary: str, *, how: str, grace_s: float) -> FaultCall:
+        owner = self.supervisor.owner
+        fault = Fault(kind, summary, how=how, rank=self.world.rank, world=self.world.size)
+        fault.attempt = f"{owner.epoch}.{owner.nonce}"
+        return FaultCall(fault, grace_s)
+
+    def request(self, summary: str, *, how: str) -> None:
+        """Somebody asks for a save."""
+        call = self.new("request", summary, how=how, grace_s=SOFT_S)
+        call.fault.advice, call.far = "none", True
+        self.queue.put(call)
+
+
+REPORT_S = 2.0  # for the report to be written
+FLUSH_S = 0.5
+
+
+class CaseCloser:
+    """Of one trainer. `decides`: whether a signal still ends the process if we say so."""
+
+    def __init__(
+        self, incidents: Incidents, decides: Callable[[int], bool], on_fault: Callable[[Fault], None] | None
+    ) -> None:
+        self._incidents, self._decides, self._on_fault = incidents, decides, on_fault
+
+    def close_case(self, call: FaultCall, *, ends: bool) -> None:
+        """Record, tell, and be ready to leave."""
+        fault = call.fault
+        if call.leave is not None:
+            if call.signal and not self._decides(call.signal):
+                call.leave = None  # a handler that came later decides
+            if call.note is not None and self._incidents.heartbeat.read().calls != call.note.evidence["calls"]:
+                call.leave = None  # it has come to itself
+            self._incidents.leaving = ends = call.leave is not None  # else its death, should that come, is news
+            fault.exit_code = call.leave
+        fault.timings["total_s"] = call.passed_s
+        log.warning("%s", fault.line)
+        with contextlib.suppress(CheckpointError):
+            self._incidents.supervisor.client.ask(Report(fault.to_json(), ends), REPORT_S)
+        if ends:
+            tell_launcher(fault, fault.stacks.get(str(fault.rank), ()))
+        self.tell(fault)
+
+    def tell(self, fault: Fault) -> None:
+        """Subscribers, and `on_fault`."""
+        publish("fault", max(fault.steps.values(), default=None), fault=fault.kind, account=fault.line)
+        if self._on_fault is not None:
+            try:
+                self._on_fault(fault)
+            except BaseException:  # sys.exit() too: it would end this thread, and nothing else
+                log.exception("on_fault failed")
+
+
+def is_oom(error: BaseException) -> bool:
+    """Whether memory ran out, on a device or on the host."""
+    torch: Any = sys.modules.get("torch")
+    if isinstance(error, MemoryError) or (torch is not None and isinstance(error, torch.OutOfMemoryError)):
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and ("can't allocate memory" in text or "not enough memory" in text)
+
+
+def is_of_a_peer(error: BaseException) -> bool:
+    """Whether another process went away that this one was talking to: what became of that one is the cause."""
+    return isinstance(error, (OSError, RuntimeError)) and _PEER.search(str(error)) is not None
+
+
+def leave(code: int) -> None:
+    """End the process from any thread, whatever the main one does."""
+
+    def flush() -> None:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+
+    flushing = threading.Thread(target=flush, daemon=True)  # the main thread may hold a stream's lock
+    try:
+        flushing.start()
+        flushing.join(FLUSH_S)
+    except RuntimeError:  # the interpreter is ending, and from Python 3.12 on no thread begins then
+        flush()
+    os._exit(code)

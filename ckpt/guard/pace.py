@@ -1,0 +1,82 @@
+"""Whether a training loop hangs: its heartbeat, compared with the usual time of a step. Nothing is read here."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+
+from ckpt.core.ipc.heartbeat import TRAINING, Beat
+from ckpt.triggers import OnHang
+
+ENOUGH = 5  # steps to learn from before anything is said
+_MEANS = 64
+_GAPS = 32
+_HOLE = 8.0  # so many times the usual time between two looks, and at least:
+_HOLE_S = 1.0
+
+
+class StepPace:
+    """Learns the usual time of a step from looks at the heartbeat; says when it has been too long."""
+
+    def __init__(self, trigger: OnHang) -> None:
+        self._trigger = trigger
+        self._gaps = deque[float](maxlen=_GAPS)  # between two looks
+        self._looked: float | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self._means = deque[float](maxlen=_MEANS)  # seconds a step, each over the steps between two looks
+        self._steps = 0
+        self._usual: float | None = None
+        self._last: Beat | None = None
+        self._from: Beat | None = None  # a beat since which nothing but training was seen
+        self._excused = 0.0  # seconds since the last sign of life in which nobody looked
+
+    @property
+    def usual_s(self) -> float | None:
+        """Seconds a step; None until enough steps were seen."""
+        return self._usual if self._steps >= ENOUGH else None
+
+    @property
+    def limit_s(self) -> float | None:
+        """Seconds after which it is too long; None until enough steps were seen."""
+        usual = self.usual_s
+        return None if usual is None else max(self._trigger.min_s, self._trigger.factor * usual)
+
+    def look(self, now: float, beat: Beat) -> float | None:
+        """Call it a few times a second. How long nothing has come, in seconds, if that is too long; else None.
+
+        `now`: of the monotonic clock, as `beat.when`.
+        """
+        if self._last is not None and beat.calls < self._last.calls:
+            self._forget()  # another trainer
+        self._excuse(now, beat)
+        self._learn(beat)
+        self._last = beat
+        silent, limit = now - beat.when - self._excused, self.limit_s
+        return silent if beat.state == TRAINING and limit is not None and silent > limit else None
+
+    def _excuse(self, now: float, beat: Beat) -> None:
+        """Whoever did not look, because it was stopped itself, cannot blame the trainer for that time."""
+        looked, self._looked = self._looked, now
+        if self._last is None or beat.when != self._last.when:
+            self._excused = 0.0
+        if looked is None or now < looked:
+            return
+        gap = now - looked
+        if not self._gaps or gap > max(_HOLE_S, _HOLE * statistics.median(self._gaps)):
+            self._excused += max(0.0, now - max(looked, beat.when))
+        self._gaps.append(gap)
+
+    def _learn(self, beat: Beat) -> None:
+        last, start = self._last, self._from
+        if beat.state != TRAINING:
+            self._from = None
+        elif last is None or beat.calls != last.calls:  # so `when` is that of a step
+            if last is not None and start is not None and beat.calls > start.calls and beat.when > start.when:
+                self._steps += beat.calls - start.calls
+                self._means.append((beat.when - start.when) / (beat.calls - start.calls))
+                self._usual = statistics.median(self._means)
+            self._from = beat
+        elif beat.when != last.when:  # no step: something else was done between the two looks
+            self._from = None

@@ -1,0 +1,214 @@
+"""Seeing what happens: signals, notices that the machine will go, what the writer sees of us, or hears.
+
+One thread takes in what comes, and never waits for anything: a `FaultCall` for the thread that deals with them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import time
+from typing import ClassVar
+
+from ckpt.core.ipc import notes
+from ckpt.core.ipc.watch_requests import Arm, Heard
+from ckpt.guard import preemption, probe
+from ckpt.guard.incidents import SOFT_S, Incidents
+from ckpt.guard.signals import Wakeup
+from ckpt.triggers import RESUBMIT_CODE, OnDeadline, OnHang, OnMemoryPressure, OnPreemption, OnSignal, Trigger
+
+ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGXCPU, signal.SIGQUIT, signal.SIGINT)  # the SIGUSRs say "go on"
+LAST_S = 20.0  # before a preemption, the state is saved once more
+
+
+class CrashOutput:
+    """What a crash says goes to the writer, which passes it on to stderr if it would have gone there (`echo`): of
+    several in one process to that of the last one that is open."""
+
+    _open: ClassVar[list[CrashOutput]] = []
+
+    def __init__(self) -> None:
+        self.echo = False
+        self._pipe: tuple[int, int] | None = None
+
+    def enable(self) -> int:
+        """The descriptor to read it from."""
+        self.echo = self._open[-1].echo if self._open else faulthandler.is_enabled()
+        reader, writer = self._pipe = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(writer, False)  # a crash must not wait for a reader
+        self._open.append(self)
+        self._direct(writer)
+        return reader
+
+    @staticmethod
+    def _direct(writer: int) -> None:
+        faulthandler.enable(file=writer, all_threads=True)
+        faulthandler.register(probe.DUMP_SIGNAL, file=writer, all_threads=True)
+
+    def disable(self) -> None:
+        if self._pipe is None:
+            return
+        self._open.remove(self)
+        if self._open and self._open[-1]._pipe is not None:
+            self._direct(self._open[-1]._pipe[1])
+        else:
+            self._put_back()
+        for fd in self._pipe:
+            os.close(fd)
+        self._pipe = None
+
+    def _put_back(self) -> None:
+        faulthandler.unregister(probe.DUMP_SIGNAL)
+        # The default action of that signal would end us, and the writer may just have sent it.
+        with contextlib.suppress(ValueError):
+            signal.signal(probe.DUMP_SIGNAL, signal.SIG_IGN)
+        faulthandler.disable()
+        if self.echo:
+            for stream in (sys.stderr, sys.__stderr__):
+                with contextlib.suppress(Exception):  # a stream without a descriptor
+                    faulthandler.enable(file=stream or 2)
+                    break
+
+
+class Perception:
+    """Of one trainer. `arm` and `put_back` belong to the main thread."""
+
+    def __init__(self, triggers: tuple[Trigger, ...], incidents: Incidents) -> None:
+        self._triggers, self._incidents, self._supervisor = triggers, incidents, incidents.supervisor
+        self._signals = {number: t for t in triggers if isinstance(t, OnSignal) for number in t.numbers}
+        self.wakeup = Wakeup(self._signals)
+        self._stop_reader, self._stop_writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._crash_output = CrashOutput()
+        self._again: list[preemption.Notice] = []  # preemptions that get a second save
+        self.notices = preemption.NoticeWatch(
+            [t for t in triggers if isinstance(t, (OnPreemption, OnDeadline))], self._on_notice
+        )
+
+    def arm(self) -> None:
+        self.wakeup.arm()
+        crash = self._crash_output.enable()
+        hang = next((t for t in self._triggers if isinstance(t, OnHang)), None)
+        pressure = next((t for t in self._triggers if isinstance(t, OnMemoryPressure)), None)
+        request = Arm(
+            rank=self._incidents.world.rank,
+            world=self._incidents.world.size,
+            signals=[int(number) for number in self._signals],
+            hang=None if hang is None else (hang.action, hang.factor, hang.min_s),
+            share=None if pressure is None else pressure.share,
+            echo=self._crash_output.echo,
+        )
+        stderr = 2 if self._crash_output.echo else self._stop_reader  # any descriptor, where nothing is to be echoed
+        self._supervisor.standing.tell(
+            request, (self._incidents.heartbeat.fd, self.wakeup.reader.fileno(), crash, stderr)
+        )
+        self._listen()
+
+    def stop(self) -> None:
+        """Take nothing in any more. What would have ended the process does so once all is put back."""
+        self.wakeup.deaf = True
+        self.notices.stop()
+        with contextlib.suppress(OSError):
+            os.write(self._stop_writer, b"x")
+
+    def put_back(self) -> None:
+        self.wakeup.put_back()
+        self._crash_output.disable()
+
+    def close(self) -> None:
+        self.wakeup.close()
+        for fd in (self._stop_reader, self._stop_writer):
+            os.close(fd)
+
+    def forget(self) -> None:
+        """In a forked child."""
+        self.wakeup.forget()
+        self._crash_output.disable()
+
+    def decides(self, number: int) -> bool:
+        """Whether this signal still ends the process if we say so; else a handler that came later decides."""
+        trigger = self._signals[signal.Signals(number)]
+        return bool(trigger.leave) or self.wakeup.would_end(number)
+
+    # -- signals and notices --
+
+    def receive(self) -> None:
+        """The thread that hears signals."""
+        while not self._incidents.stopped:
+            self.wakeup.wait(self._stop_reader, None)
+            for number in self.wakeup.read():
+                self._on_signal(number, "wakeup descriptor")
+
+    def _on_signal(self, number: int, how: str) -> None:
+        trigger, incidents = self._signals.get(signal.Signals(number)), self._incidents
+        if incidents.leaving and incidents.error is not None and self.wakeup.would_end(number):
+            self.wakeup.miss(number)  # an exception is on its way out, and the state safe: after that it may end us
+        if trigger is None or incidents.leaving:
+            return
+        ends = trigger.leave
+        if ends is None:
+            ends = number in ENDING and self.wakeup.would_end(number)
+        grace_s = trigger.grace_s if ends or number in ENDING else SOFT_S
+        what = f"{signal.Signals(number).name} came to {incidents.me}"
+        call = incidents.new("signal", what, how=how, grace_s=grace_s)
+        call.signal, call.far = number, True
+        if ends:
+            incidents.leaving = True  # a second one does not make it quicker
+            call.leave, call.fault.advice = 128 + number, "resubmit"
+        else:
+            call.fault.advice = "none"
+        incidents.queue.put(call)
+
+    def _on_notice(self, notice: preemption.Notice) -> None:
+        left_s = SOFT_S if notice.at is None else max(1.0, notice.at - time.time())
+        soft = notice.kind == "rebalance"
+        if notice.kind == "preemption" and LAST_S < left_s < SOFT_S and notice not in self._again:
+            self._again.append(notice)  # and once more, shortly before it happens
+            later = threading.Timer(
+                left_s - LAST_S, lambda: None if self._incidents.stopped else self._on_notice(notice)
+            )
+            later.daemon = True
+            later.start()
+        call = self._incidents.new(
+            "preemption" if soft else notice.kind,
+            f"{notice.what} ({self._incidents.me})",
+            how="notice",
+            grace_s=SOFT_S if soft else min(left_s, SOFT_S - 1),
+        )
+        call.far = True
+        call.fault.advice = "replace" if notice.kind != "deadline" else "resubmit"
+        if notice.kind == "deadline" and any(t.leave for t in self._triggers if isinstance(t, OnDeadline)):
+            call.leave = RESUBMIT_CODE
+        self._incidents.queue.put(call)
+
+    # -- the writer --
+
+    def _listen(self) -> None:
+        """To what the writer sees of us, or hears."""
+        hear, request = self._supervisor.hear, self._incidents.request
+        hear(notes.SignalNote, self._on_signal_note)
+        hear(notes.PassedNote, lambda note: self.wakeup.pass_on(bytes(note.raw)))
+        hear(notes.TriggerNote, lambda note: request(f"asked for at a shell: {note.why}", how="ckpt trigger"))
+        hear(notes.HangNote, self._on_hang)
+        hear(notes.PressureNote, self._on_pressure)
+
+    def _on_signal_note(self, note: notes.SignalNote) -> None:
+        self._supervisor.writer.send(Heard())
+        self._on_signal(note.number, "writer")
+
+    def _on_hang(self, note: notes.HangNote) -> None:
+        self._supervisor.writer.send(Heard())
+        if note.evidence["state"] == "stopped":
+            return  # it came while we were, so it is old, and the writer has reported of it
+        call = self._incidents.new("hang", "", how="step counter", grace_s=SOFT_S - 1)
+        call.note = note
+        self._incidents.queue.put(call)
+
+    def _on_pressure(self, note: notes.PressureNote) -> None:
+        what = f"{self._incidents.me}: {note.why}"
+        call = self._incidents.new("memory", what, how="memory", grace_s=SOFT_S)
+        call.fault.advice = "none"
+        self._incidents.queue.put(call)

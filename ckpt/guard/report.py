@@ -1,0 +1,230 @@
+"""What is said about a fault: for people one line, for machines `faults/<time>.<rank>.json` in the run.
+
+A `Fault` is one rank's account of one incident: what was seen first and by whom, where every rank stood, what was
+saved, how long each part took, and what a launcher or scheduler should do (one word of `ADVICE`; who sees a fault
+chooses it, in `ckpt.guard` and `ckpt.core.writer.fault_reports`). Ranks write theirs without asking each
+other; `incidents` puts together what belongs together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import socket
+import sys
+import time
+import traceback
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from types import TracebackType
+from typing import Any
+
+from ckpt.core.format.typed_json import typed
+from ckpt.errors import MENDABLE, CheckpointError, CorruptError
+from ckpt.units import duration
+
+PREFIX = "faults/"
+MAX_REPORT = 4 << 20
+MAX_STACK = 200  # lines
+TOGETHER_S = 45.0  # accounts whose times lie this close to the one before are of one incident: 30 s of grace, and more
+
+ADVICE = {
+    "retry": "start it again on the same machines",
+    "replace": "start it again without this machine",
+    "resubmit": "the time is over, or the machine is taken away: submit the job again",
+    "fix": "it will happen again: look at the error first",
+    "none": "nothing to do",
+}
+
+KINDS = {  # in words of people; programs keep to the keys, also to those of goodput.breakdown.Interruption
+    "signal": "stop signal",
+    "preemption": "preemption notice",
+    "deadline": "time limit",
+    "oom": "out of memory",
+    "memory": "memory is short",
+    "death": "crash or kill",
+    "left": "exception or early end",
+    "unknown": "cause unknown",
+    "none": "stopped on purpose",
+    "moved": "copied",
+}
+ASKED = {  # the same where training went on: no fault, but a save at a time that somebody chose
+    "request": "asked for",
+    "signal": "asked for by a signal",
+    "deadline": "before a time limit",
+}
+
+LAUNCHER = (
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_RESTART_COUNT",
+    "TORCHELASTIC_MAX_RESTARTS",
+    "SLURM_JOB_ID",
+    "SLURM_RESTART_COUNT",
+    "KUBERNETES_SERVICE_HOST",
+)
+
+
+def in_words(kind: str, *, asked: bool = False) -> str:
+    """What a person reads for the kind of a fault, or of an interruption."""
+    return (ASKED if asked else KINDS).get(kind, kind)
+
+
+def was_asked(kind: str, by: str, *, ends: bool) -> bool:
+    """Whether this is no fault, but a save that was asked for, or due before the time is over. A signal that only the
+    writer saw came to a trainer that was held up."""
+    return kind == "request" or (kind in ASKED and by != "writer" and not ends)
+
+
+def starts_again() -> bool:
+    """Whether torchrun starts this process once more if it fails."""
+    done, most = (os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    return done.isdecimal() and most.isdecimal() and int(done) < int(most)
+
+
+@dataclass
+class SavedStep:
+    """One step that the incident had saved. `tier`: "memory" or a URL; `seconds` since the incident was seen."""
+
+    step: int
+    tier: str
+    how: str  # "ring": it was in memory; "live": staged after an exception in step(); "agreed": by the training loop
+    seconds: float
+    error: str = ""
+
+
+@dataclass
+class Fault:
+    """One rank's account of one incident.
+
+    `kind`: "signal", "preemption", "deadline", "exception", "oom", "hang", "memory", "request" or "death"; `by`: who
+    saw it first here, "writer" or "fault handler"; `how`: by which means; `time`: UTC; `steps`: the last step of each
+    rank that is known; `stacks`: by rank, innermost frame first; `evidence`: of each rank that could be looked at;
+    `timings`: seconds since it was seen; `exit_code`: None if the process goes on.
+    """
+
+    kind: str
+    summary: str
+    by: str = "fault handler"
+    how: str = ""
+    rank: int = 0
+    world: int = 1
+    host: str = field(default_factory=socket.gethostname)
+    pid: int = field(default_factory=os.getpid)
+    time: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="microseconds"))
+    attempt: str = ""
+    steps: dict[str, int] = field(default_factory=dict)
+    suspects: list[int] = field(default_factory=list)
+    stacks: dict[str, list[str]] = field(default_factory=dict)
+    evidence: list[dict[str, Any]] = field(default_factory=list)
+    saved: list[SavedStep] = field(default_factory=list)
+    timings: dict[str, float] = field(default_factory=dict)
+    advice: str = "retry"
+    exit_code: int | None = None
+    launcher: dict[str, str] = field(default_factory=lambda: {k: os.environ[k] for k in LAUNCHER if k in os.environ})
+
+    @property
+    def key(self) -> str:
+        """Its name in a store."""
+        return f"{PREFIX}{re.sub('[^0-9T]', '', self.time[:26])}.{self.rank}.json"
+
+    @property
+    def line(self) -> str:
+        """For the log."""
+        durable = [s for s in self.saved if s.tier != "memory" and not s.error]
+        held = [s for s in self.saved if s.tier == "memory" and not s.error]
+        if durable:
+            best = max(durable, key=lambda s: s.step)
+            kept = f"step {best.step} is durable in {best.tier} after {duration(best.seconds)}"
+        elif held:
+            kept = f"step {max(s.step for s in held)} is in memory, and not durable yet"
+        else:
+            kept = "nothing new was saved"
+        return f"{self.summary} [{kept}]"
+
+    def to_json(self) -> dict[str, Any]:
+        found = {"version": 1, **asdict(self), "means": ADVICE.get(self.advice, "")}
+        found["stacks"] = {rank: frames[:MAX_STACK] for rank, frames in self.stacks.items()}
+        return found
+
+    def to_bytes(self) -> bytes:
+        return json.dumps(self.to_json(), indent=1).encode()
+
+    @classmethod
+    def from_json(cls, data: Any) -> Fault:
+        """CorruptError if it is not one."""
+        try:
+            fault = typed(cls, data)
+            fault.when  # noqa: B018 - raises if it is no moment
+            return fault
+        except (OverflowError, ValueError) as error:
+            raise CorruptError(f"this is not the account of a fault: {error}") from None
+
+    @property
+    def asked(self) -> bool:
+        """Whether it is no fault, but a save that was asked for, or due before the time is over."""
+        return was_asked(self.kind, self.by, ends=self.exit_code is not None)
+
+    @property
+    def ending(self) -> bool:
+        """Whether it may end this incarnation of the job; several such at the same time have one cause."""
+        return self.exit_code is not None or self.kind in ("death", "hang", "exception", "oom")
+
+    @property
+    def when(self) -> float:
+        """Seconds since 1970."""
+        return datetime.fromisoformat(self.time).timestamp()
+
+
+def incidents(faults: Iterable[Fault]) -> list[list[Fault]]:
+    """What several ranks wrote about the same incident, or saved before the same time limit, together; the account of
+    who saw it first comes first, but after the cause what another process's end did to its peers."""
+    found: list[list[Fault]] = []
+    for fault in sorted(faults, key=lambda one: one.when):
+        last = found[-1] if found else []
+        one_end = bool(last) and fault.ending and last[-1].ending
+        one_limit = (
+            bool(last) and fault.kind == last[-1].kind == "deadline" and fault.rank not in {f.rank for f in last}
+        )
+        same = (one_end or one_limit) and fault.attempt == last[-1].attempt
+        if same and fault.when - last[-1].when < TOGETHER_S:
+            last.append(fault)
+        else:
+            found.append([fault])
+    return [sorted(one, key=lambda fault: fault.kind == "exception" and fault.advice == "retry") for one in found]
+
+
+def tell_if_uncaught(error: CheckpointError, rank: int, world: int) -> None:
+    """Of what kept a run from being opened, before anybody watches: should it end this process, torchrun is told, and
+    the traceback on the screen ends where the caller's code does."""
+    before, known = sys.excepthook, weakref.ref(error)
+
+    def hook(kind: type[BaseException], found: BaseException, trace: TracebackType | None) -> None:
+        if found is known():
+            at = trace if isinstance(found, MENDABLE) else None
+            while at is not None:
+                if at.tb_next is not None and str(at.tb_next.tb_frame.f_globals.get("__name__")).startswith("ckpt."):
+                    at.tb_next = None
+                at = at.tb_next
+            who = f"rank {rank}" if world > 1 else "the trainer"
+            fault = Fault("exception", f"{who} raised {kind.__name__}: {str(found)[:500]}", rank=rank, world=world)
+            stack = reversed(traceback.extract_tb(trace))
+            tell_launcher(fault, [f"{f.name} ({f.filename}:{f.lineno})" for f in stack])
+        before(kind, found, trace)
+
+    sys.excepthook = hook
+
+
+def tell_launcher(fault: Fault, stack: Sequence[str] = ()) -> None:
+    """torchrun prints what it finds in this file as the reason of a failure."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    extra = {"py_callstack": "\n".join([fault.line, *stack]), "timestamp": str(int(time.time()))}
+    message = {"message": {"message": fault.line, "extraInfo": extra}}
+    with contextlib.suppress(OSError):
+        with open(path, "w") as file:
+            json.dump(message, file)

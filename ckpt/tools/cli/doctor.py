@@ -1,0 +1,174 @@
+"""`ckpt doctor`: what `ckpt.tools.doctor.place` finds, for people and programs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import click
+
+from ckpt.tools.cli.arguments import folders
+from ckpt.tools.cli.terminal import count_of, example, look_options, print_json, print_table, progress, put
+from ckpt.units import duration
+
+if TYPE_CHECKING:  # other commands need not wait for it
+    from ckpt.tools.doctor.advice import Cadence
+    from ckpt.tools.doctor.findings import Finding, JobSize, TierFindings
+    from ckpt.tools.doctor.promises import Bounds
+
+UNREACHABLE = 2
+PER_NODE = 8  # ranks, where nobody says it
+
+
+@click.command(
+    epilog=example(
+        "ckpt doctor /nvme/run1 s3://b/run1 --state-gb 140 --step-s 1.2 --world 64",
+        "ckpt doctor s3://b/run1 --option endpoint_url=https://minio.example:9000",
+    )
+)
+@click.argument("urls", metavar="[URL]...", nargs=-1, shell_complete=folders)
+@click.option("--size", type=click.IntRange(min=1), default=256, show_default=True, metavar="MIB",
+              help="Write and read at most so much in each place, for at most 10 s each.")  # fmt: skip
+@click.option("--state-gb", type=click.FloatRange(min=0, min_open=True), metavar="GB",
+              help="The whole job's state, in 10**9 bytes.")  # fmt: skip
+@click.option("--step-s", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS",
+              help="How long a training step takes.")  # fmt: skip
+@click.option("--world", type=click.IntRange(min=1), default=1, metavar="N", help="How many ranks the job has.")
+@click.option("--per-node", type=click.IntRange(min=1), metavar="N",
+              help="How many of them are on each machine. By default what the launcher says, else one for each GPU"
+                   f" here, else {PER_NODE} at most.")  # fmt: skip
+@look_options
+def doctor(
+    urls: tuple[str, ...],
+    size: int,
+    state_gb: float | None,
+    step_s: float | None,
+    world: int,
+    per_node: int | None,
+    as_json: bool,
+) -> int:
+    """Before a long job: are these places safe and fast enough, and is this machine?
+
+    Each URL is what a Checkpointer will be given; with none, only the machine is looked at. What is written is removed
+    again, and a place with files that are not a run's is not written to. With --state-gb and --step-s it also says how
+    often to save where, as a line to paste. Exit code 1 if there are problems, 2 if a place cannot be read.
+
+    save, restore: how long each takes; under 1 % from every: the shortest time between two saves that costs training
+    less than 1 %; steps: the same, to be given as every=.
+    """
+    from ckpt.tools.doctor.findings import MIB, JobSize
+    from ckpt.tools.doctor.promises import Bounds
+
+    job = JobSize(int((state_gb or 0) * 1e9), step_s, world, *local_ranks(world, os.environ, per_node))
+    return diagnose(urls, Bounds(size=size * MIB), job, as_json)
+
+
+def diagnose(urls: Sequence[str], bounds: Bounds, job: JobSize, as_json: bool) -> int:
+    """The machine, then each place, then what follows."""
+    from ckpt.tools.doctor import advice as doctor_plan
+    from ckpt.tools.doctor import machine
+    from ckpt.tools.doctor.findings import PROBLEM, worst
+
+    watch = machine.ClockWatch()
+    health, device_rates = machine.gpus()
+    findings = [*machine.machine(job), *health]
+    places = with_signals(urls, bounds)
+    findings.append(watch.finding())
+    for place in places:
+        place.findings += doctor_plan.too_full(job, place)
+    speed = machine.speed(device_rates, job)
+    cadences = doctor_plan.conclude(job, places, speed)
+    line = doctor_plan.tiers_line(job, cadences, places, speed)
+    verdict = worst([*findings, *(f for place in places for f in place.findings)])
+    if as_json:
+        print_json(
+            {
+                "verdict": verdict,
+                "machine": [asdict(f) for f in findings],
+                "places": [asdict(place) for place in places],
+                "cadences": [asdict(one) for one in cadences],
+                "tiers": line,
+            }
+        )
+    else:
+        show("this machine", findings)
+        for place in places:
+            show(place.url, place.findings)
+        conclude(cadences, line or doctor_plan.why_no_line(job, cadences, places, speed), job)
+    if not all(place.reached for place in places):
+        return UNREACHABLE
+    return 1 if verdict == PROBLEM else 0
+
+
+def with_signals(urls: Sequence[str], bounds: Bounds) -> list[TierFindings]:
+    """Examine places in turn. Ctrl-C, SIGTERM and a closed terminal end it, once what was written is gone."""
+    from ckpt.tools.doctor.place import examine
+
+    async def all_of_them() -> list[TierFindings]:
+        task, loop = asyncio.current_task(), asyncio.get_running_loop()
+        assert task is not None
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) == signal.SIG_DFL:  # nohup has it ignored
+                with contextlib.suppress(RuntimeError, ValueError):  # not in the main thread
+                    loop.add_signal_handler(number, task.cancel)
+        found = []
+        for url in urls:
+            with progress("measuring", 2 * bounds.size) as on_bytes:
+                found.append(await examine(url, bounds, on_bytes=on_bytes))
+        return found
+
+    try:
+        return asyncio.run(all_of_them())
+    except asyncio.CancelledError:
+        raise click.Abort from None
+
+
+# -- what was given --
+
+
+def local_ranks(world: int, environment: Mapping[str, str], per_node: int | None = None) -> tuple[int, str]:
+    """How many of the ranks are on this machine, and how that is known: as was said, by the launcher, by the number of
+    GPUs, else assumed."""
+    from ckpt.tools.doctor.machine import gpu_count
+
+    if per_node is not None:
+        return min(world, per_node), ""
+    for name in ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE"):
+        said = environment.get(name, "")
+        if said.isdigit() and int(said) > 0:
+            return min(world, int(said)), f", by {name}"
+    if gpus := gpu_count():
+        return min(world, gpus), ", one for each GPU" if world > gpus else ""
+    return min(world, PER_NODE), " (assumed: --per-node says how many)" if world > PER_NODE else ""
+
+
+# -- for people --
+
+
+def show(title: str, findings: Sequence[Finding]) -> None:
+    """A table, and below it what to do, each in a line of its own that can be copied."""
+    put(title)
+    print_table(("check", "found", "verdict"), [(f.what, f.value, f.verdict) for f in findings])
+    advice = [f for f in findings if f.advice]
+    for finding in advice:
+        put(f"{finding.verdict}: {finding.what}: {finding.advice}")
+    if advice:
+        print()
+
+
+def conclude(cadences: Sequence[Cadence], line: str, job: JobSize) -> None:
+    if not cadences:
+        return
+    size, ranks = f"{job.state / 1e9:,.12g} GB", count_of(job.world, "rank")
+    put(f"{size} over {ranks}, {job.local} of them here{job.how}, at what was measured:")
+    rows = [
+        (c.where, duration(c.save_s), duration(c.restore_s), duration(c.interval_s), c.every or "give --step-s", c.why)
+        for c in cadences
+    ]
+    print_table(("place", "save", "restore", "under 1 % from every", "steps", "because"), rows)
+    put(line)

@@ -1,0 +1,75 @@
+"""The command that keeps a checkpoint for ever: keep."""
+
+from __future__ import annotations
+
+import click
+
+from ckpt.core.checkpoint.spelling import Which
+from ckpt.tools.cli.arguments import checkpoint_argument
+from ckpt.tools.cli.ls import kept_text
+from ckpt.tools.cli.terminal import act, example, opened, plan_options, print_json, put
+from ckpt.tools.cli.upkeep import PARTIAL, Found, show_end
+
+BY_HAND = "by hand"
+
+
+@click.command(
+    epilog=example("ckpt keep runs/exp1@500 --note 'as published' --yes", "ckpt keep runs/exp1@500 --undo --yes")
+)
+@checkpoint_argument()
+@click.option("--note", help=f"Why; stays with the checkpoint. By default {BY_HAND!r}.")
+@click.option("--undo", is_flag=True, help="It may go again, as its age demands.")
+@plan_options
+def keep(
+    url: str,
+    step: Which,
+    note: str | None,
+    undo: bool,
+    yes: bool,
+    as_json: bool,
+) -> int:
+    """Keep a checkpoint for ever: no retention and no clean-up takes it. A job may be training there."""
+    if undo and note is not None:
+        raise click.UsageError("--note says why it is kept, and --undo lets it go")
+    if step is None:
+        raise click.UsageError(f"say which one: {url}@STEP, or {url}@latest")
+    note = None if undo else note or BY_HAND
+    found = act(_keep(url, step, note, yes, as_json))
+    if as_json:
+        return print_json(found)
+    return 0 if found["was"] == note else show_end(found, "done")
+
+
+def show_keep(found: Found) -> None:
+    was = "is not kept" if found["was"] is None else f"is {kept_text(found['was'])}"
+    put(f"step {found['step']} of {found['url']}, attempt {found['attempt']}, {was}")
+    if found["was"] != found["note"]:
+        put(
+            "to let it go, as its age demands"
+            if found["note"] is None
+            else f"to be kept for ever, with the note: {found['note']}"
+        )
+    if found["partial"]:
+        put(PARTIAL)
+
+
+async def _keep(url: str, step: Which, note: str | None, yes: bool, as_json: bool) -> Found:
+    from ckpt.core.checkpoint import read, retention
+
+    async with opened(url) as log:
+        commit = read.choose(log, step)
+        found: Found = {
+            "url": log.store.url,
+            "step": commit.step,
+            "attempt": str(commit.attempt),
+            "was": log.state.kept.get(commit.attempt),
+            "note": note,
+            "partial": not commit.whole,
+            "done": None,
+        }
+        if not as_json:
+            show_keep(found)
+        if yes and found["was"] != note:
+            await retention.set_keep(log, commit.attempt, note)
+            found["done"] = {"kept": note is not None}
+        return found

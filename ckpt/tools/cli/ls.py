@@ -1,0 +1,153 @@
+"""`ckpt ls`: the checkpoints of a run. It imports little, since people wait for it."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from dataclasses import asdict
+from datetime import datetime
+from operator import itemgetter
+from typing import Any
+
+import click
+
+from ckpt.core.checkpoint import losses
+from ckpt.core.checkpoint.concurrent import of_each
+from ckpt.core.log.records import words_of
+from ckpt.errors import CheckpointError, FormatError
+from ckpt.store import normalise
+from ckpt.tools.cli.arguments import run_argument
+from ckpt.tools.cli.terminal import (
+    PATIENCE_S,
+    count_of,
+    example,
+    human,
+    look_options,
+    opened,
+    print_few,
+    print_json,
+    print_table,
+    put,
+)
+
+REASONS = {"ring": "extra", "late": "extra"}
+
+
+@click.command(
+    epilog=example("ckpt ls runs", "ckpt ls runs/exp1", "ckpt ls runs/exp1 --json | jq '.checkpoints[0].step'")
+)
+@run_argument
+@look_options
+def ls(url: str, as_json: bool) -> int:
+    """List the checkpoints of a run, newest first; or the runs below a folder.
+
+    size: what it wrote itself; an increment uses files of older ones besides. ranks: that it was saved by. why: it was
+    due by the cadence, or extra: from memory, when it was asked for, at a fault, or after the trainer had
+    died. history: the newest, what is kept for ever and why (the best with their scores, the step at which training
+    ended), what a rollback undid. Of a folder of runs: the newest step of each, when that was saved, and what all its
+    packs take. Times are of this machine.
+    """
+    try:
+        found = asyncio.run(_ls(url))
+    except FormatError:
+        below = asyncio.run(_runs_below(url))
+        if all(one["bytes_in_files"] is None for one in below):
+            raise
+        return show_runs(url, below, as_json)
+    if as_json:
+        return print_json(found)
+    show_checkpoints(found)
+    return 0
+
+
+def show_runs(url: str, runs: list[dict[str, Any]], as_json: bool) -> int:
+    if as_json:
+        return print_json({"url": normalise(url), "runs": runs})
+    put(normalise(url))
+    rows = [
+        (
+            one["name"],
+            "" if one["newest"] is None else one["newest"],
+            one["checkpoints"],
+            when_text(one["saved"]),
+            human(one["bytes_in_files"]),
+        )
+        for one in runs
+        if not one["problem"]
+    ]
+    print_table(("run", "step", "checkpoints", "when", "size"), rows)
+    print_few([f"{one['name']} cannot be read: {one['problem']}" for one in runs if one["problem"]])
+    sizes = [one["bytes_in_files"] for one in runs if one["bytes_in_files"] is not None]
+    put(f"{count_of(len(sizes), 'run')}, {human(sum(sizes))} in files")
+    return 0
+
+
+def when_text(created: str | None) -> str:
+    """In the time of this machine."""
+    return datetime.fromisoformat(created).astimezone().strftime("%F %T") if created else "?"
+
+
+async def _runs_below(url: str) -> list[dict[str, Any]]:
+    from ckpt.tools.maintain.find_runs import runs_below
+    from ckpt.tools.maintain.listing import created_at, sizes_of
+
+    top = normalise(url)
+
+    def row(run: str, size: int | None, problem: str | None = None) -> dict[str, Any]:
+        nothing = {"newest": None, "checkpoints": 0, "saved": None}
+        return {"name": run.removeprefix(f"{top}/"), "url": run, **nothing, "bytes_in_files": size, "problem": problem}
+
+    async def look(run: str) -> dict[str, Any]:
+        try:
+            async with opened(run) as log:
+                newest = next(iter(log.state.lineage()), None)
+                saved = None if newest is None else await created_at(log, newest)
+                step, count = newest and newest.step, len(log.state.commits)
+                _, size = await sizes_of(log, [])
+                return {**row(run, size), "newest": step, "checkpoints": count, "saved": saved}
+        except CheckpointError as error:
+            return row(run, 0, str(error))
+
+    closed: dict[str, str] = {}
+    runs = await of_each(await runs_below(url, patience_s=PATIENCE_S, closed=closed), look)
+    return sorted([*runs, *(row(url, None, why) for url, why in closed.items())], key=itemgetter("name"))
+
+
+def kept_text(note: str | None) -> str:
+    """Why it stays: what training says, scores with four digits, and what somebody has put there by hand."""
+    if note is None:
+        return ""
+    ours, others = words_of(note)
+    ours = re.sub(r"(?<==)-?\d+\.\d+(e[-+]?\d+)?", lambda score: f"{float(score[0]):.4g}", ours)
+    return "kept: " + "; ".join(part for part in (ours, others) if part)
+
+
+def show_checkpoints(found: dict[str, Any]) -> None:
+    rows = []
+    for row in found["checkpoints"]:
+        when = when_text(row["created"])
+        history = "newest" if row["newest"] else "" if row["in_history"] else "undone by a rollback"
+        history = "not finite" if row["finite"] is False else history
+        history = ", ".join(part for part in (history, kept_text(row["kept"])) if part)
+        size, kind = "gone" if row["gone"] else human(row["bytes"]), "full" if row["full"] else "increment"
+        why = REASONS.get(row["reason"], row["reason"])
+        rows.append((row["step"], when, size, kind, row["ranks"], why, history))
+    put(found["url"])
+    print_table(("step", "when", "size", "kind", "ranks", "why", "history"), rows)
+    written = human(sum(row["bytes"] for row in found["checkpoints"]))
+    count = count_of(len(rows), "checkpoint")
+    put(f"{count}, {written} written, {human(found['bytes_in_files'])} in files")
+
+
+async def _ls(url: str) -> dict[str, Any]:
+    from ckpt.tools.maintain.listing import checkpoints_of
+
+    async with opened(url) as log:
+        rows, in_files = await checkpoints_of(log)
+        return {
+            "url": log.store.url,
+            "damaged_records": log.state.damaged,
+            "may_be_lost": sorted({a.step for one in await losses.of_log(log) for a in one.attempts}),
+            "bytes_in_files": in_files,
+            "checkpoints": [asdict(row) for row in rows],
+        }

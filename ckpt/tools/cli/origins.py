@@ -1,0 +1,112 @@
+"""What the offline commands read: a run, or files of another library, opened by what the user has called it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from typing import TYPE_CHECKING
+
+import click
+
+from ckpt.core.checkpoint import spelling, steady
+from ckpt.core.checkpoint.spelling import Which
+from ckpt.errors import FormatError, UsageError
+from ckpt.store import normalise
+from ckpt.tools.cli.terminal import opened, say
+from ckpt.tools.convert.output import local_path
+
+if TYPE_CHECKING:  # what `ls` need not wait for is imported where it is used
+    from ckpt.tools.convert.source import Origin
+
+
+def place_in_state(context: click.Context, parameter: click.Parameter, text: str) -> tuple[str, ...]:
+    """a.b as a path."""
+    if not all(parts := tuple(text.split("."))):
+        raise click.BadParameter("give a name such as model, or several with dots between", context, parameter)
+    return parts
+
+
+only_option = click.option(
+    "--only",
+    metavar="PATTERN",
+    multiple=True,
+    help="Only tensors and entries whose name matches this shell pattern, or that belong to what is called so (model,"
+    " 'model.layers.*'); repeatable.",
+)
+as_option = click.option(
+    "--as",
+    "at",
+    metavar="NAME",
+    default="model",
+    show_default=True,
+    callback=place_in_state,
+    help="Where in the state bare weights of other programs belong.",
+)
+
+
+@contextlib.asynccontextmanager
+async def open_run(url: str, step: Which, others: Sequence[str] = ()) -> AsyncIterator[Origin]:
+    """A checkpoint of a run, the newest without `step`."""
+    from ckpt.tools.convert.source_run import checkpoint_of
+
+    with contextlib.suppress(UsageError, OSError):  # if it cannot be read now, its store reports that
+        path = local_path(url)
+        files = path.is_file() or (path / ".metadata").exists() or next(path.glob("*.safetensors"), None)
+        if files and not (path / "FORMAT.json").exists() and not (path / "log").exists():
+            raise FormatError(
+                f"{url} holds files of another program: `ckpt import {url} RUN` makes a run of them first"
+            )
+    async with opened(url) as log:
+        yield await checkpoint_of(log, step, [normalise(other) for other in others])
+
+
+@contextlib.asynccontextmanager
+async def open_files(
+    src: str, at: tuple[str, ...], only: Sequence[str] = (), *, skip_objects: bool = False
+) -> AsyncIterator[Origin]:
+    """Files of another library. FormatError if they are not of one that is known, UsageError if what is wanted of them
+    has objects in it."""
+    from ckpt.tools.convert import parse_dcp, parse_safetensors, parse_torch, parse_torch_dist
+    from ckpt.tools.convert.source_files import FilesOrigin, admit, stamps_of
+
+    def parsed() -> FilesOrigin:
+        path = local_path(src)
+        if not path.exists():
+            raise FormatError(f"{src} does not exist")
+        if (path / "FORMAT.json").exists():
+            raise FormatError(f"{src} is a run already: `ckpt restore` makes another form, `ckpt copy` another copy")
+        parsers = (parse_torch_dist, parse_dcp, parse_safetensors, parse_torch)
+        parser = next((one for one in parsers if one.sniff(path)), None)
+        if parser is None:
+            raise FormatError(
+                f"{src} is nothing that is known here: give a safetensors file or folder, a file of torch.save, or a "
+                "folder of torch.distributed.checkpoint (it has a file called .metadata)"
+            )
+        before = stamps_of(path)
+        foreign = parser.parse(path, at)
+        with parse_torch.told(path):
+            return FilesOrigin(admit(foreign, only, skip=skip_objects), before)
+
+    origin = await steady.files(parsed)
+    try:
+        yield origin
+    finally:
+        await origin.aclose()
+
+
+@contextlib.asynccontextmanager
+async def open_either(text: str, at: tuple[str, ...]) -> AsyncIterator[Origin]:
+    """A run, or files of another library."""
+    foreign = await steady.files(_is_foreign, text)
+    async with open_files(text, at, skip_objects=True) if foreign else open_run(*spelling.split(text)) as origin:
+        for note in origin.view().notes if foreign else ():
+            say(f"{text}: {note}")
+        yield origin
+
+
+def _is_foreign(text: str) -> bool:
+    with contextlib.suppress(UsageError):
+        path = local_path(text)
+        run = (path / "FORMAT.json").exists() or (path / "log").exists()
+        return not run and (path.is_file() or (path.is_dir() and any(path.iterdir())))
+    return False

@@ -1,0 +1,133 @@
+"""The command that deletes older checkpoints: prune."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ckpt.tools.cli.arguments import run_argument
+from ckpt.tools.cli.terminal import act, count_of, example, human, opened, plan_options, print_table, put
+from ckpt.tools.cli.upkeep import (
+    PARTIAL,
+    TITLES,
+    Deletion,
+    Found,
+    cells,
+    grace_option,
+    item_json,
+    said_all,
+    show_end,
+    show_order,
+    sum_of,
+    told,
+)
+
+if TYPE_CHECKING:  # what `ls` need not wait for is imported where it is used
+    from ckpt.tools.maintain.prune import PrunePlan, Watch
+
+
+def number_or_all(context: click.Context, parameter: click.Parameter, text: str) -> int | str:
+    return "all" if text == "all" else int(click.IntRange(min=1)(text, parameter, context))
+
+
+@click.command(
+    epilog=example("ckpt prune runs/exp1 --keep-last 3", "ckpt prune runs/exp1 --keep-last 2 --keep-every 1000 --yes")
+)
+@run_argument
+@click.option(
+    "--keep-last",
+    callback=number_or_all,
+    metavar="N|all",
+    required=True,
+    help='So many of the newest stay, two at least; "all": only files of attempts that have ended go.',
+)
+@click.option(
+    "--keep-every", type=click.IntRange(min=1), metavar="N", help="And every one whose step is a multiple of this."
+)
+@grace_option
+@plan_options
+def prune(
+    url: str,
+    keep_last: int | str,
+    keep_every: int | None,
+    grace_s: float | None,
+    yes: bool,
+    as_json: bool,
+) -> int:
+    """Delete older checkpoints. A job may be training there.
+
+    The newest one is read back first: nothing goes unless that is sound. Those of `ckpt keep`, the newest finite one
+    and the newest two stay in any case. Exit code 1 if the newest one is damaged.
+
+    files, size: what is deleted with it.
+    """
+    deletion = Deletion()
+    found = act(_prune(url, keep_last, keep_every, grace_s, yes, as_json, deletion.watch), deletion.so_far)
+    if said_all(found, as_json, "what is older"):
+        return 1 if found["problems"] else 0
+    if not (found["files"] or found["give_up"]):
+        return 0
+    done = found["done"] or {"given_up": (), "files": 0}
+    return show_end(
+        found, f"deleted {count_of(len(done['given_up']), 'checkpoint')}, {count_of(done['files'], 'file')}"
+    )
+
+
+def show_prune(found: Found) -> None:
+    put(found["url"])
+    rows = [(*cells(one), "to delete") for one in found["give_up"]]
+    rows += [(*cells(one), f"stays: {one['why']}") for one in found["keep"]]
+    print_table(TITLES, rows)
+    if found["leftovers"]:
+        put(f"{found['leftovers']} files of attempts that have ended go as well")
+    put(f"{len(found['give_up'])} to delete: {count_of(found['files'], 'file')}, {human(found['bytes'])}")
+    if found["partial"]:
+        put(PARTIAL)
+    if found["files"] or found["give_up"]:
+        show_order(found)
+
+
+async def _prune(
+    url: str, last: int | str, every: int | None, grace_s: float | None, yes: bool, as_json: bool, watch: Watch
+) -> Found:
+    from ckpt.core.checkpoint import retention
+    from ckpt.tools.maintain import prune as upkeep
+
+    async with opened(url) as log:
+        keep = retention.Keep(last, every) if isinstance(last, int) else retention.as_keep(last)
+        patience = upkeep.default_grace_s(log.store) if grace_s is None else grace_s
+        stock = await upkeep.take_stock(log)
+        plan = upkeep.plan_prune(log, stock, keep)
+        found = _prune_json(log.store.url, plan, keep, patience)
+        if not as_json:
+            show_prune(found)
+        if not yes or not (plan.give_up or plan.delete):
+            return found
+        land = partial(upkeep.prune, log, stock, keep, plan.check.attempt)
+        found["problems"], landed = await upkeep.carry_out(
+            log, stock, plan.check, land, grace_s=patience, on_wait=told, watch=watch
+        )
+        if found["problems"]:
+            return found
+        given_up = sorted(map(str, landed.retire))
+        return {**found, "done": {"given_up": given_up, **sum_of(landed.delete, stock.sizes)}}
+
+
+def _prune_json(url: str, plan: PrunePlan, keep: Any, grace_s: float) -> Found:
+    return {
+        "url": url,
+        "keep_last": "all" if keep.all else keep.last,
+        "keep_every": keep.every,
+        "check": plan.check.step,
+        "give_up": list(map(item_json, plan.give_up)),
+        "keep": list(map(item_json, plan.keep)),
+        "leftovers": plan.leftovers,
+        "files": len(plan.delete),
+        "bytes": sum(size for _, size in plan.delete),
+        "partial": plan.partial,
+        "grace_s": grace_s,
+        "problems": [],
+        "done": None,
+    }

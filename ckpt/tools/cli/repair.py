@@ -1,0 +1,272 @@
+"""The command that puts damaged files of a run right again: repair. What it does is in `ckpt.tools.maintain.repair`.
+
+It prints a plan and does nothing, unless `--yes` is given. With `--json`, one document: the plan, and under `done` what
+was done, null where nothing was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ckpt.core.checkpoint.spelling import Which
+from ckpt.errors import StoreError, UnreadableError, is_unreadable
+from ckpt.store import normalise
+from ckpt.tools.cli.arguments import checkpoint_argument
+from ckpt.tools.cli.terminal import (
+    SHOWN,
+    act,
+    count_of,
+    example,
+    from_option,
+    human,
+    opened,
+    plan_options,
+    print_few,
+    print_json,
+    print_table,
+    progress,
+    put,
+    say,
+)
+
+if TYPE_CHECKING:
+    from ckpt.core.log.log import Commit, RunLog
+    from ckpt.tools.maintain.damage import AuditResult, PackDamage
+    from ckpt.tools.maintain.repair import Repaired
+
+Found = dict[str, Any]
+UNREADABLE = (
+    "Restore access to it, and call the same again. If it is lost for good (a bad sector, for example), move it away "
+    "first: then it can be replaced."
+)
+NAMES = 2  # tensors of one damaged piece that a person gets to see
+
+
+@click.command(
+    epilog=example(
+        "ckpt repair runs/exp1", "ckpt repair /nvme/exp1 --from s3://bucket/exp1 --yes", "ckpt repair runs/exp1 --json"
+    )
+)
+@checkpoint_argument()
+@from_option("Where sound bytes may be had besides: another tier of the run")
+@plan_options
+def repair(url: str, others: Sequence[str], step: Which, yes: bool, as_json: bool) -> int:
+    """Put damaged or missing files right again, bit for bit. A job may be training there.
+
+    Reads all that checkpoints need, or that of RUN@STEP, and says what is damaged and where each piece can be had: in
+    the same file of another location, or wherever the same content is sound. With --yes the files are written again
+    under their names, verified on the way; until a file is complete the old one stays. Log records are not repaired.
+    size: bytes of the damaged pieces, as stored. steps: of the checkpoints that need them.
+
+    If a file cannot be read now, nothing is written, and the exit code is 3. A file that will never be readable again
+    has to be moved away first. Exit code 1 if damage remains, or was found and --yes was not given.
+    """
+    places = [normalise(other) for other in others]
+    if normalise(url) in places or len(set(places)) != len(places):
+        raise click.UsageError("RUN and each --from are different locations")
+    found = act(_repair(url, places, step, yes, as_json))
+    if as_json:
+        print_json(found)
+    return 1 if found["damaged"] and (found["done"] is None or found["remains"]) else 0
+
+
+async def _repair(url: str, sources: Sequence[str], step: Which, yes: bool, quiet: bool) -> Found:
+    from ckpt.tools.maintain.repair import Repair
+
+    async with contextlib.AsyncExitStack() as stack:
+        log = await stack.enter_async_context(opened(url, whole=True))
+        others = [await stack.enter_async_context(opened(source)) for source in sources]
+        commits = _wanted(log, step)
+        work = Repair(log, others, commits)
+        try:
+            with progress("reading", await work.look()) as on_bytes:
+                diagnosis = await work.audit(on_bytes)
+            for other in others if diagnosis.any else ():
+                if not _kin(log, other):
+                    say(f"WARNING: {other.store.url} is another run: of use is only what has the same content")
+            lost = sum(piece.stored for pack in diagnosis.packs for piece in pack.pieces)
+            with progress("looking for sound bytes", lost) as on_bytes:
+                await work.seek(on_bytes)
+        except StoreError as error:
+            if not is_unreadable(error):
+                raise
+            raise UnreadableError(
+                f"a file cannot be read now, and may be intact, so nothing was written: {error}", advice=UNREADABLE
+            ) from error
+        found: Found = {
+            "url": log.store.url,
+            "from": list(sources),
+            "steps": sorted({commit.step for commit in work.commits}, reverse=True),
+            "damaged": diagnosis.any,
+            "verdicts": [{"step": a.step, "attempt": str(a), "verdict": verdict} for a, verdict in work.verdicts()],
+            **_summary(diagnosis),
+            "remains": diagnosis.remains,
+            "done": None,
+        }
+        if not quiet:
+            show(found)
+        if yes and diagnosis.any:
+            with progress("writing", found["bytes_to_write"]) as on_bytes:
+                done = await work.mend(on_bytes)
+            found["done"] = _done(done)
+            found["remains"] = diagnosis.remains or bool(done.failed)
+            if not quiet:
+                show_done(found)
+        elif not quiet and found["damaged"]:
+            put("Nothing was done yet: --yes does it." if found["bytes_to_write"] else "Nothing can be done.")
+        return found
+
+
+def _wanted(log: RunLog, step: Which) -> list[Commit]:
+    """NoCheckpointError if there is none; but if log records are damaged, that is what has to be said."""
+    from ckpt.core.checkpoint import read
+
+    if step is None and (log.state.commits or log.state.damaged):
+        return list(log.state.commits.values())
+    return [read.choose(log, step)]
+
+
+def _kin(log: RunLog, other: RunLog) -> bool:
+    mine, theirs = log.state, other.state
+    return bool((mine.commits.keys() | mine.held.keys()) & (theirs.commits.keys() | theirs.held.keys()))
+
+
+def _summary(found: AuditResult) -> dict[str, Any]:
+    pieces = [piece for pack in found.packs for piece in pack.pieces]
+    return {
+        "damaged_records": found.records,
+        "unreadable": [{"step": attempt.step, "why": why} for attempt, why in found.unread],
+        "files": [
+            {
+                "key": f.key,
+                "step": f.step,
+                "problem": f.problem,
+                "from": f.source or None,
+                "repairable": f.raw is not None,
+            }
+            for f in found.files
+        ],
+        "packs": [_pack(pack) for pack in found.packs],
+        "bytes_damaged": sum(piece.stored for piece in pieces),
+        "bytes_lost": sum(piece.stored for piece in pieces if piece.cure is None),
+        "bytes_to_write": sum(p.info.size for p in found.packs if p.worth)
+        + sum(len(f.raw) for f in found.files if f.raw is not None),
+    }
+
+
+def _pack(pack: PackDamage) -> dict[str, Any]:
+    cure = pack.header_cure
+    return {
+        "key": pack.info.key,
+        "size": pack.info.size if pack.known else None,
+        "problem": pack.problem or None,
+        "header": {
+            "damaged": pack.header and pack.there is not None,
+            "from": cure and cure.where,
+            "how": cure and cure.how,
+        },
+        "pieces": [
+            {
+                "offset": piece.offset,
+                "bytes": piece.stored,
+                "steps": piece.steps,
+                "tensors": piece.tensors,
+                "from": piece.cure and piece.cure.where,
+                "how": piece.cure and piece.cure.how,
+                "why_not": piece.why if piece.cure is None else None,
+            }
+            for piece in pack.pieces
+        ],
+        "unavailable": pack.unavailable,
+        "write_again": pack.worth,
+        "repairable": pack.whole_again,
+    }
+
+
+def _done(done: Repaired) -> Found:
+    return {
+        "files": done.files,
+        "packs": done.packs,
+        "given_up_meanwhile": done.left,
+        "failed": [{"key": key, "why": why} for key, why in done.failed],
+    }
+
+
+def show(found: Found) -> None:
+    from ckpt.core.checkpoint.losses import one_by_one
+
+    put(f"{found['url']}: {count_of(len(found['verdicts']), 'checkpoint')} read")
+    if not found["damaged"]:
+        print("nothing is damaged")
+        return
+    show_verdicts(found["verdicts"])
+    print_few([f"{one}, which cannot be repaired" for one in one_by_one(found["damaged_records"])])
+    print_few([f"step {one['step']} cannot be looked into as a whole: {one['why']}" for one in found["unreadable"]])
+    files = [
+        (f["key"], f["step"] if f["step"] is not None else "", f["problem"], f["from"] or "LOST")
+        for f in found["files"]
+    ]
+    for pack in found["packs"]:
+        header = pack["header"]
+        if pack["problem"]:
+            lost = f"LOST: no location has {human(pack['unavailable'])} of it" if pack["unavailable"] else "LOST"
+            hope = lost if not pack["write_again"] else "see below" if pack["repairable"] else "in part, see below"
+            files.append((pack["key"], "", pack["problem"], hope))
+        if header["damaged"]:
+            origin = f"{header['how']}, {header['from']}" if header["from"] else "LOST"
+            files.append((pack["key"], "", "its header is damaged", origin))
+    if files:
+        print_table(("file", "step", "what", "can be had from"), files[:SHOWN])
+    rows = _rows(found)
+    if rows:
+        print_table(("tensor", "steps", "size", "pack", "can be had from"), rows[:SHOWN])
+    more = max(0, len(files) - SHOWN) + max(0, len(rows) - SHOWN)
+    if more:
+        put(f"and {more} more; --json shows all")
+    again = [pack for pack in found["packs"] if pack["write_again"]]
+    ready = [f for f in found["files"] if f["repairable"]]
+    lost = human(found["bytes_lost"])
+    put(f"damaged: {human(found['bytes_damaged'])} of tensors, of which {lost} cannot be had")
+    put(f"to write again: {count_of(len(again) + len(ready), 'file')}, {human(found['bytes_to_write'])}")
+
+
+def show_verdicts(verdicts: Sequence[Found]) -> None:
+    """What it comes to, a line for each checkpoint that is damaged."""
+    from ckpt.tools.maintain.prune import some
+
+    bad = [one for one in verdicts if one["verdict"] != "sound"]
+    sound = [one["step"] for one in verdicts if one["verdict"] == "sound"]
+    print_few([f"step {one['step']}: {one['verdict']}" for one in bad], " that are damaged")
+    if sound:
+        put(f"step{'s' * (len(sound) > 1)} {some(sound)}: sound")
+    print()
+
+
+def _rows(found: Found) -> list[tuple[object, ...]]:
+    """Pieces of the same tensors, out of the same pack and from the same source, together; what is lost comes first."""
+    from ckpt.tools.maintain.prune import some
+
+    together: dict[tuple[Any, ...], int] = {}
+    for pack in found["packs"]:
+        for piece in pack["pieces"]:
+            names: list[str] = piece["tensors"]
+            more = f" and {len(names) - NAMES} more" if len(names) > NAMES else ""
+            steps = some(piece["steps"])
+            source = f"{piece['how']}, {piece['from']}" if piece["from"] else f"LOST: {piece['why_not']}"
+            key = (not source.startswith("LOST"), ", ".join(names[:NAMES]) + more, steps, pack["key"], source)
+            together[key] = together.get(key, 0) + piece["bytes"]
+    ordered = sorted(together.items(), key=lambda item: item[0][0])
+    return [(cells[1], cells[2], human(size), *cells[3:]) for cells, size in ordered]
+
+
+def show_done(found: Found) -> None:
+    done = found["done"]
+    print_few([f"left out, since the run has given it up meanwhile: {key}" for key in done["given_up_meanwhile"]])
+    print_few([f"failed, and is as it was: {one['key']}: {one['why']}" for one in done["failed"]])
+    put(f"wrote {count_of(len(done['files']) + len(done['packs']), 'file')} again, verified on the way")
+    if found["remains"]:
+        put("Damage remains: see above. `ckpt verify --all` says which checkpoints are sound")

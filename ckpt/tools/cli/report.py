@@ -1,0 +1,170 @@
+"""`ckpt report`: where the time of a run went, for people and programs. What it says is found in
+`ckpt.tools.observe.goodput.accounting`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import shlex
+import time
+from collections.abc import Iterator, Sequence
+
+import click
+
+from ckpt.core.log.records import RunState
+from ckpt.errors import CheckpointError, CorruptError, FormatError
+from ckpt.guard.report import Fault
+from ckpt.store import folder_of, normalise
+from ckpt.tools.cli.arguments import files, run_argument
+from ckpt.tools.cli.reading import read_faults, read_ledger
+from ckpt.tools.cli.terminal import (
+    PATIENCE_S,
+    SHOWN,
+    count_of,
+    example,
+    look_options,
+    opened,
+    print_few,
+    print_json,
+    print_table,
+    put,
+    say,
+)
+from ckpt.tools.maintain.find_runs import runs_below
+from ckpt.tools.observe.goodput.accounting import settled
+from ckpt.tools.observe.goodput.breakdown import Statement
+from ckpt.tools.observe.goodput.ledger import Account
+from ckpt.tools.observe.report.chronicle import chronicle
+from ckpt.tools.observe.report.figures import INTERRUPTION, interruption, parts, summary
+from ckpt.tools.observe.report.page import PARTS_OF, Subject, page
+from ckpt.version import VERSION
+
+
+@click.command(epilog=example("ckpt report runs/exp1", "ckpt report runs/exp1 --json | jq .effective",
+                              "ckpt report runs/exp1 -o report.html"))  # fmt: skip
+@run_argument
+@click.option("--idle-after", "idle_after_h", type=click.FloatRange(min=0, min_open=True), metavar="HOURS",
+              help="If no process ran for longer than that after an interruption, somebody wanted it: all of that "
+                   "break is counted nowhere. Shorter breaks still are restart, and the interruption still is one. "
+                   "Without this, every break after a fault is restart. What was closed needs no option.")  # fmt: skip
+@click.option("-o", "--output", metavar="FILE", shell_complete=files,
+              help="Write a page with pictures into this file, for any browser: it needs no network and no other file. "
+                   "- is stdout.")  # fmt: skip
+@click.option("--force", is_flag=True, help="Replace FILE if it is there.")
+@look_options
+def report(url: str, idle_after_h: float | None, output: str | None, force: bool, as_json: bool) -> int:
+    """Where the time of a run went: training, saving, and what each interruption cost; or the runs below a folder.
+
+    Invalid is what interruptions took (until they were noticed, until training was started again, restoring, steps
+    done once more) and what saving took from training. The rest of the wall-clock time is effective: that has what was
+    paused, as with evaluations in pause(), and what is other (the first warm-up, closing) in it. Trained is what went
+    into steps that stand, alone. The wall-clock time begins when the first start was ready to train, and ends when
+    the job was last seen: time after that, and between jobs that were closed on purpose, is counted nowhere.
+
+    Of an interruption: step, at which it happened; lost, how many steps; and how long it took until it was noticed
+    (perceive), until training was started again (restart), to restore, and to do lost steps once more (recompute).
+
+    It is measured by the job itself, in `ledger/` of the run; with --json all interruptions are in it. Exit code 1 if
+    any of that is damaged: it is left out.
+    """
+    if output is not None:
+        if as_json:
+            raise click.UsageError("--json and -o are two forms of the same: give one of them")
+        refuse_existing(output, force)
+    try:
+        url, accounts, faults, damaged, state = asyncio.run(_read(url))
+    except FormatError:
+        if output is not None or not (below := asyncio.run(runs_below(url, patience_s=PATIENCE_S))):
+            raise
+        return show_runs(url, below, as_json)
+    if not accounts and output is None:
+        raise nothing_there(url, damaged)
+    now, idle_after_s = time.time(), 3600 * (math.inf if idle_after_h is None else idle_after_h)
+    run = settled(accounts, faults, now=now, idle_after_s=idle_after_s)
+    found = run.statement
+    if output is not None:
+        problems = tuple(problems_of(url, damaged, state, there=bool(accounts)))
+        steps = tuple(sorted(attempt.step for attempt in state.commits))
+        subject = Subject(url, found, chronicle(run, faults), steps, problems, now, VERSION)
+        write_page(output, page(subject))
+    elif as_json:
+        print_json({"url": url, "damaged": damaged, **found.to_json()})
+    else:
+        show(url, found)
+    return 1 if damaged else 0
+
+
+def show_runs(url: str, runs: Sequence[str], as_json: bool) -> int:
+    """Which there are, as commands that can be copied."""
+    if as_json:
+        return print_json({"url": normalise(url), "runs": runs})
+    put(f"{normalise(url)} is no run, and has {count_of(len(runs), 'run')} below it:")
+    print_few([f"ckpt report {shlex.quote(str(folder_of(run) or run))}" for run in runs])
+    return 0
+
+
+def nothing_there(url: str, damaged: Sequence[str]) -> CheckpointError:
+    if damaged:
+        return CorruptError(f"all of the ledger of {url} is damaged: there is nothing to report")
+    return FormatError(
+        f"{url} has no ledger: it was saved by an older version, through ckpt.dcp, or is a copy without it."
+        " A Checkpointer keeps one from its next start on, in its nearest durable tier: give that one"
+    )
+
+
+def problems_of(url: str, damaged: Sequence[str], state: RunState, *, there: bool) -> Iterator[str]:
+    """What the page says beside its figures."""
+    yield from (f"{key} is damaged, and left out" for key in damaged)
+    if state.damaged:
+        shown = ", ".join(map(str, state.damaged[:SHOWN])) + ", …" * (len(state.damaged) > SHOWN)
+        yield f"log records {shown} are damaged or missing: checkpoints may be missing here"
+    if not there:
+        yield str(nothing_there(url, damaged))
+
+
+async def _read(url: str) -> tuple[str, list[Account], list[Fault], list[str], RunState]:
+    """The run's URL, its ledger, its faults, the names of what is damaged of these, and what its log says."""
+    async with opened(url) as log:
+        accounts, damaged = await read_ledger(log)
+        faults, bad = await read_faults(log)
+        return log.store.url, accounts, faults, damaged + bad, log.state
+
+
+# -- the page --
+
+
+def refuse_existing(output: str, force: bool) -> None:
+    """Only files are ever replaced, and only if that is wanted."""
+    if output != "-" and os.path.lexists(output) and not (force and os.path.isfile(output)):
+        raise click.UsageError(f"{output} is there already: give another name, or --force to replace a file")
+
+
+def write_page(output: str, text: str) -> None:
+    """All of it or nothing. A link stays one: what it leads to is replaced."""
+    try:
+        with click.open_file(output, "w", encoding="utf-8", atomic=True) as file:
+            file.write(text)
+    except OSError as error:
+        raise click.UsageError(f"{output} cannot be written: {error.strerror}") from None
+    if output != "-":
+        say(f"{output} is written: open it in a browser")
+
+
+# -- for people --
+
+
+def show(url: str, found: Statement) -> None:
+    put(url)
+    print_table(("summary", ""), summary(found))
+    print_table(PARTS_OF, parts(found))
+    shown = found.interruptions[-SHOWN:]
+    if shown:
+        print_table(INTERRUPTION, [interruption(one) for one in shown], below=[one.summary for one in shown])
+    if hidden := len(found.interruptions) - len(shown):
+        print(f"and {hidden} earlier; --json shows all\n")
+    for note in found.notes[-SHOWN:]:
+        put(f"note: {note}")
+    if len(found.notes) > SHOWN:
+        put(f"and {len(found.notes) - SHOWN} earlier notes; --json shows all")

@@ -1,0 +1,212 @@
+"""The command that writes a checkpoint in another form: restore. What it shares with `import` is here as well.
+
+Each needs no GPU, no ranks and little memory: tensors pass by in windows. Both make something new and replace nothing;
+what they make appears when it is whole. The forms are in `ckpt.tools.convert.forms`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ckpt.core.checkpoint.spelling import Which
+from ckpt.tools.cli.arguments import checkpoint_argument, files
+from ckpt.tools.cli.origins import only_option, open_run
+from ckpt.tools.cli.quantity import ByteSize
+from ckpt.tools.cli.terminal import (
+    act,
+    count_of,
+    example,
+    from_option,
+    human,
+    look_options,
+    print_json,
+    print_table,
+    progress,
+    put,
+)
+from ckpt.tools.convert.forms import FORMS, Wanted, form_for, form_of, plan_output
+from ckpt.tools.convert.output import local_path
+from ckpt.units import duration
+
+if TYPE_CHECKING:  # what `ls` need not wait for is imported where it is used
+    from ckpt.core.format.layout import TensorSpec
+    from ckpt.tools.convert.output import Output
+    from ckpt.tools.convert.source import Origin
+
+Found = dict[str, Any]
+
+WINDOW, FAR_WINDOW = 16 << 20, 64 << 20  # bytes of a window where no bound is given; several requests, from far away
+MOST_RANKS = 4096  # that one process plans for
+
+dtype_option = click.option(
+    "--dtype",
+    metavar="DTYPE",
+    help="Cast the weights to bf16, fp16, fp32 or fp64: floating-point tensors of modules. Others stay as they are.",
+)
+world_option = click.option(
+    "--world-size",
+    "world",
+    type=click.IntRange(1, MOST_RANKS),
+    metavar="N",
+    help="Cut it for a job of so many ranks, as a run of ours.",
+)
+memory_option = click.option(
+    "--max-memory",
+    metavar="SIZE",
+    type=ByteSize(),
+    help="What this process may need at most, such as 256MiB. By default about 200 MiB, 500 MiB from a bucket, and what"
+    " torch needs if FORMAT is torch or dcp.",
+)
+dry_option = click.option("--dry-run", is_flag=True, help="Only say what would be made.")
+
+
+@click.command(
+    epilog=example(
+        "ckpt restore runs/exp1 --to exports/hf --only 'model.*' --dtype bf16",
+        "ckpt restore s3://bucket/exp1@500 --to exp1-500.pt",
+        "ckpt restore runs/exp1 --to runs/on-8 --world-size 8",
+    )
+)
+@checkpoint_argument()
+@click.option(
+    "--to",
+    "target",
+    metavar="PATH",
+    required=True,
+    shell_complete=files,
+    help="What to make: a file or folder that is not there.",
+)
+@click.option(
+    "--format",
+    "kind",
+    type=click.Choice(tuple(FORMS)),
+    help="safetensors: weights as model hubs have them; torch: one file for torch.load; dcp: a folder for torch's"
+    " distributed checkpoints; torch_dist: Megatron's, of a run of ckpt.megatron; run: one of ours. By default what"
+    " PATH ends in (.safetensors; .ckpt for Lightning; .pt, .pth and .bin for torch), run if --world-size is given, and"
+    " else a folder of safetensors.",
+)
+@world_option
+@only_option
+@dtype_option
+@click.option("--shard-size", metavar="SIZE", type=ByteSize(), help="Bytes of a safetensors file, 5GB by default.")
+@memory_option
+@from_option("Another location that has the same checkpoint, for what is damaged")
+@dry_option
+@look_options
+def restore(
+    url: str,
+    step: Which,
+    target: str,
+    kind: str | None,
+    world: int | None,
+    only: tuple[str, ...],
+    dtype: str | None,
+    shard_size: int | None,
+    max_memory: int | None,
+    others: tuple[str, ...],
+    dry_run: bool,
+    as_json: bool,
+) -> int:
+    """Write the newest checkpoint of a run in another form: gathered, cast, or cut for another number of ranks.
+
+    Every byte is verified on the way; what is damaged comes from another step or, with --from, another location, or the
+    tensor is named and nothing appears. An interrupted restore goes on where it was when it is called again. Only
+    safetensors leave out what is not a weight.
+    """
+    path = local_path(target)
+    chosen = form_for(path, kind, world)
+    if world and not FORMS[chosen].divided:
+        raise click.UsageError(f"--world-size is for runs, and {target} is to be {chosen}: add --format run")
+    if shard_size and (chosen != "safetensors" or form_of(path)):
+        raise click.UsageError("--shard-size is for a folder of safetensors")
+
+    wanted = Wanted(path, chosen, world or 1, only, dtype, shard_size)
+    return shown(act(make(open_run(url, step, others), wanted, max_memory, dry_run), partial(so_far, path)), as_json)
+
+
+def so_far(path: Path) -> str:
+    """What is true when it is stopped."""
+    if path.is_file() or (path.is_dir() and any(path.iterdir())):
+        return f"{path} is there, and whole"
+    return "Nothing has appeared yet: call the same again, and it goes on from here"
+
+
+async def make(
+    opening: contextlib.AbstractAsyncContextManager[Origin], wanted: Wanted, max_memory: int | None, dry_run: bool
+) -> Found:
+    from ckpt.tools.convert.export import export, window_for
+    from ckpt.tools.convert.partial import check_target
+
+    path = wanted.path
+    check_target(path)
+    async with opening as origin:
+        planned = await asyncio.to_thread(plan_output, origin, wanted)
+        output, dtypes = planned.output, planned.dtypes
+        total = sum(file.size for file in output.files)
+        notes = list(dict.fromkeys((*output.notes, *planned.notes)))
+        found: Found = {
+            "source": origin.title,
+            "target": str(path),
+            "format": output.kind,
+            "bytes": total,
+            "files": [{"name": file.name or path.name, "bytes": file.size} for file in output.files],
+            "tensors": list(tensor_rows(origin.tensors, output, dtypes)),
+            "notes": notes,
+            "repaired": [],
+            "done": None,
+        }
+        if not dry_run:
+            most = FAR_WINDOW if getattr(origin, "far", False) else WINDOW
+            window = most if max_memory is None else min(most, window_for(max_memory))
+            origin.keep = 2 * window
+            with progress("writing", total) as on_bytes:
+                done = await export(origin, output, path, window=window, on_bytes=on_bytes)
+            found |= {"done": asdict(done), "repaired": getattr(origin, "repaired", [])}
+        return found
+
+
+def tensor_rows(tensors: Mapping[str, TensorSpec], output: Output, dtypes: Mapping[str, str]) -> Iterator[Found]:
+    """What is written of each tensor, in the order of the files."""
+    from ckpt.tools.convert.output import TensorRun
+
+    seen = dict.fromkeys(p.label for file in output.files for p in file.parts if isinstance(p, TensorRun))
+    for label in seen:
+        spec = tensors[label]
+        yield {"name": label, "shape": list(spec.shape), "dtype": spec.dtype, "written_as": dtypes[label]}
+
+
+def shown(found: Found, as_json: bool) -> int:
+    if as_json:
+        return print_json(found)
+    done = found["done"]
+    put(f"{found['source']} -> {found['format']}: {found['target']}")
+    if done is None:
+        rows = [
+            (
+                t["name"],
+                t["dtype"] if t["dtype"] == t["written_as"] else f"{t['dtype']} -> {t['written_as']}",
+                t["shape"],
+            )
+            for t in found["tensors"]
+        ]
+        print_table(("tensor", "dtype", "shape"), rows)
+    print_table(("file", "size"), [(file["name"], human(file["bytes"])) for file in found["files"]])
+    for note in (*found["notes"], *found["repaired"]):
+        put(f"Note: {note}")
+    count = len(found["tensors"])
+    what = f"{count_of(count, 'tensor')}, {human(found['bytes'])}"
+    if done is None:
+        put(f"{what}. Nothing was made: leave out --dry-run, and it is.")
+        return 0
+    resumed = f", of which {human(done['resumed'])} were there from before" if done["resumed"] else ""
+    rate = human(int((done["nbytes"] - done["resumed"]) / max(done["seconds"], 1e-9)))
+    put(f"{what}{resumed}, in {duration(done['seconds'])} ({rate}/s)")
+    return 0

@@ -1,0 +1,215 @@
+"""`ckpt show`: what a checkpoint consists of, and how that is stored."""
+
+from __future__ import annotations
+
+import asyncio
+import fnmatch
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import click
+
+from ckpt.core.checkpoint import describe, ledger_files, read
+from ckpt.core.checkpoint.parts import MANY, sizes_of_many
+from ckpt.core.checkpoint.spelling import Which
+from ckpt.core.format.manifest import Attempt, PackInfo, Part, owner
+from ckpt.core.format.rank_index import Directory
+from ckpt.core.format.saved_state import SavedState
+from ckpt.core.log.records import Commit
+from ckpt.errors import CheckpointError
+from ckpt.store import Store
+from ckpt.tools.cli.arguments import checkpoint_argument
+from ckpt.tools.cli.reading import cadence_lines
+from ckpt.tools.cli.terminal import (
+    count_of,
+    example,
+    human,
+    look_options,
+    opened,
+    print_json,
+    print_table,
+    put,
+    short,
+)
+
+RECENT = 4  # incarnations
+
+TYPES = {"NoneType": "none", "Reference": "tensor"}  # in words of people
+
+
+@click.command(epilog=example("ckpt show runs/exp1", "ckpt show runs/exp1@500 --only 'model.*.weight'"))
+@checkpoint_argument()
+@click.option("--only", metavar="PATTERN", help="Only tensors whose name matches this shell pattern.")
+@click.option("--all", "every", is_flag=True, help="What each rank has stored, also if they are more than 64.")
+@look_options
+def show(url: str, step: Which, only: str | None, every: bool, as_json: bool) -> int:
+    """Say what a checkpoint consists of, and how that is stored: tensors, plain values, files.
+
+    stored: bytes that this checkpoint wrote for a tensor. held: how its pieces are stored; raw, as planes (compressed),
+    as delta (the difference to an older one), derived (bf16 that is the rounding of fp32, which costs nothing), as
+    reference to a file of an older checkpoint, or as another tensor, which has the same bytes.
+    used: what a restore reads of a pack.
+
+    Of more than 64 ranks only the index is read, and what one of them says: how tensors are stored is said with --all,
+    or of some with --only; plain values are those of the first rank that has them.
+    """
+    found = asyncio.run(_show(url, step, only, every))
+    if as_json:
+        return print_json(found)
+    put(f"step {found['step']} of {found['url']}, attempt {found['attempt']}, ranks: {found['ranks']}")
+    titles = ("tensor", "dtype", "shape", "size", "stored", "held", "same memory as")
+    print_table(titles, [tensor_row(t) for t in found["tensors"]])
+    if only is None:
+        print_table(("component", "kind"), [(c["path"], c["kind"]) for c in found["components"]])
+        rows = [(v["path"], TYPES.get(v["type"], v["type"]), short(v["value"])) for v in found["values"]]
+        print_table(("value", "type", "is"), rows)
+        packs = [(p["key"], human(p["size"]), human(p["used"]), "" if p["own"] else p["step"]) for p in found["packs"]]
+        if packs:
+            print_table(("pack", "size", "used", "of step"), packs)
+    put(f"{count_of(found['distinct_tensors'], 'tensor')}, {human(found['tensor_bytes'])}")
+    for line in [*storage_lines(found), *saving_lines(found)] if only is None else ():
+        put(line)
+    return 0
+
+
+def saving_lines(found: dict[str, Any]) -> Iterator[str]:
+    """How often the run saves now, where that was found out, and why."""
+    if found["cadence"]:
+        yield "saved, as has been found out:"
+        yield from (f"  {line}" for line in found["cadence"])
+
+
+def tensor_row(tensor: dict[str, Any]) -> tuple[object, ...]:
+    """What a person reads of a tensor."""
+    if tensor["alias_of"]:
+        return tensor["name"], tensor["dtype"], tensor["shape"], human(tensor["bytes"]), "", "", tensor["alias_of"]
+    if (counts := tensor["held"]) is None:
+        return tensor["name"], tensor["dtype"], tensor["shape"], human(tensor["bytes"]), "", "", ""
+    held = ", ".join(word if len(counts) == 1 else f"{count} {word}" for word, count in counts.items())
+    sizes = human(tensor["bytes"]), human(tensor["stored"])
+    return tensor["name"], tensor["dtype"], tensor["shape"], *sizes, held, ""
+
+
+def storage_lines(found: dict[str, Any]) -> Iterator[str]:
+    written = f"{human(found['stored_bytes'])} stored anew"
+    if found["full"]:
+        yield f"a full checkpoint: {written}, all of it in files of its own"
+    else:
+        steps = [Attempt.parse(attempt).step for attempt in found["needs"]]
+        on = f"built on {', '.join(f'step {step}' for step in steps)}"
+        if not found["needs_there"]:
+            older = found["older_steps"]
+            on = f"refers to files of step{'s' * (len(older) > 1)} {', '.join(map(str, older))}"
+        behind = "" if found["chain"] is None else f", number {found['chain']} after a full one"
+        yield f"an increment, {on}{behind}: {written}"
+        yield f"files of older checkpoints that it uses: {found['older_packs']}"
+    if found["restore_bytes"] is None:
+        yield "what each rank has stored, and of what a restore reads, is said with --all"
+    else:
+        yield f"a restore reads {human(found['restore_bytes'])}"
+
+
+async def _show(url: str, step: Which, only: str | None, every: bool) -> dict[str, Any]:
+    async with opened(url) as log:
+        commit = read.choose(log, step)
+        async with read.there(log, commit):
+            contents = await _contents(log.store, commit, only, every)
+        return {
+            "url": log.store.url,
+            "damaged_records": log.state.damaged,
+            "step": commit.step,
+            "attempt": str(commit.attempt),
+            "ranks": commit.world,
+            "full": commit.full,
+            "needs": list(map(str, commit.needs)),
+            "needs_there": all(need in log.state.commits for need in commit.needs),
+            "cadence": cadence_lines(await ledger_files.newest_accounts(log.store, RECENT, (CheckpointError,))),
+            **contents,
+        }
+
+
+async def _contents(store: Store, commit: Commit, only: str | None, every: bool) -> dict[str, Any]:
+    """Of many ranks only what is asked for."""
+    index, whole = await read.index_or_none(store, commit), None
+    directory = index if isinstance(index, Directory) and commit.world > MANY else None
+    if directory is not None:
+        saved = read.saved_by(directory, commit, (store.url,))
+    else:
+        whole = await read.load_manifest(store, commit, index)
+        saved = whole.saved()
+    tensors = [t for t in describe.tensors_of(saved).values() if only is None or fnmatch.fnmatchcase(t.name, only)]
+    if only is not None and not tensors:
+        raise click.UsageError(f"no tensor of step {commit.step} matches {only!r}; * stands for anything")
+    keys = {t.name: saved.labels[t.name] for t in tensors if t.alias_of is None}
+    storages, parts = describe.Storages(commit.attempt, keys.values()), list[Part]()
+    if whole is not None:
+        storages.add(whole.table)
+        parts += whole.parts
+    elif every:
+        async for share in read.in_turn(store, commit, directory):
+            some = await share
+            storages.add(some.table)
+            parts += some.parts
+        saved.told({part.rank: part.values for part in parts})
+    elif only is not None and directory is not None:
+        ranks = {rank for key in keys.values() for rank in saved.holders(key).tolist()}
+        async for table in read.tables_in_turn(store, commit, directory, sorted(ranks)):
+            storages.add(table)
+    known = bool(parts) or only is not None
+    return {
+        "tensors": [_tensor(t, storages.of(keys[t.name]) if t.name in keys and known else None) for t in tensors],
+        "distinct_tensors": len(keys),
+        "tensor_bytes": sum(t.bytes for t in tensors if t.name in keys),
+        **_said(describe.entries_of(saved, once=not parts)),
+        **(_files(commit, parts, storages.used) if parts else await _listed(store, commit, saved)),
+    }
+
+
+def _tensor(tensor: describe.Tensor, storage: describe.BlobStorage | None) -> dict[str, Any]:
+    """How it is stored, where that was looked up; another name for the same memory takes no room."""
+    if storage is None and tensor.alias_of is not None:
+        storage = describe.NOTHING
+    unknown = dict.fromkeys(("stored", "held", "depth", "reads"))
+    return {**asdict(tensor), **(unknown if storage is None else asdict(storage))}
+
+
+def _said(entries: describe.Entries) -> dict[str, Any]:
+    return {
+        "components": [{"path": path, "kind": str(facts.get("kind"))} for path, (facts, _) in entries.items()],
+        "values": [
+            {"path": path, "type": type(value).__name__, "value": describe.jsonable(value)}
+            for start in entries
+            for path, value in describe.leaves_of(entries, start)
+        ],
+    }
+
+
+def _files(commit: Commit, parts: Sequence[Part], used: Mapping[str, int]) -> dict[str, Any]:
+    packs = {pack.key: pack for part in parts for pack in part.packs}
+    return {
+        "chain": max((part.chain for part in parts), default=0),
+        "stored_bytes": sum(pack.size for pack in packs.values() if owner(pack.key) == commit.attempt),
+        "restore_bytes": sum(used.values()),
+        **_older(commit, used),
+        "packs": [_pack(pack, commit.attempt, used.get(pack.key, 0)) for pack in packs.values()],
+    }
+
+
+async def _listed(store: Store, commit: Commit, saved: SavedState) -> dict[str, Any]:
+    """The same of many ranks, as far as the directory and a listing say it."""
+    assert saved.directory is not None
+    sizes, packs = await sizes_of_many(store, commit.attempt, commit.world), saved.directory.packs
+    unknown: dict[str, Any] = {"chain": None, "restore_bytes": None, "packs": []}
+    return {**unknown, "stored_bytes": sum(sizes.get(key, 0) for key in packs), **_older(commit, packs)}
+
+
+def _older(commit: Commit, used: Iterable[str]) -> dict[str, Any]:
+    """The files of other checkpoints that it uses."""
+    owners = [of for key in used if (of := owner(key)) is not None and of != commit.attempt]
+    return {"older_packs": len(owners), "older_steps": sorted({of.step for of in owners}, reverse=True)}
+
+
+def _pack(pack: PackInfo, attempt: Attempt, used: int) -> dict[str, Any]:
+    whose = owner(pack.key)
+    return {**asdict(pack), "own": whose == attempt, "step": None if whose is None else whose.step, "used": used}

@@ -1,0 +1,315 @@
+"""What commands share: options, runs opened for reading, and how things are shown to people and programs.
+
+What a checkpoint contains is not trusted: `safe` takes control characters out of all that a person gets to see, and
+rich gets it as plain text, never as markup. JSON is one document on stdout, in ASCII, without tensor data; what JSON
+cannot say (NaN, bytes) is text in it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from typing import Any, TypeVar
+
+import click
+
+from ckpt.core.checkpoint import losses
+from ckpt.core.checkpoint.losses import Loss
+from ckpt.core.log.log import Commit, RunLog
+from ckpt.errors import FormatError
+from ckpt.store import folder_of, open_store, remember_options
+from ckpt.tools.cli import STOPPED
+from ckpt.tools.cli.arguments import folders
+from ckpt.tools.maintain.find_runs import runs_below
+
+T = TypeVar("T")
+OnBytes = Callable[[int], None] | None
+
+PATIENCE_S = 10.0  # somebody waits
+NUMBERS = (  # columns
+    "step", "size", "stored", "used", "files", "checkpoints", "ranks", "elements", "differing", "largest", "relative",
+    "cosine", "saved step", "steps",
+)  # fmt: skip
+NARROW = 20  # cells: a column is not wrapped to less
+SHOWN, WIDTH = 20, 60  # how many problems, and how much of a value, a person gets to see
+
+
+class Saying(logging.Handler):
+    """What the library warns about while it reads."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        say(f"WARNING: {record.getMessage()}")
+
+
+SAYING = Saying(logging.WARNING)
+
+
+def example(*lines: str) -> str:
+    return "\b\nExample:\n" + "\n".join(f"  {line}" for line in lines)
+
+
+def parse_options(context: click.Context, parameter: click.Parameter, given: Sequence[str]) -> dict[str, Any]:
+    """KEY=VALUE as fsspec's storage_options: a.b=c is one inside another; true, false, null, numbers and JSON are what
+    they look like, but keys and secrets are always text. What was given is not repeated in errors: it may be a secret.
+    """
+    found: dict[str, Any] = {}
+    for one in given:
+        name, equals, text = one.partition("=")
+        if not equals or not name:
+            raise click.BadParameter("give KEY=VALUE", context, parameter)
+        inner, (*above, last) = found, name.split(".")
+        for word in above:
+            inner = inner.setdefault(word, {})
+            if not isinstance(inner, dict):
+                raise click.BadParameter(f"{word} has a value of its own already", context, parameter)
+        inner[last] = _value_of(last, text)
+    return found
+
+
+def _value_of(name: str, text: str) -> Any:
+    if re.search(r"key|secret|token|passw", name, re.IGNORECASE):
+        return text
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _for_all(context: click.Context, parameter: click.Parameter, given: Sequence[str]) -> None:
+    remember_options(None, parse_options(context, parameter, given))
+
+
+place_option = click.option(
+    "--option",
+    metavar="KEY=VALUE",
+    multiple=True,
+    expose_value=False,
+    callback=_for_all,
+    help="How to reach object stores, as fsspec's storage_options; repeatable. Secrets belong into the environment.",
+)
+
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+yes_option = click.option("--yes", is_flag=True, help="Do it. Without this, only the plan is shown.")
+
+
+def look_options(command: Callable[..., T]) -> Callable[..., T]:
+    """Of commands that look at a place."""
+    return place_option(json_option(command))
+
+
+def plan_options(command: Callable[..., T]) -> Callable[..., T]:
+    """Of commands that say what they would change in a place, and do it if they are told to."""
+    return place_option(yes_option(json_option(command)))
+
+
+def from_option(what: str) -> Callable[[Callable[..., T]], Callable[..., T]]:
+    """Further places of a run."""
+    return click.option(
+        "--from", "others", metavar="URL", multiple=True, shell_complete=folders, help=f"{what}; repeatable."
+    )
+
+
+def nothing_half() -> str:
+    return "Nothing is half done: call the same again, and it goes on from here"
+
+
+def act(work: Coroutine[Any, Any, T], so_far: Callable[[], str] = nothing_half) -> T:
+    """What a command does, which may be stopped: `so_far` says what is true then."""
+    try:
+        return asyncio.run(work)
+    except KeyboardInterrupt:
+        say(f"stopped. {so_far()}")
+        raise click.exceptions.Exit(STOPPED) from None
+
+
+@contextlib.asynccontextmanager
+async def opened(url: str, *, whole: bool = False) -> AsyncIterator[RunLog]:
+    """A run's log, all of it if `whole`. FormatError if there is no run; damaged records are said on stderr."""
+    log = RunLog(open_store(url, patience_s=PATIENCE_S), whole=whole)
+    try:
+        try:
+            await log.open()
+        except FormatError as error:
+            if [info async for info in log.store.list("FORMAT.json")]:
+                raise error from None
+            folder = folder_of(log.store.url)
+            if folder is not None and await runs_below(log.store.url):
+                raise FormatError(
+                    f"{error}. There are runs below it: `ckpt ls {shlex.quote(str(folder))}` lists them"
+                ) from None
+            raise FormatError(f"{error}. Give the folder or URL that a Checkpointer saves to") from None
+        if damage := await losses.of_log(log):
+            say(f"WARNING: {told(log, damage)}")
+        yield log
+    finally:
+        await log.store.aclose()
+
+
+def newest_first(log: RunLog) -> list[Commit]:
+    return sorted(log.state.commits.values(), key=lambda c: c.attempt, reverse=True)
+
+
+def told(log: RunLog, damage: Sequence[Loss]) -> str:
+    """One line about damage of a run: what it costs, as far as that can be known."""
+    newest = next((commit.attempt for commit in log.state.lineage() if commit.finite is not False), None)
+    missed = losses.passed_over(damage, newest, log.state.acquires)
+    if missed:
+        return losses.in_words(missed, 0 if newest is None else newest.step)
+    return f"{losses.listed(damage)}. Checkpoints may be missing"
+
+
+def safe(text: object) -> str:
+    """Without anything that a terminal would obey."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
+
+
+def say(text: str) -> None:
+    """On stderr: for a person in lines of whole words, in a log as one."""
+    line = f"ckpt: {safe(text)}"
+    click.echo("\n".join(wrapped(line, width())) if sys.stderr.isatty() else line, err=True)
+
+
+def count_of(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def short(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= WIDTH else f"{text[:WIDTH]}…"
+
+
+def human(size: int) -> str:
+    from rich import filesize
+
+    return filesize.decimal(size)
+
+
+def print_json(found: dict[str, Any]) -> int:
+    print(json.dumps(found, indent=2, allow_nan=False))
+    return 0
+
+
+def width() -> int:
+    """Cells of a line: of the terminal, or what COLUMNS says; 80 in pipes and files."""
+    return shutil.get_terminal_size((80, 24)).columns
+
+
+def put(text: object) -> None:
+    """A paragraph on stdout, without what a terminal would obey; as many lines as it needs, of whole words."""
+    print("\n".join(wrapped(safe(text), width())))
+
+
+def print_few(lines: Sequence[object], what: str = "") -> None:
+    """As many lines as a person wants to read."""
+    for line in lines[:SHOWN]:
+        put(line)
+    if len(lines) > SHOWN:
+        put(f"and {len(lines) - SHOWN} more{what}; --json shows all")
+
+
+def wrapped(text: str, most: int, indent: str = "  ") -> list[str]:
+    """In lines of at most so many cells, further ones indented. A word is never cut: a name that is wider than a line
+    has one of its own, since half of it could not be copied."""
+    from rich.cells import cell_len
+
+    if cell_len(text) <= most:
+        return [text]
+    start = text[: len(text) - len(text.lstrip(" "))]
+    lines = [start]
+    for word in text.split():
+        fresh = lines[-1] in (start, start + indent)
+        if not fresh and cell_len(f"{lines[-1]} {word}") > most:
+            lines.append(f"{start}{indent}")
+            fresh = True
+        lines[-1] += word if fresh else f" {word}"
+    return lines
+
+
+def print_table(titles: Sequence[str], rows: Sequence[Sequence[object]], below: Sequence[str] = ()) -> None:
+    """Each row in one line if that fits. If not, the widest cells are wrapped, and a column for which there is no room
+    even so is taken out: the first is put above the row, others below it. A column with nothing in it is left out.
+    `below`: a text under each row.
+    """
+    cells = [[safe(cell) for cell in row] for row in rows]
+    there = [i for i in range(len(titles)) if not rows or any(row[i] for row in cells)]
+    cells, names = [[row[i] for i in there] for row in cells], [titles[i] for i in there]
+    inside, room = list(range(len(names))), width()
+    columns = [[name, *(row[i] for row in cells)] for i, name in enumerate(names)]
+    while (widths := widths_for([columns[i] for i in inside], room)) is None:
+        out = max(inside, key=lambda i: least_width(columns[i]))
+        inside.remove(out)
+        room = width() - 2 * (0 not in inside)
+    above = "" if 0 in inside or not names else names[0]
+    lines = [*([above] if above else []), *_row([names[i] for i in inside], names, inside, widths, bool(above))]
+    for row, text in zip(cells, below or [""] * len(rows), strict=True):
+        lines += wrapped(row[0], width()) if above else []
+        lines += _row([row[i] for i in inside], names, inside, widths, bool(above))
+        others = [i for i in range(1, len(names)) if i not in inside and row[i]]
+        for told in (*(f"{names[i]}: {row[i]}" for i in others), *([safe(text)] if text else [])):
+            lines += wrapped(f"  {told}", width())
+    print("\n".join(lines), end="\n\n")
+
+
+def _row(
+    cells: Sequence[str], names: Sequence[str], inside: Sequence[int], widths: Sequence[int], indented: bool
+) -> list[str]:
+    """Lines of a row: as many as its highest cell has."""
+    from rich.cells import cell_len
+
+    parts = [wrapped(cell, most, "") for cell, most in zip(cells, widths, strict=True)]
+    lines = []
+    for number in range(max(map(len, parts), default=0)):
+        padded = []
+        for i, part, most in zip(inside, parts, widths, strict=True):
+            text = part[number] if number < len(part) else ""
+            fill = " " * (most - cell_len(text))
+            padded.append(fill + text if names[i] in NUMBERS else text + fill)
+        lines.append(("  " * indented + "  ".join(padded)).rstrip())
+    return lines
+
+
+def least_width(column: Sequence[str]) -> int:
+    """Of a column that is wrapped: its longest word, and a few of the usual ones."""
+    from rich.cells import cell_len
+
+    whole = max(map(cell_len, column))
+    return min(whole, max([NARROW, *(cell_len(word) for cell in column for word in cell.split())]))
+
+
+def widths_for(columns: Sequence[Sequence[str]], room: int) -> list[int] | None:
+    """What each gets of so many cells, the widest being the first to give way; None if there is no way to fit."""
+    from rich.cells import cell_len
+
+    widths, least = [max(map(cell_len, column)) for column in columns], [least_width(column) for column in columns]
+    over = sum(widths) + 2 * max(0, len(widths) - 1) - room
+    if over > sum(widths) - sum(least):
+        return None if len(widths) > 1 else [room]
+    for _ in range(over):
+        widest = max((i for i in range(len(widths)) if widths[i] > least[i]), key=lambda i: widths[i])
+        widths[widest] -= 1
+    return widths
+
+
+@contextlib.contextmanager
+def progress(what: str, total: int) -> Iterator[OnBytes]:
+    """A bar on stderr, if that is a terminal. `total` bytes; 0 if nobody knows how many: it only shows life then."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich import progress as parts
+    from rich.console import Console
+
+    sizes = (parts.DownloadColumn(), parts.TransferSpeedColumn()) if total else (parts.TimeElapsedColumn(),)
+    columns = (parts.TextColumn(what), parts.BarColumn(), *sizes)
+    console = Console(stderr=True)
+    with parts.Progress(*columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=False) as bar:
+        task = bar.add_task(what, total=total or None)
+        yield lambda count: bar.advance(task, count)

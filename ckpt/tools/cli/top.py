@@ -1,0 +1,113 @@
+"""`ckpt top`: what a run does now, live. What is known of it is in `ckpt.tools.cli.top_data`, how it is put in
+`ckpt.tools.cli.top_view`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+
+import click
+from rich.console import Console, Group
+from rich.live import Live
+
+from ckpt.events import log as logger
+from ckpt.store import normalise
+from ckpt.tools.cli.arguments import folders
+from ckpt.tools.cli.terminal import SAYING, example, human, look_options, print_json, print_table, put, width
+from ckpt.tools.cli.top_data import RunWatch, writers_here
+from ckpt.tools.cli.top_view import TopView, lines
+from ckpt.tools.observe.telemetry.status import RankStatus
+from ckpt.units import duration
+
+
+@click.command(
+    epilog=example("ckpt top", "ckpt top runs/exp1", "ckpt top runs/exp1 --once --json | jq '.ranks[].step'")
+)
+@click.argument("run", required=False, shell_complete=folders)
+@click.option("--once", is_flag=True, help="One look, as text.")
+@click.option("--interval", "interval_s", type=click.FloatRange(min=0.1), default=1.0, show_default=True,
+              metavar="SECONDS", help="Between two looks.")  # fmt: skip
+@look_options
+def top(run: str | None, once: bool, interval_s: float, as_json: bool) -> int:
+    """Watch a run: steps, what saving costs, what is in memory, and how far each tier is behind. Ctrl-C leaves.
+
+    RUN is the first tier that the Checkpointer was given, or memory:NAME. Without it, all writers of this user on this
+    machine are listed once: what each holds, and how long it stays after its trainer. Ranks on this machine are seen
+    live, if they run as the same user. Of others, what RUN holds is shown, read every 10 s.
+
+    Slots of memory: # a whole snapshot, + all but what only optimizers change, ~ being copied, . empty. "behind 0/34"
+    are steps that would be lost if only memory, or only that tier, were left.
+    """
+    if run is None:
+        return show_writers(as_json)
+    place = run if run.startswith("memory:") else normalise(run)
+    if place == "memory:":
+        raise click.UsageError("memory:NAME, as in Checkpointer(..., name=NAME)")
+    able = sys.stdout.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
+    single = once or as_json or not able
+    with RunWatch(place) as sources:
+        view = sources.first(patient=single)
+        if as_json:
+            print_json(view.to_json())
+        elif single:
+            show(view)
+        else:
+            watch(sources, interval_s)
+    return 0
+
+
+def show_writers(as_json: bool) -> int:
+    """Those of this user on this machine, also the ones whose trainer is gone."""
+    found = writers_here()
+    looks = [one for one in found if isinstance(one, RankStatus)]
+    silent = [{"writer": one[0], "why": one[1]} for one in found if isinstance(one, tuple)]
+    if as_json:
+        return print_json({"writers": [one.to_json() for one in looks], "silent": silent})
+    rows = [
+        (one.run or "?", f"r{one.rank}", one.writer, human(one.snapshots), one.trainer,
+         "" if one.not_durable is None else one.not_durable,
+         "" if one.leaves_s is None else duration(one.leaves_s))
+        for one in looks
+    ]  # fmt: skip
+    if rows:
+        print_table(("run", "rank", "writer", "memory", "trainer", "not durable", "leaves in"), rows)
+    for one in silent:
+        put(f"writer {one['writer'] or '?'} {one['why']}")
+    if not found:
+        put("no writer of this user is on this machine")
+    return 0
+
+
+def show(view: TopView) -> None:
+    """One look, as text without colours."""
+    columns = width()
+    console = Console(width=columns, color_system=None)
+    with console.capture() as captured:
+        console.print(Group(*lines(view, columns)))
+    print("\n".join(line.rstrip() for line in captured.get().splitlines()))
+
+
+def watch(sources: RunWatch, interval_s: float) -> None:
+    """Until Ctrl-C or SIGTERM; the terminal is as it was afterwards."""
+    sources.follow(interval_s)
+    console = Console()
+
+    def picture() -> Group:
+        return Group(*lines(sources.view(), console.width, console.height))
+
+    logger.removeHandler(SAYING)  # it would write into the picture
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with contextlib.suppress(KeyboardInterrupt), Live(
+            console=console, screen=True, get_renderable=picture, refresh_per_second=1 / interval_s,
+            redirect_stdout=False, redirect_stderr=False,
+        ):  # fmt: skip
+            while True:
+                time.sleep(3600)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        logger.addHandler(SAYING)

@@ -1,0 +1,145 @@
+"""`ckpt verify`: whether every byte of a checkpoint is what was written."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+import click
+
+from ckpt.core.checkpoint import losses, read, spelling, steady
+from ckpt.core.checkpoint.parts import load_index
+from ckpt.core.checkpoint.spelling import Which
+from ckpt.core.format.manifest import MAX_FORMAT, read_format
+from ckpt.core.format.rank_index import Directory
+from ckpt.core.log.log import Commit, RunLog
+from ckpt.errors import CorruptError, NotFoundError, StoreError, is_unreadable
+from ckpt.tools.cli import UNREADABLE
+from ckpt.tools.cli.arguments import checkpoint_argument
+from ckpt.tools.cli.terminal import (
+    example,
+    look_options,
+    newest_first,
+    opened,
+    print_few,
+    print_json,
+    print_table,
+    progress,
+    put,
+)
+from ckpt.tools.maintain.examine import examine
+from ckpt.tools.maintain.prune import some
+
+
+@click.command(epilog=example("ckpt verify runs/exp1@500", "ckpt verify runs/exp1 --all --json"))
+@checkpoint_argument()
+@click.option("--all", "every", is_flag=True, help="Every checkpoint instead of the newest.")
+@click.option(
+    "--data/--no-data",
+    default=True,
+    help="--data, the default: read every byte that a restore would, in files of older checkpoints too, and decode it."
+    " --no-data: only the log, the parts and tables, and the headers and sizes of the packs; quick, and blind to damage"
+    " in tensors.",
+)
+@look_options
+def verify(url: str, step: Which, every: bool, data: bool, as_json: bool) -> int:
+    """Read every byte of a checkpoint and check it. Exit code 1 if anything is damaged, the log included.
+
+    The verdict is of all that a restore of the step would read. `ckpt repair` puts right what is damaged, as far as
+    that can be had somewhere. Files that cannot be read now may be intact: they are listed, and the exit code is 3 if
+    nothing else was found.
+    """
+    if every and step is not None:
+        raise click.UsageError("one step and --all exclude each other")
+    found = asyncio.run(_verify(url, step, every, data))
+    if as_json:
+        print_json(found)
+    else:
+        print_table(("step", "attempt", "verdict"), [tuple(c.values())[:3] for c in found["checkpoints"]])
+        for problems in (found["problems"], list(by_problem(found["checkpoints"]))):
+            print_few(problems)
+        away = [*found["unreadable"], *by_problem(found["checkpoints"], "unreadable")]
+        print_few([f"{one}: cannot be read now" for one in away])
+        if away:
+            put(AWAY)
+        if any(c["problems"] for c in found["checkpoints"]) or any(map(mendable, found["problems"])):
+            put(f"`ckpt repair {found['url']}` may mend it")
+        if any(problem.startswith("log record") for problem in found["problems"]):
+            put(LOST_RECORDS)
+    if found["problems"] or any(c["problems"] for c in found["checkpoints"]):
+        return 1
+    return UNREADABLE if found["unreadable"] or any(c["unreadable"] for c in found["checkpoints"]) else 0
+
+
+AWAY = (
+    "nothing is known about files that cannot be read now; they may be intact. Restore access to them (mount, "
+    "permissions, open file limit, credentials) and verify again"
+)
+LOST_RECORDS = (
+    "lost log records stay lost; the checkpoints above are judged without them. `ckpt copy --all` to another location "
+    "brings over what is whole, and a run without this fault"
+)
+
+
+def mendable(problem: str) -> bool:
+    return not problem.startswith(("log record", losses.NO_RECORD))
+
+
+def by_problem(checkpoints: list[dict[str, Any]], kind: str = "problems") -> Iterator[str]:
+    """What is wrong, once for all checkpoints that suffer from it."""
+    steps: dict[str, list[int]] = {}
+    for one in checkpoints:
+        for problem in one[kind]:
+            steps.setdefault(problem, []).append(one["step"])
+    for problem, who in steps.items():
+        yield f"step{'s' * (len(who) > 1)} {some(who)}: {problem}"
+
+
+async def _verify(url: str, step: Which, every: bool, data: bool) -> dict[str, Any]:
+    async with opened(url, whole=True) as log:
+        away = list[str]()
+        damaged, lost = log.state.damaged, [one.reason for one in await losses.of_log(log) if one.attempts]
+        problems = lost if lost and len(damaged) == 1 else losses.one_by_one(damaged) + lost
+        try:
+            read_format(await steady.get(log.store, "FORMAT.json", limit=MAX_FORMAT))
+        except (CorruptError, StoreError) as error:  # the log made up for it
+            what = "FORMAT.json is lost" if isinstance(error, NotFoundError) else str(error)
+            (away if is_unreadable(error) else problems).append(what)
+        commits = to_verify(log, step, every)
+        total = await bytes_to_read(log, commits) if data and sys.stderr.isatty() else 0
+        with progress("verifying", total) if total else contextlib.nullcontext() as on_bytes:
+            checkpoints = [asdict(await examine(log, commit, on_bytes, data=data)) for commit in commits]
+        return {
+            "url": log.store.url,
+            "data": data,
+            "problems": problems,
+            "unreadable": away,
+            "checkpoints": checkpoints,
+        }
+
+
+def to_verify(log: RunLog, step: Which, every: bool) -> list[Commit]:
+    """NoCheckpointError if there is none; but if log records are damaged, that is what has to be said."""
+    if every and log.state.commits:
+        return newest_first(log)
+    if spelling.number(step) is None and log.state.damaged and not log.state.lineage():
+        return []
+    return [read.choose(log, step)]
+
+
+async def bytes_to_read(log: RunLog, commits: list[Commit]) -> int:
+    """Of tensors, in all files that these checkpoints use; of what is damaged, as far as that can be known, and of very
+    many ranks as if all were stored as it is: their tables are read once only."""
+    total = 0
+    for commit in commits:
+        with contextlib.suppress(CorruptError, StoreError):
+            index = await load_index(log.store, commit)
+            if isinstance(index, Directory):
+                total += sum(spec.nbytes for spec in index.specs())
+            else:
+                total += sum(b.nbytes for b in read.plan_reads(index, range(index.owned), far=log.store.remote))
+    return total

@@ -1,0 +1,302 @@
+"""Move the bytes of an export to planned files, window by window, within a bound of memory.
+
+    for each window: read -> cast -> write -> note;   then: finish -> appear
+
+All is made beside the target (`convert.partial`). An export that was stopped, by whatever, goes on when it is
+called again, and takes nothing for granted that it does not find as it was noted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import mmap
+import os
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ckpt.core.format.digest import RangeHasher, blob_digest, file_digest
+from ckpt.core.format.layout import BITS
+from ckpt.core.format.manifest import canonical
+from ckpt.errors import CorruptError, UsageError
+from ckpt.failpoints import point
+from ckpt.store import PAGE
+from ckpt.tools.convert.cast import cast
+from ckpt.tools.convert.output import Literal, OutFile, Output, TensorRun
+from ckpt.tools.convert.partial import Workshop, check_target, failed
+from ckpt.tools.convert.source import Bytes, Origin, Want
+
+SMALLEST, LARGEST = 1 << 20, 64 << 20  # bytes of a window
+SHARES = 8  # what a window costs in all, in windows: two to write from, what is read, cast, and kept for the next
+SPARE = 48 << 20  # bytes for what reading needs at least, and whatever is loaded on the way
+LEAST = 256 << 10  # bytes of a window of one of many files
+M_MMAP_THRESHOLD = -3  # of malloc.h
+SYNC = 256 << 20  # bytes written between two entries of the journal
+
+OnBytes = Callable[[int], None] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """`nbytes` of the files, of which `resumed` were there from a call before."""
+
+    nbytes: int
+    resumed: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class FileWindow:
+    """Bytes of a file. Both ends are at whole pages, but for the end of the file."""
+
+    file: int
+    start: int
+    stop: int
+
+
+def window_for(max_memory: int) -> int:
+    """Bytes of a window, so that this whole process needs at most so many. UsageError if that cannot be."""
+    here = resident()
+    window = (max_memory - here - SPARE) // SHARES // PAGE * PAGE
+    if window < SMALLEST:
+        least = here + SPARE + SHARES * SMALLEST
+        raise UsageError(f"--max-memory is too little: this process needs at least {-(-least >> 20)} MiB")
+    give_back_freed()
+    return min(window, LARGEST)
+
+
+def give_back_freed() -> None:
+    """Memory of whole windows goes back to the system when it is freed. By itself glibc keeps it in the heap of each
+    thread once some was freed, where others do not find it: a third more, by chance."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 256 << 10)
+
+
+def resident() -> int:
+    """Bytes of memory that this process has now."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * mmap.PAGESIZE
+
+
+def batches(output: Output, size: int) -> Iterator[list[FileWindow]]:
+    """All bytes of all files, so many at once. Those of each file come in their order."""
+    files = output.files
+    if not output.side_by_side:
+        for number, file in enumerate(files):
+            for start in range(0, file.size, size):
+                yield [FileWindow(number, start, min(start + size, file.size))]
+        return
+    each = min(size, max(LEAST, size // max(1, len(files)) // PAGE * PAGE))
+    count = max(1, size // each)
+    for start in range(0, max((file.size for file in files), default=0), each):
+        row = [FileWindow(n, start, min(start + each, f.size)) for n, f in enumerate(files) if start < f.size]
+        yield from (row[first : first + count] for first in range(0, len(row), count))
+
+
+async def export(
+    origin: Origin, output: Output, target: Path, *, window: int = LARGEST, on_bytes: OnBytes = None
+) -> Exported:
+    """Make the files of `output` and let them appear as `target`. Called again after an interruption, it goes on.
+
+    UsageError if the target exists, or something else is being made there; FullError if there is no room, of which
+    nothing is left then; CorruptError, with the tensor's name, if the origin is damaged.
+    """
+    started = time.monotonic()
+    check_target(target, single=output.single)
+    for file in output.files:
+        file.check()
+    with Workshop(target, identity(origin, output)) as workshop:
+        workshop.prepare(output)
+        mover = _Mover(origin, output, workshop, window, on_bytes)
+        try:
+            await mover.move()
+            await origin.unchanged()
+            await asyncio.to_thread(output.finish, workshop.out, mover.sums)
+        except OSError as error:
+            raise failed(error, workshop) from error
+        except CorruptError as error:
+            raise CorruptError(f"{error}. {workshop.stays}") from error
+        point("export.whole")
+        workshop.appear()
+    return Exported(sum(file.size for file in output.files), mover.resumed, time.monotonic() - started)
+
+
+def identity(origin: Origin, output: Output) -> str:
+    """Equal for exports of the same to the same files."""
+    files = [[f.name, f.size, [_said(part) for part in f.parts], f.sums] for f in output.files]
+    return file_digest(canonical([origin.identity, output.kind, output.single, files]))
+
+
+def _said(part: Literal | TensorRun) -> list[Any]:
+    if isinstance(part, Literal):
+        return [part.at, part.size, file_digest(part.data)]
+    return [part.at, part.label, part.box, part.dtype]
+
+
+# -- the bytes --
+
+
+class _Mover:
+    """One batch of windows is read while the one before it is written."""
+
+    def __init__(self, origin: Origin, output: Output, workshop: Workshop, window: int, on_bytes: OnBytes) -> None:
+        self._origin, self._output, self._workshop, self._on_bytes = origin, output, workshop, on_bytes
+        self._size = max(PAGE, min(window, -(-sum(f.size for f in output.files) // PAGE) * PAGE))
+        self._hashers = [RangeHasher(file.sums) for file in output.files]
+        self.sums: dict[str, dict[int, bytes]] = {file.name: {} for file in output.files}
+        self._paths = [workshop.path(file, output) for file in output.files]
+        self._written: list[tuple[str, int, int, str]] = []
+        self.resumed = 0
+
+    async def move(self) -> None:
+        buffers = [_pages(self._size), _pages(self._size)]
+        writing: asyncio.Task[None] | None = None
+        try:
+            for number, batch in enumerate(batches(self._output, self._size)):
+                views = _carve(buffers[number % 2], batch)
+                missing = await asyncio.to_thread(self._missing, views)
+                await self._fill(missing)
+                if writing is not None:
+                    await writing
+                self.resumed += sum(len(view) for window, view in views.items() if window not in missing)
+                writing = asyncio.create_task(asyncio.to_thread(self._settle, views, missing))
+                self._tell(sum(map(len, views.values())))
+            if writing is not None:
+                await writing
+        finally:
+            if writing is not None:
+                await asyncio.wait((writing,))
+            await asyncio.to_thread(self._note)
+
+    def _missing(self, views: Mapping[FileWindow, Bytes]) -> dict[FileWindow, Bytes]:
+        """Those that no earlier call has written, or that do not lie there as they were noted. The others are in their
+        views then."""
+        return {window: view for window, view in views.items() if not self._there(window, view)}
+
+    def _there(self, window: FileWindow, view: Bytes) -> bool:
+        name = self._output.files[window.file].name
+        noted = self._workshop.noted.get((name, window.start, window.stop))
+        if noted is None:
+            return False
+        return _read(self._paths[window.file], window.start, view) and blob_digest(view.data).hex() == noted
+
+    def _settle(self, views: Mapping[FileWindow, Bytes], missing: Mapping[FileWindow, Bytes]) -> None:
+        """What comes after reading: checksums, in the order of the bytes, and writing what is not there."""
+        for window, view in views.items():
+            for (start, _), digest in self._hashers[window.file].feed(window.start, view.data):
+                self.sums[self._output.files[window.file].name][start] = digest
+        self._write(missing)
+
+    async def _fill(self, views: Mapping[FileWindow, Bytes]) -> None:
+        """The windows' bytes, as the plan has them."""
+        wants, casts = list[Want](), list[tuple[Bytes, str, str, Bytes]]()
+        for window, view in views.items():
+            for part in _parts(self._output.files[window.file], window):
+                low, high = max(window.start, part.at), min(window.stop, part.at + part.size)
+                place = view[low - window.start : high - window.start]
+                if isinstance(part, Literal):
+                    place[:] = np.frombuffer(part.data, np.uint8)[low - part.at : high - part.at]
+                    continue
+                item, spec = BITS[part.dtype] // 8, self._origin.tensors[part.label]
+                start, stop = (low - part.at) // item, (high - part.at) // item
+                into = place
+                if spec.dtype != part.dtype:
+                    into = np.empty((stop - start) * BITS[spec.dtype] // 8, np.uint8)
+                    casts.append((into, spec.dtype, part.dtype, place))
+                wants.append(Want(part.label, part.box, start, stop, into))
+        if wants:
+            await self._origin.read(wants)
+        if casts:
+            await asyncio.to_thread(_cast_all, casts)
+
+    def _write(self, views: Mapping[FileWindow, Bytes]) -> None:
+        for window, view in views.items():
+            point("export.window")
+            _write(self._paths[window.file], window.start, view, direct=not self._output.staged)
+            name = self._output.files[window.file].name
+            self._written.append((name, window.start, window.stop, blob_digest(view.data).hex()))
+        if sum(stop - start for _, start, stop, _ in self._written) >= SYNC:
+            self._note()
+
+    def _note(self) -> None:
+        names = {name for name, *_ in self._written}
+        for file, path in zip(self._output.files, self._paths, strict=True):
+            if file.name in names and not self._output.staged:  # what is staged goes again: nobody waits for its disk
+                with _opened(path, os.O_RDONLY) as fd:
+                    os.fdatasync(fd)
+        if names:
+            self._workshop.note(self._written)
+        self._written = []
+
+    def _tell(self, count: int) -> None:
+        if self._on_bytes is not None:
+            self._on_bytes(count)
+
+
+def _carve(buffer: Bytes, batch: Sequence[FileWindow]) -> dict[FileWindow, Bytes]:
+    """Memory for each window, at whole pages."""
+    found, at = dict[FileWindow, Bytes](), 0
+    for window in batch:
+        size = window.stop - window.start
+        found[window] = buffer[at : at + size]
+        at += -(-size // PAGE) * PAGE
+    return found
+
+
+def _cast_all(casts: Sequence[tuple[Bytes, str, str, Bytes]]) -> None:
+    for raw, dtype, to, place in casts:
+        cast(raw, dtype, to, place)
+
+
+def _parts(file: OutFile, window: FileWindow) -> Iterator[Literal | TensorRun]:
+    """Those that lie in a window."""
+    first = max(0, bisect_right(file.parts, window.start, key=lambda part: part.at) - 1)
+    for part in file.parts[first:]:
+        if part.at >= window.stop:
+            return
+        if part.size and part.at + part.size > window.start:
+            yield part
+
+
+def _pages(size: int) -> Bytes:
+    """Memory at whole pages, as direct I/O wants it."""
+    return np.frombuffer(mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
+
+
+def _write(path: Path, at: int, data: Bytes, *, direct: bool) -> None:
+    """If `direct`, past the page cache, where the file system allows: of what will not be read again soon."""
+    whole = len(data) // PAGE * PAGE if direct else 0
+    with contextlib.suppress(OSError), _opened(path, os.O_WRONLY | os.O_DIRECT) as fd:
+        _write_all(fd, data[:whole].data, at)
+        at, data = at + whole, data[whole:]
+    with _opened(path, os.O_WRONLY) as fd:
+        _write_all(fd, data.data, at)
+
+
+def _read(path: Path, at: int, view: Bytes) -> bool:
+    """False if there is not as much."""
+    with path.open("rb") as file:
+        file.seek(at)
+        return file.readinto(view.data) == len(view)
+
+
+@contextlib.contextmanager
+def _opened(path: Path, flags: int) -> Iterator[int]:
+    fd = os.open(path, flags | os.O_CLOEXEC)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _write_all(fd: int, data: memoryview, at: int) -> None:
+    while data:
+        count = os.pwrite(fd, data, at)
+        data, at = data[count:], at + count

@@ -1,0 +1,145 @@
+"""The forms that a checkpoint is written in. A new one is a module with `plan`, and an entry in FORMS.
+
+A plan says what files there will be, of which tensors; `ckpt.tools.convert.export` makes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ckpt.errors import UsageError
+
+if TYPE_CHECKING:  # which one is needed is known when it is asked for
+    from ckpt.tools.convert.output import Output
+    from ckpt.tools.convert.source import Origin, RankView
+
+
+PRETRAINED = ("pretrained",)  # the entry in which `ckpt.transformers` keeps what a hub folder has beside the weights
+NO_CONFIG = (
+    "no config.json or adapter_config.json is made. `python -m ckpt.transformers RUN --to FOLDER` makes a folder with "
+    "them, for from_pretrained()"
+)
+OTHERS = (".gguf", ".ggml", ".onnx", ".h5", ".npz", ".npy", ".msgpack", ".tflite", ".pkl", ".zip", ".tar")  # files
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the user wants of an origin, and where. `form`: one of FORMS."""
+
+    path: Path
+    form: str
+    world: int = 1
+    only: Sequence[str] = ()
+    dtype: str | None = None
+    shard_size: int | None = None
+    step: int | None = None
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What to make, and as what each tensor is written, by label."""
+
+    output: Output
+    dtypes: Mapping[str, str]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Form:
+    """`plan`: of an origin, the views of the ranks wanted, as what to write each tensor, and all that was asked for.
+    `suffixes`: of files that are of this form. `weights_only`: what is no weight is left out. `divided`: for a job of
+    several ranks."""
+
+    plan: Callable[[Origin, list[RankView], Mapping[str, str], Wanted], Output]
+    suffixes: tuple[str, ...] = ()
+    weights_only: bool = False
+    divided: bool = False
+
+
+def form_of(path: Path) -> str:
+    """By what a file is called; "" for a folder."""
+    return next((name for name, form in FORMS.items() if path.suffix in form.suffixes), "")
+
+
+def form_for(path: Path, given: str | None, world: int | None) -> str:
+    """The form that was asked for, or that a name means: a folder of safetensors, if it is of none. UsageError for a
+    file of a form that cannot be written."""
+    if path.suffix.lower() in OTHERS and given is None:
+        suffixes = ", ".join(f"{name} ({', '.join(form.suffixes)})" for name, form in FORMS.items() if form.suffixes)
+        raise UsageError(
+            f"{path.name}: {path.suffix} is no form that can be written. Files can be {suffixes}, folders safetensors, "
+            "dcp or run: other programs make theirs of safetensors"
+        )
+    return given or form_of(path) or ("run" if world else "safetensors")
+
+
+def plan_output(origin: Origin, wanted: Wanted) -> Planned:
+    from ckpt.tools.convert.source import check_patterns, select
+    from ckpt.tools.convert.to_safetensors import cast_to, weights_of
+
+    form = FORMS[wanted.form]
+    views = [origin.view(rank, wanted.world) for rank in range(wanted.world)]
+    hub = form.weights_only and not form_of(wanted.path) and any(e.path == PRETRAINED for e in views[0].entries)
+    if wanted.only:
+        check_patterns(views, wanted.only)
+        views = [select(view, wanted.only, whole=not form.weights_only) for view in views]
+    elif form.weights_only:
+        views = [weights_of(view) for view in views]
+    dtypes = cast_to(origin, views, wanted.dtype)
+    notes = () if form.divided else views[0].notes
+    return Planned(form.plan(origin, views, dtypes, wanted), dtypes, (*notes, NO_CONFIG) if hub else notes)
+
+
+def _safetensors(origin: Origin, views: list[RankView], dtypes: Mapping[str, str], wanted: Wanted) -> Output:
+    from ckpt.tools.convert import to_safetensors
+
+    (view,) = views
+    prefix, shard = to_safetensors.prefix_of(view), wanted.shard_size or to_safetensors.SHARD
+    single = wanted.path.name if form_of(wanted.path) else ""
+    return to_safetensors.plan(origin, view, dtypes, shard=shard, single=single, prefix=prefix)
+
+
+def _torch(origin: Origin, views: list[RankView], dtypes: Mapping[str, str], wanted: Wanted) -> Output:
+    from ckpt.tools.convert import to_torch
+
+    return to_torch.plan(origin, views[0], dtypes)
+
+
+def _lightning(origin: Origin, views: list[RankView], dtypes: Mapping[str, str], wanted: Wanted) -> Output:
+    from ckpt.tools.convert import to_lightning
+
+    if wanted.only:
+        raise UsageError("a .ckpt, Lightning's file, has all of a run in it: leave out --only, or add --format")
+    return to_lightning.plan(origin, views[0], dtypes)
+
+
+def _dcp(origin: Origin, views: list[RankView], dtypes: Mapping[str, str], wanted: Wanted) -> Output:
+    from ckpt.tools.convert import to_dcp
+
+    return to_dcp.plan(origin, views[0], dtypes)
+
+
+def _torch_dist(origin: Origin, views: list[RankView], dtypes: Mapping[str, str], wanted: Wanted) -> Output:
+    from ckpt.tools.convert import to_torch_dist
+
+    return to_torch_dist.plan(origin, views[0], dtypes)
+
+
+def _run(origin: Origin, views: list[RankView], dtypes: Mapping[str, str], wanted: Wanted) -> Output:
+    from ckpt.tools.convert import to_run
+
+    step = next(n for n in (wanted.step, views[0].step, 0) if n is not None)
+    return to_run.plan(origin, views, dtypes, step=step, finite=getattr(origin, "finite", None))
+
+
+FORMS = {
+    "safetensors": Form(_safetensors, (".safetensors",), weights_only=True),
+    "torch": Form(_torch, (".pt", ".pth", ".bin")),
+    "lightning": Form(_lightning, (".ckpt",)),
+    "dcp": Form(_dcp),
+    "torch_dist": Form(_torch_dist),
+    "run": Form(_run, divided=True),
+}

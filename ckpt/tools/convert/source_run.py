@@ -1,0 +1,226 @@
+"""A checkpoint of a run as an origin: verified, and what is damaged in it comes from wherever else it is."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator, Sequence, Set
+from typing import Any
+
+import numpy as np
+from msgspec import structs
+
+from ckpt.core.checkpoint import read, read_repair
+from ckpt.core.checkpoint.describe import Entries, entries_of
+from ckpt.core.checkpoint.put import Room, address_of
+from ckpt.core.checkpoint.read import Sink
+from ckpt.core.checkpoint.spelling import Which
+from ckpt.core.format.columns import I64
+from ckpt.core.format.saved_nodes import SHARED_KINDS
+from ckpt.core.format.saved_state import Key, SavedState
+from ckpt.core.format.table import Table
+from ckpt.core.format.values import show
+from ckpt.core.log.log import RunLog
+from ckpt.core.log.records import Commit
+from ckpt.errors import CorruptError
+from ckpt.tools.convert.source import Assembly, Origin, OriginEntry, RankView, Want, canonical_names
+
+DCP = "dcp"  # the kind of the one entry of a checkpoint that torch's DCP has saved (`ckpt.dcp`)
+MOST_ROWS = 1 << 19  # blobs of tables that are kept for what is wanted next
+KEEP = 32 << 20  # bytes of pieces that the next readings are likely to want the rest of
+
+
+class RunOrigin:
+    """`repaired`: what came from elsewhere, in words; `far`: whether each request takes long; `finite`: what the
+    training said of the step; `others`: URLs of places that may have what is damaged here. Of very many ranks, the
+    tables of those are read that have what is wanted, and kept for what is wanted next."""
+
+    def __init__(self, log: RunLog, commit: Commit, saved: SavedState, others: Sequence[str] = ()) -> None:
+        url, attempt = log.store.url, commit.attempt
+        self.saved, self.step, self.far, self.finite = saved, attempt.step, log.store.remote, commit.finite
+        self.title = f"step {self.step} of {url}"
+        self.identity = f"{url} {attempt}"
+        self.about: dict[str, Any] = {"url": url, "step": self.step, "attempt": str(attempt)}
+        self._labels = {key: label for label, key in reversed(saved.labels.items())}  # no alias
+        self.keys = {label: key for key, label in sorted(self._labels.items())}
+        self.names = {label: self._labels[key] for label, key in saved.labels.items()}
+        self.tensors = {label: self.saved.tensors[key].spec for label, key in self.keys.items()}
+        self.repaired: list[str] = []
+        self.keep = KEEP
+        self._kept: dict[int, bytes] = {}
+        self._lock = threading.Lock()
+        self._log, self._attempt, self._others = log, attempt, others
+        self._ranks: frozenset[int] = frozenset()  # whose tables `_narrowed` has
+        self._narrowed = saved
+        self._has: Set[Key] = frozenset()
+        self._narrowing = threading.Lock()
+
+    def plain(self, wanted: Callable[[str], bool] = lambda path: True) -> Entries:
+        return entries_of(self.saved, wanted)
+
+    def view(self, rank: int = 0, world: int = 1) -> RankView:
+        """By the rules of a restore: a rank takes its own values if there are any, and in turn if there are more."""
+        saved = self.saved
+        entries = [OriginEntry(n.path, n.kind, n.facts, n.names, n.values) for n in saved.nodes(rank)]
+        aliases = {name: of for e in entries for name in e.names if (of := saved.canonical(name, rank)) != name}
+        tensors, own = dict[str, str](), list[str]()
+        for name in canonical_names(entries, aliases):
+            candidates = saved.instances(name)
+            if not candidates:
+                raise CorruptError(f"{self.title} refers to {name}, which it does not hold")
+            if len(candidates) == 1 or saved.identical(name):
+                tensors[name] = self._labels[name, candidates[0]]
+                continue
+            found = saved.resolve(name, rank, world, None, lenient=True)
+            if isinstance(found, tuple):
+                tensors[name] = self._labels[found]
+            elif world == saved.world:
+                continue  # others' own, of which this rank has none
+            else:
+                tensors[name] = self._labels[name, candidates[0]]
+            own.append(name)
+        kept = (structs.replace(e, names=tuple(n for n in e.names if aliases.get(n, n) in tensors)) for e in entries)
+        aliases = {alias: name for alias, name in aliases.items() if name in tensors}
+        return RankView(tuple(kept), tensors, aliases, tuple(self._notes(own, world)), self.step)
+
+    def _notes(self, own: list[str], world: int) -> list[str]:
+        if self.saved.world == world:
+            return []
+        what = list(dict.fromkeys([*own, *self._apart()]))
+        if not what:
+            return []
+        named = ", ".join([*what[:4], *(f"{len(what) - 4} more" for _ in what[4:5])])
+        had = "had" if self.saved.directory is None else "may have had"
+        if world == 1:
+            return [f"ranks {had} values of their own of {named}: those of the lowest rank that has any are taken"]
+        return [
+            f"ranks {had} values of their own of {named}: each of the {world} takes those of one of the "
+            f"{self.saved.world}, so ranks may draw the same random numbers, or read the same data. Where that "
+            "matters, restore the run itself: a Checkpointer divides them anew"
+        ]
+
+    def _apart(self) -> Iterator[str]:
+        """The entries whose plain values differ from rank to rank; of very many ranks, whose may."""
+        if self.saved.directory is None:
+            yield from (p.partition(" (rank ")[0] for p in self.plain() if p.endswith(")") and " (rank " in p)
+        else:  # to compare them all would be to read the parts of all ranks
+            said = (component for view in self.saved.views for component in view.components)
+            yield from (show(tuple(c["path"])) for c in said if c["kind"] not in SHARED_KINDS)
+
+    def same(self, label: str, other: Origin, theirs: str) -> bool:
+        if not isinstance(other, RunOrigin):
+            return False
+        return self.saved.content(self.keys[label]) == other.saved.content(other.keys[theirs])
+
+    async def read(self, wants: Sequence[Want]) -> None:
+        """Pieces of which only a part is wanted are kept for the next readings, within bounds."""
+        saved, assembly = await asyncio.to_thread(self.narrowed, [want.label for want in wants]), Assembly()
+        table = saved.table
+        for want in wants:
+            for number in saved.tensors[self.keys[want.label]].shards:
+                assembly.meet(number, table.shards[number].box, want)
+        missing, kept = list[int](), list[int]()
+        partly: set[int] = set()
+        for number, low, high in assembly.runs():
+            for blob in table.blobs(number):
+                start = int(saved.position[blob])
+                stop = start + int(table.length[blob])
+                if start < high and stop > low and assembly.needs(number, start, stop):
+                    (kept if int(saved.numbers[blob]) in self._kept else missing).append(blob)
+                    if start < low or stop > high:
+                        partly.add(blob)
+
+        def add(blob: int, data: memoryview) -> None:
+            assembly.add(int(saved.shard_of_blob[blob]), int(saved.position[blob]), data)
+            if blob in partly:
+                self._keep(int(saved.numbers[blob]), bytes(data))
+
+        def place(blob: int) -> int:
+            start = int(saved.position[blob])
+            stop = start + int(table.length[blob])
+            found = None if blob in partly else assembly.room(int(saved.shard_of_blob[blob]), start, stop)
+            return 0 if found is None else address_of(found)
+
+        def room(blobs: I64) -> I64:
+            return np.array([place(blob) for blob in blobs.tolist()], np.int64)
+
+        def again() -> None:
+            for blob in kept:
+                data = self._kept[int(saved.numbers[blob])]
+                assembly.add(int(saved.shard_of_blob[blob]), int(saved.position[blob]), memoryview(data))
+
+        await asyncio.to_thread(again)
+        if missing:
+            await self.fetch(table, missing, add, room)
+
+    def _keep(self, number: int, data: bytes) -> None:
+        with self._lock:
+            self._kept[number] = data
+            held = sum(map(len, self._kept.values()))
+            while held > self.keep:
+                oldest = next(iter(self._kept))
+                held -= len(self._kept.pop(oldest))
+
+    async def unchanged(self) -> None:
+        """Every byte was verified."""
+
+    def narrowed(self, labels: Sequence[str]) -> SavedState:
+        """With all that is known of these tensors."""
+        if self.saved.directory is None:
+            return self.saved
+        with self._narrowing:
+            wanted = {self.keys[label] for label in labels}
+            if not wanted <= self._has:
+                self._widen(wanted)
+            return self._narrowed
+
+    def _widen(self, wanted: Set[Key]) -> None:
+        saved = self.saved
+        assert saved.directory is not None
+        ranks = frozenset(rank for key in wanted for rank in saved.holders(key).tolist())
+        both = ranks | self._ranks
+        if int(saved.directory.columns["owned"][sorted(both)].sum()) <= MOST_ROWS:
+            ranks = both
+        there = np.zeros(saved.world, np.bool_)
+        there[sorted(ranks)] = True
+        has = {key: saved.tensors[key].spec.shape for key in saved.tensors if there[saved.holders(key)].all()}
+        self._narrowed = saved.narrowed({key: [((0,) * len(shape), shape)] for key, shape in has.items()})
+        self._ranks, self._has = ranks, has.keys()
+
+    async def fetch(self, table: Table, blobs: Sequence[int], sink: Sink, room: Room) -> None:
+        """Verified blobs of a table, each handed over or put where there is room for it."""
+        await asyncio.to_thread(self._announce, table, blobs)
+        try:
+            found = await read_repair.fetch(self._log.store, self._attempt, table, blobs, sink, self._others, room)
+        except CorruptError as error:
+            raise CorruptError(
+                f"{error}. Give another location that has it (--from), an older step (RUN@STEP), or see `ckpt repair`"
+            ) from error
+        self.repaired += found.repaired
+
+    def _announce(self, table: Table, blobs: Sequence[int]) -> None:
+        """What follows in the same files is likely to be wanted next."""
+        soon = getattr(self._log.store, "soon", None)
+        if soon is None:
+            return
+        packs = table.pack[list(blobs)]
+        ends = table.offset[list(blobs)] + table.stored[list(blobs)]
+        for pack in np.unique(packs).tolist():
+            there = packs == pack
+            soon(table.packs[pack], int(ends[there].max()), int(table.stored[list(blobs)][there].sum()))
+
+    async def aclose(self) -> None:
+        await self._log.store.aclose()
+
+
+async def checkpoint_of(log: RunLog, step: Which, others: Sequence[str] = ()) -> Origin:
+    """A checkpoint of a run whose log is open, the newest without `step`; what torch's DCP has saved, in our terms."""
+    repaired: list[str] = []
+    commit, saved = await read.saved_of(log, step, others, repaired.append)
+    run = RunOrigin(log, commit, saved, others)
+    run.repaired = repaired
+    if {one["kind"] for view in run.saved.views for one in view.components} != {DCP}:
+        return run
+    from ckpt.tools.convert.source_dcp_run import untangled  # which needs torch
+
+    return await untangled(run)

@@ -1,0 +1,150 @@
+"""A run of ours that holds one checkpoint, cut for so many ranks: for a job to go on from, or to start from.
+
+What all ranks hold together is cut along the first dimension, as `fully_shard` does, so that each rank of such a job
+finds what it needs in one file. What ranks have for themselves goes to them by the rules of a restore.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from ckpt.core.checkpoint import read
+from ckpt.core.checkpoint.commit import acquire, commit
+from ckpt.core.checkpoint.write import RankSnapshot, WrittenPart, build_table, finish_part
+from ckpt.core.format.boxes import Box, Dims
+from ckpt.core.format.digest import file_digest
+from ckpt.core.format.layout import Layout, TensorSpec
+from ckpt.core.format.manifest import MAX_WORLD, Attempt, PackInfo, canonical, new_format, pack_key
+from ckpt.core.format.partition import GLOBAL
+from ckpt.core.format.values import Json
+from ckpt.core.log.log import RunLog
+from ckpt.errors import UsageError
+from ckpt.store import Store, open_store
+from ckpt.tools.convert.output import Literal, OutFile, Output, Sums, TensorRun
+from ckpt.tools.convert.source import Origin, OriginEntry, RankView
+
+
+def plan(
+    origin: Origin, views: list[RankView], dtypes: Mapping[str, str], *, step: int, finite: bool | None = None
+) -> Output:
+    """`views`: of each rank of the new world; `dtypes`: as what to write each tensor, by label. `finite`: whether it
+    is known to be, as of the checkpoint that it comes from."""
+    world = len(views)
+    if not 0 < world <= MAX_WORLD:
+        raise UsageError(f"{world} ranks: choose a number from 1 to {MAX_WORLD}")
+    chosen = [[[name, label, dtypes[label]] for name, label in view.tensors.items()] for view in views]
+    nonce = file_digest(canonical([origin.identity, chosen, [len(view.entries) for view in views]]))[:8]
+    attempt = Attempt(1, step, nonce)  # the same each time, so that an interrupted export goes on
+    shared = _shared(views)
+    planned = [_rank(origin, view, shared, dtypes, rank, world, attempt) for rank, view in enumerate(views)]
+    layouts = [layout for layout, _ in planned]
+
+    def finish(folder: Path, sums: Sums) -> None:
+        read.run(_finish(folder, attempt, layouts, [view.entries for view in views], finite, sums))
+
+    notes = tuple(dict.fromkeys(note for view in views for note in view.notes))
+    what = "a run of 1 rank" if world == 1 else f"a run of {world} ranks"
+    return Output(what, tuple(file for _, file in planned), finish, side_by_side=world > 1, notes=notes)
+
+
+def _shared(views: list[RankView]) -> set[str]:
+    """The names of which all ranks take the same tensor."""
+    first = views[0].tensors
+    return {name for name, label in first.items() if all(view.tensors.get(name) == label for view in views)}
+
+
+def _rank(
+    origin: Origin,
+    view: RankView,
+    shared: set[str],
+    dtypes: Mapping[str, str],
+    rank: int,
+    world: int,
+    attempt: Attempt,
+) -> tuple[Layout, OutFile]:
+    specs, labels = list[TensorSpec](), list[str]()
+    elsewhere, instances = dict[str, tuple[str, Dims]](), dict[str, int]()
+    for name, label in view.tensors.items():
+        whole, dtype = origin.tensors[label], dtypes[label]
+        if name not in shared:
+            instances[name] = rank
+            specs.append(TensorSpec(name, dtype, whole.shape, whole.accelerator, instance=rank))
+        elif (box := chunk(whole.shape, rank, world)) is not None:
+            at, sizes = box
+            full = None if sizes == whole.shape else whole.shape
+            specs.append(TensorSpec(name, dtype, sizes, whole.accelerator, full, () if full is None else at, GLOBAL))
+        else:
+            elsewhere[name] = dtype, whole.shape
+            continue
+        labels.append(label)
+    components = [entry.component for entry in view.entries]
+    layout = Layout(tuple(specs), dict(view.aliases), components, rank, world, instances, elsewhere)
+    Layout.from_json(layout.to_json())  # what could not be read again is not written
+    return layout, _pack(layout, labels, attempt)
+
+
+def chunk(shape: Dims, rank: int, world: int) -> Box | None:
+    """What a rank gets of a tensor, as `torch.chunk` cuts it along the first dimension; None if that is nothing."""
+    if world == 1 or not shape or 0 in shape:
+        return ((0,) * len(shape), shape) if rank == 0 else None
+    step = -(-shape[0] // world)
+    start, stop = min(rank * step, shape[0]), min((rank + 1) * step, shape[0])
+    if start == stop:
+        return None
+    return (start, *(0 for _ in shape[1:])), (stop - start, *shape[1:])
+
+
+def _pack(layout: Layout, labels: list[str], attempt: Attempt) -> OutFile:
+    arrangement = layout.arrangement
+    first = len(arrangement.header)
+    parts: list[Literal | TensorRun] = [Literal(0, arrangement.header)]
+    for i in arrangement.order:
+        spec = layout.tensors[i]
+        if spec.nbytes:
+            parts.append(TensorRun(first + arrangement.offsets[i], labels[i], (spec.at, spec.shape), spec.dtype))
+    sums = ((first + b.offset, first + b.offset + b.length) for b in arrangement.blobs)
+    key = pack_key(attempt, layout.rank, 0)
+    return OutFile(key, first + arrangement.data_size, tuple(parts), tuple(sums))
+
+
+async def _finish(
+    folder: Path,
+    attempt: Attempt,
+    layouts: list[Layout],
+    entries: list[tuple[OriginEntry, ...]],
+    finite: bool | None,
+    sums: Sums,
+) -> None:
+    for name in ("log", "parts", "index"):  # of a call that was interrupted: nobody has seen it
+        await asyncio.to_thread(shutil.rmtree, folder / name, ignore_errors=True)
+    store = open_store(folder, writable=True)
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            (folder / "FORMAT.json").unlink()
+        await store.put("FORMAT.json", new_format())
+        log = RunLog(store)
+        await log.open()
+        mine = await acquire(log, attempt.nonce)
+        written = [
+            await _part(store, attempt, layout, [entry.values for entry in mine_of], finite, sums)
+            for layout, mine_of in zip(layouts, entries, strict=True)
+        ]
+        await commit(log, mine, written)
+    finally:
+        await store.aclose()
+
+
+async def _part(
+    store: Store, attempt: Attempt, layout: Layout, values: list[Json], finite: bool | None, sums: Sums
+) -> WrittenPart:
+    key, arrangement = pack_key(attempt, layout.rank, 0), layout.arrangement
+    header = arrangement.header
+    pack = PackInfo(key, len(header) + arrangement.data_size, len(header), file_digest(header))
+    digests = b"".join(sums[key][len(header) + blob.offset] for blob in arrangement.blobs)
+    snapshot = RankSnapshot(attempt, layout, memoryview(b""), values, finite)
+    table = build_table(layout, key, digests)
+    return await finish_part(store, snapshot, table, [pack], number=0, reason="exported")

@@ -1,0 +1,157 @@
+"""Weights as the model hubs have them: safetensors files, in several with an index when they are large.
+
+Names lose the path of the model inside the state (`model.`), so that `from_pretrained` finds them. Of weights that are
+tied only one copy is written, and the header says of the other names which one they are, as safetensors' own
+`save_model` does.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ckpt.core.format.layout import BITS, MAX_HEADER, NATIVE, pages
+from ckpt.core.format.regular_file import write_regular
+from ckpt.core.format.values import show
+from ckpt.errors import UsageError
+from ckpt.tools.convert.cast import FLOATS, dtype_called
+from ckpt.tools.convert.output import Literal, OutFile, Output, Sums, TensorRun
+from ckpt.tools.convert.source import Origin, RankView
+
+SHARD = 5_000_000_000  # bytes of a file, as transformers does
+INDEX = "model.safetensors.index.json"
+WEIGHTS = ("module", "custom module")
+
+
+def weights_of(view: RankView) -> RankView:
+    """Only what modules hold. UsageError if there is none."""
+    entries = tuple(entry for entry in view.entries if entry.kind in WEIGHTS)
+    names = {view.aliases.get(name, name) for entry in entries for name in entry.names}
+    if not names:
+        raise UsageError("there are no weights: no module of the state has tensors. Choose tensors with --only")
+    tensors = {name: label for name, label in view.tensors.items() if name in names}
+    aliases = {alias: name for alias, name in view.aliases.items() if name in names}
+    return replace(view, entries=entries, tensors=tensors, aliases=aliases)
+
+
+def cast_to(origin: Origin, views: Sequence[RankView], dtype: str | None) -> dict[str, str]:
+    """As what each tensor is written, by label. UsageError if there is nothing to cast."""
+    dtypes = {label: spec.dtype for label, spec in origin.tensors.items()}
+    if dtype is None:
+        return dtypes
+    to = dtype_called(dtype)
+    labels = {
+        view.tensors[view.aliases.get(name, name)]
+        for view in views
+        for entry in view.entries
+        if entry.kind in WEIGHTS
+        for name in entry.names
+    }
+    floats = {label for label in labels if dtypes[label] in FLOATS}
+    if not floats:
+        raise UsageError("--dtype casts the floating-point weights of modules, and there are none among these")
+    return {**dtypes, **dict.fromkeys(floats, to)}
+
+
+def prefix_of(view: RankView) -> str:
+    """What the names of all tensors begin with and can lose: the path of the only module."""
+    if len(view.entries) != 1 or view.entries[0].kind not in WEIGHTS:
+        return ""
+    prefix = show(view.entries[0].path) + "."
+    return prefix if all(name.startswith(prefix) for name in (*view.tensors, *view.aliases)) else ""
+
+
+def plan(
+    origin: Origin, view: RankView, dtypes: Mapping[str, str], *, shard: int = SHARD, single: str = "", prefix: str = ""
+) -> Output:
+    """`dtypes`: as what to write each tensor, by label. `single`: the name of the one file, instead of a folder.
+
+    UsageError if a tensor has a dtype that safetensors files cannot hold.
+    """
+    if not view.tensors:
+        raise UsageError("there are no tensors among these, and safetensors files hold nothing else")
+    called = {name: name.removeprefix(prefix) for name in (*view.tensors, *view.aliases)}
+    for name, label in view.tensors.items():
+        if dtypes[label] not in NATIVE:
+            raise UsageError(
+                f"{name} has dtype {dtypes[label]}, which safetensors files cannot hold: leave it out with --only, or "
+                "choose --format torch"
+            )
+    if "__metadata__" in called.values():
+        raise UsageError("a tensor is called __metadata__, which is reserved in safetensors files: leave it out")
+    tied = {called[alias]: called[name] for alias, name in view.aliases.items()}
+    if "format" in tied:
+        raise UsageError('a tied tensor is called "format", which is reserved in safetensors files: leave it out')
+    groups = _groups(origin, view, dtypes, shard if not single else 1 << 62)
+    files, count = [], len(groups)
+    for i, names in enumerate(groups):
+        name = single or (f"model-{i + 1:05}-of-{count:05}.safetensors" if count > 1 else "model.safetensors")
+        inside = {called[n] for n in names}
+        aliases = {alias: of for alias, of in tied.items() if of in inside}
+        files.append(_file(name, origin, {called[n]: view.tensors[n] for n in names}, dtypes, aliases))
+    index = _index(files, groups, called) if len(files) > 1 else None
+
+    def finish(folder: Path, sums: Sums) -> None:
+        if index is not None:
+            write_regular(folder / INDEX, index)
+
+    notes = (f"the names of tensors are written without {prefix!r} in front",) if prefix else ()
+    return Output("safetensors", tuple(files), finish, bool(single), notes=notes)
+
+
+def _groups(origin: Origin, view: RankView, dtypes: Mapping[str, str], most: int) -> list[list[str]]:
+    """The names of each file: in the order of the state, as many as go into so many bytes, one at least."""
+    groups: list[list[str]] = [[]]
+    held = 0
+    for name, label in view.tensors.items():
+        size = _elements(origin, label) * BITS[dtypes[label]] // 8
+        if groups[-1] and held + size > most:
+            groups.append([])
+            held = 0
+        groups[-1].append(name)
+        held += size
+    return groups
+
+
+def _elements(origin: Origin, label: str) -> int:
+    spec = origin.tensors[label]
+    return spec.nbytes * 8 // BITS[spec.dtype]
+
+
+def _file(
+    name: str, origin: Origin, labels: Mapping[str, str], dtypes: Mapping[str, str], tied: Mapping[str, str]
+) -> OutFile:
+    """Large elements first, so that each tensor lies at a multiple of them; the header in whole pages."""
+    order = sorted(labels, key=lambda n: -BITS[dtypes[labels[n]]])
+    header: dict[str, object] = {"__metadata__": {"format": "pt", **tied}}
+    runs, at = list[tuple[int, str]](), 0
+    for called in order:
+        label = labels[called]
+        shape, dtype = origin.tensors[label].shape, dtypes[label]
+        size = _elements(origin, label) * BITS[dtype] // 8
+        header[called] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + size]}
+        runs.append((at, label))
+        at += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    if len(text) > MAX_HEADER:
+        raise UsageError(f"{len(labels)} tensors are too many for one safetensors file: choose a smaller --shard-size")
+    first = pages(8 + len(text))
+    head = Literal(0, struct.pack("<Q", first - 8) + text.ljust(first - 8))
+    parts = [TensorRun(first + place, label, _all(origin, label), dtypes[label]) for place, label in runs]
+    return OutFile(name, first + at, (head, *(part for part in parts if part.size)))
+
+
+def _all(origin: Origin, label: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    shape = origin.tensors[label].shape
+    return (0,) * len(shape), shape
+
+
+def _index(files: list[OutFile], groups: list[list[str]], called: Mapping[str, str]) -> bytes:
+    """Which file has which tensor. Of tied ones only the copy that is there, as `save_pretrained` does."""
+    where = {called[n]: file.name for file, names in zip(files, groups, strict=True) for n in names}
+    total = sum(part.size for file in files for part in file.parts if isinstance(part, TensorRun))
+    data = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+    return (json.dumps(data, indent=2) + "\n").encode()

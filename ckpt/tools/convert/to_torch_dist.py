@@ -1,0 +1,138 @@
+"""A run of `ckpt.megatron` as the `torch_dist` checkpoint that Megatron would have written, for its own load at any
+sizes of parallelism.
+
+That is a folder of torch's distributed checkpoints by the keys of Megatron's `ShardedTensor`s, of an optimizer that was
+saved `fully_reshardable`, with `common.pt` of plain values and `metadata.json` beside it. All layers of the decoder
+are one tensor there, with an axis for them. The weights have two keys for the same bytes: Megatron rounds those of the
+model when it loads them, to the dtype that it computes with.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ckpt.errors import UsageError
+from ckpt.tools.convert.output import Output, Sums
+from ckpt.tools.convert.source import DESCRIPTION, Origin, RankView
+from ckpt.tools.convert.to_dcp import FILE, Aliases, Rows, write
+from ckpt.tools.convert.torch_state import Builder, Tensors, stage
+
+NEEDED = ("model", "optim", "megatron")  # entries of the state of such a run
+RANDOM, SCHEDULE = "rng", "sched"
+LAYER = re.compile(r"(decoder\.layers\.)(\d+)\.(.+)")
+MASTERS, MOMENTS = "optimizer.state.param.", ("exp_avg", "exp_avg_sq")
+HOW = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+METADATA = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+NUMBERS = "random numbers are left out: with what is written here Megatron begins with what it seeds"
+
+
+def plan(origin: Origin, view: RankView, dtypes: Mapping[str, str]) -> Output:
+    """`dtypes`: as what each tensor is written, by label. UsageError if this is no run of `ckpt.megatron`, or one that
+    Megatron has no form for; the message says what is the matter."""
+    paths = {entry.path for entry in view.entries}
+    if not {(name,) for name in NEEDED} <= paths:
+        raise UsageError("only runs of ckpt.megatron can be torch_dist, and this is none: choose dcp")
+    if any(dtypes[label] != origin.tensors[label].dtype for label in view.tensors.values()):
+        raise UsageError("torch_dist has weights in fp32, which Megatron rounds when it loads them: leave out --dtype")
+    chosen = _without_numbers(view)
+
+    def checkpoint(tensors: Tensors) -> tuple[dict[str, Any], Aliases, dict[str, Any]]:
+        root = Builder(chosen, tensors, numbered=False, text_keys=False).build().root
+        return *sharded(root["model"], root["optim"]), common(root, view.step or 0)
+
+    checkpoint(Tensors(origin, dtypes))
+    file = stage(origin, chosen, dtypes, FILE)
+
+    def finish(out: Path, _: Sums) -> None:
+        tensors = Tensors(origin, dtypes, output.staged_path(out, file), file)
+        own, aliases, plain = checkpoint(tensors)
+        torch.save(plain, out / "common.pt")
+        write(out, own, {name: (name,) for name in own}, aliases, tensors)
+        (out / "metadata.json").write_text(json.dumps(METADATA))
+
+    notes = (NUMBERS,) if (RANDOM,) in paths else ()
+    output = Output("torch_dist", (file,), finish, staged=True, notes=notes)
+    return output
+
+
+def _without_numbers(view: RankView) -> RankView:
+    entries = tuple(entry for entry in view.entries if entry.path != (RANDOM,))
+    names = {view.aliases.get(name, name) for entry in entries for name in entry.names}
+    return replace(view, entries=entries, tensors={name: view.tensors[name] for name in view.tensors if name in names})
+
+
+# -- what Megatron divides among ranks --
+
+
+def sharded(model: Mapping[str, Tensor], moments: Mapping[str, Tensor]) -> tuple[dict[str, Any], Aliases]:
+    """By Megatron's keys; and further keys of the same."""
+    found, aliases = dict[str, Any](), Aliases()
+    layers: dict[str, dict[int, Tensor]] = {}
+    for prefix, name, tensor in _by_prefix(model, moments):
+        if match := LAYER.fullmatch(name):
+            layers.setdefault(f"{prefix}{match[1]}{match[3]}", {})[int(match[2])] = tensor
+        else:
+            found[prefix + name] = tensor
+    count = max((number for one in layers.values() for number in one), default=-1) + 1
+    found |= {key: Rows(_all_of(key, one, count)) for key, one in layers.items()}
+    for key in [key for key in found if key.startswith(MASTERS)]:
+        aliases[key.removeprefix(MASTERS)] = key, (key.removeprefix(MASTERS),)
+    return found | _nothing(model, count), aliases
+
+
+def _by_prefix(model: Mapping[str, Tensor], moments: Mapping[str, Tensor]) -> Iterator[tuple[str, str, Tensor]]:
+    """What a key begins with, what goes on as the name of a parameter, and a tensor."""
+    for name, weight in model.items():
+        states = {key: moments.get(f"state.{name}.{key}") for key in MOMENTS}
+        yield ("" if None in states.values() else MASTERS), name, weight  # frozen, or trained
+        yield from ((f"optimizer.state.{key}.", name, one) for key, one in states.items() if one is not None)
+
+
+def _all_of(key: str, layers: Mapping[int, Tensor], count: int) -> list[Tensor]:
+    if sorted(layers) != list(range(count)) or len({(one.dtype, one.shape) for one in layers.values()}) != 1:
+        raise UsageError(
+            f"{key}: layers differ, or only some of them are trained, and in torch_dist they are one tensor: choose dcp"
+        )
+    return [layers[number] for number in range(count)]
+
+
+def _nothing(model: Mapping[str, Tensor], count: int) -> dict[str, list[None]]:
+    """What modules say that they keep besides: nothing, without fp8. Megatron looks for it."""
+    matched = (LAYER.fullmatch(name) for name, weight in model.items() if weight.dim() == 2)
+    linear = {f"{m[1]}{m[3].removesuffix('.weight')}" for m in matched if m and m[3].endswith(".weight")}
+    attention = {"decoder.layers.self_attention.core_attention"}  # Transformer Engine's
+    return {f"{one}._extra_state/shard_{i}_{count}": [None] for one in linear | attention for i in range(count)}
+
+
+# -- what is alike on all ranks --
+
+
+def common(root: Mapping[str | int, Any], step: int) -> dict[str, Any]:
+    """Plain values, under the names of Megatron-LM; of the user's own under those that they have in the run."""
+    saved = root["megatron"]
+    if saved["step"] is None:
+        raise UsageError("the rank whose values are taken steps no parameters, so the optimizer's step is not known")
+    groups = [{**group, "step": saved["step"]} for group in saved["groups"]]
+    optimizer = {"optimizer": {"param_groups": groups}, "param_state_sharding_type": "fully_reshardable"}
+    if scale := saved["scale"]:
+        optimizer["grad_scaler"] = {**scale, "scale": torch.tensor([scale["scale"]], dtype=torch.float32)}
+    found = {"checkpoint_version": 3.0, "iteration": step, "optimizer": optimizer, "content_metadata": HOW}
+    own = {str(key): one for key, one in root.items() if key not in (*NEEDED, RANDOM, DESCRIPTION)}
+    if SCHEDULE in own:
+        own["opt_param_scheduler"] = own.pop(SCHEDULE)
+    if taken := sorted(own.keys() & (found.keys() | {"model", "args"})):
+        raise UsageError(f"{taken[0]} is what Megatron calls something else in its file: leave it out with --only")
+    return found | own

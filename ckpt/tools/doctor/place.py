@@ -1,0 +1,219 @@
+"""What to know before a long job: whether places keep what they promise, how fast they are, what the machine allows.
+
+Each check is a small function that returns findings. Nothing is written but below a name of our own
+(`.ckpt-doctor-…` in folders, `doctor-…/` elsewhere), which is removed again however it ends; a place that holds
+somebody else's files is not written to at all. Every check has a deadline, every measurement a bound in bytes.
+
+What any store must do is tried in `ckpt.tools.doctor.promises`; what only folders or S3 have, in `folder` and `s3`; the
+machine is looked at in `machine`, and what follows from it all is `advice`.
+Rates are of one process on this machine, at this moment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import secrets
+import shutil
+import time
+from collections.abc import AsyncIterator, Awaitable
+from dataclasses import replace
+from pathlib import Path
+
+from ckpt.core.checkpoint.store_trial import PREFIX
+from ckpt.core.log.log import RunLog
+from ckpt.errors import AccessError, CheckpointError, CorruptError, FormatError
+from ckpt.store import Store, folder_of, normalise, open_store, options_of, url_of
+from ckpt.tools.doctor.findings import PROBLEM, Finding, OnBytes, TierFindings, cleaner, judge, worst
+from ckpt.tools.doctor.folder import disk, file_system, nearest_folder, space
+from ckpt.tools.doctor.promises import Bounds, bandwidth, consistency, create_if_absent, permissions
+from ckpt.tools.doctor.s3 import bare_s3, bucket
+
+FOLDER = ".ckpt-doctor-"
+LEFT_S = 3600  # a scratch name older than this belongs to a doctor that was killed
+RETRY_S, CLEAN_S = 5.0, 30.0
+
+
+# -- a place --
+
+
+async def examine(url: str, bounds: Bounds, *, on_bytes: OnBytes = None) -> TierFindings:
+    """Everything about one place. Raises nothing that a place can be the reason of."""
+    cleaned = cleaner(url)
+    place = TierFindings(cleaned(url))
+    try:
+        place.url = cleaned(normalise(url))
+        place.options = bool(options_of(url))
+        store = open_store(url)
+    except (CheckpointError, OSError, ImportError, ValueError, TypeError) as error:
+        place.reached = False
+        place.findings.append(Finding("open", cleaned(str(error)), PROBLEM, "Correct the URL or its options"))
+        return place
+    if hasattr(store, "budget_s"):
+        store.budget_s = RETRY_S  # what is tried again elsewhere for minutes is told to a person after seconds
+    try:
+        await _examine(store, place, bounds, on_bytes)
+    finally:
+        with contextlib.suppress(Exception):
+            await asyncio.wait_for(store.aclose(), RETRY_S)
+    place.findings = [replace(f, value=cleaned(f.value), advice=cleaned(f.advice)) for f in place.findings]
+    return place
+
+
+async def _examine(store: Store, place: TierFindings, bounds: Bounds, on_bytes: OnBytes) -> None:
+    add = place.findings.extend
+    looked = await bounded("run", look(store), bounds)
+    add(looked)
+    if looked[0].what == "reach":
+        place.reached = False
+        return
+    folder = folder_of(store.url)
+    root = None if folder is None else str(folder)
+    if root is not None:
+        lies_on, room = file_system(root), space(root)
+        place.shared, place.free = lies_on.shared, room[0].data
+        add([lies_on.finding, *room])
+    if looked[0].data == "foreign":
+        return
+    writable = await _probe(store, root, place, bounds, on_bytes)
+    if (s3 := bare_s3(store)) is not None:
+        add(await bounded("bucket", bucket(s3), bounds))
+    elif root is None and writable:
+        add([Finding("clock", "this kind of store does not tell its time")])
+
+
+async def _probe(store: Store, root: str | None, place: TierFindings, bounds: Bounds, on_bytes: OnBytes) -> bool:
+    """What needs writing; whether that is allowed at all."""
+    add, rates = place.findings.extend, place.rates
+    try:
+        async with scratch(store, root, place.findings) as (inner, prefix):
+            allowed = await bounded("permissions", permissions(inner, prefix), bounds)
+            add(allowed)
+            if worst(allowed) == PROBLEM:
+                return False
+            add(await bounded("create-if-absent", create_if_absent(inner, prefix), bounds))
+            add(await bounded("consistency", consistency(inner, prefix, rates), bounds))
+            if root is not None:
+                folder = folder_of(inner.url)
+                add(await bounded("disk", asyncio.to_thread(disk, str(folder)), bounds))
+            size = bounds.size if place.free is None else min(bounds.size, place.free // 10)
+            less = replace(bounds, size=size, check_s=bounds.check_s + 3 * bounds.measure_s)
+            add(await bounded("bandwidth", bandwidth(inner, prefix, less, rates, on_bytes), less))
+            return True
+    except (CheckpointError, OSError) as error:
+        add([Finding("write", str(error), PROBLEM, "Without writing there, nothing can be saved to it")])
+        return False
+
+
+async def bounded(what: str, check: Awaitable[list[Finding]], bounds: Bounds) -> list[Finding]:
+    """The findings of a check, or why there are none. One that cannot reach its place at all is called "reach"."""
+    try:
+        async with asyncio.timeout(bounds.check_s):
+            return await check
+    except TimeoutError:
+        name = "reach" if what == "run" else what
+        return [Finding(name, f"no answer within {bounds.check_s:g} s", PROBLEM, "Look at the network, and the server")]
+    except (CheckpointError, OSError) as error:
+        if what == "run" and not isinstance(error, (FormatError, CorruptError)):
+            advice = "" if isinstance(error, AccessError) else "Check URL, endpoint and network; nothing was written"
+            return [Finding("reach", str(error), PROBLEM, advice)]
+        return [Finding(what, str(error), PROBLEM, "Nothing can be relied on there before this works")]
+
+
+@contextlib.asynccontextmanager
+async def scratch(store: Store, root: str | None, findings: list[Finding]) -> AsyncIterator[tuple[Store, str]]:
+    """A store and a prefix to write under, that are gone afterwards; if not, a finding says what is left."""
+    name = f"{int(time.time())}-{secrets.token_hex(4)}"
+    if root is not None:
+        async with _scratch_folder(Path(root), FOLDER + name, findings) as inner:
+            yield inner, "probe/"
+        return
+    prefix = f"{PREFIX}{name}/"
+    try:
+        yield store, prefix
+    finally:
+        try:
+            await asyncio.wait_for(remove(store, prefix), CLEAN_S)
+        except (CheckpointError, OSError, TimeoutError) as error:
+            findings.append(Finding("scratch", f"{prefix} is left there: {error}", PROBLEM, f"Delete {prefix} by hand"))
+
+
+@contextlib.asynccontextmanager
+async def _scratch_folder(root: Path, name: str, findings: list[Finding]) -> AsyncIterator[Store]:
+    """In the folder; or, where a job would make that first, in the nearest one above it."""
+    root = nearest_folder(root)
+    for left in root.glob(f"{FOLDER}*"):
+        if _is_old(left.name.removeprefix(FOLDER)) and left.stat().st_uid == os.getuid():
+            shutil.rmtree(left, ignore_errors=True)
+    folder = root / name
+    inner: Store | None = None
+    try:
+        inner = open_store(url_of(folder), writable=True)
+        yield inner
+    finally:
+        if inner is not None:
+            await inner.aclose()
+        for _ in range(100):  # a thread may still be in its last write
+            shutil.rmtree(folder, ignore_errors=True)
+            if not folder.exists():
+                break
+            await asyncio.sleep(0.05)
+        else:
+            findings.append(Finding("scratch", f"{folder} is left there", PROBLEM, "Delete it by hand"))
+
+
+def _is_old(name: str) -> bool:
+    when = name.partition("-")[0]
+    return when.isdigit() and len(when) < 12 and time.time() - int(when) > LEFT_S
+
+
+async def remove(store: Store, prefix: str) -> None:
+    """Every object and unfinished upload under one of our prefixes."""
+    assert prefix.startswith(PREFIX) and prefix.endswith("/")
+    try:
+        await store.drop_uploads(lambda key: not key.startswith(prefix))
+    finally:
+        await store.delete_many([info.key async for info in store.list(prefix)])
+
+
+# -- what is there --
+
+
+async def look(store: Store) -> list[Finding]:
+    """Whether there is a run, somebody else's files, or nothing. Only reads; but what an earlier doctor that was
+    killed has left goes."""
+    log = RunLog(store)
+    try:
+        await log.open()
+    except FormatError as error:
+        return await _no_run(store, str(error))
+    state = log.state
+    history = state.lineage()
+    newest = history[0].step if history else None
+    said = "no checkpoint yet" if newest is None else f"newest step {newest}"
+    text = f"a run: {said}, {len(state.commits)} checkpoints, owner's epoch {state.epoch}"
+    data = {"newest": newest, "epoch": state.epoch, "damaged": state.damaged}
+    if state.damaged:
+        text += f"; damaged records: {', '.join(map(str, state.damaged[:10]))}"
+    advice = "See `ckpt verify --all`. It can go on, but nothing is deleted there any more: better begin a new location"
+    return [judge("run", text, bool(state.damaged), advice, data, verdict=PROBLEM)]
+
+
+async def _no_run(store: Store, why: str) -> list[Finding]:
+    left: set[str] = set()
+    async for info in store.list():
+        folder = info.key.partition("/")[0]
+        if folder.startswith(PREFIX) and _is_old(folder.removeprefix(PREFIX)):
+            left.add(folder + "/")
+        elif re.fullmatch(PREFIX + r"[0-9]+-[0-9a-f]{8}", folder):
+            continue  # another doctor is at work
+        elif info.key == "FORMAT.json":
+            return [Finding("run", why, PROBLEM, "Use the version that wrote it, or another location", "foreign")]
+        else:
+            advice = "Choose a location of its own for each run. Nothing was written there"
+            return [Finding("run", f"it holds somebody else's files: {info.key}", PROBLEM, advice, "foreign")]
+    for prefix in left:
+        await remove(store, prefix)
+    return [Finding("run", "none yet, it is empty")]

@@ -1,0 +1,377 @@
+"""What is damaged among all that live checkpoints name, as `ckpt repair` needs to know it. Every pack is read once.
+
+    look      the small files of every checkpoint, and which ranges of which packs they name
+    survey    those ranges, read and compared
+
+What is retired while somebody looks is no damage. A small file is put right at once, in memory, if what is left of its
+checkpoint or another location can say what it was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from ckpt.core.checkpoint import steady
+from ckpt.core.checkpoint.blobs import FAR_READ, PARALLEL, READ, near
+from ckpt.core.checkpoint.concurrent import all_of, of_each
+from ckpt.core.checkpoint.parts import MANY, read_exact, read_header
+from ckpt.core.format.digest import blob_digest, file_digest
+from ckpt.core.format.layout import Layout
+from ckpt.core.format.manifest import (
+    MAX_FORMAT,
+    MAX_JSON,
+    Attempt,
+    PackInfo,
+    Part,
+    index_key,
+    new_format,
+    owner,
+    part_key,
+    read_format,
+    table_key,
+)
+from ckpt.core.format.rank_index import is_directory
+from ckpt.core.format.table import MAX_TABLE, Table
+from ckpt.core.log.log import RunLog
+from ckpt.core.log.records import Commit
+from ckpt.errors import CorruptError, FormatError, NotFoundError, StoreError, is_unreadable
+from ckpt.events import log as logger
+from ckpt.tools.maintain.damage import AuditedTable, AuditResult, DamagedRange, FileDamage, PackDamage
+from ckpt.tools.maintain.remake import IndexOf, share_of
+
+OnBytes = Callable[[int], None] | None
+Ranges = np.ndarray[Any, Any]
+VERDICTS = ("sound", "sound after this", "stays damaged", "lost")
+_RANGE = np.dtype([("pack", "<i4"), ("offset", "<i8"), ("stored", "<i8"), ("low", "<u8"), ("high", "<u8")])
+
+
+class Audit:
+    """Of the run behind `log`; `others`: runs in other places that may know more.
+
+    `commits`: the checkpoints that matter, by default all that are live.
+    """
+
+    def __init__(self, log: RunLog, others: Sequence[RunLog] = (), commits: Sequence[Commit] | None = None) -> None:
+        self.log, self.others, self.store = log, list(others), log.store
+        state = log.state
+        chosen = state.commits.values() if commits is None else commits
+        self.commits = sorted(chosen, key=lambda c: c.attempt, reverse=True)
+        self.found = AuditResult(records=list(state.damaged))
+        self.sheets: list[AuditedTable] = []
+        self.infos: dict[str, PackInfo] = {}
+        self.sizes: dict[str, int] = {}
+        self._names: dict[str, int] = {}  # of packs, and their number in `_ranges`
+        self._ranges: Ranges = np.zeros(0, _RANGE)
+
+    # -- what is damaged --
+
+    async def look(self) -> int:
+        """Everything but tensors; how many bytes `survey` will read."""
+        await self._format()
+        for commit in self.commits:
+            await self._structure(commit)
+        self.sizes = {info.key: info.size async for info in self.store.list("packs/")}
+        await of_each([key for key in self._names if self._is_missized(key)], self._measure)
+        headers = sum(self.infos[key].header_size for key in self._names if key in self.infos)
+        return int(self._ranges["stored"].sum()) + headers
+
+    def _is_missized(self, key: str) -> bool:
+        there, info = self.sizes.get(key), self.infos.get(key)
+        return there is None or (info is not None and there != info.size)
+
+    async def _measure(self, key: str) -> None:
+        """Read the size of one pack again. A listing may have been made while the folder was away for a moment."""
+        self.sizes.pop(key, None)
+        with contextlib.suppress(NotFoundError):
+            self.sizes[key] = (await steady.head(self.store, key)).size
+
+    def _ranges_of(self, table: Table) -> Ranges:
+        """All that it names."""
+        rows = np.flatnonzero(table.stored > 0)
+        numbers = np.array([self._names.setdefault(key, len(self._names)) for key in table.packs], np.int32)
+        found = np.zeros(len(rows), _RANGE)
+        digests = np.ascontiguousarray(table.stored_digest[rows]).view("<u8").reshape(-1, 2)
+        found["pack"], found["offset"] = numbers[table.pack[rows]], table.offset[rows]
+        found["stored"], found["low"], found["high"] = table.stored[rows], digests[:, 0], digests[:, 1]
+        return found
+
+    async def audit(self, on_bytes: OnBytes = None) -> AuditResult:
+        """Read everything that was found by `look`, a few batches at a time, and note what is damaged."""
+        damaged: dict[str, PackDamage] = {}
+
+        def of(key: str) -> PackDamage:
+            if key not in damaged:
+                unknown = PackInfo(key, self.sizes.get(key, 0), 0, "")
+                info = self.infos.get(key, unknown)
+                damaged[key] = PackDamage(info, self.sizes.get(key), known=key in self.infos)
+            return damaged[key]
+
+        for key in self._names:
+            info, there = self.infos.get(key), self.sizes.get(key)
+            if there is None:
+                of(key).problem = "is gone"
+            elif info is not None and there != info.size:
+                of(key).problem = f"holds {there} bytes, not {info.size}"
+        jobs = iter(self._jobs())
+
+        async def work(pool: ThreadPoolExecutor) -> None:
+            for key, pieces in jobs:
+                if pieces is None:
+                    count = self.infos[key].header_size
+                    if not await self._header_is_sound(self.infos[key]):
+                        of(key).header = True
+                else:
+                    if bad := await self._damaged(pool, pieces):
+                        of(key).pieces += bad
+                    count = sum(p.stored for p in pieces)
+                if on_bytes is not None:
+                    on_bytes(count)
+
+        with ThreadPoolExecutor(PARALLEL, "ckpt-repair") as pool:
+            await all_of(work(pool) for _ in range(PARALLEL))
+        await self._forget_retired(damaged)
+        await self._name_rows(damaged)
+        self.found.packs = [damaged[key] for key in sorted(damaged)]
+        for pack in self.found.packs:
+            pack.pieces.sort(key=lambda p: p.offset)
+        return self.found
+
+    def _jobs(self) -> Iterator[tuple[str, list[DamagedRange] | None]]:
+        """Headers (None), and near ranges together."""
+        most = FAR_READ if self.store.remote else READ
+        for key in self._names:
+            if key in self.infos:
+                yield key, None
+            for *_, group in near(((0, p.offset, p.offset + p.stored, 0, p) for p in self.named(key)), most):
+                yield key, group
+
+    def named(self, key: str) -> Iterator[DamagedRange]:
+        """The ranges of a pack that live checkpoints name, in their order."""
+        low, high = np.searchsorted(self._ranges["pack"], [self._names[key], self._names[key] + 1])
+        for row in self._ranges[low:high]:
+            digest = np.array([row["low"], row["high"]], "<u8").tobytes()
+            yield DamagedRange(key, int(row["offset"]), int(row["stored"]), digest)
+
+    async def _damaged(self, pool: ThreadPoolExecutor, pieces: list[DamagedRange]) -> list[DamagedRange]:
+        """Those of near ranges that are not what they have to be. What lies behind the end is not asked for."""
+        there = self.sizes.get(pieces[0].pack, 0)
+        missing = [p for p in pieces if p.offset + p.stored > there]
+        pieces = [p for p in pieces if p.offset + p.stored <= there]
+        if not pieces:
+            return missing
+        start, end = pieces[0].offset, max(p.offset + p.stored for p in pieces)
+        try:
+            view = await steady.get(self.store, pieces[0].pack, start=start, length=end - start)
+        except StoreError as error:
+            if is_unreadable(error):
+                raise
+            if len(pieces) == 1:
+                return missing + pieces
+            return missing + [bad for piece in pieces for bad in await self._damaged(pool, [piece])]
+
+        def bad() -> list[DamagedRange]:
+            return [p for p in pieces if blob_digest(view[p.offset - start :][: p.stored]) != p.digest]
+
+        return missing + await asyncio.get_running_loop().run_in_executor(pool, bad)
+
+    async def _header_is_sound(self, info: PackInfo) -> bool:
+        try:
+            await read_header(self.store, info)
+        except (CorruptError, StoreError) as error:
+            if is_unreadable(error):
+                raise
+            return False
+        return True
+
+    async def _forget_retired(self, damaged: dict[str, PackDamage]) -> None:
+        """A running job may have given checkpoints up while we looked: what only they name is no damage."""
+        if not (damaged or self.found.files or self.found.unread):
+            return
+        live = (await self.log.refresh()).commits.keys()
+        gone = {c.attempt for c in self.commits} - live
+        if not gone:
+            return
+        self.sheets = [sheet for sheet in self.sheets if sheet.commit.attempt in live]
+        self.commits = [commit for commit in self.commits if commit.attempt in live]
+        used = {key for sheet in self.sheets for key in sheet.packs}
+        for key in damaged.keys() - used:
+            del damaged[key]
+        self.found.files = [f for f in self.found.files if owner(f.key) not in gone]
+        self.found.unread = [one for one in self.found.unread if one[0] not in gone]
+
+    async def _name_rows(self, damaged: dict[str, PackDamage]) -> None:
+        """Which rows of which tables name each damaged piece. What names a damaged file is in memory from here on."""
+        by_place = {(p.pack, p.offset, p.stored): p for pack in damaged.values() for p in pack.pieces}
+        concerned = [sheet for sheet in self.sheets if not damaged.keys().isdisjoint(sheet.packs)]
+        await of_each(concerned, self._keep)
+        for sheet in concerned:
+            if (table := sheet.content) is None:
+                continue
+            hit = np.array([key in damaged for key in table.packs], np.bool_)
+            for row in np.flatnonzero(hit[table.pack]).tolist():
+                place = table.packs[int(table.pack[row])], int(table.offset[row]), int(table.stored[row])
+                if place in by_place:
+                    by_place[place].rows.append((sheet, row))
+        for pack in damaged.values():
+            pack.pieces = [piece for piece in pack.pieces if piece.rows]
+
+    def verdicts(self) -> list[tuple[Attempt, str]]:
+        """Of every checkpoint, newest first: "sound", what a repair makes of it, "sound after this", "stays damaged",
+        or "lost", if bytes that it needs cannot be had."""
+        found: dict[Attempt, int] = {commit.attempt: 0 for commit in self.commits}
+
+        def worse(attempts: Iterable[Attempt | None], much: int) -> None:
+            for attempt in attempts:
+                if attempt in found:
+                    found[attempt] = max(found[attempt], much)
+
+        worse([attempt for attempt, _ in self.found.unread], 3)
+        for file in self.found.files:
+            worse([owner(file.key)], 2 if file.raw is None else 1)
+        for pack in self.found.packs:
+            users = {sheet.commit.attempt for sheet in self.sheets if pack.info.key in sheet.packs}
+            for piece in pack.pieces:
+                worse([sheet.commit.attempt for sheet, _ in piece.rows], 3 if piece.cure is None else 1)
+            if pack.header or pack.size_is_wrong:
+                right = pack.worth and (not pack.header or pack.header_cure is not None)
+                worse(users, 1 if right else 2)
+        return [(attempt, VERDICTS[much]) for attempt, much in sorted(found.items(), reverse=True)]
+
+    # -- structure --
+
+    async def _format(self) -> None:
+        try:
+            read_format(await steady.get(self.store, "FORMAT.json", limit=MAX_FORMAT))
+        except (CorruptError, NotFoundError) as error:
+            self.found.files.append(
+                FileDamage(
+                    "FORMAT.json",
+                    None,
+                    str(error),
+                    new_format(self.log.root),
+                    f"the log of {self.store.url}",
+                    isinstance(error, NotFoundError),
+                )
+            )
+
+    async def _structure(self, commit: Commit) -> None:
+        """Parts, tables and index of a checkpoint; as far as they can be had, its sheets. Some ranks at a time."""
+        key, many = index_key(commit.attempt, commit.index), len(commit.parts) > MANY
+        ((raw, damage),) = await self._files(commit, [(key, commit.index, MAX_TABLE)])
+        index = None if raw is None or is_directory(raw) else self._parsed(raw, key, commit)
+        again, sheets, columns = IndexOf(many=many, wanted=raw is None), list[AuditedTable](), [self._ranges]
+        for start in range(0, len(commit.parts), MANY):
+            wanted = commit.parts[start : start + MANY]
+            for row, part, table in await self._ranks(commit, wanted, index, again.layout_of):
+                again.add(part, table)
+                sheet = AuditedTable(commit, table.packs, row, part.table)
+                if not many:
+                    sheet.content, sheet.layout = table, _layout(part)
+                sheets.append(sheet)
+                columns.append(self._ranges_of(table))
+        if len(sheets) == len(commit.parts):
+            self.sheets += sheets
+            if damage is not None and raw is None and (made := again.made(commit)) is not None:
+                damage.raw, damage.source = made, "the tables of its parts"
+        elif index is not None:
+            self.sheets.append(AuditedTable(commit, index.packs, content=index))
+            columns = [self._ranges, self._ranges_of(index)]
+        else:
+            self.found.unread.append((commit.attempt, "neither its index nor all of its tables can be had"))
+            return
+        self._ranges = np.unique(np.concatenate(columns))
+
+    async def _ranks(
+        self,
+        commit: Commit,
+        rows: Sequence[tuple[int, int, str]],
+        index: Table | None,
+        layout_of: Callable[[str], dict[str, Any]],
+    ) -> list[tuple[tuple[int, int, str], Part, Table]]:
+        """What some ranks have stored, as far as it can be had."""
+        attempt, there = commit.attempt, list[tuple[tuple[int, int, str], Part]]()
+        keys = [(part_key(attempt, rank, number), digest, MAX_JSON) for rank, number, digest in rows]
+        for row, (key, *_), (raw, _) in zip(rows, keys, await self._files(commit, keys), strict=True):
+            if raw is not None:
+                try:
+                    there.append((row, Part.from_bytes(raw, key, layout_of)))
+                except CorruptError as error:
+                    self.found.unread.append((attempt, str(error)))
+        self.infos.update({pack.key: pack for _, part in there for pack in part.packs})
+        named = [(table_key(attempt, row[0], part.number), part.table, MAX_TABLE) for row, part in there]
+        found = list[tuple[tuple[int, int, str], Part, Table]]()
+        for (row, part), (key, *_), (raw, damage) in zip(there, named, await self._files(commit, named), strict=True):
+            table = self._parsed(raw, key, commit)
+            if damage is not None and table is None and index is not None:
+                table = share_of(index, part)
+                made = b"" if table is None else table.to_bytes()
+                if file_digest(made) != part.table:
+                    continue
+                damage.raw, damage.source = made, "its index"
+            if table is not None:
+                found.append((row, part, table))
+        return found
+
+    async def load(self, sheet: AuditedTable) -> Table | None:
+        """What is not kept of thousands of ranks. None if it cannot be had any more."""
+        if sheet.content is None and sheet.part is not None:
+            key = table_key(sheet.commit.attempt, *sheet.part[:2])
+            raw, _ = await self._file(sheet.commit, key, sheet.digest, MAX_TABLE)
+            return self._parsed(raw, key, sheet.commit)
+        return sheet.content
+
+    async def _keep(self, sheet: AuditedTable) -> None:
+        """With its layout, from here on."""
+        sheet.content = await self.load(sheet)
+        if sheet.layout is None and sheet.part is not None:
+            rank, number, digest = sheet.part
+            key = part_key(sheet.commit.attempt, rank, number)
+            raw, _ = await self._file(sheet.commit, key, digest, MAX_JSON)
+            sheet.layout = None if raw is None else _layout(Part.from_bytes(raw, key))
+
+    def _parsed(self, raw: bytes | None, key: str, commit: Commit) -> Table | None:
+        try:
+            return None if raw is None else Table.from_bytes(raw, key)
+        except (CorruptError, FormatError) as error:
+            self.found.unread.append((commit.attempt, str(error)))
+            return None
+
+    async def _files(
+        self, commit: Commit, wanted: Sequence[tuple[str, str, int]]
+    ) -> list[tuple[bytes | None, FileDamage | None]]:
+        """Small files by their keys, digests and limits."""
+        found = await of_each(wanted, lambda one: self._file(commit, *one))
+        self.found.files += [damage for _, damage in found if damage is not None]
+        return found
+
+    async def _file(self, commit: Commit, key: str, digest: str, limit: int) -> tuple[bytes | None, FileDamage | None]:
+        """The right content, from here or elsewhere; and what is wrong with it here."""
+        damage: FileDamage | None = None
+        for store in (self.store, *(other.store for other in self.others)):
+            try:
+                raw = bytes(await read_exact(store, key, digest, limit))
+            except (CorruptError, StoreError) as error:
+                if is_unreadable(error):
+                    raise
+                absent = isinstance(error, NotFoundError)
+                problem = "is gone" if absent else str(error).removeprefix(f"{key} ")
+                damage = damage or FileDamage(key, commit.step, problem, absent=absent)
+                continue
+            if damage is not None:
+                damage.raw, damage.source = raw, store.url
+            return raw, damage
+        return None, damage
+
+
+def _layout(part: Part) -> Layout | None:
+    try:
+        return Layout.from_json(part.layout)
+    except CorruptError as error:
+        logger.warning("%s", error)
+        return None

@@ -1,0 +1,58 @@
+"""Whether a checkpoint is sound, in words that name each problem once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ckpt.core.checkpoint import read
+from ckpt.core.log.log import Commit, RunLog
+from ckpt.errors import NotFoundError, StoreError
+from ckpt.store import Store
+
+UNREADABLE = "cannot be read now"
+NAMED = re.compile(r"\b(packs|parts|index)/[\w.-]+\.(safetensors|json)\b")  # a file of a checkpoint, in a message
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """`verdict`: "sound", "damaged", "cannot be read now", or "retired" while it was looked at; `problems`: what is
+    damaged, in words; `unreadable`: what cannot be read now, and may be intact."""
+
+    step: int
+    attempt: str
+    verdict: str
+    problems: list[str]
+    unreadable: list[str] = field(default_factory=list)
+
+
+async def examine(
+    log: RunLog, commit: Commit, on_bytes: Callable[[int], None] | None = None, *, data: bool = True
+) -> Verdict:
+    """Read a checkpoint back; without `data` only what describes it."""
+    away = dict[str, None]()
+    problems = await read.verify(
+        log.store, commit, data=data, on_bytes=on_bytes, on_unreadable=lambda error: away.update({str(error): None})
+    )
+    verdict = "damaged" if problems else UNREADABLE if away else "sound"
+    if verdict != "sound" and not await read.still_live(log, commit):
+        return Verdict(commit.step, str(commit.attempt), "retired", [])
+    return Verdict(commit.step, str(commit.attempt), verdict, await plainly(log.store, problems), list(away))
+
+
+async def plainly(store: Store, problems: list[str]) -> list[str]:
+    """The same, but of a file that is not there only that."""
+    found, gone = list[str](), dict[str, bool]()
+    for problem in problems:
+        if named := NAMED.search(problem):
+            key = named[0]
+            if key not in gone:
+                try:
+                    await store.head(key)
+                    gone[key] = False
+                except StoreError as error:
+                    gone[key] = isinstance(error, NotFoundError)
+            problem = f"{key} is gone" if gone[key] else problem
+        found.append(problem)
+    return list(dict.fromkeys(found))

@@ -1,0 +1,222 @@
+"""Where damaged pieces of packs can be had, bit for bit: see `ckpt repair`.
+
+Content decides, and each piece is fetched once and compared before it counts. In this order: the same range of the same
+file in another location; any sound blob of the same content, anywhere, as it is or encoded again in the same way.
+The header of a pack is had from another location, or made again by the code that made it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from functools import partial
+
+import numpy as np
+
+from ckpt.core.checkpoint import packs, read, steady
+from ckpt.core.checkpoint.concurrent import of_each
+from ckpt.core.checkpoint.parts import MANY, read_header
+from ckpt.core.format.codec import CODECS, RAW, word_of
+from ckpt.core.format.codec import encode as encoded_as
+from ckpt.core.format.digest import blob_digest, file_digest
+from ckpt.core.format.layout import Layout
+from ckpt.core.format.manifest import Attempt, PackInfo, rank_and_try
+from ckpt.core.format.table import Content, Table
+from ckpt.errors import CorruptError, FormatError, NotFoundError, StoreError, is_unreadable
+from ckpt.events import log as logger
+from ckpt.store import Store
+from ckpt.tools.maintain.audit import Audit
+from ckpt.tools.maintain.damage import AuditedTable, DamagedRange, Get, SoundCopy
+
+TRIES = 8  # blobs of the same content that are tried
+WORDS = (4, 2, 8, 1)  # bytes; of what belongs to no tensor any more
+
+
+class CopyFinder:
+    """Finds damaged pieces elsewhere."""
+
+    def __init__(self, audit: Audit) -> None:
+        self.audit = audit
+        self._absent: set[tuple[str, str]] = set()  # (place, pack)
+        self._rows: dict[Content, list[tuple[Store, Table, int]]] = {}
+        self._looking: asyncio.Task[None] | None = None
+
+    async def _look(self) -> None:
+        """Where the contents that may be of use lie, in all tiers: asked for once, and only if it matters."""
+        audit = self.audit
+        wanted: set[Content] = set()
+        for pack in audit.found.packs:
+            for piece in pack.pieces:
+                for sheet, row in piece.rows[:1]:
+                    for one in (row, *sheet.table.needed(row)):
+                        wanted.add(sheet.table.content(one))
+        bad = {(piece.pack, piece.offset) for pack in audit.found.packs for piece in pack.pieces}
+        for start in range(0, len(audit.sheets), MANY):
+            for table in await of_each(audit.sheets[start : start + MANY], audit.load):
+                if table is not None:
+                    self._note(audit.store, table, wanted, bad)
+        for other in (audit.log, *audit.others):
+            known = {c.attempt for c in audit.commits} if other is audit.log else set[Attempt]()
+            commits = {**other.state.held, **other.state.commits}
+            for attempt in sorted(commits.keys() - known, reverse=True):
+                try:
+                    async for table in read.tables_of(other.store, commits[attempt]):
+                        self._note(other.store, table, wanted, bad if other is audit.log else set())
+                except (CorruptError, FormatError, StoreError) as error:
+                    if is_unreadable(error):
+                        raise
+                    logger.warning("step %d of %s is of no use: %s", attempt.step, other.store.url, error)
+
+    def _note(self, store: Store, table: Table, wanted: set[Content], bad: set[tuple[str, int]]) -> None:
+        for row, one in enumerate(zip(map(bytes, table.digest), table.length.tolist(), strict=True)):
+            if one in wanted and table.place(row) not in bad:
+                self._rows.setdefault(one, []).append((store, table, row))
+
+    async def cure(self, piece: DamagedRange) -> SoundCopy | None:
+        """None, and why, if it cannot be had bit for bit."""
+        for other in self.audit.others:
+            get = partial(self._same_range, other.store, piece)
+            if await _works(get):
+                return SoundCopy(other.store.url, "the same bytes", get)
+        self._looking = self._looking or asyncio.ensure_future(self._look())
+        await asyncio.shield(self._looking)
+        sheet, row = piece.rows[0]
+        table, codec = sheet.table, int(sheet.table.codec[row])
+        piece.why = "nobody has its content"
+        for store, theirs, r in self._rows.get(table.content(row), ())[:TRIES]:
+            have = partial(_blob, store, theirs, r)
+            if not await _works(have):
+                piece.why = "where else its content is, that is damaged as well"
+                continue
+            if codec == RAW:
+                return SoundCopy(store.url, "the same content", have)
+            for word in _words(table, row):
+                make = partial(self._encoded, piece, table, row, word, have)
+                if await _works(make):
+                    return SoundCopy(store.url, "its content, encoded again", make)
+            piece.why = "its content is there, but it, or what it is based on, does not give the same bytes again"
+        return None
+
+    async def _same_range(self, store: Store, piece: DamagedRange) -> memoryview:
+        place = store.url, piece.pack
+        if place in self._absent:
+            raise NotFoundError(f"{piece.pack} is not in {store.url}")
+        try:
+            view = await steady.get(store, piece.pack, start=piece.offset, length=piece.stored)
+        except NotFoundError:
+            self._absent.add(place)
+            raise
+        return _matching(view, piece)
+
+    async def _base(self, content: Content) -> bytes:
+        """CorruptError if nobody has it."""
+        for store, table, row in self._rows.get(content, ())[:TRIES]:
+            try:
+                return await _blob(store, table, row)
+            except (CorruptError, StoreError) as error:
+                if is_unreadable(error):
+                    raise
+        raise CorruptError("nobody has its base")
+
+    async def _encoded(
+        self, piece: DamagedRange, table: Table, row: int, word: int, have: Callable[[], Awaitable[bytes]]
+    ) -> memoryview:
+        codec, base = int(table.codec[row]), None
+        if CODECS[codec].base == "same":
+            base = await self._base(table.content(int(table.base[row])))
+        plain = await have()
+        if len(plain) % word:
+            raise CorruptError("not words of that size")
+        return _matching(memoryview(await asyncio.to_thread(encoded_as, codec, plain, word, base)), piece)
+
+    # -- headers --
+
+    async def header(self, info: PackInfo) -> SoundCopy | None:
+        for other in self.audit.others:
+            get = partial(read_header, other.store, info)
+            if await _works(get):
+                return SoundCopy(other.store.url, "the same bytes", get)
+        tiles, rank = self._tiles(info), rank_and_try(info.key)[0]
+        layouts = {s.layout.digest: s.layout for s in self.audit.sheets if s.layout is not None}
+        for layout in layouts.values():
+            if layout.rank != rank:
+                continue
+            for make in (partial(_raw_header, layout), partial(_blobs_header, info, layout, tiles)):
+                header = make()
+                if header is not None and file_digest(header) == info.header:
+                    return SoundCopy(self.audit.store.url, "made again", partial(_given, header))
+        return None
+
+    def _tiles(self, info: PackInfo) -> dict[int, tuple[AuditedTable, int]]:
+        """A row for each range of a pack; empty unless they leave nothing out. Only ranks that wrote it name it so."""
+        rank, rows = rank_and_try(info.key)[0], dict[int, tuple[AuditedTable, int]]()
+        for sheet in self.audit.sheets:
+            table = sheet.table
+            if sheet.layout is None or sheet.layout.rank != rank or info.key not in table.packs:
+                continue
+            mine = (table.pack[: table.owned] == table.packs.index(info.key)) & (table.stored[: table.owned] > 0)
+            for row in np.flatnonzero(mine).tolist():
+                rows.setdefault(int(table.offset[row]), (sheet, row))
+        at = info.header_size
+        for offset in sorted(rows):
+            sheet, row = rows[offset]
+            if offset != at:
+                return {}
+            at += int(sheet.table.stored[row])
+        return dict(sorted(rows.items())) if at == info.size else {}
+
+
+async def _blob(store: Store, table: Table, row: int) -> bytes:
+    """The plain bytes of a row. CorruptError or StoreError unless they and what they need are sound."""
+    taken: list[bytes] = []
+
+    def take(blob: int, data: memoryview) -> None:
+        taken.append(bytes(data))
+
+    await read.fetch(store, table, read.plan_reads(table, [row], far=store.remote), take)
+    if not taken:
+        raise CorruptError(f"{table.name_of(row)} cannot be read")
+    return taken[0]
+
+
+def _words(table: Table, row: int) -> list[int]:
+    """The sizes of words that a blob may have been cut into, the likeliest first."""
+    shards = [table.shards[shard] for shard in table.users(row)]
+    return list(dict.fromkeys([*(word_of(shard.dtype) for shard in shards), *WORDS]))
+
+
+def _matching(view: memoryview, piece: DamagedRange) -> memoryview:
+    if len(view) != piece.stored or blob_digest(view) != piece.digest:
+        raise CorruptError(f"not the bytes at {piece.offset} of {piece.pack}")
+    return view
+
+
+async def _works(get: Get) -> bool:
+    """Whether that can be had. StoreError if the place does not let itself be read now."""
+    try:
+        await get()
+    except (CorruptError, FormatError, StoreError) as error:
+        if is_unreadable(error):
+            raise
+        return False
+    return True
+
+
+async def _given(raw: bytes) -> bytes:
+    return raw
+
+
+def _raw_header(layout: Layout) -> bytes:
+    return layout.arrangement.header
+
+
+def _blobs_header(info: PackInfo, layout: Layout, tiles: dict[int, tuple[AuditedTable, int]]) -> bytes | None:
+    """Of a pack of blobs, by the code that made it. The rows of a rank's table are the blobs of its layout."""
+    if not tiles or any(row >= len(layout.arrangement.blobs) for _, row in tiles.values()):
+        return None
+    zeros = memoryview(bytes(max(int(sheet.table.stored[row]) for sheet, row in tiles.values())))
+    items = [
+        packs.Encoded(row, int(sheet.table.codec[row]), zeros[: int(sheet.table.stored[row])])
+        for sheet, row in tiles.values()
+    ]
+    return packs.pack_header(layout, items)

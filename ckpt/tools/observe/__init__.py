@@ -1,0 +1,1 @@
+"""What tells how a run does: its goodput, its report, its metrics."""

@@ -649,7 +649,7 @@ def folder_in(home: Path) -> Iterator[Path]:
 def accounts_of(run: Path) -> list[Any]:
     """From the ledger of a run, oldest first; none where there is no ledger."""
     try:
-        from ckpt.tools.observe.goodput.ledger import Account, in_order
+        from ckpt.core.cadence.ledger import Account, in_order
     except ImportError:
         return []
     return in_order(Account.from_bytes(path.read_bytes()) for path in sorted((run / "ledger").glob("*.json")))
@@ -682,11 +682,11 @@ def cadence(run: Path) -> Json | None:
 
 
 def predicted(found: Json, plan: Plan) -> Json | None:
-    """What `goodput.model` says of this run, from what saves were measured to cost before it. How long it takes to
+    """What `cadence.model` says of this run, from what saves were measured to cost before it. How long it takes to
     perceive, to start again and to read back is no matter of cadence: it is taken from the run itself. None without a
     forecast, or without a cadence."""
     try:
-        from ckpt.tools.observe.goodput.model import Costs, TierCost, predict
+        from ckpt.core.cadence.model import Costs, TierCost, predict
     except ImportError:
         return None
     bill, every = found["bill"], {"memory": 1, "folder": 100}

@@ -121,8 +121,8 @@ def tell(what: str, step: int) -> None:
 
 def stopwatch(run: str) -> tuple[float, float]:
     """Seconds that are lost: by the stopwatch, and by the ledger."""
+    from ckpt.core.cadence.ledger import Account
     from ckpt.tools.observe.goodput.accounting import settled
-    from ckpt.tools.observe.goodput.ledger import Account
 
     paths = os.pathsep.join([str(Path(__file__).parent.parent), str(Path(__file__).parent.parent / "backends")])
     stamps: list[tuple[float, str, int]] = []

@@ -20,7 +20,7 @@ from ckpt.version import VERSION
 __version__ = VERSION
 
 _HOMES = {
-    "Auto": "tools.observe.goodput.cadence",
+    "Auto": "core.cadence.cadence",
     "Best": "best",
     "Checkpoint": "save",
     "Checkpointer": "checkpointer",
@@ -85,6 +85,7 @@ if TYPE_CHECKING:
     from ckpt import transformers as transformers
     from ckpt.best import Best as Best
     from ckpt.checkpointer import Checkpointer as Checkpointer
+    from ckpt.core.cadence.cadence import Auto as Auto
     from ckpt.core.checkpoint.retention import Keep as Keep
     from ckpt.core.restore.restore_first import Restored as Restored
     from ckpt.core.state.shards import Shard as Shard
@@ -122,7 +123,6 @@ if TYPE_CHECKING:
     from ckpt.save import Save as Save
     from ckpt.tiers import Memory as Memory
     from ckpt.tiers import Tier as Tier
-    from ckpt.tools.observe.goodput.cadence import Auto as Auto
     from ckpt.triggers import on_deadline as on_deadline
     from ckpt.triggers import on_exception as on_exception
     from ckpt.triggers import on_hang as on_hang

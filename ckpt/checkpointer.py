@@ -17,6 +17,7 @@ from typing import Any, TypeVar, overload
 import torch
 
 from ckpt.best import Best
+from ckpt.core.cadence.cadence import Auto
 from ckpt.core.checkpoint.retention import Keep
 from ckpt.core.restore.restore_first import Restored
 from ckpt.core.run.closing import Closing
@@ -35,7 +36,6 @@ from ckpt.guard.fault_handler import FaultHandler
 from ckpt.guard.report import Fault, tell_if_uncaught
 from ckpt.guard.secure import LiveRun
 from ckpt.save import Save
-from ckpt.tools.observe.goodput.cadence import Auto
 from ckpt.triggers import Trigger, as_triggers
 
 STOP_S = 30.0  # for an incident that is being dealt with

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from ckpt.core.cadence.cadence import FIRST_DURABLE, Auto, as_every, is_auto
 from ckpt.core.checkpoint.retention import Keep, as_keep
 from ckpt.errors import UsageError
 from ckpt.store import normalise, remember_options
-from ckpt.tools.observe.goodput.cadence import FIRST_DURABLE, Auto, as_every, is_auto
 
 COMPRESSION = ("auto", "none", "zstd")
 CREDENTIALS = ("AWS_", "GOOGLE_", "AZURE_")  # so begin the names of what says who one is

@@ -19,10 +19,10 @@ from torch.autograd import DeviceType
 
 import ckpt
 from ckpt import events, subscribers
+from ckpt.core.cadence.ledger import Account
 from ckpt.core.snapshot.device import span
 from ckpt.errors import SkippedError
 from ckpt.subscribers import Event, Subscribers
-from ckpt.tools.observe.goodput.ledger import Account
 from parallel import free_port, launch
 from processes import eventually, run_script
 

@@ -66,7 +66,9 @@ def reads_plain(call: ast.Call) -> bool:
     return ast.unparse(call.func) == "torch.load" and said.get("weights_only") == "True"
 
 
-WRITES_TORCH_FILES = {name: {"torch.save"} for name in ("tools.convert.to_torch", "tools.convert.to_torch_dist")}  # exports
+WRITES_TORCH_FILES = {
+    name: {"torch.save"} for name in ("tools.convert.to_torch", "tools.convert.to_torch_dist")
+}  # exports
 READS_PICKLES = {"tools.convert.parse_dcp": {"pickle"}}  # of DCP, by an Unpickler that makes only what is in a list
 
 

@@ -37,6 +37,7 @@ from ckpt import best
 from ckpt.best import Best
 from ckpt.callbacks import check_keywords
 from ckpt.checkpointer import Checkpointer
+from ckpt.core.cadence.cadence import Auto
 from ckpt.core.checkpoint.retention import Keep
 from ckpt.errors import CheckpointError, UsageError, at_door
 from ckpt.lightning.checkpoint_io import CheckpointIO as CheckpointIO
@@ -47,7 +48,6 @@ from ckpt.lightning.trainer_state import Monitored, TrainerState, state_of
 from ckpt.loading import Loaded, load
 from ckpt.save import Save
 from ckpt.tiers import Memory, Tier, as_tiers
-from ckpt.tools.observe.goodput.cadence import Auto
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback as Base

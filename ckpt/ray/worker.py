@@ -19,11 +19,11 @@ except ImportError as error:
     raise ImportError("ckpt.ray needs Ray: pip install 'everystep[ray]'") from error
 
 from ckpt.checkpointer import Checkpointer
+from ckpt.core.cadence.cadence import Auto
 from ckpt.core.checkpoint.retention import Keep
 from ckpt.core.format.regular_file import read_regular
 from ckpt.errors import CorruptError, UsageError
 from ckpt.tiers import Memory, Tier
-from ckpt.tools.observe.goodput.cadence import Auto
 from ckpt.version import check_known
 
 KNOWN = ((2, 60), (2, 70))  # from, and below

@@ -31,6 +31,7 @@ except ImportError as missing:
 from ckpt.best import Best
 from ckpt.callbacks import check_keywords
 from ckpt.checkpointer import Checkpointer
+from ckpt.core.cadence.cadence import Auto
 from ckpt.core.checkpoint.retention import Keep
 from ckpt.core.restore.restore_first import Restored
 from ckpt.core.state.sharding import ModulePart, named_parameters, unwrap
@@ -38,7 +39,6 @@ from ckpt.core.state.stateful import RNG
 from ckpt.errors import CheckpointError, UsageError, at_door
 from ckpt.save import Save
 from ckpt.tiers import Memory, Tier, as_tiers
-from ckpt.tools.observe.goodput.cadence import Auto
 from ckpt.transformers import trainer_internals
 from ckpt.transformers.further_state import ModuleWatch, check_further, further_modules
 from ckpt.transformers.pretrained import Pretrained, digest, is_adapter, nbytes, pretrained, trained

@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accounts import WALL, account, costs, died, invoke, near, run, seen, settled, write
+from ckpt.core.cadence.ledger import PREFIX, Account, Decision, End, Restore, SaveTotals, SeenFault, StepRow
 from ckpt.errors import CorruptError, FormatError
 from ckpt.guard.report import Fault, SavedStep
 from ckpt.tools.cli import reading
 from ckpt.tools.observe.goodput import accounting, walk
 from ckpt.tools.observe.goodput.breakdown import Statement
-from ckpt.tools.observe.goodput.ledger import PREFIX, Account, Decision, End, Restore, SaveTotals, SeenFault, StepRow
 from ckpt.tools.observe.report.figures import percent
 from ckpt.units import duration
 

@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ckpt
+from ckpt.core.cadence import cadence
+from ckpt.core.cadence.cadence import Auto, Change, History, SaveCost, Schedule, TierCadence, decide, differs
+from ckpt.core.cadence.ledger import Account, Decision, End, Restore, SeenFault, StepRow
+from ckpt.core.cadence.overhead import Meter
 from ckpt.errors import UsageError
 from ckpt.tiers import as_tiers
-from ckpt.tools.observe.goodput import cadence
-from ckpt.tools.observe.goodput.cadence import Auto, Change, History, SaveCost, Schedule, TierCadence, decide, differs
-from ckpt.tools.observe.goodput.ledger import Account, Decision, End, Restore, SeenFault, StepRow
-from ckpt.tools.observe.goodput.overhead import Meter
 
 MEMORY, FOLDER, BUCKET = "memory", "file:///nvme/run", "s3://bucket/run"
 DAY_S = 86400.0

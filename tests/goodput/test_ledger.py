@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ckpt
+from ckpt.core.cadence import ledger
+from ckpt.core.cadence.ledger import Account, Decision, End, Restore, SaveTotals, SeenFault, StepRow
 from ckpt.errors import CorruptError, FormatError
-from ckpt.tools.observe.goodput import ledger
-from ckpt.tools.observe.goodput.ledger import Account, Decision, End, Restore, SaveTotals, SeenFault, StepRow
 from parallel import free_port, launch
 from processes import PYTHONPATH, eventually, killed, run_script, start_python, writers
 

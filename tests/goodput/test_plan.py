@@ -1,4 +1,4 @@
-"""`goodput.model` and `ckpt plan`: what it predicts is what happens to a job that is played step by step."""
+"""`cadence.model` and `ckpt plan`: what it predicts is what happens to a job that is played step by step."""
 
 from __future__ import annotations
 
@@ -15,12 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accounts import run, write
-from ckpt.errors import UsageError
-from ckpt.tools.cli.plan import plan
-from ckpt.tools.observe.goodput import job_plan
-from ckpt.tools.observe.goodput.job_plan import PlannedJob, PlannedTier
-from ckpt.tools.observe.goodput.ledger import Account, Decision, End, Restore, SaveTotals, SeenFault, StepRow
-from ckpt.tools.observe.goodput.model import (
+from ckpt.core.cadence.ledger import Account, Decision, End, Restore, SaveTotals, SeenFault, StepRow
+from ckpt.core.cadence.model import (
     Costs,
     TierCost,
     best_interval,
@@ -29,6 +25,10 @@ from ckpt.tools.observe.goodput.model import (
     predict,
     steps_apart,
 )
+from ckpt.errors import UsageError
+from ckpt.tools.cli.plan import plan
+from ckpt.tools.observe.goodput import job_plan
+from ckpt.tools.observe.goodput.job_plan import PlannedJob, PlannedTier
 
 __all__ = ["run"]  # a fixture
 

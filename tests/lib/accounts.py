@@ -13,11 +13,11 @@ from click.testing import CliRunner
 from torch import nn
 
 import ckpt
+from ckpt.core.cadence.ledger import PREFIX, Account, End, Restore, SeenFault, StepRow
 from ckpt.guard.report import Fault
 from ckpt.tools.cli import report as cli_report
 from ckpt.tools.observe.goodput import accounting
 from ckpt.tools.observe.goodput.breakdown import InterruptionCost, Statement
-from ckpt.tools.observe.goodput.ledger import PREFIX, Account, End, Restore, SeenFault, StepRow
 
 WALL = 1_900_000_000.0  # of the moment 0 of the clocks here
 

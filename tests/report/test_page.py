@@ -27,10 +27,7 @@ from torch import nn
 
 import ckpt
 from accounts import WALL, account, died, invoke, run, seen, write
-from ckpt.errors import CorruptError, FormatError
-from ckpt.guard.report import Fault, SavedStep
-from ckpt.tools.observe.goodput.accounting import settled
-from ckpt.tools.observe.goodput.ledger import (
+from ckpt.core.cadence.ledger import (
     MOST_LANDED,
     Account,
     Decision,
@@ -41,6 +38,9 @@ from ckpt.tools.observe.goodput.ledger import (
     stall_bucket,
     thinned,
 )
+from ckpt.errors import CorruptError, FormatError
+from ckpt.guard.report import Fault, SavedStep
+from ckpt.tools.observe.goodput.accounting import settled
 from ckpt.tools.observe.report import style, svg
 from ckpt.tools.observe.report.chronicle import Chronicle, chronicle
 from ckpt.tools.observe.report.page import Subject, page

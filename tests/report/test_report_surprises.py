@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from accounts import WALL, account, costs, died, near, run, seen, settled
+from ckpt.core.cadence.ledger import Account, End, SeenFault
 from ckpt.guard.report import Fault
 from ckpt.tools.observe.goodput import accounting, timeline
 from ckpt.tools.observe.goodput.breakdown import Statement
-from ckpt.tools.observe.goodput.ledger import Account, End, SeenFault
 from ckpt.tools.observe.report import figures
 from ckpt.tools.observe.report.chronicle import chronicle
 

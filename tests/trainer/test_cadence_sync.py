@@ -16,6 +16,8 @@ import pytest
 from torch.distributed import HashStore
 
 import ckpt
+from ckpt.core.cadence.cadence import Change
+from ckpt.core.cadence.ledger import Decision
 from ckpt.core.ipc.heartbeat import Heartbeat
 from ckpt.core.ipc.notes import CadenceNote
 from ckpt.core.ipc.watch_requests import SetCadence
@@ -24,8 +26,6 @@ from ckpt.core.ranks.world import World
 from ckpt.core.run import cadence_sync
 from ckpt.core.run.cadence_sync import CadenceSync
 from ckpt.errors import PeerError
-from ckpt.tools.observe.goodput.cadence import Change
-from ckpt.tools.observe.goodput.ledger import Decision
 from processes import eventually
 
 URL = "file:///tmp/x"

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from ckpt.core.cadence.ledger import Account
 from ckpt.core.checkpoint import ledger_files
 from ckpt.core.checkpoint.open_tier import OpenTier, open_place
 from ckpt.core.ipc.heartbeat import Heartbeat
@@ -20,7 +21,6 @@ from ckpt.core.writer.bookkeeper import Bookkeeper
 from ckpt.errors import StoreError
 from ckpt.guard.report import Fault
 from ckpt.tiers import Tier
-from ckpt.tools.observe.goodput.ledger import Account
 
 
 class Books:

@@ -14,13 +14,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ckpt.core.cadence.ledger import Account
 from ckpt.core.checkpoint.ledger_files import interval_s, newest_accounts
 from ckpt.core.checkpoint.open_tier import open_place
 from ckpt.core.ipc.process import Process, boot_id, namespace
 from ckpt.core.log.log import RunLog
 from ckpt.errors import InUseError, StoreError
 from ckpt.events import log as logger
-from ckpt.tools.observe.goodput.ledger import Account
 
 BEATS = 3  # accounts that did not come: nobody trains there any more
 DYING_S = 3.0  # for a process that was killed to be gone

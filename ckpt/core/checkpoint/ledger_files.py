@@ -12,12 +12,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from ckpt.core.cadence import ledger
+from ckpt.core.cadence.ledger import Account, Decision
 from ckpt.core.checkpoint.open_tier import OpenTier
 from ckpt.errors import CheckpointError, CorruptError, FormatError, NotFoundError, StoreError
 from ckpt.events import log
 from ckpt.store import Store, get_small
-from ckpt.tools.observe.goodput import ledger
-from ckpt.tools.observe.goodput.ledger import Account, Decision
 
 KEEP_S, KEEP_FAR_S = 10.0, 20.0  # between two puts, into a folder and elsewhere: they say that somebody trains
 LOOK_BACK = 64  # incarnations that a cadence is derived from

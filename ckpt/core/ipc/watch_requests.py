@@ -9,7 +9,7 @@ from ckpt.core.ipc.requests import Json
 
 
 class RestoreDone(Request[None], frozen=True):
-    """The trainer has called restore(). As `goodput.ledger.Restore`, and what saving had cost by then."""
+    """The trainer has called restore(). As `cadence.ledger.Restore`, and what saving had cost by then."""
 
     at: float
     seconds: float
@@ -36,7 +36,7 @@ class CadenceOf(Body, frozen=True):
 
 
 class KeepBooks(Request[None], frozen=True):
-    """Keep the ledger of the trainer from now on; see `goodput.ledger.Account`. With its heartbeat. `decides`: a
+    """Keep the ledger of the trainer from now on; see `cadence.ledger.Account`. With its heartbeat. `decides`: a
     cadence may be proposed to it; `again`: a writer before this one has begun."""
 
     descriptors = 1

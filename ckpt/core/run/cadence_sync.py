@@ -18,6 +18,9 @@ import threading
 from dataclasses import asdict
 from typing import Any
 
+from ckpt.core.cadence import cadence
+from ckpt.core.cadence.cadence import MEMORY, Change, Schedule
+from ckpt.core.cadence.ledger import Decision
 from ckpt.core.format.manifest import Attempt
 from ckpt.core.ipc.heartbeat import Heartbeat
 from ckpt.core.ipc.notes import CadenceNote
@@ -29,9 +32,6 @@ from ckpt.events import log
 from ckpt.store import folder_of
 from ckpt.subscribers import publish
 from ckpt.tiers import Memory, Tier
-from ckpt.tools.observe.goodput import cadence
-from ckpt.tools.observe.goodput.cadence import MEMORY, Change, Schedule
-from ckpt.tools.observe.goodput.ledger import Decision
 
 LOOK_S, LOOKS_PER_S = 0.5, 2000  # between two looks; of all ranks together
 AGAIN_S = 30.0  # at the most, where the store does not answer

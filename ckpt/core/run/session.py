@@ -16,6 +16,7 @@ import msgspec
 import torch
 
 from ckpt.best import Best
+from ckpt.core.cadence.cadence import Auto
 from ckpt.core.checkpoint.concurrent import run
 from ckpt.core.checkpoint.identity import Identity, identify
 from ckpt.core.format.partition import Seat
@@ -38,7 +39,6 @@ from ckpt.events import log
 from ckpt.metrics import Metrics, as_metrics
 from ckpt.save import Save
 from ckpt.tiers import Memory, Tier, as_tiers
-from ckpt.tools.observe.goodput.cadence import Auto
 from ckpt.version import VERSION
 
 

@@ -1,8 +1,8 @@
 """Keeps the ledger of one trainer, in its writer: so that it is complete up to the moment at which the trainer died.
 
     the trainer's heartbeat, what it says, saves, faults
-        -> Account (ckpt.tools.observe.goodput.ledger) -> ledger/ in the durable tiers
-        -> what saving costs (ckpt.tools.observe.goodput.overhead) -> a cadence
+        -> Account (ckpt.core.cadence.ledger) -> ledger/ in the durable tiers
+        -> what saving costs (ckpt.core.cadence.overhead) -> a cadence
 
 The trainer sends no message for a step: every half second its last steps are read out of shared memory.
 """
@@ -21,6 +21,18 @@ from dataclasses import asdict, dataclass, replace
 from typing import ParamSpec
 from urllib.parse import unquote, urlsplit
 
+from ckpt.core.cadence import ledger
+from ckpt.core.cadence.ledger import (
+    Account,
+    Decision,
+    End,
+    LandedSave,
+    Restore,
+    SaveTotals,
+    SeenFault,
+    StepRow,
+)
+from ckpt.core.cadence.overhead import Meter
 from ckpt.core.checkpoint.ledger_files import LedgerFiles, find, read_back
 from ckpt.core.checkpoint.open_tier import OpenTier
 from ckpt.core.ipc.heartbeat import Heartbeat, StepDone
@@ -31,18 +43,6 @@ from ckpt.core.ipc.watch_requests import KeepBooks, RestoreDone
 from ckpt.core.writer.cadence_advice import CadenceAdvice
 from ckpt.events import log
 from ckpt.guard.report import TOGETHER_S, Fault
-from ckpt.tools.observe.goodput import ledger
-from ckpt.tools.observe.goodput.ledger import (
-    Account,
-    Decision,
-    End,
-    LandedSave,
-    Restore,
-    SaveTotals,
-    SeenFault,
-    StepRow,
-)
-from ckpt.tools.observe.goodput.overhead import Meter
 
 LOOK_S = 0.5  # between two looks at the heartbeat
 ROW_S = 10.0  # of a row, once the first ones are full

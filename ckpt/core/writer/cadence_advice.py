@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
+from ckpt.core.cadence import cadence
+from ckpt.core.cadence.cadence import MEMORY, Auto, SaveCost, TierCadence
+from ckpt.core.cadence.ledger import Account, Decision
+from ckpt.core.cadence.overhead import Meter
 from ckpt.core.ipc.watch_requests import CadenceOf
-from ckpt.tools.observe.goodput import cadence
-from ckpt.tools.observe.goodput.cadence import MEMORY, Auto, SaveCost, TierCadence
-from ckpt.tools.observe.goodput.ledger import Account, Decision
-from ckpt.tools.observe.goodput.overhead import Meter
 
 DECIDE_S, DECIDE_MOST_S = 2.0, 300.0  # between two looks at what saving costs: more and more rarely
 

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ckpt import events
+from ckpt.core.cadence.ledger import Account, Decision
 from ckpt.core.checkpoint import commit
 from ckpt.core.checkpoint.in_use import check_free
 from ckpt.core.checkpoint.ledger_files import last_decision, read_back
@@ -28,7 +29,6 @@ from ckpt.core.writer.memory import HeldMemory
 from ckpt.core.writer.promotion import Promoter
 from ckpt.core.writer.throttle import IdleCores, Throttle, threads
 from ckpt.errors import OutcomeUnknownError, SaveError, StoreError
-from ckpt.tools.observe.goodput.ledger import Account, Decision
 
 LOOK_BACK = 4  # incarnations, one of which knows how often to save
 

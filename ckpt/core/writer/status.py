@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 import psutil
 
+from ckpt.core.cadence.ledger import Decision
 from ckpt.core.checkpoint.open_tier import OpenTier
 from ckpt.core.ipc import watch_requests as watch
 from ckpt.core.ipc.arena import EAGER, EMPTY, FILLING, SEALED, Arena
@@ -30,7 +31,6 @@ from ckpt.errors import CheckpointError
 from ckpt.guard.memory_pressure import available_memory
 from ckpt.guard.report import Fault
 from ckpt.metrics import Metrics
-from ckpt.tools.observe.goodput.ledger import Decision
 from ckpt.tools.observe.telemetry import status
 from ckpt.tools.observe.telemetry.exporter import Exporter, deferred
 from ckpt.tools.observe.telemetry.nvml import Devices

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from ckpt.core.cadence.model import positive
 from ckpt.errors import UsageError
 from ckpt.store import folder_of
 from ckpt.tools.cli.quantity import Quantity
@@ -15,7 +16,6 @@ from ckpt.tools.cli.reading import read_ledger
 from ckpt.tools.cli.terminal import example, json_option, opened, place_option, print_json, print_table, put
 from ckpt.tools.observe.goodput import job_plan
 from ckpt.tools.observe.goodput.job_plan import MEMORY, NUMBERS, PARTS, REPLICA, SHARED, TIERS, Plan, PlannedJob
-from ckpt.tools.observe.goodput.model import positive
 from ckpt.tools.observe.report.figures import percent
 from ckpt.units import decimal, duration
 

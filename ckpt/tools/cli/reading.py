@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
 from typing import TypeVar
 
+from ckpt.core.cadence import ledger
+from ckpt.core.cadence.ledger import Account, Decision
 from ckpt.core.checkpoint.concurrent import of_each
 from ckpt.core.format.typed_json import decoded
 from ckpt.core.log.log import RunLog
@@ -14,8 +16,6 @@ from ckpt.guard import report
 from ckpt.guard.report import Fault
 from ckpt.store import Store, get_small
 from ckpt.tools.cli.terminal import say
-from ckpt.tools.observe.goodput import ledger
-from ckpt.tools.observe.goodput.ledger import Account, Decision
 
 T = TypeVar("T")
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 
 import click
 
+from ckpt.core.cadence.ledger import Account
 from ckpt.core.log.records import RunState
 from ckpt.errors import CheckpointError, CorruptError, FormatError
 from ckpt.guard.report import Fault
@@ -35,7 +36,6 @@ from ckpt.tools.cli.terminal import (
 from ckpt.tools.maintain.find_runs import runs_below
 from ckpt.tools.observe.goodput.accounting import settled
 from ckpt.tools.observe.goodput.breakdown import Statement
-from ckpt.tools.observe.goodput.ledger import Account
 from ckpt.tools.observe.report.chronicle import chronicle
 from ckpt.tools.observe.report.figures import INTERRUPTION, interruption, parts, summary
 from ckpt.tools.observe.report.page import PARTS_OF, Subject, page

@@ -16,6 +16,8 @@ import traceback
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+from ckpt.core.cadence import ledger
+from ckpt.core.cadence.ledger import Account
 from ckpt.core.checkpoint.identity import writer_keys
 from ckpt.core.checkpoint.ledger_files import account_keys
 from ckpt.core.ipc import channel as link
@@ -28,9 +30,7 @@ from ckpt.store import Store, open_store
 from ckpt.tools.cli.reading import fault_from, read_each
 from ckpt.tools.cli.terminal import PATIENCE_S, say
 from ckpt.tools.cli.top_view import RunStored, TopView
-from ckpt.tools.observe.goodput import ledger
 from ckpt.tools.observe.goodput.accounting import settled
-from ckpt.tools.observe.goodput.ledger import Account
 from ckpt.tools.observe.telemetry.status import RankStatus, shown
 
 ASK_S = 2.0  # for a writer to answer

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from ckpt.core.cadence.cadence import MEMORY, Auto
 from ckpt.core.checkpoint.commit import Role
 from ckpt.core.format.manifest import Attempt
 from ckpt.core.ipc import requests
@@ -15,7 +16,6 @@ from ckpt.core.run.supervise.current_writer import CurrentWriter
 from ckpt.core.run.supervise.memory import SnapshotMemory
 from ckpt.core.run.supervise.writer_client import WriterClient
 from ckpt.tiers import Memory, Tier
-from ckpt.tools.observe.goodput.cadence import MEMORY, Auto
 
 OPEN_S = 300.0
 

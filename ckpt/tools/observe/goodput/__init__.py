@@ -1,5 +1,5 @@
-"""Where did the time go, and how often should be saved? Ledger, timeline, breakdown, model, cadence.
+"""Where did the time of a run go? Timeline, breakdown, plan.
 
-In: what trainers and writers measured. Out: figures and decisions, as pure values. It may not know where a ledger is
-stored, who asks, or torch.
+In: the ledgers of trainers and writers. Out: figures, as pure values. It may not know where a ledger is stored, who
+asks, or torch.
 """

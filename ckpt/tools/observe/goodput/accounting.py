@@ -1,4 +1,4 @@
-"""Where the time of a run went, from the accounts of all its incarnations (ckpt.tools.observe.goodput.ledger). Pure.
+"""Where the time of a run went, from the accounts of all its incarnations (ckpt.core.cadence.ledger). Pure.
 
     invalid training time = interruptions x (perceive + restart + restore + recompute) + what saving took from training
     effective training time = 1 - invalid / wall-clock
@@ -25,9 +25,9 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from ckpt.core.cadence.ledger import Account
 from ckpt.guard.report import Fault
 from ckpt.tools.observe.goodput.breakdown import Statement
-from ckpt.tools.observe.goodput.ledger import Account
 from ckpt.tools.observe.goodput.timeline import PlacedAccount, placed
 from ckpt.tools.observe.goodput.walk import LedgerWalk
 

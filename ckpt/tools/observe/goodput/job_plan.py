@@ -1,4 +1,4 @@
-"""A whole job at any scale: what it is, where it saves, and what follows (`ckpt.tools.observe.goodput.model`). Pure.
+"""A whole job at any scale: what it is, where it saves, and what follows (`ckpt.core.cadence.model`). Pure.
 
     PlannedJob, numbers -> tiers() -> cadences() -> plan() -> Plan
 
@@ -15,11 +15,9 @@ from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
 
-from ckpt.errors import UsageError
-from ckpt.tools.observe.goodput.accounting import settled
-from ckpt.tools.observe.goodput.cadence import FLEET_GPU_S
-from ckpt.tools.observe.goodput.ledger import Account, in_order
-from ckpt.tools.observe.goodput.model import (
+from ckpt.core.cadence.cadence import FLEET_GPU_S
+from ckpt.core.cadence.ledger import Account, in_order
+from ckpt.core.cadence.model import (
     Costs,
     Forecast,
     TierCost,
@@ -29,6 +27,8 @@ from ckpt.tools.observe.goodput.model import (
     predict,
     steps_apart,
 )
+from ckpt.errors import UsageError
+from ckpt.tools.observe.goodput.accounting import settled
 
 GB = 1e9
 MEMORY, REPLICA, SHARED = TIERS = ("memory", "replica", "shared")

@@ -7,14 +7,14 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from ckpt.core.cadence.ledger import End, StepRow
 from ckpt.tools.observe.goodput.breakdown import COUNTLESS, Interruption, InterruptionCost
-from ckpt.tools.observe.goodput.ledger import End, StepRow
 from ckpt.tools.observe.goodput.timeline import PlacedAccount
 from ckpt.units import duration, moment
 
 LONG_S = 3600.0  # nothing ran for so long: somebody may have wanted that, which deserves a note
 COMPARABLE = 3  # steps of one incarnation that say how long its steps take
-ENOUGH = 4  # beside which nothing was saved, as in ckpt.tools.observe.goodput.overhead
+ENOUGH = 4  # beside which nothing was saved, as in ckpt.core.cadence.overhead
 FAR, FAR_S = 5.0, 0.5  # usual steps, and seconds: a single step that takes so much longer does more than a step
 
 

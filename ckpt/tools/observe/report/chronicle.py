@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from ckpt.core.cadence.ledger import Account, Decision, LandedSave, Restore, StepRow
 from ckpt.guard.report import TOGETHER_S, Fault, SavedStep, incidents, was_asked
 from ckpt.tools.observe.goodput.accounting import SettledRun
-from ckpt.tools.observe.goodput.ledger import Account, Decision, LandedSave, Restore, StepRow
 from ckpt.tools.observe.goodput.timeline import PlacedAccount
 
 T = TypeVar("T")
 MOST_POINTS = 1600  # of the curve of steps
-BUCKETS = range(-56, 33)  # of stalls, see ckpt.tools.observe.goodput.ledger.stall_bucket
+BUCKETS = range(-56, 33)  # of stalls, see ckpt.core.cadence.ledger.stall_bucket
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from ckpt.core.cadence.ledger import LandedSave
 from ckpt.guard.report import in_words
 from ckpt.tools.observe.goodput.breakdown import Statement
-from ckpt.tools.observe.goodput.ledger import LandedSave
 from ckpt.tools.observe.report import figures, style, tables
 from ckpt.tools.observe.report.chronicle import BUCKETS, Chronicle, ShownEvent
 from ckpt.tools.observe.report.figures import NAMES, TIERS, clip, share

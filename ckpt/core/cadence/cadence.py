@@ -20,9 +20,9 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from ckpt.core.cadence.ledger import Account, Decision
+from ckpt.core.cadence.model import DAY_S, best_interval, least_interval, nice_steps, steps_apart
 from ckpt.errors import UsageError
-from ckpt.tools.observe.goodput.ledger import Account, Decision
-from ckpt.tools.observe.goodput.model import DAY_S, best_interval, least_interval, nice_steps, steps_apart
 from ckpt.units import duration
 
 MEMORY = "memory"

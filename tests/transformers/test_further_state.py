@@ -14,11 +14,11 @@ from torch import nn
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
-from peft import AdaLoraConfig, get_peft_model
+from peft import AdaLoraConfig, LoraConfig, TrainableTokensConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import ckpt
-from ckpt.errors import UsageError
+from ckpt.errors import MismatchError, UsageError
 from ckpt.transformers import CheckpointCallback
 from ckpt.transformers.further_state import FurtherState
 
@@ -313,3 +313,37 @@ def test_adalora_allocator_is_restored(tmp_path: Path) -> None:
     assert equal(again.model, whole.model)
     patterns = [one.model.peft_config["default"].rank_pattern for one in (again, whole)]
     assert patterns[0] == patterns[1] and patterns[0]
+
+
+@pytest.mark.parametrize("kind", ["head", "second adapter", "token", "other base"])
+def test_random_weights_that_peft_freezes_are_no_other_base(tmp_path: Path, kind: str) -> None:
+    """A new head's frozen original and a reference adapter differ in each process, as no seed is set before them."""
+
+    def start(number: int, stop: int = -1) -> Trainer:
+        model = llama()
+        with torch.no_grad():
+            if kind in ("head", "other base"):
+                torch.manual_seed(number)
+                (model.lm_head if kind == "head" else model.model.layers[0].mlp.up_proj).weight.normal_()
+        saved = {"modules_to_save": ["lm_head"]} if kind == "head" else {}
+        torch.manual_seed(5)
+        config = LoraConfig(r=2, target_modules=["q_proj"], **saved)
+        model = get_peft_model(model, TrainableTokensConfig(token_indices=[1, 2]) if kind == "token" else config)
+        if kind == "second adapter":
+            torch.manual_seed(number)
+            model.add_adapter("ref", config)
+        return train(Trainer(model, arguments(tmp_path), train_dataset=Tokens(), callbacks=[ours(), StopAt(stop)]))
+
+    def ours() -> CheckpointCallback:
+        return callback(str(tmp_path / "run"))
+
+    first = start(1, 5)
+    if kind == "other base":
+        with pytest.raises(MismatchError, match="frozen base model is another one"):
+            start(2)
+        return
+    again = start(2)
+    assert again.state.global_step == 12
+    references = [[p for n, p in one.model.named_parameters() if ".ref." in n] for one in (first, again)]
+    assert bool(references[0]) == (kind == "second adapter")
+    assert all(torch.equal(x, y) for x, y in zip(*references, strict=True))

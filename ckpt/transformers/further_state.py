@@ -25,7 +25,13 @@ from ckpt.errors import UsageError
 
 say = logging.get_logger("transformers.everystep")
 
-COUNTERS = ("_step", "_total_train_tokens", "_current_train_step_time")
+COUNTERS = (
+    "_step",
+    "_total_train_tokens",
+    "_current_train_step_time",
+    "entropy_coef",  # with the next one: GRPO's adaptive entropy bonus
+    "_last_world_entropy",
+)
 METRICS, GENERATED = "_metrics", "_buffered_inputs"
 AVERAGES = ("ipt", "exp_avg_ipt", "exp_avg_unc")
 OURS = frozenset({"model", "optimizer", "scheduler", "scaler", "rng", "trainer", "pretrained", "ref_model"})

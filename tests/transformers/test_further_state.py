@@ -245,7 +245,8 @@ def test_trl_generations_counters_and_metrics_are_restored(tmp_path: Path) -> No
         train(Reusing(llama(), arguments(tmp_path), train_dataset=Tokens(), callbacks=[callback(run), StopAt(stop)]))
     again = train(Reusing(llama(), arguments(tmp_path), train_dataset=Tokens(), callbacks=[callback(run)]))
     assert equal(again.model, whole.model)
-    assert again._total_train_tokens == whole._total_train_tokens
+    for name in ("_total_train_tokens", "entropy_coef", "_last_world_entropy"):
+        assert getattr(again, name) == getattr(whole, name)
 
     def kept(trainer: Trainer) -> list[tuple[Any, ...]]:
         return [(one["loss_again"], one["tokens"]) for one in trainer.state.log_history if "loss_again" in one]
@@ -276,6 +277,7 @@ def test_reference_model_that_is_synchronised_is_restored(tmp_path: Path) -> Non
             with torch.no_grad():
                 for mine, theirs in zip(self.ref_model.parameters(), self.model.parameters(), strict=True):
                     mine.lerp_(theirs, 0.5)
+        self.entropy_coef, self._last_world_entropy = 0.0, float("inf")
             return super().training_step(*given, **more)
 
     run = str(tmp_path / "run")
@@ -286,6 +288,8 @@ def test_reference_model_that_is_synchronised_is_restored(tmp_path: Path) -> Non
 
 
 # -- PEFT --
+        self._last_world_entropy = 1 / self._step
+        self.entropy_coef += 0.001 * self._last_world_entropy
 
 
 class Allocate(TrainerCallback):

@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -21,6 +22,7 @@ import ckpt
 from ckpt.errors import MismatchError, UsageError
 from ckpt.transformers import CheckpointCallback
 from ckpt.transformers.further_state import FurtherState
+from ckpt.transformers.trainer_internals import LogHistory
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -199,6 +201,66 @@ def test_module_that_is_not_saved_is_named_once(tmp_path: Path, caplog: pytest.L
     assert "Average.ema" in warnings[0] and "state={'ema'" in warnings[0]
 
 
+class Late(TrainerCallback):
+    """Makes the averages when training begins, in one of the forms that people use."""
+
+    def __init__(self, form: str) -> None:
+        self.form, self.written = form, form != "untouched"
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        copies = {name: param.detach().clone() for name, param in model.named_parameters()}
+        forms = {"module": copy.deepcopy(model), "list": [*copies.values()], "untouched": [*copies.values()]}
+        self.ema: Any = forms.get(self.form, copies)
+        self.live, self.losses = list(model.parameters()), [torch.zeros(())]
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        self.losses = [torch.zeros(())]
+        for name, theirs in model.named_parameters():
+            if self.form == "replaced":
+                self.ema[name] = self.ema[name].lerp(theirs.detach(), 0.1)
+        parts = self.ema.parameters() if self.form == "module" else self.ema if self.form == "list" else ()
+        with torch.no_grad():
+            for mine, theirs in zip(parts, model.parameters(), strict=False):
+                mine.lerp_(theirs, 0.1)
+
+
+@pytest.mark.parametrize("form", ["module", "list", "replaced", "untouched"])
+def test_averages_that_a_callback_makes_later_are_named_once(
+    form: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ours = [Late(form), callback(str(tmp_path / "run"))]
+    train(Trainer(llama(), arguments(tmp_path, max_steps=5), train_dataset=Tokens(), callbacks=ours))
+    warnings = [one.getMessage() for one in caplog.records if "does not contain" in one.getMessage()]
+    assert len(warnings) == (form != "untouched") and all("Late.ema" in one for one in warnings)
+
+
+class Measuring(Trainer):
+    """Its metrics are of types that JSON lacks."""
+
+    def evaluation_loop(self, *given: Any, **more: Any) -> Any:
+        found = super().evaluation_loop(*given, **more)
+        array, key = np.array([0.5, 0.25]), ("a", 1)
+        values = {"f1": array, "tensor": torch.ones(2), "one": np.float32(0.5), "other": {1}, "keys": {key: 1}}
+        found.metrics.update({f"eval_{name}": value for name, value in values.items()})
+        return found
+
+
+def test_metrics_that_json_lacks_are_logged_and_restored(tmp_path: Path) -> None:
+    def start(run: str, stop: int = -1) -> list[dict[str, Any]]:
+        args = arguments(tmp_path, eval_strategy="steps", eval_steps=3)
+        ours = [callback(run), StopAt(stop)]
+        trainer = Measuring(llama(), args, train_dataset=Tokens(), eval_dataset=Tokens(8), callbacks=ours)
+        return [one for one in train(trainer).state.log_history if "eval_loss" in one]
+
+    run = str(tmp_path / "run")
+    start(run, 5)
+    first, *rest = start(run)
+    assert len(rest) == 3 and first["eval_keys"] == "{('a', 1): 1}"
+    assert LogHistory.parse(LogHistory().read([{"a": np.eye(2), "b": np.int64(3), "c": torch.ones(2), "d": {1}}])) == [
+        {"a": [[1.0, 0.0], [0.0, 1.0]], "b": 3, "c": [1.0, 1.0], "d": "{1}"}
+    ]
+
+
 @pytest.mark.parametrize("state", [{"model": nn.Linear(1, 1)}, [nn.Linear(1, 1)], {1: nn.Linear(1, 1)}])
 def test_invalid_state_is_refused_when_the_callback_is_made(state: Any) -> None:
     with pytest.raises(UsageError, match="state="):
@@ -214,6 +276,7 @@ class Reusing(Trainer):
     def __init__(self, *given: Any, **more: Any) -> None:
         super().__init__(*given, **more)
         self._step, self._total_train_tokens, self._current_train_step_time = 0, 0, 0.0
+        self.entropy_coef, self._last_world_entropy = 0.0, float("inf")
         self._buffered_inputs: Any = None
         self._metrics: dict[str, dict[str, list[float]]] = {"train": {}, "eval": {}}
 
@@ -224,6 +287,8 @@ class Reusing(Trainer):
         inputs = self._buffered_inputs[self._step % 4]
         self._step += 1
         self._total_train_tokens += inputs["input_ids"].numel()
+        self._last_world_entropy = 1 / self._step
+        self.entropy_coef += 0.001 * self._last_world_entropy
         loss = super().training_step(model, inputs, *rest, **more)
         self._metrics["train"].setdefault("loss_again", []).append(float(loss))
         return loss
@@ -277,7 +342,6 @@ def test_reference_model_that_is_synchronised_is_restored(tmp_path: Path) -> Non
             with torch.no_grad():
                 for mine, theirs in zip(self.ref_model.parameters(), self.model.parameters(), strict=True):
                     mine.lerp_(theirs, 0.5)
-        self.entropy_coef, self._last_world_entropy = 0.0, float("inf")
             return super().training_step(*given, **more)
 
     run = str(tmp_path / "run")
@@ -288,8 +352,6 @@ def test_reference_model_that_is_synchronised_is_restored(tmp_path: Path) -> Non
 
 
 # -- PEFT --
-        self._last_world_entropy = 1 / self._step
-        self.entropy_coef += 0.001 * self._last_world_entropy
 
 
 class Allocate(TrainerCallback):

@@ -362,8 +362,8 @@ class CheckpointCallback(TrainerCallback):
         self._pending = False
         for name in [] if self._watched_modules is None else self._watched_modules.changed():
             say.warning(
-                "training changes the module %s, which the checkpoint does not contain, so a restart begins with a new "
-                "one. Save it with CheckpointCallback(..., state={%r: module})",
+                "training changes %s, which the checkpoint does not contain, so a restart begins with a new one. Save "
+                "it with CheckpointCallback(..., state={%r: ...})",
                 name,
                 name.rpartition(".")[2],
             )

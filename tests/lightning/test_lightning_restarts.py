@@ -23,7 +23,7 @@ pytest.importorskip("lightning")
 import lightning.pytorch as pl
 import torchmetrics
 from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning, Callback, LambdaCallback, ModelPruning
-from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities import CombinedLoader, rank_zero_only
 
 from ckpt.lightning import CheckpointCallback
 
@@ -522,6 +522,80 @@ def outputs_of_a_callback() -> Any:
             self.losses = []
 
     return Model(), [Collects()], {}
+
+
+class Kept(Model):
+    """Keeps its losses for others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Any] = []
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        self.kept.append(super().training_step(batch, index).detach())
+        return super().training_step(batch, index)
+
+
+@recipe
+def outputs_of_the_module_that_a_callback_reads() -> Any:
+    class Reads(Callback):
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            pl_module.tell(torch.stack(pl_module.kept).mean())
+            pl_module.kept.clear()
+
+    return Kept(), [Reads()], {}
+
+
+@recipe
+def outputs_that_a_lambda_reads() -> Any:
+    def read(trainer: Any, pl_module: Any) -> None:
+        pl_module.tell(torch.stack(pl_module.kept).mean())
+        pl_module.kept.clear()
+
+    return Kept(), [LambdaCallback(on_train_epoch_end=read)], {}
+
+
+@recipe
+def outputs_that_decorated_and_inherited_hooks_read() -> Any:
+    def plain(function: Any) -> Any:
+        return lambda *given: function(*given)  # without functools.wraps
+
+    class Reads(Kept):
+        @torch.no_grad()
+        def on_train_epoch_end(self) -> None:
+            self.tell(torch.stack(self.kept).mean(), self.rest(), self.total)
+            self.kept.clear()
+
+        @plain
+        def rest(self) -> Any:
+            return [float(one) for one in self.more]
+
+    class Child(Reads):
+        def __init__(self) -> None:
+            super().__init__()
+            self.more: list[Any] = []
+            self.total = 0.0
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.more.append(outputs["loss"].detach())
+
+        def on_train_epoch_end(self) -> None:
+            super().on_train_epoch_end()
+            self.more = []
+
+    class Once(Callback):
+        def __init__(self) -> None:
+            self.losses: list[Any] = []
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.losses.append(outputs["loss"].item())
+
+        @rank_zero_only
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            pl_module.total = sum(self.losses)
+            self.losses = []
+
+    return Child(), [Once()], {}
 
 
 def with_metrics(make: Callable[[], dict[str, Any]], *, plain: bool = False, begin: Any = None) -> Any:

@@ -694,6 +694,57 @@ def test_interrupted_training_ends_like_an_uninterrupted_one(name: str, tmp_path
     compare(RECIPES[name], str(tmp_path / "run"))
 
 
+def test_hooks_see_the_keys_of_lightnings_checkpoints(tmp_path: Path) -> None:
+    """When they save, and of the saved step when they load."""
+    seen: dict[str, Any] = {}
+
+    def note(when: str, checkpoint: Any) -> None:
+        [optimizer], [schedule] = checkpoint["optimizer_states"], checkpoint["lr_schedulers"]
+        steps = {int(one["step"]) for one in optimizer["state"].values()}
+        names = ("hyper_parameters", "hparams_name", "datamodule_hyper_parameters", Data.__qualname__, "global_step")
+        seen[when] = [steps, schedule["last_epoch"], *(str(checkpoint[name]) for name in names)]
+
+    class Data(pl.LightningDataModule):
+        def __init__(self, size: int) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+
+        def train_dataloader(self) -> Any:
+            return DataLoader(data(), self.hparams["size"])
+
+        def state_dict(self) -> Any:
+            return {"a": 1}
+
+    class Hooked(Model):
+        def __init__(self, lr: float, odd: Any = object) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.AdamW(self.parameters(), self.hparams["lr"])
+            return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 3), "interval": "step"}]
+
+        def on_save_checkpoint(self, checkpoint: Any) -> None:
+            note("saved", checkpoint)
+
+    class Loads(Callback):
+        def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
+            note("loaded", checkpoint)
+
+    def start(steps: int, lr: float) -> None:
+        trainer = pl.Trainer(
+            accelerator="cpu", max_steps=steps, logger=False, enable_progress_bar=False, enable_checkpointing=False,
+            enable_model_summary=False, callbacks=[CheckpointCallback(str(tmp_path / "run"), every=1), Loads()],
+        )  # fmt: skip
+        trainer.fit(Hooked(lr), datamodule=Data(4))
+
+    start(4, 0.01)
+    first = dict(seen)
+    assert list(first) == ["saved"] and first["saved"][0] == {4} and "'lr': 0.01" in first["saved"][2]
+    start(5, 0.01)
+    assert seen["loaded"] == first["saved"] and seen["saved"][0] == {5}
+
+
 # -- warnings --
 
 OURS = Path(str(sys.modules[CheckpointCallback.__module__].__file__)).parent

@@ -10,6 +10,7 @@ import logging
 import random
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -425,6 +426,74 @@ def samplers_with_counters() -> Any:
     return with_loader(lambda _: DataLoader(Counted(), 4, sampler=Counts()))
 
 
+class Shuffles(Sampler[int]):
+    """Shuffles its own order in place each time."""
+
+    def __init__(self, items: Any, shuffle: Any) -> None:
+        self.items, self.shuffle = items, shuffle
+
+    def __iter__(self) -> Iterator[int]:
+        self.shuffle(self.items)
+        return iter([one["at"] if isinstance(one, dict) else int(one) for one in self.items])
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+
+def list_replaced(items: list[int]) -> None:
+    items[:] = [1000 + i for i in torch.randperm(len(items)).tolist()]
+
+
+SHUFFLED: dict[str, tuple[Callable[[], Any], Any]] = {
+    "list": (lambda: [*range(24)], random.shuffle),
+    "objects": (lambda: [{"at": i} for i in range(24)], random.shuffle),
+    "replaced": (lambda: [*range(1000, 1024)], list_replaced),
+    "array": (lambda: np.arange(24), np.random.shuffle),
+    "tensor": (lambda: torch.arange(24), lambda items: items.copy_(items[torch.randperm(24)])),
+}
+
+
+def order_shuffled_in_place(kind: str) -> Any:
+    make, shuffle = SHUFFLED[kind]
+
+    class Remote(Dataset[Any]):
+        def __getitem__(self, index: int) -> Any:
+            return data()[index % 1000]
+
+        def __len__(self) -> int:
+            return 24
+
+    return with_loader(lambda _: DataLoader(Remote(), 4, sampler=Shuffles(make(), shuffle)))
+
+
+for kind_ in SHUFFLED:
+    RECIPES[f"order_shuffled_in_place_{kind_}"] = partial(order_shuffled_in_place, kind_)
+
+
+@recipe
+def data_set_shuffled_by_the_epoch() -> Any:
+    class Resampled(Dataset[Any]):
+        def __init__(self) -> None:
+            self.inner, self.index = data(), np.arange(24)
+
+        def __len__(self) -> int:
+            return 24
+
+        def __getitem__(self, index: int) -> Any:
+            return self.inner[int(self.index[index])]
+
+    class Resamples(Model):
+        def on_train_epoch_start(self) -> None:
+            dataset = self.trainer.train_dataloader.dataset
+            np.random.shuffle(dataset.index)
+            dataset.index[:3] = dataset.index[3:6]
+
+        def train_dataloader(self) -> Any:
+            return DataLoader(Resampled(), 4)
+
+    return Resamples(), [], {}
+
+
 @recipe
 def stateful_loaders_of_several_lengths() -> Any:
     from torchdata.stateful_dataloader import StatefulDataLoader
@@ -794,6 +863,31 @@ def test_outputs_that_are_not_saved_are_warned_of_once(
     assert "losses is not saved, since it has more than 2 items" in text and "on_epoch=True" in text
 
 
+def test_long_orders_that_change_are_named_once_and_caches_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warned: Callable[[], list[str]]
+) -> None:
+    monkeypatch.setattr("ckpt.lightning.orders.MAX_NUMBERS", 20)
+
+    class Caches(Dataset[Any]):
+        def __init__(self) -> None:
+            self.cache: list[Any] = [None] * 24
+            self.array, self.names = np.zeros(24), [f"{i}" for i in range(24)]
+
+        def __len__(self) -> int:
+            return 24
+
+        def __getitem__(self, index: int) -> Any:
+            self.cache[index], self.array[index] = index, index
+            return data()[index]
+
+    def make() -> Any:
+        return with_loader(lambda _: DataLoader(Caches(), 4, sampler=Shuffles([*range(24)], random.shuffle)))
+
+    fit(make, str(tmp_path / "run"))
+    [text] = warned()
+    assert "training changes Shuffles.items, which has more than 20 items" in text
+
+
 def test_hook_that_cannot_run_twice_is_warned_of_and_changes_nothing(
     tmp_path: Path, warned: Callable[[], list[str]]
 ) -> None:
@@ -813,7 +907,14 @@ def test_hook_that_cannot_run_twice_is_warned_of_and_changes_nothing(
 
 
 @pytest.mark.parametrize(
-    "name", ["frozen_by_the_epoch", "outputs_of_steps", "wrapped_metrics", "samplers_with_counters"]
+    "name",
+    [
+        "frozen_by_the_epoch",
+        "outputs_of_steps",
+        "wrapped_metrics",
+        "samplers_with_counters",
+        "data_set_shuffled_by_the_epoch",
+    ],
 )
 def test_exact_restarts_log_no_warning(name: str, tmp_path: Path, warned: Callable[[], list[str]]) -> None:
     interrupt_and_continue(RECIPES[name], str(tmp_path / "run"))

@@ -18,24 +18,16 @@ def unsealed(raw, path):
     assert claimed == hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest(), path
     return data
 def records(run):
-    floor, seq, last = -1, 0, ""
-    archives = sorted((run / "log" / "archive").glob("*.zst"), key=lambda path: (path.stem[13:], -int(path.stem[:12])))
-    for path in archives:
-        if (end := int(path.stem[:12])) > floor:  # else a larger one had it all
-            text = zstandard.ZstdDecompressor().stream_reader(path.read_bytes(), read_across_frames=True).read()
-            raws, floor = text.split(b"\n")[seq - int(path.stem[13:]) : -1], end
-            for raw in raws:
-                record = unsealed(raw, path)
-                assert (record["seq"], record["prev"]) == (seq, last), path
-                seq, last = seq + 1, hashlib.sha256(raw).hexdigest()
-                yield record
-    for path in sorted((run / "log").glob("*.json")):
-        if int(path.stem) > floor:
-            yield sealed(path)
+    paths = sorted((run / "log").glob("*.json"))
+    places = [path for path in paths if int(path.stem) % 256 == 0 and int(path.stem) and sealed(path)["type"] == "SNAPSHOT"]
+    return [sealed(path) for path in paths if not places or path >= places[-1]]
 def newest(run):
     back, live, place = {}, {}, lambda name: tuple(map(int, re.fullmatch(r"(\d+)\.\w+-(\d+)", name).groups()))
     for record in records(run):
         body = record["body"]
+        if record["type"] == "SNAPSHOT":
+            back = {epoch: restored for epoch, _, restored in body["acquires"]}
+            live = {one["attempt"]: one for one in body["commits"] if one["finite"] is not False}
         back.update({body["epoch"]: body["restored"]} if record["type"] == "ACQUIRE" else {})
         live.update({body["attempt"]: body} if record["type"] == "COMMIT" and body["finite"] is not False else {})
         for gone in body["retire"] if record["type"] == "PLAN" else ():

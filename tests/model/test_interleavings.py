@@ -497,7 +497,7 @@ RARE = {
     what_only_began_stays_open: 650,
     what_was_read_need_not_be_looked_at_again: 30,
     who_puts_a_record_need_not_look_again: 25,
-    who_comes_back_late_tries_again: 450,
+    who_comes_back_late_tries_again: 1600,
 }
 
 

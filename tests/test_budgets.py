@@ -20,6 +20,7 @@ from processes import PYTHONPATH, REPO
 # Lines and statements of Python for each package: docstrings and comments count as lines, so that denser lines gain
 # nothing in the second number.
 BUDGETS = {
+    "adapters": (270, 170),
     "backends": (2_770, 1_940),
     "core/": (10, 10),
     "core/cadence": (1_040, 690),

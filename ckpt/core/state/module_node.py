@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from ckpt.core.format.saved_nodes import SavedNode
 from ckpt.core.format.values import Json, Path, decode, encode, pairs, show, unpaired
-from ckpt.core.state.adapters import Collector, Contents, Memories, Places
 from ckpt.core.state.module_state_dict import (
     EXTRA,
     GATHERS,
@@ -25,6 +24,7 @@ from ckpt.core.state.module_state_dict import (
 )
 from ckpt.core.state.module_trial import accepts, as_its_own, without_memory
 from ckpt.core.state.names import Names
+from ckpt.core.state.nodes import Collector, Contents, Memories, Places
 from ckpt.core.state.placement import Placement, references
 from ckpt.core.state.rewrap import facts_of, forms_of, matching
 from ckpt.core.state.sharding import Replicas, StateEntry, is_dtensor, named_modules, replicated_by_ddp, reshard, unwrap

@@ -15,9 +15,9 @@ from torch import Tensor
 from ckpt.core.format.columns import ODD
 from ckpt.core.format.saved_nodes import KINDS, PLAIN, SavedNode, is_optimizer
 from ckpt.core.format.values import Json, Path, decode, encode, encode_key, kind_of, part_of, show, splitter
-from ckpt.core.state.adapters import Collector, Contents, Memories, Places, write_back
 from ckpt.core.state.joint import IN_TURN
 from ckpt.core.state.names import Names, Span, span_of
+from ckpt.core.state.nodes import Collector, Contents, Memories, Places, write_back
 from ckpt.core.state.placement import Placement, references
 from ckpt.core.state.rewrap import MomentPlaces, facts_of, forms_of, matching
 from ckpt.core.state.settings import overruled, settings_of

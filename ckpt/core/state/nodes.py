@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter, call, is_
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -69,6 +69,16 @@ class StateNode(Protocol):
     def prepare_as_saved(self, saved: SavedNode, placement: Placement) -> bool:
         """The same where the whole state is as it was saved: its fixed tensors are filled as they lie, nobody looks at
         each. False if there is more to it."""
+
+
+@runtime_checkable
+class SteppedNode(StateNode, Protocol):
+    """One whose tensors an optimizer changes. `unguarded`: the optimizer's steps run no hooks."""
+
+    unguarded: bool
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None: ...
 
 
 class Collector:

@@ -5,6 +5,8 @@ here and a line below.
 """
 
 from ckpt.adapters.shards import ShardsNode
+from ckpt.adapters.wrappers import WrapperSubclasses
 from ckpt.core.state import adapter
 
 adapter.objects += [ShardsNode]
+adapter.tensors += [WrapperSubclasses()]

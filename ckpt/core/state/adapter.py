@@ -50,8 +50,8 @@ class TensorAdapter(Protocol):
     def check(self, tensor: Tensor, name: str, /) -> None:
         """Raise StateError if something in the tensor would be lost."""
 
-    def unflatten(self, form: WrapperForm, inner: Mapping[str, Tensor], /) -> Tensor:
-        """Make a tensor around these. Raise MismatchError if its class is not imported or its context is not plain."""
+    def unflatten(self, kind: type, form: WrapperForm, inner: Mapping[str, Tensor], /) -> Tensor:
+        """Make a tensor of that class around these. Raise MismatchError if that cannot be done."""
 
 
 objects: list[StateAdapter] = []

@@ -24,7 +24,7 @@ from ckpt.core.state.fingerprint import SampledPlaces
 from ckpt.core.state.module_node import ModuleNode
 from ckpt.core.state.names import Names
 from ckpt.core.state.nodes import Contents, PlainNode, StatefulNode, StateNode
-from ckpt.core.state.optimizer_node import OptimizerNode, forgotten, keeps_elsewhere
+from ckpt.core.state.optimizer_node import OptimizerNode, forgotten
 from ckpt.core.state.placement import Placement
 from ckpt.core.state.rewrap import forms_of
 from ckpt.core.state.sharding import LocalPiece, StateEntry, storage_of, unsupported
@@ -357,7 +357,7 @@ class Walk:
                 yield adapter(here, value)
             elif isinstance(value, nn.Module):
                 yield ModuleNode(here, value)
-            elif isinstance(value, torch.optim.Optimizer) and not keeps_elsewhere(value):
+            elif isinstance(value, torch.optim.Optimizer):
                 yield OptimizerNode(here, value)
             elif (adapted := adapt(value)) is not None:
                 yield StatefulNode(here, adapted)

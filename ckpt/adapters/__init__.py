@@ -4,10 +4,11 @@ Importing this package registers its adapters with the core (`ckpt.core.state.ad
 here and a line below.
 """
 
+from ckpt.adapters.modules import CustomModuleNode
 from ckpt.adapters.optimizers import CustomOptimizerNode, SeparateOptimizerNode
 from ckpt.adapters.shards import ShardsNode
 from ckpt.adapters.wrappers import WrapperSubclasses
 from ckpt.core.state import adapter
 
-adapter.objects += [ShardsNode, SeparateOptimizerNode, CustomOptimizerNode]
+adapter.objects += [ShardsNode, CustomModuleNode, SeparateOptimizerNode, CustomOptimizerNode]
 adapter.tensors += [WrapperSubclasses()]

@@ -19,15 +19,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckpt.core.format.values import Path, show
-from ckpt.core.state.sharding import belongs_to_torch, local, named_modules, plain_key, storage_of, wrapped_attribute
+from ckpt.core.state.module_node import TWO_TENSORS, is_one, memory_id, view_id
+from ckpt.core.state.sharding import belongs_to_torch, named_modules, plain_key, wrapped_attribute
 from ckpt.errors import MismatchError, StateError
 from ckpt.events import log as logger
 
 EXTRA = "_extra_state"
-TWO_TENSORS = (
-    "two tensors of the module get this name, so one of them would be lost. Rename one of them; wrappers such as "
-    "torch.compile's add nothing to the names of the tensors in them"
-)
 
 
 @dataclass
@@ -156,13 +153,13 @@ def _judge(module: nn.Module, prefix: str, words: OwnState, loads: bool) -> str:
             del words.loaders[inner]
         words.loaders[prefix] = module
     here = {key: tensor for key, tensor in lying(module, words, prefix) if key not in words.left_out}
-    own = {_memory(tensor) for tensor in here.values()}
+    own = {memory_id(tensor) for tensor in here.values()}
     expected = {p + EXTRA for p in words.extras}
     said = {prefix + plain_key(module, k): v for k, v in said.items()}
     rest = {k: v for k, v in said.items() if k not in expected and not words.speaks(k)}
-    new = {k: v for k, v in rest.items() if not isinstance(v, Tensor) or _memory(v) not in own}
-    there = {_memory(v) for k, v in rest.items() if k not in new}
-    missing = {k: tensor for k, tensor in here.items() if _memory(tensor) not in there}
+    new = {k: v for k, v in rest.items() if not isinstance(v, Tensor) or memory_id(v) not in own}
+    there = {memory_id(v) for k, v in rest.items() if k not in new}
+    missing = {k: tensor for k, tensor in here.items() if memory_id(tensor) not in there}
     again = {prefix + plain_key(module, k): v for k, v in (_ask(module) or {}).items()} if new else {}
     if new and not _rearranged(new, missing, again):
         words.drop(prefix)
@@ -179,9 +176,9 @@ def _rearranged(new: Mapping[str, Any], missing: Mapping[str, Tensor], again: Ma
     """Whether what is new may be made of what is missing: as much of it, and nothing that lies somewhere else."""
     if not all(isinstance(value, Tensor) for value in new.values()):
         return False
-    if any(isinstance(v := again.get(key), Tensor) and _memory(v) == _memory(value) for key, value in new.items()):
+    if any(isinstance(v := again.get(key), Tensor) and memory_id(v) == memory_id(value) for key, value in new.items()):
         return False  # both answers are alive, so this is kept somewhere
-    apart = {_memory(tensor): tensor.numel() for tensor in missing.values()}
+    apart = {memory_id(tensor): tensor.numel() for tensor in missing.values()}
     return sum(apart.values()) == sum(int(value.numel()) for value in new.values())
 
 
@@ -190,27 +187,10 @@ def _rename(here: Mapping[str, Tensor], said: Mapping[str, Tensor], words: OwnSt
     other: dict[object, list[str]] = {}
     for key, tensor in said.items():
         if key not in here:
-            other.setdefault(_form(tensor), []).append(key)
+            other.setdefault(view_id(tensor), []).append(key)
     for key, tensor in here.items():
-        if key not in said and (called := other.get(_form(tensor))):  # tied tensors have several names
+        if key not in said and (called := other.get(view_id(tensor))):  # tied tensors have several names
             words.names[key] = next((name for name in called if key.endswith(f".{name}")), called[0])
-
-
-def _memory(tensor: Tensor) -> object:
-    """Equal for tensors of one memory."""
-    return storage_of(tensor) or id(tensor)
-
-
-def is_one(a: Tensor, b: Tensor) -> bool:
-    """Return True for one tensor, or for the same view of one memory."""
-    return a is b or _form(a) == _form(b)
-
-
-def _form(tensor: Tensor) -> object:
-    """Equal for the same view of one memory."""
-    if (memory := _memory(tensor)) == id(tensor):
-        return memory
-    return memory, local(tensor).storage_offset(), tensor.shape, local(tensor).stride()
 
 
 class Refusing(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ckpt.adapters.module_state_dict import Refusing, load_into
 from ckpt.core.format.layout import TensorSpec
 from ckpt.core.format.saved_nodes import check_array
 from ckpt.core.format.values import Json
-from ckpt.core.state.module_state_dict import Refusing, load_into
 from ckpt.core.state.sharding import plain_key
 from ckpt.core.state.special_values import decode_constant
 from ckpt.core.state.tensors import TORCH_DTYPE, of_kind

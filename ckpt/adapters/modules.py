@@ -1,38 +1,405 @@
-"""Modules that are more than their parameters and buffers: an own `state_dict()` or loader, hooks, extra state."""
+"""Modules that are more than their parameters and buffers: an own `state_dict()` or loader, hooks, extra state.
+
+State-dict hooks and methods mostly rename, divide or gather what lies there: read as it lies, it restores the same, and
+nobody has to be asked between two steps of training. So each module with words of its own is asked once, with
+collectives refused, and what it said is compared with what lies there. Only one that says something else is asked again
+at every reading; extra state is asked for by itself. Whether a module's own loader accepts a saved state is tried on a
+copy whose tensors have no memory.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import copy
+import inspect
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from ckpt.adapters.module_state_dict import (
-    EXTRA,
-    GATHERS,
-    REARRANGES,
-    OwnState,
-    hand_back,
-    hand_resized,
-    listen,
-    load_into,
-)
-from ckpt.adapters.module_trial import accepts, as_its_own, without_memory
-from ckpt.core.format.saved_nodes import SavedNode
+from ckpt.core.format.layout import TensorSpec
+from ckpt.core.format.saved_nodes import SavedNode, check_array
 from ckpt.core.format.values import Json, Path, decode, encode, pairs, show, unpaired
-from ckpt.core.state.module_node import TWO_TENSORS, ModuleNode
+from ckpt.core.state.module_node import TWO_TENSORS, ModuleNode, is_one, memory_id, view_id
 from ckpt.core.state.names import Names
 from ckpt.core.state.nodes import Collector, Contents
 from ckpt.core.state.placement import Placement, references
 from ckpt.core.state.rewrap import forms_of, matching
-from ckpt.core.state.sharding import NamedModule, Replicas, StateEntry, is_dtensor, named_modules, replicated_by_ddp
-from ckpt.core.state.tensors import saved_device
-from ckpt.errors import CheckpointError, CorruptError, StateError
+from ckpt.core.state.sharding import (
+    NamedModule,
+    Replicas,
+    StateEntry,
+    belongs_to_torch,
+    is_dtensor,
+    named_modules,
+    plain_key,
+    replicated_by_ddp,
+    wrapped_attribute,
+)
+from ckpt.core.state.special_values import decode_constant
+from ckpt.core.state.tensors import TORCH_DTYPE, of_kind, saved_device
+from ckpt.errors import CheckpointError, CorruptError, MismatchError, StateError
+from ckpt.events import log as logger
+
+EXTRA = "_extra_state"
+
+
+@dataclass
+class OwnState:
+    """By prefix: `speakers` are asked for state_dict() at every reading, and nothing below them is read as it lies;
+    `extras` for get_extra_state(); `loaders` have their say in loading, so they are handed their own state once it is
+    restored. `names`: what tensors are called, if not as they lie; `left_out`: which of them are not saved.
+    """
+
+    speakers: dict[str, nn.Module] = field(default_factory=dict)
+    extras: dict[str, nn.Module] = field(default_factory=dict)
+    names: dict[str, str] = field(default_factory=dict)
+    left_out: set[str] = field(default_factory=set)
+    loaders: dict[str, nn.Module] = field(default_factory=dict)
+    notes: dict[tuple[str, type[nn.Module]], list[str]] = field(default_factory=dict)
+
+    @property
+    def spoken(self) -> bool:
+        """Whether there is more than parameters and buffers."""
+        return bool(self.speakers or self.extras)
+
+    def speaks(self, prefix: str) -> bool:
+        """Whether a module is, or lies in, one that speaks for itself."""
+        return any(prefix.startswith(speaker) for speaker in self.speakers)
+
+    def drop(self, prefix: str) -> None:
+        """Forget all about what lies below."""
+        for found in (self.speakers, self.extras, self.names, self.loaders):
+            for key in [key for key in found if key.startswith(prefix)]:
+                del found[key]
+        self.left_out = {key for key in self.left_out if not key.startswith(prefix)}
+
+
+def lying(module: nn.Module, words: OwnState, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Parameters and persistent buffers of what does not speak for itself, by full name."""
+    for name, _, each in named_modules(module):
+        here = prefix + (name + "." if name else "")
+        if not words.speaks(here):
+            for key, tensor in (*each._parameters.items(), *each._buffers.items()):
+                if tensor is not None and key not in each._non_persistent_buffers_set:
+                    yield here + key, tensor
+
+
+def listen(module: nn.Module, path: Path) -> OwnState:
+    """What the modules in `module` say of themselves. What follows from it for the user is logged, once.
+
+    Raises StateError if two tensors have one name.
+    """
+    words, seen = OwnState(), dict[str, Tensor]()
+    for name, tensor in lying(module, words):
+        if not is_one(seen.setdefault(name, tensor), tensor):
+            raise StateError(f"{show((*path, name))}: {TWO_TENSORS}")
+    _listen(module, "", words)
+    for (verdict, kind), prefixes in words.notes.items():
+        first = show((*path, prefixes[0].rstrip("."))) if prefixes[0] else show(path)
+        more = f" and {len(prefixes) - 1} more" if len(prefixes) > 1 else ""
+        _say(f"{first}{more} ({kind.__name__}): {verdict}")
+    return words
+
+
+_said: set[str] = set()
+
+
+def _say(text: str) -> None:
+    if text not in _said:
+        _said.add(text)
+        logger.warning("%s", text)
+
+
+def _listen(module: nn.Module, prefix: str, words: OwnState) -> None:
+    wrapped = wrapped_attribute(module)
+    for name, child in module._modules.items():
+        if child is not None:
+            _listen(child, prefix if name == wrapped else f"{prefix}{name}.", words)
+    extra = type(module).get_extra_state is not nn.Module.get_extra_state
+    if wrapped is not None and _adds_to_speaker(module, prefix, words, extra):
+        words.drop(prefix)
+        words.speakers[prefix] = module  # its state_dict() has both
+        return
+    if extra:
+        words.extras[prefix] = module
+    saves, loads = _own(module)
+    if saves or loads:
+        verdict = _judge(module, prefix, words, loads)
+        if verdict:
+            words.notes.setdefault((verdict, type(module)), []).append(prefix)
+
+
+def _adds_to_speaker(wrapper: nn.Module, prefix: str, words: OwnState, extra: bool) -> bool:
+    """Return True if a wrapper has state next to a module of the same name that speaks for itself."""
+    if extra and prefix in words.extras:
+        return True
+    return prefix in words.speakers and bool(wrapper._parameters or wrapper._buffers or len(wrapper._modules) > 1)
+
+
+def _own(module: nn.Module) -> tuple[bool, bool]:
+    """Whether a module has hooks or methods of its own for saving, and for loading."""
+
+    def has(methods: tuple[str, ...], hooks: Iterable[Any]) -> bool:
+        owners = (next(c for c in type(module).__mro__ if name in vars(c)).__module__ for name in methods)
+        plain = (home.startswith("torch.") and not home.startswith("torch.ao.") for home in owners)
+        return not (all(plain) and all(map(belongs_to_torch, hooks)))
+
+    before, after = module._state_dict_pre_hooks.values(), module._state_dict_hooks.values()
+    first, last = module._load_state_dict_pre_hooks.values(), module._load_state_dict_post_hooks.values()
+    saves = has(("state_dict", "_save_to_state_dict"), (*before, *after))
+    return saves, has(("load_state_dict", "_load_from_state_dict"), (*first, *last))
+
+
+GATHERS = (
+    "its state_dict() runs collectives, so it is not asked. Parameters, buffers and extra state are saved as they lie; "
+    "anything else that its hooks add is not saved"
+)
+REARRANGES = "its state_dict() rearranges its parameters. They are saved as they lie, which restores the same"
+LEAVES_OUT = "its state_dict() leaves out some parameters or buffers. They are not saved"
+SPEAKS = "its state_dict() says more than its parameters and buffers, so it is called at every save"
+
+
+def _judge(module: nn.Module, prefix: str, words: OwnState, loads: bool) -> str:
+    """Note what follows from the words of one module; what to tell the user of it."""
+    said = _ask(module)
+    if said is None:
+        return GATHERS
+    if loads:
+        for inner in [p for p in words.loaders if p.startswith(prefix)]:
+            del words.loaders[inner]
+        words.loaders[prefix] = module
+    here = {key: tensor for key, tensor in lying(module, words, prefix) if key not in words.left_out}
+    own = {memory_id(tensor) for tensor in here.values()}
+    expected = {p + EXTRA for p in words.extras}
+    said = {prefix + plain_key(module, k): v for k, v in said.items()}
+    rest = {k: v for k, v in said.items() if k not in expected and not words.speaks(k)}
+    new = {k: v for k, v in rest.items() if not isinstance(v, Tensor) or memory_id(v) not in own}
+    there = {memory_id(v) for k, v in rest.items() if k not in new}
+    missing = {k: tensor for k, tensor in here.items() if memory_id(tensor) not in there}
+    again = {prefix + plain_key(module, k): v for k, v in (_ask(module) or {}).items()} if new else {}
+    if new and not _rearranged(new, missing, again):
+        words.drop(prefix)
+        words.speakers[prefix] = module
+        return SPEAKS
+    if new:
+        return REARRANGES
+    words.left_out |= missing.keys()
+    _rename({k: t for k, t in here.items() if k not in missing}, rest, words)
+    return LEAVES_OUT if missing else ""
+
+
+def _rearranged(new: Mapping[str, Any], missing: Mapping[str, Tensor], again: Mapping[str, Any]) -> bool:
+    """Whether what is new may be made of what is missing: as much of it, and nothing that lies somewhere else."""
+    if not all(isinstance(value, Tensor) for value in new.values()):
+        return False
+    if any(isinstance(v := again.get(key), Tensor) and memory_id(v) == memory_id(value) for key, value in new.items()):
+        return False  # both answers are alive, so this is kept somewhere
+    apart = {memory_id(tensor): tensor.numel() for tensor in missing.values()}
+    return sum(apart.values()) == sum(int(value.numel()) for value in new.values())
+
+
+def _rename(here: Mapping[str, Tensor], said: Mapping[str, Tensor], words: OwnState) -> None:
+    """Tensors that a module calls otherwise, such as a wrapper that leaves out its own part of the name."""
+    other: dict[object, list[str]] = {}
+    for key, tensor in said.items():
+        if key not in here:
+            other.setdefault(view_id(tensor), []).append(key)
+    for key, tensor in here.items():
+        if key not in said and (called := other.get(view_id(tensor))):  # tied tensors have several names
+            words.names[key] = next((name for name in called if key.endswith(f".{name}")), called[0])
+
+
+class Refusing(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Collectives end in an error before anything is sent."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.refused = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        distributed = sys.modules.get("torch.distributed.tensor")
+        if distributed is not None and any(issubclass(one, distributed.DTensor) for one in types):
+            return NotImplemented  # what it makes of it comes here again
+        if func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem"):
+            self.refused = True
+            raise RuntimeError(f"{func} is a collective, and other ranks are not asked")
+        return func(*args, **(kwargs or {}))
+
+
+def _ask(module: nn.Module) -> dict[str, Any] | None:
+    """What a module says; None if it cannot say it without other ranks."""
+    mode = Refusing()
+    try:
+        with torch.no_grad(), mode:
+            said = dict(module.state_dict(keep_vars=True))
+    except Exception:
+        if not mode.refused:
+            raise
+    return None if mode.refused else said
+
+
+def hand_back(module: nn.Module) -> None:
+    """Let a module that has its say in loading see what has been restored: its hooks may derive more from it."""
+    mode = Refusing()
+    try:
+        with mode:
+            load_into(module, module.state_dict(), strict=False)
+    except Exception:
+        if not mode.refused:
+            raise
+
+
+def hand_resized(module: nn.Module, path: Path, tensors: Mapping[str, Tensor], strict: bool) -> None:
+    """Load tensors of other shapes than the module's own ones through its own loader, which may resize these.
+
+    Everything else is in place already. `tensors`: by their names within the module. Raises MismatchError if the loader
+    raises an error.
+    """
+    state = module.state_dict()
+    named = {plain_key(module, key): key for key in state}
+    for key, value in state.items():
+        if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+            state[key] = value.clone()  # the loader may overwrite its own tensors before it copies
+    state.update((named.get(name, name), tensor) for name, tensor in tensors.items())
+    try:
+        load_into(module, state, strict=strict)
+    except Exception as error:
+        problem = (
+            f"{show(path)}: the loader of {type(module).__qualname__} does not accept the saved "
+            f"{', '.join(f'{name} of shape {list(t.shape)}' for name, t in tensors.items())}: {error}"
+        )
+        if strict:
+            raise MismatchError(
+                f"{problem}. The rest was restored: make the module as it was, and restore again"
+            ) from error
+        logger.warning("%s. They were left as they are", problem)
+
+
+def load_into(module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> Any:
+    """Call load_state_dict(), which need not have the parameter `strict` if the module has written it.
+
+    Return what it returns.
+    """
+    parameters = inspect.signature(module.load_state_dict).parameters
+    takes = "strict" in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    return module.load_state_dict(state) if strict or not takes else module.load_state_dict(state, strict=False)
+
+
+# -- whether its own loader accepts a saved state --
+
+
+def accepts(module: nn.Module, state: Mapping[str, Any], *, plain: bool) -> bool:
+    """Return True if `module.load_state_dict(state)` succeeds and reports no missing or unexpected keys.
+
+    The module does not change. Return False if it cannot be copied, or if a hook would reach the original.
+
+    state: tensors on the meta device, by their names within the module.
+    plain: the names are those of `named_modules`, not the module's own; see `as_its_own`.
+    """
+    mode = _Trial()
+    try:
+        if not all(map(_can_be_tried, module.modules())):
+            return False
+        with torch.random.fork_rng(devices=[]):
+            with _WithoutMemory():
+                twin = copy.deepcopy(module)
+            with mode:
+                given = as_its_own(twin, state) if plain else dict(state)
+                names = _forms(given)
+                found = load_into(twin, given, strict=True)
+                if found is None:  # the loader does not return what it misses
+                    return _forms(twin.state_dict()) == names and not mode.refused
+                return not (found.missing_keys or found.unexpected_keys or mode.refused)
+    except Exception:
+        return False
+
+
+def as_its_own(module: nn.Module, state: Mapping[str, Any]) -> OrderedDict[str, Any]:
+    """Return a state as the module's own state_dict() would return it: with its names and its version numbers."""
+    own = module.state_dict()
+    named = {plain_key(module, key): key for key in own}
+    found = OrderedDict((named.get(key, key), value) for key, value in state.items())
+    found._metadata = getattr(own, "_metadata", {})  # type: ignore[attr-defined]
+    return found
+
+
+def without_memory(spec_of: Callable[[str], TensorSpec], reference: Json) -> object:
+    """Decode a reference with a tensor on the meta device. Raises CorruptError if that cannot be done."""
+    if reference["$"] == "ndarray":
+        dtype, shape = check_array(spec_of(reference["name"]), reference)
+        return np.zeros(shape, dtype)
+    if reference["$"] == "tensor":
+        spec = spec_of(reference["name"])
+        return of_kind(torch.empty(spec.shape, dtype=TORCH_DTYPE[spec.dtype], device="meta"), reference)
+    return decode_constant(reference)
+
+
+class _WithoutMemory(TorchFunctionMode):
+    """deepcopy() of a tensor returns one on the meta device."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.__deepcopy__, Tensor.clone):  # a Parameter clones its data
+            return torch.empty_like(args[0], device="meta")
+        return func(*args, **(kwargs or {}))
+
+
+class _Trial(Refusing):  # type: ignore[no-untyped-call]
+    """Also, tensors without memory can be copied to a device, and into the tensors that a loader creates."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default and args[1].is_meta and not args[0].is_meta:
+            return args[0]
+        if func is torch.ops.aten._to_copy.default and args[0].is_meta:
+            kwargs = {**(kwargs or {}), "device": torch.device("meta")}
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def _can_be_tried(module: nn.Module) -> bool:
+    """Return False if loading into a copy could change the original."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return False  # its copy has memory
+    hooks = (*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values())
+    methods = (vars(module)[name] for name in ("load_state_dict", "_load_from_state_dict") if name in vars(module))
+    return not any(map(_shares, (*(getattr(hook, "hook", hook) for hook in hooks), *methods)))
+
+
+def _shares(value: object) -> bool:
+    """Return True if a function keeps objects that deepcopy() would not copy, because it does not copy functions."""
+    if isinstance(value, partial):
+        return _shares(value.func)  # the arguments are copied
+    if isinstance(value, MethodType):
+        return _shares(value.__func__)
+    if not isinstance(value, FunctionType):
+        return False
+    kept = (*(cell.cell_contents for cell in value.__closure__ or ()), *(value.__defaults__ or ()))
+    return any(_shares(one) if isinstance(one, FunctionType) else not _is_constant(one) for one in kept)
+
+
+def _is_constant(value: object) -> bool:
+    if type(value) is tuple:
+        return all(map(_is_constant, value))
+    return value is None or isinstance(value, bool | int | float | str | bytes | type)
+
+
+def _forms(state: Mapping[str, Any]) -> dict[str, object]:
+    """Equal for states that have the same names, with tensors of the same shapes."""
+    return {key: tuple(v.shape) if isinstance(v, Tensor) else type(v) for key, v in state.items()}
+
+
+# -- how it is read, and put back --
 
 
 class CustomModuleNode(ModuleNode):
-    """Any module, read as the core does it, and with it what `ckpt.adapters.module_state_dict` finds out about it."""
+    """Any module, read as the core does it, and with it what it says of itself (`listen`)."""
 
     def __init__(self, path: Path, module: nn.Module) -> None:
         super().__init__(path, module)

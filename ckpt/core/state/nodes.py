@@ -5,7 +5,8 @@ only checked by identity, since reading happens between two steps of training. P
 says where every tensor goes and finds every mismatch before anything is changed; `finish`, after the tensors are
 filled, sets plain values and attaches what had to be created.
 
-Modules are in `ckpt.core.state.module_node`, optimizers in `ckpt.core.state.optimizer_node`.
+Modules are in `ckpt.core.state.module_node`, optimizers in `ckpt.core.state.optimizer_node`. Adapters have nodes for
+kinds that the core does not know (`ckpt.core.state.adapter`).
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class CustomOptimizerNode(OptimizerNode):
 
     def __init__(self, path: Path, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(path, optimizer)
-        self._objects = ObjectsOf(optimizer)
+        self._objects = self._encoder = ObjectsOf(optimizer)
         self._adds_entries, self._same = speaks_for_itself(optimizer), _all_of_one_state(optimizer)
         self._extra: dict[str, Any] = {}  # of the reading that is under way
 
@@ -67,7 +67,7 @@ class CustomOptimizerNode(OptimizerNode):
 
     def read(self, names: Names) -> Contents:
         self._extra = self._own_entries()  # first: its hooks may write into the groups and the state
-        return self._read(names, Collector(self._objects, exact=True))
+        return super().read(names)
 
     def _values(self, collect: Collector) -> dict[str, Any]:
         extra, self._extra = self._extra, {}
@@ -88,10 +88,10 @@ class CustomOptimizerNode(OptimizerNode):
         said = self.optimizer.state_dict()
         return {key: value for key, value in said.items() if key not in ("state", "param_groups")}
 
-    def prepare(self, saved: SavedNode, placement: Placement) -> None:
-        objects = RestoredObjects(self._objects, saved.values)
-        if not self._prepare(saved, placement, objects):
-            return
+    def _decoder(self, values: Json) -> ObjectDecoder:
+        return RestoredObjects(self._objects, values)
+
+    def _prepare_loader(self, saved: SavedNode, placement: Placement, objects: ObjectDecoder | None) -> None:
         extra = self._saved_extra(saved, placement, objects)
         if extra is not None or any(map(_derives_when_loaded, self._same)):
 
@@ -101,7 +101,7 @@ class CustomOptimizerNode(OptimizerNode):
             placement.finish(self.path, finish)
 
     def _saved_extra(
-        self, saved: SavedNode, placement: Placement, objects: ObjectDecoder
+        self, saved: SavedNode, placement: Placement, objects: ObjectDecoder | None
     ) -> Callable[[], dict[str, Any]] | None:
         """Build the entries that a `state_dict()` had added."""
         found = saved.values.get("extra")
@@ -117,7 +117,7 @@ class CustomOptimizerNode(OptimizerNode):
     def prepare_as_saved(self, saved: SavedNode, placement: Placement) -> bool:
         if self._adds_entries or any(map(_derives_when_loaded, self._same)):
             return False
-        return self._prepare_as_saved(saved, placement, RestoredObjects(self._objects, saved.values))
+        return super().prepare_as_saved(saved, placement)
 
     def _new_encoder(self) -> ObjectEncoder:
         return ObjectsOf(self.optimizer)

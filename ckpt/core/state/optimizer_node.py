@@ -59,14 +59,13 @@ class OptimizerNode:
         self._called: dict[int, str] = {}  # what the parameters are called, by id
         self._held: list[bool] = []  # which of them something else holds
         self._own: dict[str, StateEntry] = {}
+        self._encoder: ObjectEncoder | None = None  # of objects, if it may have any
 
     def read(self, names: Names) -> Contents:
-        return self._read(names, Collector(exact=True))
-
-    def _read(self, names: Names, collect: Collector) -> Contents:
         if self._piece is None or names is not self._names or self.changed() or self._is_held(names) != self._held:
             self._piece = None  # as in ModuleNode
             self._piece = self._read_tensors(names)
+        collect = Collector(self._encoder, exact=True)
         values = self._values(collect)
         return Contents(self._piece.fixed, collect.entries, values, self._piece.facts)
 
@@ -204,11 +203,11 @@ class OptimizerNode:
             for j, p in enumerate(group["params"])
         }
 
-    def prepare(self, saved: SavedNode, placement: Placement) -> None:
-        self._prepare(saved, placement, None)
+    def _decoder(self, values: Json) -> ObjectDecoder | None:
+        """Return what restores objects, if the optimizer may have any."""
+        return None
 
-    def _prepare(self, saved: SavedNode, placement: Placement, objects: ObjectDecoder | None) -> bool:
-        """Return False if the optimizer begins anew."""
+    def prepare(self, saved: SavedNode, placement: Placement) -> None:
         called = self.param_names(placement.names)
         mine = [[called[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
         if not is_optimizer(saved):
@@ -221,11 +220,12 @@ class OptimizerNode:
         if kind := self._other_kind(saved):
             here = "was" if placement.strict else "begins anew, as it was"
             placement.problem(f"{show(self.path)} {here} saved by an optimizer of another kind: {kind}")
-            return False
+            return
         self._compare_groups(mine, saved.facts["params"], placement)
         fresh: dict[str, dict[str, Any]] = {name: {} for name in saved.facts["with_state"] if name in params}
         self._begin_anew(fresh, params, placement)
         self._place_state(fresh, params, saved, placement)
+        objects = self._decoder(saved.values)
         others = self._other_state(fresh, saved, placement, objects)
         more = self._more_state(params, saved, placement, objects)
         groups = self._groups_of(saved, placement, objects)
@@ -240,18 +240,18 @@ class OptimizerNode:
             groups()
 
         placement.finish(self.path, finish)
-        return True
+        self._prepare_loader(saved, placement, objects)
+
+    def _prepare_loader(self, saved: SavedNode, placement: Placement, objects: ObjectDecoder | None) -> None:
+        """Say what is left to do for the optimizer's own loader, if it is called."""
 
     def prepare_as_saved(self, saved: SavedNode, placement: Placement) -> bool:
-        return self._prepare_as_saved(saved, placement, None)
-
-    def _prepare_as_saved(self, saved: SavedNode, placement: Placement, objects: ObjectDecoder | None) -> bool:
         values = saved.values
         if self._others or self._more or not is_optimizer(saved) or self._other_kind(saved):
             return False
         if values["state"] or values.get("more") or values.get("extra"):
             return False
-        placement.finish(self.path, self._groups_of(saved, placement, objects))
+        placement.finish(self.path, self._groups_of(saved, placement, self._decoder(values)))
         return True
 
     def _put(self, state: dict[Any, Any]) -> None:

@@ -25,8 +25,7 @@ class WrapperSubclasses:
     """The `TensorAdapter` for all of them."""
 
     def owns(self, kind: type) -> bool:
-        flattens = hasattr(kind, "__tensor_flatten__") and hasattr(kind, "__tensor_unflatten__")
-        return flattens and issubclass(kind, Tensor)
+        return hasattr(kind, "__tensor_flatten__") and hasattr(kind, "__tensor_unflatten__")
 
     def flatten(self, tensor: Any) -> tuple[Sequence[str], list[Any], Json]:
         attributes, context = tensor.__tensor_flatten__()

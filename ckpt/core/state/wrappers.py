@@ -85,18 +85,20 @@ def dims_of(data: Any) -> tuple[int, ...]:
 
 def is_wrapped(tensor: Tensor) -> bool:
     """Return True if what this rank has of a tensor is made of others. A DTensor alone is not meant."""
-    return type(tensor) not in PLAIN and _adapter_of(local(tensor)) is not None
+    if type(tensor) in PLAIN or type(mine := local(tensor)) in PLAIN:
+        return False
+    return _adapter_of(type(mine)) is not None and not (is_dtensor(mine) or mine.is_nested)
 
 
-def _adapter_of(tensor: Tensor) -> TensorAdapter | None:
-    kind = type(tensor)
-    if kind in PLAIN or is_dtensor(tensor) or tensor.is_nested:
-        return None
-    return next((one for one in tensors if one.owns(kind)), None)
+def _adapter_of(kind: type) -> TensorAdapter | None:
+    for one in tensors:
+        if one.owns(kind):
+            return one
+    return None
 
 
 def _flat(tensor: Tensor) -> tuple[Sequence[str], list[Any], Json]:
-    adapter = _adapter_of(tensor)
+    adapter = _adapter_of(type(tensor))
     assert adapter is not None
     return adapter.flatten(tensor)
 
@@ -138,7 +140,7 @@ def _taken(
         share = _taken(name, local(tensor), (*around, tensor), found)
         assert isinstance(share, WrapperForm)
         return replace(share, whole=tuple(tensor.shape))
-    adapter = _adapter_of(tensor)
+    adapter = _adapter_of(type(tensor))
     assert adapter is not None
     adapter.check(tensor, name)
     attributes, inner, context = adapter.flatten(tensor)
@@ -225,8 +227,8 @@ def remake(form: WrapperForm, parts: Mapping[str, Tensor]) -> Tensor:
     """A wrapper around these tensors, which may be empty yet. MismatchError if its class is not there, or makes another
     tensor of them."""
     kind = loaded_class(*form.kind)
-    adapter = next((one for one in tensors if kind is not None and one.owns(kind)), None)
-    if adapter is None or kind is None:
+    adapter = _adapter_of(kind) if kind is not None and issubclass(kind, Tensor) else None
+    if kind is None or adapter is None:
         raise MismatchError(
             f"{form.name} is a {form.shown} in the checkpoint, and there is no such class here: import {form.kind[0]} "
             "first, or restore when the tensor is there, and it is filled in place"

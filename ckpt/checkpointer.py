@@ -16,6 +16,7 @@ from typing import Any, TypeVar, overload
 
 import torch
 
+import ckpt.adapters  # noqa: F401 - registers them
 from ckpt.best import Best
 from ckpt.core.cadence.cadence import Auto
 from ckpt.core.checkpoint.retention import Keep

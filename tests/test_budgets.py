@@ -20,6 +20,7 @@ from processes import PYTHONPATH, REPO
 # Lines and statements of Python for each package: docstrings and comments count as lines, so that denser lines gain
 # nothing in the second number.
 BUDGETS = {
+    "adapters": (1_640, 1_150),
     "backends": (2_770, 1_940),
     "core/": (10, 10),
     "core/cadence": (1_040, 690),
@@ -31,14 +32,14 @@ BUDGETS = {
     "core/restore": (1_120, 740),
     "core/run": (4_820, 3_610),
     "core/snapshot": (1_930, 1_440),
-    "core/state": (5_850, 4_100),
+    "core/state": (4_520, 3_120),
     "core/writer": (4_090, 2_990),
     "dcp": (1_570, 1_080),
     "deepspeed": (480, 310),
     "guard": (2_750, 1_940),
     "lightning": (2_360, 1_620),
     "megatron": (540, 360),
-    "public": (2_830, 1_620),
+    "public": (2_840, 1_620),
     "ray": (120, 60),
     "testing": (670, 510),
     "tools/": (10, 10),
@@ -50,7 +51,7 @@ BUDGETS = {
     "torchtitan": (370, 270),
     "transformers": (1_340, 870),
 }
-TOTAL = (63_800, 43_400)
+TOTAL = (64_110, 43_540)
 C_LINES = 670
 STEP_FILES, RESTORE_FILES = 91, 86
 

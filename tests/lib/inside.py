@@ -26,6 +26,7 @@ import pytest
 import torch
 
 import ckpt
+import ckpt.adapters
 from ckpt import failpoints, loading
 from ckpt import store as stores
 from ckpt.core.checkpoint import blobs, identity, incremental, losses, open_tier, parts, read, retention, steady, write

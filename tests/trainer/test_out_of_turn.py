@@ -48,7 +48,7 @@ def test_what_was_saved_on_purpose_is_not_given_up(run_dir: str, trained: Any) -
             cp.step(step)
             if step == 5:
                 cp.save().committed(30)
-        assert not cp._fault_handler.securer.set_step(5) and not cp._fault_handler.securer.set_step(6)
+        assert not cp._out_of_turn.set_step(5) and not cp._out_of_turn.set_step(6)
         cp.save().committed(30)
         assert durable(run_dir) == [5, 7]
 

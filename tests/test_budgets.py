@@ -20,26 +20,26 @@ from processes import PYTHONPATH, REPO
 # Lines and statements of Python for each package: docstrings and comments count as lines, so that denser lines gain
 # nothing in the second number.
 BUDGETS = {
-    "adapters": (1_640, 1_150),
+    "adapters": (1_640, 1_140),
     "backends": (2_770, 1_940),
     "core/": (10, 10),
     "core/cadence": (1_040, 690),
     "core/checkpoint": (5_270, 3_470),
     "core/format": (4_670, 3_110),
     "core/ipc": (1_970, 1_300),
-    "core/log": (1_280, 880),
+    "core/log": (1_070, 710),
     "core/ranks": (1_160, 820),
     "core/restore": (1_120, 740),
-    "core/run": (4_820, 3_610),
+    "core/run": (5_200, 3_890),
     "core/snapshot": (1_930, 1_440),
-    "core/state": (4_520, 3_120),
+    "core/state": (4_510, 3_120),
     "core/writer": (4_090, 2_990),
     "dcp": (1_570, 1_080),
     "deepspeed": (480, 310),
-    "guard": (2_750, 1_940),
+    "guard": (2_460, 1_680),
     "lightning": (2_360, 1_620),
     "megatron": (540, 360),
-    "public": (2_840, 1_620),
+    "public": (2_830, 1_620),
     "ray": (120, 60),
     "testing": (670, 510),
     "tools/": (10, 10),
@@ -51,7 +51,7 @@ BUDGETS = {
     "torchtitan": (370, 270),
     "transformers": (1_340, 870),
 }
-TOTAL = (64_110, 43_540)
+TOTAL = (63_980, 43_400)
 C_LINES = 670
 STEP_FILES, RESTORE_FILES = 91, 86
 

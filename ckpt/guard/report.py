@@ -79,12 +79,6 @@ def was_asked(kind: str, by: str, *, ends: bool) -> bool:
     return kind == "request" or (kind in ASKED and by != "writer" and not ends)
 
 
-def starts_again() -> bool:
-    """Whether torchrun starts this process once more if it fails."""
-    done, most = (os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
-    return done.isdecimal() and most.isdecimal() and int(done) < int(most)
-
-
 @dataclass
 class SavedStep:
     """One step that the incident had saved. `tier`: "memory" or a URL; `seconds` since the incident was seen."""

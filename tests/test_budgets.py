@@ -25,20 +25,20 @@ BUDGETS = {
     "core/cadence": (1_040, 690),
     "core/checkpoint": (5_270, 3_470),
     "core/format": (4_670, 3_110),
-    "core/ipc": (1_970, 1_300),
+    "core/ipc": (2_090, 1_390),
     "core/log": (1_280, 880),
     "core/ranks": (1_160, 820),
     "core/restore": (1_120, 740),
     "core/run": (4_820, 3_610),
     "core/snapshot": (1_930, 1_440),
     "core/state": (5_850, 4_100),
-    "core/writer": (4_090, 2_990),
+    "core/writer": (3_170, 2_310),
     "dcp": (1_570, 1_080),
     "deepspeed": (480, 310),
-    "guard": (2_750, 1_940),
+    "guard": (3_200, 2_290),
     "lightning": (2_360, 1_620),
     "megatron": (540, 360),
-    "public": (2_830, 1_620),
+    "public": (2_960, 1_710),
     "ray": (120, 60),
     "testing": (670, 510),
     "tools/": (10, 10),
@@ -46,11 +46,11 @@ BUDGETS = {
     "tools/convert": (4_720, 3_350),
     "tools/doctor": (1_090, 800),
     "tools/maintain": (1_920, 1_330),
-    "tools/observe": (3_080, 1_890),
+    "tools/observe": (3_360, 2_050),
     "torchtitan": (370, 270),
     "transformers": (1_340, 870),
 }
-TOTAL = (63_800, 43_400)
+TOTAL = (63_860, 43_390)
 C_LINES = 670
 STEP_FILES, RESTORE_FILES = 91, 86
 

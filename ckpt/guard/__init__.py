@@ -31,4 +31,7 @@ handler that came later takes the signal, or a hang has dissolved, the process g
 The core uses two members of the guard, by the protocol `ckpt.core.run.closing.Guard`: closing stops the guard after the
 last save and before it lets go of memory, and asks it whether an exception has ended the training. Faults of earlier
 starts come from the writer as plain JSON; `Checkpointer` makes `Fault`s of them.
+
+In the writer's process, `watchdog` and `fault_reports` watch the trainer and report its death, behind the protocol
+`ckpt.core.writer.watch`. `ckpt.writer_process` puts them together with the core's writer.
 """

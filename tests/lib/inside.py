@@ -524,7 +524,7 @@ def create_run(url: str) -> None:
 
 # -- processes --
 
-WRITER = "ckpt.core.writer.main"  # part of the command line of each writer process
+WRITER = "ckpt.writer_process"  # part of the command line of each writer process
 
 
 class Process(Protocol):

@@ -23,8 +23,8 @@ BUDGETS = {
     "backends": (2_770, 1_940),
     "core/": (10, 10),
     "core/cadence": (1_040, 690),
-    "core/checkpoint": (5_270, 3_470),
-    "core/format": (4_670, 3_110),
+    "core/checkpoint": (5_180, 3_400),
+    "core/format": (4_130, 2_760),
     "core/ipc": (1_970, 1_300),
     "core/log": (1_280, 880),
     "core/ranks": (1_160, 820),
@@ -50,8 +50,8 @@ BUDGETS = {
     "torchtitan": (370, 270),
     "transformers": (1_340, 870),
 }
-TOTAL = (63_800, 43_400)
-C_LINES = 670
+TOTAL = (63_170, 42_940)
+C_LINES = 150
 STEP_FILES, RESTORE_FILES = 91, 86
 
 

@@ -59,12 +59,13 @@ def change(value: Any, base: Any) -> Any:
     head = _head(value)
     if isinstance(value, list):
         return _list_change(value, head, base)
-    same_shape = head.shape == base.shape
-    if same_shape and bool((head == base).all()):
-        return None
+    if same_shape := head.shape == base.shape:
+        differs = (head != base) & ((head == head) | (base == base))  # NaN is like NaN
+        if not bool(differs.any()):
+            return None
     if not _is_long(value):
-        return ["numbers", len(base), base_of(value)]
-    return LEFT_OUT if not same_shape or bool(((head != base) & (base != 0)).any()) else None
+        return ["array", len(base), base_of(value)]
+    return LEFT_OUT if not same_shape or bool((differs & (base != 0)).any()) else None
 
 
 def _list_change(value: list[Any], head: list[Any], base: list[Any]) -> Any:
@@ -76,7 +77,7 @@ def _list_change(value: list[Any], head: list[Any], base: list[Any]) -> Any:
         if None not in order:
             return ["order", len(base), np.array(order, np.uint16)]
         if len(_kinds(value)) == 1 and _kinds(value) <= NUMBERS and (items := np.array(value)).dtype.kind in "if":
-            return ["numbers", len(base), items]
+            return ["list", len(base), items]
     moved = (
         type(new) is type(old) and new is not old and not (type(old) in PLAIN and (new == old or not old))
         for new, old in zip(head, base, strict=False)
@@ -93,21 +94,28 @@ def _kinds(items: list[Any]) -> set[type]:
 
 def put(values: dict[str, Any], key: str, base: Any, saved: Any) -> None:
     """Set an attribute to the order that `change` has returned, or to its base if that was None."""
-    live = values.get(key)
+    live: Any = values.get(key)
     if live is not None and saved is None and (base is None or change(live, base) in (None, LEFT_OUT)):
         return
-    kind, size, items = ("numbers", len(base), base) if saved is None else saved
+    kind, size, items = ("base", len(base), base) if saved is None else saved
     if size != (0 if base is None else len(base)):  # the script has other data now
         return
     if kind == "order":
         items = [base[number] for number in items.tolist()]
-    if isinstance(live, list):
-        live[:] = items if isinstance(items, list) else items.tolist()
-    elif live is None or live.shape != items.shape or live.dtype != items.dtype:
-        values[key] = base_of(items)
-    elif isinstance(live, np.ndarray) and not live.flags.writeable:
+    elif kind == "list":
+        items = items.tolist()
+    if isinstance(live, list) and isinstance(items, list):
+        live[:] = items
+    elif isinstance(items, list) or not _fits(live, items):
         values[key] = base_of(items)
     elif isinstance(live, Tensor):
         live.detach().copy_(items)
     else:
         live[...] = items
+
+
+def _fits(live: Any, items: Any) -> bool:
+    """Return True if the items of an array can be written into another one."""
+    if type(live) is not type(items) or live.shape != items.shape or live.dtype != items.dtype:
+        return False
+    return isinstance(live, Tensor) or bool(live.flags.writeable)

@@ -26,7 +26,7 @@ import torchmetrics
 from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning, Callback, LambdaCallback, ModelPruning
 from lightning.pytorch.utilities import CombinedLoader, rank_zero_only
 
-from ckpt.lightning import CheckpointCallback
+from ckpt.lightning import CheckpointCallback, orders
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 EPOCHS, BATCHES = 4, 6
@@ -812,6 +812,28 @@ def test_hooks_see_the_keys_of_lightnings_checkpoints(tmp_path: Path) -> None:
     assert list(first) == ["saved"] and first["saved"][0] == {4} and "'lr': 0.01" in first["saved"][2]
     start(5, 0.01)
     assert seen["loaded"] == first["saved"] and seen["saved"][0] == {5}
+
+
+@pytest.mark.parametrize(
+    ("made", "later"),
+    [
+        ([1.5, 2.5], [2.5, 3.5]),
+        ([*"abc"], [*"cab"]),
+        (np.array([1.0, np.nan]), np.array([2.0, np.nan])),
+        (np.arange(3), np.arange(4)),
+        (torch.arange(3), torch.arange(3).flip(0)),
+    ],
+)
+def test_changed_order_is_put_back_in_place_and_fits_the_data_only(made: Any, later: Any) -> None:
+    base = orders.base_of(made)
+    assert orders.change(made, base) is None
+    change, values = orders.change(later, base), {"order": made}
+    for wanted, saved in ((later, change), (base, None)):
+        orders.put(values, "order", base, saved)
+        assert str(values["order"]) == str(wanted)
+    assert values["order"] is made or len(made) != len(later)
+    orders.put(values, "order", base[:1], change)  # the script has fewer examples now
+    assert str(values["order"]) == str(base)
 
 
 # -- warnings --

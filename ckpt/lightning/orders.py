@@ -1,6 +1,6 @@
 """Lists and arrays in samplers and data sets, which scripts shuffle or replace from epoch to epoch.
 
-What the script made is copied once, and only differences from it are stored.
+The script's own order is copied once, and only differences from it are stored.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def base_of(value: Any) -> Any:
 def change(value: Any, base: Any) -> Any:
     """Return how an order differs from its base, None if it does not, LEFT_OUT if it is too long to be stored.
 
-    base: None if the script made the attribute later. What was empty (0 or None) and is filled is a cache, and not
-    worth a warning.
+    base: None if the script made the attribute later. An item that was 0 or None and gets a value is taken for a cache,
+    and is no reason to return LEFT_OUT.
     """
     if type(value) is not type(base):
         if _is_long(value):

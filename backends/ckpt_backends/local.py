@@ -359,7 +359,10 @@ class LocalStore:
         """Return whether a folder is there. A listing of the store cannot tell a missing folder from an empty one."""
         path = self._path(key)
         with errors(self.url, path):
-            return await self.run(os.path.isdir, path)
+            try:
+                return stat.S_ISDIR((await self.run(os.stat, path)).st_mode)
+            except (FileNotFoundError, NotADirectoryError):
+                return False
 
     def soon(self, key: str, start: int, length: int) -> None:
         """These bytes will be asked for by `scatter` before long: the kernel may begin to read them. Never fails."""
@@ -404,7 +407,7 @@ class LocalStore:
         try:
             self.disk.mkdir(folder)
         except FileExistsError:
-            if os.path.islink(folder) or not os.path.isdir(folder):
+            if not stat.S_ISDIR(os.lstat(folder).st_mode):
                 raise NotADirectoryError(errno.ENOTDIR, "not a folder of its own", folder) from None
         self.disk.fsync_dir(os.path.dirname(folder))
         self._known_folders.add(folder)

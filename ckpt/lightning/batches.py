@@ -18,6 +18,7 @@ from torch.utils import data
 
 from ckpt.core.state.stateful import RNG, adapt
 from ckpt.errors import UsageError
+from ckpt.lightning import orders
 
 State = dict[str, Any]
 PLAIN = (bool, int, float, str, type(None))
@@ -75,6 +76,8 @@ class BatchFeed:
         self._step: State = {}  # what was restored
         self._saved_world = self._world
         self._base: list[State] = []  # counters of samplers and data sets as the script made them
+        self._orders: list[State] = []  # their lists and arrays
+        self._left_out: set[str] = set()
         self._objects: list[Any] = []  # loaders, samplers and data sets
         self._lazy = self._several = False  # which batches may draw: any; those in which a loader starts again
         self._draws = Draws()
@@ -89,11 +92,13 @@ class BatchFeed:
 
     def now(self) -> State:
         """Return every random state that the order of batches may depend on."""
-        return {"rng": RNG().state_dict(), "objects": self._counted()}
+        return {"rng": RNG().state_dict(), "objects": self._counted(), "orders": self._ordered()}
 
     def _put(self, state: State) -> None:
         RNG().load_state_dict(state["rng"])
         self._count_as(state["objects"])
+        if (saved := state.get("orders")) is not None:
+            self._order_as(saved)
 
     def put_epoch_started(self) -> None:
         """Set the random state in which on_train_epoch_start ran."""
@@ -115,6 +120,7 @@ class BatchFeed:
         """Note the parts of the loaders and their counters, before an iterator is created."""
         self._objects = _parts(loaders)
         self._base = [_scalars(one) for one in self._objects]
+        self._orders = [{k: orders.base_of(v) for k, v in _sequences(one).items()} for one in self._objects]
         stateful = all(map(_is_stateful, loaders))
         self._lazy = not stateful and not all(map(_draws_at_once, loaders))
         self._several = not stateful and len(loaders) > 1
@@ -143,6 +149,37 @@ class BatchFeed:
             for key, state in generators.items():
                 if isinstance(vars(one).get(key), GENERATORS):
                     _set_state(vars(one)[key], state)
+
+    def _ordered(self) -> list[Any]:
+        """Return the lists and arrays that differ from what the script made."""
+        found: list[Any] = []
+        for number, (one, base) in enumerate(zip(self._objects, self._orders, strict=True)):
+            changes = {key: orders.change(value, base.get(key)) for key, value in _sequences(one).items()}
+            for key in [key for key, value in changes.items() if value is orders.LEFT_OUT]:
+                self._say_left_out(f"{type(one).__name__}.{key}")
+            if changed := {key: value for key, value in changes.items() if isinstance(value, list)}:
+                found.append([number, type(one).__qualname__, changed])
+        return found
+
+    def _say_left_out(self, name: str) -> None:
+        if name not in self._left_out:
+            self._left_out.add(name)
+            say(
+                self._trainer,
+                "training changes %s, which has more than %d items, or new items that are not numbers, so it is not "
+                "saved: after a restart batches may come in another order. Draw the order of an epoch from its number, "
+                "or use a generator of its own",
+                name,
+                orders.MAX_NUMBERS,
+            )
+
+    def _order_as(self, saved: list[Any]) -> None:
+        by_number = {number: rest for number, *rest in saved}
+        for number, (one, base) in enumerate(zip(self._objects, self._orders, strict=True)):
+            kind, changed = by_number.get(number, (type(one).__qualname__, {}))
+            if kind == type(one).__qualname__:
+                for key in {**_sequences(one), **changed}:
+                    orders.put(vars(one), key, base.get(key), changed.get(key))
 
     # -- as training goes on --
 
@@ -229,7 +266,9 @@ class BatchFeed:
             loop["combined_loader"] = self._ahead
 
     def state_dict(self) -> State:
+        ended = self._trainer.fit_loop.epoch_loop._num_ready_batches_reached()
         return {
+            "orders": self._ordered() if ended else [],  # else those of the epoch's beginning tell it
             "begun": self._begun,
             "fetch": self._fetch,
             "was_made": self._was_made,
@@ -248,7 +287,7 @@ class BatchFeed:
         self.made, self.val_made, self.epoch_started = state["made"], state["val_made"], state["epoch_started"]
         self._draws = Draws()
         self._draws.load_state_dict(state["draws"])
-        self._step, self._returning = {"objects": state["objects"]}, True
+        self._step, self._returning = {"objects": state["objects"], "orders": state.get("orders") or None}, True
 
     def resume(self) -> None:
         """Everything is restored, random numbers too: keep these for later."""
@@ -412,6 +451,11 @@ def _scalars(one: Any) -> State:
         return {}
     skipped = _OF_TORCH if isinstance(one, data.DataLoader) else frozenset[str]()
     return {k: v for k, v in vars(one).items() if type(v) in PLAIN and k not in skipped and not k.startswith("__")}
+
+
+def _sequences(one: Any) -> State:
+    """Return the lists and arrays of a sampler or data set that hold an order, perhaps."""
+    return {} if _is_stateful(one) or isinstance(one, data.DataLoader) else orders.sequences(vars(one))
 
 
 def _state_of(generator: Any) -> Any:

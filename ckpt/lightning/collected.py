@@ -7,7 +7,8 @@ training are stored.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import CodeType
+from functools import partial, partialmethod
+from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -204,17 +205,16 @@ def _put(metric: Any, saved: State) -> None:
 class Outputs:
     """Lists that the module, or a callback, fills at each step and reads in on_train_epoch_end.
 
-    For example `self.training_step_outputs`. Only lists that this hook, or a method that it calls, names in its code.
+    For example `self.training_step_outputs`, or `pl_module.training_step_outputs` in a callback. Only lists that this
+    hook, or a method that it calls, names in its code.
     """
 
     def __init__(self, trainer: Any, callbacks: list[Any]) -> None:
         module = trainer.lightning_module
-        owners = [("", module), *((f"{c.state_key}:", c) for c in callbacks)]
-        self._places: list[tuple[str, Any, str]] = []
-        for prefix, owner in owners:
-            if type(owner).__module__.partition(".")[0] not in LIGHTNING:
-                names = read_by(type(owner), "on_train_epoch_end")
-                self._places += [(prefix + name, owner, name) for name in sorted(names)]
+        read = [read_by(one, "on_train_epoch_end") for one in (module, *callbacks)]
+        self._places: list[tuple[str, Any, str]] = [(name, module, name) for name in sorted(set().union(*read))]
+        for one, names in zip(callbacks, read[1:], strict=True):
+            self._places += [(f"{one.state_key}:{name}", one, name) for name in sorted(names)]
         self._begun = {(name, k): (v, len(v)) for name, k, v in self._lists()}
         self.left_out: set[str] = set()
 
@@ -315,24 +315,39 @@ class ModelStructure:
 
 
 KEYS = (str, int, type(None))
+EMPTY = CellType()
 
 
-def read_by(cls: type, method: str) -> set[str]:
-    """Return the names of attributes in the code of a method, and of the methods of this class that it calls."""
+def read_by(owner: Any, method: str) -> set[str]:
+    """Return the names of attributes in the code of a method, and of the methods of the same object that it calls."""
+    classes = [c for c in type(owner).__mro__ if c.__module__.partition(".")[0] not in (*LIGHTNING, "torch")]
     names: set[str] = set()
     pending, seen = [method], set[str]()
     while pending:
         name = pending.pop()
-        function = getattr(cls, name, None)
-        function = function.fget if isinstance(function, property) else function
-        code = getattr(function, "__code__", None)
-        if name in seen or code is None or function.__module__.partition(".")[0] in (*LIGHTNING, "torch"):
+        if name in seen:
             continue
         seen.add(name)
-        used = set(_names(code))
-        names |= used
-        pending += used
+        for one in (owner, *classes):  # each may call the next one by super()
+            used = {used for code in _codes(vars(one).get(name)) for used in _names(code)}
+            names |= used
+            pending += used
     return names
+
+
+def _codes(function: Any) -> Iterator[CodeType]:
+    """Yield the code of a method, of a property, and of functions in a decorator's closure."""
+    pending, seen = [function], set[int]()
+    while pending:
+        one = pending.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(code := getattr(one, "__code__", None), CodeType):
+            yield code
+        if isinstance(one, (FunctionType, MethodType, property, staticmethod, classmethod, partial, partialmethod)):
+            pending += [getattr(one, key, None) for key in ("__wrapped__", "__func__", "fget", "func")]
+            pending += [cell.cell_contents for cell in getattr(one, "__closure__", None) or () if cell != EMPTY]
 
 
 def _names(code: CodeType) -> Iterator[str]:

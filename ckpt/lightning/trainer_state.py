@@ -47,6 +47,16 @@ def constructed(one: Any) -> State:
     return noted | ({one.CHECKPOINT_HYPER_PARAMS_NAME: one._hparams_name} if hasattr(one, "_hparams_name") else {})
 
 
+def hyper_parameters(one: Any) -> State:
+    """Return the hyper-parameters of a module or data module under the keys of Lightning's files."""
+    if not (given := getattr(one, "hparams", None)):
+        return {}
+    found = {one.CHECKPOINT_HYPER_PARAMS_NAME: one._hparams_name} if hasattr(one, "_hparams_name") else {}
+    if isinstance(given, dict):
+        return found | {one.CHECKPOINT_HYPER_PARAMS_KEY: dict(given)}
+    return found | {one.CHECKPOINT_HYPER_PARAMS_KEY: given, one.CHECKPOINT_HYPER_PARAMS_TYPE: type(given)}
+
+
 def scaler_of(trainer: Any) -> GradScaler | None:
     found = getattr(trainer.precision_plugin, "scaler", None)
     return found if isinstance(found, GradScaler) else None
@@ -96,11 +106,12 @@ class TrainerState:
         trainer = self._trainer
         data, plugin = trainer.datamodule, trainer.precision_plugin
         loops, callbacks = self._seams.state_dict(), self._callbacks()
+        of_data = {} if data is None else dict(data.state_dict())
         return {
             "loops": loops,
             "callbacks": to_plain(callbacks),
-            "hooks": to_plain(self._from_hooks(loops, callbacks)),
-            "datamodule": {} if data is None else dict(data.state_dict()),
+            "hooks": to_plain(self._from_hooks(loops, callbacks, of_data)),
+            "datamodule": of_data,
             "precision": {} if scaler_of(trainer) is not None else dict(plugin.state_dict()),
             "collected": dict(trainer.callback_metrics),
             "logged": _logged(trainer),
@@ -130,8 +141,8 @@ class TrainerState:
         found = {c.state_key: c.state_dict() for c in self._others}
         return {key: state for key, state in found.items() if state}
 
-    def _checkpoint(self, loops: State, callbacks: State) -> State:
-        """What hooks are given. The model's tensors are its own, not copies."""
+    def _checkpoint(self, loops: State, callbacks: State, of_data: State) -> State:
+        """What hooks are given, with Lightning's keys. Tensors are the model's and the optimizers' own, not copies."""
         trainer = self._trainer
         return {
             "epoch": trainer.current_epoch,
@@ -140,13 +151,18 @@ class TrainerState:
             "state_dict": trainer.lightning_module.state_dict(),
             "loops": {"fit_loop": loops["fit"]},
             "callbacks": callbacks,
+            "optimizer_states": [one.state_dict() for one in trainer.optimizers],
+            "lr_schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
+            **hyper_parameters(trainer.lightning_module),
+            **hyper_parameters(trainer.datamodule),
+            **({type(trainer.datamodule).__qualname__: of_data} if of_data else {}),
         }
 
-    def _from_hooks(self, loops: State, callbacks: State) -> State:
+    def _from_hooks(self, loops: State, callbacks: State, of_data: State) -> State:
         """What on_save_checkpoint of others adds, or puts in the place of what is there."""
         if not self._savers and not self._module_saves:
             return {}
-        checkpoint = self._checkpoint(loops, callbacks)
+        checkpoint = self._checkpoint(loops, callbacks, of_data)
         before = dict(checkpoint)
         for callback in self._savers:
             callback.on_save_checkpoint(self._trainer, self._trainer.lightning_module, checkpoint)
@@ -184,7 +200,11 @@ class TrainerState:
     def _load_hooks(self, state: State, callbacks: list[Any]) -> None:
         """Hand what the module and the callbacks have saved back to them."""
         trainer = self._trainer
-        checkpoint = {**self._checkpoint(state["loops"], state["callbacks"]), **state["hooks"]}
+        checkpoint = self._checkpoint(state["loops"], state["callbacks"], state["datamodule"])
+        for key, value in state.get("constructed", {}).items():  # what the run was saved with, as far as it is plain
+            if type(value) is dict and type(checkpoint.get(key)) is dict:
+                checkpoint[key] |= value
+        checkpoint |= state["hooks"]
         if overrides(trainer.lightning_module, "on_load_checkpoint"):
             trainer.lightning_module.on_load_checkpoint(checkpoint)
         for callback in callbacks:

@@ -41,7 +41,7 @@ from ckpt.save import Save
 from ckpt.tiers import Memory, Tier, as_tiers
 from ckpt.transformers import trainer_internals
 from ckpt.transformers.further_state import ModuleWatch, check_further, further_modules
-from ckpt.transformers.pretrained import Pretrained, digest, is_adapter, nbytes, pretrained, trained
+from ckpt.transformers.pretrained import Pretrained, digest, is_adapter, nbytes, pretrained, trained, unused
 from ckpt.transformers.trainer_internals import say, say_once
 
 BEST = 'best=ckpt.Best("eval_loss", keep=1)'
@@ -184,7 +184,9 @@ class CheckpointCallback(TrainerCallback):
             some = trained(model)
             self.stored_bytes = nbytes(some)
             stored = {id(tensor) for tensor in some.values()}
-            once = {id(tensor): name for name, tensor in reversed(parameters.items())}  # tied ones by their first name
+            aside = unused(model)
+            used = {name: tensor for name, tensor in parameters.items() if not name.startswith(aside)}
+            once = {id(tensor): name for name, tensor in reversed(used.items())}  # tied ones by their first name
             frozen = {name: parameters[name] for key, name in once.items() if key not in stored}
             progress.base = {"digest": digest(frozen), "tensors": len(frozen)}
             say.info("of the model's %d bytes, the %d that are trained are stored", self.full_bytes, self.stored_bytes)
@@ -360,8 +362,8 @@ class CheckpointCallback(TrainerCallback):
         self._pending = False
         for name in [] if self._watched_modules is None else self._watched_modules.changed():
             say.warning(
-                "training changes the module %s, which the checkpoint does not contain, so a restart begins with a new "
-                "one. Save it with CheckpointCallback(..., state={%r: module})",
+                "training changes %s, which the checkpoint does not contain, so a restart begins with a new one. Save "
+                "it with CheckpointCallback(..., state={%r: ...})",
                 name,
                 name.rpartition(".")[2],
             )

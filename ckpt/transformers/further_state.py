@@ -25,9 +25,16 @@ from ckpt.errors import UsageError
 
 say = logging.get_logger("transformers.everystep")
 
-COUNTERS = ("_step", "_total_train_tokens", "_current_train_step_time")
+COUNTERS = (
+    "_step",
+    "_total_train_tokens",
+    "_current_train_step_time",
+    "entropy_coef",  # with the next one: GRPO's adaptive entropy bonus
+    "_last_world_entropy",
+)
 METRICS, GENERATED = "_metrics", "_buffered_inputs"
 AVERAGES = ("ipt", "exp_avg_ipt", "exp_avg_unc")
+KINDS = (nn.Module, list, tuple, dict)
 OURS = frozenset({"model", "optimizer", "scheduler", "scaler", "rng", "trainer", "pretrained", "ref_model"})
 
 
@@ -140,26 +147,42 @@ def _to(value: Any, device: torch.device) -> Any:
 
 
 class ModuleWatch:
-    """Finds modules that training changes and the checkpoint does not contain.
+    """Finds modules and lists of weights that training changes and the checkpoint does not contain.
 
-    A copy with averaged weights, for example, is often an attribute of the trainer or of a callback. Torch counts each
-    write to a tensor, and the sum of a module's counters tells whether it was written to.
+    A copy with averaged weights, for example, is often an attribute of the trainer or of a callback, which may create
+    it during training. Torch counts each write to a tensor, and the sum of the counters tells whether there was one.
     """
 
     def __init__(self, trainer: Trainer, saved: Mapping[str, object]) -> None:
-        known = {id(part) for one in (trainer.model, trainer.model_wrapped, *saved.values()) for part in _parts(one)}
-        self._modules: dict[str, nn.Module] = {}
-        for owner, where in [(trainer, "trainer"), *((one, type(one).__name__) for one in _callbacks(trainer))]:
-            for name, value in vars(owner).items():
-                if isinstance(value, nn.Module) and not known & {id(part) for part in value.parameters()}:
-                    self._modules[f"{where}.{name}"] = value
-        self._counts = {name: _writes(module) for name, module in self._modules.items()}
+        parts = [part for one in (trainer.model, trainer.model_wrapped, *saved.values()) for part in _parts(one)]
+        self._known, self._shapes = {id(part) for part in parts}, {part.shape for part in parts if part.dim()}
+        self._trainer, self._saved = trainer, {id(one) for one in saved.values()}
+        self._seen: dict[str, object] = {}  # by name, the object that has it
+        self._counts: dict[str, object] = {}
+        self._find()
+
+    def _find(self) -> None:
+        """Watch what has become an attribute since the last call."""
+        for owner in (self._trainer, *_callbacks(self._trainer)):
+            if id(owner) in self._saved:
+                continue
+            where = "trainer" if owner is self._trainer else type(owner).__name__
+            for key, value in vars(owner).items():
+                name = f"{where}.{key}"
+                if not isinstance(value, KINDS) or name in self._seen or not (parts := _parts(value)):
+                    continue
+                self._seen[name] = owner
+                weights = isinstance(value, nn.Module) or {part.shape for part in parts} <= self._shapes
+                if weights and not self._known & {id(part) for part in parts}:
+                    self._counts[name] = _writes(value)
 
     def changed(self) -> list[str]:
-        """Return the names of modules that were written to since the start, each once."""
-        found = [name for name, module in self._modules.items() if _writes(module) != self._counts[name]]
+        """Return the names of those that were written to since they were found, each once."""
+        now = {name: getattr(self._seen[name], name.rpartition(".")[2], None) for name in self._counts}
+        found = [name for name, value in now.items() if _writes(value) != self._counts[name]]
         for name in found:
-            del self._modules[name], self._counts[name]
+            del self._counts[name]
+        self._find()
         return found
 
 
@@ -168,8 +191,13 @@ def _callbacks(trainer: Trainer) -> list[Any]:
 
 
 def _parts(value: object) -> list[Tensor]:
-    return list(value.parameters()) if isinstance(value, nn.Module) else []
+    """Return the parameters of a module, or all values of a list or dict that has only tensors."""
+    if isinstance(value, nn.Module):
+        return list(value.parameters())
+    several = list(value.values()) if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else []
+    return list(several) if all(isinstance(one, Tensor) for one in several) else []
 
 
-def _writes(module: nn.Module) -> int:
-    return sum(one._version for one in module.parameters() if not one.is_inference())
+def _writes(value: object) -> object:
+    counts = [0 if one.is_inference() else one._version for one in _parts(value)]
+    return sum(counts) if isinstance(value, nn.Module) else [*map(id, _parts(value)), *counts]

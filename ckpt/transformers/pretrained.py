@@ -75,12 +75,24 @@ def is_adapter(model: nn.Module) -> bool:
     return kind is not None and isinstance(model, kind)
 
 
-def adapter_tensors(model: Any) -> dict[str, Tensor]:
-    """What `save_pretrained` would write of the active adapter, by what it would call it: the live tensors."""
+def unused(model: nn.Module) -> tuple[str, ...]:
+    """Return the beginnings of names under which PEFT keeps modules that trained copies stand for.
+
+    The original of a new head has random weights, different ones in each process, and no forward reads them.
+    """
+    wrapper: Any = getattr(sys.modules.get("peft.utils.other"), "ModulesToSaveWrapper", ())
+    return tuple(f"{name}.original_module." for name, _, one in named_modules(model) if isinstance(one, wrapper))
+
+
+def adapter_tensors(model: Any, adapter: str | None = None) -> dict[str, Tensor]:
+    """What `save_pretrained` would write of an adapter, by what it would call it: the live tensors.
+
+    adapter: its name, by default the active one.
+    """
     from peft import get_peft_model_state_dict
 
     live = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
-    found: dict[str, Tensor] = get_peft_model_state_dict(model, state_dict=live, adapter_name=_active(model))
+    found: dict[str, Tensor] = get_peft_model_state_dict(model, state_dict=live, adapter_name=adapter or _active(model))
     plain = {raw_name: name for name, raw_name, _ in named_modules(model)}
     split = splitter(plain)
     parts = {key: split(key) for key in found}  # peft keeps the names of compiled layers
@@ -244,8 +256,13 @@ def _beside(files: Mapping[str, str], finish: Callable[[Path, Sums], None]) -> C
 
 
 def trained(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters that are trained, what else belongs to an adapter, and buffers, which training may change."""
-    adapter = {id(t) for t in adapter_tensors(model).values()} if is_adapter(model) else set()
+    """Parameters that are trained, what else belongs to adapters, and buffers, which training may change.
+
+    An adapter that is not active counts too: TRL makes one as the reference, with random weights.
+    """
+    adapted: Any = model
+    names = list(adapted.peft_config) if is_adapter(model) else []
+    adapter = {id(t) for name in names for t in adapter_tensors(model, name).values()}
     kept = {n: p for n, p in named_parameters(model).items() if p.requires_grad or id(p) in adapter}
     return named_buffers(model) | kept
 

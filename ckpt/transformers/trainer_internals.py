@@ -49,6 +49,7 @@ KEPT = (
     "best_model_checkpoint",
 )
 """Of TrainerState. The rest follows from the arguments of this start, or is said elsewhere (log_history)."""
+PLAIN = (bool, int, float, str, type(None))
 
 
 def say_once(trainer: Trainer, text: str, *values: object) -> None:
@@ -275,7 +276,7 @@ class LogHistory:
     def read(self, history: list[dict[str, Any]]) -> dict[str, Any]:
         if len(history) < self._count:  # somebody has taken entries away
             self._count = self._used = 0
-        text = "".join(json.dumps(entry, default=float) + "\n" for entry in history[self._count :]).encode()
+        text = "".join(_line(entry) + "\n" for entry in history[self._count :]).encode()
         self._count = len(history)
         while self._used + len(text) > len(self._bytes):
             self._bytes = torch.cat([self._bytes, torch.zeros_like(self._bytes)])
@@ -288,6 +289,24 @@ class LogHistory:
     def parse(saved: dict[str, Any]) -> list[dict[str, Any]]:
         text: Tensor = saved["bytes"][: saved["used"]]
         return [json.loads(line) for line in text.numpy().tobytes().splitlines()]
+
+
+def _line(entry: dict[str, Any]) -> str:
+    try:
+        return json.dumps(entry, default=_json_value)
+    except (TypeError, ValueError):  # keys that JSON lacks, or an object that contains itself
+        return json.dumps({str(key): value if type(value) in PLAIN else repr(value) for key, value in entry.items()})
+
+
+def _json_value(value: Any) -> Any:
+    """Return a value that JSON lacks as a number, a list, or its repr."""
+    if isinstance(value, (np.ndarray, np.generic, Tensor)):
+        plain = value.tolist()
+        return repr(plain) if isinstance(plain, complex) else plain
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return repr(value)
 
 
 class TrainerProgress:

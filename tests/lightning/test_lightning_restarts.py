@@ -10,6 +10,7 @@ import logging
 import random
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,9 @@ pytest.importorskip("lightning")
 import lightning.pytorch as pl
 import torchmetrics
 from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning, Callback, LambdaCallback, ModelPruning
-from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities import CombinedLoader, rank_zero_only
 
-from ckpt.lightning import CheckpointCallback
+from ckpt.lightning import CheckpointCallback, orders
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 EPOCHS, BATCHES = 4, 6
@@ -425,6 +426,74 @@ def samplers_with_counters() -> Any:
     return with_loader(lambda _: DataLoader(Counted(), 4, sampler=Counts()))
 
 
+class Shuffles(Sampler[int]):
+    """Shuffles its own order in place each time."""
+
+    def __init__(self, items: Any, shuffle: Any) -> None:
+        self.items, self.shuffle = items, shuffle
+
+    def __iter__(self) -> Iterator[int]:
+        self.shuffle(self.items)
+        return iter([one["at"] if isinstance(one, dict) else int(one) for one in self.items])
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+
+def list_replaced(items: list[int]) -> None:
+    items[:] = [1000 + i for i in torch.randperm(len(items)).tolist()]
+
+
+SHUFFLED: dict[str, tuple[Callable[[], Any], Any]] = {
+    "list": (lambda: [*range(24)], random.shuffle),
+    "objects": (lambda: [{"at": i} for i in range(24)], random.shuffle),
+    "replaced": (lambda: [*range(1000, 1024)], list_replaced),
+    "array": (lambda: np.arange(24), np.random.shuffle),
+    "tensor": (lambda: torch.arange(24), lambda items: items.copy_(items[torch.randperm(24)])),
+}
+
+
+def order_shuffled_in_place(kind: str) -> Any:
+    make, shuffle = SHUFFLED[kind]
+
+    class Remote(Dataset[Any]):
+        def __getitem__(self, index: int) -> Any:
+            return data()[index % 1000]
+
+        def __len__(self) -> int:
+            return 24
+
+    return with_loader(lambda _: DataLoader(Remote(), 4, sampler=Shuffles(make(), shuffle)))
+
+
+for kind_ in SHUFFLED:
+    RECIPES[f"order_shuffled_in_place_{kind_}"] = partial(order_shuffled_in_place, kind_)
+
+
+@recipe
+def data_set_shuffled_by_the_epoch() -> Any:
+    class Resampled(Dataset[Any]):
+        def __init__(self) -> None:
+            self.inner, self.index = data(), np.arange(24)
+
+        def __len__(self) -> int:
+            return 24
+
+        def __getitem__(self, index: int) -> Any:
+            return self.inner[int(self.index[index])]
+
+    class Resamples(Model):
+        def on_train_epoch_start(self) -> None:
+            dataset = self.trainer.train_dataloader.dataset
+            np.random.shuffle(dataset.index)
+            dataset.index[:3] = dataset.index[3:6]
+
+        def train_dataloader(self) -> Any:
+            return DataLoader(Resampled(), 4)
+
+    return Resamples(), [], {}
+
+
 @recipe
 def stateful_loaders_of_several_lengths() -> Any:
     from torchdata.stateful_dataloader import StatefulDataLoader
@@ -524,6 +593,80 @@ def outputs_of_a_callback() -> Any:
     return Model(), [Collects()], {}
 
 
+class Kept(Model):
+    """Keeps its losses for others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Any] = []
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        self.kept.append(super().training_step(batch, index).detach())
+        return super().training_step(batch, index)
+
+
+@recipe
+def outputs_of_the_module_that_a_callback_reads() -> Any:
+    class Reads(Callback):
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            pl_module.tell(torch.stack(pl_module.kept).mean())
+            pl_module.kept.clear()
+
+    return Kept(), [Reads()], {}
+
+
+@recipe
+def outputs_that_a_lambda_reads() -> Any:
+    def read(trainer: Any, pl_module: Any) -> None:
+        pl_module.tell(torch.stack(pl_module.kept).mean())
+        pl_module.kept.clear()
+
+    return Kept(), [LambdaCallback(on_train_epoch_end=read)], {}
+
+
+@recipe
+def outputs_that_decorated_and_inherited_hooks_read() -> Any:
+    def plain(function: Any) -> Any:
+        return lambda *given: function(*given)  # without functools.wraps
+
+    class Reads(Kept):
+        @torch.no_grad()
+        def on_train_epoch_end(self) -> None:
+            self.tell(torch.stack(self.kept).mean(), self.rest(), self.total)
+            self.kept.clear()
+
+        @plain
+        def rest(self) -> Any:
+            return [float(one) for one in self.more]
+
+    class Child(Reads):
+        def __init__(self) -> None:
+            super().__init__()
+            self.more: list[Any] = []
+            self.total = 0.0
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.more.append(outputs["loss"].detach())
+
+        def on_train_epoch_end(self) -> None:
+            super().on_train_epoch_end()
+            self.more = []
+
+    class Once(Callback):
+        def __init__(self) -> None:
+            self.losses: list[Any] = []
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.losses.append(outputs["loss"].item())
+
+        @rank_zero_only
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            pl_module.total = sum(self.losses)
+            self.losses = []
+
+    return Child(), [Once()], {}
+
+
 def with_metrics(make: Callable[[], dict[str, Any]], *, plain: bool = False, begin: Any = None) -> Any:
     """A module that updates metrics with its loss; in a ModuleDict, or in a plain dict."""
 
@@ -620,6 +763,79 @@ def test_interrupted_training_ends_like_an_uninterrupted_one(name: str, tmp_path
     compare(RECIPES[name], str(tmp_path / "run"))
 
 
+def test_hooks_see_the_keys_of_lightnings_checkpoints(tmp_path: Path) -> None:
+    """When they save, and of the saved step when they load."""
+    seen: dict[str, Any] = {}
+
+    def note(when: str, checkpoint: Any) -> None:
+        [optimizer], [schedule] = checkpoint["optimizer_states"], checkpoint["lr_schedulers"]
+        steps = {int(one["step"]) for one in optimizer["state"].values()}
+        names = ("hyper_parameters", "hparams_name", "datamodule_hyper_parameters", Data.__qualname__, "global_step")
+        seen[when] = [steps, schedule["last_epoch"], *(str(checkpoint[name]) for name in names)]
+
+    class Data(pl.LightningDataModule):
+        def __init__(self, size: int) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+
+        def train_dataloader(self) -> Any:
+            return DataLoader(data(), self.hparams["size"])
+
+        def state_dict(self) -> Any:
+            return {"a": 1}
+
+    class Hooked(Model):
+        def __init__(self, lr: float, odd: Any = object) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.AdamW(self.parameters(), self.hparams["lr"])
+            return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 3), "interval": "step"}]
+
+        def on_save_checkpoint(self, checkpoint: Any) -> None:
+            note("saved", checkpoint)
+
+    class Loads(Callback):
+        def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
+            note("loaded", checkpoint)
+
+    def start(steps: int, lr: float) -> None:
+        trainer = pl.Trainer(
+            accelerator="cpu", max_steps=steps, logger=False, enable_progress_bar=False, enable_checkpointing=False,
+            enable_model_summary=False, callbacks=[CheckpointCallback(str(tmp_path / "run"), every=1), Loads()],
+        )  # fmt: skip
+        trainer.fit(Hooked(lr), datamodule=Data(4))
+
+    start(4, 0.01)
+    first = dict(seen)
+    assert list(first) == ["saved"] and first["saved"][0] == {4} and "'lr': 0.01" in first["saved"][2]
+    start(5, 0.01)
+    assert seen["loaded"] == first["saved"] and seen["saved"][0] == {5}
+
+
+@pytest.mark.parametrize(
+    ("made", "later"),
+    [
+        ([1.5, 2.5], [2.5, 3.5]),
+        ([*"abc"], [*"cab"]),
+        (np.array([1.0, np.nan]), np.array([2.0, np.nan])),
+        (np.arange(3), np.arange(4)),
+        (torch.arange(3), torch.arange(3).flip(0)),
+    ],
+)
+def test_changed_order_is_put_back_in_place_and_fits_the_data_only(made: Any, later: Any) -> None:
+    base = orders.base_of(made)
+    assert orders.change(made, base) is None
+    change, values = orders.change(later, base), {"order": made}
+    for wanted, saved in ((later, change), (base, None)):
+        orders.put(values, "order", base, saved)
+        assert str(values["order"]) == str(wanted)
+    assert values["order"] is made or len(made) != len(later)
+    orders.put(values, "order", base[:1], change)  # the script has fewer examples now
+    assert str(values["order"]) == str(base)
+
+
 # -- warnings --
 
 OURS = Path(str(sys.modules[CheckpointCallback.__module__].__file__)).parent
@@ -669,6 +885,31 @@ def test_outputs_that_are_not_saved_are_warned_of_once(
     assert "losses is not saved, since it has more than 2 items" in text and "on_epoch=True" in text
 
 
+def test_long_orders_that_change_are_named_once_and_caches_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warned: Callable[[], list[str]]
+) -> None:
+    monkeypatch.setattr("ckpt.lightning.orders.MAX_NUMBERS", 20)
+
+    class Caches(Dataset[Any]):
+        def __init__(self) -> None:
+            self.cache: list[Any] = [None] * 24
+            self.array, self.names = np.zeros(24), [f"{i}" for i in range(24)]
+
+        def __len__(self) -> int:
+            return 24
+
+        def __getitem__(self, index: int) -> Any:
+            self.cache[index], self.array[index] = index, index
+            return data()[index]
+
+    def make() -> Any:
+        return with_loader(lambda _: DataLoader(Caches(), 4, sampler=Shuffles([*range(24)], random.shuffle)))
+
+    fit(make, str(tmp_path / "run"))
+    [text] = warned()
+    assert "training changes Shuffles.items, which has more than 20 items" in text
+
+
 def test_hook_that_cannot_run_twice_is_warned_of_and_changes_nothing(
     tmp_path: Path, warned: Callable[[], list[str]]
 ) -> None:
@@ -688,7 +929,14 @@ def test_hook_that_cannot_run_twice_is_warned_of_and_changes_nothing(
 
 
 @pytest.mark.parametrize(
-    "name", ["frozen_by_the_epoch", "outputs_of_steps", "wrapped_metrics", "samplers_with_counters"]
+    "name",
+    [
+        "frozen_by_the_epoch",
+        "outputs_of_steps",
+        "wrapped_metrics",
+        "samplers_with_counters",
+        "data_set_shuffled_by_the_epoch",
+    ],
 )
 def test_exact_restarts_log_no_warning(name: str, tmp_path: Path, warned: Callable[[], list[str]]) -> None:
     interrupt_and_continue(RECIPES[name], str(tmp_path / "run"))

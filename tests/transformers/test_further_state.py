@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -14,13 +15,14 @@ from torch import nn
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
-from peft import AdaLoraConfig, get_peft_model
+from peft import AdaLoraConfig, LoraConfig, TrainableTokensConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import ckpt
-from ckpt.errors import UsageError
+from ckpt.errors import MismatchError, UsageError
 from ckpt.transformers import CheckpointCallback
 from ckpt.transformers.further_state import FurtherState
+from ckpt.transformers.trainer_internals import LogHistory
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -199,6 +201,66 @@ def test_module_that_is_not_saved_is_named_once(tmp_path: Path, caplog: pytest.L
     assert "Average.ema" in warnings[0] and "state={'ema'" in warnings[0]
 
 
+class Late(TrainerCallback):
+    """Makes the averages when training begins, in one of the forms that people use."""
+
+    def __init__(self, form: str) -> None:
+        self.form, self.written = form, form != "untouched"
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        copies = {name: param.detach().clone() for name, param in model.named_parameters()}
+        forms = {"module": copy.deepcopy(model), "list": [*copies.values()], "untouched": [*copies.values()]}
+        self.ema: Any = forms.get(self.form, copies)
+        self.live, self.losses = list(model.parameters()), [torch.zeros(())]
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        self.losses = [torch.zeros(())]
+        for name, theirs in model.named_parameters():
+            if self.form == "replaced":
+                self.ema[name] = self.ema[name].lerp(theirs.detach(), 0.1)
+        parts = self.ema.parameters() if self.form == "module" else self.ema if self.form == "list" else ()
+        with torch.no_grad():
+            for mine, theirs in zip(parts, model.parameters(), strict=False):
+                mine.lerp_(theirs, 0.1)
+
+
+@pytest.mark.parametrize("form", ["module", "list", "replaced", "untouched"])
+def test_averages_that_a_callback_makes_later_are_named_once(
+    form: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ours = [Late(form), callback(str(tmp_path / "run"))]
+    train(Trainer(llama(), arguments(tmp_path, max_steps=5), train_dataset=Tokens(), callbacks=ours))
+    warnings = [one.getMessage() for one in caplog.records if "does not contain" in one.getMessage()]
+    assert len(warnings) == (form != "untouched") and all("Late.ema" in one for one in warnings)
+
+
+class Measuring(Trainer):
+    """Its metrics are of types that JSON lacks."""
+
+    def evaluation_loop(self, *given: Any, **more: Any) -> Any:
+        found = super().evaluation_loop(*given, **more)
+        array, key = np.array([0.5, 0.25]), ("a", 1)
+        values = {"f1": array, "tensor": torch.ones(2), "one": np.float32(0.5), "other": {1}, "keys": {key: 1}}
+        found.metrics.update({f"eval_{name}": value for name, value in values.items()})
+        return found
+
+
+def test_metrics_that_json_lacks_are_logged_and_restored(tmp_path: Path) -> None:
+    def start(run: str, stop: int = -1) -> list[dict[str, Any]]:
+        args = arguments(tmp_path, eval_strategy="steps", eval_steps=3)
+        ours = [callback(run), StopAt(stop)]
+        trainer = Measuring(llama(), args, train_dataset=Tokens(), eval_dataset=Tokens(8), callbacks=ours)
+        return [one for one in train(trainer).state.log_history if "eval_loss" in one]
+
+    run = str(tmp_path / "run")
+    start(run, 5)
+    first, *rest = start(run)
+    assert len(rest) == 3 and first["eval_keys"] == "{('a', 1): 1}"
+    assert LogHistory.parse(LogHistory().read([{"a": np.eye(2), "b": np.int64(3), "c": torch.ones(2), "d": {1}}])) == [
+        {"a": [[1.0, 0.0], [0.0, 1.0]], "b": 3, "c": [1.0, 1.0], "d": "{1}"}
+    ]
+
+
 @pytest.mark.parametrize("state", [{"model": nn.Linear(1, 1)}, [nn.Linear(1, 1)], {1: nn.Linear(1, 1)}])
 def test_invalid_state_is_refused_when_the_callback_is_made(state: Any) -> None:
     with pytest.raises(UsageError, match="state="):
@@ -214,6 +276,7 @@ class Reusing(Trainer):
     def __init__(self, *given: Any, **more: Any) -> None:
         super().__init__(*given, **more)
         self._step, self._total_train_tokens, self._current_train_step_time = 0, 0, 0.0
+        self.entropy_coef, self._last_world_entropy = 0.0, float("inf")
         self._buffered_inputs: Any = None
         self._metrics: dict[str, dict[str, list[float]]] = {"train": {}, "eval": {}}
 
@@ -224,6 +287,8 @@ class Reusing(Trainer):
         inputs = self._buffered_inputs[self._step % 4]
         self._step += 1
         self._total_train_tokens += inputs["input_ids"].numel()
+        self._last_world_entropy = 1 / self._step
+        self.entropy_coef += 0.001 * self._last_world_entropy
         loss = super().training_step(model, inputs, *rest, **more)
         self._metrics["train"].setdefault("loss_again", []).append(float(loss))
         return loss
@@ -245,7 +310,8 @@ def test_trl_generations_counters_and_metrics_are_restored(tmp_path: Path) -> No
         train(Reusing(llama(), arguments(tmp_path), train_dataset=Tokens(), callbacks=[callback(run), StopAt(stop)]))
     again = train(Reusing(llama(), arguments(tmp_path), train_dataset=Tokens(), callbacks=[callback(run)]))
     assert equal(again.model, whole.model)
-    assert again._total_train_tokens == whole._total_train_tokens
+    for name in ("_total_train_tokens", "entropy_coef", "_last_world_entropy"):
+        assert getattr(again, name) == getattr(whole, name)
 
     def kept(trainer: Trainer) -> list[tuple[Any, ...]]:
         return [(one["loss_again"], one["tokens"]) for one in trainer.state.log_history if "loss_again" in one]
@@ -313,3 +379,37 @@ def test_adalora_allocator_is_restored(tmp_path: Path) -> None:
     assert equal(again.model, whole.model)
     patterns = [one.model.peft_config["default"].rank_pattern for one in (again, whole)]
     assert patterns[0] == patterns[1] and patterns[0]
+
+
+@pytest.mark.parametrize("kind", ["head", "second adapter", "token", "other base"])
+def test_random_weights_that_peft_freezes_are_no_other_base(tmp_path: Path, kind: str) -> None:
+    """A new head's frozen original and a reference adapter differ in each process, as no seed is set before them."""
+
+    def start(number: int, stop: int = -1) -> Trainer:
+        model = llama()
+        with torch.no_grad():
+            if kind in ("head", "other base"):
+                torch.manual_seed(number)
+                (model.lm_head if kind == "head" else model.model.layers[0].mlp.up_proj).weight.normal_()
+        saved = {"modules_to_save": ["lm_head"]} if kind == "head" else {}
+        torch.manual_seed(5)
+        config = LoraConfig(r=2, target_modules=["q_proj"], **saved)
+        model = get_peft_model(model, TrainableTokensConfig(token_indices=[1, 2]) if kind == "token" else config)
+        if kind == "second adapter":
+            torch.manual_seed(number)
+            model.add_adapter("ref", config)
+        return train(Trainer(model, arguments(tmp_path), train_dataset=Tokens(), callbacks=[ours(), StopAt(stop)]))
+
+    def ours() -> CheckpointCallback:
+        return callback(str(tmp_path / "run"))
+
+    first = start(1, 5)
+    if kind == "other base":
+        with pytest.raises(MismatchError, match="frozen base model is another one"):
+            start(2)
+        return
+    again = start(2)
+    assert again.state.global_step == 12
+    references = [[p for n, p in one.model.named_parameters() if ".ref." in n] for one in (first, again)]
+    assert bool(references[0]) == (kind == "second adapter")
+    assert all(torch.equal(x, y) for x, y in zip(*references, strict=True))

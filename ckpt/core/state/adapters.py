@@ -11,6 +11,7 @@ Modules are in `ckpt.core.state.module_node`, optimizers in `ckpt.core.state.opt
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -228,6 +229,7 @@ class StatefulNode:
     def __init__(self, path: Path, target: Stateful) -> None:
         self.path, self.target = path, target
         self._said = ""  # what kind of value
+        self._tensors, self._values = True, None  # whether there were any, and the plain values
         self._objects = ObjectsOf(target) if isinstance(target, torch.optim.Optimizer) else None
         # As the script made it, to report what the checkpoint overrides.
         self._settings = scheduler_settings(target) if isinstance(target, LRScheduler) else None
@@ -239,7 +241,7 @@ class StatefulNode:
         values = encode(self.target.state_dict(), self.path, collect)
         if self._objects is not None:
             self._objects.end()
-        self._said = kind_of(values)
+        self._said, self._tensors, self._values = kind_of(values), bool(collect.entries), values
         return Contents(_NOTHING, collect.entries, values)
 
     def prepare(self, saved: SavedNode, placement: Placement) -> None:
@@ -277,6 +279,12 @@ class StatefulNode:
 
     def prepare_as_saved(self, saved: SavedNode, placement: Placement) -> bool:
         return False
+
+    def may_have_moments(self) -> bool:
+        """Return False if an optimizer that the object holds is not saved with it: a scheduler has only numbers."""
+        if isinstance(self.target, torch.optim.Optimizer) or self._tensors:
+            return True
+        return '"param_groups"' in json.dumps(self._values)
 
     def _is_alike(self, values: Json, placement: Placement) -> bool:
         """Whether what was saved is of the kind that it says of itself now: a dict, as a rule."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping
 from itertools import compress
 from operator import is_
 from typing import Any
@@ -30,6 +30,7 @@ from ckpt.errors import CorruptError, MismatchError, StateError
 from ckpt.events import log
 
 SCHEDULED = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"}  # settings that schedulers add
+DEPTH = 3  # how many containers deep an optimizer may hold others
 BEFORE_SAYING = "_optimizer_state_dict_pre_hooks"  # where torch's optimizers have them
 
 
@@ -59,7 +60,7 @@ class OptimizerNode:
         self._others: list[tuple[str, dict[str, Any], Any]] = []  # no tensors, or under keys that are not text
         self._more: list[tuple[Json, Any]] = []  # entries of `state` that are not dicts of parameters, and their keys
         self._objects = ObjectsOf(optimizer)
-        self._adds_entries, self._same = speaks_for_itself(optimizer), _all_of_one_state(optimizer)
+        self._adds_entries, self._same = speaks_for_itself(optimizer), all_of_one_state(optimizer)
         self._nameless: list[tuple[str, Tensor, Span | None]] = []  # parameters, by their places
         self._called: dict[int, str] = {}  # what the parameters are called, by id
         self._held: list[bool] = []  # which of them something else holds
@@ -603,7 +604,7 @@ def _derives_when_loaded(optimizer: Any) -> bool:
     return any(owner is not None and owner.__module__.split(".")[0] not in TRUSTED for owner in owners)
 
 
-def _all_of_one_state(optimizer: Any) -> list[Any]:
+def all_of_one_state(optimizer: Any) -> list[Any]:
     """Return the optimizer, and those inside it that have the same state."""
     found = [optimizer]
     for outer in found:  # which grows
@@ -657,13 +658,26 @@ def keeps_elsewhere(optimizer: torch.optim.Optimizer) -> bool:
     return not {"state", "param_groups"} <= optimizer.state_dict().keys()
 
 
-def forgotten(optimizer: torch.optim.Optimizer) -> tuple[str, torch.optim.Optimizer] | None:
-    """What an attribute is called, and the optimizer in it, of which the outer one's `state_dict()` says nothing: SAM
-    is one around another."""
-    for name, inner in vars(optimizer).items():
-        if isinstance(inner, torch.optim.Optimizer) and inner.state is not optimizer.state:
-            return name, inner
-    return None
+def forgotten(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.optim.Optimizer]]:
+    """Yield the optimizers inside of one that its `state_dict()` says nothing of, and what they are called there.
+
+    SAM has one in an attribute, and others have several in a list or a dict.
+    """
+    for outer in all_of_one_state(optimizer):
+        for name, inner in _held_optimizers(vars(outer)):
+            if inner.state is not optimizer.state:
+                yield name, inner
+
+
+def _held_optimizers(value: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str, torch.optim.Optimizer]]:
+    """Yield the optimizers in attributes, and in lists, tuples and dicts in them."""
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, one in list(items):
+        here = f"{name}[{key!r:.80}]" if depth else f".{key}"
+        if isinstance(one, torch.optim.Optimizer):
+            yield here, one
+        elif isinstance(one, dict | list | tuple) and depth < DEPTH:
+            yield from _held_optimizers(one, here, depth + 1)
 
 
 def _filled(live: Mapping[Any, Any], wanted: Mapping[Any, Any]) -> bool:

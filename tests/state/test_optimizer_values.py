@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 import ckpt
 from ckpt.core.state.capture import Capture
+from ckpt.core.state.optimizer_node import forgotten
 from ckpt.errors import CorruptError, MismatchError, StateError
 from ckpt.tools.cli import app
 from inside import Saved
@@ -800,6 +801,42 @@ def test_entries_without_a_loader_here_are_a_mismatch() -> None:
         saved.restore(twin)
     saved.restore(twin, strict=False)
     assert all(torch.equal(a, b) for a, b in zip(weights(state), weights(twin), strict=True))
+
+
+class Holding(torch.optim.Optimizer):
+    """An optimizer around one for each layer, with the state_dict() of torch."""
+
+    def __init__(self, net: nn.Sequential, hold: Callable[[list[torch.optim.Optimizer]], State], share: bool) -> None:
+        inner = [torch.optim.Adam(layer.parameters(), 0.1) for layer in net]
+        super().__init__(net.parameters(), {"lr": 0.1})
+        vars(self).update(hold(inner))
+        if share:
+            self.param_groups = [group for one in inner for group in one.param_groups]
+
+
+HOLDS: dict[str, tuple[Callable[[list[torch.optim.Optimizer]], State], str]] = {
+    "attributes": (lambda inner: {"a": inner[0], "b": inner[1]}, r"\.a"),
+    "list": (lambda inner: {"inner": inner}, r"\.inner\[0\]"),
+    "tuple": (lambda inner: {"inner": tuple(inner)}, r"\.inner\[0\]"),
+    "dict": (lambda inner: {"inner": {"a": inner[0], "b": inner[1]}}, r"\.inner\['a'\]"),
+    "lists in a dict": (lambda inner: {"inner": {"a": [inner[0]], "b": [inner[1]]}}, r"\.inner\['a'\]\[0\]"),
+}
+
+
+@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("kind", HOLDS)
+def test_each_optimizer_that_another_holds_must_be_in_the_state(kind: str, share: bool) -> None:
+    """Also the second of two."""
+    hold, where = HOLDS[kind]
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optim = Holding(net, hold, share)
+    inner = [one for _, one in forgotten(optim)]
+    state: State = {"net": net, "optim": optim}
+    with pytest.raises(StateError, match=rf"optim: .* in {where}, .* put that one into the state"):
+        Capture(state)
+    with pytest.raises(StateError, match=r"optim: .* put that one into the state"):
+        Capture({**state, "first": inner[0]})
+    Capture({**state, "both": inner})
 
 
 def test_old_values_are_json(tmp_path: Path) -> None:

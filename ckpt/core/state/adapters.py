@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -354,8 +355,25 @@ def write_back(live: Any, value: Any) -> Any:
         live.clear()
         live.update(new)
         return live
-    if isinstance(live, list):
-        live[:] = [write_back(live[i], v) if i < len(live) else v for i, v in enumerate(value)]
+    if isinstance(live, list | deque | tuple):
+        new = [*map(write_back, live, value), *list(value)[len(live) :]]
+        if isinstance(live, deque) and live.maxlen == value.maxlen:
+            live.clear()
+            live.extend(new)
+            return live
+        if isinstance(live, list):
+            live[:] = new
+            return live
+        return tuple(new) if type(live) is tuple else value
+    if isinstance(live, set):
+        live.clear()
+        live.update(value)
+        return live
+    if isinstance(live, bytearray):
+        try:
+            live[:] = value
+        except BufferError:  # a memoryview of it does not let it grow or shrink
+            return value
         return live
     if isinstance(live, np.ndarray) and (live.dtype, live.shape) == (value.dtype, value.shape) and live.flags.writeable:
         np.copyto(live, value)

@@ -356,15 +356,15 @@ def write_back(live: Any, value: Any) -> Any:
         live.update(new)
         return live
     if isinstance(live, list | deque | tuple):
-        new = [*map(write_back, live, value), *list(value)[len(live) :]]
+        items = [*map(write_back, live, value), *list(value)[len(live) :]]
         if isinstance(live, deque) and live.maxlen == value.maxlen:
             live.clear()
-            live.extend(new)
+            live.extend(items)
             return live
         if isinstance(live, list):
-            live[:] = new
+            live[:] = items
             return live
-        return tuple(new) if type(live) is tuple else value
+        return tuple(items) if type(live) is tuple else value
     if isinstance(live, set):
         live.clear()
         live.update(value)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping
+from functools import partial
 from itertools import compress
 from operator import is_
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ckpt.core.format.columns import ODD
-from ckpt.core.format.saved_nodes import KINDS, PLAIN, SavedNode, is_optimizer
+from ckpt.core.format.saved_nodes import DICTS, KINDS, PLAIN, SavedNode, is_optimizer
 from ckpt.core.format.values import Json, Path, decode, encode, encode_key, kind_of, part_of, show, splitter
 from ckpt.core.state.adapters import Collector, Contents, Memories, Places, write_back
 from ckpt.core.state.joint import IN_TURN
@@ -24,7 +25,7 @@ from ckpt.core.state.settings import overruled, settings_of
 from ckpt.core.state.sharding import Division, Replicas, StateEntry, is_dtensor, is_plain_share, local, members
 from ckpt.core.state.special_values import ObjectsOf, RestoredObjects, as_plain
 from ckpt.core.state.tensors import PLAIN as PLAIN_TENSORS
-from ckpt.core.state.tensors import as_bytes, dims_of_expansion, kind_of_tensor, of_kind, plain_kind
+from ckpt.core.state.tensors import as_bytes, dims_of_expansion, kind_of_tensor, of_kind, order_of, plain_kind
 from ckpt.core.state.wrappers import WrapperForm, is_wrapped, take_all_apart
 from ckpt.errors import CorruptError, MismatchError, StateError
 from ckpt.events import log
@@ -152,6 +153,7 @@ class OptimizerNode:
         ]  # of a group that came late
         self._others, self._more, self._there, self._memories = [], [], Places(), Memories()
         self._params, self._dicts, self._with_dicts = list(self.optimizer.state), [], []
+        dicts: dict[str, str] = {}  # by parameter, how its dict is made if it is not a plain one
         places: list[tuple[dict[str, Any], str, Tensor]] = []
         state: list[StateEntry] = []
         not_plain: list[tuple[Path, Tensor, Tensor]] = []  # of the state, and their parameters
@@ -168,6 +170,8 @@ class OptimizerNode:
                 continue
             with_state.append(name)
             self._dicts.append(values)
+            if type(values) is not dict:
+                dicts[name] = _kind_of_dict(values, (*self.path, "state", name))
             for key, value in values.items():
                 if _is_entry(key, value) and id(value) not in called:
                     path = (*self.path, "state", name, key)
@@ -193,6 +197,7 @@ class OptimizerNode:
         facts |= {PLAIN: plain} if plain else {}
         kinds = {show(path): kind for path, one, param in not_plain if (kind := _kind_of(one, param, path))}
         facts |= {KINDS: kinds} if kinds else {}
+        facts |= {DICTS: dicts} if dicts else {}
         self._piece = Contents([*fixed, *params_too], facts=facts | facts_of([*forms, *more]))
 
     def _shares(self) -> set[str]:
@@ -237,7 +242,10 @@ class OptimizerNode:
             placement.problem(f"{show(self.path)} {here} saved by an optimizer of another kind: {kind}")
             return
         self._compare_groups(mine, saved.facts["params"], placement)
-        fresh: dict[str, dict[str, Any]] = {name: {} for name in saved.facts["with_state"] if name in params}
+        dicts: dict[str, str] = saved.facts.get(DICTS, {})
+        fresh: dict[str, dict[str, Any]] = {
+            name: _DICTS.get(dicts.get(name, ""), dict)() for name in saved.facts["with_state"] if name in params
+        }
         self._begin_anew(fresh, params, placement)
         self._place_state(fresh, params, saved, placement)
         if saved.values.get("extra") is not None and not self._adds_entries:
@@ -273,7 +281,8 @@ class OptimizerNode:
 
     def _load(self, extra: dict[str, Any], state: dict[Any, Any]) -> None:
         """Call the optimizer's own loader, and undo what torch's does to values, such as casts to dtypes of weights."""
-        said = self._say(state)
+        said, groups = self._say(state), self.optimizer.param_groups
+        sharing = [vars(one) for one in self._same if vars(one).get("param_groups") is groups]
         try:
             self.optimizer.load_state_dict({**said, **extra})
         except Exception as error:
@@ -285,6 +294,10 @@ class OptimizerNode:
                 show(self.path),
                 error,
             )
+        # torch's loader makes another list, and a wrapper that shares the groups would keep the old one.
+        groups = next((one["param_groups"] for one in sharing if one["param_groups"] is not groups), groups)
+        for one in sharing:
+            one["param_groups"] = groups
         for key, values in self.optimizer.state.items():
             if key not in state:
                 state[key] = values
@@ -520,7 +533,14 @@ class OptimizerNode:
             return param.detach()  # it was the weight itself: so SAM leaves it
         if placement.key_to_create(full, beside, guarded=True, plain=plain) is None:
             return None  # a problem has been noted
-        return placement.create(full, device_of(full), beside, guarded=True, plain=plain, like=local(param))
+        like = None if self._lay_otherwise(full, param, placement) else local(param)
+        return placement.create(full, device_of(full), beside, guarded=True, plain=plain, like=like)
+
+    def _lay_otherwise(self, full: str, param: Tensor, placement: Placement) -> bool:
+        """Return True if a tensor had another memory layout than its parameter, which lies here as it did then."""
+        held = placement.names.get(id(param))
+        own = placement.saved_order(self.own_name(param) if held is None else held.name)
+        return own == (order_of(local(param)) or []) and placement.saved_order(full) not in (own, None)
 
 
 def _is_entry(key: object, value: object) -> bool:
@@ -545,6 +565,24 @@ def _is_of_kind(value: Tensor, kind: dict[str, Json], param: Tensor) -> bool:
 def _as_kind(value: Tensor, kind: dict[str, Json], param: Tensor) -> Tensor:
     """Return a tensor with the same memory. `like`: of the class of its parameter."""
     return of_kind(value.as_subclass(type(param)) if kind.get("like") else value, kind)
+
+
+_DICTS: dict[str, Callable[[], dict[Any, Any]]] = {
+    "OrderedDict": OrderedDict,
+    **{f"defaultdict({make.__name__})": partial(defaultdict, make) for make in (dict, list, set, int, float)},
+}
+
+
+def _kind_of_dict(values: dict[Any, Any], path: Path) -> str:
+    """Return which of `_DICTS` makes a dict like this one. Raises StateError if none does."""
+    kind, make = type(values), getattr(values, "default_factory", None)
+    name = f"defaultdict({getattr(make, '__name__', make)})" if kind is defaultdict else kind.__qualname__
+    if name in _DICTS and type(_DICTS[name]()) is kind and getattr(_DICTS[name](), "default_factory", None) is make:
+        return name
+    raise StateError(
+        f"{show(path)}: a {kind.__module__}.{name} would come back as a plain dict: keep a dict, an OrderedDict, or a "
+        "defaultdict of dict, list, set, int or float there"
+    )
 
 
 Row = tuple[str, str]  # what tells a plain value of the state from the others
@@ -577,8 +615,13 @@ def _first(words: list[str], count: int = 5) -> str:
     return ", ".join(words[:count]) + (", …" if len(words) > count else "")
 
 
-TRUSTED = {"torch", "accelerate", "lightning", "lightning_fabric", "pytorch_lightning", "opacus"}
+TRUSTED = {"accelerate", "lightning", "lightning_fabric", "pytorch_lightning", "opacus"}
 """Packages whose wrappers of optimizers add nothing to the `state_dict()` of the optimizer inside."""
+
+
+def _is_trusted(owner: type) -> bool:
+    """Return True for torch's optimizers, and not for its wrappers in `torch.distributed`, and for `TRUSTED`."""
+    return owner.__module__.startswith("torch.optim.") or owner.__module__.split(".")[0] in TRUSTED
 
 
 def speaks_for_itself(optimizer: Any) -> bool:
@@ -588,7 +631,7 @@ def speaks_for_itself(optimizer: Any) -> bool:
     owner = next((one for one in type(optimizer).__mro__ if "state_dict" in vars(one)), None)
     if owner is None:
         return False
-    if owner.__module__.split(".")[0] not in TRUSTED:
+    if not _is_trusted(owner):
         return True
     return any(speaks_for_itself(one) for one in _inside(optimizer) if one.state is optimizer.state)
 
@@ -601,7 +644,7 @@ def _derives_when_loaded(optimizer: Any) -> bool:
     owners = (
         next((one for one in type(optimizer).__mro__ if m in vars(one)), None) for m in (names[0], "__setstate__")
     )
-    return any(owner is not None and owner.__module__.split(".")[0] not in TRUSTED for owner in owners)
+    return any(owner is not None and not _is_trusted(owner) for owner in owners)
 
 
 def all_of_one_state(optimizer: Any) -> list[Any]:

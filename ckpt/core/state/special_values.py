@@ -9,13 +9,14 @@ made again. Nothing that a file names is ever imported.
 from __future__ import annotations
 
 import functools
+import logging
 import random
 import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, Flag
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any, Protocol
 
 import numpy as np
@@ -168,7 +169,7 @@ class ObjectsOf:
         if (known := self._names.get(id(value))) is not None:
             return {"$": "object", "name": known}
         name = show(path)
-        if (said := _callable_name(value)) is not None:
+        if (said := _name_of_given(value)) is not None:
             if "param_groups" not in path:  # a restarted script makes the same groups
                 self._bind(name, path, value)
             self.live[name] = value
@@ -292,7 +293,7 @@ class RestoredObjects:
                 here = self._owner.live.get(name)
                 if here is None:
                     raise MismatchError(f"{name} was {one.get('v')!r:.200} in the checkpoint, and is not here")
-                if (now := _callable_name(here)) != one.get("v"):
+                if (now := _name_of_given(here)) != one.get("v"):
                     problems.append(f"{name} was {one.get('v')!r:.200} in the checkpoint and is {now!r:.200} here")
             elif _defines(one):
                 self._owner.target(one)
@@ -328,6 +329,7 @@ def _numpy_generator(bits: str) -> np.random.Generator:
 _BITS = ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64")
 _GENERATORS: dict[str, Callable[[], Any]] = {
     "random.Random": lambda: random.Random(0),
+    "numpy.RandomState": lambda: np.random.RandomState(0),
     **{f"numpy.{name}": functools.partial(_numpy_generator, name) for name in _BITS},
 }
 
@@ -336,6 +338,8 @@ def _kind_of_generator(value: object) -> str | None:
     """Return the name of a generator of Python or numpy that can be made again; None for everything else."""
     if type(value) is random.Random:
         return "random.Random"
+    if type(value) is np.random.RandomState and type(value._bit_generator) is np.random.MT19937:
+        return "numpy.RandomState"
     if type(value) is not np.random.Generator:
         return None
     bits = type(value.bit_generator)
@@ -359,11 +363,16 @@ def _objects_in(values: Json) -> list[dict[str, Any]]:
     return found
 
 
-def _callable_name(value: object) -> str | None:
-    """Return what names a class, a function or a partial call of one. None for everything else."""
+_WITHOUT_STATE = (logging.Logger, re.Pattern, ModuleType)
+
+
+def _name_of_given(value: object) -> str | None:
+    """Return what names a class, a function, a partial call of one, or an object without state. None for the rest."""
     if isinstance(value, functools.partial):
-        inner = _callable_name(value.func)
+        inner = _name_of_given(value.func)
         return None if inner is None else f"a partial call of {inner}"
+    if isinstance(value, _WITHOUT_STATE):
+        return f"{type(value).__module__}.{type(value).__qualname__}"
     if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")):
         return f"{getattr(value, '__module__', '')}.{value.__qualname__}"
     return None

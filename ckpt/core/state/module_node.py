@@ -23,7 +23,7 @@ from ckpt.core.state.module_state_dict import (
     listen,
     load_into,
 )
-from ckpt.core.state.module_trial import accepts, as_its_own, without_memory
+from ckpt.core.state.module_trial import Untried, accepts, as_its_own, without_memory
 from ckpt.core.state.names import Names
 from ckpt.core.state.placement import Placement, references
 from ckpt.core.state.rewrap import facts_of, forms_of, matching
@@ -31,6 +31,7 @@ from ckpt.core.state.sharding import Replicas, StateEntry, is_dtensor, named_mod
 from ckpt.core.state.tensors import saved_device
 from ckpt.core.state.wrappers import WrapperForm, take_apart
 from ckpt.errors import CheckpointError, CorruptError, StateError
+from ckpt.events import log
 
 
 class ModuleNode:
@@ -45,6 +46,7 @@ class ModuleNode:
         self._piece: Contents | None = None
         self._words, self._heard = OwnState(), list[nn.Module]()
         self._forms: dict[str, WrapperForm] = {}  # of what is made of several tensors
+        self._untried: list[str] = []  # why loaders could not be asked whether they accept the checkpoint
         self._order: list[str] = []  # names, and prefixes of modules that say more
 
     @property
@@ -149,6 +151,7 @@ class ModuleNode:
         lying = {entry.name: entry for entry in piece.fixed}
         said = {entry.name: entry for entry in piece.loose}
         state = self._saved_state(saved)
+        problems, self._untried = len(placement.problems), []
         free = set(references([value for key, value in state.items() if key.endswith(EXTRA)]))  # may differ each time
         own = {name: entry for name, entry in (lying | said).items() if not self._in_extra(name)}
         theirs = [name for name in saved.names if name not in free]
@@ -169,6 +172,8 @@ class ModuleNode:
         self._hand_back(placement, self._created(resized, own, placement), whole)
         if whole:
             placement.finish(self.path, self._forget)
+        if len(placement.problems) > problems:
+            placement.problems += self._untried
 
     def _forget(self) -> None:
         """Read all of it again: its state_dict() may have other keys now."""
@@ -272,7 +277,13 @@ class ModuleNode:
                 }
             except CheckpointError:
                 continue
-            if accepts(module, state_of_it, plain=not speaks):
+            try:
+                accepted = accepts(module, state_of_it, plain=not speaks)
+            except Untried as error:
+                path = (*self.path, prefix.rstrip(".")) if prefix else self.path
+                self._untried.append(f"{show(path)}: {error}")
+                continue
+            if accepted:
                 found = {p: inner for p, inner in found.items() if not p.startswith(prefix)} | {prefix: module}
                 keys = {key for key in keys if not key.startswith(prefix)}
         return found
@@ -335,7 +346,7 @@ class ModuleNode:
             claimed |= mine.keys()
             build = placement.build(pairs({k.removeprefix(prefix): v for k, v in mine.items()}), like=live)
             plain = prefix not in self._words.speakers
-            placement.finish(self.path, partial(_load, module, build, placement.strict, plain))
+            placement.finish(self.path, partial(_load, module, self.path, build, placement.strict, plain))
         for key, value in state.items():
             if key not in claimed and self._is_unclaimed(key, value):
                 placement.problem(f"{self._name(key)} is in the checkpoint, and not in {show(self.path)}")
@@ -355,5 +366,9 @@ def _set_extra(module: nn.Module, build: Callable[[], Any]) -> None:
     module.set_extra_state(build())
 
 
-def _load(module: nn.Module, build: Callable[[], Any], strict: bool, plain: bool) -> None:
-    load_into(module, as_its_own(module, build()) if plain else build(), strict=strict)
+def _load(module: nn.Module, path: Path, build: Callable[[], Any], strict: bool, plain: bool) -> None:
+    found = load_into(module, as_its_own(module, build()) if plain else build(), strict=strict)
+    texts = {"not in the checkpoint": "missing_keys", "in the checkpoint, and not in the module": "unexpected_keys"}
+    for text, name in texts.items():
+        if keys := getattr(found, name, ()):
+            log.warning("%s: its load_state_dict() accepted that these are %s: %s", show(path), text, ", ".join(keys))

@@ -6,7 +6,7 @@ JOBS ?= 2
 PART ?= quick
 READY := $(VENV)/.ready
 
-.PHONY: demo test torture same-states test-long test-gpu test-corners test-s3 bench first-contact bench-gpu bench-ranks bench-faults bench-storage bench-codecs bench-offline bench-scale bench-chaos bench-ledger bench-callbacks bench-deepspeed bench-torchtitan bench-ray bench-megatron bench-waits lint docs wheel format clean
+.PHONY: demo test torture same-states test-long test-gpu test-corners test-s3 bench first-contact bench-gpu bench-ranks bench-faults bench-storage bench-codecs bench-offline bench-scale bench-chaos bench-ledger bench-callbacks bench-deepspeed bench-torchtitan bench-ray bench-megatron bench-waits lint docs wheel release-check format clean
 
 $(READY): pyproject.toml constraints.txt hatch_build.py $(wildcard ckpt/core/format/*.c)
 	$(PYTHON) -m venv $(VENV)
@@ -108,6 +108,9 @@ docs: $(VENV)/.docs
 
 wheel: $(READY)
 	$(BIN)/pip wheel -q --disable-pip-version-check --no-deps -w dist .
+
+release-check: $(READY)
+	$(BIN)/python benchmarks/release_check.py $(ARGS)
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

@@ -1,6 +1,6 @@
-"""Compiles the C of core/format for a wheel, or in place for an editable install; and has README as PyPI can show it.
+"""Compiles core/format/kernels.c for a wheel, or in place for an editable install; and makes README fit for PyPI.
 
-Where compiling fails, for whatever reason, the install goes on without it: core/format/kernels.py then has numpy do it.
+If that fails, for whatever reason, the install goes on without it, and core/format/kernels.py does without.
 By hand, in place: python hatch_build.py
 """
 
@@ -26,20 +26,14 @@ except ImportError:  # by hand they are not needed
     BuildHookInterface = MetadataHookInterface = object
 
 LINK = re.compile(r"(!?)\[([^\]]*)\]\((?![a-z]+://)[^)]*\)")  # to a place in the repository, or on the same page
-FOLDER = Path(__file__).parent / "ckpt" / "core" / "format"
+SOURCE = Path(__file__).parent / "ckpt" / "core" / "format" / "kernels.c"
 FLAGS = "-O3 -fPIC -shared -std=gnu11 -fvisibility=hidden -s"
-WAYS = ("", "-DNO_CLONES")  # the second for where functions cannot be chosen at the start
 LIMIT_S = 120
 
 
 def library_name() -> str:
     """As ckpt/core/format/kernels.py looks for it: one of another source is never taken."""
-    source = b"".join(path.read_bytes() for path in sources())
-    return f"kernels-{platform.machine()}-{hashlib.sha256(source).hexdigest()[:12]}.so"
-
-
-def sources() -> list[Path]:
-    return sorted(FOLDER.glob("*.c"))
+    return f"kernels-{platform.machine()}-{hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:12]}.so"
 
 
 def compiled(folder: Path) -> Path:
@@ -49,19 +43,16 @@ def compiled(folder: Path) -> Path:
     if compiler is None:
         raise FileNotFoundError("there is no C compiler")
     unfinished = folder / f".{library_name()}.{os.getpid()}"
-    said = ""
-    for way in WAYS:
-        command = [*compiler, *FLAGS.split(), *way.split(), *map(str, sources()), "-o", str(unfinished)]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
-        if ended.returncode == 0:
-            return unfinished.rename(folder / library_name())
-        said = ended.stderr.strip()[-500:]
-    raise RuntimeError(f"{shlex.join(compiler)} failed: {said}")
+    command = [*compiler, *FLAGS.split(), str(SOURCE), "-o", str(unfinished)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+    if ended.returncode:
+        raise RuntimeError(f"{shlex.join(compiler)} failed: {ended.stderr.strip()[-500:]}")
+    return unfinished.rename(folder / library_name())
 
 
 def compile_in_place() -> Path:
-    made = compiled(FOLDER)
-    for old in FOLDER.glob(f"kernels-{platform.machine()}-*.so"):
+    made = compiled(SOURCE.parent)
+    for old in SOURCE.parent.glob(f"kernels-{platform.machine()}-*.so"):
         if old != made:
             old.unlink(missing_ok=True)
     return made
@@ -80,7 +71,7 @@ class KernelsHook(BuildHookInterface):  # type: ignore[misc, valid-type, unused-
             self._folder = tempfile.mkdtemp(prefix="kernels-")
             made = compiled(Path(self._folder))
         except Exception as error:
-            self.app.display_warning(f"no compiled kernels, numpy will do instead: {error}")
+            self.app.display_warning(f"kernels.c is not compiled, restores from memory will be slower: {error}")
             return
         build_data["force_include"][str(made)] = f"ckpt/core/format/{made.name}"
         build_data["pure_python"] = False

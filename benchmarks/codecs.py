@@ -1,6 +1,6 @@
 """What compression and increments are worth, on states of real trainings, beside zstd, blosc2 and ZipNN.
 
-    make bench-codecs     or: python benchmarks/codecs.py [--quick] [--part 1 2 3 4 5] [--states DIR] [--json FILE]
+    make bench-codecs     or: python benchmarks/codecs.py [--quick] [--part 1 2 3 4] [--states DIR] [--json FILE]
 
 The states (benchmarks/states.py) are trained first, for a few minutes, and kept in DIR if it is given: 4 GB. Another
 3 GB of disk and 5 GB of memory are needed meanwhile.
@@ -9,11 +9,10 @@ The states (benchmarks/states.py) are trained first, for a few minutes, and kept
   2  increments against a base that is 1, 10 and 100 steps older, by the codec alone
   3  the same through a Checkpointer and a folder: bytes of packs, and the time to restore a full one and an increment
   4  training time that a save takes, with compression and without
-  5  the compiled kernels by themselves, beside memcpy and numpy: benchmarks/kernel_speeds.py
 
 Ratios are exact, and everything that was encoded is decoded and compared. Tensors are cut into blobs as the library
 cuts them, of 4 MiB at most. "entropy" is the least for a coder that takes every byte of a blob's planes by itself
-(order 0; planes after the rotation, or of the zigzagged differences): with repeats one can go below it. Speeds are
+(order 0; planes of the words, or of their XOR with those of a base): with repeats one can go below it. Speeds are
 GB of plain bytes a CPU second on one pinned core, the contenders in turns; they depend on the machine, their ratios
 less. ZipNN changes what it is given to compress, so it gets a copy, which is not counted.
 """
@@ -53,7 +52,6 @@ import states
 from ckpt.core.format import codec
 from ckpt.core.format.layout import BLOB
 from ckpt.core.state.tensors import DTYPE_NAME
-from kernel_speeds import kernel_speeds
 from states import LAGS, Size, Tensors
 
 Json = dict[str, Any]
@@ -100,10 +98,9 @@ QUICK = Plan(
     half=15,
 )
 GOALS = {
-    "full": {"adamw": 0.83, "mixed": 0.71},
-    "increments": {"mixed": (0.62, 0.68, 0.71), "sparse": (0.01, 0.05, 0.2)},
+    "full": {"adamw": 0.84},
+    "increments": {"sparse": (0.01, 0.05, 0.2)},
     "of_changed": {"lora": 1.05},
-    "speed of ZipNN's": 1.0,
     "restore of a full one's": 1.7,
 }
 TIMED = (
@@ -170,28 +167,6 @@ def entropy_of(plain: Bytes, word: int) -> float:
     return total
 
 
-def words_of(plain: Bytes, word: int) -> np.ndarray[Any, Any]:
-    return np.ascontiguousarray(plain).view(f"<u{word}")
-
-
-def rotated(plain: Bytes, word: int) -> Bytes:
-    words = words_of(plain, word)
-    one, rest = words.dtype.type(1), words.dtype.type(8 * word - 1)
-    return ((words << one) | (words >> rest)).view(np.uint8)
-
-
-def difference(plain: Bytes, base: Bytes, word: int) -> Bytes:
-    """Of floats: bits in the order of the numbers, subtracted, sign in the lowest bit."""
-
-    def ordered(raw: Bytes) -> np.ndarray[Any, Any]:
-        words = words_of(raw, word)
-        top = words.dtype.type(1 << (8 * word - 1))
-        return np.where(words & top, ~words, words | top)
-
-    found = (ordered(plain) - ordered(base)).view(f"<i{word}")
-    return ((found << 1) ^ (found >> (8 * word - 1))).view(np.uint8)
-
-
 # -- contenders --
 
 
@@ -204,17 +179,18 @@ class Ours:
     def base(self, blob: Blob) -> Bytes | None:
         return None if self.bases is None else self.bases[id(blob)].plain
 
-    def id(self, blob: Blob) -> int:
-        return codec.whole_codec(blob.dtype) if self.bases is None else codec.delta_codec(blob.dtype)
+    @property
+    def id(self) -> int:
+        return codec.PLANES if self.bases is None else codec.DELTA
 
     def prepare(self, blob: Blob) -> Any:
         return blob.plain
 
     def compress(self, blob: Blob, given: Any) -> bytes:
-        return codec.encode(self.id(blob), given, blob.word, self.base(blob))
+        return codec.encode(self.id, given, blob.word, self.base(blob))
 
     def decompress(self, blob: Blob, stored: bytes, into: bytearray) -> Any:
-        codec.decode(self.id(blob), stored, blob.size, self.base(blob), memoryview(into))
+        codec.decode(self.id, stored, blob.size, self.base(blob), memoryview(into))
         return into
 
 
@@ -332,46 +308,25 @@ def speeds(whos: dict[str, Any], blobs: list[Blob], rounds: int) -> dict[str, Js
     }
 
 
-# -- derived weights --
-
-
-def masters_of(blobs: Blobs, kept: Blobs) -> set[str]:
-    """bf16 tensors that are the rounding of their fp32 masters: nothing is stored of them."""
-    found = set()
-    for name, some in kept.items():
-        master = blobs.get("master/" + name.partition("/")[2])
-        if name.startswith("w/") and master and some[0].dtype == "BF16":
-            joined, plain = (np.concatenate([b.plain for b in each]) for each in (master, some))
-            if codec.derives(joined, plain):
-                found.add(name)
-    return found
-
-
 # -- part 1: whole states --
 
 
 def sizes(whos: dict[str, Any], blobs: list[Blob]) -> Json:
     raw = sum(b.size for b in blobs)
-    found: Json = {"mib": raw / MIB, "entropy": sum(entropy_of(rotated(b.plain, b.word), b.word) for b in blobs) / raw}
+    found: Json = {"mib": raw / MIB, "entropy": sum(entropy_of(b.plain, b.word) for b in blobs) / raw}
     return found | {name: sum(stored_size(who, b) for b in blobs) / raw for name, who in whos.items()}
 
 
 def whole_states(plan: Plan, folder: Path, whos: dict[str, Any]) -> Json:
-    """Ratios by state and class; "state" is all of it, where ours derives what it can."""
+    """Ratios by state and class; "state" is all of it."""
     found: Json = {}
     for kind in plan.kinds:
         blobs = cut(states.snapshot(folder, plan.size, kind, 0))
         classes = {label: sizes(whos, some) for label, some in by_class(blobs).items()}
         mib = sum(f["mib"] for f in classes.values())
-        derived = masters_of(blobs, blobs)
-        nothing = sum(b.size for name in derived for b in blobs[name]) / MIB
-        state: Json = {"mib": mib, "derived": nothing / mib}
+        state: Json = {"mib": mib}
         for column in ("entropy", *whos):
             state[column] = sum(f[column] * f["mib"] for f in classes.values()) / mib
-        state["as stored"] = state[OURS]
-        if derived:
-            label = class_of(*next((n, blobs[n]) for n in derived))
-            state["as stored"] -= classes[label][OURS] * nothing / mib
         found[kind] = {"classes": classes, "state": state}
     return found
 
@@ -406,10 +361,9 @@ class Tally:
     whole: int = 0
     chosen: int = 0  # by the sizes themselves
     estimated: int = 0  # by what samples say
-    derived: int = 0
 
 
-def weigh(tally: Tally, blob: Blob, base: Blob | None, derived: bool) -> None:
+def weigh(tally: Tally, blob: Blob, base: Blob | None) -> None:
     """Count a blob in. `base`: None for a tensor that came into being later."""
     tally.raw += blob.size
     if base is None:
@@ -420,28 +374,24 @@ def weigh(tally: Tally, blob: Blob, base: Blob | None, derived: bool) -> None:
     if np.array_equal(blob.plain, base.plain):
         tally.unchanged += blob.size
         return
-    word, delta_id, whole_id = blob.word, codec.delta_codec(blob.dtype), codec.whole_codec(blob.dtype)
+    word = blob.word
     delta, whole = stored_size(Ours({id(blob): base}), blob), stored_size(Ours(), blob)
-    tally.entropy += entropy_of(difference(blob.plain, base.plain, word), word)
+    tally.entropy += entropy_of(blob.plain ^ base.plain, word)
     tally.delta += delta
     tally.whole += whole
-    if derived:
-        tally.derived += blob.size
-        return
     tally.chosen += delta if delta < WHOLE_SHARE * whole else whole
-    ratio = codec.estimate(delta_id, blob.plain, word, base.plain)
-    seems = ratio < WHOLE_SHARE * min(1.0, codec.estimate(whole_id, blob.plain, word))
+    ratio = codec.estimate(codec.DELTA, blob.plain, word, base.plain)
+    seems = ratio < WHOLE_SHARE * min(1.0, codec.estimate(codec.PLANES, blob.plain, word))
     tally.estimated += delta if seems else whole
 
 
 def increment(base: Blobs, now: Blobs) -> dict[str, Tally]:
     """What a class takes at a lag, and what choosing between delta and whole makes of it."""
     found: dict[str, Tally] = defaultdict(Tally)
-    derived = masters_of(now, now)
     for name, some in now.items():
         for i, blob in enumerate(some):
             older = base[name][i] if name in base else None
-            weigh(found[class_of(name, some)], blob, older, name in derived)
+            weigh(found[class_of(name, some)], blob, older)
     return dict(found)
 
 
@@ -454,7 +404,6 @@ def told(tally: Tally) -> Json:
         "delta": tally.delta / tally.raw,
         "chosen": tally.chosen / tally.raw,
         "estimated": tally.estimated / tally.raw,
-        "derived": tally.derived / tally.raw,
         "of_changed": tally.chosen / changed,
     }
 
@@ -739,12 +688,11 @@ def show_whole(found: Json) -> None:
     rows = []
     for kind, f in found.items():
         for label, one in f["classes"].items():
-            rows.append([f"{kind}: {label}", f"{one['mib']:.1f}", *(ratio(one[c]) for c in columns), "", ""])
+            rows.append([f"{kind}: {label}", f"{one['mib']:.1f}", *(ratio(one[c]) for c in columns), ""])
         state = f["state"]
         line = [f"{kind}: state", f"{state['mib']:.1f}", *(ratio(state[c]) for c in columns)]
-        rows.append([*line, ratio(state["as stored"]), goal(GOALS["full"].get(kind))])
-    title = 'Full: bytes stored / bytes. "as stored": what is derived from a master takes nothing'
-    show(title, ["", "MiB", *columns, "as stored", "goal"], rows)
+        rows.append([*line, goal(GOALS["full"].get(kind))])
+    show("Full: bytes stored / bytes", ["", "MiB", *columns, "goal"], rows)
 
 
 def show_speeds(found: Json) -> None:
@@ -755,14 +703,8 @@ def show_speeds(found: Json) -> None:
         rows = []
         for label, by in found.items():
             line = [label, *(ratio(by[name][what], 2) for name in names)]
-            rows.append(
-                [
-                    *line,
-                    ratio(by[OURS][what] / by[ZIPNN][what], 2) if ZIPNN in by else "",
-                    goal(GOALS["speed of ZipNN's"]),
-                ]
-            )
-        show(f"{what}: GB/s of one core", ["", *names, "ours / ZipNN's", "goal"], rows)
+            rows.append([*line, ratio(by[OURS][what] / by[ZIPNN][what], 2) if ZIPNN in by else ""])
+        show(f"{what}: GB/s of one core", ["", *names, "ours / ZipNN's"], rows)
 
 
 def show_increments(found: Json) -> None:
@@ -787,7 +729,7 @@ def show_increments(found: Json) -> None:
     )
     columns = [column for lag in lags for column in (lag, "goal")]
     show(
-        f"Increments: references, derived, deltas if below {WHOLE_SHARE} of the whole form; bytes stored / bytes",
+        f"Increments: references, deltas if below {WHOLE_SHARE} of the whole form; bytes stored / bytes",
         ["", *columns, "by estimate(), more", "most / changed blobs", "goal"],
         states_rows,
     )
@@ -863,16 +805,6 @@ def show_lost(found: Json) -> None:
     )
 
 
-def show_kernels(found: Json) -> None:
-    rows = [
-        [name, *(ratio(f[key], 2) for key in ("gb_s", "times_memcpy")), goal(f["goal_times_memcpy"])]
-        + [ratio(f[key], 2) for key in ("numpy_gb_s", "numpy_times_memcpy")]
-        for name, f in found.items()
-    ]
-    title = "Kernels: GB/s of one core; seconds over those of the fastest plain copy of as many bytes (1 = as fast)"
-    show(title, ["", "GB/s", "times memcpy", "goal", "by numpy", "times memcpy"], rows)
-
-
 # -- main --
 
 
@@ -897,17 +829,13 @@ def measure(plan: Plan, parts: list[int], folder: Path, scratch: Path) -> Json:
     if 4 in parts:
         found["lost"] = training_lost(plan, scratch)
         show_lost(found["lost"])
-    if 5 in parts:
-        with pinned():
-            found["kernels"] = kernel_speeds(3 * plan.rounds)
-        show_kernels(found["kernels"])
     return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="smaller and fewer states, little trained: a minute")
-    parser.add_argument("--part", type=int, nargs="+", choices=range(1, 6), default=[1, 2, 3, 4, 5], help="only these")
+    parser.add_argument("--part", type=int, nargs="+", choices=range(1, 5), default=[1, 2, 3, 4], help="only these")
     parser.add_argument("--states", metavar="DIR", help="where the trained states are kept; default: thrown away")
     parser.add_argument("--folder", metavar="DIR", help="where checkpoints are written; default: a temporary folder")
     parser.add_argument("--json", metavar="FILE", help="write all figures there as well")

@@ -33,8 +33,8 @@ from ckpt.core.checkpoint.write import RankSnapshot, write_part
 from ckpt.core.format.layout import Layout
 from ckpt.core.format.manifest import Attempt, Part
 from ckpt.core.format.partition import Seat
-from ckpt.core.log.archiving import Archivist
 from ckpt.core.log.log import RunLog
+from ckpt.core.log.trimming import Trimmer
 from ckpt.core.state.capture import Capture
 from ckpt.store import Store, open_store
 
@@ -42,7 +42,7 @@ Json = dict[str, Any]
 NONCE = "0badcafe"
 MIB = 1 << 20
 STEPS, SAVES = 12, 3
-RECENT = 500  # saves, over which archiving is taken together: it comes now and then
+RECENT = 500  # saves, over which trimming is taken together: it comes now and then
 FASTER = 1.25  # times the growth of the work, between the last two points, is more than noise
 
 
@@ -131,24 +131,24 @@ async def begun(root: Path) -> tuple[Store, RunLog, Any]:
 
 
 def checkpoints(marks: list[int]) -> dict[str, Json]:
-    """One run, all of whose checkpoints are kept, and its log archived as a writer does; looked at when it has so
-    many. `save_s`: without the archiving, which is done beside saves."""
+    """One run, all of whose checkpoints are kept, and its log trimmed as a writer does; looked at when it has so
+    many. `save_s`: without the trimming, which is done beside saves."""
 
     async def work(root: Path) -> dict[str, Json]:
         store, log, mine = await begun(root)
-        (layout, values), found, times, archiving = a_layout(8), dict[str, Json](), list[float](), list[float]()
-        archivist = Archivist()
+        (layout, values), found, times, trimming = a_layout(8), dict[str, Json](), list[float](), list[float]()
+        trimmer = Trimmer()
         for step in range(1, max(marks) + 1):
             began = time.perf_counter()
             await whole_save(store, log, mine, step, layout, values)
             times.append(time.perf_counter() - began)
             began = time.perf_counter()
-            await archivist.step(log, mine)
-            archiving.append(time.perf_counter() - began)
+            await trimmer.step(log, mine)
+            trimming.append(time.perf_counter() - began)
             if step in marks:
-                archived_s = sum(archiving[-RECENT:]) / len(archiving[-RECENT:])
+                trimmed_s = sum(trimming[-RECENT:]) / len(trimming[-RECENT:])
                 found[str(step)] = {
-                    "save_s": statistics.median(times[-20:]), "archiving_s": archived_s, **await looked_at(root),
+                    "save_s": statistics.median(times[-20:]), "trimming_s": trimmed_s, **await looked_at(root),
                 }  # fmt: skip
         await store.aclose()
         return found

@@ -1,7 +1,7 @@
 """Logs of very many records, made by the library's own functions: how many files they have, and how soon they are open.
 
 A job that saves every step appends three records for each: BEGIN, COMMIT, and the PLAN that retires an old one. `make`
-folds and seals them as a `RunLog` does, without the fsync of each, and archives them as an `Archivist` does.
+folds and seals them as a `RunLog` does, without the fsync of each, and keeps what a `Trimmer` keeps.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from typing import Any
 from ckpt.core.checkpoint import commit as commits
 from ckpt.core.format.digest import file_digest
 from ckpt.core.format.manifest import Attempt, new_format, read_format
-from ckpt.core.log.archive import Archive, chain, pack
-from ckpt.core.log.archiving import Archivist, to_merge
 from ckpt.core.log.log import RunLog, record_key
-from ckpt.core.log.records import SNAPSHOT_EVERY, Commit, Record, commit_body, fold, summary
+from ckpt.core.log.records import KEPT_REQUESTS, SNAPSHOT_EVERY, Commit, Record, commit_body, fold, summary
+from ckpt.core.log.trimming import Trimmer
 from ckpt.store import open_store
 from ckpt_backends.memory import MemoryStore
 
@@ -47,13 +46,13 @@ def spoken() -> Iterator[Record]:
 
 
 class Made:
-    """The folder of a log, archived as far as it is due."""
+    """The folder of a log, trimmed as far as it is due."""
 
     def __init__(self, root: Path) -> None:
-        self.root, self.archives = root, dict[Archive, bytes]()
+        self.root = root
         self.log, self.raws = RunLog(MemoryStore()), list[bytes]()
         self.first = 0  # of `raws`
-        (root / "log" / "archive").mkdir(parents=True)
+        (root / "log").mkdir(parents=True)
         raw = new_format()
         (root / "FORMAT.json").write_bytes(raw)
         self.log.root = read_format(raw)
@@ -67,21 +66,12 @@ class Made:
         state.next_seq, state.last = state.next_seq + 1, file_digest(raw)
         self.raws.append(raw)
         if record.type == "SNAPSHOT":
-            state.requests = {name: seq for name, seq in state.requests.items() if seq > state.next_seq - 1000}
-            if len(self.raws) > 3 * SNAPSHOT_EVERY:
-                self.archive()
-
-    def archive(self) -> None:
-        raw, last = pack(self.raws[:SNAPSHOT_EVERY]), self.first + SNAPSHOT_EVERY - 1
-        self.archives[Archive(last, self.first, len(raw))] = raw
-        self.raws, self.first = self.raws[SNAPSHOT_EVERY:], last + 1
-        while parts := to_merge(chain(self.archives)):
-            whole = b"".join(self.archives.pop(part) for part in parts)
-            self.archives[Archive(parts[-1].last, parts[0].first, len(whole))] = whole
+            state.requests = {
+                name: seq for name, seq in state.requests.items() if seq > state.next_seq - 2 * KEPT_REQUESTS
+            }
+            self.raws, self.first = self.raws[-SNAPSHOT_EVERY - 1 :], max(0, state.next_seq - 1 - SNAPSHOT_EVERY)
 
     def write(self) -> None:
-        for archive, raw in self.archives.items():
-            (self.root / archive.key).write_bytes(raw)
         for seq, raw in enumerate(self.raws, self.first):
             (self.root / record_key(seq)).write_bytes(raw)
 
@@ -133,35 +123,35 @@ def synthetic(root: Path, count: int) -> dict[str, Any]:
     }
 
 
-def appended(root: Path, count: int, *, archived: bool) -> dict[str, Any]:
-    """A log that is really appended to, record by record, durably: with archives, and as it would be without."""
+def appended(root: Path, count: int, *, trimmed: bool) -> dict[str, Any]:
+    """A log that is really appended to, record by record, durably: with trimming, and as it would be without."""
 
     async def work() -> tuple[float, float]:
         store = open_store(root, writable=True)
         await commits.create_run(store)
-        log, archivist, archiving_s = RunLog(store), Archivist(), 0.0
+        log, trimmer, trimming_s = RunLog(store), Trimmer(), 0.0
         await log.open()
         mine, started = None, time.perf_counter()
         for record in spoken():
             state = await log.append(lambda _, record=record: record, owner=mine)
             mine = state.acquires[-1]
-            if archived:
+            if trimmed:
                 before = time.perf_counter()
-                await archivist.step(log, mine)
-                archiving_s += time.perf_counter() - before
+                await trimmer.step(log, mine)
+                trimming_s += time.perf_counter() - before
             if state.next_seq >= count:
                 break
         took = time.perf_counter() - started
         await store.aclose()
-        return took, archiving_s
+        return took, trimming_s
 
-    took, archiving_s = asyncio.run(work())
+    took, trimming_s = asyncio.run(work())
     open_s = statistics.median(opened(root) for _ in range(OPENED))
     return {
         "records": count,
-        "archived": archived,
+        "trimmed": trimmed,
         **files_of(root),
-        "append_ms": 1000 * (took - archiving_s) / count,
-        "archiving_ms": 1000 * archiving_s / count,
+        "append_ms": 1000 * (took - trimming_s) / count,
+        "trimming_ms": 1000 * trimming_s / count,
         "open_s": open_s,
     }

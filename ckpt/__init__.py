@@ -33,8 +33,8 @@ _HOMES = {
     "Restored": "core.restore.restore_first",
     "Run": "run",
     "Save": "save",
-    "Shard": "core.state.shards",
-    "Shards": "core.state.shards",
+    "Shard": "adapters.shards",
+    "Shards": "adapters.shards",
     "Stateful": "core.state.stateful",
     "Tier": "tiers",
     "load": "loading",
@@ -83,13 +83,13 @@ if TYPE_CHECKING:
     from ckpt import ray as ray
     from ckpt import torchtitan as torchtitan
     from ckpt import transformers as transformers
+    from ckpt.adapters.shards import Shard as Shard
+    from ckpt.adapters.shards import Shards as Shards
     from ckpt.best import Best as Best
     from ckpt.checkpointer import Checkpointer as Checkpointer
     from ckpt.core.cadence.cadence import Auto as Auto
     from ckpt.core.checkpoint.retention import Keep as Keep
     from ckpt.core.restore.restore_first import Restored as Restored
-    from ckpt.core.state.shards import Shard as Shard
-    from ckpt.core.state.shards import Shards as Shards
     from ckpt.core.state.stateful import RNG as RNG
     from ckpt.core.state.stateful import Stateful as Stateful
     from ckpt.errors import CheckpointError as CheckpointError

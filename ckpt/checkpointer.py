@@ -16,6 +16,7 @@ from typing import Any, TypeVar, overload
 
 import torch
 
+import ckpt.adapters  # noqa: F401 - registers them
 from ckpt.best import Best
 from ckpt.core.cadence.cadence import Auto
 from ckpt.core.checkpoint.retention import Keep
@@ -23,6 +24,7 @@ from ckpt.core.restore.restore_first import Restored
 from ckpt.core.run.closing import Closing
 from ckpt.core.run.departures import Departures
 from ckpt.core.run.kept_steps import KeptSteps
+from ckpt.core.run.out_of_turn import OutOfTurn
 from ckpt.core.run.process_end import ProcessEnd
 from ckpt.core.run.progress import Progress, Staged
 from ckpt.core.run.restoring import MISSING, Restoring
@@ -34,7 +36,6 @@ from ckpt.errors import CheckpointError, SkippedError, UsageError, door
 from ckpt.events import log
 from ckpt.guard.fault_handler import FaultHandler
 from ckpt.guard.report import Fault, tell_if_uncaught
-from ckpt.guard.secure import LiveRun
 from ckpt.save import Save
 from ckpt.triggers import Trigger, as_triggers
 
@@ -129,13 +130,15 @@ class Checkpointer:
         self._session, self._staged, self._writes = session, Staged(session, progress), TierWrites(session)
         self._saves = Saves(session, progress, self._staged, self._writes)
         self._keeper = StepKeeper(session, progress, self._staged, self._saves)
-        self._restoring = Restoring(session, progress, self._staged, self._writes)
         self._kept = KeptSteps(session, progress, self._keeper, self._writes)
-        self._live = LiveRun(session, progress, self._staged, self._saves, self._keeper)
-        self.faults = list(session.supervisor.faults)
-        self._fault_handler = FaultHandler(
-            wanted, session.world, session.supervisor, session.heartbeat, self._live, on_fault
-        )
+        self._out_of_turn = OutOfTurn(session, progress, self._staged, self._saves, self._keeper)
+        self.faults = list[Fault]()
+        for data in session.supervisor.faults:
+            with contextlib.suppress(CheckpointError):
+                self.faults.append(Fault.from_json(data))
+        reached = max((step for fault in self.faults for step in fault.steps.values()), default=0)
+        self._restoring = Restoring(session, progress, self._staged, self._writes, reached)
+        self._fault_handler = FaultHandler(wanted, session, self._out_of_turn, on_fault)
         departures = Departures(session, progress, self._staged, self._writes)
         self._closing = Closing(
             session, progress, self._staged, self._writes, self._keeper, self._fault_handler, departures
@@ -183,7 +186,7 @@ class Checkpointer:
     def _step(self, step: int, finite: bool | None) -> Save | None:
         self._progress.check_usable()
         self._progress.check_next(step)
-        asked = self._fault_handler.securer.due(step)
+        asked = self._out_of_turn.due(step)
         tiers = self._saves.tiers_due(step, asked)
         save = None
         try:
@@ -195,7 +198,7 @@ class Checkpointer:
             self._saves.on_refused(step, error, self._saves.tiers_due(step, asked=False))
         finally:
             if asked:
-                self._fault_handler.securer.answer(save)
+                self._out_of_turn.answer(save)
         self._session.errors.raise_pending()
         return save
 
@@ -308,7 +311,7 @@ class Checkpointer:
                 self._kept.went_back()
                 return found
             finally:
-                self._fault_handler.securer.went_back()
+                self._out_of_turn.went_back()
 
     # -- the end --
 
@@ -345,5 +348,7 @@ class Checkpointer:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if error is None:
             self.close()
-        else:
-            self._closing.close_after(error)
+            return
+        if isinstance(error, Exception) and not self._progress.closed and not self._progress.forked:
+            self._fault_handler.exception(error)
+        self._closing.close_after(error)

@@ -39,6 +39,7 @@ WRITER_POINTS = (
     "log.synced",  # the record's temporary file is durable
     "log.linked",  # the record has its name, the directory is not synced
     "log.appended",
+    "log.trimming",  # some of the old records are deleted
     "acquire.done",
     "recover.done",
     "plan.landed",
@@ -50,11 +51,6 @@ INCREMENT_POINTS = (  # of a writer that stores an increment, or compresses
     "begin.landed",  # the log says what it builds on
     "packs.stored",  # all of its packs are durable
 )
-ARCHIVE_POINTS = (  # of a writer whose log has become long
-    "archive.stored",  # old records are in an archive, and are files as well
-    "archive.deleting",  # some of these are gone
-    "archive.merged",  # several archives are in one, and are there as well
-)
 OFFLINE_POINTS = (  # of a command that makes something new of a checkpoint
     "export.window",  # some bytes are about to be written
     "export.whole",  # all is there, and nothing has its name yet
@@ -64,7 +60,6 @@ POINTS = (
     *TRAINER_POINTS,
     *WRITER_POINTS,
     *INCREMENT_POINTS,
-    *ARCHIVE_POINTS,
     *OFFLINE_POINTS,
 )
 

@@ -1,4 +1,4 @@
-"""When to save out of turn, as the user says it. Values only: `ckpt.guard` and the writer act on them.
+"""When to save out of turn, as the user says it. Values only: `ckpt.guard` acts on them.
 
     triggers="auto"                                    all of these, with the defaults below
     triggers=[ckpt.on_signal("SIGTERM"), ckpt.on_hang(action="exit", min_s=20)]

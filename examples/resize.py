@@ -437,7 +437,7 @@ class Resize:
 
 def is_writer(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.Error):
-        return "ckpt.core.writer.main" in " ".join(process.cmdline())
+        return "ckpt.writer_process" in " ".join(process.cmdline())
     return False
 
 

@@ -20,25 +20,26 @@ from processes import PYTHONPATH, REPO
 # Lines and statements of Python for each package: docstrings and comments count as lines, so that denser lines gain
 # nothing in the second number.
 BUDGETS = {
+    "adapters": (1_640, 1_140),
     "backends": (2_770, 1_940),
     "core/": (10, 10),
     "core/cadence": (1_040, 690),
-    "core/checkpoint": (5_270, 3_470),
-    "core/format": (4_670, 3_110),
-    "core/ipc": (1_970, 1_300),
-    "core/log": (1_280, 880),
+    "core/checkpoint": (5_180, 3_400),
+    "core/format": (4_130, 2_760),
+    "core/ipc": (2_090, 1_390),
+    "core/log": (1_070, 710),
     "core/ranks": (1_160, 820),
     "core/restore": (1_120, 740),
-    "core/run": (4_820, 3_610),
+    "core/run": (5_200, 3_890),
     "core/snapshot": (1_930, 1_440),
-    "core/state": (5_850, 4_100),
-    "core/writer": (4_090, 2_990),
+    "core/state": (4_510, 3_120),
+    "core/writer": (3_170, 2_310),
     "dcp": (1_570, 1_080),
     "deepspeed": (480, 310),
-    "guard": (2_750, 1_940),
+    "guard": (2_910, 2_030),
     "lightning": (2_360, 1_620),
     "megatron": (540, 360),
-    "public": (2_830, 1_620),
+    "public": (2_960, 1_720),
     "ray": (120, 60),
     "testing": (670, 510),
     "tools/": (10, 10),
@@ -46,12 +47,12 @@ BUDGETS = {
     "tools/convert": (4_720, 3_350),
     "tools/doctor": (1_090, 800),
     "tools/maintain": (1_920, 1_330),
-    "tools/observe": (3_080, 1_890),
+    "tools/observe": (3_360, 2_050),
     "torchtitan": (370, 270),
     "transformers": (1_340, 870),
 }
-TOTAL = (63_800, 43_400)
-C_LINES = 670
+TOTAL = (63_410, 42_970)
+C_LINES = 150
 STEP_FILES, RESTORE_FILES = 91, 86
 
 
@@ -155,7 +156,7 @@ def test_scheduled_step_goes_through_few_files(tmp_path: Path) -> None:
     found = reach.found(tmp_path)
     print(f"step: {found}")
     assert 10 < len(found.files) <= STEP_FILES
-    assert any("/writer/" in file for file in found.files) and any("/trainer/" in file for file in found.files)
+    assert any("/writer/" in file for file in found.files) and any("/run/" in file for file in found.files)
 
 
 def test_restore_on_three_ranks_goes_through_few_files(tmp_path: Path) -> None:

@@ -39,10 +39,14 @@ def imported(tree: ast.AST) -> Iterator[str]:
 @pytest.mark.parametrize(
     ("module", "line"),
     [
-        ("ckpt/core/writer/main.py", "from ckpt.core.snapshot import stage"),
+        ("ckpt/core/writer/server.py", "from ckpt.core.snapshot import stage"),
+        ("ckpt/writer_process.py", "from ckpt.core.state import tensors"),
+        ("ckpt/core/writer/after_death.py", "def f():\n    from ckpt.guard.report import Fault"),
+        ("ckpt/core/format/digest.py", "from ckpt.tools.maintain import damage"),
         ("ckpt/core/log/log.py", "def f():\n    import torch"),
         ("backends/ckpt_backends/local.py", "from ckpt.core.log.log import RunLog"),
         ("ckpt/tools/maintain/audit.py", "import rich.table"),
+        ("ckpt/core/run/session.py", "from ckpt.adapters import shards"),
         (None, ""),
     ],
 )
@@ -139,7 +143,7 @@ def test_import_ckpt_is_light() -> None:
 def test_the_writer_has_no_torch() -> None:
     """Neither at its start nor once it has opened a store: seconds of start-up, and hundreds of MB."""
     statement = (
-        "import ckpt.core.writer.main, ckpt.store; ckpt.store.open_store('file:///tmp'); import ckpt_backends.local"
+        "import ckpt.writer_process, ckpt.store; ckpt.store.open_store('file:///tmp'); import ckpt_backends.local"
     )
     loaded = loaded_by(statement)
     assert "numpy" in loaded and loaded & {"torch", "click", "rich", "fsspec"} == set()

@@ -63,7 +63,7 @@ def test_what_cannot_be_imported_is_tried_again(module: Path) -> None:
 def test_a_writer_begins_without_numpy() -> None:
     """Nothing that a writer imports uses numpy while it is imported."""
     code = (
-        "import sys; from ckpt.later import later; later('numpy'); import ckpt.core.writer.main, ckpt_backends.local; "
+        "import sys; from ckpt.later import later; later('numpy'); import ckpt.writer_process, ckpt_backends.local; "
         "print(sorted(name for name in sys.modules if name.startswith('numpy')))"
     )
     assert run_script(code, fresh=True).stdout.split() == ["['numpy']"]

@@ -58,7 +58,7 @@ def test_ours_over_theirs_is_a_warning(site: Path) -> None:
         ("-c", "from ckpt.tools.cli import main; main(['ls', 'runs'])"),  # what the script `everystep` does
         ("-c", "from ckpt.checkpointer import Checkpointer"),
         ("-c", "import ckpt.lightning"),
-        ("-m", "ckpt.core.writer.main"),
+        ("-m", "ckpt.writer_process"),
     ],
 )
 def test_theirs_over_ours_is_an_error(site: Path, words: tuple[str, ...]) -> None:

@@ -454,4 +454,4 @@ class LocalStore:
 
 
 def _is_record(key: str) -> bool:
-    return key.startswith("log/") and not key.startswith("log/archive/")
+    return key.startswith("log/")

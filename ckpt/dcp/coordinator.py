@@ -370,7 +370,7 @@ async def _commit(tier: Tier, saving: Saving, receipts: Sequence[Receipt]) -> No
 
 async def _tidy(log: RunLog, mine: Acquire, tier: Tier, place: Known) -> None:
     """Retention, as the writer of a `Checkpointer` does it. What readers may be reading goes at a later save."""
-    await place.archivist.step(log, mine)
+    await place.trimmer.step(log, mine)
     now = time.monotonic()
     due = [key for when, keys in place.leaving if when <= now for key in keys]
     place.leaving = [(when, keys) for when, keys in place.leaving if when > now]

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from ckpt.core.format.manifest import Attempt, new_nonce
-from ckpt.core.log.archiving import Archivist
 from ckpt.core.log.log import Acquire
+from ckpt.core.log.trimming import Trimmer
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Known:
     cleared: set[Attempt] = field(default_factory=set)  # given up, and nothing is left of them
     sweeps: int = 0
     leaving: list[tuple[float, list[str]]] = field(default_factory=list)  # names, and when they may be deleted
-    archivist: Archivist = field(default_factory=Archivist)
+    trimmer: Trimmer = field(default_factory=Trimmer)
 
 
 _lock = threading.Lock()

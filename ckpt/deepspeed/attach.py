@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
+from ckpt.adapters.shards import Shards
 from ckpt.checkpointer import Checkpointer
 from ckpt.core.ranks.world import made_together
-from ckpt.core.state.shards import Shards
 from ckpt.deepspeed.internals import Engine
 from ckpt.errors import UsageError
 from ckpt.save import Save

@@ -28,7 +28,7 @@ try:
 except ImportError as missing:
     raise ImportError("ckpt.deepspeed needs deepspeed: pip install 'everystep[deepspeed]'") from missing
 
-from ckpt.core.state.shards import Shard
+from ckpt.adapters.shards import Shard
 from ckpt.errors import StateError, UsageError
 from ckpt.version import check_known
 

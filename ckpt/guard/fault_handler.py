@@ -3,10 +3,9 @@
 One thread takes in what comes (signals, notices, requests, what the writer sees) and never waits for anything. Another
 deals with one incident after the other (`ckpt.guard`):
 
-    perceive -> agree on a step, or take what is in memory -> make it durable -> report -> leave, if that is called for
+    perceive -> OutOfTurn.request_save -> report -> leave, if that is called for
 
-Neither ever waits for the main thread without a deadline. Where that cannot come, the writer makes durable what is in
-memory already.
+Neither ever waits for the main thread without a deadline.
 """
 
 from __future__ import annotations
@@ -22,16 +21,15 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from ckpt.core.ipc.heartbeat import Heartbeat
-from ckpt.core.ipc.notes import HangNote, PeerDiedNote
-from ckpt.core.ranks.world import World
-from ckpt.core.run.supervise.writer_supervisor import WriterSupervisor
+from ckpt.core.ipc.notes import HangNote
+from ckpt.core.run.out_of_turn import OutOfTurn
+from ckpt.core.run.session import Session
+from ckpt.errors import CheckpointError
 from ckpt.events import log
 from ckpt.guard.incidents import SOFT_S, CaseCloser, FaultCall, Incidents, is_of_a_peer, is_oom, leave
 from ckpt.guard.look_around import look_around
 from ckpt.guard.perceive import Perception
-from ckpt.guard.report import Fault
-from ckpt.guard.secure import LiveRun, Securer
+from ckpt.guard.report import Fault, SavedStep
 from ckpt.triggers import REPLACE_CODE, RETRY_CODE, OnException, OnHang, OnOom, Trigger
 
 CRASHING_S = 0.5  # for the newest step to become durable, where memory has it in any case
@@ -63,20 +61,18 @@ class _Excepthook:
 
 
 class FaultHandler:
-    """Of one Checkpointer. `start`, `stop` and `exception` belong to the main thread; `securer` has steps saved."""
+    """Of one Checkpointer. `start`, `stop` and `exception` belong to the main thread."""
 
     def __init__(
         self,
         triggers: tuple[Trigger, ...],
-        world: World,
-        supervisor: WriterSupervisor,
-        heartbeat: Heartbeat,
-        actions: LiveRun,
+        session: Session,
+        out_of_turn: OutOfTurn,
         on_fault: Callable[[Fault], None] | None,
     ) -> None:
-        self._triggers, self._world, self._heartbeat = triggers, world, heartbeat
-        self._incidents = incidents = Incidents(world, supervisor, heartbeat)
-        self.securer = Securer(actions, incidents)
+        self._triggers, self._session, self._out_of_turn = triggers, session, out_of_turn
+        self._world, self._heartbeat = session.world, session.heartbeat
+        self._incidents = incidents = Incidents(session)
         self._perception = Perception(triggers, incidents)
         self._closer = CaseCloser(incidents, self._perception.decides, on_fault)
         self._excepthook = _Excepthook(self)
@@ -86,12 +82,11 @@ class FaultHandler:
 
     def start(self) -> None:
         """Arm everything, or nothing."""
-        self._incidents.supervisor.hear(PeerDiedNote, self._on_peer_died)
         if not self._triggers:
             return
         _armed.add(self)
         try:
-            self.securer.start()
+            self._out_of_turn.start()
             self._perception.arm()
             self._excepthook.put_in()
             for name, target in (
@@ -117,13 +112,13 @@ class FaultHandler:
         self._heartbeat.close()
 
     def _disarm(self, timeout_s: float) -> None:
-        perception = self._perception
+        perception, end = self._perception, time.monotonic() + timeout_s
         perception.stop()
-        self.securer.stop()
+        self._out_of_turn.stop(timeout_s)
         self._incidents.queue.put(None)
         for thread in self._threads:
             if thread.is_alive() and thread is not threading.current_thread():
-                thread.join(max(0.1, timeout_s))
+                thread.join(max(0.1, end - time.monotonic()))
         with contextlib.suppress(queue.Empty):
             while True:  # what came too late to be dealt with
                 late = self._incidents.queue.get_nowait()
@@ -144,14 +139,6 @@ class FaultHandler:
         return bool(self._triggers) and not self._incidents.stopped
 
     # -- the main thread --
-
-    def _on_peer_died(self, note: PeerDiedNote) -> None:
-        self.dead_ranks[note.rank] = note.summary
-
-    @property
-    def dead_ranks(self) -> dict[int, str]:
-        """Ranks that were killed or crashed on this machine, and how."""
-        return self._incidents.dead_peers
 
     @property
     def saw_exception(self) -> bool:
@@ -184,8 +171,7 @@ class FaultHandler:
         fault.advice, fault.exit_code = ("retry" if oom or is_of_a_peer(error) else "fix"), 1
         if self._heartbeat.step >= 0:
             fault.steps[str(self._world.rank)] = self._heartbeat.step
-        if self.securer.can_save:
-            self.securer.secure(call, leaving=True, at_hand=True)
+        self._save(call, leaving=True, loop_ended=True)
         self._closer.close_case(call, ends=True)
 
     def _has(self, kind: type[Trigger]) -> bool:
@@ -213,7 +199,7 @@ class FaultHandler:
                 log.exception("an incident could not be dealt with")
             if isinstance(call, FaultCall) and call.leave is not None:
                 with contextlib.suppress(Exception):
-                    self.securer.await_copy()
+                    self._out_of_turn.await_copy()
                 if _ending.acquire(blocking=False):  # else another run ends the process, once it has heard of ours
                     self._hear_others(time.monotonic() + min(call.left_s, OTHERS_S))
                     leave(call.leave)
@@ -227,7 +213,7 @@ class FaultHandler:
 
     def _await_copy(self, done: threading.Event) -> None:
         try:
-            self.securer.await_copy()
+            self._out_of_turn.await_copy()
         finally:
             done.set()
 
@@ -235,12 +221,32 @@ class FaultHandler:
         if call.note is not None:
             self._look_around(call, call.note)
         if call.fault.kind == "memory":
-            self.securer.free_memory(call)
+            self._free_memory(call)
         if self._heartbeat.step >= 0:
             call.fault.steps.setdefault(str(self._world.rank), self._heartbeat.step)
-        if self.securer.can_save:
-            self.securer.secure(call, leaving=call.leave is not None)
+        self._save(call, leaving=call.leave is not None)
         self._closer.close_case(call, ends=call.leave is not None)
+
+    def _free_memory(self, call: FaultCall) -> None:
+        """Of the host, where little is left."""
+        with contextlib.suppress(CheckpointError):
+            freed = self._out_of_turn.give_memory_back()
+            call.fault.summary += f"; gave {freed / 2**20:.0f} MiB of snapshots back" if freed else ""
+
+    def _save(self, call: FaultCall, *, leaving: bool, loop_ended: bool = False) -> None:
+        """Have the newest state saved that all ranks can have, and what became of it in the account."""
+        fault = call.fault
+        for summary in self._session.dead_ranks.values():
+            fault.summary += f" (before that: {summary})"
+        before_s, hung = call.passed_s, fault.kind == "hang"
+        outcome = self._out_of_turn.request_save(
+            fault.summary, call.deadline, far=call.far, leaving=leaving, hung=hung, loop_ended=loop_ended
+        )
+        for how, saved in outcome.saved.items():
+            fault.saved += [SavedStep(one.step, one.tier, how, before_s + one.seconds, one.error) for one in saved]
+        for name, seconds in ("staged_s", outcome.staged_s), ("durable_s", outcome.durable_s):
+            if seconds is not None:
+                fault.timings[name] = before_s + seconds
 
     def _look_around(self, call: FaultCall, note: HangNote) -> None:
         """What everybody does; and whether this rank is to be left for it."""

@@ -13,11 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckpt.core.ipc.heartbeat import Heartbeat
 from ckpt.core.ipc.notes import HangNote
 from ckpt.core.ipc.watch_requests import Report
-from ckpt.core.ranks.world import World
-from ckpt.core.run.supervise.writer_supervisor import WriterSupervisor
+from ckpt.core.run.session import Session
 from ckpt.errors import CheckpointError
 from ckpt.events import log
 from ckpt.guard.report import Fault, tell_launcher
@@ -40,8 +38,8 @@ class FaultCall:
     seen: float = field(default_factory=time.monotonic)
 
     @property
-    def hurried(self) -> bool:
-        return self.grace_s < SOFT_S
+    def deadline(self) -> float | None:
+        return self.seen + self.grace_s if self.grace_s < SOFT_S else None
 
     @property
     def left_s(self) -> float:
@@ -54,14 +52,13 @@ class FaultCall:
 
 class Incidents:
     """Of one trainer, in turn. `leaving`: it ends of one of them, what comes now is a consequence; `stopped`: nothing
-    is dealt with any more; `error`: what ends the training; `dead_peers`: other ranks that have died, and of what."""
+    is dealt with any more; `error`: what ends the training."""
 
-    def __init__(self, world: World, supervisor: WriterSupervisor, heartbeat: Heartbeat) -> None:
-        self.world, self.supervisor, self.heartbeat = world, supervisor, heartbeat
+    def __init__(self, session: Session) -> None:
+        self.world, self.supervisor, self.heartbeat = session.world, session.supervisor, session.heartbeat
         self.queue: queue.SimpleQueue[FaultCall | Callable[[], None] | None] = queue.SimpleQueue()
         self.leaving = self.stopped = False
         self.error: BaseException | None = None
-        self.dead_peers: dict[int, str] = {}
 
     @property
     def me(self) -> str:

@@ -2,8 +2,7 @@
 
 A `Fault` is one rank's account of one incident: what was seen first and by whom, where every rank stood, what was
 saved, how long each part took, and what a launcher or scheduler should do (one word of `ADVICE`; who sees a fault
-chooses it, in `ckpt.guard` and `ckpt.core.writer.fault_reports`). Ranks write theirs without asking each
-other; `incidents` puts together what belongs together.
+chooses it). Ranks write theirs without asking each other; `incidents` puts together what belongs together.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from datetime import UTC, datetime
 from types import TracebackType
 from typing import Any
 
+from ckpt.core.cadence.ledger import TOGETHER_S
 from ckpt.core.format.typed_json import typed
 from ckpt.errors import MENDABLE, CheckpointError, CorruptError
 from ckpt.units import duration
@@ -30,7 +30,6 @@ from ckpt.units import duration
 PREFIX = "faults/"
 MAX_REPORT = 4 << 20
 MAX_STACK = 200  # lines
-TOGETHER_S = 45.0  # accounts whose times lie this close to the one before are of one incident: 30 s of grace, and more
 
 ADVICE = {
     "retry": "start it again on the same machines",
@@ -77,12 +76,6 @@ def was_asked(kind: str, by: str, *, ends: bool) -> bool:
     """Whether this is no fault, but a save that was asked for, or due before the time is over. A signal that only the
     writer saw came to a trainer that was held up."""
     return kind == "request" or (kind in ASKED and by != "writer" and not ends)
-
-
-def starts_again() -> bool:
-    """Whether torchrun starts this process once more if it fails."""
-    done, most = (os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
-    return done.isdecimal() and most.isdecimal() and int(done) < int(most)
 
 
 @dataclass

@@ -20,8 +20,7 @@ import select
 import signal
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 from ckpt.events import log
@@ -185,30 +184,6 @@ def _take_descriptor() -> bool:
         return False
     _Descriptors.others = -1 if found in _Descriptors.left else found
     return True
-
-
-@contextlib.contextmanager
-def ctrl_c_later(patience_s: float) -> Iterator[None]:
-    """In the main thread Ctrl-C comes after this, or after so many seconds to whoever insists."""
-    before, heard = signal.getsignal(signal.SIGINT), list[Any]()
-    if threading.current_thread() is not threading.main_thread() or not callable(before):
-        yield
-        return
-    end = time.monotonic() + patience_s
-
-    def later(number: int, frame: Any) -> None:
-        heard.append(frame)
-        if time.monotonic() > end:
-            before(number, frame)
-
-    signal.signal(signal.SIGINT, later)
-    try:
-        yield
-    finally:
-        if signal.getsignal(signal.SIGINT) is later:
-            signal.signal(signal.SIGINT, before)
-    if heard:
-        before(signal.SIGINT, heard[0])
 
 
 def _caught(number: int) -> bool:

@@ -25,6 +25,7 @@ from urllib.parse import urlsplit
 import fsspec
 import torch
 
+import ckpt.adapters  # noqa: F401 - registers them
 from ckpt.core.checkpoint import read, retention
 from ckpt.core.checkpoint.commit import acquire, commit, create_run, written_run
 from ckpt.core.checkpoint.in_use import check_free

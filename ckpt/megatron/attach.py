@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from ckpt.adapters.shards import Shards
 from ckpt.checkpointer import Checkpointer
 from ckpt.core.ranks.world import made_together
-from ckpt.core.state.shards import Shards
 from ckpt.core.state.stateful import RNG
 from ckpt.errors import UsageError
 from ckpt.megatron.internals import Megatron, OptimizerParamScheduler

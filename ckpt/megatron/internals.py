@@ -30,7 +30,7 @@ try:
 except ImportError as missing:
     raise ImportError("ckpt.megatron needs megatron-core: pip install 'everystep[megatron]'") from missing
 
-from ckpt.core.state.shards import Shard
+from ckpt.adapters.shards import Shard
 from ckpt.errors import StateError, UsageError
 from ckpt.version import check_known
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import ckpt.adapters  # noqa: F401 - registers them
 from ckpt.core.checkpoint import read, spelling
 from ckpt.core.checkpoint.losses import Loss
 from ckpt.core.format.partition import Seat

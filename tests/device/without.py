@@ -194,11 +194,11 @@ def _borrowed(tensor: Any) -> Any:
 @wait
 def tensors_kept_until_the_copy_has_ended(patch: pytest.MonkeyPatch) -> None:
     """By the snapshot, and by what reads the state, which has the same ones until it reads again."""
-    from ckpt.core.state import adapters
+    from ckpt.core.state import nodes
     from ckpt.core.state.structure import Structure
 
     tensors = Structure.tensors
-    patch.setattr(adapters, "_storages", lambda tensors: [])
+    patch.setattr(nodes, "_storages", lambda tensors: [])
 
     def without(self: Any, pieces: Any) -> Any:
         self._tensors = list(map(_borrowed, self._tensors))

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from ckpt.core.cadence.ledger import TOGETHER_S
 from ckpt.errors import CorruptError
 from ckpt.guard.incidents import is_of_a_peer
-from ckpt.guard.report import ADVICE, MAX_STACK, TOGETHER_S, Fault, SavedStep, incidents, tell_launcher
+from ckpt.guard.report import ADVICE, MAX_STACK, Fault, SavedStep, incidents, tell_launcher
 from ckpt.triggers import RESUBMIT_CODE
 from processes import run_script
 

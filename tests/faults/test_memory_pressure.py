@@ -17,8 +17,9 @@ from typing import Any
 
 import pytest
 
-from ckpt.guard import memory_pressure
-from ckpt.guard.memory_pressure import MemoryRoom, OomKills, PressureWatch, oom_kills, room, spare_from_oom
+from ckpt.core.ipc import free_memory
+from ckpt.core.ipc.free_memory import MemoryRoom, room, spare_from_oom
+from ckpt.guard.memory_pressure import OomKills, PressureWatch, oom_kills
 from processes import REPO, eventually
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -280,13 +281,12 @@ def test_spare_is_refused(kernel: Kernel) -> None:
 def test_spare_says_what_the_kernel_has() -> None:
     """The answer agrees with the real score, whether we are allowed or not."""
     code = (
-        "from ckpt.guard.memory_pressure import *; "
-        "print(spare_from_oom(), int(open('/proc/self/oom_score_adj').read()))"
+        "from ckpt.core.ipc.free_memory import *; print(spare_from_oom(), int(open('/proc/self/oom_score_adj').read()))"
     )
     answer, score = subprocess.run(
         [sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=True
     ).stdout.split()
-    assert (answer == "True") == (int(score) <= memory_pressure.SPARED)
+    assert (answer == "True") == (int(score) <= free_memory.SPARED)
 
 
 # -- the watch, driven by hand --
@@ -535,7 +535,8 @@ LIMIT = 96 * MIB
 CHILD = """
 import os, sys, threading
 open(sys.argv[1] + "/cgroup.procs", "w").write(str(os.getpid()))
-from ckpt.guard.memory_pressure import PressureWatch, room
+from ckpt.core.ipc.free_memory import room
+from ckpt.guard.memory_pressure import PressureWatch
 say = lambda *words: os.write(1, (" ".join(map(str, words)) + "\\n").encode())  # in one piece: two threads speak
 now = room()
 say(now.total, now.available, now.where)
@@ -550,7 +551,7 @@ for line in sys.stdin:
 @pytest.fixture
 def cgroup() -> Iterator[Path]:
     """A cgroup below our own with a limit of 96 MiB."""
-    chains = memory_pressure.cgroup_chains(memory_pressure.PROC, memory_pressure.SYS, "self")
+    chains = free_memory.cgroup_chains(free_memory.PROC, free_memory.SYS, "self")
     reasons = []
     for own in [chain[0] for chain in chains]:
         made = own / f"everystep-{os.getpid()}"

@@ -10,7 +10,6 @@ import sysconfig
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,27 +20,14 @@ import zstandard
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from ckpt.core.format import byteplanes, codec, frames
-from ckpt.core.format.codec import (
-    BF16,
-    CODECS,
-    DELTA,
-    FLOAT_DELTA,
-    PLANES,
-    RAW,
-    ROTATED,
-    decode,
-    derives,
-    encode,
-    estimate,
-)
+from ckpt.core.format import codec
+from ckpt.core.format.codec import CODECS, DELTA, PLANES, RAW, decode, encode, estimate
 from ckpt.core.format.layout import BITS
 from ckpt.errors import CorruptError, FormatError, UsageError
-from compiled import compiled_kernels
 
 QUICK = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 WORDS = (1, 2, 4, 8)
-PLAIN = (PLANES, ROTATED, DELTA, FLOAT_DELTA)  # those that cut words into planes
+CUTTING = (PLANES, DELTA)  # those that cut words into planes
 MIB = 1 << 20
 STEPS = 80
 
@@ -54,7 +40,7 @@ def back(way: int, stored: bytes, length: int, base: bytes | None = None) -> byt
 
 
 def with_base(way: int, base: bytes) -> bytes | None:
-    return base if CODECS[way].base == "same" else None
+    return base if way == DELTA else None
 
 
 def floats(word: int) -> list[int]:
@@ -102,59 +88,22 @@ def blobs(draw: st.DrawFn) -> tuple[int, bytes, bytes]:
 
 
 def naive(way: int, plain: bytes, word: int, base: bytes) -> list[bytes]:
-    """The planes by the words of the description, with Python's integers."""
-    bits = 8 * word
-    top, ones = 1 << bits - 1, (1 << bits) - 1
-
-    def ordered(found: int) -> int:
-        return found if found < top else -(found - top) - 1  # -0 comes right before 0
-
-    def transformed(new: int, old: int) -> int:
-        if way == PLANES:
-            return new
-        if way == ROTATED:
-            return (new << 1 | new >> bits - 1) & ones
-        difference = (ordered(new) - ordered(old) if way == FLOAT_DELTA else new - old) & ones
-        return (2 * difference if difference < top else 2 * (ones - difference) + 1) & ones
-
-    pairs = zip(*(struct.unpack(f"<{len(b) // word}{'_BH_I___Q'[word]}", b) for b in (plain, base)), strict=True)
-    words = [transformed(new, old).to_bytes(word, "little") for new, old in pairs]
-    return [bytes(w[k] for w in words) for k in range(word)]
+    """The planes by the words of the description, byte for byte."""
+    words = plain if way == PLANES else bytes(new ^ old for new, old in zip(plain, base, strict=True))
+    return [words[k::word] for k in range(word)]
 
 
-def assembled(word: int, planes: list[bytes]) -> bytes:
-    return struct.pack(f"<B{word}I", word, *map(len, planes)) + b"".join(planes)
-
-
-def taken_apart(stored: bytes) -> list[bytes]:
-    """The planes as they are stored."""
-    word = stored[0]
-    sizes = struct.unpack_from(f"<{word}I", stored, 1)
-    ends = np.cumsum([1 + 4 * word, *sizes])
-    return [stored[a:b] for a, b in pairwise(ends)]
-
-
-def unpacked(plane: bytes, size: int) -> bytes:
-    return plane if len(plane) == size else zstandard.decompress(plane)
-
-
-@pytest.fixture(params=["numpy", "compiled"])
-def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planes are cut and joined by numpy, or by compiled kernels."""
-    library = compiled_kernels() if request.param == "compiled" else None
-    if request.param == "compiled" and library is None:
-        pytest.skip("no C compiler")
-    monkeypatch.setattr(byteplanes, "_library", lambda: library)
-    monkeypatch.setattr(frames, "_library", lambda: library)
+def assembled(word: int, *frames: bytes) -> bytes:
+    return bytes([word]) + b"".join(frames)
 
 
 # -- the bits --
 
 
 @QUICK
-@given(blobs(), st.sampled_from([RAW, *PLAIN]))
-@example((4, b"", b""), ROTATED)
-@example((8, b"", b""), FLOAT_DELTA)
+@given(blobs(), st.sampled_from(list(CODECS)))
+@example((4, b"", b""), PLANES)
+@example((8, b"", b""), DELTA)
 def test_every_bit_comes_back(found: tuple[int, bytes, bytes], way: int) -> None:
     """Any words, through any codec, from memory at any address, are the same words."""
     word, plain, base = found
@@ -173,22 +122,21 @@ def test_every_pair_of_special_floats(word: int) -> None:
     """Differences between any two of zeros, denormals, infinities and NaNs give back the very bits."""
     every = floats(word)
     new, old = (np.array(p, f"<u{word}").tobytes() for p in zip(*[(a, b) for a in every for b in every], strict=True))
-    for way in PLAIN:
+    for way in CUTTING:
         assert back(way, encode(way, new, word, with_base(way, old)), len(new), with_base(way, old)) == new
 
 
 def test_all_words_of_16_bits() -> None:
-    """Every pattern against another: the order of the floats is one to one."""
+    """Every pattern against another."""
     new = np.arange(65536, dtype="<u2").tobytes()
     for turn in (0, 1, 777, 32768):
         old = np.roll(np.frombuffer(new, "<u2"), turn).tobytes()
-        for way in PLAIN:
+        for way in CUTTING:
             assert back(way, encode(way, new, 2, with_base(way, old)), len(new), with_base(way, old)) == new
 
 
-@pytest.mark.parametrize("way", PLAIN)
+@pytest.mark.parametrize("way", CUTTING)
 @pytest.mark.parametrize("word", WORDS)
-@pytest.mark.usefixtures("either_way")
 def test_the_stored_form_is_what_the_description_says(way: int, word: int) -> None:
     """Planes made in the plainest way are read, however they are compressed; and ours are those planes."""
     rng = np.random.default_rng(word)
@@ -196,69 +144,41 @@ def test_the_stored_form_is_what_the_description_says(way: int, word: int) -> No
     special = np.array(floats(word), f"<u{word}").tobytes() if word > 1 else b""
     plain = (special + rng.choice(np.frombuffer(base, np.uint8), 700 * word).tobytes())[: 700 * word]
     planes = naive(way, plain, word, base)
-    checked = zstandard.ZstdCompressor(level=19, write_checksum=True)
-    for few in (planes, [p if k % 2 else checked.compress(p) for k, p in enumerate(planes)]):
-        if all(len(p) <= 700 for p in few):
-            assert back(way, assembled(word, few), len(plain), with_base(way, base)) == plain
-    ours = taken_apart(encode(way, plain, word, with_base(way, base)))
-    assert [unpacked(p, 700) for p in ours] == planes
-    wrong = [planes[-1][::-1], *planes[1:]]
-    assert back(way, assembled(word, wrong), len(plain), with_base(way, base)) != plain
+    for compressor in (zstandard.ZstdCompressor(), zstandard.ZstdCompressor(level=19, write_checksum=True)):
+        stored = assembled(word, *map(compressor.compress, planes))
+        assert back(way, stored, len(plain), with_base(way, base)) == plain
+    ours = encode(way, plain, word, with_base(way, base))
+    reader = zstandard.ZstdDecompressor().stream_reader(ours[1:], read_across_frames=True)
+    assert ours[0] == word and reader.read() == b"".join(planes)
+    wrong = map(zstandard.compress, [planes[0][::-1], *planes[1:]])
+    assert back(way, assembled(word, *wrong), len(plain), with_base(way, base)) != plain
 
 
 def test_a_stored_form_of_today_stays_readable() -> None:
-    """These bytes were written by version 1 of the codecs; later versions must read them."""
+    """Bytes that this version writes; later versions must read them."""
     plain = np.array([0.5, -0.5, 0.25, 1.0], "<f4").tobytes()
-    stored = bytes.fromhex("0404000000040000000400000004000000" + "00010000" + "00000000" + "00000000" + "7e7e7d7f")
-    assert encode(ROTATED, plain, 4) == stored
-    assert back(ROTATED, stored, 16) == plain
+    head = "28b52ffd2004210000"
+    stored = bytes.fromhex("04" + "".join(head + plane for plane in ("00000000", "00000000", "00008080", "3fbf3e3f")))
+    assert encode(PLANES, plain, 4) == stored
+    assert back(PLANES, stored, 16) == plain
 
 
-@pytest.mark.usefixtures("either_way")
 def test_blobs_larger_than_usual() -> None:
-    """Nothing depends on 4 MiB, not even windows: planes of 10 MiB come back."""
+    """Nothing depends on 4 MiB, not even windows: a blob of 40 MiB comes back."""
     plain = np.random.default_rng(0).normal(0, 1, 10 * MIB // 2).astype("<f4").tobytes() * 2
-    stored = encode(ROTATED, plain, 4)
+    stored = encode(PLANES, plain, 4)
     assert len(stored) < 0.9 * len(plain)
-    assert back(ROTATED, stored, len(plain)) == plain
-
-
-# -- by numpy, and by compiled kernels --
-
-
-@QUICK
-@given(blobs(), st.sampled_from(PLAIN))
-def test_compiled_kernels_store_the_same(found: tuple[int, bytes, bytes], way: int) -> None:
-    """Compiled kernels and numpy store the same planes, and each reads the other's, at any address."""
-    library = compiled_kernels()
-    if library is None:
-        pytest.skip("no C compiler")
-    word, plain, base = found
-    old = with_base(way, base)
-    made = []
-    for one in (library, None):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(byteplanes, "_library", lambda one=one: one)
-            patch.setattr(frames, "_library", lambda one=one: one)
-            made.append(encode(way, memoryview(b"-" + plain)[1:], word, old))
-            into = memoryview(bytearray(len(plain) + 1))[1:]
-            decode(way, made[0], len(plain), old, into)
-            assert into == plain
-    size = len(plain) // word
-    assert [unpacked(p, size) for p in taken_apart(made[0])] == [unpacked(p, size) for p in taken_apart(made[1])]
+    assert back(PLANES, stored, len(plain)) == plain
 
 
 # -- the registry --
 
 
-def test_every_dtype_has_words_and_codecs() -> None:
-    """Each dtype of the plan has words that make up whole elements, and codecs that take such words."""
+def test_every_dtype_has_words() -> None:
+    """Each dtype of the plan has words that make up whole elements."""
     for dtype, bits in BITS.items():
         word = codec.word_of(dtype)
         assert word in WORDS and bits % (8 * word) == 0
-        real = dtype in ("F64", "F32", "F16", "BF16") or dtype.startswith("C")
-        assert codec.whole_codec(dtype) == (ROTATED if real else PLANES)
-        assert codec.delta_codec(dtype) == (FLOAT_DELTA if real else DELTA)
     assert [codec.word_of(d) for d in ("F32", "BF16", "F64", "C64", "C128", "C32", "U8")] == [4, 2, 8, 4, 8, 2, 1]
     with pytest.raises(UsageError):
         codec.word_of("F128")
@@ -266,12 +186,10 @@ def test_every_dtype_has_words_and_codecs() -> None:
 
 def test_the_registry_is_complete() -> None:
     """Ids are what is written in tables: they never change their meaning."""
-    names = ["raw", "planes", "rotated", "delta", "float-delta", "bf16"]
-    assert [(c.id, c.name, c.version) for c in CODECS.values()] == [(k, name, 1) for k, name in enumerate(names)]
-    assert list(CODECS) == [RAW, PLANES, ROTATED, DELTA, FLOAT_DELTA, BF16]
+    assert CODECS == {0: "raw", 1: "planes", 2: "delta"} == {RAW: "raw", PLANES: "planes", DELTA: "delta"}
 
 
-@pytest.mark.parametrize("unknown", [6, 99, -1])
+@pytest.mark.parametrize("unknown", [3, 99, -1])
 def test_a_codec_of_a_newer_version_says_so(unknown: int) -> None:
     """Who reads a newer checkpoint is told to upgrade, not that it is damaged."""
     with pytest.raises(FormatError, match=r"written by a newer.*upgrade with `pip install -U everystep`"):
@@ -283,76 +201,18 @@ def test_a_codec_of_a_newer_version_says_so(unknown: int) -> None:
 def test_wrong_calls_are_refused() -> None:
     """Half words, unknown word sizes, too much room and bases that do not fit are the caller's mistakes."""
     calls: list[Callable[[], Any]] = [
-        lambda: encode(ROTATED, b"123", 4),
-        lambda: encode(ROTATED, b"1234", 3),
-        lambda: estimate(ROTATED, b"1234", 0),
-        lambda: encode(ROTATED, b"1234", 4, b"1234"),
+        lambda: encode(PLANES, b"123", 4),
+        lambda: encode(PLANES, b"1234", 3),
+        lambda: estimate(PLANES, b"1234", 0),
+        lambda: encode(PLANES, b"1234", 4, b"1234"),
         lambda: encode(DELTA, b"1234", 4),
         lambda: encode(DELTA, b"1234", 4, b"12345678"),
-        lambda: encode(BF16, b"12", 2, b"12"),
         lambda: decode(RAW, b"1234", 4, None, memoryview(bytearray(5))),
     ]
     for call in calls:
         with pytest.raises(UsageError):
             call()
-    assert len(encode(DELTA, b"1234", 4, b"1234")) == 1 + 16 + 4  # the same, rightly called
-
-
-# -- derived bf16 --
-
-
-def rounded(master: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """As torch rounds."""
-    return torch.from_numpy(master.view(np.float32)).to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
-
-
-def masters() -> np.ndarray[Any, Any]:
-    """Every upper half of an fp32 word, with lower halves around the ties."""
-    lows = np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)
-    return (np.arange(65536, dtype=np.uint32)[:, None] << np.uint32(16) | lows).ravel()
-
-
-@pytest.mark.usefixtures("either_way")
-def test_rounding_is_that_of_torch() -> None:
-    """All exponents, signs, ties and infinities round as torch rounds them."""
-    master = masters()
-    numbers = master[(master & 0x7FFFFFFF) <= 0x7F800000]
-    for count in (len(numbers), 1, 0):
-        some = numbers[-count:] if count else numbers[:0]
-        plain = rounded(some).tobytes()
-        assert derives(some.tobytes(), plain)
-        assert encode(BF16, plain, 2, some.tobytes()) == b""
-        assert back(BF16, b"", len(plain), some.tobytes()) == plain
-    assert estimate(BF16, plain, 2, b"") == 0.0
-
-
-@pytest.mark.usefixtures("either_way")
-def test_a_yes_about_nans_is_never_wrong() -> None:
-    """Processors disagree about NaNs: whatever is called derived decodes to the very bits."""
-    master = masters()
-    nans = master[(master & 0x7FFFFFFF) > 0x7F800000]
-    for word in (0x7FC0, 0xFFC0, 0xFFFF, 0x7FFF):
-        plain = np.full(len(nans), word, np.uint16).tobytes()
-        assert derives(nans.tobytes(), plain) == (back(BF16, b"", len(plain), nans.tobytes()) == plain)
-        assert derives(nans.tobytes(), plain) == (word == 0x7FC0)
-    by_torch = rounded(nans).tobytes()
-    assert not derives(nans.tobytes(), by_torch) or back(BF16, b"", len(by_torch), nans.tobytes()) == by_torch
-
-
-@pytest.mark.usefixtures("either_way")
-def test_what_is_nearly_derived_is_not() -> None:
-    """One wrong bit anywhere, other rounding, or another length: no."""
-    master = np.random.default_rng(0).normal(0, 1, 300_000).astype("<f4").view("<u4")
-    plain = rounded(master)
-    assert derives(master.tobytes(), plain.tobytes())
-    for at in (0, 150_000, len(plain) - 1):
-        for bit in (0, 15):
-            wrong = plain.copy()
-            wrong[at] ^= 1 << bit
-            assert not derives(master.tobytes(), wrong.tobytes())
-    assert not derives(master.tobytes(), (master >> 16).astype("<u2").tobytes())
-    assert not derives(master.tobytes(), plain[:-1].tobytes())
-    assert not derives(b"12", b"1")
+    assert back(DELTA, encode(DELTA, b"1234", 4, b"1234"), 4, b"1234") == b"1234"  # the same, rightly called
 
 
 # -- damage --
@@ -367,10 +227,10 @@ def test_any_flipped_bit_is_refused_or_seen_by_a_digest() -> None:
     plain, base = training_like(600), training_like(600)[::-1]
     base = (np.frombuffer(plain, "<u4") ^ 5).tobytes()
     unnoticed = flips = 0
-    for way in PLAIN:
+    for way in CUTTING:
         stored = encode(way, plain, 4, with_base(way, base))
-        assert len(stored) < len(plain)  # at least one plane is a frame
-        for bit in range(0, 8 * len(stored), 1 if way == ROTATED else 7):
+        assert len(stored) < len(plain)
+        for bit in range(0, 8 * len(stored), 1 if way == PLANES else 7):
             wrong = bytearray(stored)
             wrong[bit // 8] ^= 1 << bit % 8
             try:
@@ -381,7 +241,7 @@ def test_any_flipped_bit_is_refused_or_seen_by_a_digest() -> None:
     assert unnoticed < 0.01 * flips  # such as bits of a frame's window that only make it larger
 
 
-@pytest.mark.parametrize("way", PLAIN)
+@pytest.mark.parametrize("way", CUTTING)
 def test_every_truncation_and_every_extra_byte_is_refused(way: int) -> None:
     """Too short by any number of bytes, or too long, or the length of another blob: damaged."""
     plain = training_like(300)
@@ -404,7 +264,7 @@ def test_noise_is_refused_or_read(stored: bytes, way: int, length: int, base: in
         back(way, stored, length, bytes(base) if base % 3 else None)
     except CorruptError:
         return
-    assert way in (RAW, BF16) or len(stored) >= 1 + 4 * stored[0]
+    assert way == RAW or stored[0] in WORDS
 
 
 def zstd_frames() -> Iterator[tuple[str, bytes, bool]]:
@@ -448,7 +308,7 @@ def zstd_frames() -> Iterator[tuple[str, bytes, bool]]:
 @pytest.mark.parametrize(("name", "frame", "good"), [pytest.param(*f, id=f[0]) for f in zstd_frames()])
 def test_a_plane_is_exactly_one_ordinary_frame(name: str, frame: bytes, good: bool) -> None:
     """Nothing before it, nothing behind it, its size known and right, no dictionary, a bounded window."""
-    stored = assembled(1, [frame])
+    stored = assembled(1, frame)
     if good:
         assert back(PLANES, stored, 5000) == bytes(5000)
         return
@@ -457,33 +317,33 @@ def test_a_plane_is_exactly_one_ordinary_frame(name: str, frame: bytes, good: bo
 
 
 def test_what_no_encoder_writes_is_refused() -> None:
-    """Half words, planes longer than they are plain, and bytes for what is derived."""
+    """Half words, word sizes that do not exist, bytes that are not a frame, and bases that do not fit."""
     frame = zstandard.compress(b"abcd")
-    assert len(frame) > 4
     wrong: list[tuple[int, bytes, int, bytes | None]] = [
-        (PLANES, assembled(4, [b"a"] * 4), 5, None),
-        (PLANES, assembled(1, [frame]), 4, None),
-        (PLANES, assembled(1, [frame]), 0, None),
-        (PLANES, struct.pack("<BI", 1, 0xFFFFFFFF) + b"abcd", 4, None),
+        (PLANES, assembled(4, *[zstandard.compress(b"a")] * 4), 5, None),
+        (PLANES, assembled(4, *[zstandard.compress(b"a")] * 3), 4, None),
+        (PLANES, assembled(4, *[zstandard.compress(b"a")] * 5), 4, None),
+        (PLANES, assembled(1, b"abcd"), 4, None),
+        (PLANES, assembled(1, frame), 0, None),
+        (PLANES, assembled(3, frame), 4, None),
+        (PLANES, frame, 4, None),
         (PLANES, b"\x03" + bytes(12), 0, None),
         (PLANES, b"\x00", 0, None),
-        (BF16, b"\0", 2, bytes(4)),
-        (BF16, b"", 3, bytes(6)),
-        (BF16, b"", 2, bytes(8)),
-        (BF16, b"", 2, None),
-        (DELTA, assembled(1, [b"abcd"]), 4, b"abc"),
-        (DELTA, assembled(1, [b"abcd"]), 4, None),
-        (ROTATED, assembled(1, [b"abcd"]), 4, b"abcd"),
+        (PLANES, b"\x01", 0, None),
+        (PLANES, b"", 0, None),
+        (DELTA, assembled(1, frame), 4, b"abc"),
+        (DELTA, assembled(1, frame), 4, None),
+        (PLANES, assembled(1, frame), 4, b"abcd"),
         (RAW, b"abc", 4, None),
     ]
     for way, stored, length, base in wrong:
         with pytest.raises(CorruptError):
             back(way, stored, length, base)
-    assert back(PLANES, assembled(1, [b"abcd"]), 4) == b"abcd"
+    assert back(PLANES, assembled(1, frame), 4) == b"abcd"
 
 
 BOMB = """
-import resource, struct, sys
+import resource, sys
 import zstandard
 from ckpt.core.format import codec
 from ckpt.errors import CorruptError
@@ -496,9 +356,8 @@ if sys.argv[1] == "careless":
     zstandard.ZstdDecompressor().decompress(small)
 for word in (1, 4):
     for length in (4 << 20, 4096):
-        stored = struct.pack(f"<B{word}I", word, *[len(small)] * word) + small * word
         try:
-            codec.decode(codec.PLANES, stored, length, None, memoryview(bytearray(length)))
+            codec.decode(codec.PLANES, bytes([word]) + small * word, length, None, memoryview(bytearray(length)))
         except CorruptError:
             continue
         raise SystemExit("a bomb was read")
@@ -555,8 +414,8 @@ def trained() -> dict[str, bytes]:
 
 
 LIMITS = [
-    ("w", None, 4, 0.835), ("exp_avg", None, 4, 0.845), ("exp_avg_sq", None, 4, 0.80), ("bf16", None, 2, 0.665),
-    ("w", "w", 4, 0.63), ("exp_avg_sq", "exp_avg_sq", 4, 0.63), ("bf16", "bf16", 2, 0.25),
+    ("w", None, 4, 0.84), ("exp_avg", None, 4, 0.85), ("exp_avg_sq", None, 4, 0.81), ("bf16", None, 2, 0.675),
+    ("w", "w", 4, 0.65), ("exp_avg_sq", "exp_avg_sq", 4, 0.66), ("bf16", "bf16", 2, 0.27),
 ]  # fmt: skip
 
 
@@ -566,13 +425,13 @@ def test_states_of_a_training_get_small(
 ) -> None:
     """Stored bytes by plain ones, at most; what is estimated is near it. Zstd by itself, or no base, stays above."""
     plain, old = trained[f"{name}-1"], None if base is None else trained[f"{base}-2"]
-    way = ROTATED if base is None else FLOAT_DELTA
+    way = PLANES if base is None else DELTA
     stored = encode(way, plain, word, old)
     ratio = len(stored) / len(plain)
     assert back(way, stored, len(plain), old) == plain
     assert ratio <= limit
     assert abs(estimate(way, plain, word, old) - ratio) < 0.05
-    other = zstandard.compress(plain, 1) if base is None else encode(ROTATED, plain, word)
+    other = zstandard.compress(plain, 1) if base is None else encode(PLANES, plain, word)
     assert len(other) / len(plain) > limit
 
 
@@ -583,20 +442,20 @@ def test_a_few_changed_rows_cost_a_few_rows() -> None:
     new = old.copy()
     rows = rng.choice(len(old), 57, replace=False)
     new[rows] *= 1 + 0.001 * rng.normal(0, 1, (57, 128)).astype("<f4")
-    stored = encode(FLOAT_DELTA, new.tobytes(), 4, old.tobytes())
-    assert back(FLOAT_DELTA, stored, new.nbytes, old.tobytes()) == new.tobytes()
+    stored = encode(DELTA, new.tobytes(), 4, old.tobytes())
+    assert back(DELTA, stored, new.nbytes, old.tobytes()) == new.tobytes()
     assert len(stored) < 0.006 * new.nbytes
-    assert len(encode(ROTATED, new.tobytes(), 4)) > 0.8 * new.nbytes  # the base is what does it
-    same = encode(FLOAT_DELTA, old.tobytes(), 4, old.tobytes())
+    assert len(encode(PLANES, new.tobytes(), 4)) > 0.8 * new.nbytes  # the base is what does it
+    same = encode(DELTA, old.tobytes(), 4, old.tobytes())
     assert len(same) < 0.001 * old.nbytes
 
 
-def test_noise_costs_nothing_but_its_header() -> None:
-    """What cannot be compressed is longer by the header alone, and estimated so."""
+def test_noise_costs_next_to_nothing() -> None:
+    """What cannot be compressed is longer by headers and by three bytes for each 128 KiB, and estimated so."""
     noise = np.random.default_rng(0).integers(0, 256, MIB, np.uint8).tobytes()
     for word in WORDS:
-        assert len(encode(PLANES, noise, word)) == MIB + 1 + 4 * word
-        assert 1 <= estimate(PLANES, noise, word) < 1.001
+        assert MIB < len(encode(PLANES, noise, word)) < MIB + 150
+        assert 1 <= estimate(PLANES, noise, word) < 1.002
     assert estimate(RAW, noise, 1) == 1
     assert len(encode(PLANES, bytes(MIB), 1)) < 200
 
@@ -615,7 +474,7 @@ def all_at_once(count: int) -> int:
         start.wait()
         for plain in work[number::4]:
             stored = encode(PLANES, plain, 4)
-            wrong += len(stored) != len(plain) + 17 or back(PLANES, stored, len(plain)) != plain
+            wrong += back(PLANES, stored, len(plain)) != plain
         return wrong
 
     with ThreadPoolExecutor(4) as pool:
@@ -623,15 +482,22 @@ def all_at_once(count: int) -> int:
 
 
 class Shared:
-    """Work space that all threads share."""
+    """Memory that all threads share, though they have zstd contexts of their own."""
 
-    rows = codec._Rooms.rows
+    room = codec._Local.room
 
     def __init__(self) -> None:
-        self._kept = {name: np.empty(0, np.uint8) for name in ("planes", "frames")}
+        self._kept: dict[str, Any] = {}
+
+    @property
+    def compressor(self) -> Any:
+        return zstandard.ZstdCompressor()
+
+    @property
+    def decompressor(self) -> Any:
+        return zstandard.ZstdDecompressor()
 
 
-@pytest.mark.usefixtures("either_way")
 def test_threads_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each thread has its own work space; with one for all, blobs get mixed up."""
     assert all_at_once(64) == 0
@@ -639,7 +505,6 @@ def test_threads_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any(all_at_once(64) for _ in range(20))
 
 
-@pytest.mark.usefixtures("either_way")
 def test_threads_with_real_work(trained: dict[str, bytes]) -> None:
     """Frames too are made and read by several threads at once, of several codecs, and all is well."""
     jobs = [(name, word, base) for name, base, word, _ in LIMITS] * 3
@@ -647,7 +512,7 @@ def test_threads_with_real_work(trained: dict[str, bytes]) -> None:
     def run(job: tuple[str, int, str | None]) -> bool:
         name, word, base = job
         plain, old = trained[f"{name}-1"][:MIB], None if base is None else trained[f"{base}-2"][:MIB]
-        way = ROTATED if base is None else FLOAT_DELTA
+        way = PLANES if base is None else DELTA
         return back(way, encode(way, plain, word, old), len(plain), old) == plain
 
     with ThreadPoolExecutor(6) as pool:

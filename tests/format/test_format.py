@@ -40,10 +40,10 @@ def same(run: Path) -> set[int]:
 
 
 def test_a_stranger_reads_increments_and_every_codec(increments: Path, run_dir: str) -> None:
-    """Increments, compressed packs, deltas, and bf16 weights that are derived from their fp32 masters."""
+    """Increments, compressed packs and deltas, of words of 2, 4 and 8 bytes and of several blobs."""
     codecs = same(increments)
     torch.manual_seed(1)
-    master = nn.Linear(1024, 2200, bias=False)  # its bf16 copy takes more than one blob
+    master = nn.Linear(1024, 2200, bias=False)  # more than one blob
     state = {"master": master, "small": master.weight.detach().bfloat16(), "counts": torch.arange(3 << 20)}
     tiers = [ckpt.Tier(run_dir, every=1, keep=8, compression="zstd", full_every=8)]
     with ckpt.Checkpointer(state, tiers) as cp:
@@ -53,7 +53,7 @@ def test_a_stranger_reads_increments_and_every_codec(increments: Path, run_dir: 
             state["small"].copy_(master.weight)
             state["counts"] += 1
             cp.step(step).committed()
-    assert (codecs | same(Path(run_dir))) == set(range(6))
+    assert (codecs | same(Path(run_dir))) == {0, 1, 2}
 
 
 def test_a_stranger_takes_the_newest_of_the_history(run_dir: str) -> None:

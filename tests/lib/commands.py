@@ -30,7 +30,7 @@ def save(run: Path, state: dict[str, Any], steps: range, *, every: int = 2, **se
 
 
 def save_increments(places: list[Path], steps: range, *, compression: str = "zstd", full_every: int = 10) -> None:
-    """A run in several tiers, with tensors of each kind: frozen, partly trained, noise, a master and its rounding."""
+    """A run in several tiers, with tensors of each kind: frozen, partly trained in two precisions, noise."""
     draw = torch.Generator().manual_seed(0)
     state: dict[str, Any] = {
         "frozen": torch.randn(400, 256, generator=draw),

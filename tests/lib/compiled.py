@@ -1,4 +1,4 @@
-"""The kernels of this very source, compiled for the tests wherever there is a compiler, whatever is installed."""
+"""The library of this very source, compiled for the tests wherever there is a compiler, whatever is installed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def build() -> Any:
     return module
 
 
-OLD = "-DNO_CLONES '-D__builtin_cpu_supports(x)=0'"  # every question of what the processor can is answered with no
+OLD = "'-D__builtin_cpu_supports(x)=0'"  # every question of what the processor can is answered with no
 
 
 @functools.cache

@@ -26,6 +26,7 @@ import pytest
 import torch
 
 import ckpt
+import ckpt.adapters
 from ckpt import failpoints, loading
 from ckpt import store as stores
 from ckpt.core.checkpoint import blobs, identity, incremental, losses, open_tier, parts, read, retention, steady, write
@@ -281,13 +282,6 @@ def append_record(folder: str, before: Callable[[Any], None]) -> None:
 
 # -- what a checkpoint consists of --
 
-ENCODINGS = {
-    codec.RAW: "raw",
-    codec.DELTA: "delta",
-    codec.FLOAT_DELTA: "float delta",
-    codec.BF16: "derived",
-}  # other codecs go by their numbers
-
 
 @dataclass(frozen=True)
 class SavedStep:
@@ -335,8 +329,8 @@ class SavedStep:
 
     @property
     def encodings(self) -> Counter[str]:
-        """How often each encoding is used: see `ENCODINGS`."""
-        return Counter(ENCODINGS.get(code, str(code)) for code in self._table.codec.tolist())
+        """How often each codec is used, by name: raw, planes, delta."""
+        return Counter(codec.CODECS[number] for number in self._table.codec.tolist())
 
     @property
     def has_bases(self) -> bool:
@@ -360,7 +354,7 @@ class SavedStep:
 
     def _first_difference(self) -> int:
         table = self._table
-        return next(b for b in range(table.owned) if table.codec[b] in (codec.DELTA, codec.FLOAT_DELTA))
+        return next(b for b in range(table.owned) if table.codec[b] == codec.DELTA)
 
     def bases_of(self, name: str) -> set[int]:
         """The steps that contain the bases of those pieces of a tensor that this checkpoint wrote."""
@@ -523,7 +517,7 @@ def create_run(url: str) -> None:
 
 # -- processes --
 
-WRITER = "ckpt.core.writer.main"  # part of the command line of each writer process
+WRITER = "ckpt.writer_process"  # part of the command line of each writer process
 
 
 class Process(Protocol):

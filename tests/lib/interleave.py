@@ -30,6 +30,7 @@ import itertools
 import json
 import logging
 import random
+import zlib
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -48,11 +49,10 @@ from ckpt.core.format.digest import file_digest
 from ckpt.core.format.layout import Layout, TensorSpec
 from ckpt.core.format.manifest import Attempt, PackInfo, new_format, owner, pack_key, part_key, table_key
 from ckpt.core.format.table import Table
-from ckpt.core.log import archiving, records
+from ckpt.core.log import files, records, trimming
 from ckpt.core.log import log as run_log
-from ckpt.core.log.archive import archive_of, unpack
-from ckpt.core.log.archiving import Archivist
 from ckpt.core.log.log import Acquire, RunLog
+from ckpt.core.log.trimming import Trimmer
 from ckpt.errors import (
     CheckpointError,
     CorruptError,
@@ -130,7 +130,6 @@ class Loop(asyncio.BaseEventLoop):
 
 
 PLAYED = (
-    archiving,
     commits,
     settling,
     manifest,
@@ -140,6 +139,7 @@ PLAYED = (
     run_log,
     steady,
     store_trial,
+    trimming,
     prune,
     write,
 )  # the modules that take part
@@ -165,8 +165,8 @@ def virtual(loop: Loop, dice: random.Random) -> Iterator[None]:
     changes += [(settling, far + "STAGGER_S", 0.3) for far in ("", "FAR_")]
     changes += [(settling, far + "POLL_S", (0.05, 0.2)) for far in ("", "FAR_")]
     changes += [(retention, "_cache", {})]
-    changes += [(module, "SNAPSHOT_EVERY", SNAPSHOT_EVERY) for module in (run_log, records, archiving)]
-    changes += [(archiving, "FAN", 2), (archiving, "GRACE_S", 0.15)]
+    changes += [(module, "SNAPSHOT_EVERY", SNAPSHOT_EVERY) for module in (files, run_log, records, trimming)]
+    changes += [(records, "KEPT_REQUESTS", 2 * SNAPSHOT_EVERY), (trimming, "GRACE_S", 0.15)]
     changes += [(logging.getLogger("ckpt"), "disabled", True)]
     before = [(what, name, getattr(what, name)) for what, name, _ in changes]
     for what, name, value in changes:
@@ -188,7 +188,7 @@ class Actor:
     name: str
     weight: float = 1.0
     dead: bool = False
-    stopped: int = -1  # suspended, until the record of this number is archived and deleted
+    stopped: int = -1  # suspended, until the record of this number is deleted
     fenced: bool = True
     mine: Acquire | None = None
     waiting: list[Request] = field(default_factory=list)
@@ -283,10 +283,11 @@ class SimStore:
 
 
 class Listing:
-    """A listing comes in pages, each a request of its own: it is of no one moment."""
+    """A listing comes in pages, each a request of its own: it is of no one moment. That of the log has no order."""
 
     def __init__(self, store: SimStore, prefix: str, after: str) -> None:
-        self.store, self.prefix, self.after = store, prefix, after
+        self.store, self.prefix = store, prefix
+        self.after = (0, after)
         self.page: list[ObjectInfo] = []
         self.more = True
 
@@ -295,18 +296,23 @@ class Listing:
 
     async def __anext__(self) -> ObjectInfo:
         if not self.page and self.more:
-            self.page = await self.store.request("list", f"{self.prefix}* after {self.after or 'nothing'}", self._next)
+            words = f"{self.prefix}* after {self.after[1] or 'nothing'}"
+            self.page = await self.store.request("list", words, self._next)
             self.more = len(self.page) == self.store.sim.page
             self.page.reverse()
         if not self.page:
             raise StopAsyncIteration
-        self.after = self.page[-1].key
+        self.after = self._place(self.page[-1].key)
         return self.page.pop()
+
+    def _place(self, key: str) -> tuple[int, str]:
+        """Where a name stands in the listing."""
+        return (zlib.crc32(f"{self.store.sim.seed} {key}".encode()) if key.startswith("log/") else 0), key
 
     def _next(self) -> list[ObjectInfo]:
         sim = self.store.sim
-        keys = sorted(key for key in sim.objects if key.startswith(self.prefix) and key > self.after)
-        keys = [key for key in keys if not sim.overlooks(self.store.actor, key)]
+        keys = [key for key in sim.objects if key.startswith(self.prefix) and self._place(key) > self.after]
+        keys = [key for key in sorted(keys, key=self._place) if not sim.overlooks(self.store.actor, key)]
         return [ObjectInfo(key, len(sim.objects[key])) for key in keys[: sim.page]]
 
 
@@ -440,7 +446,7 @@ class Sim:
         """Some are, the whole process, until what they were about to say is long past."""
         if actor.stopped < 0:
             return False
-        gone = actor.stopped <= self.oracle.floor and f"log/{actor.stopped:012d}.json" not in self.objects
+        gone = actor.stopped < self.oracle.floor and f"log/{actor.stopped:012d}.json" not in self.objects
         if gone or self.dice.random() < 0.002:
             actor.stopped = -1
         return actor.stopped >= 0
@@ -545,8 +551,8 @@ class Oracle:
     """What must be true after every change of the store. It reads records plainly, without the library's log.
 
     * No live COMMIT names a missing or wrong byte, and it has the parts of all ranks.
-    * Records never change, form a chain without holes, and no request is in the log twice. They go only when an
-      archive has them, and what is put in their place later is no record. Nor does an archive go before a larger one.
+    * Records never change, form a chain without holes, and no request is in the log twice. They go only below
+      the older of the two newest SNAPSHOTs, and what is put in their place later is no record.
     * Epochs grow, and nobody writes as an incarnation that has been overtaken.
     * An attempt that has ended is not ended again; nothing of an open one, or of one that stays, is up for deletion.
     * The newest checkpoint of the history is never retired, unless it is taken back with a reason. Nor are the newest
@@ -559,8 +565,8 @@ class Oracle:
         self.sim = sim
         self.notes: dict[int, str] = {}  # on lines of the trace
         self.records: list[bytes] = []
-        self.floor = -1  # the last one that is archived
-        self.too_late = 0  # records put where archived ones were
+        self.places: list[int] = []  # the numbers of SNAPSHOTs
+        self.too_late = 0  # records put where deleted ones were
         self.awaited: list[tuple[int, asyncio.Future[None]]] = []
         self.requests: set[str] = set()
         self.acquires: list[Acquire] = []
@@ -576,38 +582,21 @@ class Oracle:
     def stored(self, key: str, raw: bytes, before: bytes | None, mine: Acquire | None, fenced: bool) -> None:
         if before is not None and before != raw and (key.startswith("log/") or key in self.needed):
             raise Violation(f"{key} was overwritten")
-        if key.startswith("log/archive/"):
-            self.archived(key, raw)
-        elif key.startswith("log/") and before is None:
-            if json.loads(raw)["seq"] <= self.floor:
+        if key.startswith("log/") and before is None:
+            if json.loads(raw)["seq"] < self.floor:
                 self.too_late += 1
                 self.notes[len(self.sim.trace) - 1] = "  too late"
             else:
                 self.record(key, raw, mine, fenced)
 
-    def archived(self, key: str, raw: bytes) -> None:
-        archive = archive_of(ObjectInfo(key, len(raw)))
-        if archive is None or archive.last >= len(self.records):
-            raise Violation(f"{key} cannot be, of {len(self.records)} records")
-        if list(unpack(raw, archive.count, 1 << 20)) != self.records[archive.first : archive.last + 1]:
-            raise Violation(f"{key} has something else than the log")
-        if sum(json.loads(one)["type"] == "SNAPSHOT" for one in self.records[archive.last + 1 :]) < 2:
-            raise Violation(f"{key} was made before the last two SNAPSHOTs were there")
-        self.floor = max(self.floor, archive.last)
-
-    def has(self, first: int, last: int) -> bool:
-        """Whether an archive has these records."""
-        found = [archive_of(ObjectInfo(key, len(raw))) for key, raw in self.sim.objects.items()]
-        return any(one is not None and one.first <= first <= last <= one.last for one in found)
+    @property
+    def floor(self) -> int:
+        return self.places[-2] if len(self.places) > 1 else 0
 
     def deleted(self, key: str) -> None:
         if key in self.needed:
             raise Violation(f"{key} was deleted, and {named(self.needed[key])} is live")
-        if key.startswith("log/archive/"):
-            last, first = int(key[12:24]), int(key[25:37])
-            if not self.has(first, last):
-                raise Violation(f"{key} was deleted, and no larger archive has it")
-        elif key == "FORMAT.json" or (key.startswith("log/") and not self.has(int(key[4:16]), int(key[4:16]))):
+        if key == "FORMAT.json" or (key.startswith("log/") and int(key[4:16]) >= self.floor):
             raise Violation(f"{key} was deleted")
 
     def record(self, key: str, raw: bytes, mine: Acquire | None, fenced: bool) -> None:
@@ -624,6 +613,7 @@ class Oracle:
             if count == len(self.records) and not reached.done():
                 reached.set_result(None)
         if kind == "SNAPSHOT":
+            self.places.append(seq)
             return  # it must say what we know already: the end of the schedule looks at it
         if record["id"] in self.requests:
             raise Violation(f"{record['id']} is in the log twice")
@@ -880,7 +870,7 @@ class Rank:
         self.stored: list[WrittenPart] = []  # what increments may be taken against, whatever has become of it
         self.newest: Attempt | None = None  # what memory holds
         self.sweeping: asyncio.Task[Any] | None = None
-        self.archivist = Archivist()
+        self.trimmer = Trimmer()
 
     @property
     def mine(self) -> Acquire:
@@ -989,7 +979,7 @@ class Rank:
         except StoreError:
             await self.unsure(attempt, written)
         if self.rank == 0 and (self.sweeping is None or self.sweeping.done()):
-            self.sweeping = self.sim.start(self.actor, tidy(self.log, self.mine, Keep(last=1), self.archivist))
+            self.sweeping = self.sim.start(self.actor, tidy(self.log, self.mine, Keep(last=1), self.trimmer))
 
     async def unsure(self, attempt: Attempt, written: WrittenPart) -> None:
         """The store failed us, so nobody knows. With others the attempt is given up; alone it may be saved again."""
@@ -1019,9 +1009,9 @@ def given_up(attempt: Attempt, written: WrittenPart) -> list[str]:
     return [*packs, part_key(attempt, rank, number), table_key(attempt, rank, number)]
 
 
-async def tidy(log: RunLog, mine: Acquire | None, keep: Keep, archivist: Archivist) -> None:
+async def tidy(log: RunLog, mine: Acquire | None, keep: Keep, trimmer: Trimmer) -> None:
     """Retention as the writer runs it: read the newest back, then let older ones go; and the log stays small."""
-    await archivist.step(log, mine)
+    await trimmer.step(log, mine)
     if log.state.damaged:
         raise Violation(f"records were called damaged: {log.state.damaged}")
     with contextlib.suppress(StoreError):
@@ -1036,13 +1026,13 @@ async def cleaner(sim: Sim, actor: Actor, begin: int) -> None:
     actor.fenced = sim.dice.random() < 0.5
     log = RunLog(sim.store(actor))
     await insist(log.open)
-    archivist = Archivist()
+    trimmer = Trimmer()
     for _ in range(sim.dice.randint(1, 3)):
         await insist(log.refresh)
         if log.state.acquires:
             actor.mine = log.state.acquires[-1] if actor.fenced else None
             try:
-                await tidy(log, actor.mine, Keep(last=sim.dice.randint(1, 3)), archivist)
+                await tidy(log, actor.mine, Keep(last=sim.dice.randint(1, 3)), trimmer)
             except FencedError:
                 continue
         await asyncio.sleep(sim.dice.random())
@@ -1069,18 +1059,18 @@ async def shell(sim: Sim, actor: Actor, begin: int) -> None:
 
 
 async def talker(sim: Sim, actor: Actor, begin: int) -> None:
-    """Has much to say, as nobody, so that the log becomes long, and is archived: others find that it has gone far."""
+    """Has much to say, as nobody, so that the log becomes long, and is trimmed: others find that it has gone far."""
     await until(sim, begin)
     actor.fenced, dice = False, sim.dice
     log = RunLog(sim.store(actor))
     await insist(log.open)
-    archivist = Archivist()
+    trimmer = Trimmer()
     for _ in range(dice.randint(20, 40) if sim.long else dice.randint(4, 12)):
         text = f"said {dice.getrandbits(60)}"
         some = Attempt(1, 1, "0" * 8)
         with contextlib.suppress(StoreError):
             await log.append(lambda _, text=text, some=some: doubted(some, text), owner=None)
-        await archivist.step(log, None)
+        await trimmer.step(log, None)
         await asyncio.sleep(dice.choice((0.0, 0.0, 0.3)))
 
 
@@ -1229,14 +1219,13 @@ async def _finish(sim: Sim, actor: Actor, store: Any) -> None:
     await retention.retire(log, mine, Keep(last=1), {attempt})
     if left_over := {key for key in sim.objects if owner(key) is not None} - oracle.needed.keys():
         raise Violation(f"clean-up left {sorted(left_over)}, which nothing needs")
-    for _ in range(3):
-        archivist = Archivist()
-        archivist._known = dict.fromkeys((await log.look()).archives, -1.0)  # since long
-        await archivist.step(log, mine)
+    trimmer = Trimmer()
+    await trimmer.step(log, mine)
+    await asyncio.sleep(2 * trimming.GRACE_S)
+    await trimmer.step(log, mine)
     left = [int(key[4:16]) for key in sim.objects if key.startswith("log/0")]
-    small = min(left) == oracle.floor + 1 and len(left) <= 3 * SNAPSHOT_EVERY
-    if len(oracle.records) > 3 * SNAPSHOT_EVERY and not small:
-        raise Violation(f"archiving left {sorted(left)}, and all up to {oracle.floor} are archived")
+    if min(left) != oracle.floor or len(left) > 2 * SNAPSHOT_EVERY:
+        raise Violation(f"trimming left {sorted(left)}, and the floor is {oracle.floor}")
     fresh, whole = RunLog(store), RunLog(store, whole=True)
     for one in (fresh, whole):
         await one.open()

@@ -305,9 +305,9 @@ class RecordingDisk(Disk):
 
 
 def kind_of_sync(ops: Iterable[Op]) -> dict[int, str]:
-    """For each file, by its number, what it is: pack, table, part, index, record, archive or format."""
+    """For each file, by its number, what it is: pack, table, part, index, record or format."""
     kinds: dict[int, str] = {}
-    suffixes = {"packs": "pack", "index": "index", "log": "record", "archive": "archive"}
+    suffixes = {"packs": "pack", "index": "index", "log": "record"}
     for op in ops:
         if op.kind in ("name", "rename") and not op.name.startswith("."):
             folder = os.path.basename(op.folder)

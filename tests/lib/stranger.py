@@ -2,7 +2,7 @@
 # ruff: noqa
 """Reads a checkpoint by docs/format.md alone: nothing of the library is imported. `read(folder)` gives names to arrays,
 of bytes where numpy lacks the type, and the plain values of rank 0. Replicas and instances: the last rank's win."""
-import base64, hashlib, json, math, re, struct
+import base64, hashlib, json, math, re
 from pathlib import Path
 import numpy as np, safetensors.numpy, xxhash, zstandard
 DTYPES = "F64 I64 U64 C64 F32 I32 U32 F16 BF16 I16 U16 F8_E4M3 F8_E5M2 I8 U8 BOOL C128 C32".split()
@@ -18,24 +18,16 @@ def unsealed(raw, path):
     assert claimed == hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest(), path
     return data
 def records(run):
-    floor, seq, last = -1, 0, ""
-    archives = sorted((run / "log" / "archive").glob("*.zst"), key=lambda path: (path.stem[13:], -int(path.stem[:12])))
-    for path in archives:
-        if (end := int(path.stem[:12])) > floor:  # else a larger one had it all
-            text = zstandard.ZstdDecompressor().stream_reader(path.read_bytes(), read_across_frames=True).read()
-            raws, floor = text.split(b"\n")[seq - int(path.stem[13:]) : -1], end
-            for raw in raws:
-                record = unsealed(raw, path)
-                assert (record["seq"], record["prev"]) == (seq, last), path
-                seq, last = seq + 1, hashlib.sha256(raw).hexdigest()
-                yield record
-    for path in sorted((run / "log").glob("*.json")):
-        if int(path.stem) > floor:
-            yield sealed(path)
+    paths = sorted((run / "log").glob("*.json"))
+    places = [path for path in paths if int(path.stem) % 256 == 0 and int(path.stem) and sealed(path)["type"] == "SNAPSHOT"]
+    return [sealed(path) for path in paths if not places or path >= places[-1]]
 def newest(run):
     back, live, place = {}, {}, lambda name: tuple(map(int, re.fullmatch(r"(\d+)\.\w+-(\d+)", name).groups()))
     for record in records(run):
         body = record["body"]
+        if record["type"] == "SNAPSHOT":
+            back = {epoch: restored for epoch, _, restored in body["acquires"]}
+            live = {one["attempt"]: one for one in body["commits"] if one["finite"] is not False}
         back.update({body["epoch"]: body["restored"]} if record["type"] == "ACQUIRE" else {})
         live.update({body["attempt"]: body} if record["type"] == "COMMIT" and body["finite"] is not False else {})
         for gone in body["retire"] if record["type"] == "PLAN" else ():
@@ -47,26 +39,12 @@ def newest(run):
             return live[max(here, key=place)]
         limit = min(limit, place(back[epoch])) if back[epoch] and epoch <= limit[0] else limit
     raise SystemExit("no checkpoint")
-def order(words, bits):  # floats as integers in the order of the numbers; its own inverse
-    return words ^ ((words.view(f"<i{bits // 8}") >> (bits - 1)).view(words.dtype) >> 1)
-def decode(codec, stored, length, base):
+def decode(codec, stored, base):
     if codec == 0:
         return stored
-    if codec == 5:  # fp32 rounded to bf16
-        wide = np.frombuffer(base, "<u4").astype(np.uint64)
-        half = ((wide + 0x7FFF + (wide >> 16 & 1)) >> 16).astype("<u2")
-        return np.where((wide & 0x7FFFFFFF) > 0x7F800000, np.uint16(0x7FC0), half).tobytes()
-    word, at, planes = stored[0], 1 + 4 * stored[0], []
-    for size in struct.unpack_from(f"<{word}I", stored, 1):
-        plane, at = stored[at : at + size], at + size
-        planes.append(plane if size == length // word else zstandard.decompress(plane))
-    words = np.frombuffer(b"".join(planes), np.uint8).reshape(word, -1).T.copy().view(f"<u{word}")[:, 0]
-    if codec == 2:
-        words = words >> 1 | words << (8 * word - 1)
-    elif codec in (3, 4):
-        old, words = np.frombuffer(base, words.dtype), words >> 1 ^ (~(words & 1) + 1)
-        words = order(words + order(old, 8 * word), 8 * word) if codec == 4 else words + old
-    return words.tobytes()
+    planes = zstandard.ZstdDecompressor().stream_reader(stored[1:], read_across_frames=True).read()
+    words = np.frombuffer(planes, np.uint8).reshape(stored[0], -1).T
+    return (words.ravel() ^ np.frombuffer(base, np.uint8) if codec == 2 else words).tobytes()
 def read(folder):
     run, found, aliases, values = Path(folder), {}, {}, None
     commit, major = newest(run), sealed(run / "FORMAT.json")["major"]
@@ -80,11 +58,9 @@ def read(folder):
         t = {n: c if COLUMNS.get(n, "u1") == "u1" else np.frombuffer(c, COLUMNS[n]).tolist() for n, c in t.items()}
         packs, names = json.loads(t["packs"]), t["names"].decode()
         def blob(i):
-            file, base, at = np.memmap(run / packs[t["pack"][i]], np.uint8, "r"), b"", t["base"][i]
-            while at >= 0 and len(base) < t["length"][i] * (2 if t["codec"][i] == 5 else 1):
-                base, at = base + blob(at), at + 1
+            file, base = np.memmap(run / packs[t["pack"][i]], np.uint8, "r"), t["base"][i]
             stored = bytes(file[t["offset"][i] : t["offset"][i] + t["stored"][i]])
-            plain = decode(t["codec"][i], stored, t["length"][i], base)
+            plain = decode(t["codec"][i], stored, blob(base) if base >= 0 else b"")
             assert xxhash.xxh3_128_digest(plain) == t["digest"][16 * i : 16 * i + 16], (path, i)
             return plain
         for i in range(len(t["name_ends"])):

@@ -99,7 +99,7 @@ def _wanted(arguments: tuple[Any, ...], settings: dict[str, Any]) -> bool:
         and len(words) > 15
         and words[0] == words[5] == _PYTHON
         and inherited() == _INHERITED
-        and "ckpt.core.writer.main" in words[8]
+        and "ckpt.writer_process" in words[8]
         and sorted(words[14:]) == sorted(HOMES)
         and not any(Path(path, "sitecustomize.py").exists() for path in environment.get("PYTHONPATH", "").split(":"))
     )
@@ -123,7 +123,7 @@ def _asked(words: list[str], **settings: Any) -> subprocess.CompletedProcess[byt
 
 def serve(fd: int) -> None:
     """Until standard input ends, which is when the tests do."""
-    for name in ("ckpt.core.writer.main", "ckpt_backends.local"):
+    for name in ("ckpt.writer_process", "ckpt_backends.local"):
         importlib.import_module(name)
 
     environment = at_start(os.environ)
@@ -170,7 +170,7 @@ def _become(words: list[str], environment: dict[str, str], channel: int, output:
         call_myself([*words[:4], str(channel), *words[5:]])
         sys.argv = ["-c", str(channel), *words[5:]]
         from ckpt import failpoints
-        from ckpt.core.writer.main import main
+        from ckpt.writer_process import main
 
         armed = environment.get("CKPT_FAIL")
         failpoints._armed = failpoints._parse(armed) if armed else None

@@ -23,9 +23,8 @@ from ckpt.core.checkpoint import settle as settling
 from ckpt.core.checkpoint.commit import Recovery, Role
 from ckpt.core.checkpoint.write import RankSnapshot, WrittenPart
 from ckpt.core.format.manifest import Attempt, owner, pack_key
-from ckpt.core.log import log as run_log
-from ckpt.core.log.archive import Archive
-from ckpt.core.log.archiving import Archivist
+from ckpt.core.log import files as log_files
+from ckpt.core.log import trimming
 from ckpt.core.log.files import Listed
 from ckpt.core.log.log import Acquire, Commit, RunLog, RunState
 from ckpt.errors import FullError, OutcomeUnknownError, StoreError
@@ -311,26 +310,14 @@ def the_pack_goes_though_its_part_may_be_there(patch: pytest.MonkeyPatch) -> Non
 
 def a_snapshot_forgets_what_ended(patch: pytest.MonkeyPatch) -> None:
     """Who begins to read at a SNAPSHOT does not know of attempts that were aborted before it."""
-    expand = run_log.expand
+    expand = log_files.expand
 
-    def forgetful(body: dict[str, Any]) -> RunState:
-        state = expand(body)
+    def forgetful(body: dict[str, Any], *seq: int) -> RunState:
+        state = expand(body, *seq)
         state.aborted.clear()
         return state
 
-    patch.setattr(run_log, "expand", forgetful)
-
-
-def the_end_of_the_log_is_not_seen(patch: pytest.MonkeyPatch) -> None:
-    """Looking for new records begins one too far: the next one is never read."""
-    listing = SimStore.list
-
-    def beyond(self: SimStore, prefix: str = "", *, after: str = "") -> Any:
-        if after.startswith("log/"):
-            after = run_log.record_key(int(after[4:16]) + 2)  # it begins with the last one that is known
-        return listing(self, prefix, after=after)
-
-    patch.setattr(SimStore, "list", beyond)
+    patch.setattr(log_files, "expand", forgetful)
 
 
 def the_base_may_be_gone(patch: pytest.MonkeyPatch) -> None:
@@ -397,7 +384,7 @@ def giving_up_takes_what_was_borrowed(patch: pytest.MonkeyPatch) -> None:
 
 
 def who_puts_a_record_need_not_look_again(patch: pytest.MonkeyPatch) -> None:
-    """A number that was free is taken for the end of the log, though what had it may be archived."""
+    """A number that was free is taken for the end of the log, though what had it may be deleted."""
 
     async def sure(self: RunLog, record: Any, seq: int, raw: bytes, end: float) -> bool:
         self._apply(seq, raw)
@@ -406,17 +393,13 @@ def who_puts_a_record_need_not_look_again(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RunLog, "_confirm", sure)
 
 
-def what_is_archived_may_be_said_anew(patch: pytest.MonkeyPatch) -> None:
+def what_lies_below_the_floor_counts(patch: pytest.MonkeyPatch) -> None:
     """A record counts whatever its number, if there is a file of it."""
     look_on = RunLog._look_on
 
     async def blind(self: RunLog, *own: Any) -> Listed:
         seen = await look_on(self, *own)
-        found = {seq: 0 for seq in seen.below if seq >= self.state.next_seq}
-        if not found:
-            return seen
-        self.floor = min(found) - 1
-        return replace(seen, sizes=found | seen.sizes, floor=self.floor)
+        return replace(seen, sizes=seen.sizes | dict.fromkeys(seen.below, 0), snapshots=seen.snapshots[:1])
 
     patch.setattr(RunLog, "_look_on", blind)
 
@@ -433,7 +416,7 @@ def what_is_missing_once_is_missing(patch: pytest.MonkeyPatch) -> None:
 
 
 def what_was_read_need_not_be_looked_at_again(patch: pytest.MonkeyPatch) -> None:
-    """What was listed is believed, though it may have been archived, deleted and put anew before it was read."""
+    """What was listed is believed, though it may have been deleted and put anew before it was read."""
     look_on, refresh = RunLog._look_on, RunLog._refresh
 
     async def once(self: RunLog, *own: Any) -> RunState:
@@ -449,24 +432,38 @@ def what_was_read_need_not_be_looked_at_again(patch: pytest.MonkeyPatch) -> None
     patch.setattr(RunLog, "_refresh", once)
 
 
-def records_go_before_they_are_archived(patch: pytest.MonkeyPatch) -> None:
-    """What is about to be archived is deleted at once."""
-    put = Archivist._put
+def one_snapshot_is_enough(patch: pytest.MonkeyPatch) -> None:
+    """Records go as soon as the newest SNAPSHOT has them, with the one before."""
+    delete = trimming._delete
 
-    async def early(self: Archivist, archive: Archive, raw: bytes) -> None:
-        for seq in range(archive.first, archive.last + 1):
-            await self._log.store.delete(run_log.record_key(seq))
-        await put(self, archive, raw)
+    async def more(log: RunLog, seen: Listed) -> None:
+        await delete(log, replace(seen, below=[*seen.below, *(n for n in seen.sizes if n < seen.snapshots[0])]))
 
-    patch.setattr(Archivist, "_put", early)
+    patch.setattr(trimming, "_delete", more)
+
+
+def who_comes_back_late_tries_again(patch: pytest.MonkeyPatch) -> None:
+    """A request of which the log does not say any more whether it has landed is recorded once more."""
+    append = RunLog.append
+
+    async def bold(self: RunLog, *args: Any, **named: Any) -> RunState:
+        self._tried = Forgetful()
+        return await append(self, *args, **named)
+
+    class Forgetful(dict[str, int]):
+        def get(self, key: Any, default: Any = None) -> Any:
+            return default
+
+    patch.setattr(RunLog, "append", bold)
 
 
 BROKEN = [
     who_puts_a_record_need_not_look_again,
-    what_is_archived_may_be_said_anew,
+    what_lies_below_the_floor_counts,
     what_is_missing_once_is_missing,
     what_was_read_need_not_be_looked_at_again,
-    records_go_before_they_are_archived,
+    one_snapshot_is_enough,
+    who_comes_back_late_tries_again,
     records_overwrite,
     nobody_is_fenced,
     a_timeout_is_a_failure,
@@ -481,7 +478,6 @@ BROKEN = [
     aborting_needs_no_log,
     the_pack_goes_though_its_part_may_be_there,
     a_snapshot_forgets_what_ended,
-    the_end_of_the_log_is_not_seen,
     the_base_may_be_gone,
     whatever_was_written_will_do,
     what_is_built_on_goes,
@@ -501,6 +497,7 @@ RARE = {
     what_only_began_stays_open: 650,
     what_was_read_need_not_be_looked_at_again: 30,
     who_puts_a_record_need_not_look_again: 25,
+    who_comes_back_late_tries_again: 1600,
 }
 
 

@@ -87,7 +87,7 @@ def test_two_that_call_at_once_have_one_round(ranks: Ranks, monkeypatch: pytest.
 
         def call(rank: int, turn: int = turn, barrier: threading.Barrier = barrier, found: Any = found) -> None:
             barrier.wait()
-            found[rank] = rallies[rank].call(10 * turn + rank, "signal", f"of rank {rank}", 25.0)
+            found[rank] = rallies[rank].call(10 * turn + rank, f"of rank {rank}", 25.0)
 
         threads = [threading.Thread(target=call, args=(rank,)) for rank in (0, 1)]
         for thread in threads:
@@ -96,7 +96,7 @@ def test_two_that_call_at_once_have_one_round(ranks: Ranks, monkeypatch: pytest.
             thread.join(10)
         assert found[0] == found[1] and found[0].number == turn
         winner = found[0].rank
-        assert found[0] == Round(turn, winner, 10 * turn + winner, "signal", f"of rank {winner}", 25.0)
+        assert found[0] == Round(turn, winner, 10 * turn + winner, f"of rank {winner}", 25.0)
         others = [rank for rank in range(3) if rank != winner]
         assert eventually(lambda: all(ranks.heard[r][-1:] == [found[0]] for r in others))  # noqa: B023
         assert found[0] not in ranks.heard[winner]
@@ -119,7 +119,7 @@ def test_a_look_that_is_quicker_than_the_call_is_not_told_of_our_own(monkeypatch
             return found
 
     calling = SaveRounds(Slow(), "x/", 0, 2, heard.append)
-    mine = calling.call(5, "request", "why", 1.0)
+    mine = calling.call(5, "why", 1.0)
     calling.stop()
     assert heard == [] and mine.number == 0
     assert calling._next == 1
@@ -128,9 +128,9 @@ def test_a_look_that_is_quicker_than_the_call_is_not_told_of_our_own(monkeypatch
 def test_every_rank_hears_of_a_round_once(ranks: Ranks) -> None:
     """However often it looks, and whether it hears by looking or by calling."""
     one, two = ranks.add(2), ranks.add(2)
-    first = one.call(5, "request", "why", 600.0)
+    first = one.call(5, "why", 600.0)
     assert eventually(lambda: ranks.heard[1] == [first])
-    second = two.call(9, "oom", "another", 0.5)
+    second = two.call(9, "another", 0.5)
     assert eventually(lambda: ranks.heard[0] == [second])
     settled([one, two])
     assert ranks.heard == [[second], [first]]
@@ -140,7 +140,7 @@ def test_every_rank_hears_of_a_round_once(ranks: Ranks) -> None:
 def test_a_late_rank_hears_all_rounds_in_order(ranks: Ranks) -> None:
     """A rank that begins to look later misses nothing."""
     one = ranks.add(2)
-    called = [one.call(step, "signal", f"round {step}", 25.0) for step in range(5)]
+    called = [one.call(step, f"round {step}", 25.0) for step in range(5)]
     late = ranks.add(2)
     assert eventually(lambda: ranks.heard[1] == called)
     settled([one, late])
@@ -150,11 +150,11 @@ def test_a_late_rank_hears_all_rounds_in_order(ranks: Ranks) -> None:
 def test_a_rank_that_has_not_heard_yet_takes_part_in_what_was_called(ranks: Ranks) -> None:
     """Whoever calls a number that is taken gets that round, is told of it once, and calls the next number after it."""
     one = ranks.add(2)
-    first = one.call(5, "request", "why", 600.0)
+    first = one.call(5, "why", 600.0)
     two = ranks.add(2)
-    found = two.call(7, "oom", "late", 1.0)
+    found = two.call(7, "late", 1.0)
     if found == first:  # else it had looked before, and called the next
-        found = two.call(8, "oom", "late", 1.0)
+        found = two.call(8, "late", 1.0)
     assert (found.number, found.rank) == (1, 1)
     assert eventually(lambda: ranks.heard[0] == [found])
     settled([one, two])
@@ -167,7 +167,7 @@ def test_negative_control_ranks_of_another_meeting_hear_nothing() -> None:
     here, there, same = Ranks(lambda: store, "1/"), Ranks(lambda: store, "2/"), Ranks(lambda: store, "1/")
     for one in (here, there, same):
         one.add(2)
-    called = here.rallies[0].call(1, "signal", "", 1.0)
+    called = here.rallies[0].call(1, "", 1.0)
     assert eventually(lambda: same.heard == [[called]])
     settled(there.rallies)
     assert there.heard == [[]]
@@ -179,7 +179,7 @@ def test_a_single_rank_needs_no_store() -> None:
     """It has its round at once, numbered, and no thread."""
     before = threading.active_count()
     alone = SaveRounds(None, "x/", 0, 1, lambda heard: pytest.fail("nobody else is there"))
-    assert [alone.call(3, "signal", "why", 25.0).number for _ in range(3)] == [0, 1, 2]
+    assert [alone.call(3, "why", 25.0).number for _ in range(3)] == [0, 1, 2]
     assert threading.active_count() == before and alone.look_s == 0.0
     alone.stop()
 
@@ -189,7 +189,7 @@ def test_what_is_posted_is_plain_json() -> None:
     store = HashStore()
     ranks = Ranks(lambda: store)
     one, two = ranks.add(2), ranks.add(2)
-    called = one.call(-1, "exception", 'line one\n"ä😀\udc80"', 0.5)
+    called = one.call(-1, 'line one\n"ä😀\udc80"', 0.5)
     assert json.loads(store.get("x/0")) == asdict(called)
     assert eventually(lambda: ranks.heard[1] == [called])
     one.stop()
@@ -214,16 +214,16 @@ def test_a_store_that_dies_is_said_and_not_waited_for() -> None:
     with foreign_host() as (host, port):
         ranks = Ranks(lambda: TCPStore("127.0.0.1", port, None, False, short, wait_for_workers=False))
         one, two = ranks.add(2), ranks.add(2)
-        called = one.call(1, "signal", "", 1.0)  # negative control: it works
+        called = one.call(1, "", 1.0)  # negative control: it works
         assert eventually(lambda: ranks.heard[1] == [called]) and one.reachable and two.reachable
         host.kill()
         host.wait(10)
         with pytest.raises(PeerError, match="store of the job cannot be reached"):
-            one.call(2, "signal", "", 1.0)
+            one.call(2, "", 1.0)
         assert not one.reachable
         assert eventually(lambda: not two.reachable)
         with pytest.raises(PeerError, match="other ranks do not hear of it"):
-            two.call(2, "signal", "", 1.0)
+            two.call(2, "", 1.0)
         ranks.stop()
         assert not [t for t in threading.enumerate() if t.name == "ckpt-save-rounds"]
         assert ranks.heard == [[], [called]]
@@ -252,7 +252,7 @@ def test_after_stop_nothing_is_heard() -> None:
     one, two = ranks.add(2), ranks.add(2)
     two.stop()
     two.stop()
-    called = one.call(1, "signal", "", 1.0)
+    called = one.call(1, "", 1.0)
     third = ranks.add(2)  # negative control
     assert eventually(lambda: ranks.heard[2] == [called])
     assert ranks.heard[1] == []

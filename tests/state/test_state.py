@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import ckpt
 from ckpt.core.format.layout import Layout
 from ckpt.core.format.saved_state import SavedState as SavedState
-from ckpt.core.state import adapters
+from ckpt.core.state import nodes
 from ckpt.core.state.capture import Capture
 from ckpt.core.state.tensors import DTYPE_NAME, TORCH_DTYPE
 from ckpt.errors import MismatchError, StateError
@@ -799,8 +799,8 @@ def test_every_change_of_structure_is_seen(change: str) -> None:
 @pytest.mark.parametrize("change", [name for name in CHANGES if name.startswith(("moment", "data"))])
 def test_forms_are_compared_also_where_torch_offers_no_guards(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch's guards are private to it, and may go; they only spare time."""
-    assert adapters.guards([torch.ones(2)]) is not None, "with this torch they are there"
-    monkeypatch.setattr(adapters, "guards", lambda tensors: None)
+    assert nodes.guards([torch.ones(2)]) is not None, "with this torch they are there"
+    monkeypatch.setattr(nodes, "guards", lambda tensors: None)
     test_every_change_of_structure_is_seen(change)
 
 

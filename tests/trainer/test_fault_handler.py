@@ -319,7 +319,7 @@ def test_sigterm_while_the_main_thread_is_blocked(run_dir: str) -> None:
 def test_sigterm_to_two_runs_in_one_process(run_dir: str) -> None:
     """Both have their last step, also the one that has more to do; the process ends with 143."""
     code = """
-from ckpt.guard.secure import Securer
+from ckpt.core.run.out_of_turn import OutOfTurn
 other = toy.build()
 tiers = [ckpt.Memory(every=1000), ckpt.Tier(sys.argv[1] + "-2", every=10_000)]
 cp, cp2 = opened(1000), ckpt.Checkpointer(other, tiers)
@@ -330,8 +330,11 @@ for step in range(1, 6):
         of.step(step)
         if step == 5:
             of.stage()  # so that memory has it
-secure = Securer.secure
-Securer.secure = lambda self, *a, **k: (time.sleep(self is cp2._fault_handler.securer and 2.0), secure(self, *a, **k))
+request_save = OutOfTurn.request_save
+def slow(self, *arguments, **options):
+    time.sleep(2.0 if self is cp2._out_of_turn else 0.0)
+    return request_save(self, *arguments, **options)
+OutOfTurn.request_save = slow
 say("ready")
 block()
 """
@@ -928,7 +931,7 @@ def test_memory_is_given_back_and_saving_goes_on(run_dir: str) -> None:
         assert arena is not None
         slots, blocks = arena.slots, os.fstat(arena.fd).st_blocks
         given = []
-        while freed := run.cp._live.give_memory_back():
+        while freed := run.cp._out_of_turn.give_memory_back():
             given.append(freed)
             assert is_sealed_newest(run)
             run.go(3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import time
 from typing import Any
 
 import pytest
@@ -48,9 +49,30 @@ def test_what_was_saved_on_purpose_is_not_given_up(run_dir: str, trained: Any) -
             cp.step(step)
             if step == 5:
                 cp.save().committed(30)
-        assert not cp._fault_handler.securer.set_step(5) and not cp._fault_handler.securer.set_step(6)
+        assert not cp._out_of_turn.set_step(5) and not cp._out_of_turn.set_step(6)
         cp.save().committed(30)
         assert durable(run_dir) == [5, 7]
+
+
+def test_a_request_returns_what_became_of_it(run_dir: str, trained: Any) -> None:
+    """The step, where it is, and when it was there; nothing before the first step, nor after the run was closed."""
+    weight, optimizer = trained
+    with ckpt.Checkpointer({"w": weight, "opt": optimizer}, [ckpt.Memory(), ckpt.Tier(run_dir, every=1000)]) as cp:
+        cp.restore(default=0)
+        early = cp._out_of_turn.request_save("too early", time.monotonic() + 30)
+        assert (early.saved, early.staged_s, early.durable_s) == ({}, None, None)
+        update(weight, optimizer, 1.0)
+        save = cp.step(1)
+        assert save is not None
+        save.staged(30)
+        found = cp._out_of_turn.request_save("in memory already", time.monotonic() + 30)
+        assert [(one.step, one.tier, one.error) for one in found.saved["ring"]] == [
+            (1, "memory", ""),
+            (1, cp._session.tiers[0].url, ""),
+        ]
+        assert found.staged_s is not None and found.durable_s is not None and found.staged_s <= found.durable_s < 30
+        assert durable(run_dir) == [1]
+    assert cp._out_of_turn.request_save("too late", time.monotonic() + 1).durable_s is None
 
 
 def test_the_newest_sound_step_is_made_durable_beside_the_newest(run_dir: str, trained: Any) -> None:

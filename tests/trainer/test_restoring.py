@@ -9,19 +9,17 @@ from ckpt.core.restore.restore_first import Restored
 from ckpt.core.run import restoring
 from ckpt.core.run.session import BackgroundErrors
 from ckpt.errors import FencedError
-from ckpt.guard.report import Fault
 from processes import run_script
 
 
 def test_what_is_said_of_a_restore() -> None:
     """From where, which step, how long; what is lost by all that is known of the end; nothing where nothing is."""
     found = Restored(7, tier="memory", seconds=0.5)
-    assert restoring._line(found, []) == "restored step 7 from memory in 500 ms"
-    end = Fault("death", "", steps={"0": 9, "1": 8})
-    assert restoring._line(found, [end]).endswith("; training had come to step 9: 2 steps are lost")
-    assert "lost" not in restoring._line(found, [Fault("death", "", steps={"0": 7})])
+    assert restoring._line(found, 0) == "restored step 7 from memory in 500 ms"
+    assert restoring._line(found, 9).endswith("; training had come to step 9: 2 steps are lost")
+    assert "lost" not in restoring._line(found, 7)
     found.skipped.append(Skipped(9, "file:///run", "damaged"))
-    assert restoring._line(found, []).endswith("; newer ones that cannot be used, see above: 1")
+    assert restoring._line(found, 0).endswith("; newer ones that cannot be used, see above: 1")
 
 
 def test_a_restore_that_the_end_of_the_script_comes_upon(run_dir: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ckpt.core.cadence.ledger import Account
+from ckpt.core.cadence.ledger import Account, SeenFault
 from ckpt.core.checkpoint import ledger_files
 from ckpt.core.checkpoint.open_tier import OpenTier, open_place
 from ckpt.core.ipc.heartbeat import Heartbeat
@@ -19,7 +19,6 @@ from ckpt.core.ipc.watch_requests import KeepBooks, RestoreDone
 from ckpt.core.writer import bookkeeper
 from ckpt.core.writer.bookkeeper import Bookkeeper
 from ckpt.errors import StoreError
-from ckpt.guard.report import Fault
 from ckpt.tiers import Tier
 
 
@@ -159,7 +158,7 @@ def test_what_is_said_late_of_a_death_belongs_to_who_died(tmp_path: Path) -> Non
         facts = KeepBooks("2.cd", 0, 1, url, opening=opened, opened=opened, places=[], versions={})
         books.keeper.begin(facts, [os.dup(books.heartbeat.fd)], os.getppid())
         for pid in (os.getpid(), 1):
-            books.keeper.fault(Fault("death", "died", by="writer", pid=pid))
+            books.keeper.fault(pid, SeenFault(0.0, "death", "died", by="writer"))
         await books.keeper.finish()
         assert [seen.kind for seen in first.faults] == ["death"] == [seen.kind for seen in books.stored().faults]
         assert not books.account.faults

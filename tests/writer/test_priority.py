@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.core.writer.main import NICE
+from ckpt.writer_process import NICE
 from processes import writers
 
 SWITCH = Path("/proc/sys/kernel/sched_autogroup_enabled")

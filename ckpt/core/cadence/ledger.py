@@ -31,6 +31,7 @@ MAX_SIZE = 4 << 20
 FINE_ROWS = 64  # the first rows after each start are not merged: what is recomputed is found in them
 MOST_ROWS = 600
 MOST_LANDED = 256
+TOGETHER_S = 45.0  # faults whose times lie this close to the one before are of one incident: 30 s of grace, and more
 MOST_EVENTS = 256  # restores, faults and decisions that are kept of each kind: the first half, and the last
 _NAME = re.compile(r"ledger/(\d+\.[0-9a-z]+)\.(\d+)\.json")
 T = TypeVar("T")
@@ -127,8 +128,8 @@ _OF_LANDED = tuple(f.name for f in fields(LandedSave))
 
 @dataclass(slots=True)
 class SeenFault:
-    """A fault, or a call to save, as `ckpt.guard.report.Fault` has it. `at`: when it was noticed; `by`: "fault
-    handler", in the training process, or "writer"; `ends`: the incarnation."""
+    """A fault, or a call to save, in short. `at`: when it was noticed; `by`: "fault handler", in the training process,
+    or "writer"; `ends`: the incarnation."""
 
     at: Moment
     kind: str

@@ -19,7 +19,7 @@ import numpy as np
 
 from ckpt.core.checkpoint import steady
 from ckpt.core.checkpoint.concurrent import all_of
-from ckpt.core.format.codec import BF16, RAW, decode
+from ckpt.core.format.codec import RAW, decode
 from ckpt.core.format.columns import I64, distinct, starts_of
 from ckpt.core.format.digest import blob_digest
 from ckpt.core.format.layout import pages
@@ -65,23 +65,18 @@ class Batch:
 
 
 def plan_reads(table: Table, blobs: Iterable[int], *, far: bool = False) -> list[Batch]:
-    """Batches that cover the given blobs, in the order they lie on disk. `far`: in a remote place.
-
-    What is derived goes with what it is derived from, so that this is not read twice.
-    """
+    """Batches that cover the given blobs, in the order they lie on disk. `far`: in a remote place."""
     most = FAR_READ if far else READ
     wanted = distinct(np.fromiter(blobs, np.int64))
-    derived = table.codec[wanted] == BF16
-    at = np.where(derived, table.base[wanted], wanted)  # where it lies, or what it is derived from
-    pack, offset = table.pack[at], table.offset[at]
-    ends = offset + table.stored[at]
-    order = np.lexsort((wanted, derived, ends, offset, pack))
-    nbytes = table.length[wanted] * np.where(table.base[wanted] >= table.owned, 2, 1)
+    pack, offset, based = table.pack[wanted], table.offset[wanted], table.base[wanted] >= 0
+    ends = offset + table.stored[wanted]
+    order = np.lexsort((wanted, ends, offset, pack))
+    nbytes = table.length[wanted] * np.where(based, 2, 1)
     columns = [column[order] for column in (pack, offset, ends, nbytes, wanted)]
-    if (table.base[wanted] < 0).all() and (columns[1][1:] >= columns[2][:-1])[np.diff(columns[0]) == 0].all():
+    if not based.any() and (columns[1][1:] >= columns[2][:-1])[np.diff(columns[0]) == 0].all():
         return list(_apart(table, columns, most))
     groups = near(zip(*(column.tolist() for column in columns), strict=True), most)
-    if (table.base[wanted] >= 0).any():
+    if based.any():
         return [Batch(tuple(_with_bases(table, group, most)), tuple(group)) for _, _, _, group in groups]
     return [_batch(table, pack, start, end, tuple(group)) for pack, start, end, group in groups]
 
@@ -125,14 +120,10 @@ def near(rows: Iterable[tuple[int, int, int, int, T]], most: int) -> Iterator[tu
 
 
 def closure(table: Table, blobs: Iterable[int]) -> list[int]:
-    """These blobs and all that they need, each behind what it needs itself."""
-    found: dict[int, None] = {}
-    for blob in blobs:
-        for needed in table.needed(blob):
-            found.update(dict.fromkeys(table.needed(needed)))
-            found[needed] = None
-    direct = [blob for blob in dict.fromkeys(blobs) if blob not in found]
-    return [*found, *direct]
+    """These blobs behind the bases of all of them."""
+    wanted = dict.fromkeys(blobs)
+    bases = {base: None for base in table.base[list(wanted)].tolist() if base >= 0}
+    return [*bases, *(blob for blob in wanted if blob not in bases)]
 
 
 def _with_bases(table: Table, group: list[int], most: int) -> Iterator[Read]:
@@ -268,7 +259,7 @@ def deliver(
     for blob in rows:
         try:
             if lost:
-                gone = next((lost[b] for b in (blob, *table.needed(blob)) if b in lost), None)
+                gone = lost.get(blob) or lost.get(int(table.base[blob]))
                 if gone is not None:
                     raise gone
             plain[blob] = _plain_of(table, blob, stored.get(blob, memoryview(b"")), plain, room.get(blob))
@@ -298,10 +289,8 @@ def _plain_of(
         raise not_its_digest(table, blob)
     if room is None:
         return stored
-    needed = [plain[b] for b in table.needed(blob)]
-    base = needed[0] if len(needed) == 1 else b"".join(needed) if needed else None
     try:
-        decode(int(table.codec[blob]), stored, len(room), base, room)
+        decode(int(table.codec[blob]), stored, len(room), plain.get(int(table.base[blob])), room)
     except CorruptError as error:
         raise CorruptError(f"{table.name_of(blob)} is damaged: {error}") from None
     if blob_digest(room) != table.digest[blob].tobytes():

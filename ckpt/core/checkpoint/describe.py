@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ckpt.core.format import values
-from ckpt.core.format.codec import BF16, CODECS, RAW
+from ckpt.core.format.codec import CODECS
 from ckpt.core.format.columns import I64
 from ckpt.core.format.layout import TensorSpec
 from ckpt.core.format.manifest import Attempt, canonical, owner
@@ -36,11 +36,10 @@ class Tensor:
 class BlobStorage:
     """How some blobs are stored. `stored`: bytes in packs of this checkpoint, each range once; `held`: how many blobs
 
-    are raw, planes (smaller by themselves), delta (the difference to an older one), derived (the rounding of others,
-    nothing is stored), reference (in a pack of an older checkpoint, however they are stored there) or "as another" (for
-    a tensor that was asked about before, which has the same bytes). `depth`: what has to be decoded first: 0 nothing,
-    1 a base or a master, 2 a master that has a base itself. `reads`: bytes that a restore of them reads, each range
-    once, with what they are based on.
+    are raw, planes (compressed), delta (the compressed difference to an older one), reference (in a pack of an older
+    checkpoint, however they are stored there) or "as another" (for a tensor that was asked about before, which has the
+    same bytes). `depth`: 1 if a base has to be decoded first, else 0. `reads`: bytes that a restore of them reads, each
+    range once, with what they are based on.
     """
 
     stored: int
@@ -50,10 +49,8 @@ class BlobStorage:
 
 
 NOTHING = BlobStorage(0, {}, 0, 0)
-HELD = ("raw", "planes", "delta", "derived", "reference", "as another")
+HELD = (*CODECS.values(), "reference", "as another")
 REFERENCE, AS_ANOTHER = HELD.index("reference"), HELD.index("as another")
-_FORMS = np.array([{"none": 1, "same": 2, "master": 3}[CODECS[n].base] if n in CODECS else 0 for n in range(256)])
-_FORMS[RAW] = 0
 
 
 class Storages:
@@ -84,7 +81,7 @@ class Storages:
         tensor, ranges = tensors[rows], _ranges(table)
         own = np.array([owner(key) == self._attempt for key in table.packs], np.bool_)[table.pack[rows]]
         there = stored[rows] > 0
-        form = np.where(there & ~own, REFERENCE, _FORMS[table.codec[rows]])
+        form = np.where(there & ~own, REFERENCE, table.codec[rows])
         anew = np.flatnonzero(there & own)
         _, first, which = np.unique(ranges[rows[anew]], return_index=True, return_inverse=True)
         np.add.at(self._stored, tensor[anew[first]], stored[rows[anew[first]]])
@@ -97,13 +94,10 @@ class Storages:
                 self.used[key] = self.used.get(key, 0) + int(nbytes)
 
     def _count_reads(self, table: Table, rows: I64, tensor: I64, ranges: I64) -> None:
-        """Of the rows of each tensor, with what has to be decoded before them, and before that."""
-        everything = [(rows, tensor)]
-        for depth in (1, 2):
-            needed = _needed(table, *everything[-1])
-            np.maximum.at(self._depth, needed[1], depth)
-            everything.append(needed)
-        rows, tensor = (np.concatenate(columns) for columns in zip(*everything, strict=True))
+        """Of the rows of each tensor, with the bases that have to be decoded before them."""
+        based = table.base[rows] >= 0
+        self._depth[tensor[based]] = 1
+        rows, tensor = np.concatenate([rows, table.base[rows[based]]]), np.concatenate([tensor, tensor[based]])
         once = np.unique(tensor * (len(ranges) + 1) + ranges[rows], return_index=True)[1]
         np.add.at(self._reads, tensor[once], table.stored[rows[once]])
 
@@ -112,17 +106,6 @@ def _ranges(table: Table) -> I64:
     """Of every blob a number of the range that it lies in."""
     columns = np.stack([table.pack, table.offset, table.stored], 1)
     return np.unique(columns, axis=0, return_inverse=True)[1].reshape(-1).astype(np.int64)
-
-
-def _needed(table: Table, rows: I64, tensor: I64) -> tuple[I64, I64]:
-    """The blobs without which these cannot be decoded, and the tensors that need them."""
-    based = table.base[rows] >= 0
-    rows, tensor = rows[based], tensor[based]
-    derived = table.codec[rows] == BF16
-    masters = [np.arange(r.start, r.stop) for r in map(table.needed, rows[derived].tolist())]
-    counts = np.array([len(one) for one in masters], np.int64)
-    whose = np.concatenate([tensor[~derived], np.repeat(tensor[derived], counts)])
-    return np.concatenate([table.base[rows[~derived]], *masters]).astype(np.int64), whose
 
 
 class Reference(str):

@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ckpt.core.checkpoint.byte_source import Bases, ByteSource, InMemory, Peek
-from ckpt.core.checkpoint.incremental import BlobPlan, Digests, Previous, find_masters, kind_of, plan_blobs
+from ckpt.core.checkpoint.byte_source import Bases, ByteSource, Peek
+from ckpt.core.checkpoint.incremental import BlobPlan, Digests, Previous, kind_of, plan_blobs
 from ckpt.core.checkpoint.packs import Encoded, Packer, pack_size, table_of
 from ckpt.core.checkpoint.write import RankSnapshot, WrittenPart, digest_blobs, finish_part
 from ckpt.core.format import codec
-from ckpt.core.format.codec import BF16, RAW
-from ckpt.core.format.columns import I64
+from ckpt.core.format.codec import DELTA, PLANES, RAW
 from ckpt.core.format.digest import DIGEST_SIZE, blob_digest
 from ckpt.core.format.layout import Layout, TensorSpec
 from ckpt.core.format.manifest import Attempt, owner
@@ -39,7 +38,7 @@ PROBES = 5  # blobs of a kind that are looked at before the others
 WORTH, LEAST = 0.1, 256 << 10  # of the bytes, and bytes: for less a checkpoint does not come to depend on another
 SELF_CHECK = 16  # one of so many encoded blobs is decoded again before it is trusted
 WHOLE, WHOLE_AGAIN = 0.95, 0.97  # of the plain size, from which on nothing is encoded; the second: if it was before
-DELTA, DELTA_AGAIN = 0.85, 0.9  # of the size without a base, from which on it is not worth one
+BASE, BASE_AGAIN = 0.85, 0.9  # of the size without a base, from which on it is not worth one
 
 OnNeeds = Callable[[Attempt], Awaitable[bool]]
 """Told which checkpoint is built on; False: that it cannot be."""
@@ -60,7 +59,7 @@ class Learnt:
         """
         self.whole = _mean(whole)
         limit = WHOLE_AGAIN if self.form != "raw" else WHOLE
-        if gains and min(gains) < (DELTA_AGAIN if self.form == "delta" else DELTA):
+        if gains and min(gains) < (BASE_AGAIN if self.form == "delta" else BASE):
             self.form = "delta"
         else:
             self.form = "whole" if self.whole < limit else "raw"
@@ -87,7 +86,6 @@ class PartEncoder:
         self.blobs = self.layout.arrangement.blobs
         self.digests: Digests
         self.plan: BlobPlan  # what becomes of each blob
-        self.masters: I64  # that it may be the rounding of
         self.forms: dict[str, str] = {}
         self.encode_s, self.plain = 0.0, 0
 
@@ -114,7 +112,6 @@ class PartEncoder:
 
     async def _plan(self, on_needs: OnNeeds | None) -> None:
         self.plan = plan_blobs(self.layout, self.digests, self.previous, suspects=self.encoder.suspects)
-        self.masters = await self._masters()
         if self.compress:
             await self._choose()
         if not self._any_delta():
@@ -132,10 +129,7 @@ class PartEncoder:
 
     async def _packed(self, check: Callable[[], None]) -> Packer:
         """All that has to be stored anew, in packs."""
-        plan = self.plan
-        # Nothing can be the same as what may be derived, and takes no bytes then.
-        alone = (plan.same < 0) | (self.masters[plan.same] >= 0)
-        todo = np.flatnonzero((plan.taken < 0) & alone).tolist()
+        todo = self.plan.anew
         anew = sum(self.blobs[blob].length for blob in todo)
         self.encoder.flow.expect(anew)
         packer = Packer(self.store, self.snapshot, self.number, pack_size(anew), self.encoder.flow.add)
@@ -161,12 +155,6 @@ class PartEncoder:
         return bool((self.plan.taken >= 0).any() or (self.plan.base >= 0).any())
 
     # -- what to do with blobs of each kind --
-
-    async def _masters(self) -> I64:
-        """Only of what is in memory: elsewhere, to look at every tensor means to read it."""
-        if not self.compress or not isinstance(self.source, InMemory):
-            return np.full(len(self.blobs), -1, np.int64)
-        return await asyncio.to_thread(find_masters, self.layout, self.source.peek)
 
     async def _choose(self) -> None:
         """How blobs of each kind are stored, by samples of a few of each."""
@@ -197,9 +185,9 @@ class PartEncoder:
         for blob in blobs:
             dtype, plain, base = self._tensor(blob).dtype, peek(blob), bases.get(int(self.plan.base[blob]))
             word = codec.word_of(dtype)
-            whole[blob] = codec.estimate(codec.whole_codec(dtype), plain, word)
+            whole[blob] = codec.estimate(PLANES, plain, word)
             if base is not None:
-                gains[blob] = codec.estimate(codec.delta_codec(dtype), plain, word, base) / min(whole[blob], 1.0)
+                gains[blob] = codec.estimate(DELTA, plain, word, base) / min(whole[blob], 1.0)
 
     def _any_delta(self) -> bool:
         return "delta" in self.forms.values()
@@ -221,8 +209,8 @@ class PartEncoder:
         if window:
             yield window
 
-    async def _load(self, window: Sequence[int], masters: Sequence[int] = ()) -> tuple[Peek, dict[int, memoryview]]:
-        peek = await self.source.load(sorted({*window, *masters}))
+    async def _load(self, window: Sequence[int]) -> tuple[Peek, dict[int, memoryview]]:
+        peek = await self.source.load(window)
         base = self.plan.base
         rows = sorted({int(base[b]) for b in window if base[b] >= 0 and self._form(b) in ("delta", "")})
         bases = await self.bases(self.previous, rows) if self.previous is not None and rows else {}
@@ -237,22 +225,17 @@ class PartEncoder:
     async def _encoded(self, pool: ThreadPoolExecutor, todo: Sequence[int]) -> AsyncGenerator[Encoded, None]:
         """The blobs in their order; while some are encoded the next window is loaded."""
         loop = asyncio.get_running_loop()
-
-        def load(window: list[int]) -> asyncio.Task[tuple[Peek, dict[int, memoryview]]]:
-            wanted = [m for b in window for m in self._master_blobs(b)]
-            return asyncio.ensure_future(self._load(window, wanted))
-
         windows = list(self._windows(todo))
-        loading = load(windows[0]) if windows else None
+        loading = asyncio.ensure_future(self._load(windows[0])) if windows else None
         for i, window in enumerate(windows):
             assert loading is not None
             peek, bases = await loading
-            loading = load(windows[i + 1]) if i + 1 < len(windows) else None
+            loading = asyncio.ensure_future(self._load(windows[i + 1])) if i + 1 < len(windows) else None
             tasks = [loop.run_in_executor(pool, self._encode, blob, peek, bases) for blob in window]
             try:
                 for task in tasks:
                     encoded, seconds = await task
-                    if encoded.codec not in (RAW, BF16):
+                    if encoded.codec != RAW:
                         self.encode_s += seconds
                         self.plain += self.blobs[encoded.blob].length
                     yield encoded
@@ -260,52 +243,34 @@ class PartEncoder:
                 await asyncio.gather(*tasks, *([loading] if loading else []), return_exceptions=True)
                 raise
 
-    def _master_blobs(self, blob: int) -> list[int]:
-        """The fp32 blobs that one of bf16 may be the rounding of."""
-        first, left = int(self.masters[blob]), 2 * self.blobs[blob].length
-        found: list[int] = []
-        while first >= 0 and left > 0:
-            found.append(first)
-            left -= self.blobs[first].length
-            first += 1
-        return found
-
     def _encode(self, blob: int, peek: Peek, bases: dict[int, memoryview]) -> tuple[Encoded, float]:
         """In a thread. The form that was chosen for its kind, unless another turns out to be smaller."""
         began, plain = time.perf_counter(), peek(blob)
-        encoded = self._smallest(blob, plain, peek, bases)
+        encoded = self._smallest(blob, plain, bases)
         if encoded.codec != RAW and blob % SELF_CHECK == 0:
             self._prove(encoded, plain, bases)
         self.encoder.pace(time.perf_counter() - began)
         return encoded, time.perf_counter() - began
 
-    def _smallest(self, blob: int, plain: memoryview, peek: Peek, bases: dict[int, memoryview]) -> Encoded:
+    def _smallest(self, blob: int, plain: memoryview, bases: dict[int, memoryview]) -> Encoded:
         raw = Encoded(blob, RAW, plain)
         if not self.compress or len(plain) < SMALL:
             return raw
-        if derived := self._master_blobs(blob):
-            halves = [(m, self.blobs[m].length // 2) for m in derived]
-            ends = np.cumsum([size for _, size in halves]).tolist()
-            if all(codec.derives(peek(m), plain[e - n : e]) for (m, n), e in zip(halves, ends, strict=True)):
-                return Encoded(blob, BF16, b"", derived[0])
         tensor = self._tensor(blob)
         word, kind, row = codec.word_of(tensor.dtype), kind_of(tensor), int(self.plan.base[blob])
         form, base = self.forms.get(kind, "whole"), bases.get(row)
-        whole, delta = codec.whole_codec(tensor.dtype), codec.delta_codec(tensor.dtype)
         if form == "delta" and base is not None:
-            with_base = codec.estimate(delta, plain, word, base)
-            if with_base < DELTA_AGAIN * min(codec.estimate(whole, plain, word), 1.0):
-                data = codec.encode(delta, plain, word, base)
-                return Encoded(blob, delta, data, row) if len(data) < WHOLE_AGAIN * len(plain) else raw
+            with_base = codec.estimate(DELTA, plain, word, base)
+            if with_base < BASE_AGAIN * min(codec.estimate(PLANES, plain, word), 1.0):
+                data = codec.encode(DELTA, plain, word, base)
+                return Encoded(blob, DELTA, data, row) if len(data) < WHOLE_AGAIN * len(plain) else raw
         if form == "raw":
             return raw
-        data = codec.encode(whole, plain, word)
-        return Encoded(blob, whole, data) if len(data) < WHOLE_AGAIN * len(plain) else raw
+        data = codec.encode(PLANES, plain, word)
+        return Encoded(blob, PLANES, data) if len(data) < WHOLE_AGAIN * len(plain) else raw
 
     def _prove(self, encoded: Encoded, plain: memoryview, bases: dict[int, memoryview]) -> None:
         """Now and then: that it can be decoded. SaveError if not: something is wrong with this machine, or with us."""
-        if encoded.codec == BF16:
-            return
         room = memoryview(bytearray(len(plain)))
         codec.decode(encoded.codec, encoded.data, len(plain), bases.get(encoded.base), room)
         if blob_digest(room) != self.digests[encoded.blob].tobytes():

@@ -4,7 +4,6 @@ A *full* checkpoint uses packs of its own only. An *increment* takes blobs that 
 before it in the same place, and may store others as deltas. `Previous` is this rank's share of that checkpoint.
 
     plan_blobs   digests, previous -> where each blob may come from
-    find_masters which bf16 tensors are roundings of fp32 ones
     Policy.full  whether a checkpoint has to share nothing
 
 What an increment can be read by never grows long: what is taken from an older checkpoint is named in the table with
@@ -13,14 +12,13 @@ the pack it lies in, however many checkpoints have taken it; and a delta is alwa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Set
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from ckpt.core.format.codec import BF16, decode
 from ckpt.core.format.layout import BLOB, Layout, TensorSpec
 from ckpt.core.format.manifest import Attempt, PackInfo, Part, owner
 from ckpt.core.format.table import Table
@@ -36,7 +34,6 @@ FULLS = 2  # so many full checkpoints come first: one bad blob must not be able 
 MOSTLY_DEAD = 0.25  # a pack of which less is still needed is not used any further: what is needed is stored anew
 MAX_OWNERS = 32  # checkpoints whose packs one uses
 MAX_CHAIN = 48
-PEEK = 4096  # bytes of fp32 compared before a tensor counts as a master
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,13 +125,13 @@ def plan_blobs(
         sound = _sound(table, suspects)
         there = np.flatnonzero(rows >= 0)
         row = rows[there]
-        equal = (table.digest[row] == digests[there]).all(1) & (table.codec[row] != BF16) & sound[row]
+        equal = (table.digest[row] == digests[there]).all(1) & sound[row]
         taken[there[equal]] = row[equal]
         # What it was a delta against, or that itself, if it is stored whole in the full one.
         delta = table.base[row] >= table.owned
         whole = np.where(delta, table.base[row], row)
         from_full = np.array([owner(key) == previous.full for key in table.packs], np.bool_)[table.pack[whole]]
-        useful = ~equal & (table.codec[whole] != BF16) & sound[whole] & (delta | from_full)
+        useful = ~equal & sound[whole] & (delta | from_full)
         base[there[useful]] = whole[useful]
         for key in _given_up(previous, taken):
             leaving = _uses(table, taken, table.packs.index(key))
@@ -188,33 +185,6 @@ def _same(layout: Layout, digests: Digests, taken: I64) -> I64:
         if earlier != blob:
             same[blob] = earlier
     return same
-
-
-def find_masters(layout: Layout, peek: Callable[[int], memoryview]) -> I64:
-    """For every blob: the first of the two blobs of fp32 that it may be the rounding of, -1 if there are none.
-
-    `peek(blob)`: its bytes. Only the first values are compared: whether it holds for all is for the encoder to see.
-    """
-    arrangement, first = layout.arrangement, layout.arrangement.first_blob
-    heads = dict[tuple[object, bytes], int]()
-    for i, tensor in enumerate(layout.tensors):
-        if tensor.dtype == "F32" and i in first:
-            master = peek(first[i])[:PEEK]
-            head = bytearray(len(master) // 2)
-            decode(BF16, b"", len(head), master, memoryview(head))
-            heads.setdefault((_form(tensor), bytes(head)), i)
-    masters = np.full(len(arrangement.blobs), -1, np.int64)
-    for i, tensor in enumerate(layout.tensors):
-        if tensor.dtype == "BF16" and i in first:
-            found = heads.get((_form(tensor), bytes(peek(first[i])[: PEEK // 2])))
-            if found is not None:
-                count = -(-tensor.nbytes // BLOB)
-                masters[first[i] : first[i] + count] = first[found] + 2 * np.arange(count)
-    return masters
-
-
-def _form(tensor: TensorSpec) -> object:
-    return tensor.instance, tensor.full, tensor.at, tensor.shape
 
 
 def kind_of(tensor: TensorSpec) -> str:

@@ -24,9 +24,9 @@ from ckpt.core.format.manifest import Attempt
 from ckpt.core.format.manifest import owner as owner_of
 from ckpt.core.ipc.notes import DamagedNote, SaidNote
 from ckpt.core.ipc.protocol import Note
-from ckpt.core.log.archiving import Archivist
 from ckpt.core.log.log import RunLog
 from ckpt.core.log.records import Acquire, RunState, words_of
+from ckpt.core.log.trimming import Trimmer
 from ckpt.errors import CheckpointError, FencedError, RunGoneError, is_unreadable
 from ckpt.store import Store, is_temporary, open_store, remember_options
 
@@ -70,7 +70,7 @@ class OpenTier:
     graces: set[asyncio.Task[None]] = field(default_factory=set)
     warned: set[Attempt] = field(default_factory=set)  # of what cannot be read the user has been told
     tidied: set[Attempt] = field(default_factory=set)  # aborted ones, of which nothing is left
-    archivist: Archivist = field(default_factory=Archivist)
+    trimmer: Trimmer = field(default_factory=Trimmer)
 
     @property
     def store(self) -> Store:
@@ -151,7 +151,7 @@ class OpenTier:
             pass  # the next save says so
         except CheckpointError as error:
             events.log.warning("clean-up of %s has to wait: %s", self.url, error)
-        await self.archivist.step(self.log, mine)
+        await self.trimmer.step(self.log, mine)
 
     async def _sweep(self, mine: Acquire, tell: Callable[[Note], None]) -> None:
         await self.keep_noted(mine)

@@ -19,7 +19,7 @@ import numpy as np
 
 from ckpt.core.checkpoint.incremental import BlobPlan, Digests, Previous
 from ckpt.core.checkpoint.write import RankSnapshot, drop, page_aligned, upload_from
-from ckpt.core.format.codec import BF16, RAW
+from ckpt.core.format.codec import RAW
 from ckpt.core.format.digest import blob_digest, file_digest
 from ckpt.core.format.layout import NATIVE, Layout, TensorSpec
 from ckpt.core.format.manifest import PackInfo, pack_key
@@ -86,10 +86,6 @@ class Packer:
         self._failed: list[BaseException] = []
 
     async def add(self, encoded: Encoded) -> None:
-        if encoded.codec == BF16:
-            self.places[encoded.blob] = BlobLocation(0, 0, 0, BF16, encoded.base, blob_digest(b""))
-            self.on_bytes(self.snapshot.layout.arrangement.blobs[encoded.blob].length)
-            return
         self._items.append(encoded)
         self._held += len(encoded.data)
         if self._held >= self.size:
@@ -256,7 +252,7 @@ class _Rows:
         if lies.codec != RAW:
             self.columns["stored_digest"][blob] = np.frombuffer(lies.digest, np.uint8)
         if lies.base >= 0:
-            self.columns["base"][blob] = lies.base if lies.codec == BF16 else self._based_on(lies.base)
+            self.columns["base"][blob] = self._based_on(lies.base)
 
     def _pack_of(self, row: int) -> int:
         assert self.old is not None

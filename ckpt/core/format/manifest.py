@@ -9,7 +9,7 @@
                                                   them, see `ckpt.core.format.rank_index`. Named by content, so that two
                                                   committers cannot disagree about one name
     log/<seq>.json                                records, see `ckpt.core.log.records`
-    log/archive/<last>-<first>.zst                many old ones, see `ckpt.core.log.archive`
+
 
 Every JSON file is written in one canonical form (sorted keys, no spaces) and carries the SHA-256 of itself without the
 `digest` field. A file whose bytes are not exactly the canonical form of what they parse to is damaged: one flipped bit

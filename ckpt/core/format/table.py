@@ -17,7 +17,7 @@ their digests. In memory it stays columns too.
 
 Behind the blobs of the shards come *bases*: whole blobs of older checkpoints, against which deltas were taken. So a
 table says all that is needed to read what it lists, a delta is never taken against a delta, and nothing can go round in
-circles: what a delta is based on belongs to no shard, and what is derived is based on what is not.
+circles: what a delta is based on belongs to no shard.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ckpt.core.format.codec import BF16, CODECS, RAW
+from ckpt.core.format.codec import CODECS, DELTA, RAW
 from ckpt.core.format.columns import I64, Bytes, Columns, Pressed, distinct, end_to_end, reading, starts_of
 from ckpt.core.format.digest import DIGEST_SIZE
 from ckpt.core.format.manifest import MAX_WORLD
@@ -50,7 +50,6 @@ COLUMNS = {
 }  # fmt: skip
 PRESSED = Pressed(COLUMNS, 3, MAX_TABLE, ("name_ends", "dtypes", "length"), ("packs",), ("digest", "stored_digest"))
 MAX_BLOB = 64 << 20  # bytes read at once; we cut at 4 MiB
-MAX_MASTERS = 8  # blobs that one may be derived from; as we cut there are two
 Content = tuple[bytes, int]
 """The digest of plain bytes, and their length."""
 FEW_NAMES = 1 << 20  # bytes of names that are worth remembering: ranks of one stage have the same
@@ -89,19 +88,6 @@ class Table:
     def owned(self) -> int:
         """How many blobs belong to shards: the others are bases."""
         return int(self.starts[-1])
-
-    def needed(self, blob: int) -> range:
-        """The blobs without which one cannot be decoded."""
-        base = int(self.base[blob])
-        if base < 0:
-            return range(0)
-        if int(self.codec[blob]) != BF16:
-            return range(base, base + 1)
-        stop, left = base, 2 * int(self.length[blob])
-        while left > 0:
-            left -= int(self.length[stop])
-            stop += 1
-        return range(base, stop)
 
     def blobs(self, shard: int) -> range:
         return range(int(self.starts[shard]), int(self.starts[shard + 1]))
@@ -259,38 +245,18 @@ def _check_sums(table: Table, sizes: I64, what: str) -> None:
 
 def _check_forms(table: Table, what: str) -> None:
     """Every blob is based on what its codec can use, at a bounded depth, and stored in no more than its size."""
-    raw = table.codec == RAW
+    raw, delta = table.codec == RAW, table.codec == DELTA
     if (table.stored != table.length)[raw].any():
         raise CorruptError(f"{what}: a raw blob is stored at another length")
     if (table.stored > table.length).any():
         raise CorruptError(f"{what}: a blob takes more room than its plain bytes")
-    if raw.all() and (table.base < 0).all():
-        return
-    kind = np.array([_BASES.index(CODECS[n].base) if n in CODECS else 0 for n in range(256)])[table.codec]
-    alone, delta, derived = (np.flatnonzero(kind == i) for i in range(3))
-    base = table.base
-    if (base[alone] >= 0).any():
+    if (table.base[~delta] >= 0).any():
         raise CorruptError(f"{what}: a blob has a base that it cannot use")
-    if (kind[table.owned :] != 0).any():
+    if delta[table.owned :].any():
         raise CorruptError(f"{what}: a base needs a base itself")
-    if (base[delta] < table.owned).any() or (table.length[base[delta]] != table.length[delta]).any():
+    base = table.base[delta]
+    if (base < table.owned).any() or (table.length[base] != table.length[delta]).any():
         raise CorruptError(f"{what}: a delta against what cannot be its base")
-    if (base[derived] < 0).any() or (base[derived] >= table.owned).any() or table.stored[derived].any():
-        raise CorruptError(f"{what}: something is derived from nothing")
-    sums = starts_of(np.cumsum(table.length))
-    stop = np.searchsorted(sums, sums[base[derived]] + 2 * table.length[derived], "left")
-    shard = np.searchsorted(table.starts, base[derived], "right") - 1
-    ends = sums[np.minimum(stop, len(sums) - 1)] - sums[base[derived]] == 2 * table.length[derived]
-    inside = stop <= table.starts[np.minimum(shard + 1, len(table.shards))]
-    fp32 = (table.columns.dtype == DTYPES.index("F32"))[shard]
-    through = starts_of(np.cumsum(kind == 2))
-    plain = through[np.minimum(stop, len(kind))] == through[base[derived]]
-    few = stop - base[derived] <= MAX_MASTERS  # or reading could take the square of what the table holds
-    if not (ends & inside & fp32 & plain & few).all():
-        raise CorruptError(f"{what}: something is derived from what cannot be its master")
-
-
-_BASES = ("none", "same", "master")
 
 
 @cache

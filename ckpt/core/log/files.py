@@ -1,17 +1,26 @@
-"""What lies in the folder of a run log: the records that count, each a file, and the archives of those before."""
+"""The files of a run log: one for each record, and which of them count.
+
+Every SNAPSHOT has a number that is a multiple of SNAPSHOT_EVERY. The *floor* is the number of the older of the two
+newest intact SNAPSHOTs, 0 if there are fewer. Records below it are deleted, so their numbers may be free. Whoever was
+suspended before a put may create such a file again; it counts for nobody.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
+from ckpt.core.format.digest import file_digest
 from ckpt.core.format.manifest import unseal
-from ckpt.core.log.archive import MAX_ARCHIVE, Archive, archive_of
-from ckpt.errors import CorruptError, NotFoundError
+from ckpt.core.log.records import SNAPSHOT_EVERY, RunState, expand
+from ckpt.errors import CorruptError, FormatError, NotFoundError, StoreError
 from ckpt.store import Store
 
-MAX_RECORD = 256 << 20
+MAX_RECORD = 256 << 20  # bytes
+LOOKS = 8  # at a listed SNAPSHOT that is not there when it is read: newer ones may come again and again
+NOTHING: Mapping[int, bytes] = MappingProxyType({})
 
 
 def record_key(seq: int) -> str:
@@ -19,48 +28,80 @@ def record_key(seq: int) -> str:
 
 
 def sequence(key: str) -> int | None:
-    """Of a record, by its name; None for anything else."""
+    """Return the number of a record by its name, None for anything else."""
     name = key.removeprefix("log/").removesuffix(".json")
     return int(name) if len(name) == 12 and name.isdigit() and name.isascii() else None
 
 
+def is_place(seq: int) -> bool:
+    """Return True if the record with this number is a SNAPSHOT, unless the log was damaged when it was put."""
+    return seq > 0 and seq % SNAPSHOT_EVERY == 0
+
+
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """What a listing says. `sizes`: of the records that count, by number; `floor`: the last one that is archived, -1 if
-    none is; `below`: records up to there that lie about as files, and count for nobody."""
+    """What a listing shows. `sizes`: bytes of the records that count, by number; `below`: numbers below the floor.
+    `snapshots`: numbers of the intact SNAPSHOTs that were looked for, newest first, at most two."""
 
     sizes: dict[int, int]
-    archives: Sequence[Archive]
-    floor: int
     below: Sequence[int]
+    snapshots: Sequence[int]
+
+    @property
+    def floor(self) -> int:
+        return self.snapshots[1] if len(self.snapshots) > 1 else 0
 
 
 class LogFiles:
-    """Reads them. `root`: the id of the run."""
+    """Read the files of one log. `root`: the id of the run."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
         self.root = ""
-        self.floor = -1  # what is archived stays archived: it only rises
+        self._intact: dict[int, bool] = {}  # places of SNAPSHOTs that were read: whether an intact one is there
+        self._states: dict[int, RunState] = {}  # what those say that nobody has taken yet
 
-    async def look(self, after: str = "") -> Listed:
-        """Of what comes after a name, and of all archives.
+    async def look(self, own: Mapping[int, bytes] = NOTHING) -> Listed:
+        """List the log, and read the SNAPSHOTs that are new. `own`: a record that was put just now.
 
-        A store lists the archives after the records, so that of any record that was archived before it was looked at,
-        the archive is seen. The newest records are never archived: what says so is no archive.
+        A listing needs no order and may come in pages. It shows what exists all the time. What is put or deleted
+        meanwhile may be missing, so a floor is believed only if a second listing shows the same one.
         """
-        listed = [info async for info in self.store.list("log/", after=after)]
-        sizes = {n: info.size for info in listed if (n := sequence(info.key)) is not None}
-        newest = max(sizes, default=None)
-        named = [one for info in listed if (one := archive_of(info)) is not None]
-        archives = [one for one in named if newest is None or one.last < newest]
-        self.floor = floor = max([self.floor, *(one.last for one in archives)])
-        below = [seq for seq in sizes if seq <= floor]
-        return Listed({seq: size for seq, size in sizes.items() if seq > floor}, archives, floor, below)
+        for _ in range(LOOKS):
+            sizes = {n: info.size async for info in self.store.list("log/") if (n := sequence(info.key)) is not None}
+            sizes.update({seq: len(raw) for seq, raw in own.items()})
+            snapshots, vanished = list[int](), None
+            for seq in sorted(filter(is_place, sizes), reverse=True):
+                if seq not in self._intact:
+                    raw = own[seq] if seq in own else await self.read(seq, sizes[seq])
+                    if raw is None and sizes[seq] <= MAX_RECORD:
+                        vanished = seq
+                        break  # deleted meanwhile, so there are newer ones
+                    state = self.snapshot(seq, raw)
+                    self._intact[seq] = state is not None
+                    if state is not None:
+                        self._states[seq] = state
+                if self._intact[seq]:
+                    snapshots.append(seq)
+                if len(snapshots) == 2:
+                    break
+            if vanished is None:
+                floor = snapshots[1] if len(snapshots) > 1 else 0
+                self._states = {seq: state for seq, state in self._states.items() if seq in snapshots}
+                below = [seq for seq in sizes if seq < floor]
+                return Listed({seq: size for seq, size in sizes.items() if seq >= floor}, below, snapshots)
+        raise self._away(record_key(vanished or 0))
+
+    def _away(self, key: str) -> StoreError:
+        """Return the error for a file of the log that is listed, and that the store says is not there."""
+        return StoreError(f"{key} in {self.store.url} is listed, but cannot be read now", retryable=True)
 
     async def read(self, seq: int, size: int | None) -> bytes | None:
-        """None if it is not there. From a remote place twice, if need be: it may have been damaged on its way. Nothing
-        of a pipe, a link or a folder under its name, which a store lists as empty: what was there is lost."""
+        """Return a record, None if it is not there or too large to be one.
+
+        From a remote place it is read twice, if need be: it may have been damaged on its way. A store lists a pipe, a
+        link or a folder under its name as empty: what was there is lost.
+        """
         if size is None or size > MAX_RECORD:
             return None
         if size == 0:
@@ -68,13 +109,9 @@ class LogFiles:
         raw = await self._get(record_key(seq))
         return raw if not self.store.remote or self._is_sound(seq, raw) else await self._get(record_key(seq))
 
-    async def read_archive(self, archive: Archive) -> bytes | None:
-        """None if it is not there any more: its records are in a larger one."""
-        return await self._get(archive.key, MAX_ARCHIVE)
-
-    async def _get(self, key: str, limit: int | None = None) -> bytes | None:
+    async def _get(self, key: str) -> bytes | None:
         try:
-            return bytes(await self.store.get(key, limit=limit))
+            return bytes(await self.store.get(key))
         except NotFoundError:
             return None
 
@@ -86,10 +123,23 @@ class LogFiles:
         return True
 
     def unsealed(self, seq: int, raw: bytes | None) -> dict[str, Any]:
-        """What a record says. CorruptError unless it is this one, of this run."""
+        """Return what a record says. CorruptError unless it is this one, of this run."""
         if raw is None:
             raise CorruptError("missing")
         record = unseal(raw, f"log record {seq}")
         if record.get("seq") != seq or record.get("root") != self.root:
             raise CorruptError(f"log record {seq} belongs elsewhere")
         return record
+
+    def snapshot(self, seq: int, raw: bytes | None) -> RunState | None:
+        """Return the state that a SNAPSHOT describes, itself included; None if it is none, or is damaged."""
+        try:
+            record = self.unsealed(seq, raw)
+            if record["type"] != "SNAPSHOT":
+                return None  # whoever came here had not read all that was before
+            state = expand(record["body"], seq)
+            state.requests[str(record["id"])] = seq
+        except (CorruptError, FormatError, KeyError, TypeError):
+            return None
+        state.next_seq, state.last = seq + 1, file_digest(raw or b"")
+        return state

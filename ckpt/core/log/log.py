@@ -6,16 +6,17 @@
 that a writer who lost the answer finds its own success again. What a record says, by its type, is in
 `ckpt.core.log.records`.
 
-Each record whose number is a multiple of SNAPSHOT_EVERY is a SNAPSHOT, so that a reader finds the newest one by its
-name, and reads that and what follows, however long the log has become. What comes before the last two is archived
-(`log.archiving`), and the files go. A late writer may find the place of such a record free; so whoever has put
-a record looks once more before he believes that it counts: it does not if that number is archived, for any reader.
-
-What is read may be archived, deleted and put again by a late writer before it is read. So nothing that was read is
-believed before another look has said that it is not archived; and nothing is called missing that was missing once.
+Each record whose number is a multiple of SNAPSHOT_EVERY is a SNAPSHOT. A reader starts at the newest intact one and
+reads what follows, however long the log has become. Records below the older of the two newest are deleted
+(`log.files`, `log.trimming`). So a late writer may find the place of a deleted record free: whoever has put a record
+lists the log again before he believes that it counts. What a reader has read counts only after another listing shows
+the same floor; and a record is missing only if it was missing twice.
 
 A damaged or missing record does not make a run unreadable: it is skipped, reported in `damaged`, and nothing is ever
 deleted from such a run, since the record might have protected it. Nor is a SNAPSHOT made of what is left.
+
+A SNAPSHOT keeps the request ids of the last KEPT_REQUESTS records. A writer that returns later, and whose record may or
+may not have landed, gets OutcomeUnknownError and writes nothing.
 """
 
 from __future__ import annotations
@@ -23,14 +24,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from random import SystemRandom
-from types import MappingProxyType
 
 from ckpt.core.format.digest import file_digest
 from ckpt.core.format.manifest import MAX_FORMAT, read_format, seal, unseal
-from ckpt.core.log.archive import Archive, chain, unpack
-from ckpt.core.log.files import MAX_RECORD, Listed, LogFiles, record_key, sequence
+from ckpt.core.log.files import MAX_RECORD, NOTHING, Listed, LogFiles, record_key, sequence
 from ckpt.core.log.records import (
     IN_WORDS,
     SNAPSHOT_EVERY,
@@ -39,7 +38,6 @@ from ckpt.core.log.records import (
     Commit,
     Record,
     RunState,
-    expand,
     fold,
     in_history,
     live_packs,
@@ -67,7 +65,6 @@ __all__ = ["Acquire", "Commit", "Record", "RunLog", "RunState", "in_history", "i
 _DICE = SystemRandom()  # the training's own random numbers are not ours to draw
 MAX_PARTS = 1_000_000  # in a SNAPSHOT: with more it could become too large to be read, and is left out
 MAX_GAP = 100_000  # missing records, in all, before ones that are believed to belong to the log
-LOOKS = 8  # at a listed archive that cannot be found: it may be replaced by a larger one again and again
 VANISHED_S = 1.0  # for FORMAT.json to vanish from a folder, once a record did
 BATCH = 1024  # records that are read before any is taken in
 
@@ -75,15 +72,17 @@ BATCH = 1024  # records that are read before any is taken in
 class RunLog(LogFiles):
     """The log of one store, and its fold. Not safe for concurrent appends from one object; use one lock or task.
 
-    `whole`: read every record, also those before the newest SNAPSHOT, to see whether they are sound.
+    `whole`: start at the older of the two newest SNAPSHOTs, to see whether all records that count are intact.
     """
 
     def __init__(self, store: Store, *, whole: bool = False) -> None:
         super().__init__(store)
         self.state = RunState()
-        self._entire = whole  # whether it is read from the beginning on: a jump would miss records of our own
+        self.floor = 0  # the highest that was seen
+        self._whole, self._begun = whole, False
         self._damaged: set[int] = set()  # as in the state
         self._missing = 0  # so many were passed over
+        self._tried: dict[str, int] = {}  # requests that may have landed, and from which number on
         self._lock = asyncio.Lock()
 
     async def same(self) -> bool:
@@ -102,7 +101,7 @@ class RunLog(LogFiles):
         """Return True if the two newest records that were read are not both there: the run is being deleted."""
         seen = await self.look()
         newest = self.state.next_seq - 1
-        wanted = {seq for seq in (newest - 1, newest) if seq > seen.floor and seq not in self._damaged}
+        wanted = {seq for seq in (newest - 1, newest) if seq >= seen.floor and seq not in self._damaged}
         return not wanted <= seen.sizes.keys()
 
     async def check_same(self) -> None:
@@ -144,23 +143,21 @@ class RunLog(LogFiles):
         async with self._lock:
             return await self._refresh()
 
-    async def _refresh(self, own: Mapping[int, bytes] = MappingProxyType({})) -> RunState:
-        """`own`: a record that we have put just now, whether it is listed or not; it need not be read."""
+    async def _refresh(self, own: Mapping[int, bytes] = NOTHING) -> RunState:
+        """`own`: a record that was put just now, whether it is listed or not; it need not be read."""
         seen = await self._look_on(own)
-        if not self._entire:
-            seen = await self._jump(seen)
         lacking: list[int] = []
         while True:
-            seen = await self._take_archived(seen)
+            if not self._begun or self.state.next_seq < seen.floor:
+                await self._restart(seen)
             batch = self._batch(seen)
             if not batch:
-                self._entire = True
+                self._states.clear()
                 return self.state
             raws = await self._read_all(batch, seen, own)
-            if not own.keys() >= set(batch):
-                seen = await self._look_on(own)
-            if seen.floor >= batch[0]:
-                continue  # archived meanwhile: somebody else's may have lain in its place
+            before, seen = seen, await self._look_on(own)
+            if seen.floor != before.floor:
+                continue  # records of the batch may be deleted, and others may lie in their places
             missing = [seq for seq, raw in raws.items() if raw is None]
             if missing and missing != lacking:
                 lacking = missing  # once more
@@ -171,16 +168,26 @@ class RunLog(LogFiles):
             for seq, raw in raws.items():
                 self._apply(seq, raw)
 
-    def _away(self, key: str) -> StoreError:
-        """Return the error for a file of the log that is listed, and that the store says is not there."""
-        return StoreError(f"{key} in {self.store.url} is listed, but cannot be read now", retryable=True)
+    async def _restart(self, seen: Listed) -> None:
+        """Continue from a SNAPSHOT, if there is one: the newest, or the one at the floor to read all that counts."""
+        at = seen.snapshots[-1 if self._whole else 0] if seen.snapshots else 0
+        if at >= self.state.next_seq and at > 0:
+            found = self._states.get(at) or self.snapshot(at, await self.read(at, seen.sizes.get(at)))
+            if found is None:
+                raise self._away(record_key(at))
+            found.damaged = self.state.damaged
+            self.state = found
+        elif not self._begun and seen.sizes and (first := _first_of_most(sorted(seen.sizes))) > 0:
+            self._note_damage(first - 1)  # both SNAPSHOTs are damaged, and what they summarised was deleted
+            self.state.next_seq = first
+        self._begun, self._states = True, {}
 
     async def _look_on(self, own: Mapping[int, bytes]) -> Listed:
-        """From the last record that we know on."""
+        """List the log. RunGoneError if the newest record that we know has vanished with the run."""
+        seen = await self.look(own)
+        self.floor = max(self.floor, seen.floor)
         newest = self.state.next_seq - 1
-        seen = await self.look("" if newest < 1 else record_key(newest - 1))
-        seen.sizes.update({seq: len(raw) for seq, raw in own.items() if seq > seen.floor})
-        if newest > seen.floor and newest not in seen.sizes and newest not in self._damaged:
+        if newest >= seen.floor and newest >= 0 and newest not in seen.sizes and newest not in self._damaged:
             await self._check_vanished()
         return seen
 
@@ -194,7 +201,7 @@ class RunLog(LogFiles):
 
     def _end(self, seen: Listed) -> int:
         """The number behind the last record that belongs to the log."""
-        end, gap = max(self.state.next_seq, seen.floor + 1), max(0, MAX_GAP - self._missing)
+        end, gap = self.state.next_seq, max(0, MAX_GAP - self._missing)
         for seq in sorted(seen.sizes):
             if end <= seq <= end + gap:
                 end, gap = seq + 1, gap - (seq - end)
@@ -217,71 +224,6 @@ class RunLog(LogFiles):
             read = dict(zip(wanted, found, strict=True))
             raws |= {seq: own[seq] if seq in own else read.get(seq) for seq in chunk}
         return raws
-
-    async def _jump(self, seen: Listed) -> Listed:
-        """To the newest sound SNAPSHOT, if there is one."""
-        while True:
-            newest = (self._end(seen) - 1) // SNAPSHOT_EVERY * SNAPSHOT_EVERY
-            if newest <= max(seen.floor, 0):
-                return seen
-            found = None
-            for seq in range(newest, max(seen.floor, 0), -SNAPSHOT_EVERY):
-                if (found := await self.snapshot(seq, seen)) is not None:
-                    break
-            before, seen = seen, await self.look()
-            if seen.floor == before.floor:
-                break
-        if found is not None:
-            found.damaged = self.state.damaged
-            self.state = found
-        return seen
-
-    async def snapshot(self, seq: int, seen: Listed) -> RunState | None:
-        """The state that a SNAPSHOT says, itself included; None if there is no sound one."""
-        raw = await self.read(seq, seen.sizes.get(seq))
-        try:
-            record = self.unsealed(seq, raw)
-            if record["type"] != "SNAPSHOT":
-                return None  # whoever came here had not read all that was before
-            state = expand(record["body"], seq)
-            state.requests[str(record["id"])] = seq
-        except (CorruptError, FormatError, KeyError, TypeError):
-            return None
-        state.next_seq, state.last = seq + 1, file_digest(raw or b"")
-        return state
-
-    async def _take_archived(self, seen: Listed) -> Listed:
-        """Go on to the end of what is archived: who was away for long has missed it."""
-        lacking, looks = -1, 0  # from which number on nothing was to be had before
-        while (seq := self.state.next_seq) <= seen.floor:
-            ahead = [one for one in chain(seen.archives) if one.last >= seq]
-            there = bool(ahead) and ahead[0].first <= seq
-            raw = await self.read_archive(ahead[0]) if there else None
-            if raw is None and (lacking < seq or (there and looks < LOOKS)):
-                lacking, looks, seen = seq, looks + 1, await self._look_on({})  # in a larger one, or not listed yet
-            elif there and raw is None:
-                raise self._away(ahead[0].key)
-            elif there:
-                self._unpack(ahead[0], raw or b"")
-            else:
-                self._miss(ahead[0].first if ahead else seen.floor + 1)
-        return seen
-
-    def _unpack(self, archive: Archive, raw: bytes) -> None:
-        """Take in the records of an archive, as far as they are new."""
-        try:
-            for seq, record in enumerate(unpack(raw, archive.count, MAX_RECORD), archive.first):
-                if self.state.next_seq <= seq:
-                    self._apply(seq, record)
-        except CorruptError as error:
-            logger.warning("%s: %s is damaged: %s", self.store.url, archive.key, error)
-        self._miss(archive.last + 1)
-
-    def _miss(self, end: int) -> None:
-        """All records up to there are missing."""
-        for seq in range(self.state.next_seq, min(end, self.state.next_seq + MAX_GAP)):
-            self._apply(seq, None)
-        self.state.next_seq = max(self.state.next_seq, end)
 
     def _apply(self, seq: int, raw: bytes | None) -> None:
         state = self.state
@@ -318,12 +260,23 @@ class RunLog(LogFiles):
             while True:
                 state = await self._refresh()
                 record = make(state)
-                if record is None or record.id in state.requests:
+                if record is None:
+                    return state
+                if record.id in state.requests:
+                    self._tried.pop(record.id, None)
                     return state
                 self.check_owner(owner)
+                if self._tried.get(record.id, state.requests_from) < state.requests_from:
+                    raise OutcomeUnknownError(
+                        f"whether {IN_WORDS[record.type]} is recorded in {self.store.url} is not known: so many others "
+                        "were recorded meanwhile that the log does not say any more"
+                    )
                 due = self._snapshot_due()
+                if due is None:
+                    self._tried.setdefault(record.id, state.next_seq)
                 if await self._land(due or record, end) and due is None:
-                    return state
+                    self._tried.pop(record.id, None)
+                    return self.state
 
     async def _land(self, record: Record, end: float) -> bool:
         """Put it where the next record belongs. False: another one is there, or perhaps this one; it has to be read."""
@@ -347,7 +300,7 @@ class RunLog(LogFiles):
         return counts
 
     async def _confirm(self, record: Record, seq: int, raw: bytes, end: float) -> bool:
-        """Whether what was put counts. Not if that number is archived: we were so late that its place was free."""
+        """Return True if what was put counts. It does not below the floor: we were so late that its place was free."""
         while True:
             try:
                 await self._refresh({seq: raw})
@@ -358,15 +311,15 @@ class RunLog(LogFiles):
             except StoreError as error:
                 await self._unknown(record, error, end)
             else:
-                return self.floor < seq
+                return record.id in self.state.requests
 
     async def _check_before(self, seq: int, raw: bytes) -> None:
         """RunGoneError if the record before vanished from a folder while this one was put: the run is being deleted."""
-        if not self.store.remote and seq > self.floor + 1 and seq - 1 not in self._damaged:
+        if not self.store.remote and seq > self.floor and seq - 1 not in self._damaged:
             try:
                 await self.store.head(record_key(seq - 1))
             except NotFoundError:
-                if (await self.look()).floor < seq - 1:
+                if (await self.look()).floor < seq:
                     await self._check_vanished()
 
     async def _take_back(self, seq: int, raw: bytes) -> None:
@@ -388,8 +341,8 @@ class RunLog(LogFiles):
         try:
             await self.store.head(record_key(seq))
         except NotFoundError:
-            if (await self.look()).floor >= seq:
-                return  # it was archived
+            if (await self.look()).floor > seq:
+                return  # it was deleted
             raise StoreError(
                 f"{record_key(seq)} in {self.store.url} is not a file, so nothing can be recorded there: move it away"
             ) from None
@@ -425,6 +378,13 @@ class RunLog(LogFiles):
                 "body": record.body,
             }
         )
+
+
+def _first_of_most(numbers: Sequence[int]) -> int:
+    """Return the first of those sorted numbers that lie together: files far off were put too late, or are junk."""
+    starts = [i for i, seq in enumerate(numbers) if i == 0 or seq - numbers[i - 1] > MAX_GAP]
+    sizes = [stop - start for start, stop in zip(starts, [*starts[1:], len(numbers)], strict=True)]
+    return numbers[starts[sizes.index(max(sizes))]]
 
 
 def not_recorded(record: Record, store: Store, error: StoreError, *, put: bool) -> StoreError:

@@ -24,6 +24,7 @@ from ckpt.core.log.attempts import MOST, Attempts
 from ckpt.errors import CorruptError
 
 SNAPSHOT_EVERY = 256
+KEPT_REQUESTS = 512  # records before a SNAPSHOT whose request ids it keeps
 LOOSE = {"reasons", "requests", "doubts"}  # of a SNAPSHOT: only the last ones, and versions may differ in how many
 MAX_DOUBTS = 10_000
 MAX_REASONS = 64  # why attempts ended, of so many of the last ones, in a SNAPSHOT
@@ -106,7 +107,8 @@ class RunState:
     pins: dict[Attempt, tuple[Attempt, ...]] = field(default_factory=dict)  # what open attempts build on
     kept: dict[Attempt, str] = field(default_factory=dict)  # with the note that says why
     doubts: set[tuple[str, int]] = field(default_factory=set)  # packs and offsets of what was found damaged
-    requests: dict[str, int] = field(default_factory=dict)  # of the last SNAPSHOT_EVERY records at least
+    requests: dict[str, int] = field(default_factory=dict)  # those of all records from `requests_from` on
+    requests_from: int = 0
     damaged: list[int] = field(default_factory=list)
 
     @property
@@ -297,7 +299,7 @@ def summary(state: RunState) -> dict[str, Any]:
         "pins": {str(a): needs_texts(state.pins[a]) for a in sorted(state.pins)},
         "kept": [[str(a), note] for a, note in sorted(state.kept.items())],
         "doubts": [list(one) for one in sorted(state.doubts)[:MAX_DOUBTS]],
-        "requests": {request: n for request, n in state.requests.items() if n >= seq - SNAPSHOT_EVERY},
+        "requests": {request: n for request, n in state.requests.items() if n >= seq - KEPT_REQUESTS},
     }
 
 
@@ -315,6 +317,7 @@ def expand(body: dict[str, Any], seq: int = MOST) -> RunState:
             kept={Attempt.parse(a): str(note) for a, note in body["kept"]},
             doubts={(str(pack), int(offset)) for pack, offset in body.get("doubts", ())},
             requests={str(request): int(n) for request, n in body.get("requests", {}).items()},
+            requests_from=max(0, seq - KEPT_REQUESTS),
         )
         for epoch, nonce, restored in body["acquires"]:
             _acquire(state, {"epoch": epoch, "nonce": nonce, "restored": restored})

@@ -30,12 +30,11 @@ AHEAD = 2  # steps
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """`step`: -1 for the ring; `why`: of the fault that made the caller call; `grace_s`: seconds it has."""
+    """`step`: -1 for the ring; `why`: what made the caller call; `grace_s`: seconds it has."""
 
     number: int
     rank: int
     step: int
-    kind: str
     why: str
     grace_s: float
 
@@ -62,12 +61,12 @@ class SaveRounds:
             self._thread = threading.Thread(target=self._look, name="ckpt-save-rounds", daemon=True)
             self._thread.start()
 
-    def call(self, step: int, kind: str, why: str, grace_s: float) -> Round:
+    def call(self, step: int, why: str, grace_s: float) -> Round:
         """Post a round, or take part in the one that another rank posted at the same time; `on_round` hears of others.
 
         PeerError if the store cannot be reached; it may take as long as the store takes to say so.
         """
-        mine = Round(self._next, self._rank, step, kind, why, grace_s)
+        mine = Round(self._next, self._rank, step, why, grace_s)
         if self._thread is None:
             self._next += 1
             return mine

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import sys
+import threading
 import time
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Protocol
 
 from ckpt.core.format.manifest import Attempt
 from ckpt.core.ipc.heartbeat import LEAVING
@@ -16,14 +20,20 @@ from ckpt.core.run.session import Session
 from ckpt.core.run.step_keeper import NO_TIME, StepKeeper
 from ckpt.errors import CheckpointError, DeadlineError, SaveError
 from ckpt.events import log
-from ckpt.guard.fault_handler import FaultHandler
-from ckpt.guard.report import starts_again
-from ckpt.guard.signals import ctrl_c_later
 from ckpt.subscribers import flush, publish
 
 STOP_S = 30.0  # for an incident that is being dealt with
 MOST_NAMED = 8  # ranks in a message
 INSIST_S = 10.0  # for the last step to get into memory; then one more Ctrl-C ends that, too
+
+
+class Guard(Protocol):
+    """The part of the guard that closing uses. `saw_exception`: an exception has ended the training."""
+
+    @property
+    def saw_exception(self) -> bool: ...
+
+    def stop(self, timeout_s: float) -> None: ...
 
 
 class Closing:
@@ -36,11 +46,11 @@ class Closing:
         staged: Staged,
         writes: TierWrites,
         keeper: StepKeeper,
-        fault_handler: FaultHandler,
+        guard: Guard,
         departures: Departures,
     ) -> None:
         self._session, self._progress, self._staged = session, progress, staged
-        self._writes, self._keeper, self._fault_handler = writes, keeper, fault_handler
+        self._writes, self._keeper, self._guard = writes, keeper, guard
         self._departures = departures
         self._agreed = False  # whether the other ranks have come to close
         self.failed = False
@@ -59,8 +69,6 @@ class Closing:
     def close_after(self, error: BaseException) -> None:
         """An exception has left the `with` block."""
         self.failed = isinstance(error, Exception) or (isinstance(error, SystemExit) and bool(error.code))
-        if isinstance(error, Exception) and not self._progress.closed and not self._progress.forked:
-            self._fault_handler.exception(error)
         if self._session.world.size > 1:  # the other ranks may be in a collective, and never come to close
             self.abandon()
             return
@@ -74,7 +82,7 @@ class Closing:
 
     def close_at_exit(self) -> None:
         """The interpreter ends, and nobody has closed us."""
-        if self._session.world.size > 1 and self._fault_handler.saw_exception:  # the others may never come to close
+        if self._session.world.size > 1 and self._guard.saw_exception:  # the others may never come to close
             self.abandon()
             return
         try:
@@ -136,7 +144,7 @@ class Closing:
             return
         in_turn, why = False, "it was interrupted"
         try:
-            with ctrl_c_later(INSIST_S):
+            with _ctrl_c_later(INSIST_S):
                 try:
                     in_turn = progress.turn.acquire(timeout=timeout_s)
                     with contextlib.suppress(CheckpointError):  # a copy under way is finished
@@ -147,7 +155,7 @@ class Closing:
                         self._say_lost(self._staged.newest, why)
             session.world.leave(f"left without close() after step {progress.step}")
             self._departures.leave("left without close()")
-            self._fault_handler.stop(STOP_S)
+            self._guard.stop(STOP_S)
             session.supervisor.leave(timeout_s)
             self._end()
             session.stager.stop()
@@ -167,12 +175,12 @@ class Closing:
 
     @property
     def _has_failed(self) -> bool:
-        return self.failed or self._fault_handler.saw_exception
+        return self.failed or self._guard.saw_exception
 
     def _end(self, timeout_s: float = STOP_S) -> None:
         self._progress.closed = True
         self._session.ends.close()
-        self._fault_handler.stop(timeout_s)
+        self._guard.stop(timeout_s)
 
     def _say_closed(self) -> None:
         publish("closed", self._progress.step)
@@ -211,7 +219,7 @@ class Closing:
         only_copy = self._is_only_in_memory() if self._session.tiers else not clean
         if (untouched and self._session.supervisor.inherits) or only_copy or not self._agreed:
             return True
-        return self._has_failed and self._session.errors.fenced is None and starts_again()
+        return self._has_failed and self._session.errors.fenced is None and _starts_again()
 
     def _agree_last(self, end: float) -> None:
         """The newest step that all ranks have in memory becomes the newest here; none if they have none in common."""
@@ -219,7 +227,7 @@ class Closing:
         if staged.last is not None:
             staged.last[1].copied.wait(max(0.0, end - time.monotonic()))
         timeout_s = max(0.1, min(world.timeout_s, end - time.monotonic()))
-        dead = lambda: self._fault_handler.dead_ranks  # noqa: E731
+        dead = lambda: self._session.dead_ranks  # noqa: E731
         common = world.agree("close", staged.sealed(), _worth_keeping, timeout_s=timeout_s, dead=dead)
         attempt = None if not common else Attempt.parse(common[0])
         staged.sound = staged.held(Attempt.parse(common[1])) if len(common) > 1 else None
@@ -298,3 +306,33 @@ def _worth_keeping(posts: list[Any]) -> list[str]:
     sound = common - {attempt for post in posts for attempt, fine in post if not fine}
     newest = [max(some, key=Attempt.parse) for some in (common, sound) if some]
     return list(dict.fromkeys(newest))
+
+
+def _starts_again() -> bool:
+    """Whether torchrun starts this process once more if it fails."""
+    done, most = (os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    return done.isdecimal() and most.isdecimal() and int(done) < int(most)
+
+
+@contextlib.contextmanager
+def _ctrl_c_later(patience_s: float) -> Iterator[None]:
+    """In the main thread Ctrl-C comes after this, or after so many seconds to whoever insists."""
+    before, heard = signal.getsignal(signal.SIGINT), list[Any]()
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+    end = time.monotonic() + patience_s
+
+    def later(number: int, frame: Any) -> None:
+        heard.append(frame)
+        if time.monotonic() > end:
+            before(number, frame)
+
+    signal.signal(signal.SIGINT, later)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGINT) is later:
+            signal.signal(signal.SIGINT, before)
+    if heard:
+        before(signal.SIGINT, heard[0])

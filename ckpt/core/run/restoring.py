@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
 from typing import Any
 
 from ckpt.core.checkpoint.losses import Loss
@@ -20,7 +19,6 @@ from ckpt.core.run.saves import TierWrites
 from ckpt.core.run.session import Session
 from ckpt.errors import CorruptError, NoCheckpointError
 from ckpt.events import log, tell
-from ckpt.guard.report import Fault
 from ckpt.save import Save
 from ckpt.subscribers import publish
 from ckpt.units import duration
@@ -29,10 +27,12 @@ MISSING: Any = object()
 
 
 class Restoring:
-    """Of one Checkpointer. `last`: what the last restore brought back, and what it passed over."""
+    """Of one Checkpointer. `last`: what the last restore brought back, and what it passed over. `reached`: the last
+    step that earlier starts are known to have done, 0 if nothing is known."""
 
-    def __init__(self, session: Session, progress: Progress, staged: Staged, writes: TierWrites) -> None:
+    def __init__(self, session: Session, progress: Progress, staged: Staged, writes: TierWrites, reached: int) -> None:
         self._session, self._progress, self._staged, self._writes = session, progress, staged, writes
+        self._reached = reached
         self.last: Restored | None = None
 
     def restore(self, default: Any, step: int | None, strict: bool) -> Any:
@@ -134,7 +134,7 @@ class Restoring:
             self._writes.write_missing(newest, session.settings.everywhere[:1])
         result.seconds = time.monotonic() - began
         say = tell if session.world.rank == 0 else log.info
-        say(_line(result, session.supervisor.faults))
+        say(_line(result, self._reached))
         reading = session.capture.read()
         supervisor.memory.next.prepare(reading.layout.arrangement.data_size, len(json.dumps(reading.values)))
 
@@ -165,11 +165,10 @@ class Restoring:
             publish("restored", result.step, **facts)
 
 
-def _line(result: Restored, faults: Sequence[Fault]) -> str:
+def _line(result: Restored, reached: int) -> str:
     """What was restored from where, and what is lost with it, as far as that is known."""
     how = "" if result.verified else " (not verified: no digest was computed while its trainer lived)"
     step = result.step or 0
-    reached = max((at for fault in faults for at in fault.steps.values()), default=step)
     lost = f"; training had come to step {reached}: {reached - step} steps are lost" if reached > step else ""
     newer = f"; newer ones that cannot be used, see above: {len(result.skipped)}" if result.skipped else ""
     return f"restored step {step} from {result.tier} in {duration(result.seconds)}{how}{lost}{newer}"

@@ -22,7 +22,7 @@ from ckpt.core.checkpoint.identity import Identity, identify
 from ckpt.core.format.partition import Seat
 from ckpt.core.ipc import channel
 from ckpt.core.ipc.heartbeat import Heartbeat
-from ckpt.core.ipc.notes import CadenceNote, DamagedNote
+from ckpt.core.ipc.notes import CadenceNote, DamagedNote, PeerDiedNote
 from ckpt.core.ipc.watch_requests import KeepBooks, Show
 from ckpt.core.ranks.world import World
 from ckpt.core.restore.early_look import EarlyLook
@@ -210,6 +210,8 @@ class Session:
         undo.callback(self.supervisor.give_up)
         self.stager.on_writer(self.supervisor.writer.client.pid)
         self.ends.callback(self.ownership.close)
+        self.dead_ranks: dict[int, str] = {}  # ranks that were killed or crashed on this machine, and how
+        self.supervisor.hear(PeerDiedNote, self._on_peer_died)
         self.supervisor.hear(DamagedNote, self._on_damaged)
         self.supervisor.on_failure = self.errors.note
         self.errors.fenced = self.supervisor.writer.lost  # while it was opened
@@ -295,6 +297,9 @@ class Session:
         self.supervisor.hear(CadenceNote, self.cadence.propose)
         later = msgspec.structs.replace(request, again=True)
         self.supervisor.standing.tell(request, (self.heartbeat.fd,), later=later)
+
+    def _on_peer_died(self, note: PeerDiedNote) -> None:
+        self.dead_ranks[note.rank] = note.summary
 
     def _on_damaged(self, note: DamagedNote) -> None:
         problems = "; ".join(note.problems)

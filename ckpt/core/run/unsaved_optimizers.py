@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from ckpt.core.state.adapters import StatefulNode
 from ckpt.core.state.capture import Capture
+from ckpt.core.state.nodes import StatefulNode
 from ckpt.core.state.optimizer_node import OptimizerNode, all_of_one_state
 from ckpt.core.state.structure import params_of, steps_for
 from ckpt.events import log

@@ -19,15 +19,15 @@ from ckpt.core.format.partition import Seat
 from ckpt.core.format.saved_nodes import SavedNode
 from ckpt.core.format.saved_state import SavedState
 from ckpt.core.format.values import MAX_DEPTH, Json, Path, show
-from ckpt.core.state.adapters import Contents, PlainNode, StatefulNode, StateNode
+from ckpt.core.state.adapter import adapter_of
 from ckpt.core.state.fingerprint import SampledPlaces
 from ckpt.core.state.module_node import ModuleNode
 from ckpt.core.state.names import Names
-from ckpt.core.state.optimizer_node import OptimizerNode, all_of_one_state, forgotten, keeps_elsewhere
+from ckpt.core.state.nodes import Contents, PlainNode, StatefulNode, StateNode
+from ckpt.core.state.optimizer_node import OptimizerNode, all_of_one_state, forgotten
 from ckpt.core.state.placement import Placement
 from ckpt.core.state.rewrap import forms_of
 from ckpt.core.state.sharding import LocalPiece, StateEntry, storage_of, unsupported
-from ckpt.core.state.shards import Shards, ShardsNode
 from ckpt.core.state.stateful import Scaler, Stateful, adapt
 from ckpt.core.state.structure import (
     SampledReplicas,
@@ -355,11 +355,11 @@ class Walk:
             here = (*path, key)
             if isinstance(value, (nn.Module, torch.optim.Optimizer)) and (instead := unsupported(value)):
                 raise StateError(f"{show(here)}: {instead}")
-            if isinstance(value, Shards):
-                yield ShardsNode(here, value)
+            if (adapter := adapter_of(value)) is not None:
+                yield adapter(here, value)
             elif isinstance(value, nn.Module):
                 yield ModuleNode(here, value)
-            elif isinstance(value, torch.optim.Optimizer) and not keeps_elsewhere(value):
+            elif isinstance(value, torch.optim.Optimizer):
                 yield OptimizerNode(here, value)
             elif (adapted := adapt(value)) is not None:
                 yield StatefulNode(here, adapted)
@@ -386,6 +386,8 @@ def _holds_objects(value: Any, depth: int = 0) -> bool:
     if type(value) in (dict, list, tuple):
         inner = value.values() if type(value) is dict else value
         return any(_holds_objects(v, depth + 1) for v in inner)
-    if isinstance(value, (nn.Module, torch.optim.Optimizer, Shards)) or adapt(value) is not None:
+    if isinstance(value, (nn.Module, torch.optim.Optimizer)) or adapter_of(value) is not None:
+        return True
+    if adapt(value) is not None:
         return True
     return isinstance(value, Stateful) and not isinstance(value, type)

@@ -16,23 +16,21 @@ from torch import Tensor
 from ckpt.core.format.columns import ODD
 from ckpt.core.format.saved_nodes import DICTS, KINDS, PLAIN, SavedNode, is_optimizer
 from ckpt.core.format.values import Json, Path, decode, encode, encode_key, kind_of, part_of, show, splitter
-from ckpt.core.state.adapters import Collector, Contents, Memories, Places, write_back
 from ckpt.core.state.joint import IN_TURN
 from ckpt.core.state.names import Names, Span, span_of
+from ckpt.core.state.nodes import Collector, Contents, Memories, Places, write_back
 from ckpt.core.state.placement import Placement, references
 from ckpt.core.state.rewrap import MomentPlaces, facts_of, forms_of, matching
 from ckpt.core.state.settings import overruled, settings_of
 from ckpt.core.state.sharding import Division, Replicas, StateEntry, is_dtensor, is_plain_share, local, members
-from ckpt.core.state.special_values import ObjectsOf, RestoredObjects, as_plain
+from ckpt.core.state.special_values import ObjectDecoder, ObjectEncoder, as_plain, decode_constant
 from ckpt.core.state.tensors import PLAIN as PLAIN_TENSORS
-from ckpt.core.state.tensors import as_bytes, dims_of_expansion, kind_of_tensor, of_kind, order_of, plain_kind
+from ckpt.core.state.tensors import dims_of_expansion, kind_of_tensor, of_kind, order_of, plain_kind
 from ckpt.core.state.wrappers import WrapperForm, is_wrapped, take_all_apart
 from ckpt.errors import CorruptError, MismatchError, StateError
-from ckpt.events import log
 
 SCHEDULED = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"}  # settings that schedulers add
 DEPTH = 3  # how many containers deep an optimizer may hold others
-BEFORE_SAYING = "_optimizer_state_dict_pre_hooks"  # where torch's optimizers have them
 
 
 class OptimizerNode:
@@ -40,9 +38,9 @@ class OptimizerNode:
 
     What it steps and nothing else in the state holds, such as fp32 masters, is saved with it.
 
-    State that is not a dict of a parameter, such as `state["global"]`, is saved among the values, as `more`. If the
-    optimizer has a `state_dict()` that adds entries to those of torch, these are saved as `extra`, and a restore hands
-    them to its `load_state_dict()`. A restore also calls this loader if it, or its hooks, may derive something.
+    State that is not a dict of a parameter, such as `state["global"]`, is saved among the values, as `more`. Hooks and
+    loaders of the optimizer are not called, and its state may consist only of tensors and plain values: whatever does
+    more than that is read by an adapter.
     """
 
     kind = "optimizer"
@@ -60,24 +58,23 @@ class OptimizerNode:
         self._there, self._memories = Places(), Memories()
         self._others: list[tuple[str, dict[str, Any], Any]] = []  # no tensors, or under keys that are not text
         self._more: list[tuple[Json, Any]] = []  # entries of `state` that are not dicts of parameters, and their keys
-        self._objects = ObjectsOf(optimizer)
-        self._adds_entries, self._same = speaks_for_itself(optimizer), all_of_one_state(optimizer)
         self._nameless: list[tuple[str, Tensor, Span | None]] = []  # parameters, by their places
         self._called: dict[int, str] = {}  # what the parameters are called, by id
         self._held: list[bool] = []  # which of them something else holds
         self._own: dict[str, StateEntry] = {}
+        self._encoder: ObjectEncoder | None = None  # of objects, if it may have any
 
     def read(self, names: Names) -> Contents:
-        extra = self._extra()  # first: its hooks may write into the groups and the state
         if self._piece is None or names is not self._names or self.changed() or self._is_held(names) != self._held:
-            self._read(names)
-        return self._contents(extra)
+            self._piece = None  # as in ModuleNode
+            self._piece = self._read_tensors(names)
+        collect = Collector(self._encoder, exact=True)
+        values = self._values(collect)
+        return Contents(self._piece.fixed, collect.entries, values, self._piece.facts)
 
-    def _contents(self, extra: dict[str, Any]) -> Contents:
-        assert self._piece is not None
-        collect, state = Collector(self._objects, exact=True), self.optimizer.state
-        self._objects.begin(self._called)
-        values = {
+    def _values(self, collect: Collector) -> dict[str, Any]:
+        state = self.optimizer.state
+        values: dict[str, Any] = {
             "groups": [
                 {
                     k: encode(v, (*self.path, "param_groups", i, k), collect)
@@ -100,25 +97,12 @@ class OptimizerNode:
             values["more"] = [
                 [owner, encode(state[key], self._path_of_more(owner), collect)] for owner, key in self._more
             ]
-        if extra:
-            values["extra"] = encode(extra, (*self.path, "extra"), collect)
-        self._objects.end()
-        return Contents(self._piece.fixed, collect.entries, values, self._piece.facts)
+        return values
 
     def _path_of_more(self, owner: Json) -> Path:
         """Return the path of an entry of the state that is not a dict of a parameter."""
         (name,) = owner.values()
         return (*self.path, "more", name if type(name) is str else part_of(decode(name, as_plain)))
-
-    def _extra(self) -> dict[str, Any]:
-        """Run the hooks that prepare a `state_dict()`. Return the entries that the optimizer's own adds to torch's."""
-        if not self._adds_entries:
-            for one in self._same:
-                for hook in tuple((vars(one).get(BEFORE_SAYING) or {}).values()):
-                    hook(one)
-            return {}
-        said = self.optimizer.state_dict()
-        return {key: value for key, value in said.items() if key not in ("state", "param_groups")}
 
     def changed(self) -> bool:
         """Whether the optimizer has other tensors than were read, or has them elsewhere."""
@@ -143,8 +127,7 @@ class OptimizerNode:
             for _, values, key in self._others
         )
 
-    def _read(self, names: Names) -> None:
-        self._piece = None  # as in ModuleNode
+    def _read_tensors(self, names: Names) -> Contents:
         self._names, self._state = names, self.optimizer.state
         self._groups = [list(group["params"]) for group in self.optimizer.param_groups]
         self.settings = [
@@ -198,7 +181,7 @@ class OptimizerNode:
         kinds = {show(path): kind for path, one, param in not_plain if (kind := _kind_of(one, param, path))}
         facts |= {KINDS: kinds} if kinds else {}
         facts |= {DICTS: dicts} if dicts else {}
-        self._piece = Contents([*fixed, *params_too], facts=facts | facts_of([*forms, *more]))
+        return Contents([*fixed, *params_too], facts=facts | facts_of([*forms, *more]))
 
     def _shares(self) -> set[str]:
         """Return the keys whose plain tensors are this rank's shards, as TransformerEngine keeps moments of DTensors.
@@ -227,6 +210,10 @@ class OptimizerNode:
             for j, p in enumerate(group["params"])
         }
 
+    def _decoder(self, values: Json) -> ObjectDecoder | None:
+        """Return what restores objects, if the optimizer may have any."""
+        return None
+
     def prepare(self, saved: SavedNode, placement: Placement) -> None:
         called = self.param_names(placement.names)
         mine = [[called[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
@@ -248,11 +235,9 @@ class OptimizerNode:
         }
         self._begin_anew(fresh, params, placement)
         self._place_state(fresh, params, saved, placement)
-        if saved.values.get("extra") is not None and not self._adds_entries:
-            placement.problem(f"{show(self.path)}: its state_dict() had entries of its own, and has none here")
-        objects = self._objects.restoring(saved.values)
+        objects = self._decoder(saved.values)
         others = self._other_state(fresh, saved, placement, objects)
-        more, extra = self._more_state(params, saved, placement, objects)
+        more = self._more_state(params, saved, placement, objects)
         groups = self._groups_of(saved, placement, objects)
 
         def finish() -> None:
@@ -263,69 +248,21 @@ class OptimizerNode:
                 state[key] = write_back(self.optimizer.state.get(key), value())
             self._put(state)
             groups()
-            if extra is not None or any(map(_derives_when_loaded, self._same)):
-                self._load({} if extra is None else extra(), state)
 
         placement.finish(self.path, finish)
+        self._prepare_loader(saved, placement, objects)
+
+    def _prepare_loader(self, saved: SavedNode, placement: Placement, objects: ObjectDecoder | None) -> None:
+        """Say what is left to do for the optimizer's own loader, if it is called."""
 
     def prepare_as_saved(self, saved: SavedNode, placement: Placement) -> bool:
         values = saved.values
-        if self._others or self._more or self._adds_entries or not is_optimizer(saved) or self._other_kind(saved):
-            return False
-        if any(map(_derives_when_loaded, self._same)):
+        if self._others or self._more or not is_optimizer(saved) or self._other_kind(saved):
             return False
         if values["state"] or values.get("more") or values.get("extra"):
             return False
-        placement.finish(self.path, self._groups_of(saved, placement, self._objects.restoring(values)))
+        placement.finish(self.path, self._groups_of(saved, placement, self._decoder(values)))
         return True
-
-    def _load(self, extra: dict[str, Any], state: dict[Any, Any]) -> None:
-        """Call the optimizer's own loader, and undo what torch's does to values, such as casts to dtypes of weights."""
-        said, groups = self._say(state), self.optimizer.param_groups
-        sharing = [vars(one) for one in self._same if vars(one).get("param_groups") is groups]
-        try:
-            self.optimizer.load_state_dict({**said, **extra})
-        except Exception as error:
-            if extra:
-                raise
-            log.warning(
-                "%s: its state was restored, but its own load_state_dict() failed with %r, so what the optimizer "
-                "derives from its state when it is loaded may be missing",
-                show(self.path),
-                error,
-            )
-        # torch's loader makes another list, and a wrapper that shares the groups would keep the old one.
-        groups = next((one["param_groups"] for one in sharing if one["param_groups"] is not groups), groups)
-        for one in sharing:
-            one["param_groups"] = groups
-        for key, values in self.optimizer.state.items():
-            if key not in state:
-                state[key] = values
-            elif isinstance(values, dict) and isinstance(state[key], dict):
-                saved = state[key]
-                state[key].update({k: v for k, v in values.items() if k not in saved or _is_derived(v, saved[k], key)})
-        self._put(state)
-
-    def _say(self, state: dict[Any, Any]) -> dict[str, Any]:
-        """Return the `state_dict()` of what was restored. What it writes before it reads would be of this process."""
-        held = {key: dict(values) for key, values in state.items() if isinstance(values, dict)}
-        groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
-        hooks = [(vars(one), vars(one).get(BEFORE_SAYING)) for one in self._same]
-        try:
-            for owner, of_one in hooks:
-                if of_one:
-                    owner[BEFORE_SAYING] = OrderedDict()
-            said = self.optimizer.state_dict()
-        finally:
-            for owner, of_one in hooks:
-                if of_one:
-                    owner[BEFORE_SAYING] = of_one
-        for key, values in held.items():
-            state[key].clear()
-            state[key].update(values)
-        if type(packed := said.get("param_groups")) is not list or len(packed) != len(groups):
-            return said
-        return {**said, "param_groups": _Groups({**a, **b} for a, b in zip(packed, groups, strict=True))}
 
     def _put(self, state: dict[Any, Any]) -> None:
         """Make the optimizer's state consist of these entries."""
@@ -342,7 +279,7 @@ class OptimizerNode:
         odd = [key for key in dict.fromkeys(theirs) if key not in here]
         return f"the checkpoint's settings have {_first(odd)}, and here are {_first(own)}" if own and odd else ""
 
-    def _groups_of(self, saved: SavedNode, placement: Placement, objects: RestoredObjects) -> Callable[[], None]:
+    def _groups_of(self, saved: SavedNode, placement: Placement, objects: ObjectDecoder | None) -> Callable[[], None]:
         """What sets the groups to what was saved of them."""
         settings = zip(self.optimizer.param_groups, saved.values["groups"], strict=False)
         groups = [placement.build(self._usable(live, group, placement), objects=objects) for live, group in settings]
@@ -386,7 +323,7 @@ class OptimizerNode:
             del fresh[name]
 
     def _other_state(
-        self, fresh: dict[str, dict[Any, Any]], saved: SavedNode, placement: Placement, objects: RestoredObjects
+        self, fresh: dict[str, dict[Any, Any]], saved: SavedNode, placement: Placement, objects: ObjectDecoder | None
     ) -> list[tuple[str, Any, Callable[[], Any]]]:
         """Build what is not a tensor. A parameter begins anew if that is not clear."""
         rows = {(name, _words(key)): (key, value) for name, key, value in saved.values["state"] if name in fresh}
@@ -396,7 +333,7 @@ class OptimizerNode:
             if name not in unclear:
                 try:
                     build = placement.build(value, guarded=True, objects=objects)
-                    found.append((name, objects.key(key), build))
+                    found.append((name, _key(key, objects), build))
                 except MismatchError as error:
                     placement.problem(str(error))
                     unclear.add(name)
@@ -405,26 +342,23 @@ class OptimizerNode:
         return [row for row in found if row[0] in fresh]
 
     def _more_state(
-        self, params: Mapping[str, tuple[Tensor, Any]], saved: SavedNode, placement: Placement, objects: RestoredObjects
-    ) -> tuple[list[tuple[Any, Callable[[], Any]]], Callable[[], Any] | None]:
-        """Build the entries of the state that are not dicts of parameters, and those that `state_dict()` adds."""
+        self,
+        params: Mapping[str, tuple[Tensor, Any]],
+        saved: SavedNode,
+        placement: Placement,
+        objects: ObjectDecoder | None,
+    ) -> list[tuple[Any, Callable[[], Any]]]:
+        """Build the entries of the state that are not dicts of parameters."""
         rows = {("more", _words(owner)): (owner, value) for owner, value in saved.values.get("more", ())}
         rows = {k: row for k, row in rows.items() if "key" in row[0] or row[0]["param"] in params}
-        if saved.values.get("extra") is not None and self._adds_entries:
-            rows["extra", ""] = None, saved.values["extra"]
-        unclear = self._note_differing(rows, _rows_beside_params, placement)
+        unclear = self._note_differing(rows, _rows_of_more, placement)
         found: list[tuple[Any, Callable[[], Any]]] = []
-        extra = None
         for one, (owner, value) in rows.items():
-            if one in unclear:
-                continue
-            build = placement.build(value, guarded=True, objects=objects)
-            if owner is None:
-                extra = build
-            else:
-                key = objects.key(owner["key"]) if "key" in owner else params[owner["param"]][0]
+            if one not in unclear:
+                build = placement.build(value, guarded=True, objects=objects)
+                key = _key(owner["key"], objects) if "key" in owner else params[owner["param"]][0]
                 found.append((key, build))
-        return found, extra
+        return found
 
     def _note_differing(
         self, rows: Mapping[Row, Any], rows_of: Callable[[Json], Iterable[tuple[Row, Json]]], placement: Placement
@@ -460,7 +394,10 @@ class OptimizerNode:
         return found
 
     def _kind_of(self, value: object) -> str:
-        return kind_of(encode(value, (*self.path, "param_groups", 0, "live"), Collector(ObjectsOf(self.optimizer))))
+        return kind_of(encode(value, (*self.path, "param_groups", 0, "live"), Collector(self._new_encoder())))
+
+    def _new_encoder(self) -> ObjectEncoder | None:
+        return None
 
     def _begin_anew(
         self, fresh: dict[str, Any], params: Mapping[str, tuple[Tensor, Any]], placement: Placement
@@ -596,9 +533,13 @@ def _rows_of_params(values: Json) -> Iterable[tuple[Row, Json]]:
     return [((name, _words(key)), value) for name, key, value in values["state"]]
 
 
-def _rows_beside_params(values: Json) -> Iterable[tuple[Row, Json]]:
-    more = [(("more", _words(owner)), value) for owner, value in values.get("more", ())]
-    return [*more, (("extra", ""), values["extra"])] if "extra" in values else more
+def _rows_of_more(values: Json) -> Iterable[tuple[Row, Json]]:
+    return [(("more", _words(owner)), value) for owner, value in values.get("more", ())]
+
+
+def _key(data: Json, objects: ObjectDecoder | None) -> Any:
+    """Decode a key of the state."""
+    return decode(data, decode_constant) if objects is None else objects.key(data)
 
 
 def _path_of_row(row: Row) -> Path:
@@ -615,90 +556,17 @@ def _first(words: list[str], count: int = 5) -> str:
     return ", ".join(words[:count]) + (", …" if len(words) > count else "")
 
 
-TRUSTED = {"accelerate", "lightning", "lightning_fabric", "pytorch_lightning", "opacus"}
-"""Packages whose wrappers of optimizers add nothing to the `state_dict()` of the optimizer inside."""
-
-
-def _is_trusted(owner: type) -> bool:
-    """Return True for torch's optimizers, and not for its wrappers in `torch.distributed`, and for `TRUSTED`."""
-    return owner.__module__.startswith("torch.optim.") or owner.__module__.split(".")[0] in TRUSTED
-
-
-def speaks_for_itself(optimizer: Any) -> bool:
-    """Return True if `state_dict()` may say more than `.state` and `.param_groups`: it is overridden, or has hooks."""
-    if vars(optimizer).get("_optimizer_state_dict_post_hooks") or "state_dict" in vars(optimizer):
-        return True
-    owner = next((one for one in type(optimizer).__mro__ if "state_dict" in vars(one)), None)
-    if owner is None:
-        return False
-    if not _is_trusted(owner):
-        return True
-    return any(speaks_for_itself(one) for one in _inside(optimizer) if one.state is optimizer.state)
-
-
-def _derives_when_loaded(optimizer: Any) -> bool:
-    """Return True if loading may do more than set `.state` and `.param_groups`: by hooks or an overridden method."""
-    names = ("load_state_dict", "_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
-    if any(vars(optimizer).get(name) for name in names):
-        return True
-    owners = (
-        next((one for one in type(optimizer).__mro__ if m in vars(one)), None) for m in (names[0], "__setstate__")
-    )
-    return any(owner is not None and not _is_trusted(owner) for owner in owners)
+def inside(optimizer: Any) -> list[torch.optim.Optimizer]:
+    return [one for one in vars(optimizer).values() if isinstance(one, torch.optim.Optimizer)]
 
 
 def all_of_one_state(optimizer: Any) -> list[Any]:
     """Return the optimizer, and those inside it that have the same state."""
     found = [optimizer]
     for outer in found:  # which grows
-        inside = (one for one in _inside(outer) if getattr(one, "state", None) is optimizer.state)
-        found += [one for one in inside if not any(one is known for known in found)]
+        same = (one for one in inside(outer) if getattr(one, "state", None) is optimizer.state)
+        found += [one for one in same if not any(one is known for known in found)]
     return found
-
-
-class _Groups(list[dict[str, Any]]):
-    """Groups whose values torch's loader takes as they are: its deep copy would make other parameters of them."""
-
-    def __deepcopy__(self, memo: Any) -> list[dict[str, Any]]:
-        return [dict(group) for group in self]
-
-
-def _raw(tensor: Tensor) -> Tensor:
-    return as_bytes(tensor.detach().resolve_conj().resolve_neg().contiguous())
-
-
-def _is_derived(loaded: Any, saved: Any, param: Any) -> bool:
-    """Return True if an optimizer's loader made another value of a saved one, and did not only cast or copy it.
-
-    torch's casts to the dtype of the parameter, and many an optimizer back again.
-    """
-    if isinstance(loaded, Tensor) and isinstance(saved, Tensor):
-        if type(loaded) is not type(saved) or is_wrapped(saved) or is_dtensor(saved) or loaded is saved:
-            return False
-        if loaded.shape != saved.shape:
-            return True
-        casts = (saved, saved.detach().to(param.dtype)) if isinstance(param, Tensor) else (saved,)
-        return not any(torch.equal(_raw(one.detach().to(loaded.device, loaded.dtype)), _raw(loaded)) for one in casts)
-    numbers = (bool, int, float, type(None))
-    return type(loaded) in numbers and type(saved) in numbers and repr(loaded) != repr(saved)
-
-
-def _inside(optimizer: Any) -> list[torch.optim.Optimizer]:
-    return [one for one in vars(optimizer).values() if isinstance(one, torch.optim.Optimizer)]
-
-
-def keeps_elsewhere(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if `state_dict()` returns something other than `.state` and `.param_groups`, such as the states of
-    several optimizers.
-
-    A wrapper that forwards both and only adds entries to its `state_dict()` keeps nothing elsewhere.
-    """
-    if not speaks_for_itself(optimizer):
-        return False
-    owner = next(one for one in type(optimizer).__mro__ if "state_dict" in vars(one))
-    if not any(one.state is optimizer.state for one in _inside(optimizer)):
-        return owner.__module__.split(".")[0] != "torch" or "state_dict" in vars(optimizer)
-    return not {"state", "param_groups"} <= optimizer.state_dict().keys()
 
 
 def forgotten(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.optim.Optimizer]]:
@@ -714,9 +582,9 @@ def forgotten(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.opt
 
 def _held_optimizers(value: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str, torch.optim.Optimizer]]:
     """Yield the optimizers in attributes, and in lists, tuples and dicts in them."""
-    items = value.items() if isinstance(value, dict) else enumerate(value)
-    for key, one in list(items):
-        here = f"{name}[{key!r:.80}]" if depth else f".{key}"
+    for key, one in list(value.items() if isinstance(value, dict) else enumerate(value)):
+        part = key if type(key) in (str, int) else type(key)  # to print a tensor would wait for its device
+        here = f"{name}[{part!r}]" if depth else f".{key}"
         if isinstance(one, torch.optim.Optimizer):
             yield here, one
         elif isinstance(one, dict | list | tuple) and depth < DEPTH:

@@ -33,7 +33,7 @@ from ckpt.core.state.sharding import (
     local,
     pieces,
 )
-from ckpt.core.state.special_values import OBJECT_TAGS, RestoredObjects, decode_constant
+from ckpt.core.state.special_values import OBJECT_TAGS, ObjectDecoder, decode_constant
 from ckpt.core.state.tensors import (
     DTYPE_NAME,
     TORCH_DTYPE,
@@ -329,14 +329,13 @@ class Placement:
         *,
         rank: int | None = None,
         guarded: bool = False,
-        objects: RestoredObjects | None = None,
+        objects: ObjectDecoder | None = None,
     ) -> Callable[[], Any]:
         """Plain values again, to be called when the tensors in them are filled: into `live` ones, or new ones.
 
         `like`: live tensors that the new ones will be copied into; a DTensor gets a DTensor. `rank`: that saved these
         values, if they are not those that this rank takes. `guarded`: the tensors belong to an optimizer, so different
-        values of the ranks are a problem when the number of ranks has changed. `objects`: restores the objects of that
-        optimizer.
+        values of the ranks are a problem when the number of ranks has changed. `objects`: restores objects among them.
         """
 
         def check(reference: Json) -> object:

@@ -32,7 +32,7 @@ class Replicas:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Division:
-    """What `ckpt.Shards` says of one tensor: its shape, boxes of it in this rank's memory with their offsets, and the
+    """How the user has divided one tensor: its shape, boxes of it in this rank's memory with their offsets, and the
     ranks that hold the same. `ranks`: that hold the whole together; None: all."""
 
     shape: Dims

@@ -16,14 +16,12 @@ from ckpt.core.format.partition import GLOBAL, Cut, Holding, Seat, share
 from ckpt.core.format.saved_nodes import ORDERS
 from ckpt.core.format.saved_state import SavedState
 from ckpt.core.format.values import is_text, show
-from ckpt.core.state.adapters import Contents, StatefulNode, StateNode
 from ckpt.core.state.fingerprint import SampledPlaces
 from ckpt.core.state.joint import Joint
 from ckpt.core.state.module_node import ModuleNode
-from ckpt.core.state.optimizer_node import OptimizerNode
+from ckpt.core.state.nodes import Contents, StatefulNode, StateNode, SteppedNode
 from ckpt.core.state.sharding import Division, LocalPiece, StateEntry, is_dtensor, local, slices, storage_of
 from ckpt.core.state.sharding import pieces as of_rank
-from ckpt.core.state.shards import ShardsNode
 from ckpt.core.state.tensors import Memory, Versioned, memory_of, order_of
 from ckpt.core.state.wrappers import Counters
 from ckpt.errors import StateError
@@ -330,7 +328,7 @@ def steppers_of(
     of_param: dict[int, set[int]] = {}
     of_name: dict[str, int] = {}
     for node, piece in zip(nodes, pieces, strict=True):
-        if isinstance(node, OptimizerNode | ShardsNode) and node.optimizer is not None:
+        if isinstance(node, SteppedNode) and node.optimizer is not None:
             of_name.update((name, id(node.optimizer)) for name in piece.names)
             for param in params_of(node.optimizer):
                 of_param.setdefault(id(param), set()).add(id(node.optimizer))
@@ -341,9 +339,9 @@ def steppers_of(
     return found
 
 
-def stepped_nodes(nodes: Iterable[StateNode]) -> list[OptimizerNode | ShardsNode]:
+def stepped_nodes(nodes: Iterable[StateNode]) -> list[SteppedNode]:
     """Those of which an optimizer is known that changes what they hold."""
-    return [n for n in nodes if isinstance(n, OptimizerNode | ShardsNode) and n.optimizer is not None]
+    return [n for n in nodes if isinstance(n, SteppedNode) and n.optimizer is not None]
 
 
 def params_of(optimizer: Any) -> list[Any]:

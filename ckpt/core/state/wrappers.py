@@ -1,29 +1,24 @@
 """Tensors made of other tensors, such as Float8 weights and the moments of 8-bit optimizers.
 
-What torch calls a traceable wrapper subclass has no memory of its own. Its `__tensor_flatten__` names the tensors in it
-and tells its context, all else that it consists of. Those tensors are saved, as `<name>.<attribute>`; a `WrapperForm`
-says how they belong together. A wrapper that lives is filled in place. One that nobody has yet is made again by its
-class, if that is imported already and the context is plain: nothing that a file names is ever imported, and nothing
-unpickled.
+Such a wrapper has no memory of its own. A `TensorAdapter` tells which classes are wrappers, takes one apart, and makes
+it again. The tensors in it are saved as `<name>.<attribute>`; a `WrapperForm` says how they belong together. A wrapper
+that lives is filled in place, and one that nobody has yet is made again.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
-from functools import partial
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor
 
-from ckpt.core.format.values import Json, Path, decode, encode
+from ckpt.core.format.values import Json
+from ckpt.core.state.adapter import TensorAdapter, tensors
 from ckpt.core.state.sharding import Replicas, StateEntry, is_dtensor, local, share_of
+from ckpt.core.state.special_values import loaded_class
 from ckpt.core.state.tensors import PLAIN, check, memory_of
-from ckpt.errors import CorruptError, MismatchError, StateError
+from ckpt.errors import CorruptError, MismatchError
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,47 +57,50 @@ class WrapperForm:
     def from_json(cls, data: Any) -> WrapperForm:
         """CorruptError if it is none."""
         try:
-            module, name = map(_text, data["class"])
-            whole = None if data.get("whole") is None else _dims(data["whole"])
-            share = None if data.get("share") is None else tuple(map(_dims, data["share"]))
-            size, stride = _dims(data["size"]), _dims(data["stride"])
-            parts = tuple((_text(attribute), _part(one)) for attribute, one in data["tensors"])
-            return cls(_text(data["name"]), (module, name), data["context"], size, stride, parts, whole, share)
+            module, name = map(text_of, data["class"])
+            whole = None if data.get("whole") is None else dims_of(data["whole"])
+            share = None if data.get("share") is None else tuple(map(dims_of, data["share"]))
+            size, stride = dims_of(data["size"]), dims_of(data["stride"])
+            parts = tuple((text_of(attribute), _part(one)) for attribute, one in data["tensors"])
+            return cls(text_of(data["name"]), (module, name), data["context"], size, stride, parts, whole, share)
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise CorruptError(f"not the form of a tensor that is made of others: {error!r}") from None
 
 
 def _part(data: Any) -> WrapperForm | str:
-    return _text(data["name"]) if data["$"] == "tensor" else WrapperForm.from_json(data)
+    return text_of(data["name"]) if data["$"] == "tensor" else WrapperForm.from_json(data)
 
 
-def _text(data: Any) -> str:
+def text_of(data: Any) -> str:
     if type(data) is not str:
         raise TypeError(f"not text: {data!r:.80}")
     return data
 
 
-def _dims(data: Any) -> tuple[int, ...]:
+def dims_of(data: Any) -> tuple[int, ...]:
     if type(data) is not list or not all(type(n) is int and 0 <= n < 2**62 for n in data):
         raise TypeError(f"not a shape: {data!r:.80}")
     return tuple(data)
 
 
-def is_wrapper(tensor: object) -> bool:
-    """Whether this is made of other tensors. A DTensor is not meant: see `ckpt.core.state.sharding`."""
-    kind = type(tensor)
-    if kind in PLAIN or not _flattens(kind) or is_dtensor(tensor):
-        return False
-    return isinstance(tensor, Tensor) and not tensor.is_nested
-
-
 def is_wrapped(tensor: Tensor) -> bool:
-    """The same of what this rank has of a tensor."""
-    return type(tensor) not in PLAIN and is_wrapper(local(tensor))
+    """Return True if what this rank has of a tensor is made of others. A DTensor alone is not meant."""
+    if type(tensor) in PLAIN or type(mine := local(tensor)) in PLAIN:
+        return False
+    return _adapter_of(type(mine)) is not None and not (is_dtensor(mine) or mine.is_nested)
 
 
-def _flattens(kind: type) -> bool:
-    return hasattr(kind, "__tensor_flatten__") and hasattr(kind, "__tensor_unflatten__")
+def _adapter_of(kind: type) -> TensorAdapter | None:
+    for one in tensors:
+        if one.owns(kind):
+            return one
+    return None
+
+
+def _flat(tensor: Tensor) -> tuple[Sequence[str], list[Any], Json]:
+    adapter = _adapter_of(type(tensor))
+    assert adapter is not None
+    return adapter.flatten(tensor)
 
 
 # -- taking apart --
@@ -142,25 +140,16 @@ def _taken(
         share = _taken(name, local(tensor), (*around, tensor), found)
         assert isinstance(share, WrapperForm)
         return replace(share, whole=tuple(tensor.shape))
-    attributes, context, inner = _flat(tensor)
-    if not all(isinstance(one, Tensor) for one in inner):
-        raise StateError(f"{name}: this {type(tensor).__name__} names something in it that is no tensor")
-    if _hides_values(context):
-        raise StateError(
-            f"{name}: this {type(tensor).__name__} keeps a tensor or an array in its context, which would not be "
-            "saved. Let its __tensor_flatten__ name it among its tensors"
-        )
+    adapter = _adapter_of(type(tensor))
+    assert adapter is not None
+    adapter.check(tensor, name)
+    attributes, inner, context = adapter.flatten(tensor)
     parts = [
         (attribute, _taken(f"{name}.{attribute}", one, (*around, tensor), found))
         for attribute, one in zip(attributes, inner, strict=True)
     ]
     kind = type(tensor).__module__, type(tensor).__qualname__
-    return WrapperForm(name, kind, _said(context), tuple(tensor.shape), tensor.stride(), tuple(parts))
-
-
-def _flat(tensor: Any) -> tuple[Sequence[str], Any, list[Any]]:
-    attributes, context = tensor.__tensor_flatten__()
-    return attributes, context, [getattr(tensor, attribute) for attribute in attributes]
+    return WrapperForm(name, kind, context, tuple(tensor.shape), tensor.stride(), tuple(parts))
 
 
 def _elements_of(whole: Tensor, one: Tensor) -> bool:
@@ -170,15 +159,15 @@ def _elements_of(whole: Tensor, one: Tensor) -> bool:
 
 def inside(tensor: Tensor) -> list[Tensor]:
     """The tensors that a wrapper is made of in the end."""
-    inner = _flat(local(tensor))[2]
+    inner = _flat(local(tensor))[1]
     return [one for each in inner for one in (inside(each) if is_wrapped(each) else [each])]
 
 
 def sign(tensor: Tensor) -> object:
     """Equal while a wrapper consists of the same memory in the same way."""
-    attributes, context, inner = _flat(local(tensor))
+    attributes, inner, context = _flat(local(tensor))
     parts = [sign(one) if is_wrapped(one) else memory_of(local(one)) or tuple(one.shape) for one in inner]
-    return tuple(attributes), _said(context), parts
+    return tuple(attributes), context, parts
 
 
 class Counters:
@@ -194,77 +183,6 @@ class Counters:
 
     def is_inference(self) -> bool:
         return all(one.is_inference() for one in self._all)
-
-
-# -- contexts --
-
-
-def _said(context: Any) -> Json:
-    """As plain values, as far as it consists of them. Of all else what it is: enough to compare, not to make it."""
-    try:
-        return encode(context, (), _described)
-    except StateError:  # nested without end, say
-        return _named(context)
-
-
-def _described(value: object, path: Path) -> Json:
-    if isinstance(value, torch.dtype):
-        return {"$": "torch.dtype", "v": str(value).removeprefix("torch.")}
-    if isinstance(value, torch.Size):
-        return {"$": "torch.Size", "v": [int(n) for n in value]}
-    if isinstance(value, Enum):
-        return {**_named(value), "of": value.name}
-    if hasattr(value, "__qualname__"):  # a class, a function
-        return {**_named(value), "of": f"{value.__module__}.{value.__qualname__}"}
-    held = encode(_held(value), (*path, "…"), _described)
-    return {**_named(value), "of": held} if held else _named(value)
-
-
-def _named(value: object) -> dict[str, Json]:
-    return {"$": "object", "v": f"{type(value).__module__}.{type(value).__qualname__}"}
-
-
-def _held(value: object) -> list[Any] | dict[str, Any]:
-    """What an object consists of, as far as that can be seen."""
-    if isinstance(value, tuple | list | set | frozenset):
-        return list(value)
-    if isinstance(value, Mapping):
-        return [list(pair) for pair in value.items()]
-    if isinstance(value, partial):
-        return [value.func, value.args, value.keywords]
-    slots = [one for kind in type(value).__mro__ for one in getattr(kind, "__slots__", ())]
-    return {one: getattr(value, one) for one in slots if hasattr(value, one)} | getattr(value, "__dict__", {})
-
-
-def _hides_values(context: Any) -> bool:
-    """Whether a tensor or an array is among what a context consists of."""
-    pending, seen = [context], dict[int, Any]()
-    while pending:
-        value = pending.pop()
-        if isinstance(value, Tensor | np.ndarray):
-            return True
-        if id(value) not in seen and not hasattr(value, "__qualname__"):
-            held = _held(value)
-            pending += held.values() if isinstance(held, dict) else held
-            seen[id(value)] = value
-    return False
-
-
-def _context(form: WrapperForm) -> Any:
-    """MismatchError if it is not plain."""
-
-    def extern(reference: Json) -> object:
-        said = reference["v"]
-        if reference["$"] == "torch.dtype" and isinstance(found := vars(torch).get(_text(said)), torch.dtype):
-            return found
-        if reference["$"] == "torch.Size":
-            return torch.Size(_dims(said))
-        raise MismatchError(
-            f"{form.name}: this {form.shown} cannot be made again, as {said!r:.200} is among what it consists of. "
-            "Restore when it is there, and it is filled in place"
-        )
-
-    return decode(form.context, extern)
 
 
 # -- back again --
@@ -305,40 +223,29 @@ def cut_otherwise(saved: WrapperForm) -> str:
     )
 
 
-def remake(form: WrapperForm, tensors: Mapping[str, Tensor]) -> Tensor:
+def remake(form: WrapperForm, parts: Mapping[str, Tensor]) -> Tensor:
     """A wrapper around these tensors, which may be empty yet. MismatchError if its class is not there, or makes another
     tensor of them."""
-    kind: Any = _class_of(form)
-    context = _context(form)
-    inner = {at: tensors[one] if isinstance(one, str) else remake(one, tensors) for at, one in form.parts}
+    kind = loaded_class(*form.kind)
+    adapter = _adapter_of(kind) if kind is not None and issubclass(kind, Tensor) else None
+    if kind is None or adapter is None:
+        raise MismatchError(
+            f"{form.name} is a {form.shown} in the checkpoint, and there is no such class here: import {form.kind[0]} "
+            "first, or restore when the tensor is there, and it is filled in place"
+        )
+    inner = {at: parts[one] if isinstance(one, str) else remake(one, parts) for at, one in form.parts}
+    made = adapter.unflatten(kind, form, inner)
     try:
-        with torch.no_grad():
-            made = kind.__tensor_unflatten__(dict(inner), context, torch.Size(form.size), form.stride)
         again = _taken(form.name, made, (), [])
-        whole = again == form and all(_same(a, b) for a, b in zip(inner.values(), _flat(made)[2], strict=True))
+        whole = again == form and all(_same(a, b) for a, b in zip(inner.values(), _flat(made)[1], strict=True))
     except Exception as error:  # the code of others, on what a file says
         raise MismatchError(f"{form.name}: {form.shown} does not take what was saved of it: {error!r}") from error
     if not whole:
         raise MismatchError(f"{form.name}: {form.shown} makes something else of what was saved of it")
-    assert isinstance(made, Tensor)
     return made
 
 
 def _same(wanted: Tensor, found: Tensor) -> bool:
-    if is_wrapper(wanted):
+    if is_wrapped(wanted):
         return sign(wanted) == sign(found)
     return found is wanted or memory_of(wanted) == memory_of(found)
-
-
-def _class_of(form: WrapperForm) -> type:
-    """The class, if somebody has imported it. Attributes are looked up without running anything for it."""
-    module, name = form.kind
-    found: Any = sys.modules.get(module)
-    for part in name.split("."):
-        found = getattr(found, "__dict__", {}).get(part)
-    if isinstance(found, type) and issubclass(found, Tensor) and _flattens(found):
-        return found
-    raise MismatchError(
-        f"{form.name} is a {form.shown} in the checkpoint, and there is no such class here: import {module} first, or "
-        "restore when the tensor is there, and it is filled in place"
-    )

@@ -1,10 +1,10 @@
-"""What does the process do that outlives the trainer? Hold memory, persist, promote, watch, report.
+"""What does the process do that outlives the trainer? Hold memory, persist, promote, keep the ledger.
 
 In: messages and arenas from the trainer. Out: checkpoints in stores, the ledger, acknowledgements. It may not import
-torch, nor anything of the trainer.
+torch, nor anything of the trainer, the guard or the tools.
 
-`main` puts it together; `dispatch` finds the method that deals with a request. What it knows: `held_run`, `memory`.
-Whose it is: `succession`, `opening`, `after_death`. How snapshots become checkpoints in the tiers: `persist`, `parts`,
-`promotion`; how one gets into one store is `ckpt.core.checkpoint`. What it sees and tells: `bookkeeper`, `status`,
-`watchdog`, `fault_reports`.
+`ckpt.writer_process` puts it together; `dispatch` finds the methods that deal with a request. What it knows:
+`held_run`, `memory`. Whose it is: `succession`, `opening`, `after_death`. How snapshots become checkpoints in the
+tiers: `persist`, `parts`, `promotion`; how one gets into one store is `ckpt.core.checkpoint`. The ledger: `bookkeeper`.
+Who watches the trainer does so behind the port in `watch`.
 """

@@ -7,7 +7,6 @@ closed       finish what was begun, clean up, leave
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -15,20 +14,16 @@ from dataclasses import dataclass
 from ckpt import events, failpoints
 from ckpt.core.format.manifest import Attempt
 from ckpt.core.ipc.requests import Close, Leave
+from ckpt.core.writer.bookkeeper import Bookkeeper
 from ckpt.core.writer.dispatch import Background, Caller, handles
-from ckpt.core.writer.fault_reports import FaultReporter
 from ckpt.core.writer.held_run import LOST_S, HeldRun, PresentTrainer
 from ckpt.core.writer.memory import HAND_OVER_S, HeldMemory
 from ckpt.core.writer.persist import Drain, Persister
 from ckpt.core.writer.server import Server
-from ckpt.core.writer.status import Observers
-from ckpt.core.writer.watchdog import Watchdog
+from ckpt.core.writer.watch import TrainerWatch
 from ckpt.errors import FencedError
-from ckpt.guard.report import Fault, SavedStep
 
 RETRY_S = 5.0
-TOLD_S = 20.0  # for what is in memory to become durable before the report is written without it
-ECHO_S = 0.5  # for the rest of what faulthandler says, while a trainer crashes
 LOOK_S = 0.2  # between two looks whether somebody has come
 
 
@@ -41,17 +36,22 @@ class AfterDeath:
     held_memory: HeldMemory
     persister: Persister
     drain: Drain
-    reporter: FaultReporter
-    observers: Observers
+    books: Bookkeeper
+    watch: TrainerWatch
     server: Server
     background: Background
 
     def died(self, adoptions: int) -> None:
         """The trainer of this adoption is dead to us."""
-        if not self.trainer.dead and not self.server.leaving and adoptions == self.trainer.adoptions:
+        if not self.trainer.dead and not self.server.left.is_set() and adoptions == self.trainer.adoptions:
             self.trainer.dead = True
-            self.observers.ended("died")
+            self.ended("died")
             self.outlive()
+
+    def ended(self, how: str) -> None:
+        """The trainer has "died", "left" or "closed"."""
+        self.trainer.end()
+        self.books.ended(how)
 
     def process_gone(self) -> None:
         """So is its process."""
@@ -71,14 +71,8 @@ class AfterDeath:
 
     async def _outlive(self, adoptions: int) -> None:
         failpoints.point("drain.started")
-        began, watchdog, drained = time.monotonic(), self.reporter.watchdog, asyncio.Event()
-        deadline = began + self.run.linger_s
-        if watchdog is not None:
-            if not self.trainer.announced:
-                fault = self.reporter.death(watchdog)
-                self.reporter.faults.append(fault)  # the next incarnation is told, however soon it comes
-                self.background.spawn(self._record_death(fault, watchdog, began, drained))
-            self.background.loop.call_later(ECHO_S, watchdog.stop)
+        deadline, drained = time.monotonic() + self.run.linger_s, asyncio.Event()
+        self.watch.died(drained)
         await self._until_all_is_read(adoptions)
         await asyncio.to_thread(self.held_memory.digest_ring)
         try:
@@ -123,18 +117,6 @@ class AfterDeath:
                     return
             await asyncio.sleep(min(LOOK_S, self.run.linger_s))
 
-    async def _record_death(self, fault: Fault, watchdog: Watchdog, began: float, drained: asyncio.Event) -> None:
-        """Once what is in memory is durable; or not, if that takes too long or somebody takes the memory over."""
-        await self.reporter.tell_siblings(fault)
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(drained.wait(), TOLD_S)
-        for step, url in self.drain.durable():
-            fault.saved.append(SavedStep(step, url, "ring", time.monotonic() - began))
-        fault.timings["durable_s"] = time.monotonic() - began
-        if watchdog.crash:
-            fault.stacks[str(watchdog.rank)] = watchdog.crash.splitlines()
-        await self.reporter.keep(fault, untold=False)
-
     # -- leaving --
 
     def leave_soon(self) -> None:
@@ -143,7 +125,7 @@ class AfterDeath:
         self.background.spawn(self._finish())
 
     async def _finish(self) -> None:
-        await self.observers.books.finish()
+        await self.books.finish()
         await self.persister.finish_begun()
         self.server.finished.set()
 
@@ -152,7 +134,7 @@ class AfterDeath:
         if self.trainer.channel not in (caller.channel, None):
             return  # another one has come in its place
         self.trainer.announced = self.trainer.left = True
-        self.observers.books.ended("left")
+        self.books.ended("left")
         self.died(self.trainer.adoptions)
 
     @handles(Close)
@@ -167,17 +149,16 @@ class AfterDeath:
             return  # another one has come in its place
         adoptions, owed = trainer.adoptions, self.persister.begun()
         trainer.announced = trainer.left = trainer.closed = True
-        self.reporter.stop()
-        self.observers.ended("left" if request.failed else "closed")
+        self.watch.stop()
+        self.ended("left" if request.failed else "closed")
         if owed:
             trainer.dead = True
             await self._see_out(adoptions, owed)
             if adoptions != trainer.adoptions:
                 return  # another one has come for it
-        self.observers.exporter.stop_serving()
         self.server.leave()
         try:
-            await self.observers.books.finish()
+            await self.books.finish()
             try:
                 # Who lost the run has to know, at its end at last.
                 await asyncio.wait_for(self.run.check_owner(self.run.spoken_for()), LOST_S)

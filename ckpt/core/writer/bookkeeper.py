@@ -23,6 +23,7 @@ from urllib.parse import unquote, urlsplit
 
 from ckpt.core.cadence import ledger
 from ckpt.core.cadence.ledger import (
+    TOGETHER_S,
     Account,
     Decision,
     End,
@@ -41,8 +42,8 @@ from ckpt.core.ipc.process import Process, boot_id, namespace
 from ckpt.core.ipc.protocol import Note
 from ckpt.core.ipc.watch_requests import KeepBooks, RestoreDone
 from ckpt.core.writer.cadence_advice import CadenceAdvice
+from ckpt.core.writer.dispatch import handles
 from ckpt.events import log
-from ckpt.guard.report import TOGETHER_S, Fault
 
 LOOK_S = 0.5  # between two looks at the heartbeat
 ROW_S = 10.0  # of a row, once the first ones are full
@@ -259,6 +260,7 @@ class Bookkeeper:
         cost = (seconds, stalled, slowed, steps * quiet, paused, saves, skipped)
         self._row.add(account.rows, StepRow(done.when, done.step, steps, *cost))
 
+    @handles(RestoreDone)
     @harmless
     def restored(self, request: RestoreDone) -> None:
         """The trainer has called restore()."""
@@ -304,28 +306,17 @@ class Bookkeeper:
                     found.stored += write.stored
 
     @harmless
-    def fault(self, fault: Fault) -> None:
-        """One that was seen, by the trainer or by us."""
-        account = next((one for one in (self.account, self._previous) if one and one.pid == fault.pid), None)
+    def fault(self, pid: int, seen: SeenFault) -> None:
+        """One that this process has noticed, or that others have noticed of it or its peers."""
+        account = next((one for one in (self.account, self._previous) if one and one.pid == pid), None)
         if account is None:
             return
-        now = time.monotonic()
-        at = min(now, max(account.opening, now - max(0.0, time.time() - fault.when)))
-        step = max(fault.steps.values(), default=-1)
-        ends = fault.exit_code is not None or (fault.by == "writer" and fault.kind in ("death", "oom"))
-        seen = SeenFault(at, fault.kind, fault.summary[:500], fault.rank, step, ends, fault.by)
+        seen.at = max(account.opening, seen.at)
         account.faults = ledger.bounded([*account.faults, seen])
         if account is self.account:
             self.keep(now=True)
         else:
             self._filing.put(account.key, account.to_bytes, now=True)
-
-    @harmless
-    def peer(self, rank: int, summary: str) -> None:
-        """Another rank of this node has died."""
-        if self.account is not None:
-            seen = SeenFault(time.monotonic(), "death", summary[:500], rank, -1, True, "writer")
-            self.account.faults = ledger.bounded([*self.account.faults, seen])
 
     @harmless
     def ended(self, how: str) -> None:

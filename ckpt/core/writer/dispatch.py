@@ -1,4 +1,8 @@
-"""Which method deals with which request: a table from its type, which is complete or the writer does not start.
+"""Which methods deal with which request: a table from its type, which is complete or the writer does not start.
+
+This is the port for requests. Whatever has methods below `@handles` can be given to `Dispatch`, which knows none of the
+classes: objects of the core, of the guard, or of tools. If several objects deal with a type, they do so in the order in
+which they were given, and the first one's result is the reply.
 
 And what runs beside: tasks of the writer's event loop, and threads that feed it.
 """
@@ -37,7 +41,7 @@ class Answer(NamedTuple):
 
 
 H = TypeVar("H", bound=Callable[..., object])
-HANDLERS: dict[type[Request[Any]], Callable[..., object]] = {}
+HANDLERS: dict[type[Request[Any]], list[Callable[..., object]]] = {}
 
 
 def handles(kind: type[Request[Any]]) -> Callable[[H], H]:
@@ -45,7 +49,7 @@ def handles(kind: type[Request[Any]]) -> Callable[[H], H]:
     gets the `caller` as well if it has that parameter: who has to know who asks, or what came along."""
 
     def enter(handler: H) -> H:
-        HANDLERS[kind] = handler
+        HANDLERS.setdefault(kind, []).append(handler)
         return handler
 
     return enter
@@ -56,13 +60,16 @@ class Dispatch:
 
     def __init__(self, *objects: object) -> None:
         self._kinds = table(HANDLERS)
-        self._bound: dict[type[Request[Any]], Callable[..., object]] = {
-            kind: getattr(one, handler.__name__)
-            for kind, handler in HANDLERS.items()
-            for one in objects
-            if getattr(type(one), handler.__name__, None) is handler
+        self._bound: dict[type[Request[Any]], list[Callable[..., object]]] = {
+            kind: [
+                getattr(one, handler.__name__)
+                for one in objects
+                for handler in handlers
+                if getattr(type(one), handler.__name__, None) is handler
+            ]
+            for kind, handlers in HANDLERS.items()
         }
-        if missing := [kind.__name__ for kind in Request.__subclasses__() if kind not in self._bound]:
+        if missing := [kind.__name__ for kind in Request.__subclasses__() if not self._bound.get(kind)]:
             raise TypeError(f"nobody deals with {', '.join(missing)}")
 
     def request(self, incoming: Incoming) -> Request[Any]:
@@ -71,10 +78,12 @@ class Dispatch:
 
     async def answer(self, request: Request[Any], caller: Caller) -> object:
         """What deals with it returns, or raises."""
-        handler = self._bound[type(request)]
-        wants_caller = "caller" in inspect.signature(handler).parameters
-        found = handler(request, caller) if wants_caller else handler(request)
-        return await found if inspect.isawaitable(found) else found
+        replies = []
+        for handler in self._bound[type(request)]:
+            wants_caller = "caller" in inspect.signature(handler).parameters
+            found = handler(request, caller) if wants_caller else handler(request)
+            replies.append(await found if inspect.isawaitable(found) else found)
+        return replies[0]
 
 
 def check_version(greeting: Greeting) -> None:

@@ -49,6 +49,8 @@ class PresentTrainer:
         self.closed = False  # whether it waits no longer for what is unfinished
         self.announced = False  # whether it has said that, and why, it is about to end
         self.dispossessed = False  # whether it has lost the run, and lives
+        self.ended_at: float | None = None  # when it was found to have died, left, closed or lost the run (monotonic)
+        self.crashed = asyncio.Event()  # set by whoever sees it crash: a large process takes a while to die of that
 
     @property
     def pid(self) -> int:
@@ -63,6 +65,10 @@ class PresentTrainer:
         """What it has asked for, and is under way, must not change whose run it is any more."""
         self.adoptions += 1
         self.closed = False
+
+    def end(self) -> None:
+        """It has died, left, closed or lost the run, as of the first call."""
+        self.ended_at = self.ended_at or time.monotonic()
 
     def dispossess(self, text: str) -> None:
         """It has lost the run, and is told so whenever it asks for something."""
@@ -117,7 +123,7 @@ class PresentTrainer:
     # -- what became of it --
 
     def state(self) -> str:
-        """As `ckpt.tools.observe.telemetry.status.RankStatus` says it."""
+        """As `ckpt.tools.observe.telemetry.status.RankStatus` has it."""
         if self.closed:
             return "closed"
         try:

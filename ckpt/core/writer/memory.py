@@ -19,6 +19,7 @@ from ckpt.core.format.manifest import Attempt
 from ckpt.core.format.replicas import Replicas
 from ckpt.core.ipc import requests
 from ckpt.core.ipc.arena import Arena, ArenaKeeper, Label
+from ckpt.core.ipc.free_memory import room
 from ckpt.core.ipc.mutex import Got
 from ckpt.core.ipc.requests import Digest
 from ckpt.core.log.log import Acquire, in_history
@@ -27,7 +28,6 @@ from ckpt.core.writer.held_run import PresentTrainer
 from ckpt.core.writer.replicate import Replicator
 from ckpt.errors import SaveError, SkippedError
 from ckpt.events import log
-from ckpt.guard.memory_pressure import room
 
 HAND_OVER_S = 5.0
 LET_GO_S = 1.0  # for a thread of ours to be scheduled

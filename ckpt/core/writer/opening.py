@@ -18,12 +18,12 @@ from ckpt.core.checkpoint.in_use import check_free
 from ckpt.core.checkpoint.ledger_files import last_decision, read_back
 from ckpt.core.checkpoint.open_tier import OpenTier, open_place, renew
 from ckpt.core.format.manifest import Attempt
-from ckpt.core.ipc import requests
+from ckpt.core.ipc import requests, watch_requests
 from ckpt.core.ipc.notes import SaidNote
 from ckpt.core.ipc.process import boot_id, namespace
 from ckpt.core.ipc.requests import PartsHere, TierFound
 from ckpt.core.writer.bookkeeper import Bookkeeper
-from ckpt.core.writer.dispatch import handles
+from ckpt.core.writer.dispatch import Caller, handles
 from ckpt.core.writer.held_run import HeldRun, PresentTrainer, acquire_of
 from ckpt.core.writer.memory import HeldMemory
 from ckpt.core.writer.promotion import Promoter
@@ -154,6 +154,18 @@ class TierOpener:
             return []
         held = {**tier.log.state.held, **tier.log.state.commits}
         return [PartsHere(number, str(a), one.world, [rank for rank, _, _ in one.parts]) for a, one in held.items()]
+
+    # -- once it is open --
+
+    @handles(watch_requests.KeepBooks)
+    def keep_books(self, request: watch_requests.KeepBooks, caller: Caller) -> None:
+        self.books.begin(request, caller.fds, self.trainer.pid)
+
+    @handles(watch_requests.SetCadence)
+    def set_cadence(self, request: watch_requests.SetCadence) -> None:
+        for tier in self.run.tiers:
+            tier.set_every(int(request.decision["every"].get(tier.url, tier.every)))
+        self.books.decided(Decision(**request.decision))
 
     @handles(requests.Doubt)
     async def doubt(self, request: requests.Doubt) -> None:

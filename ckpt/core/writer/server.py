@@ -29,22 +29,21 @@ class Server:
         self._path, self._trainer, self._background = path, trainer, background
         self._listener: socket.socket | None = listener
         self._dispatch: Dispatch | None = None
-        self.leaving = False  # whoever comes now is too late
+        self.left = asyncio.Event()  # whoever comes now is too late
         self.finished = asyncio.Event()
 
     async def run(self, dispatch: Dispatch) -> None:
-        """Answer whoever comes, until all is done."""
+        """Answer whoever comes. Returns when the name is given up: replies and work go on until `finished`."""
         assert self._listener is not None and self._trainer.channel is not None
         self._dispatch = dispatch
         self._listener.setblocking(False)
         self._listen()
         self._background.thread(self._read, self._trainer.channel)
-        await self.finished.wait()
-        self.leave()
+        await self.left.wait()
 
     def leave(self) -> None:
         """Give the name up: the next trainer starts with a writer of its own."""
-        self.leaving = True
+        self.left.set()
         listener, self._listener = self._listener, None
         if listener is None:
             return
@@ -58,7 +57,7 @@ class Server:
     def check_stays(self) -> None:
         """WriterError for a trainer that comes when it is too late: it waits for the name, and has a writer of its
         own."""
-        if self.leaving:
+        if self.left.is_set():
             raise WriterError("this writer is about to leave")
 
     # -- connections --
@@ -108,7 +107,7 @@ class Server:
             self._trainer.check_not_lost(channel)
             value = await dispatch.answer(request, Caller(channel, incoming.fds))
         except Exception as error:
-            if self.leaving and isinstance(error, RuntimeError):  # its threads have ended already
+            if self.left.is_set() and isinstance(error, RuntimeError):  # its threads have ended already
                 error = WriterError("this writer is about to leave")
             elif not isinstance(error, CheckpointError):
                 events.log.exception("the writer failed at %r", incoming.op)

@@ -21,14 +21,14 @@ from ckpt.core.ipc.mutex import Got
 from ckpt.core.ipc.notes import GoneNote
 from ckpt.core.ipc.process import Process
 from ckpt.core.writer.after_death import AfterDeath
+from ckpt.core.writer.bookkeeper import Bookkeeper
 from ckpt.core.writer.dispatch import Answer, Background, Caller, check_version, handles
-from ckpt.core.writer.fault_reports import FaultReporter
 from ckpt.core.writer.held_run import HeldRun, PresentTrainer
 from ckpt.core.writer.memory import HeldMemory
 from ckpt.core.writer.opening import TierOpener
 from ckpt.core.writer.parts import PartWriter
 from ckpt.core.writer.server import Server
-from ckpt.core.writer.status import Observers
+from ckpt.core.writer.watch import TrainerWatch
 from ckpt.errors import FencedError, InUseError
 
 OWNER_S = 10.0  # between two looks at who owns the run
@@ -44,8 +44,8 @@ class Succession:
     held_memory: HeldMemory
     parts: PartWriter
     opener: TierOpener
-    reporter: FaultReporter
-    observers: Observers
+    books: Bookkeeper
+    watch: TrainerWatch
     after_death: AfterDeath
     server: Server
     background: Background
@@ -54,9 +54,18 @@ class Succession:
     _looking: asyncio.Task[None] | None = None
 
     def __post_init__(self) -> None:
-        self.background.thread(self._wait_gone, self.trainer.process)
+        self._await_death()
 
     # -- deaths --
+
+    def _await_death(self) -> None:
+        """Of the trainer that we have from now on; for each of its arenas see `watch_arena`."""
+        self.background.thread(self._wait_gone, self.trainer.process)
+        self.background.spawn(self._wait_crashed(self.trainer.crashed, self.trainer.adoptions))
+
+    async def _wait_crashed(self, crashed: asyncio.Event, adoptions: int) -> None:
+        await crashed.wait()
+        self.after_death.died(adoptions)
 
     @handles(requests.WatchArena)
     def watch_arena(self, request: requests.WatchArena) -> None:
@@ -81,7 +90,7 @@ class Succession:
         self.background.post(self._on_gone, process)
 
     def _on_gone(self, process: Process) -> None:
-        self.observers.books.gone(process.pid)
+        self.books.gone(process.pid)
         if process == self.trainer.process:
             self.after_death.process_gone()
         elif not self._previous_gone:
@@ -128,7 +137,7 @@ class Succession:
             digests=memory.known_digests(),
             writing=list(self.parts.reads),
             acquires=[(a.epoch, a.nonce, str(a.restored) if a.restored else None) for a in self.run.acquires],
-            faults=[fault.to_json() for fault in self.reporter.faults] if adopts else [],
+            faults=self.watch.hand_over() if adopts else [],
             losers=trainer.losers(process),
         )
         if adopts:
@@ -146,9 +155,7 @@ class Succession:
         self.trainer.adopted_by(channel, process)
         if self._lingering and not gone:
             self.background.spawn(self._await_let_go(self.trainer.adoptions))
-        self.reporter.faults = []
-        self.reporter.stop()
-        self.background.thread(self._wait_gone, process)
+        self._await_death()
 
     def _unlocked(self) -> bool:
         """Whether nobody has locked any memory, but for what the present trainer has: nobody else copies further."""
@@ -170,14 +177,14 @@ class Succession:
             f"process {taker} has taken this run over (takeover=True). Stop this one, or give it another location"
         )
         self.held_memory.disown()
-        self.reporter.stop()
-        self.observers.ended("left")
+        self.watch.stop()
+        self.after_death.ended("left")
 
     @handles(requests.Lose)
     def lose(self, request: requests.Lose, caller: Caller) -> None:
         """Another job takes the run over, and may have no rank in the place of our trainer. What that one had is kept
         for whoever comes, as after a death."""
-        if not self.trainer.dead and not self.server.leaving:
+        if not self.trainer.dead and not self.server.left.is_set():
             self._dispossess(link.peer_pid(caller.channel.sock))
             self.after_death.outlive()
 
@@ -201,7 +208,7 @@ class Succession:
 
     async def _look_at_owner(self) -> None:
         """Tell the trainer, soon, that another job has taken the run over, also if it saves nothing meanwhile."""
-        while not self.server.leaving:
+        while not self.server.left.is_set():
             await asyncio.sleep(OWNER_S)
             if self.trainer.dead or self.run.taking.locked():
                 continue

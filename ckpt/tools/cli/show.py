@@ -47,8 +47,8 @@ def show(url: str, step: Which, only: str | None, every: bool, as_json: bool) ->
     """Say what a checkpoint consists of, and how that is stored: tensors, plain values, files.
 
     stored: bytes that this checkpoint wrote for a tensor. held: how its pieces are stored; raw, as planes (compressed),
-    as delta (the difference to an older one), derived (bf16 that is the rounding of fp32, which costs nothing), as
-    reference to a file of an older checkpoint, or as another tensor, which has the same bytes.
+    as delta (the compressed difference to an older one), as reference to a file of an older checkpoint, or as another
+    tensor, which has the same bytes.
     used: what a restore reads of a pack.
 
     Of more than 64 ranks only the index is read, and what one of them says: how tensors are stored is said with --all,

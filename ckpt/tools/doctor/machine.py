@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt.guard import memory_pressure
+from ckpt.core.ipc import free_memory
 from ckpt.tools.doctor.findings import ADVICE, GB, MIB, PROBLEM, Finding, JobSize, judge, read_text
 
 
@@ -51,7 +51,7 @@ def cpus(proc: Path, sys_: Path) -> Finding:
 
 def memory(job: JobSize, proc: Path, sys_: Path) -> Finding:
     """Against the snapshots of the ranks here: three, and one that is being written for a tier."""
-    room = memory_pressure.room(proc, sys_ / "fs" / "cgroup")
+    room = free_memory.room(proc, sys_ / "fs" / "cgroup")
     text = f"{room.available / GB:.1f} of {room.total / GB:.1f} GB available"
     text += "" if room.where == "machine" else " (a cgroup's limit)"
     if not job.state:
@@ -66,7 +66,7 @@ def memory(job: JobSize, proc: Path, sys_: Path) -> Finding:
 
 def cgroup_files(controller: str, name: str, proc: Path, sys_: Path) -> Iterator[Path]:
     """The files of a name in the cgroups around this process, v1 and v2, the nearest first."""
-    for chain in memory_pressure.cgroup_chains(proc, sys_ / "fs" / "cgroup", "self", controller):
+    for chain in free_memory.cgroup_chains(proc, sys_ / "fs" / "cgroup", "self", controller):
         yield from (file for folder in chain if (file := folder / name).is_file())
 
 
@@ -122,7 +122,7 @@ class Speed:
 
 def speed(device_rates: Sequence[float], job: JobSize) -> Speed:
     """What copies a snapshot here."""
-    room = memory_pressure.room().available
+    room = free_memory.room().available
     if device_rates:
         return Speed(sum(device_rates[: job.local]), True, cpu_count(), room)
     return Speed(copy_rate() if job.state else 0.0, False, cpu_count(), room)

@@ -16,7 +16,7 @@ import numpy as np
 from ckpt.core.checkpoint import packs, read, steady
 from ckpt.core.checkpoint.concurrent import of_each
 from ckpt.core.checkpoint.parts import MANY, read_header
-from ckpt.core.format.codec import CODECS, RAW, word_of
+from ckpt.core.format.codec import DELTA, RAW, word_of
 from ckpt.core.format.codec import encode as encoded_as
 from ckpt.core.format.digest import blob_digest, file_digest
 from ckpt.core.format.layout import Layout
@@ -48,8 +48,8 @@ class CopyFinder:
         for pack in audit.found.packs:
             for piece in pack.pieces:
                 for sheet, row in piece.rows[:1]:
-                    for one in (row, *sheet.table.needed(row)):
-                        wanted.add(sheet.table.content(one))
+                    base = int(sheet.table.base[row])
+                    wanted |= {sheet.table.content(one) for one in (row, base) if one >= 0}
         bad = {(piece.pack, piece.offset) for pack in audit.found.packs for piece in pack.pieces}
         for start in range(0, len(audit.sheets), MANY):
             for table in await of_each(audit.sheets[start : start + MANY], audit.load):
@@ -122,7 +122,7 @@ class CopyFinder:
         self, piece: DamagedRange, table: Table, row: int, word: int, have: Callable[[], Awaitable[bytes]]
     ) -> memoryview:
         codec, base = int(table.codec[row]), None
-        if CODECS[codec].base == "same":
+        if codec == DELTA:
             base = await self._base(table.content(int(table.base[row])))
         plain = await have()
         if len(plain) % word:

@@ -91,7 +91,7 @@ REQUEST_S = 120.0
 # modules, which takes a twentieth.
 _BOOT = (
     "import gc, sys; gc.disable(); sys.path[:0] = sys.argv[6:]; "
-    "from ckpt.later import later; later('numpy'); from ckpt.core.writer.main import main; main()"
+    "from ckpt.later import later; later('numpy'); from ckpt.writer_process import main; main()"
 )
 _BETWEEN = "import os, sys; os.posix_spawn(sys.argv[1], sys.argv[1:], os.environ)"
 SPAWN_S = 60.0

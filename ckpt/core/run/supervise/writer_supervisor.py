@@ -27,7 +27,6 @@ from ckpt.core.run.supervise.writes import Acknowledgements, KnownLayouts, Write
 from ckpt.core.snapshot.stage import Stager
 from ckpt.errors import CheckpointError, FencedError, WriterError
 from ckpt.events import log
-from ckpt.guard.report import Fault
 from ckpt.tiers import Memory, Tier
 
 N = TypeVar("N", bound=Note)
@@ -56,7 +55,7 @@ class WriterSupervisor:
         self._hears: dict[type[Note], Callable[[Any], None]] = {}
         self._adopted = False
         self._mourned: WriterClient | None = None  # the last one whose death was seen to
-        self.faults: list[Fault] = []  # of earlier incarnations, that nobody was told yet
+        self.faults: list[requests.Json] = []  # of earlier incarnations, that nobody was told yet
         self.on_failure: Callable[[CheckpointError], None] = lambda error: None
         self._claim = Claim(key)
         self.writer = writer = CurrentWriter()
@@ -100,9 +99,7 @@ class WriterSupervisor:
         hello, fds = greeted
         self.memory.inherit(hello, fds)
         self.layouts.known = dict(self.memory.inherited.layouts)
-        for data in hello.faults:
-            with contextlib.suppress(CheckpointError):
-                self.faults.append(Fault.from_json(data))
+        self.faults = hello.faults
         self._listen(client)
         if hello.taken:
             log.warning("process %d trained this run here: it can save no more", hello.trainer)

@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from ckpt.core.cadence.ledger import Account, Restore, StepRow, in_order
-from ckpt.guard.report import TOGETHER_S, Fault, incidents
+from ckpt.core.cadence.ledger import TOGETHER_S, Account, Restore, StepRow, in_order
+from ckpt.guard.report import Fault, incidents
 from ckpt.units import duration, moment
 
 SKEW_S = 60.0  # the clocks of machines differ; what is further in the future than that is nonsense too

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from ckpt.core.cadence.ledger import Account, Decision, LandedSave, Restore, StepRow
-from ckpt.guard.report import TOGETHER_S, Fault, SavedStep, incidents, was_asked
+from ckpt.core.cadence.ledger import TOGETHER_S, Account, Decision, LandedSave, Restore, StepRow
+from ckpt.guard.report import Fault, SavedStep, incidents, was_asked
 from ckpt.tools.observe.goodput.accounting import SettledRun
 from ckpt.tools.observe.goodput.timeline import PlacedAccount
 

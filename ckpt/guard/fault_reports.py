@@ -1,6 +1,6 @@
-"""What the writer does about faults: a death of its trainer, and what it sees while the trainer lives.
+"""What the guard does about faults in the writer process: a death of the trainer, and what it sees while that lives.
 
-Of that the fault handler there is told; if it does not answer, the writer deals with it.
+The fault handler in the trainer is told of the latter; if it does not answer, they are dealt with here.
 
 The order is: save, record, and only then act. Other writers on the node are asked what their trainers do, so that the
 account of a hang names the rank that the others wait for.
@@ -13,30 +13,31 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from ckpt.core.cadence.ledger import SeenFault
 from ckpt.core.ipc import channel, notes, requests
 from ckpt.core.ipc import watch_requests as watch
 from ckpt.core.ipc.protocol import Note
 from ckpt.core.ipc.watch_requests import PeerDied, Sample
+from ckpt.core.writer.bookkeeper import Bookkeeper
 from ckpt.core.writer.dispatch import Background, Caller, handles
 from ckpt.core.writer.held_run import HeldRun, PresentTrainer
 from ckpt.core.writer.memory import HeldMemory
 from ckpt.core.writer.persist import Drain
-from ckpt.core.writer.status import Observers
-from ckpt.core.writer.watchdog import Stall, Watchdog, WatchdogCalls
 from ckpt.errors import CheckpointError, UsageError
 from ckpt.events import log
 from ckpt.guard.hang import Evidence, note_evidence
-from ckpt.guard.memory_pressure import MemoryRoom
 from ckpt.guard.report import Fault, SavedStep
+from ckpt.guard.watchdog import Stall, Watchdog
 from ckpt.triggers import RETRY_CODE
 from ckpt.units import duration
 
 SAVE_S = 10.0  # for what is in memory to become durable, before a hung trainer is ended
 ASK_S = 2.0  # for another writer of this node to answer
+TOLD_S = 20.0  # for what is in memory to become durable before a death is reported without it
+ECHO_S = 0.5  # for the rest of what faulthandler says, while a trainer crashes
 MAX_FAULTS = 16
 AWAKE_S = 0.25  # for it to take a signal that the writer has seen
 HEARD_S = 1.0  # for its fault handler to answer
@@ -45,18 +46,19 @@ GOING_S = 20.0  # for it to leave, once it said that it would
 
 @dataclass(eq=False)
 class FaultReporter:
-    """Everything runs in the writer's event loop. `faults`: those that no trainer has been told yet. `on_crash`: called
-    when the trainer is seen to crash; with a large process or a core dump its death takes a while."""
+    """The `TrainerWatch` of a writer. Everything runs in its event loop. `faults`: those that no trainer has been told
+    yet; `seen`: how many there were, without saves that were asked for, and `last`, the last of them."""
 
     key: str
     trainer: PresentTrainer
     run: HeldRun
     held_memory: HeldMemory
     drain: Drain
-    observers: Observers
+    books: Bookkeeper
     background: Background
-    on_crash: Callable[[], None]
     faults: list[Fault] = field(default_factory=list)
+    seen: int = 0
+    last: Fault | None = None
     watchdog: Watchdog | None = None
     _heard: asyncio.Event = field(default_factory=asyncio.Event)  # the fault handler deals with what it was told last
 
@@ -73,7 +75,9 @@ class FaultReporter:
     async def keep(self, fault: Fault, *, untold: bool = True) -> None:
         """Say it, and write it into the nearest tier; another location is not tried, since nobody would look there."""
         log.warning("%s", fault.line)
-        self.observers.fault(fault)
+        self.books.fault(fault.pid, _seen(fault))
+        if not fault.asked:
+            self.seen, self.last = self.seen + 1, fault
         if untold:
             self.faults = [*self.faults, fault][-MAX_FAULTS:]
         for tier in self.run.tiers[:1]:
@@ -97,7 +101,35 @@ class FaultReporter:
             fault.saved.append(saved)
         fault.timings["durable_s"] = time.monotonic() - began
 
-    # -- deaths --
+    # -- deaths, and who comes next --
+
+    def died(self, drained: asyncio.Event) -> None:
+        watchdog = self.watchdog
+        if watchdog is None:
+            return
+        if not self.trainer.announced:
+            fault = self.death(watchdog)
+            self.faults.append(fault)  # the next incarnation is told, however soon it comes
+            self.background.spawn(self._record_death(fault, watchdog, drained))
+        self.background.loop.call_later(ECHO_S, watchdog.stop)
+
+    def hand_over(self) -> list[requests.Json]:
+        found, self.faults = [fault.to_json() for fault in self.faults], []
+        self.stop()
+        return found
+
+    async def _record_death(self, fault: Fault, watchdog: Watchdog, drained: asyncio.Event) -> None:
+        """Once what is in memory is durable; or not, if that takes too long or somebody takes the memory over."""
+        began = time.monotonic()
+        await self.tell_siblings(fault)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(drained.wait(), TOLD_S)
+        for step, url in self.drain.durable():
+            fault.saved.append(SavedStep(step, url, "ring", time.monotonic() - began))
+        fault.timings["durable_s"] = time.monotonic() - began
+        if watchdog.crash:
+            fault.stacks[str(watchdog.rank)] = watchdog.crash.splitlines()
+        await self.keep(fault, untold=False)
 
     def death(self, watchdog: Watchdog) -> Fault:
         """The account of a death that nobody had announced; what is durable is added later."""
@@ -162,8 +194,7 @@ class FaultReporter:
     @handles(watch.Arm)
     def arm(self, request: watch.Arm, caller: Caller) -> None:
         self.stop()
-        calls = WatchdogCalls(lambda text: self.on_crash(), self._on_signals, self._on_stall, self._on_pressure)
-        self.watchdog = Watchdog(self.trainer.pid, request, caller.fds, calls)
+        self.watchdog = Watchdog(self.trainer, request, caller.fds, self._on_signals, self._on_stall)
 
     def stop(self) -> None:
         """Watch nobody."""
@@ -219,9 +250,6 @@ class FaultReporter:
             if present and watchdog.heartbeat.read().calls == stall.evidence.calls:
                 end(watchdog, "it hangs, and did not leave")
 
-    def _on_pressure(self, room: MemoryRoom, why: str) -> None:
-        self.trainer.tell(notes.PressureNote(room.available, room.total, why))
-
     # -- what is asked --
 
     @handles(watch.Report)
@@ -243,7 +271,8 @@ class FaultReporter:
 
     @handles(watch.PeerDied)
     def peer_died(self, request: watch.PeerDied) -> None:
-        self.observers.books.peer(request.rank, request.summary)
+        seen = SeenFault(time.monotonic(), "death", request.summary[:500], request.rank, ends=True, by="writer")
+        self.books.fault(self.trainer.pid, seen)
         self.trainer.tell(notes.PeerDiedNote(request.rank, request.summary))
 
     @handles(watch.TriggerSave)
@@ -255,6 +284,14 @@ class FaultReporter:
         self.trainer.tell(notes.TriggerNote(request.why[:200]))
         beat = self.watchdog.heartbeat.read()
         return watch.TriggerSaveReply(self.trainer.pid, self.watchdog.rank, beat.step, beat.doing)
+
+
+def _seen(fault: Fault) -> SeenFault:
+    """What the ledger keeps of it."""
+    at = time.monotonic() - max(0.0, time.time() - fault.when)
+    step = max(fault.steps.values(), default=-1)
+    ends = fault.exit_code is not None or (fault.by == "writer" and fault.kind in ("death", "oom"))
+    return SeenFault(at, fault.kind, fault.summary[:500], fault.rank, step, ends, fault.by)
 
 
 def _verb(what: str) -> str:

@@ -1,10 +1,17 @@
-"""The writer process: holds the memory, writes it out, and outlives the trainer.
+"""The writer process: holds the memory, writes it out, and outlives the trainer. Its parts are put together here.
 
-    python -c 'from ckpt.core.writer.main import main; main()' FD RUN_KEY LOG STARTED
+    python -c 'from ckpt.writer_process import main; main()' FD RUN_KEY LOG STARTED
 
-It starts in its own session, at low CPU and I/O priority, without torch, and has the name of the run on this machine
-for as long as it holds its memory: whoever finds the name taken does not start. Two kinds of threads feed one event
-loop: a reader per connection (`server`), and those that wait for the trainer's death (`succession`).
+    ckpt.core.writer              the run, its memory and its tiers; saves, promotes, is inherited
+    ckpt.guard.fault_reports      watches the trainer: the core's `TrainerWatch`
+    ckpt.tools.observe.telemetry  shows what the trainer does
+
+The guard and the tools know the core, which knows neither. Requests go to whichever of these objects have methods for
+them (`Dispatch`). What else the core has to be given, it gets by its constructors.
+
+The process starts in its own session, at low CPU and I/O priority, without torch, and has the name of the run on this
+machine for as long as it holds its memory: whoever finds the name taken does not start. Two kinds of threads feed one
+event loop: a reader per connection (`server`), and those that wait for the trainer's death (`succession`).
 
 When the trainer dies, the writer digests the snapshots, persists the ring, newest first, and waits for the next
 incarnation, which finds it by RUN_KEY; after `linger_s` it leaves. When the trainer closes, it finishes and leaves.
@@ -26,23 +33,23 @@ import psutil
 from ckpt import failpoints
 from ckpt.core.ipc import channel as link
 from ckpt.core.ipc.channel import Channel
+from ckpt.core.ipc.free_memory import spare_from_oom
 from ckpt.core.ipc.process import Process
 from ckpt.core.ipc.protocol import failure
 from ckpt.core.writer.after_death import AfterDeath
 from ckpt.core.writer.bookkeeper import Bookkeeper
 from ckpt.core.writer.dispatch import Background, Dispatch
-from ckpt.core.writer.fault_reports import FaultReporter
 from ckpt.core.writer.held_run import HeldRun, PresentTrainer
 from ckpt.core.writer.memory import HeldMemory
 from ckpt.core.writer.opening import TierOpener
 from ckpt.core.writer.persist import Drain, Persister
 from ckpt.core.writer.server import Server, call_myself
-from ckpt.core.writer.status import Observers
 from ckpt.core.writer.succession import Succession
 from ckpt.core.writer.throttle import Throttle
 from ckpt.errors import CheckpointError, NameTakenError, UsageError, WriterError
-from ckpt.guard.memory_pressure import spare_from_oom
+from ckpt.guard.fault_reports import FaultReporter
 from ckpt.later import bring
+from ckpt.tools.observe.telemetry.observers import Observers
 
 NICE = 10
 NUMPY_S = 0.5  # until it is imported, if nothing has used it before: the run is open by then, as a rule
@@ -63,15 +70,14 @@ async def serve(
     settler, parts, promoter = persister.settler, persister.parts, persister.promoter
     drain = Drain(trainer, run, memory, parts, settler, throttle, background)
     opener = TierOpener(trainer, run, promoter, books, throttle, memory)
-    observers = Observers(trainer, run, memory, drain, books)
-    reporter = FaultReporter(
-        key, trainer, run, memory, drain, observers, background, on_crash=lambda: after_death.died(trainer.adoptions)
-    )
-    after_death = AfterDeath(trainer, run, memory, persister, drain, reporter, observers, server, background)
-    succession = Succession(trainer, run, memory, parts, opener, reporter, observers, after_death, server, background)
-    await server.run(
-        Dispatch(run, settler, promoter, persister, drain, opener, observers, reporter, after_death, succession, memory)
-    )
+    watch = FaultReporter(key, trainer, run, memory, drain, books, background)
+    after_death = AfterDeath(trainer, run, memory, persister, drain, books, watch, server, background)
+    succession = Succession(trainer, run, memory, parts, opener, books, watch, after_death, server, background)
+    observers = Observers(trainer, run, memory, drain, books, watch)
+    core = (run, settler, promoter, persister, drain, opener, books, after_death, succession, memory)
+    await server.run(Dispatch(*core, watch, observers))
+    observers.exporter.stop_serving()
+    await server.finished.wait()
     await observers.exporter.finish()
 
 

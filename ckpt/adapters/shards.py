@@ -16,8 +16,8 @@ from torch import Tensor
 from ckpt.core.format.boxes import Dims, boxes_of_run, times_covered
 from ckpt.core.format.saved_nodes import SavedNode
 from ckpt.core.format.values import Path, show
-from ckpt.core.state.adapters import Contents, Memories
 from ckpt.core.state.names import Names
+from ckpt.core.state.nodes import Contents, Memories
 from ckpt.core.state.placement import Placement
 from ckpt.core.state.sharding import Division, StateEntry, is_dtensor
 from ckpt.core.state.tensors import check
@@ -96,6 +96,10 @@ class ShardsNode:
         self._memories = Memories()
         self._contents: Contents | None = None
         self._here: dict[str, StateEntry] = {}  # by its name in the state: of which this rank has something
+
+    @staticmethod
+    def owns(value: object) -> bool:
+        return isinstance(value, Shards)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:

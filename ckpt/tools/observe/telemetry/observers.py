@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 
 import psutil
 
-from ckpt.core.cadence.ledger import Decision
 from ckpt.core.checkpoint.open_tier import OpenTier
 from ckpt.core.ipc import watch_requests as watch
 from ckpt.core.ipc.arena import EAGER, EMPTY, FILLING, SEALED, Arena
+from ckpt.core.ipc.free_memory import room
 from ckpt.core.ipc.heartbeat import Beat, Heartbeat, StepDone
 from ckpt.core.ipc.process import number_in_proc
 from ckpt.core.ipc.requests import Json
@@ -28,8 +28,7 @@ from ckpt.core.writer.held_run import HeldRun, PresentTrainer
 from ckpt.core.writer.memory import HeldMemory
 from ckpt.core.writer.persist import Drain
 from ckpt.errors import CheckpointError
-from ckpt.guard.memory_pressure import available_memory
-from ckpt.guard.report import Fault
+from ckpt.guard.fault_reports import FaultReporter
 from ckpt.metrics import Metrics
 from ckpt.tools.observe.telemetry import status
 from ckpt.tools.observe.telemetry.exporter import Exporter, deferred
@@ -59,14 +58,19 @@ class _Stretch:
 
 
 class Observers:
-    """Who wants to know what the trainer does: its status, metrics, and its ledger, `books`, if this writer keeps it.
-    Everything runs in the writer's event loop."""
+    """Who wants to know what the trainer does: its status, and metrics. Everything runs in the writer's event loop."""
 
     def __init__(
-        self, trainer: PresentTrainer, run: HeldRun, held_memory: HeldMemory, drain: Drain, books: Bookkeeper
+        self,
+        trainer: PresentTrainer,
+        run: HeldRun,
+        held_memory: HeldMemory,
+        drain: Drain,
+        books: Bookkeeper,
+        reporter: FaultReporter,
     ) -> None:
         self._trainer, self._run, self._held_memory = trainer, run, held_memory
-        self._drain, self.books = drain, books
+        self._drain, self._books, self._reporter = drain, books, reporter
         self._serves = ""
         self._told: watch.Show | None = None
         self._heartbeat: Heartbeat | None = None
@@ -74,18 +78,12 @@ class Observers:
         self._stretch = _Stretch()
         self._trained = 0.0  # in the stretches before
         self._restored: watch.RestoreDone | None = None
-        self._ended: float | None = None
-        self._faults, self._fault = 0, Fault("", "")
         self._devices, self._device_at = Devices(), float("-inf")
         self._device: DeviceStatus | None = None
         self._me = psutil.Process(number_in_proc(os.getpid()))
         self.exporter = Exporter(self.look, trainer.say, self._metrics_at)
 
     # -- what the trainer says --
-
-    @handles(watch.KeepBooks)
-    def keep_books(self, request: watch.KeepBooks, caller: Caller) -> None:
-        self.books.begin(request, caller.fds, self._trainer.pid)
 
     @handles(watch.Show)
     async def show(self, request: watch.Show, caller: Caller) -> None:
@@ -94,19 +92,15 @@ class Observers:
             self._heartbeat.close()
         self._heartbeat, self._told, self._pid = Heartbeat.attach(caller.fds[0]), request, self._trainer.pid
         self._stretch = _Stretch(request.opened)
-        self._trained, self._restored, self._ended = 0.0, None, None
+        self._trained, self._restored = 0.0, None
         if request.restored is not None:  # before this writer began
-            self._on_restored(request.restored)
+            self.restored(request.restored)
         metrics = None if request.metrics is None else Metrics(**request.metrics)
         await self.exporter.begin(metrics, request.rank, request.local_rank)
 
     @handles(watch.RestoreDone)
     def restored(self, request: watch.RestoreDone) -> None:
         """It has called restore()."""
-        self.books.restored(request)
-        self._on_restored(request)
-
-    def _on_restored(self, request: watch.RestoreDone) -> None:
         if self._heartbeat is None:
             return
         at = request.at
@@ -117,29 +111,6 @@ class Observers:
         calls -= sum(one.when > at for one in later)
         self._stretch = _Stretch(at + request.seconds, calls, request.stalled, request.paused)
         self._restored = request
-
-    @handles(watch.SetCadence)
-    def set_cadence(self, request: watch.SetCadence) -> None:
-        for tier in self._run.tiers:
-            tier.set_every(int(request.decision["every"].get(tier.url, tier.every)))
-        self.books.decided(Decision(**request.decision))
-
-    # -- what is seen of it --
-
-    def ended(self, how: str) -> None:
-        """It has "died", "left" or "closed"."""
-        self._note_end()
-        self.books.ended(how)
-
-    def _note_end(self) -> None:
-        if self._ended is None:
-            self._ended = time.monotonic()
-
-    def fault(self, fault: Fault) -> None:
-        """One that was seen, by the trainer or by us."""
-        self.books.fault(fault)
-        if not fault.asked:
-            self._faults, self._fault = self._faults + 1, fault
 
     def _metrics_at(self, where: str) -> None:
         """Where they are served, "" for nowhere."""
@@ -173,12 +144,11 @@ class Observers:
 
     def _who(self) -> RankStatus:
         """Whose it is, what the trainer said when it began, and what became of it since."""
-        told, account, owner = self._told, self.books.account, self._run.owner
+        told, account, owner = self._told, self._books.account, self._run.owner
         trainer = self._trainer.state()
-        if trainer not in ("alive", "frozen"):
-            self._note_end()
         metrics = (told and told.metrics) or {}
-        now = time.monotonic()
+        now, last = time.monotonic(), self._reporter.last
+        ended = now if self._trainer.ended_at is None else self._trainer.ended_at
         return RankStatus(
             run=shown(told.place) if told else "",
             at=time.time(),
@@ -189,20 +159,17 @@ class Observers:
             writer=os.getpid(),
             epoch="" if owner is None else f"{owner.epoch}.{owner.nonce}",
             trainer=trainer,
-            leaves_s=self._leaves_s() if trainer in ("dead", "left") else None,
+            leaves_s=max(0.0, ended + self._run.linger_s - now) if trainer in ("dead", "left") else None,
             slowed_s=None if account is None else sum(row.slowed for row in account.rows),
-            wall_s=max(0.0, (self._ended or now) - (told.opening if told else now)),
-            faults=self._faults,
-            fault=self._fault.line[:MOST_TEXT] if self._faults else "",
-            fault_at=self._fault.time if self._faults else "",
+            wall_s=max(0.0, ended - (told.opening if told else now)),
+            faults=self._reporter.seen,
+            fault=last.line[:MOST_TEXT] if last else "",
+            fault_at=last.time if last else "",
             samples_per_step=metrics.get("samples_per_step"),
             flops_per_step=metrics.get("flops_per_step"),
             peak_flops=metrics.get("peak_flops"),
             serves=self._serves,
         )
-
-    def _leaves_s(self) -> float:
-        return max(0.0, (self._ended or 0.0) + self._run.linger_s - time.monotonic())
 
     def _with_memory(self, found: RankStatus) -> RankStatus:
         return replace(
@@ -211,7 +178,7 @@ class Observers:
             writer_rss=self._me.memory_info().rss,
             writer_cpu_s=sum(self._me.cpu_times()[:2]),
             snapshots=sum(arena.slots * arena.slot_size for arena in self._held_memory.all()),
-            available=available_memory(),
+            available=room().available,
             slots=tuple(slot for arena in self._held_memory.arenas.values() for slot in _slots(arena)),
         )
 

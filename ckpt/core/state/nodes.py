@@ -5,7 +5,8 @@ only checked by identity, since reading happens between two steps of training. P
 says where every tensor goes and finds every mismatch before anything is changed; `finish`, after the tensors are
 filled, sets plain values and attaches what had to be created.
 
-Modules are in `ckpt.core.state.module_node`, optimizers in `ckpt.core.state.optimizer_node`.
+Modules are in `ckpt.core.state.module_node`, optimizers in `ckpt.core.state.optimizer_node`. Adapters have nodes for
+kinds that the core does not know (`ckpt.core.state.adapter`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter, call, is_
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -30,11 +31,10 @@ from ckpt.core.state.names import Names
 from ckpt.core.state.placement import Placement
 from ckpt.core.state.settings import overridden, scheduler_settings
 from ckpt.core.state.sharding import StateEntry, is_dtensor, local
-from ckpt.core.state.special_values import ObjectsOf, encode_constant
+from ckpt.core.state.special_values import ObjectEncoder, encode_constant
 from ckpt.core.state.stateful import RNG, Resizable, Stateful
 from ckpt.core.state.tensors import dims_of_expansion, from_array, kind_of_tensor, once
 from ckpt.core.state.wrappers import inside, is_wrapped, sign, take_apart
-from ckpt.errors import MismatchError
 
 
 @dataclass
@@ -73,27 +73,37 @@ class StateNode(Protocol):
         each. False if there is more to it."""
 
 
+@runtime_checkable
+class SteppedNode(StateNode, Protocol):
+    """One whose tensors an optimizer changes. `unguarded`: the optimizer's steps run no hooks."""
+
+    unguarded: bool
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None: ...
+
+
 class Collector:
     """Takes tensors and arrays out of plain values, leaving references.
 
-    `objects_of`: encodes the objects of an optimizer; without it they are refused.
+    `objects`: encodes the objects of an optimizer; without it they are refused.
     `exact`: whoever gets the values back needs tensors of the same type, such as a Parameter. StateError for others.
     """
 
-    def __init__(self, objects_of: ObjectsOf | None = None, *, exact: bool = False) -> None:
+    def __init__(self, objects: ObjectEncoder | None = None, *, exact: bool = False) -> None:
         self._exact = exact
         self.entries: list[StateEntry] = []
         self.objects: dict[str, object] = {}
-        self._objects_of = objects_of
+        self._encoder = objects
 
     def __call__(self, value: object, path: Path) -> Json | None:
         if not isinstance(value, Tensor | np.ndarray) and (constant := encode_constant(value, path, self)) is not None:
             return constant
-        if self._objects_of is not None and (found := self._objects_of.encode(value, path, self)) is not None:
+        if self._encoder is not None and (found := self._encoder.encode(value, path, self)) is not None:
             return found
         name = show(path)
         if isinstance(value, Tensor):
-            expanded = dims_of_expansion(value) if self._objects_of is not None else []
+            expanded = dims_of_expansion(value) if self._encoder is not None else []
             if expanded:
                 value = once(value, expanded)
             entries, form = take_apart(StateEntry(name, value))
@@ -223,7 +233,7 @@ def guards(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
 
 
 class StatefulNode:
-    """Anything with state_dict and load_state_dict; also an optimizer that keeps its state in ways of its own."""
+    """Anything with state_dict and load_state_dict."""
 
     kind = "stateful"
 
@@ -231,17 +241,14 @@ class StatefulNode:
         self.path, self.target = path, target
         self._said = ""  # what kind of value
         self._tensors, self._values = True, None  # whether there were any, and the plain values
-        self._objects = ObjectsOf(target) if isinstance(target, torch.optim.Optimizer) else None
         # As the script made it, to report what the checkpoint overrides.
         self._settings = scheduler_settings(target) if isinstance(target, LRScheduler) else None
 
     def read(self, names: Names) -> Contents:
-        collect = Collector(self._objects, exact=not isinstance(self.target, torch.optim.Optimizer))
-        if self._objects is not None:
-            self._objects.begin({})
+        return self._read(Collector(exact=True))
+
+    def _read(self, collect: Collector) -> Contents:
         values = encode(self.target.state_dict(), self.path, collect)
-        if self._objects is not None:
-            self._objects.end()
         self._said, self._tensors, self._values = kind_of(values), bool(collect.entries), values
         return Contents(_NOTHING, collect.entries, values)
 
@@ -257,26 +264,21 @@ class StatefulNode:
                     several.load_state_dicts([build() for build in builds], seat.rank, seat.size)
 
                 placement.finish(self.path, divide, last=last)
-        elif self._is_alike(saved.values, placement):
-            # An optimizer's own loader wants tensors that lie on the ranks like those that it has.
-            own = self.read(Names()).loose if isinstance(target, torch.optim.Optimizer) else []
-            like = {entry.name: entry for entry in own}
-            optimizer = isinstance(target, torch.optim.Optimizer)
-            objects = None if self._objects is None else self._objects.restoring(saved.values)
-            try:
-                build = placement.build(saved.values, like=like, guarded=optimizer, objects=objects)
-            except MismatchError as error:
-                if not optimizer:
-                    raise
-                placement.problem(f"{show(self.path)} begins anew, since not all of its state can be had: {error}")
-                return
+        elif self._is_alike(saved.values, placement) and (build := self._build(saved, placement)) is not None:
 
             def finish() -> None:
-                _load(target, build())
+                self._load(build())
                 if self._settings and (text := overridden(self._settings, scheduler_settings(target))):
                     placement.overruled.append(f"{show(self.path)}: {text}")
 
             placement.finish(self.path, finish, last=last)
+
+    def _build(self, saved: SavedNode, placement: Placement) -> Callable[[], Any] | None:
+        """What makes the state to load; None, and a problem, if it cannot be had."""
+        return placement.build(saved.values, like={})
+
+    def _load(self, state: Any) -> None:
+        self.target.load_state_dict(state)
 
     def prepare_as_saved(self, saved: SavedNode, placement: Placement) -> bool:
         return False
@@ -293,29 +295,6 @@ class StatefulNode:
             return True
         placement.problem(f"{show(self.path)} is {found} in the checkpoint and {self._said} here")
         return False
-
-
-def _load(target: Stateful, state: Any) -> None:
-    """Call a loader. Torch's own loader of optimizers casts moments to the dtypes of the weights: undo that."""
-    target.load_state_dict(state)
-    if isinstance(target, torch.optim.Optimizer):
-        _recast(target.state_dict(), state)  # the dicts of parameters in it are those that the optimizer has
-
-
-def _recast(live: Any, saved: Any) -> Any:
-    """Return what a loader made of a value, with the saved tensors where it has changed their dtype."""
-    if isinstance(live, Tensor):
-        cast = isinstance(saved, Tensor) and saved.shape == live.shape and saved.dtype != live.dtype
-        return saved.to(live.device) if cast else live
-    if isinstance(live, dict) and isinstance(saved, dict):
-        for key in live.keys() & saved.keys():
-            live[key] = _recast(live[key], saved[key])
-    elif type(live) in (list, tuple) and type(saved) is type(live) and len(live) == len(saved):
-        found = [_recast(one, other) for one, other in zip(live, saved, strict=True)]
-        if type(live) is tuple:
-            return tuple(found)
-        live[:] = found
-    return live
 
 
 class PlainNode:

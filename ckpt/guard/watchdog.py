@@ -1,4 +1,4 @@
-"""The writer's watch over its trainer, from outside: it goes on when the trainer cannot.
+"""A watch over a trainer from its writer process, from outside: it goes on when the trainer cannot.
 
     the wakeup socket    signals that nobody in the trainer took within `LATE_S`: something holds the interpreter's lock
     a pipe               what Python's faulthandler writes when it crashes, or when we ask for its stacks
@@ -20,9 +20,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from ckpt.core.ipc.free_memory import MemoryRoom
 from ckpt.core.ipc.heartbeat import Heartbeat
+from ckpt.core.ipc.notes import PressureNote
 from ckpt.core.ipc.process import Process
 from ckpt.core.ipc.watch_requests import Arm
+from ckpt.core.writer.held_run import PresentTrainer
 from ckpt.events import log
 from ckpt.guard import memory_pressure, probe
 from ckpt.guard.hang import Evidence, still
@@ -53,27 +56,26 @@ class Stall:
         return {"idle_s": self.idle_s}
 
 
-@dataclass
-class WatchdogCalls:
-    """What is called, in the event loop, when something is seen."""
-
-    on_crash: Callable[[str], None]
-    on_signals: Callable[[list[int], bytes], None]  # those that are triggers, and all that came
-    on_stall: Callable[[Stall], None]
-    on_pressure: Callable[[memory_pressure.MemoryRoom, str], None]
-
-
 class Watchdog:
-    """Watches one trainer. Made in the event loop; `fds`: what comes with an `Arm`."""
+    """Watches one trainer. Made in the event loop; `fds`: what comes with an `Arm`. `on_signals`: called in the loop
+    with those that are triggers, and with all that came; `on_stall`: likewise, when no step has come for too long."""
 
-    def __init__(self, pid: int, request: Arm, fds: list[int], eyes: WatchdogCalls) -> None:
+    def __init__(
+        self,
+        trainer: PresentTrainer,
+        request: Arm,
+        fds: list[int],
+        on_signals: Callable[[list[int], bytes], None],
+        on_stall: Callable[[Stall], None],
+    ) -> None:
+        self._trainer, pid = trainer, trainer.pid
         self.process = Process.of(pid)
         self.pid, self.rank, self.world = pid, request.rank, request.world
         self.signals = request.signals
         self.hang = None if request.hang is None else OnHang(*request.hang)
-        self._eyes, self._loop = eyes, asyncio.get_running_loop()
+        self._on_signals, self._on_stall, self._loop = on_signals, on_stall, asyncio.get_running_loop()
         self._text = ""
-        self._crashed = False
+        self._crashed = trainer.crashed
         self._dumped = 0  # bytes that it has written because we asked
         self._changed = asyncio.Event()
         self._asking = asyncio.Lock()
@@ -126,7 +128,7 @@ class Watchdog:
         except OSError:
             pass  # the fault handler was quicker
         if raw:
-            self._eyes.on_signals([n for n in dict.fromkeys(raw) if n in self.signals], raw)
+            self._on_signals([n for n in dict.fromkeys(raw) if n in self.signals], raw)
         self._loop.add_reader(self._wakeup, self._on_readable)
 
     # -- crashes, and stacks --
@@ -152,9 +154,8 @@ class Watchdog:
         if FATAL in self._text and self._echo and self._stderr >= 0:
             with contextlib.suppress(OSError):
                 os.write(self._stderr, text.encode())  # where the user would have seen it without us
-        if "\n" in self.crash and not self._crashed and not self._stopped:
-            self._crashed = True
-            self._eyes.on_crash(self.crash)
+        if "\n" in self.crash and not self._stopped:
+            self._crashed.set()
 
     @property
     def crash(self) -> str:
@@ -218,7 +219,7 @@ class Watchdog:
                 continue
             if samples and (still(samples) or idle_s > SURELY * limit_s):
                 told = beat.calls
-                self._eyes.on_stall(Stall(idle_s, limit_s, pace.usual_s or 0.0, samples[-1]))
+                self._on_stall(Stall(idle_s, limit_s, pace.usual_s or 0.0, samples[-1]))
             elif samples:
                 patience = idle_s + limit_s / 2  # slow, and at work
 
@@ -235,9 +236,9 @@ class Watchdog:
 
     # -- memory --
 
-    def _on_pressure(self, room: memory_pressure.MemoryRoom, why: str) -> None:
+    def _on_pressure(self, room: MemoryRoom, why: str) -> None:
         with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._eyes.on_pressure, room, why)
+            self._loop.call_soon_threadsafe(self._trainer.tell, PressureNote(room.available, room.total, why))
 
     # -- afterwards --
 

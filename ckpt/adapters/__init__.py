@@ -1,0 +1,14 @@
+"""How are kinds of state that the core does not know read, and how do they get back?
+
+Importing this package registers its adapters with the core (`ckpt.core.state.adapter` is the port). A new one is a file
+here and a line below.
+"""
+
+from ckpt.adapters.modules import CustomModuleNode
+from ckpt.adapters.optimizers import CustomOptimizerNode, SeparateOptimizerNode
+from ckpt.adapters.shards import ShardsNode
+from ckpt.adapters.wrappers import WrapperSubclasses
+from ckpt.core.state import adapter
+
+adapter.objects += [ShardsNode, CustomModuleNode, SeparateOptimizerNode, CustomOptimizerNode]
+adapter.tensors += [WrapperSubclasses()]

@@ -1,0 +1,734 @@
+"""Modules that are more than their parameters and buffers: an own `state_dict()` or loader, hooks, extra state.
+
+State-dict hooks and methods mostly rename, divide or gather what lies there: read as it lies, it restores the same, and
+nobody has to be asked between two steps of training. So each module with words of its own is asked once, with
+collectives refused, and what it said is compared with what lies there. Only one that says something else is asked again
+at every reading; extra state is asked for by itself. Whether a module's own loader accepts a saved state is tried on a
+copy whose tensors have no memory.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import sys
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from types import CellType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ckpt.core.format.layout import TensorSpec
+from ckpt.core.format.saved_nodes import SavedNode, check_array
+from ckpt.core.format.values import Json, Path, decode, encode, pairs, show, unpaired
+from ckpt.core.state.module_node import TWO_TENSORS, ModuleNode, is_one, memory_id, view_id
+from ckpt.core.state.names import Names
+from ckpt.core.state.nodes import Collector, Contents
+from ckpt.core.state.placement import Placement, references
+from ckpt.core.state.rewrap import forms_of, matching
+from ckpt.core.state.sharding import (
+    NamedModule,
+    Replicas,
+    StateEntry,
+    belongs_to_torch,
+    is_dtensor,
+    named_modules,
+    plain_key,
+    replicated_by_ddp,
+    wrapped_attribute,
+)
+from ckpt.core.state.special_values import decode_constant
+from ckpt.core.state.tensors import TORCH_DTYPE, of_kind, saved_device
+from ckpt.errors import CheckpointError, CorruptError, MismatchError, StateError
+from ckpt.events import log as logger
+
+EXTRA = "_extra_state"
+
+
+@dataclass
+class OwnState:
+    """By prefix: `speakers` are asked for state_dict() at every reading, and nothing below them is read as it lies;
+    `extras` for get_extra_state(); `loaders` have their say in loading, so they are handed their own state once it is
+    restored. `names`: what tensors are called, if not as they lie; `left_out`: which of them are not saved.
+    """
+
+    speakers: dict[str, nn.Module] = field(default_factory=dict)
+    extras: dict[str, nn.Module] = field(default_factory=dict)
+    names: dict[str, str] = field(default_factory=dict)
+    left_out: set[str] = field(default_factory=set)
+    loaders: dict[str, nn.Module] = field(default_factory=dict)
+    notes: dict[tuple[str, type[nn.Module]], list[str]] = field(default_factory=dict)
+
+    @property
+    def spoken(self) -> bool:
+        """Whether there is more than parameters and buffers."""
+        return bool(self.speakers or self.extras)
+
+    def speaks(self, prefix: str) -> bool:
+        """Whether a module is, or lies in, one that speaks for itself."""
+        return any(prefix.startswith(speaker) for speaker in self.speakers)
+
+    def drop(self, prefix: str) -> None:
+        """Forget all about what lies below."""
+        for found in (self.speakers, self.extras, self.names, self.loaders):
+            for key in [key for key in found if key.startswith(prefix)]:
+                del found[key]
+        self.left_out = {key for key in self.left_out if not key.startswith(prefix)}
+
+
+def lying(module: nn.Module, words: OwnState, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Parameters and persistent buffers of what does not speak for itself, by full name."""
+    for name, _, each in named_modules(module):
+        here = prefix + (name + "." if name else "")
+        if not words.speaks(here):
+            for key, tensor in (*each._parameters.items(), *each._buffers.items()):
+                if tensor is not None and key not in each._non_persistent_buffers_set:
+                    yield here + key, tensor
+
+
+def listen(module: nn.Module, path: Path) -> OwnState:
+    """What the modules in `module` say of themselves. What follows from it for the user is logged, once.
+
+    Raises StateError if two tensors have one name.
+    """
+    words, seen = OwnState(), dict[str, Tensor]()
+    for name, tensor in lying(module, words):
+        if not is_one(seen.setdefault(name, tensor), tensor):
+            raise StateError(f"{show((*path, name))}: {TWO_TENSORS}")
+    _listen(module, "", words)
+    for (verdict, kind), prefixes in words.notes.items():
+        first = show((*path, prefixes[0].rstrip("."))) if prefixes[0] else show(path)
+        more = f" and {len(prefixes) - 1} more" if len(prefixes) > 1 else ""
+        _say(f"{first}{more} ({kind.__name__}): {verdict}")
+    return words
+
+
+_said: set[str] = set()
+
+
+def _say(text: str) -> None:
+    if text not in _said:
+        _said.add(text)
+        logger.warning("%s", text)
+
+
+def _listen(module: nn.Module, prefix: str, words: OwnState) -> None:
+    wrapped = wrapped_attribute(module)
+    for name, child in module._modules.items():
+        if child is not None:
+            _listen(child, prefix if name == wrapped else f"{prefix}{name}.", words)
+    extra = type(module).get_extra_state is not nn.Module.get_extra_state
+    if wrapped is not None and _adds_to_speaker(module, prefix, words, extra):
+        words.drop(prefix)
+        words.speakers[prefix] = module  # its state_dict() has both
+        return
+    if extra:
+        words.extras[prefix] = module
+    saves, loads = _own(module)
+    if saves or loads:
+        verdict = _judge(module, prefix, words, loads)
+        if verdict:
+            words.notes.setdefault((verdict, type(module)), []).append(prefix)
+
+
+def _adds_to_speaker(wrapper: nn.Module, prefix: str, words: OwnState, extra: bool) -> bool:
+    """Return True if a wrapper has state next to a module of the same name that speaks for itself."""
+    if extra and prefix in words.extras:
+        return True
+    return prefix in words.speakers and bool(wrapper._parameters or wrapper._buffers or len(wrapper._modules) > 1)
+
+
+def _own(module: nn.Module) -> tuple[bool, bool]:
+    """Whether a module has hooks or methods of its own for saving, and for loading."""
+
+    def has(methods: tuple[str, ...], hooks: Iterable[Any]) -> bool:
+        owners = (next(c for c in type(module).__mro__ if name in vars(c)).__module__ for name in methods)
+        plain = (home.startswith("torch.") and not home.startswith("torch.ao.") for home in owners)
+        return not (all(plain) and all(map(belongs_to_torch, hooks)))
+
+    before, after = module._state_dict_pre_hooks.values(), module._state_dict_hooks.values()
+    first, last = module._load_state_dict_pre_hooks.values(), module._load_state_dict_post_hooks.values()
+    saves = has(("state_dict", "_save_to_state_dict"), (*before, *after))
+    return saves, has(("load_state_dict", "_load_from_state_dict"), (*first, *last))
+
+
+GATHERS = (
+    "its state_dict() runs collectives, so it is not asked. Parameters, buffers and extra state are saved as they lie; "
+    "anything else that its hooks add is not saved"
+)
+REARRANGES = "its state_dict() rearranges its parameters. They are saved as they lie, which restores the same"
+LEAVES_OUT = "its state_dict() leaves out some parameters or buffers. They are not saved"
+SPEAKS = "its state_dict() says more than its parameters and buffers, so it is called at every save"
+
+
+def _judge(module: nn.Module, prefix: str, words: OwnState, loads: bool) -> str:
+    """Note what follows from the words of one module; what to tell the user of it."""
+    said = _ask(module)
+    if said is None:
+        return GATHERS
+    if loads:
+        for inner in [p for p in words.loaders if p.startswith(prefix)]:
+            del words.loaders[inner]
+        words.loaders[prefix] = module
+    here = {key: tensor for key, tensor in lying(module, words, prefix) if key not in words.left_out}
+    own = {memory_id(tensor) for tensor in here.values()}
+    expected = {p + EXTRA for p in words.extras}
+    said = {prefix + plain_key(module, k): v for k, v in said.items()}
+    rest = {k: v for k, v in said.items() if k not in expected and not words.speaks(k)}
+    new = {k: v for k, v in rest.items() if not isinstance(v, Tensor) or memory_id(v) not in own}
+    there = {memory_id(v) for k, v in rest.items() if k not in new}
+    missing = {k: tensor for k, tensor in here.items() if memory_id(tensor) not in there}
+    again = {prefix + plain_key(module, k): v for k, v in (_ask(module) or {}).items()} if new else {}
+    if new and not _rearranged(new, missing, again):
+        words.drop(prefix)
+        words.speakers[prefix] = module
+        return SPEAKS
+    if new:
+        return REARRANGES
+    words.left_out |= missing.keys()
+    _rename({k: t for k, t in here.items() if k not in missing}, rest, words)
+    return LEAVES_OUT if missing else ""
+
+
+def _rearranged(new: Mapping[str, Any], missing: Mapping[str, Tensor], again: Mapping[str, Any]) -> bool:
+    """Whether what is new may be made of what is missing: as much of it, and nothing that lies somewhere else."""
+    if not all(isinstance(value, Tensor) for value in new.values()):
+        return False
+    if any(isinstance(v := again.get(key), Tensor) and memory_id(v) == memory_id(value) for key, value in new.items()):
+        return False  # both answers are alive, so this is kept somewhere
+    apart = {memory_id(tensor): tensor.numel() for tensor in missing.values()}
+    return sum(apart.values()) == sum(int(value.numel()) for value in new.values())
+
+
+def _rename(here: Mapping[str, Tensor], said: Mapping[str, Tensor], words: OwnState) -> None:
+    """Tensors that a module calls otherwise, such as a wrapper that leaves out its own part of the name."""
+    other: dict[object, list[str]] = {}
+    for key, tensor in said.items():
+        if key not in here:
+            other.setdefault(view_id(tensor), []).append(key)
+    for key, tensor in here.items():
+        if key not in said and (called := other.get(view_id(tensor))):  # tied tensors have several names
+            words.names[key] = next((name for name in called if key.endswith(f".{name}")), called[0])
+
+
+class Refusing(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Collectives end in an error before anything is sent."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.refused = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        distributed = sys.modules.get("torch.distributed.tensor")
+        if distributed is not None and any(issubclass(one, distributed.DTensor) for one in types):
+            return NotImplemented  # what it makes of it comes here again
+        if func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem"):
+            self.refused = True
+            raise RuntimeError(f"{func} is a collective, and other ranks are not asked")
+        return func(*args, **(kwargs or {}))
+
+
+def _ask(module: nn.Module) -> dict[str, Any] | None:
+    """What a module says; None if it cannot say it without other ranks."""
+    mode = Refusing()
+    try:
+        with torch.no_grad(), mode:
+            said = dict(module.state_dict(keep_vars=True))
+    except Exception:
+        if not mode.refused:
+            raise
+    return None if mode.refused else said
+
+
+def hand_back(module: nn.Module) -> None:
+    """Let a module that has its say in loading see what has been restored: its hooks may derive more from it."""
+    mode = Refusing()
+    try:
+        with mode:
+            load_into(module, module.state_dict(), strict=False)
+    except Exception:
+        if not mode.refused:
+            raise
+
+
+def hand_resized(module: nn.Module, path: Path, tensors: Mapping[str, Tensor], strict: bool) -> None:
+    """Load tensors of other shapes than the module's own ones through its own loader, which may resize these.
+
+    Everything else is in place already. `tensors`: by their names within the module. Raises MismatchError if the loader
+    raises an error.
+    """
+    state = module.state_dict()
+    named = {plain_key(module, key): key for key in state}
+    for key, value in state.items():
+        if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+            state[key] = value.clone()  # the loader may overwrite its own tensors before it copies
+    state.update((named.get(name, name), tensor) for name, tensor in tensors.items())
+    try:
+        load_into(module, state, strict=strict)
+    except Exception as error:
+        problem = (
+            f"{show(path)}: the loader of {type(module).__qualname__} does not accept the saved "
+            f"{', '.join(f'{name} of shape {list(t.shape)}' for name, t in tensors.items())}: {error}"
+        )
+        if strict:
+            raise MismatchError(
+                f"{problem}. The rest was restored: make the module as it was, and restore again"
+            ) from error
+        logger.warning("%s. They were left as they are", problem)
+
+
+def load_into(module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> Any:
+    """Call load_state_dict(), which need not have the parameter `strict` if the module has written it.
+
+    Return what it returns.
+    """
+    parameters = inspect.signature(module.load_state_dict).parameters
+    takes = "strict" in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    return module.load_state_dict(state) if strict or not takes else module.load_state_dict(state, strict=False)
+
+
+# -- whether its own loader accepts a saved state --
+
+
+def accepts(module: nn.Module, state: Mapping[str, Any], *, plain: bool) -> bool:
+    """Return True if `module.load_state_dict(state)` succeeds.
+
+    Keys that an own load_state_dict() returns as missing or unexpected, and does not raise an error for, are accepted.
+    The module does not change. Raises Untried if that cannot be found out on a copy.
+
+    state: tensors on the meta device, by their names within the module.
+    plain: the names are those of `named_modules`, not the module's own; see `as_its_own`.
+    """
+    mode = _Trial()
+    with torch.random.fork_rng(devices=[]):
+        try:
+            twin = _twin(module)
+        except Exception as error:
+            raise Untried(f"its loader cannot be tried on a copy of the module: {error!r:.200}") from error
+        try:
+            with mode:
+                given = as_its_own(twin, state) if plain else dict(state)
+                names = _forms(given)
+                found = load_into(twin, given, strict=True)
+                # If the loader does not return what it misses, its names must be the same now.
+                return not mode.refused and (found is not None or _forms(twin.state_dict()) == names)
+        except Exception as error:
+            if "in loading state_dict for" in str(error) or mode.refused:  # it is torch that refuses the keys
+                return False
+            raise Untried(f"its loader failed on a copy of the module without memory: {error!r:.200}") from error
+
+
+class Untried(Exception):
+    """A module's loader cannot be tried on a copy; the text says why."""
+
+
+def _twin(module: nn.Module) -> nn.Module:
+    """Return a copy without memory, whose hooks for loading reach nothing of the original."""
+    if any(isinstance(one, torch.jit.ScriptModule) for one in module.modules()):
+        raise TypeError("a ScriptModule has memory in its copy")
+    memo: dict[int, Any] = {}
+    with _WithoutMemory():
+        twin = copy.deepcopy(module, memo)
+        for one in module.modules():
+            for name in ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"):
+                for key, hook in getattr(one, name).items():
+                    hooks = getattr(memo[id(one)], name)
+                    if hasattr(hook, "hook"):
+                        hooks[key].hook = _copied(hook.hook, memo)
+                    else:
+                        hooks[key] = _copied(hook, memo)
+            for name in {"load_state_dict", "_load_from_state_dict"} & vars(one).keys():
+                vars(memo[id(one)])[name] = _copied(vars(one)[name], memo)
+    return twin
+
+
+def _copied(value: Any, memo: dict[int, Any]) -> Any:
+    """Return what deepcopy() returns, but copies of functions, which have copies of what they keep.
+
+    Raises TypeError for what would reach the original.
+    """
+    if isinstance(value, partial):
+        return partial(_copied(value.func, memo), *_copied(value.args, memo), **_copied(value.keywords, memo))
+    if isinstance(value, MethodType):
+        return MethodType(_copied(value.__func__, memo), copy.deepcopy(value.__self__, memo))
+    if not isinstance(value, FunctionType):
+        if any(isinstance(one, weakref.ref | FunctionType) for one in _leaves(value)):
+            raise TypeError("a hook keeps weak references, or functions in a list or dict")
+        return value if isinstance(value, ModuleType) else copy.deepcopy(value, memo)
+    if id(value) not in memo:
+        cells = tuple(CellType() for _ in value.__closure__ or ())
+        made = memo[id(value)] = FunctionType(value.__code__, value.__globals__, value.__name__, None, cells or None)
+        made.__dict__.update(value.__dict__)
+        for cell, kept in zip(cells, value.__closure__ or (), strict=True):
+            cell.cell_contents = _copied(kept.cell_contents, memo)
+        made.__defaults__ = value.__defaults__ and tuple(_copied(one, memo) for one in value.__defaults__)
+        made.__kwdefaults__ = value.__kwdefaults__ and {k: _copied(v, memo) for k, v in value.__kwdefaults__.items()}
+    return memo[id(value)]
+
+
+def _leaves(value: object) -> Iterator[object]:
+    """Yield what is in lists, tuples, sets and dicts."""
+    if isinstance(value, list | tuple | set | frozenset | dict):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from _leaves(one)
+    else:
+        yield value
+
+
+def as_its_own(module: nn.Module, state: Mapping[str, Any]) -> OrderedDict[str, Any]:
+    """Return a state as the module's own state_dict() would return it: with its names and its version numbers."""
+    own = module.state_dict()
+    named = {plain_key(module, key): key for key in own}
+    found = OrderedDict((named.get(key, key), value) for key, value in state.items())
+    found._metadata = getattr(own, "_metadata", {})  # type: ignore[attr-defined]
+    return found
+
+
+def without_memory(spec_of: Callable[[str], TensorSpec], reference: Json) -> object:
+    """Decode a reference with a tensor on the meta device. Raises CorruptError if that cannot be done."""
+    if reference["$"] == "ndarray":
+        dtype, shape = check_array(spec_of(reference["name"]), reference)
+        return np.zeros(shape, dtype)
+    if reference["$"] == "tensor":
+        spec = spec_of(reference["name"])
+        return of_kind(torch.empty(spec.shape, dtype=TORCH_DTYPE[spec.dtype], device="meta"), reference)
+    return decode_constant(reference)
+
+
+class _WithoutMemory(TorchFunctionMode):
+    """deepcopy() of a tensor returns one on the meta device."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.__deepcopy__, Tensor.clone):  # a Parameter clones its data
+            return torch.empty_like(args[0], device="meta")
+        return func(*args, **(kwargs or {}))
+
+
+class _Trial(Refusing):  # type: ignore[no-untyped-call]
+    """Also, tensors without memory can be copied to a device, and into the tensors that a loader creates."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default and args[1].is_meta and not args[0].is_meta:
+            return args[0]
+        if func is torch.ops.aten._to_copy.default and args[0].is_meta:
+            kwargs = {**(kwargs or {}), "device": torch.device("meta")}
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def _forms(state: Mapping[str, Any]) -> dict[str, object]:
+    """Equal for states that have the same names, with tensors of the same shapes."""
+    return {key: tuple(v.shape) if isinstance(v, Tensor) else type(v) for key, v in state.items()}
+
+
+# -- how it is read, and put back --
+
+
+class CustomModuleNode(ModuleNode):
+    """Any module, read as the core does it, and with it what it says of itself (`listen`)."""
+
+    def __init__(self, path: Path, module: nn.Module) -> None:
+        super().__init__(path, module)
+        self._words, self._heard = OwnState(), list[nn.Module]()
+        self._untried: list[str] = []  # why loaders could not be asked whether they accept the checkpoint
+        self._order: list[str] = []  # names, and prefixes of modules that say more
+
+    @staticmethod
+    def owns(value: object) -> bool:
+        return isinstance(value, nn.Module)
+
+    @property
+    def kind(self) -> str:
+        return "custom module" if self._words.spoken else "module"
+
+    def read(self, names: Names) -> Contents:
+        piece = super().read(names)
+        return self._and_words(piece) if self._words.spoken else piece
+
+    def _read(self, modules: Sequence[NamedModule]) -> Contents:
+        if len(modules) != len(self._heard) or any(
+            one.module is not b for one, b in zip(modules, self._heard, strict=True)
+        ):
+            self._words, self._heard = listen(self.whole, self.path), [one.module for one in modules]
+        piece, order = super()._read(modules), dict[str, None]()
+        for prefix, _, module in modules if self._words.spoken else ():
+            inside = f"{prefix}." if prefix else ""
+            if inside in self._words.speakers:
+                order[inside] = None
+            for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+                name = self._saved_as(inside + key)
+                if name is not None and tensor is not None and key not in module._non_persistent_buffers_set:
+                    order[name] = None
+            if inside in self._words.extras:
+                order[inside] = None
+        self._order = list(order)
+        return piece
+
+    def _saved_as(self, name: str) -> str | None:
+        omitted = self._words.speaks(name) or name in self._words.left_out
+        return None if omitted else self._words.names.get(name, name)
+
+    def _and_words(self, piece: Contents) -> Contents:
+        """All that it consists of by key, as its state_dict() would say it."""
+        collect, exact = Collector(), Collector(exact=True)  # set_extra_state() gets its values as they were
+        state: dict[str, Json] = {}
+        for key in self._order:
+            if key in self._words.extras:
+                value = self._words.extras[key].get_extra_state()
+                state[key + EXTRA] = encode(value, (*self.path, key + EXTRA), exact)
+            elif key in self._words.speakers:
+                for inner, value in self._words.speakers[key].state_dict(keep_vars=True).items():
+                    if key + inner in state:
+                        raise StateError(f"{self._name(key + inner)}: {TWO_TENSORS}")
+                    state[key + inner] = encode(value, (*self.path, key + inner), collect)
+            else:
+                form = self._forms.get(key)
+                state[key] = {"$": "tensor", "name": self._name(key)} if form is None else form.to_json()
+        replicas = replicated_by_ddp(self.whole)  # modules with a state_dict() of their own may exchange tensors
+        loose = []
+        for e in (*collect.entries, *exact.entries):
+            of, whole = e.part_of, e.owner.tensor
+            mine = replicas.get(id(whole))
+            guarded = isinstance(whole, nn.Parameter)
+            of = of and StateEntry(of.name, whole, guarded, mine)
+            loose.append(StateEntry(e.name, e.tensor, guarded, mine or e.alike, part_of=of, around=e.around))
+        return Contents(piece.fixed, loose, pairs(state), piece.facts)
+
+    def prepare(self, saved: SavedNode, placement: Placement) -> None:
+        piece = self.read(Names())
+        if saved.kind == "module" and not (self._words.spoken or self._words.loaders):
+            super().prepare(saved, placement)
+            return
+        lying = {entry.name: entry for entry in piece.fixed}
+        said = {entry.name: entry for entry in piece.loose}
+        state = self._saved_state(saved)
+        problems, self._untried = len(placement.problems), []
+        free = set(references([value for key, value in state.items() if key.endswith(EXTRA)]))  # may differ each time
+        own = {name: entry for name, entry in (lying | said).items() if not self._in_extra(name)}
+        theirs = [name for name in saved.names if name not in free]
+        differing = self._differing(theirs, own, placement)
+        resized = self._resized(saved, theirs, own, placement)
+        whole = self._loaders_of_all(saved, state, own, differing - resized.keys(), placement)
+        given = {name for name in (*own, *theirs) if whole and self._key(name).startswith(tuple(whole))}
+        resized = {name: prefix for name, prefix in resized.items() if name not in given}
+        omitted = resized.keys() | (given & differing)
+        live = {name: entry for name, entry in own.items() if name not in omitted}
+        names = placement.compare(self.path, [name for name in theirs if name not in omitted], live)
+        for name in matching(names, own, saved.facts, saved.names, placement):
+            if name in lying and name not in given:
+                placement.fill(name, lying[name])
+            else:
+                placement.watch(name, own[name])
+        self._prepare_words(state, lying | said, whole, placement)
+        self._hand_back(placement, self._created(resized, own, placement), whole)
+        if whole:
+            placement.finish(self.path, self._forget)
+        if len(placement.problems) > problems:
+            placement.problems += self._untried
+
+    def _forget(self) -> None:
+        """Read all of it again: its state_dict() may have other keys now."""
+        self._piece, self._heard = None, []
+
+    def prepare_as_saved(self, saved: SavedNode, placement: Placement) -> bool:
+        if self._words.spoken:
+            return False
+        self._hand_back(placement, {}, {})
+        return True
+
+    def _hand_back(
+        self, placement: Placement, resized: Mapping[str, tuple[str, Tensor]], whole: Mapping[str, nn.Module]
+    ) -> None:
+        for prefix, module in self._words.loaders.items():
+            if prefix in whole:
+                continue
+            mine = {self._key(n).removeprefix(prefix): t for n, (p, t) in resized.items() if p == prefix}
+            if mine:
+                path = (*self.path, prefix.rstrip(".")) if prefix else self.path
+                placement.finish(self.path, partial(hand_resized, module, path, mine, placement.strict))
+            else:
+                placement.finish(self.path, partial(hand_back, module))
+
+    def _resized(
+        self, saved: SavedNode, theirs: Collection[str], own: Mapping[str, StateEntry], placement: Placement
+    ) -> dict[str, str]:
+        """Return what the loaders of modules decide about: saved tensors of other shapes than those here.
+
+        Also those of which there is None here. By name: the prefix of the loader.
+        """
+        found: dict[str, str] = {}
+        if not self._words.loaders:
+            return found
+        made_of_several = {part for form in forms_of(saved.facts).values() for part in form.names}
+        empty = {
+            f"{name}.{key}" if name else key
+            for name, _, module in named_modules(self.whole)
+            for members in (module._parameters, module._buffers)
+            for key, tensor in members.items()
+            if tensor is None
+        }
+        for name in theirs:
+            key, entry = self._key(name), own.get(name)
+            prefix = max((p for p in self._words.loaders if key.startswith(p)), key=len, default=None)
+            if prefix is None or name in made_of_several or self._words.speaks(key):
+                continue
+            if entry is None:
+                if key in empty or "." not in key.removeprefix(prefix):
+                    found[name] = prefix
+            elif _has_other_shape(name, entry, placement):
+                found[name] = prefix
+        return found
+
+    def _created(
+        self, resized: Mapping[str, str], own: Mapping[str, StateEntry], placement: Placement
+    ) -> dict[str, tuple[str, Tensor]]:
+        """Return what `_resized` found, with new tensors that will be filled."""
+        found: dict[str, tuple[str, Tensor]] = {}
+        for name, prefix in resized.items():
+            if (entry := own.get(name)) is None:
+                made = placement.create(name, saved_device(placement.spec(name)))
+            else:
+                assert isinstance(entry.alike, Replicas | None)
+                made = placement.create(name, entry.tensor.device, entry.alike, guarded=entry.guarded)
+            found[name] = prefix, made
+        return found
+
+    def _differing(self, theirs: Collection[str], own: Mapping[str, StateEntry], placement: Placement) -> set[str]:
+        """Return the names of tensors that are on one side only, or have another shape on the other one."""
+        if not (self._words.loaders or self._words.speakers):
+            return set()  # nobody would be asked about them
+        shared = (name for name in theirs if name in own and _has_other_shape(name, own[name], placement))
+        return {*(own.keys() ^ set(theirs)), *shared}
+
+    def _loaders_of_all(
+        self,
+        saved: SavedNode,
+        state: Mapping[str, Json],
+        own: Mapping[str, StateEntry],
+        differing: Collection[str],
+        placement: Placement,
+    ) -> dict[str, nn.Module]:
+        """Return modules of which something differs, and whose own loaders accept all of their saved state.
+
+        They get all of it. By prefix; none of them lies in another one.
+        """
+        words, found = self._words, dict[str, nn.Module]()
+        keys = {self._key(name) for name in differing} | {key for key in state if self._is_unclaimed(key, state[key])}
+        for prefix, module in (*words.speakers.items(), *words.loaders.items()):
+            speaks = prefix in words.speakers
+            if not any(key.startswith(prefix) for key in keys) or not (
+                speaks or self._lies_plainly(prefix, saved, own)
+            ):
+                continue
+            try:
+                state_of_it = {
+                    key.removeprefix(prefix): decode(value, partial(without_memory, placement.spec))
+                    for key, value in state.items()
+                    if key.startswith(prefix)
+                }
+            except CheckpointError:
+                continue
+            try:
+                accepted = accepts(module, state_of_it, plain=not speaks)
+            except Untried as error:
+                path = (*self.path, prefix.rstrip(".")) if prefix else self.path
+                self._untried.append(f"{show(path)}: {error}")
+                continue
+            if accepted:
+                found = {p: inner for p, inner in found.items() if not p.startswith(prefix)} | {prefix: module}
+                keys = {key for key in keys if not key.startswith(prefix)}
+        return found
+
+    def _lies_plainly(self, prefix: str, saved: SavedNode, own: Mapping[str, StateEntry]) -> bool:
+        """Return True if what is saved of a module is what its loader takes: plain tensors, as its state_dict() has
+        them."""
+        rearranged = [
+            p for (verdict, _), ps in self._words.notes.items() if verdict in (GATHERS, REARRANGES) for p in ps
+        ]
+        wrappers = (self._key(name) for name in forms_of(saved.facts))
+        return (
+            not any(p.startswith(prefix) or prefix.startswith(p) for p in rearranged)
+            and not any(key.startswith(prefix) for key in wrappers)
+            and all(_is_plain(entry) for name, entry in own.items() if self._key(name).startswith(prefix))
+        )
+
+    def _is_unclaimed(self, key: str, value: Json) -> bool:
+        """Return True for a saved value that is not a tensor and that no module here asks for by itself."""
+        if self._words.speaks(key) or any(key == prefix + EXTRA for prefix in self._words.extras):
+            return False
+        return not (type(value) is dict and value.get("$") in ("tensor", "wrapper"))
+
+    def _key(self, name: str) -> str:
+        """Return the name within the module."""
+        return name[len(self._name("")) :]
+
+    def _in_extra(self, name: str) -> bool:
+        return any(name.startswith(self._name(prefix + EXTRA)) for prefix in self._words.extras)
+
+    def _saved_state(self, saved: SavedNode) -> dict[str, Json]:
+        """What was saved of it by key. CorruptError if it is not that."""
+        if saved.kind == "module":
+            return {self._key(name): {"$": "tensor", "name": name} for name in saved.names}
+        found = unpaired(saved.values)
+        if found is None:
+            raise CorruptError(f"{show(self.path)}: what is stored of it is not the state of a module")
+        return found
+
+    def _prepare_words(
+        self,
+        state: dict[str, Json],
+        live: Mapping[str, StateEntry],
+        whole: Mapping[str, nn.Module],
+        placement: Placement,
+    ) -> None:
+        claimed = set()
+        for prefix, module in self._words.extras.items():
+            key = prefix + EXTRA
+            if key.startswith(tuple(whole)):
+                continue
+            claimed.add(key)
+            if key in state:
+                placement.finish(self.path, partial(_set_extra, module, placement.build(state[key])))
+            else:
+                placement.problem(f"{self._name(key)} is not in the checkpoint")
+        outer = {p: m for p, m in self._words.speakers.items() if not p.startswith(tuple(whole))}
+        for prefix, module in (*outer.items(), *whole.items()):
+            mine = {key: value for key, value in state.items() if key.startswith(prefix)}
+            claimed |= mine.keys()
+            build = placement.build(pairs({k.removeprefix(prefix): v for k, v in mine.items()}), like=live)
+            plain = prefix not in self._words.speakers
+            placement.finish(self.path, partial(_load, module, self.path, build, placement.strict, plain))
+        for key, value in state.items():
+            if key not in claimed and self._is_unclaimed(key, value):
+                placement.problem(f"{self._name(key)} is in the checkpoint, and not in {show(self.path)}")
+
+
+def _has_other_shape(name: str, entry: StateEntry, placement: Placement) -> bool:
+    """Return True for a plain tensor that was saved with another shape."""
+    return _is_plain(entry) and placement.spec(name).shape != tuple(entry.tensor.shape)
+
+
+def _is_plain(entry: StateEntry) -> bool:
+    """Return True unless a tensor is sharded, or a part of another one."""
+    return isinstance(entry.alike, Replicas | None) and entry.part_of is None and not is_dtensor(entry.tensor)
+
+
+def _set_extra(module: nn.Module, build: Callable[[], Any]) -> None:
+    module.set_extra_state(build())
+
+
+def _load(module: nn.Module, path: Path, build: Callable[[], Any], strict: bool, plain: bool) -> None:
+    found = load_into(module, as_its_own(module, build()) if plain else build(), strict=strict)
+    texts = {"not in the checkpoint": "missing_keys", "in the checkpoint, and not in the module": "unexpected_keys"}
+    for text, name in texts.items():
+        if keys := getattr(found, name, ()):
+            logger.warning(
+                "%s: its load_state_dict() accepted that these are %s: %s", show(path), text, ", ".join(keys)
+            )

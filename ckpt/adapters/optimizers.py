@@ -1,0 +1,572 @@
+"""Optimizers that do more than torch's: hooks, an own `state_dict()` or loader, helper objects in their state.
+
+Whose code is called is decided here, and so is which packages are trusted to add nothing (`TRUSTED`).
+
+Helper objects are such as the projectors of GaLore. Their attributes are saved. A restore sets them on the object that
+is already there, or makes an object of the same class without calling any of its code. Only a class that the
+optimizer's own package defines or imports, and that is an ordinary Python class, can be made again. Nothing that a file
+names is ever imported.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import random
+import re
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ckpt.core.format.saved_nodes import SavedNode
+from ckpt.core.format.values import Json, Path, decode, encode, show
+from ckpt.core.state.names import Names
+from ckpt.core.state.nodes import Collector, Contents, StatefulNode
+from ckpt.core.state.optimizer_node import OptimizerNode, Row, all_of_one_state, inside
+from ckpt.core.state.placement import Placement
+from ckpt.core.state.sharding import is_dtensor
+from ckpt.core.state.special_values import (
+    OBJECT_TAGS,
+    Collecting,
+    ObjectDecoder,
+    ObjectEncoder,
+    class_name,
+    class_of,
+    decode_constant,
+)
+from ckpt.core.state.stateful import Stateful, adapt
+from ckpt.core.state.tensors import as_bytes
+from ckpt.core.state.wrappers import is_wrapped
+from ckpt.errors import CorruptError, MismatchError, StateError
+from ckpt.events import log
+
+BEFORE_SAYING = "_optimizer_state_dict_pre_hooks"  # where torch's optimizers have them
+
+
+class CustomOptimizerNode(OptimizerNode):
+    """Any optimizer whose state lies in `.state` and `.param_groups`.
+
+    If it has a `state_dict()` that adds entries to those of torch, these are saved as `extra`, and a restore hands them
+    to its `load_state_dict()`. A restore also calls this loader if it, or its hooks, may derive something.
+    """
+
+    def __init__(self, path: Path, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(path, optimizer)
+        self._objects = self._encoder = ObjectsOf(optimizer)
+        self._adds_entries, self._same = speaks_for_itself(optimizer), all_of_one_state(optimizer)
+        self._extra: dict[str, Any] = {}  # of the reading that is under way
+
+    @staticmethod
+    def owns(value: object) -> bool:
+        return isinstance(value, torch.optim.Optimizer)
+
+    def read(self, names: Names) -> Contents:
+        self._extra = self._own_entries()  # first: its hooks may write into the groups and the state
+        return super().read(names)
+
+    def _values(self, collect: Collector) -> dict[str, Any]:
+        extra, self._extra = self._extra, {}
+        self._objects.begin(self._called)
+        values = super()._values(collect)
+        if extra:
+            values["extra"] = encode(extra, (*self.path, "extra"), collect)
+        self._objects.end()
+        return values
+
+    def _own_entries(self) -> dict[str, Any]:
+        """Run the hooks that prepare a `state_dict()`. Return the entries that the optimizer's own adds to torch's."""
+        if not self._adds_entries:
+            for one in self._same:
+                for hook in tuple((vars(one).get(BEFORE_SAYING) or {}).values()):
+                    hook(one)
+            return {}
+        said = self.optimizer.state_dict()
+        return {key: value for key, value in said.items() if key not in ("state", "param_groups")}
+
+    def _decoder(self, values: Json) -> ObjectDecoder:
+        return RestoredObjects(self._objects, values)
+
+    def _prepare_loader(self, saved: SavedNode, placement: Placement, objects: ObjectDecoder | None) -> None:
+        extra = self._saved_extra(saved, placement, objects)
+        if extra is not None or any(map(_derives_when_loaded, self._same)):
+
+            def finish() -> None:
+                self._load({} if extra is None else extra(), dict(self.optimizer.state))
+
+            placement.finish(self.path, finish)
+
+    def _saved_extra(
+        self, saved: SavedNode, placement: Placement, objects: ObjectDecoder | None
+    ) -> Callable[[], dict[str, Any]] | None:
+        """Build the entries that a `state_dict()` had added."""
+        found = saved.values.get("extra")
+        if found is None:
+            return None
+        if not self._adds_entries:
+            placement.problem(f"{show(self.path)}: its state_dict() had entries of its own, and has none here")
+            return None
+        if self._note_differing({("extra", ""): found}, _rows_of_extra, placement):
+            return None
+        return placement.build(found, guarded=True, objects=objects)
+
+    def prepare_as_saved(self, saved: SavedNode, placement: Placement) -> bool:
+        if self._adds_entries or any(map(_derives_when_loaded, self._same)):
+            return False
+        return super().prepare_as_saved(saved, placement)
+
+    def _new_encoder(self) -> ObjectEncoder:
+        return ObjectsOf(self.optimizer)
+
+    def _load(self, extra: dict[str, Any], state: dict[Any, Any]) -> None:
+        """Call the optimizer's own loader, and undo what torch's does to values, such as casts to dtypes of weights."""
+        said, groups = self._say(state), self.optimizer.param_groups
+        sharing = [vars(one) for one in self._same if vars(one).get("param_groups") is groups]
+        try:
+            self.optimizer.load_state_dict({**said, **extra})
+        except Exception as error:
+            if extra:
+                raise
+            log.warning(
+                "%s: its state was restored, but its own load_state_dict() failed with %r, so what the optimizer "
+                "derives from its state when it is loaded may be missing",
+                show(self.path),
+                error,
+            )
+        # torch's loader makes another list, and a wrapper that shares the groups would keep the old one.
+        groups = next((one["param_groups"] for one in sharing if one["param_groups"] is not groups), groups)
+        for one in sharing:
+            one["param_groups"] = groups
+        for key, values in self.optimizer.state.items():
+            if key not in state:
+                state[key] = values
+            elif isinstance(values, dict) and isinstance(state[key], dict):
+                saved = state[key]
+                state[key].update({k: v for k, v in values.items() if k not in saved or _is_derived(v, saved[k], key)})
+        self._put(state)
+
+    def _say(self, state: dict[Any, Any]) -> dict[str, Any]:
+        """Return the `state_dict()` of what was restored. What it writes before it reads would be of this process."""
+        held = {key: dict(values) for key, values in state.items() if isinstance(values, dict)}
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+        hooks = [(vars(one), vars(one).get(BEFORE_SAYING)) for one in self._same]
+        try:
+            for owner, of_one in hooks:
+                if of_one:
+                    owner[BEFORE_SAYING] = OrderedDict()
+            said = self.optimizer.state_dict()
+        finally:
+            for owner, of_one in hooks:
+                if of_one:
+                    owner[BEFORE_SAYING] = of_one
+        for key, values in held.items():
+            state[key].clear()
+            state[key].update(values)
+        if type(packed := said.get("param_groups")) is not list or len(packed) != len(groups):
+            return said
+        return {**said, "param_groups": _Groups({**a, **b} for a, b in zip(packed, groups, strict=True))}
+
+
+class SeparateOptimizerNode(StatefulNode):
+    """An optimizer that keeps its state elsewhere: only its `state_dict()` has it."""
+
+    def __init__(self, path: Path, target: torch.optim.Optimizer) -> None:
+        super().__init__(path, target)
+        self._objects = ObjectsOf(target)
+
+    @staticmethod
+    def owns(value: object) -> bool:
+        return isinstance(value, torch.optim.Optimizer) and keeps_elsewhere(value)
+
+    def read(self, names: Names) -> Contents:
+        self._objects.begin({})
+        contents = self._read(Collector(self._objects))
+        self._objects.end()
+        return contents
+
+    def _build(self, saved: SavedNode, placement: Placement) -> Callable[[], Any] | None:
+        # Its loader wants tensors that lie on the ranks like those that it has.
+        like = {entry.name: entry for entry in self.read(Names()).loose}
+        objects = RestoredObjects(self._objects, saved.values)
+        try:
+            return placement.build(saved.values, like=like, guarded=True, objects=objects)
+        except MismatchError as error:
+            placement.problem(f"{show(self.path)} begins anew, since not all of its state can be had: {error}")
+            return None
+
+    def _load(self, state: Any) -> None:
+        """Torch's own loader casts moments to the dtypes of the weights: undo that."""
+        self.target.load_state_dict(state)
+        _recast(self.target.state_dict(), state)  # the dicts of parameters in it are those that the optimizer has
+
+
+def _recast(live: Any, saved: Any) -> Any:
+    """Return what a loader made of a value, with the saved tensors where it has changed their dtype."""
+    if isinstance(live, Tensor):
+        cast = isinstance(saved, Tensor) and saved.shape == live.shape and saved.dtype != live.dtype
+        return saved.to(live.device) if cast else live
+    if isinstance(live, dict) and isinstance(saved, dict):
+        for key in live.keys() & saved.keys():
+            live[key] = _recast(live[key], saved[key])
+    elif type(live) in (list, tuple) and type(saved) is type(live) and len(live) == len(saved):
+        found = [_recast(one, other) for one, other in zip(live, saved, strict=True)]
+        if type(live) is tuple:
+            return tuple(found)
+        live[:] = found
+    return live
+
+
+def _rows_of_extra(values: Json) -> Iterable[tuple[Row, Json]]:
+    return [(("extra", ""), values["extra"])] if "extra" in values else []
+
+
+TRUSTED = {"accelerate", "lightning", "lightning_fabric", "pytorch_lightning", "opacus"}
+"""Packages whose wrappers of optimizers add nothing to the `state_dict()` of the optimizer inside."""
+
+
+def _is_trusted(owner: type) -> bool:
+    """Return True for torch's optimizers, and not for its wrappers in `torch.distributed`, and for `TRUSTED`."""
+    return owner.__module__.startswith("torch.optim.") or owner.__module__.split(".")[0] in TRUSTED
+
+
+def speaks_for_itself(optimizer: Any) -> bool:
+    """Return True if `state_dict()` may say more than `.state` and `.param_groups`: it is overridden, or has hooks."""
+    if vars(optimizer).get("_optimizer_state_dict_post_hooks") or "state_dict" in vars(optimizer):
+        return True
+    owner = next((one for one in type(optimizer).__mro__ if "state_dict" in vars(one)), None)
+    if owner is None:
+        return False
+    if not _is_trusted(owner):
+        return True
+    return any(speaks_for_itself(one) for one in inside(optimizer) if one.state is optimizer.state)
+
+
+def _derives_when_loaded(optimizer: Any) -> bool:
+    """Return True if loading may do more than set `.state` and `.param_groups`: by hooks or an overridden method."""
+    names = ("load_state_dict", "_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
+    if any(vars(optimizer).get(name) for name in names):
+        return True
+    owners = (
+        next((one for one in type(optimizer).__mro__ if m in vars(one)), None) for m in (names[0], "__setstate__")
+    )
+    return any(owner is not None and not _is_trusted(owner) for owner in owners)
+
+
+class _Groups(list[dict[str, Any]]):
+    """Groups whose values torch's loader takes as they are: its deep copy would make other parameters of them."""
+
+    def __deepcopy__(self, memo: Any) -> list[dict[str, Any]]:
+        return [dict(group) for group in self]
+
+
+def _raw(tensor: Tensor) -> Tensor:
+    return as_bytes(tensor.detach().resolve_conj().resolve_neg().contiguous())
+
+
+def _is_derived(loaded: Any, saved: Any, param: Any) -> bool:
+    """Return True if an optimizer's loader made another value of a saved one, and did not only cast or copy it.
+
+    torch's casts to the dtype of the parameter, and many an optimizer back again.
+    """
+    if isinstance(loaded, Tensor) and isinstance(saved, Tensor):
+        if type(loaded) is not type(saved) or is_wrapped(saved) or is_dtensor(saved) or loaded is saved:
+            return False
+        if loaded.shape != saved.shape:
+            return True
+        casts = (saved, saved.detach().to(param.dtype)) if isinstance(param, Tensor) else (saved,)
+        return not any(torch.equal(_raw(one.detach().to(loaded.device, loaded.dtype)), _raw(loaded)) for one in casts)
+    numbers = (bool, int, float, type(None))
+    return type(loaded) in numbers and type(saved) in numbers and repr(loaded) != repr(saved)
+
+
+def keeps_elsewhere(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True if `state_dict()` returns something other than `.state` and `.param_groups`, such as the states of
+    several optimizers.
+
+    A wrapper that forwards both and only adds entries to its `state_dict()` keeps nothing elsewhere.
+    """
+    if not speaks_for_itself(optimizer):
+        return False
+    owner = next(one for one in type(optimizer).__mro__ if "state_dict" in vars(one))
+    if not any(one.state is optimizer.state for one in inside(optimizer)):
+        return owner.__module__.split(".")[0] != "torch" or "state_dict" in vars(optimizer)
+    return not {"state", "param_groups"} <= optimizer.state_dict().keys()
+
+
+# -- objects that optimizers keep --
+
+
+@dataclass
+class ObjectsOf:
+    """Encodes the objects of one optimizer, and fills or makes them again.
+
+    `params`: by id, the names of its parameters. `early`: names of the objects that there were when it was first read;
+    None during that reading. `live`: by name, the objects of the last reading.
+    """
+
+    optimizer: torch.optim.Optimizer
+    params: Mapping[int, str] = field(default_factory=dict)
+    early: set[str] | None = None
+    live: dict[str, object] = field(default_factory=dict)
+    _names: dict[int, str] = field(default_factory=dict)
+    _bound: set[str] = field(default_factory=set)  # names of objects that can only be filled, never made
+
+    def begin(self, params: Mapping[int, str]) -> None:
+        """Begin a reading."""
+        self.params, self.live, self._names, self._bound = params, {}, {}, set()
+
+    def end(self) -> None:
+        """End a reading that raised nothing."""
+        if self.early is None:
+            self.early = set(self._bound)
+
+    # -- saving --
+
+    def encode(self, value: object, path: Path, extern: Collecting) -> Json | None:
+        """Encode an object that is neither plain nor a constant. None for tensors and arrays."""
+        if isinstance(value, Tensor):
+            return None if id(value) not in self.params else {"$": "parameter", "v": self.params[id(value)]}
+        if isinstance(value, np.ndarray | np.generic):
+            return None
+        if (known := self._names.get(id(value))) is not None:
+            return {"$": "object", "name": known}
+        name = show(path)
+        if (said := _name_of_given(value)) is not None:
+            if "param_groups" not in path:  # a restarted script makes the same groups
+                self._bind(name, path, value)
+            self.live[name] = value
+            return {"$": "given", "name": name, "v": said}
+        self._names[id(value)], self.live[name] = name, value
+        entries, objects, names, live = len(extern.entries), list(extern.objects), list(self._names), list(self.live)
+        try:
+            return self._by_attributes(value, path, extern)
+        except StateError:
+            # Its attributes cannot be saved. Take back what was collected of them, and try its own state_dict().
+            del extern.entries[entries:]
+            extern.objects = {key: extern.objects[key] for key in objects}
+            self._names = {key: self._names[key] for key in names}
+            self.live = {key: self.live[key] for key in live}
+            target: Any = adapt(value) or value
+            if isinstance(value, torch.optim.Optimizer) or not isinstance(target, Stateful):
+                raise
+        state = encode(target.state_dict(), path, extern)
+        if isinstance(value, torch.Generator):
+            return {"$": "generator", "name": name, "device": str(value.device), "state": state}
+        if (kind := _kind_of_generator(value)) is not None:
+            return {"$": "generator", "name": name, "kind": kind, "state": state}
+        self._bind(name, path, value)
+        return {"$": "object", "name": name, "state": state}
+
+    def _by_attributes(self, value: object, path: Path, extern: Collecting) -> Json:
+        kind = type(value)
+        if why := self._refusal(kind):
+            raise StateError(
+                f"{show(path)}: an object of type {kind.__module__}.{kind.__qualname__} cannot be saved: {why}. Give "
+                "it state_dict() and load_state_dict(), or keep tensors and plain values instead of it"
+            )
+        name = class_name(kind, path)
+        attributes = encode(dict(sorted(_attributes(value).items())), path, extern)
+        return {"$": "object", "name": show(path), "class": name, "attributes": attributes}
+
+    def _bind(self, name: str, path: Path, value: object) -> None:
+        """Note an object that a restart can only fill. Raises StateError if a restart will not have it."""
+        self._bound.add(name)
+        if self.early is not None and name not in self.early:
+            raise StateError(
+                f"{show(path)}: the optimizer made this {type(value).__module__}.{type(value).__qualname__} during the "
+                "training, and a restarted process could not make it again. Make it when the optimizer is made, or "
+                "before the Checkpointer is created"
+            )
+
+    def _refusal(self, kind: type) -> str:
+        """Return why objects of a class cannot be made again without running its code, "" if they can."""
+        if kind is SimpleNamespace:
+            return ""
+        if getattr(kind, "__new__", None) is not getattr(object, "__new__", None):
+            return "its class has its own __new__"
+        if any("__del__" in vars(one) for one in kind.__mro__[:-1]):
+            return "its class has its own __del__"
+        if not any(name in vars(one) for one in kind.__mro__[:-1] for name in ("__dict__", "__slots__")):
+            return "it has no attributes"
+        if not self._is_ours(kind):
+            return "its class does not belong to the optimizer's package"
+        return ""
+
+    def _is_ours(self, kind: type) -> bool:
+        """Return True if the package of the optimizer, or of one inside it, defines or imports a class."""
+        modules = {base.__module__ for one in (self.optimizer, *inside(self.optimizer)) for base in type(one).__mro__}
+        for module in modules:
+            package = module.split(".")[0]
+            if package in ("torch", "builtins", "typing", "abc", "collections"):
+                continue
+            if kind.__module__.split(".")[0] == package:
+                return True
+            if any(one is kind for one in vars(sys.modules.get(module, object)).values()):
+                return True
+        return False
+
+    def target(self, reference: dict[str, Any]) -> object:
+        """Return the object to fill: the live one, or a new one of its class. MismatchError if there is none."""
+        name = reference["name"]
+        live = self.live.get(name)
+        if reference["$"] == "generator" and reference.get("kind") is not None:
+            if (make := _GENERATORS.get(reference["kind"])) is None:
+                raise CorruptError(f"unknown kind of generator {reference['kind']!r:.80}: written by a newer version?")
+            return live if _kind_of_generator(live) == reference["kind"] else make()
+        if reference["$"] == "generator":
+            return live if isinstance(live, torch.Generator) else torch.Generator(device=reference["device"])
+        if "attributes" not in reference:
+            if not isinstance(adapt(live) or live, Stateful):
+                raise MismatchError(f"{name} has a state in the checkpoint, and the optimizer has no such object here")
+            return live
+        kind = class_of(reference)
+        if why := self._refusal(kind):
+            raise MismatchError(f"{name}: a {kind.__module__}.{kind.__qualname__} cannot be made again: {why}")
+        return live if type(live) is kind else SimpleNamespace() if kind is SimpleNamespace else object.__new__(kind)
+
+
+class RestoredObjects:
+    """Fills the objects of an optimizer, or makes them again. What was one object becomes one object."""
+
+    def __init__(self, owner: ObjectsOf, values: Json) -> None:
+        self._owner = owner
+        self._params = {name: number for number, name in owner.params.items()}
+        self._defined = {
+            one["name"]: one for one in _objects_in(values) if _defines(one) and type(one.get("name")) is str
+        }
+        self._made: dict[str, object] = {}
+
+    def check(self, values: Json) -> list[str]:
+        """Return what differs from the checkpoint. MismatchError or CorruptError if an object cannot be had at all."""
+        problems = []
+        for one in _objects_in(values):
+            tag, name = one["$"], one.get("name")
+            if tag == "parameter":
+                if type(one.get("v")) is not str or one["v"] not in self._params:
+                    raise MismatchError(f"the state refers to a parameter {one.get('v')!r:.200} that is not here")
+            elif type(name) is not str or (tag != "given" and name not in self._defined):
+                raise CorruptError(f"nothing is stored of the object {name!r:.200}")
+            elif tag == "given":
+                here = self._owner.live.get(name)
+                if here is None:
+                    raise MismatchError(f"{name} was {one.get('v')!r:.200} in the checkpoint, and is not here")
+                if (now := _name_of_given(here)) != one.get("v"):
+                    problems.append(f"{name} was {one.get('v')!r:.200} in the checkpoint and is {now!r:.200} here")
+            elif _defines(one):
+                self._owner.target(one)
+        return problems
+
+    def key(self, data: Json) -> Any:
+        """Decode a key of the state."""
+        return decode(data, lambda one: self.decode(one) if one["$"] == "parameter" else decode_constant(one))
+
+    def decode(self, reference: dict[str, Any]) -> object:
+        """Return what a reference stands for. Objects are filled when the reference with their contents comes."""
+        if reference["$"] == "parameter":
+            number = self._params[reference["v"]]
+            groups = self._owner.optimizer.param_groups
+            return next(p for group in groups for p in group["params"] if id(p) == number)
+        name = reference["name"]
+        if reference["$"] == "given":
+            return self._owner.live[name]
+        if name not in self._made:
+            self._made[name] = self._owner.target(self._defined[name])
+        made: Any = self._made[name]
+        if "attributes" in reference:
+            _set_attributes(made, reference["attributes"])
+        elif "state" in reference:
+            (adapt(made) or made).load_state_dict(reference["state"])
+        return made
+
+
+def _numpy_generator(bits: str) -> np.random.Generator:
+    return np.random.Generator(getattr(np.random, bits)(0))
+
+
+_BITS = ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64")
+_GENERATORS: dict[str, Callable[[], Any]] = {
+    "random.Random": lambda: random.Random(0),
+    "numpy.RandomState": lambda: np.random.RandomState(0),
+    **{f"numpy.{name}": functools.partial(_numpy_generator, name) for name in _BITS},
+}
+
+
+def _kind_of_generator(value: object) -> str | None:
+    """Return the name of a generator of Python or numpy that can be made again; None for everything else."""
+    if type(value) is random.Random:
+        return "random.Random"
+    if type(value) is np.random.RandomState and type(value._bit_generator) is np.random.MT19937:
+        return "numpy.RandomState"
+    if type(value) is not np.random.Generator:
+        return None
+    bits = type(value.bit_generator)
+    known = bits.__name__ in _BITS and getattr(np.random, bits.__name__) is bits
+    return f"numpy.{bits.__name__}" if known else None
+
+
+def _defines(reference: dict[str, Any]) -> bool:
+    """Return True if a reference has the contents of its object, and does not only repeat it."""
+    return "attributes" in reference or "state" in reference
+
+
+def _objects_in(values: Json) -> list[dict[str, Any]]:
+    """Return all references to objects, those inside of others too."""
+    found, pending = [], [values]
+    while pending:
+        value = pending.pop()
+        if type(value) is dict and value.get("$") in OBJECT_TAGS:
+            found.append(value)
+        pending.extend(value.values() if type(value) is dict else value if type(value) is list else ())
+    return found
+
+
+_WITHOUT_STATE = (logging.Logger, re.Pattern, ModuleType)
+
+
+def _name_of_given(value: object) -> str | None:
+    """Return what names a class, a function, a partial call of one, or an object without state. None for the rest."""
+    if isinstance(value, functools.partial):
+        inner = _name_of_given(value.func)
+        return None if inner is None else f"a partial call of {inner}"
+    if isinstance(value, _WITHOUT_STATE):
+        return f"{type(value).__module__}.{type(value).__qualname__}"
+    if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")):
+        return f"{getattr(value, '__module__', '')}.{value.__qualname__}"
+    return None
+
+
+def _slots(kind: type) -> list[str]:
+    found = []
+    for one in kind.__mro__:
+        slots = vars(one).get("__slots__", ())
+        for slot in (slots,) if isinstance(slots, str) else slots:
+            private = slot.startswith("__") and not slot.endswith("__")
+            found.append(f"_{one.__name__.lstrip('_')}{slot}" if private else slot)
+    return [slot for slot in found if slot not in ("__dict__", "__weakref__")]
+
+
+def _attributes(value: object) -> dict[str, object]:
+    held = {slot: getattr(value, slot) for slot in _slots(type(value)) if hasattr(value, slot)}
+    return held | getattr(value, "__dict__", {})
+
+
+def _set_attributes(target: object, wanted: Any) -> None:
+    """Give an object these attributes and no others. None of its code is called."""
+    slots = _slots(type(target))
+    if type(wanted) is not dict or not all(type(key) is str for key in wanted):
+        raise CorruptError(f"not the attributes of an object: {wanted!r:.80}")
+    held = getattr(target, "__dict__", None)
+    if held is not None:
+        held.clear()
+        held.update({key: value for key, value in wanted.items() if key not in slots})
+    for slot in slots:
+        if slot in wanted:
+            object.__setattr__(target, slot, wanted[slot])
+        elif hasattr(target, slot):
+            object.__delattr__(target, slot)

@@ -1,0 +1,67 @@
+"""The log stays short: records below the floor are deleted.
+
+Whoever owns the run does it in the background, after a save. Readers start at one of the two newest SNAPSHOTs, so they
+miss nothing. A reader that is so slow that its records are deleted starts again at a newer one.
+"""
+
+from __future__ import annotations
+
+import time
+
+from ckpt.core.log.files import Listed, record_key
+from ckpt.core.log.log import RunLog
+from ckpt.core.log.records import SNAPSHOT_EVERY, Acquire
+from ckpt.errors import CheckpointError, FencedError
+from ckpt.events import log as logger
+from ckpt.failpoints import point
+
+GRACE_S = 60.0  # in a remote place, between a new floor and the deletion
+AT_ONCE = 64  # files
+
+
+class Trimmer:
+    """Trim the log of one place."""
+
+    def __init__(self) -> None:
+        self._floor, self._since, self._done = 0, 0.0, False  # the newest floor, since when, and if it was trimmed to
+
+    async def step(self, log: RunLog, owner: Acquire | None) -> None:
+        """Delete what is below the floor, if that is new. An error is logged, and the next step tries again.
+
+        `owner`: the incarnation that calls, None to ask for no owner. If a record that counts is damaged, nothing is
+        deleted.
+        """
+        newest = (log.state.next_seq - 1) // SNAPSHOT_EVERY * SNAPSHOT_EVERY
+        if newest <= SNAPSHOT_EVERY or log.state.damaged or (self._done and newest == self._floor + SNAPSHOT_EVERY):
+            return
+        try:
+            log.check_owner(owner)
+            seen = await log.look()
+            if seen.floor != self._floor:
+                self._floor, self._since, self._done = seen.floor, time.monotonic(), False
+            if log.store.remote and time.monotonic() < self._since + GRACE_S:
+                return  # a reader elsewhere may still be reading what it listed
+            if not seen.below or await _stays(log, seen):
+                await _delete(log, seen)
+                self._done = True
+        except FencedError:
+            pass  # the next save says so
+        except CheckpointError as error:
+            logger.warning("%s: old records of the log are deleted later: %s", log.store.url, error)
+
+
+async def _stays(log: RunLog, seen: Listed) -> bool:
+    """Return True if both SNAPSHOTs are still intact. The older one is durable: many records were put after it."""
+    for seq in seen.snapshots:
+        raw = await log.read(seq, seen.sizes[seq])
+        if raw is None or log.snapshot(seq, raw) is None:
+            return False
+    return True
+
+
+async def _delete(log: RunLog, seen: Listed) -> None:
+    await log.check_same()
+    keys = [record_key(seq) for seq in sorted(seen.below)]
+    for start in range(0, len(keys), AT_ONCE):
+        await log.store.delete_many(keys[start : start + AT_ONCE])
+        point("log.trimming")

@@ -1,0 +1,226 @@
+"""Records below the older of the two newest SNAPSHOTs are deleted, and count for nobody."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from test_log import kept
+from test_log_length import EVERY, Counted, grow, short
+
+from ckpt.core.checkpoint import commit as commits
+from ckpt.core.log import trimming
+from ckpt.core.log.log import RunLog, record_key
+from ckpt.core.log.records import Record, summary
+from ckpt.core.log.trimming import Trimmer
+from ckpt.errors import FencedError, OutcomeUnknownError, StoreError
+from ckpt_backends.memory import MemoryStore
+from logs import attempt, new_log, reopened
+
+__all__ = ["short"]  # SNAPSHOTs at every eighth record
+
+
+def numbers(store: MemoryStore) -> list[int]:
+    return sorted(int(key[4:16]) for key in store.objects if key.startswith("log/"))
+
+
+async def long_log(store: MemoryStore, count: int) -> tuple[RunLog, Any]:
+    """A log of so many records, of which none is deleted, and its owner."""
+    log, mine = await new_log(store)
+    await grow(log, mine, count)
+    return log, log.state.acquires[-1]
+
+
+def damage(store: MemoryStore, seq: int) -> None:
+    raw = bytearray(store.objects[record_key(seq)])
+    raw[len(raw) // 2] ^= 1
+    store.objects[record_key(seq)] = bytes(raw)
+
+
+def test_few_records_stay_and_say_everything() -> None:
+    """However long the log is, it has at most two intervals of records after a step, and opening reads no more."""
+
+    async def scenario() -> None:
+        store = MemoryStore()
+        log, mine = await new_log(store)
+        trimmer = Trimmer()
+        while log.state.next_seq < 30 * EVERY + EVERY:
+            await grow(log, mine, log.state.next_seq + 1)
+            mine = log.state.acquires[-1]
+            await trimmer.step(log, mine)
+            newest = (log.state.next_seq - 1) // EVERY * EVERY
+            assert numbers(store) == list(range(max(0, newest - EVERY), log.state.next_seq))
+        counted = Counted(store.objects)
+        assert summary((await reopened(counted)).state) == summary(log.state)
+        assert sum(not key.startswith("list") for key in counted.reads) == 1 + 2 + (EVERY - 1)  # with FORMAT.json
+        assert summary((whole := await opened_whole(store)).state) == summary(log.state) and not whole.state.damaged
+
+    asyncio.run(scenario())
+
+
+async def opened_whole(store: MemoryStore) -> RunLog:
+    log = RunLog(store, whole=True)
+    await log.open()
+    return log
+
+
+def test_a_reader_whose_records_are_deleted_starts_again() -> None:
+    """It was away for long, and sees the same as who has read everything."""
+
+    async def scenario() -> None:
+        store = MemoryStore()
+        log, mine = await long_log(store, EVERY + 2)
+        away = await reopened(store)
+        await grow(log, mine, 6 * EVERY + 1)
+        await Trimmer().step(log, None)
+        assert numbers(store)[0] > away.state.next_seq
+        await away.refresh()
+        assert summary(away.state) == summary(log.state) and not away.state.damaged
+
+    asyncio.run(scenario())
+
+
+def test_what_is_put_below_the_floor_counts_for_nobody() -> None:
+    """A writer was suspended before its put. It learns that it was overtaken; readers and clean-up ignore the file."""
+
+    async def scenario() -> None:
+        store = MemoryStore()
+        log, mine = await long_log(store, EVERY + 2)
+        late = await reopened(store)
+        at = late.state.next_seq
+        await grow(log, mine, at + 3)
+        newer = await grown_by_another(log, 6 * EVERY + 1)
+        await Trimmer().step(log, None)
+
+        async def suspended() -> Any:
+            return late.state  # what it knew before
+
+        real, late._refresh = late._refresh, suspended  # type: ignore[method-assign]
+        make = kept(attempt(1, 1), "late")
+
+        async def put(key: str, *args: Any, **named: Any) -> None:
+            late._refresh = real  # type: ignore[method-assign]
+            await MemoryStore.put(store, key, *args, **named)
+
+        store.put = put  # type: ignore[method-assign]
+        with pytest.raises(FencedError):
+            await late.append(make, owner=mine)
+        assert at in numbers(store), "it must have put its record, or this shows nothing"
+        assert (await reopened(store)).state.kept == log.state.kept and newer
+        del store.put
+        await grow(log, log.state.acquires[-1], 8 * EVERY + 1)
+        await Trimmer().step(log, None)
+        assert at not in numbers(store)
+
+    asyncio.run(scenario())
+
+
+async def grown_by_another(log: RunLog, to: int) -> Any:
+    mine = await commits.acquire(log, "feedfeed")
+    await grow(log, mine, to)
+    return mine
+
+
+def test_an_answer_that_was_lost_long_ago_stays_unknown() -> None:
+    """A reply was lost, and the log went on so far that it does not say any more whether the request had landed.
+    Nothing is recorded twice."""
+
+    class Lossy(MemoryStore):
+        remote = True
+        lose = False
+
+        async def put(self, key: str, data: Any, *, create: bool = False) -> None:
+            await super().put(key, data, create=create)
+            if self.lose:
+                self.lose = False
+                await grow(other, other.state.acquires[-1], other.state.next_seq + 6 * EVERY)
+                raise StoreError("no answer", retryable=True)
+
+    async def scenario() -> None:
+        nonlocal other
+        store = Lossy()
+        log, _ = await new_log(store)
+        other = await reopened(MemoryStore(objects=store.objects))
+        store.lose = True
+        with pytest.raises(OutcomeUnknownError, match="does not say any more"):
+            await log.append(kept(attempt(1, 1), "mine"), owner=None)
+        with pytest.raises(OutcomeUnknownError):
+            await log.append(kept(attempt(1, 1), "mine"), owner=None)
+        said = [raw for key, raw in store.objects.items() if key.startswith("log/") and b'"id":"mine"' in raw]
+        assert len(said) == 1
+
+    other: RunLog
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("which", "first"), [((4,), 3 * EVERY), ((5,), 0), ((4, 5), 0)])
+def test_a_damaged_snapshot_is_not_relied_on(which: tuple[int, ...], first: int) -> None:
+    """The floor is that of the intact ones. If the newest is damaged, nothing is deleted."""
+
+    async def scenario() -> None:
+        store = MemoryStore()
+        log, _ = await long_log(store, 5 * EVERY + 3)
+        for number in which:
+            damage(store, number * EVERY)
+        fresh = await reopened(store)
+        assert fresh.state.commits == log.state.commits
+        await Trimmer().step(fresh, None)
+        assert numbers(store) == list(range(first, 5 * EVERY + 3))
+
+    asyncio.run(scenario())
+
+
+def test_without_both_snapshots_the_rest_is_read() -> None:
+    """What they summarised is lost; the log says so, and nothing more is deleted."""
+
+    async def scenario() -> None:
+        store = MemoryStore()
+        log, mine = await long_log(store, 5 * EVERY + 3)
+        await Trimmer().step(log, mine)
+        for number in (4, 5):
+            damage(store, number * EVERY)
+        blind = await reopened(store)
+        assert blind.state.damaged and blind.state.next_seq == log.state.next_seq and blind.state.commits
+        await Trimmer().step(blind, None)
+        assert numbers(store)[0] == 4 * EVERY
+
+    asyncio.run(scenario())
+
+
+def test_in_a_bucket_records_stay_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody may have listed them just now."""
+
+    class Remote(MemoryStore):
+        remote = True
+
+    async def scenario() -> None:
+        store, now = Remote(), [100.0]
+        monkeypatch.setattr(trimming.time, "monotonic", lambda: now[0])
+        log, mine = await long_log(store, 4 * EVERY + 1)
+        trimmer = Trimmer()
+        for seconds, first in ((0, 0), (59, 0), (2, 3 * EVERY)):
+            now[0] += seconds
+            await trimmer.step(log, mine)
+            assert numbers(store)[0] == first
+
+    asyncio.run(scenario())
+
+
+def test_files_that_are_no_records_of_this_log_do_not_raise_the_floor() -> None:
+    """Names far above the log, copies of SNAPSHOTs under other names, and records of another run."""
+
+    async def scenario() -> None:
+        store = MemoryStore()
+        log, _ = await long_log(store, 3 * EVERY + 2)
+        other, _ = await long_log(MemoryStore(), 9 * EVERY + 1)
+        store.objects[record_key(10**9 * EVERY)] = b"{}"
+        store.objects[record_key(8 * EVERY)] = store.objects[record_key(3 * EVERY)]
+        assert isinstance(other.store, MemoryStore)
+        store.objects[record_key(9 * EVERY)] = other.store.objects[record_key(9 * EVERY)]
+        found = await reopened(store)
+        assert found.state.commits == log.state.commits and found.state.acquires == log.state.acquires
+        assert found.state.damaged and (await found.look()).floor == 2 * EVERY
+        await found.append(lambda state: Record("ABORT", {"attempt": "1.00000000-7", "reason": ""}, "x"), owner=None)
+
+    asyncio.run(scenario())

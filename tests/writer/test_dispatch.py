@@ -1,0 +1,56 @@
+"""Requests find the methods that deal with them, whichever objects those belong to."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from ckpt.core.ipc.protocol import Request
+from ckpt.core.ipc.requests import AskKept
+from ckpt.core.writer import dispatch
+from ckpt.core.writer.dispatch import Caller, Dispatch, handles
+
+
+@pytest.fixture
+def others(monkeypatch: pytest.MonkeyPatch) -> object:
+    """An object that deals with all requests but one; nobody else does."""
+    monkeypatch.setattr(dispatch, "HANDLERS", {})
+    methods = {}
+    for kind in (kind for kind in Request.__subclasses__() if kind is not AskKept):
+
+        def method(self: object, request: Any) -> None:
+            raise AssertionError
+
+        method.__name__ = kind.__name__
+        methods[kind.__name__] = handles(kind)(method)
+    return type("Others", (), methods)()
+
+
+def test_several_objects_deal_with_a_request_in_their_order_and_the_first_replies(others: object) -> None:
+    heard = []
+
+    class Core:
+        @handles(AskKept)
+        async def deal_with(self, request: AskKept) -> str:
+            await asyncio.sleep(0)
+            heard.append((self, request))
+            return "core"
+
+    class PlugIn:
+        @handles(AskKept)
+        def deal_with(self, request: AskKept, caller: Caller) -> str:
+            heard.append((self, request))
+            return "plug-in"
+
+    core, plug_in, request = Core(), PlugIn(), AskKept(3)
+    caller: Any = None
+    assert asyncio.run(Dispatch(others, core, plug_in).answer(request, caller)) == "core"
+    assert heard == [(core, request), (plug_in, request)]
+    assert asyncio.run(Dispatch(others, plug_in).answer(request, caller)) == "plug-in"
+
+
+def test_a_request_that_nobody_deals_with_keeps_the_writer_from_starting(others: object) -> None:
+    with pytest.raises(TypeError, match="nobody deals with AskKept"):
+        Dispatch(others)

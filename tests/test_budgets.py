@@ -33,13 +33,14 @@ BUDGETS = {
     "core/run": (5_200, 3_890),
     "core/snapshot": (1_930, 1_440),
     "core/state": (4_510, 3_120),
-    "core/writer": (3_170, 2_310),
+    "core/writer": (2_890, 2_090),
     "dcp": (1_570, 1_080),
     "deepspeed": (480, 310),
     "guard": (2_910, 2_030),
     "lightning": (2_360, 1_620),
     "megatron": (540, 360),
-    "public": (2_960, 1_720),
+    "plugins": (280, 220),
+    "public": (2_970, 1_720),
     "ray": (120, 60),
     "testing": (670, 510),
     "tools/": (10, 10),
@@ -53,7 +54,7 @@ BUDGETS = {
 }
 TOTAL = (63_410, 42_970)
 C_LINES = 150
-STEP_FILES, RESTORE_FILES = 91, 86
+STEP_FILES, RESTORE_FILES = 90, 86
 
 
 def sizes() -> dict[str, tuple[int, int]]:

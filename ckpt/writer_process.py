@@ -5,9 +5,10 @@
     ckpt.core.writer              the run, its memory and its tiers; saves, promotes, is inherited
     ckpt.guard.fault_reports      watches the trainer: the core's `TrainerWatch`
     ckpt.tools.observe.telemetry  shows what the trainer does
+    ckpt.plugins.replicas         keeps a second copy of the memory on another node
 
-The guard and the tools know the core, which knows neither. Requests go to whichever of these objects have methods for
-them (`Dispatch`). What else the core has to be given, it gets by its constructors.
+The guard, the tools and the plug-ins know the core, which knows none of them. Requests go to whichever of these objects
+have methods for them (`Dispatch`). What else the core has to be given, it gets by its constructors.
 
 The process starts in its own session, at low CPU and I/O priority, without torch, and has the name of the run on this
 machine for as long as it holds its memory: whoever finds the name taken does not start. Two kinds of threads feed one
@@ -49,6 +50,7 @@ from ckpt.core.writer.throttle import Throttle
 from ckpt.errors import CheckpointError, NameTakenError, UsageError, WriterError
 from ckpt.guard.fault_reports import FaultReporter
 from ckpt.later import bring
+from ckpt.plugins.replicas import Replicator
 from ckpt.tools.observe.telemetry.observers import Observers
 
 NICE = 10
@@ -75,7 +77,8 @@ async def serve(
     succession = Succession(trainer, run, memory, parts, opener, books, watch, after_death, server, background)
     observers = Observers(trainer, run, memory, drain, books, watch)
     core = (run, settler, promoter, persister, drain, opener, books, after_death, succession, memory)
-    await server.run(Dispatch(*core, watch, observers))
+    replicator = Replicator(memory)  # first: a copy goes before the original is given up
+    await server.run(Dispatch(replicator, *core, watch, observers))
     observers.exporter.stop_serving()
     await server.finished.wait()
     await observers.exporter.finish()

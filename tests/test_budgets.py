@@ -20,40 +20,41 @@ from processes import PYTHONPATH, REPO
 # Lines and statements of Python for each package: docstrings and comments count as lines, so that denser lines gain
 # nothing in the second number.
 BUDGETS = {
-    "adapters": (1_640, 1_140),
-    "backends": (2_770, 1_940),
+    "adapters": (1_690, 1_190),
+    "backends": (2_790, 1_950),
     "core/": (10, 10),
     "core/cadence": (1_040, 690),
-    "core/checkpoint": (5_180, 3_400),
+    "core/checkpoint": (5_200, 3_410),
     "core/format": (4_130, 2_760),
     "core/ipc": (2_090, 1_390),
     "core/log": (1_070, 710),
     "core/ranks": (1_160, 820),
     "core/restore": (1_120, 740),
-    "core/run": (5_200, 3_890),
+    "core/run": (5_220, 3_900),
     "core/snapshot": (1_930, 1_440),
-    "core/state": (4_510, 3_120),
-    "core/writer": (3_170, 2_310),
-    "dcp": (1_570, 1_080),
+    "core/state": (4_610, 3_190),
+    "core/writer": (2_900, 2_100),
+    "dcp": (1_600, 1_100),
     "deepspeed": (480, 310),
     "guard": (2_910, 2_030),
-    "lightning": (2_360, 1_620),
+    "lightning": (2_560, 1_760),
     "megatron": (540, 360),
-    "public": (2_960, 1_720),
+    "plugins": (280, 220),
+    "public": (2_970, 1_720),
     "ray": (120, 60),
     "testing": (670, 510),
     "tools/": (10, 10),
-    "tools/cli": (4_110, 2_400),
+    "tools/cli": (4_140, 2_430),
     "tools/convert": (4_720, 3_350),
     "tools/doctor": (1_090, 800),
-    "tools/maintain": (1_920, 1_330),
+    "tools/maintain": (1_940, 1_340),
     "tools/observe": (3_360, 2_050),
     "torchtitan": (370, 270),
-    "transformers": (1_340, 870),
+    "transformers": (1_400, 910),
 }
-TOTAL = (63_410, 42_970)
+TOTAL = (63_990, 43_370)
 C_LINES = 150
-STEP_FILES, RESTORE_FILES = 91, 86
+STEP_FILES, RESTORE_FILES = 90, 86
 
 
 def sizes() -> dict[str, tuple[int, int]]:

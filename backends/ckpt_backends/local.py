@@ -72,6 +72,7 @@ class LocalStore:
         self._known_folders: set[str] = set()
         self._check: Callable[[], Awaitable[None]] | None = None
         self._format: tuple[int, ...] | None = None  # identifies the FORMAT.json that was checked last
+        self._content: bytes | None = None  # of that file
         if writable:
             with errors(self.url, self.root):
                 self._make_root()
@@ -110,13 +111,31 @@ class LocalStore:
             return
         found = await self.run(self._identify)
         if found is None or found != self._format:
+            content = None
+            with contextlib.suppress(OSError, StoreError, CorruptError):  # the check raises what matters
+                content = await self.run(self._read_format)
             await self._check()
-            self._format = found
+            self._format, self._content = found, content
+
+    def _read_format(self) -> bytes:
+        return bytes(self._read_whole(f"{self.root}/FORMAT.json", 0, RESERVE))
 
     def _check_again(self) -> None:
-        """Raise RunGoneError if FORMAT.json has changed since `_check_run`, in the thread that is about to write."""
-        if self._check is not None and self._format is not None and self._identify() != self._format:
-            raise RunGoneError.of(self.url)
+        """Raise RunGoneError if FORMAT.json has changed since `_check_run`, in the thread that is about to write.
+
+        Some file systems change the inode number or device of a file that stays the same: its content decides.
+        """
+        if self._check is None or self._format is None:
+            return
+        found = self._identify()
+        if found != self._format:
+            try:
+                same = self._read_format() == self._content
+            except (FileNotFoundError, NotADirectoryError, NotFoundError, CorruptError):
+                same = False
+            if not same:
+                raise RunGoneError.of(self.url)
+            self._format = found
 
     # -- small objects --
 
@@ -340,7 +359,10 @@ class LocalStore:
         """Return whether a folder is there. A listing of the store cannot tell a missing folder from an empty one."""
         path = self._path(key)
         with errors(self.url, path):
-            return await self.run(os.path.isdir, path)
+            try:
+                return stat.S_ISDIR((await self.run(os.stat, path)).st_mode)
+            except (FileNotFoundError, NotADirectoryError):
+                return False
 
     def soon(self, key: str, start: int, length: int) -> None:
         """These bytes will be asked for by `scatter` before long: the kernel may begin to read them. Never fails."""
@@ -385,7 +407,7 @@ class LocalStore:
         try:
             self.disk.mkdir(folder)
         except FileExistsError:
-            if os.path.islink(folder) or not os.path.isdir(folder):
+            if not stat.S_ISDIR(os.lstat(folder).st_mode):
                 raise NotADirectoryError(errno.ENOTDIR, "not a folder of its own", folder) from None
         self.disk.fsync_dir(os.path.dirname(folder))
         self._known_folders.add(folder)

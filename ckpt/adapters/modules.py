@@ -12,11 +12,12 @@ from __future__ import annotations
 import copy
 import inspect
 import sys
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from types import FunctionType, MethodType
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -298,29 +299,88 @@ def load_into(module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> A
 
 
 def accepts(module: nn.Module, state: Mapping[str, Any], *, plain: bool) -> bool:
-    """Return True if `module.load_state_dict(state)` succeeds and reports no missing or unexpected keys.
+    """Return True if `module.load_state_dict(state)` succeeds.
 
-    The module does not change. Return False if it cannot be copied, or if a hook would reach the original.
+    Keys that an own load_state_dict() returns as missing or unexpected, and does not raise an error for, are accepted.
+    The module does not change. Raises Untried if that cannot be found out on a copy.
 
     state: tensors on the meta device, by their names within the module.
     plain: the names are those of `named_modules`, not the module's own; see `as_its_own`.
     """
     mode = _Trial()
-    try:
-        if not all(map(_can_be_tried, module.modules())):
-            return False
-        with torch.random.fork_rng(devices=[]):
-            with _WithoutMemory():
-                twin = copy.deepcopy(module)
+    with torch.random.fork_rng(devices=[]):
+        try:
+            twin = _twin(module)
+        except Exception as error:
+            raise Untried(f"its loader cannot be tried on a copy of the module: {error!r:.200}") from error
+        try:
             with mode:
                 given = as_its_own(twin, state) if plain else dict(state)
                 names = _forms(given)
                 found = load_into(twin, given, strict=True)
-                if found is None:  # the loader does not return what it misses
-                    return _forms(twin.state_dict()) == names and not mode.refused
-                return not (found.missing_keys or found.unexpected_keys or mode.refused)
-    except Exception:
-        return False
+                # If the loader does not return what it misses, its names must be the same now.
+                return not mode.refused and (found is not None or _forms(twin.state_dict()) == names)
+        except Exception as error:
+            if "in loading state_dict for" in str(error) or mode.refused:  # it is torch that refuses the keys
+                return False
+            raise Untried(f"its loader failed on a copy of the module without memory: {error!r:.200}") from error
+
+
+class Untried(Exception):
+    """A module's loader cannot be tried on a copy; the text says why."""
+
+
+def _twin(module: nn.Module) -> nn.Module:
+    """Return a copy without memory, whose hooks for loading reach nothing of the original."""
+    if any(isinstance(one, torch.jit.ScriptModule) for one in module.modules()):
+        raise TypeError("a ScriptModule has memory in its copy")
+    memo: dict[int, Any] = {}
+    with _WithoutMemory():
+        twin = copy.deepcopy(module, memo)
+        for one in module.modules():
+            for name in ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"):
+                for key, hook in getattr(one, name).items():
+                    hooks = getattr(memo[id(one)], name)
+                    if hasattr(hook, "hook"):
+                        hooks[key].hook = _copied(hook.hook, memo)
+                    else:
+                        hooks[key] = _copied(hook, memo)
+            for name in {"load_state_dict", "_load_from_state_dict"} & vars(one).keys():
+                vars(memo[id(one)])[name] = _copied(vars(one)[name], memo)
+    return twin
+
+
+def _copied(value: Any, memo: dict[int, Any]) -> Any:
+    """Return what deepcopy() returns, but copies of functions, which have copies of what they keep.
+
+    Raises TypeError for what would reach the original.
+    """
+    if isinstance(value, partial):
+        return partial(_copied(value.func, memo), *_copied(value.args, memo), **_copied(value.keywords, memo))
+    if isinstance(value, MethodType):
+        return MethodType(_copied(value.__func__, memo), copy.deepcopy(value.__self__, memo))
+    if not isinstance(value, FunctionType):
+        if any(isinstance(one, weakref.ref | FunctionType) for one in _leaves(value)):
+            raise TypeError("a hook keeps weak references, or functions in a list or dict")
+        return value if isinstance(value, ModuleType) else copy.deepcopy(value, memo)
+    if id(value) not in memo:
+        cells = tuple(CellType() for _ in value.__closure__ or ())
+        made = memo[id(value)] = FunctionType(value.__code__, value.__globals__, value.__name__, None, cells or None)
+        made.__dict__.update(value.__dict__)
+        for cell, kept in zip(cells, value.__closure__ or (), strict=True):
+            cell.cell_contents = _copied(kept.cell_contents, memo)
+        made.__defaults__ = value.__defaults__ and tuple(_copied(one, memo) for one in value.__defaults__)
+        made.__kwdefaults__ = value.__kwdefaults__ and {k: _copied(v, memo) for k, v in value.__kwdefaults__.items()}
+    return memo[id(value)]
+
+
+def _leaves(value: object) -> Iterator[object]:
+    """Yield what is in lists, tuples, sets and dicts."""
+    if isinstance(value, list | tuple | set | frozenset | dict):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from _leaves(one)
+    else:
+        yield value
 
 
 def as_its_own(module: nn.Module, state: Mapping[str, Any]) -> OrderedDict[str, Any]:
@@ -363,33 +423,6 @@ class _Trial(Refusing):  # type: ignore[no-untyped-call]
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-def _can_be_tried(module: nn.Module) -> bool:
-    """Return False if loading into a copy could change the original."""
-    if isinstance(module, torch.jit.ScriptModule):
-        return False  # its copy has memory
-    hooks = (*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values())
-    methods = (vars(module)[name] for name in ("load_state_dict", "_load_from_state_dict") if name in vars(module))
-    return not any(map(_shares, (*(getattr(hook, "hook", hook) for hook in hooks), *methods)))
-
-
-def _shares(value: object) -> bool:
-    """Return True if a function keeps objects that deepcopy() would not copy, because it does not copy functions."""
-    if isinstance(value, partial):
-        return _shares(value.func)  # the arguments are copied
-    if isinstance(value, MethodType):
-        return _shares(value.__func__)
-    if not isinstance(value, FunctionType):
-        return False
-    kept = (*(cell.cell_contents for cell in value.__closure__ or ()), *(value.__defaults__ or ()))
-    return any(_shares(one) if isinstance(one, FunctionType) else not _is_constant(one) for one in kept)
-
-
-def _is_constant(value: object) -> bool:
-    if type(value) is tuple:
-        return all(map(_is_constant, value))
-    return value is None or isinstance(value, bool | int | float | str | bytes | type)
-
-
 def _forms(state: Mapping[str, Any]) -> dict[str, object]:
     """Equal for states that have the same names, with tensors of the same shapes."""
     return {key: tuple(v.shape) if isinstance(v, Tensor) else type(v) for key, v in state.items()}
@@ -404,6 +437,7 @@ class CustomModuleNode(ModuleNode):
     def __init__(self, path: Path, module: nn.Module) -> None:
         super().__init__(path, module)
         self._words, self._heard = OwnState(), list[nn.Module]()
+        self._untried: list[str] = []  # why loaders could not be asked whether they accept the checkpoint
         self._order: list[str] = []  # names, and prefixes of modules that say more
 
     @staticmethod
@@ -475,6 +509,7 @@ class CustomModuleNode(ModuleNode):
         lying = {entry.name: entry for entry in piece.fixed}
         said = {entry.name: entry for entry in piece.loose}
         state = self._saved_state(saved)
+        problems, self._untried = len(placement.problems), []
         free = set(references([value for key, value in state.items() if key.endswith(EXTRA)]))  # may differ each time
         own = {name: entry for name, entry in (lying | said).items() if not self._in_extra(name)}
         theirs = [name for name in saved.names if name not in free]
@@ -495,6 +530,8 @@ class CustomModuleNode(ModuleNode):
         self._hand_back(placement, self._created(resized, own, placement), whole)
         if whole:
             placement.finish(self.path, self._forget)
+        if len(placement.problems) > problems:
+            placement.problems += self._untried
 
     def _forget(self) -> None:
         """Read all of it again: its state_dict() may have other keys now."""
@@ -598,7 +635,13 @@ class CustomModuleNode(ModuleNode):
                 }
             except CheckpointError:
                 continue
-            if accepts(module, state_of_it, plain=not speaks):
+            try:
+                accepted = accepts(module, state_of_it, plain=not speaks)
+            except Untried as error:
+                path = (*self.path, prefix.rstrip(".")) if prefix else self.path
+                self._untried.append(f"{show(path)}: {error}")
+                continue
+            if accepted:
                 found = {p: inner for p, inner in found.items() if not p.startswith(prefix)} | {prefix: module}
                 keys = {key for key in keys if not key.startswith(prefix)}
         return found
@@ -661,7 +704,7 @@ class CustomModuleNode(ModuleNode):
             claimed |= mine.keys()
             build = placement.build(pairs({k.removeprefix(prefix): v for k, v in mine.items()}), like=live)
             plain = prefix not in self._words.speakers
-            placement.finish(self.path, partial(_load, module, build, placement.strict, plain))
+            placement.finish(self.path, partial(_load, module, self.path, build, placement.strict, plain))
         for key, value in state.items():
             if key not in claimed and self._is_unclaimed(key, value):
                 placement.problem(f"{self._name(key)} is in the checkpoint, and not in {show(self.path)}")
@@ -681,5 +724,11 @@ def _set_extra(module: nn.Module, build: Callable[[], Any]) -> None:
     module.set_extra_state(build())
 
 
-def _load(module: nn.Module, build: Callable[[], Any], strict: bool, plain: bool) -> None:
-    load_into(module, as_its_own(module, build()) if plain else build(), strict=strict)
+def _load(module: nn.Module, path: Path, build: Callable[[], Any], strict: bool, plain: bool) -> None:
+    found = load_into(module, as_its_own(module, build()) if plain else build(), strict=strict)
+    texts = {"not in the checkpoint": "missing_keys", "in the checkpoint, and not in the module": "unexpected_keys"}
+    for text, name in texts.items():
+        if keys := getattr(found, name, ()):
+            logger.warning(
+                "%s: its load_state_dict() accepted that these are %s: %s", show(path), text, ", ".join(keys)
+            )

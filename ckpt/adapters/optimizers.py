@@ -11,12 +11,14 @@ names is ever imported.
 from __future__ import annotations
 
 import functools
+import logging
 import random
+import re
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,7 +29,7 @@ from ckpt.core.format.saved_nodes import SavedNode
 from ckpt.core.format.values import Json, Path, decode, encode, show
 from ckpt.core.state.names import Names
 from ckpt.core.state.nodes import Collector, Contents, StatefulNode
-from ckpt.core.state.optimizer_node import OptimizerNode, Row
+from ckpt.core.state.optimizer_node import OptimizerNode, Row, all_of_one_state, inside
 from ckpt.core.state.placement import Placement
 from ckpt.core.state.sharding import is_dtensor
 from ckpt.core.state.special_values import (
@@ -58,7 +60,7 @@ class CustomOptimizerNode(OptimizerNode):
     def __init__(self, path: Path, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(path, optimizer)
         self._objects = self._encoder = ObjectsOf(optimizer)
-        self._adds_entries, self._same = speaks_for_itself(optimizer), _all_of_one_state(optimizer)
+        self._adds_entries, self._same = speaks_for_itself(optimizer), all_of_one_state(optimizer)
         self._extra: dict[str, Any] = {}  # of the reading that is under way
 
     @staticmethod
@@ -124,7 +126,8 @@ class CustomOptimizerNode(OptimizerNode):
 
     def _load(self, extra: dict[str, Any], state: dict[Any, Any]) -> None:
         """Call the optimizer's own loader, and undo what torch's does to values, such as casts to dtypes of weights."""
-        said = self._say(state)
+        said, groups = self._say(state), self.optimizer.param_groups
+        sharing = [vars(one) for one in self._same if vars(one).get("param_groups") is groups]
         try:
             self.optimizer.load_state_dict({**said, **extra})
         except Exception as error:
@@ -136,6 +139,10 @@ class CustomOptimizerNode(OptimizerNode):
                 show(self.path),
                 error,
             )
+        # torch's loader makes another list, and a wrapper that shares the groups would keep the old one.
+        groups = next((one["param_groups"] for one in sharing if one["param_groups"] is not groups), groups)
+        for one in sharing:
+            one["param_groups"] = groups
         for key, values in self.optimizer.state.items():
             if key not in state:
                 state[key] = values
@@ -219,8 +226,13 @@ def _rows_of_extra(values: Json) -> Iterable[tuple[Row, Json]]:
     return [(("extra", ""), values["extra"])] if "extra" in values else []
 
 
-TRUSTED = {"torch", "accelerate", "lightning", "lightning_fabric", "pytorch_lightning", "opacus"}
+TRUSTED = {"accelerate", "lightning", "lightning_fabric", "pytorch_lightning", "opacus"}
 """Packages whose wrappers of optimizers add nothing to the `state_dict()` of the optimizer inside."""
+
+
+def _is_trusted(owner: type) -> bool:
+    """Return True for torch's optimizers, and not for its wrappers in `torch.distributed`, and for `TRUSTED`."""
+    return owner.__module__.startswith("torch.optim.") or owner.__module__.split(".")[0] in TRUSTED
 
 
 def speaks_for_itself(optimizer: Any) -> bool:
@@ -230,9 +242,9 @@ def speaks_for_itself(optimizer: Any) -> bool:
     owner = next((one for one in type(optimizer).__mro__ if "state_dict" in vars(one)), None)
     if owner is None:
         return False
-    if owner.__module__.split(".")[0] not in TRUSTED:
+    if not _is_trusted(owner):
         return True
-    return any(speaks_for_itself(one) for one in _inside(optimizer) if one.state is optimizer.state)
+    return any(speaks_for_itself(one) for one in inside(optimizer) if one.state is optimizer.state)
 
 
 def _derives_when_loaded(optimizer: Any) -> bool:
@@ -243,16 +255,7 @@ def _derives_when_loaded(optimizer: Any) -> bool:
     owners = (
         next((one for one in type(optimizer).__mro__ if m in vars(one)), None) for m in (names[0], "__setstate__")
     )
-    return any(owner is not None and owner.__module__.split(".")[0] not in TRUSTED for owner in owners)
-
-
-def _all_of_one_state(optimizer: Any) -> list[Any]:
-    """Return the optimizer, and those inside it that have the same state."""
-    found = [optimizer]
-    for outer in found:  # which grows
-        inside = (one for one in _inside(outer) if getattr(one, "state", None) is optimizer.state)
-        found += [one for one in inside if not any(one is known for known in found)]
-    return found
+    return any(owner is not None and not _is_trusted(owner) for owner in owners)
 
 
 class _Groups(list[dict[str, Any]]):
@@ -282,10 +285,6 @@ def _is_derived(loaded: Any, saved: Any, param: Any) -> bool:
     return type(loaded) in numbers and type(saved) in numbers and repr(loaded) != repr(saved)
 
 
-def _inside(optimizer: Any) -> list[torch.optim.Optimizer]:
-    return [one for one in vars(optimizer).values() if isinstance(one, torch.optim.Optimizer)]
-
-
 def keeps_elsewhere(optimizer: torch.optim.Optimizer) -> bool:
     """Return True if `state_dict()` returns something other than `.state` and `.param_groups`, such as the states of
     several optimizers.
@@ -295,7 +294,7 @@ def keeps_elsewhere(optimizer: torch.optim.Optimizer) -> bool:
     if not speaks_for_itself(optimizer):
         return False
     owner = next(one for one in type(optimizer).__mro__ if "state_dict" in vars(one))
-    if not any(one.state is optimizer.state for one in _inside(optimizer)):
+    if not any(one.state is optimizer.state for one in inside(optimizer)):
         return owner.__module__.split(".")[0] != "torch" or "state_dict" in vars(optimizer)
     return not {"state", "param_groups"} <= optimizer.state_dict().keys()
 
@@ -338,7 +337,7 @@ class ObjectsOf:
         if (known := self._names.get(id(value))) is not None:
             return {"$": "object", "name": known}
         name = show(path)
-        if (said := _callable_name(value)) is not None:
+        if (said := _name_of_given(value)) is not None:
             if "param_groups" not in path:  # a restarted script makes the same groups
                 self._bind(name, path, value)
             self.live[name] = value
@@ -401,7 +400,7 @@ class ObjectsOf:
 
     def _is_ours(self, kind: type) -> bool:
         """Return True if the package of the optimizer, or of one inside it, defines or imports a class."""
-        modules = {base.__module__ for one in (self.optimizer, *_inside(self.optimizer)) for base in type(one).__mro__}
+        modules = {base.__module__ for one in (self.optimizer, *inside(self.optimizer)) for base in type(one).__mro__}
         for module in modules:
             package = module.split(".")[0]
             if package in ("torch", "builtins", "typing", "abc", "collections"):
@@ -457,7 +456,7 @@ class RestoredObjects:
                 here = self._owner.live.get(name)
                 if here is None:
                     raise MismatchError(f"{name} was {one.get('v')!r:.200} in the checkpoint, and is not here")
-                if (now := _callable_name(here)) != one.get("v"):
+                if (now := _name_of_given(here)) != one.get("v"):
                     problems.append(f"{name} was {one.get('v')!r:.200} in the checkpoint and is {now!r:.200} here")
             elif _defines(one):
                 self._owner.target(one)
@@ -493,6 +492,7 @@ def _numpy_generator(bits: str) -> np.random.Generator:
 _BITS = ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64")
 _GENERATORS: dict[str, Callable[[], Any]] = {
     "random.Random": lambda: random.Random(0),
+    "numpy.RandomState": lambda: np.random.RandomState(0),
     **{f"numpy.{name}": functools.partial(_numpy_generator, name) for name in _BITS},
 }
 
@@ -501,6 +501,8 @@ def _kind_of_generator(value: object) -> str | None:
     """Return the name of a generator of Python or numpy that can be made again; None for everything else."""
     if type(value) is random.Random:
         return "random.Random"
+    if type(value) is np.random.RandomState and type(value._bit_generator) is np.random.MT19937:
+        return "numpy.RandomState"
     if type(value) is not np.random.Generator:
         return None
     bits = type(value.bit_generator)
@@ -524,11 +526,16 @@ def _objects_in(values: Json) -> list[dict[str, Any]]:
     return found
 
 
-def _callable_name(value: object) -> str | None:
-    """Return what names a class, a function or a partial call of one. None for everything else."""
+_WITHOUT_STATE = (logging.Logger, re.Pattern, ModuleType)
+
+
+def _name_of_given(value: object) -> str | None:
+    """Return what names a class, a function, a partial call of one, or an object without state. None for the rest."""
     if isinstance(value, functools.partial):
-        inner = _callable_name(value.func)
+        inner = _name_of_given(value.func)
         return None if inner is None else f"a partial call of {inner}"
+    if isinstance(value, _WITHOUT_STATE):
+        return f"{type(value).__module__}.{type(value).__qualname__}"
     if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")):
         return f"{getattr(value, '__module__', '')}.{value.__qualname__}"
     return None

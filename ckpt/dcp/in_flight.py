@@ -1,7 +1,8 @@
 """Which saves of torch's DCP are under way in this process: one at a time for each place, and none is lost at the end.
 
 torch tells a writer nothing when a save fails on another rank. So the thread that began it is asked: a save lasts as
-long as that thread is inside torch's call.
+long as that thread is inside torch's call. An error of `dcp.async_save` is raised only by `.result()`, so the end of
+the script logs the error of the last one.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ckpt.errors import SaveError
+from ckpt.events import log
 
 SAVER = "_save_state_dict"  # torch's function that makes one save, from its plan to its end
 ASYNC = "AsyncCheckpointExecutor"  # what torch's threads that save are called: one for each save
@@ -30,6 +32,7 @@ class SaveInFlight:
 
 _lock = threading.Lock()
 _claims: dict[str, SaveInFlight] = {}  # by URL
+_failed: str | None = None  # why the last save failed, if that was an async one
 
 
 def claim(urls: Sequence[str], step: int) -> None:
@@ -62,6 +65,24 @@ def check_time(step: int) -> None:
         )
 
 
+def watch(name: object) -> None:
+    """Remember the error of the save that begins in this thread, if a future holds it. `name`: the save's id."""
+    global _failed
+    _failed, frame = None, sys._getframe().f_back
+    while frame is not None and frame.f_code.co_filename != concurrent.futures.thread.__file__:
+        frame = frame.f_back
+    future = None if frame is None else getattr(frame.f_locals.get("self"), "future", None)
+    if isinstance(future, concurrent.futures.Future):
+        future.add_done_callback(lambda done: _note_error(name, done))
+
+
+def _note_error(name: object, done: concurrent.futures.Future[object]) -> None:
+    global _failed
+    if (error := done.exception()) is not None:
+        causes = [cause for cause, _ in getattr(error, "failures", {}).values()] or [error]
+        _failed = f"{name}: {causes[0]}"  # not the error itself: its frames hold the state that was saved
+
+
 def _is_saving(thread: threading.Thread) -> bool:
     frame = sys._current_frames().get(thread.ident or 0)
     while frame is not None and frame.f_code.co_name != SAVER:
@@ -76,6 +97,8 @@ def _wait() -> None:
     for thread in others:
         while thread.is_alive() and (thread.name.startswith(ASYNC) or _is_saving(thread)):
             time.sleep(POLL_S)
+    if _failed is not None:
+        log.error("the last save of this script failed: %s", _failed)
 
 
 threading._register_atexit(_wait)  # type: ignore[attr-defined]

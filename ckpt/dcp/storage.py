@@ -115,6 +115,7 @@ class StorageWriter(storage.StorageWriter):
 
     def reset(self, checkpoint_id: CheckpointId = None) -> None:
         self._now.clear(self._default)
+        in_flight.watch(self._default if checkpoint_id is None else checkpoint_id)
         if checkpoint_id is not None:
             self._now.step, self._now.id = step_of(checkpoint_id), checkpoint_id
         self._now.job = incarnation.incarnation_of(self._urls)  # a load that comes later is no matter of this save

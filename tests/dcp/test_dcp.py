@@ -453,7 +453,24 @@ def test_the_last_save_of_a_script_is_not_lost(run_dir: str) -> None:
     environment = {**os.environ, "PYTHONPATH": f"{REPO}:{REPO / 'backends'}"}
     done = run_python(words, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and history(run_dir) == [1], done.stderr[-3000:]
-    assert "not in an atexit handler" in done.stdout
+    assert "not in an atexit handler" in done.stdout and "failed" not in done.stderr
+
+
+@pytest.mark.parametrize("what", ["an async save", "the one before"])
+def test_error_of_the_last_async_save_is_logged_at_the_end_of_the_script(what: str, run_dir: str) -> None:
+    """Nobody calls .result(), which would raise it."""
+    Path(run_dir).mkdir()
+    Path(run_dir, "notes.txt").write_text("not a run")
+    script = LAST_SAVE.replace("atexit.register(late)", "")
+    if what == "the one before":
+        script = f"{script}.exception()\nwriter = ckpt.dcp.StorageWriter(sys.argv[1] + '-2')\nlate()\n".replace(
+            ")\n.", ")."
+        )
+    environment = {**os.environ, "PYTHONPATH": f"{REPO}:{REPO / 'backends'}"}
+    words = [sys.executable, "-c", script, run_dir]
+    done = run_python(words, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert ("the last save of this script failed: 1: " in done.stderr) is (what == "an async save"), done.stderr
 
 
 # -- several tiers --

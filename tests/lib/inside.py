@@ -466,11 +466,11 @@ def write_files(url: str, files: dict[str, bytes]) -> None:
     _with_store(url, put, writable=True)
 
 
-def delete_files(url: str) -> None:
-    """Delete every file of a folder or bucket."""
+def delete_files(url: str, prefix: str = "") -> None:
+    """Delete the files of a folder or bucket."""
 
     async def delete(store: Any) -> None:
-        await store.delete_many([info.key async for info in store.list()])
+        await store.delete_many([info.key async for info in store.list(prefix)])
 
     _with_store(url, delete, writable=True)
 

@@ -505,7 +505,13 @@ RARE = {
 def test_negative_control_a_rule_that_is_left_out_is_missed(
     broken: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each broken variant is found out within two thousand schedules."""
+    """Each broken variant is found out within two thousand schedules. Without the check of borrowed packs before a
+    COMMIT, which most often hides that a rule about bases is left out."""
+
+    async def unseen(*details: Any) -> None:
+        pass
+
+    monkeypatch.setattr(commits, "check_there", unseen)
     broken(monkeypatch)
     first = RARE.get(broken, 0)
     failure = first_failure(range(first, first + 2000))

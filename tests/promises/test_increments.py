@@ -308,6 +308,36 @@ def test_negative_control_a_pack_that_is_gone_is_seen(run_dir: str, capsys: pyte
     assert not {pack} <= packs_in(run_dir).keys()
 
 
+@pytest.mark.parametrize(
+    "what, place", [("packs", "folder"), ("one pack", "folder"), ("earlier copy", "folder"), ("packs", "bucket")]
+)
+def test_increment_fails_and_next_is_full_if_its_base_is_gone(
+    what: str, place: str, moto: MotoServer, url: str, run_dir: str
+) -> None:
+    """Somebody deletes packs while the job runs, or puts an earlier copy of the run in its place."""
+    state, copy = small_state(), dict[str, bytes]()
+    tier = bucket(url, moto, keep="all") if place == "bucket" else ckpt.Tier(run_dir, every=1)
+    inside.use_options(url, storage_options(moto.url))
+    with ckpt.Checkpointer(state, tier) as cp:
+        for step in range(1, 8):
+            state["moving"]["w"].fill_(step)
+            if step == 6:
+                with pytest.raises(SaveError, match=r"builds on packs/.*, which is gone"):
+                    cp.save(step).committed(60)
+                continue
+            cp.save(step).committed(60)
+            if step == 1:
+                copy = inside.read_files(tier.url)
+            if step == 5:
+                saved = newest(tier.url)
+                assert not saved.full
+                pack = saved.place_of("frozen.w")[0]
+                inside.delete_files(tier.url, {"packs": "packs/", "one pack": pack, "earlier copy": ""}[what])
+                inside.write_files(tier.url, copy if what == "earlier copy" else {})
+    found = ckpt.load(tier.url)
+    assert found.step == 7 and all(bool((found[f"{key}.w"] == state[key]["w"]).all()) for key in ("frozen", "moving"))
+
+
 # -- deaths --
 
 STEPS = 24

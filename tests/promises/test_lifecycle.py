@@ -825,6 +825,18 @@ def test_failures_can_be_warnings(run_dir: str, caplog: pytest.LogCaptureFixture
     assert steps_on_disk(run_dir)[0] == 3
 
 
+def test_close_logs_an_error_if_every_save_failed(run_dir: str, caplog: pytest.LogCaptureFixture) -> None:
+    """With on_error="warn" nothing is raised, and the script goes on with exit code 0."""
+    state = toy.build()
+    with caplog.at_level(logging.ERROR, "ckpt"):
+        with ckpt.Checkpointer(state, ckpt.Tier(run_dir, every=1), on_error="warn") as cp:
+            Path(run_dir, "packs").write_text("in the way")
+            train(cp, state, 1, 2)
+    assert [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR] == [
+        "step 2 was the last one, and no step of this start is in any tier"
+    ]
+
+
 def test_packs_folder_that_vanishes(run_dir: str) -> None:
     """A folder of the run that is removed beneath us is an error of the saves, or mended; saving recovers."""
     state = toy.build()

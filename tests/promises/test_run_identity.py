@@ -6,6 +6,7 @@ replaced while its job runs. Each job restores, holds and commits its own run, a
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -22,7 +23,7 @@ import pytest
 
 import ckpt
 import inside
-from ckpt.errors import RunGoneError
+from ckpt.errors import RunGoneError, StoreError
 from kills import Trainer, kill_all
 from processes import REPO, eventually, start_python, writers
 from s3_server import MotoServer, storage_options
@@ -386,3 +387,25 @@ def test_append_leaves_no_record_in_a_run_that_is_being_deleted(
     with pytest.raises(RunGoneError):
         inside.append_record(run_dir, before)
     assert list(Path(run_dir, "log").iterdir()) == []
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_changing_inode_number_is_an_error_only_if_the_run_is_another(
+    replaced: bool, run_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Overlay and FUSE file systems may give a file another inode number whenever it is looked up."""
+    real, changes = os.stat, count(1)
+    inside.append_record(str(tmp_path / "other"), lambda store: None)
+
+    def stat(path: Any, **options: Any) -> os.stat_result:
+        if not str(path).endswith("FORMAT.json"):
+            return real(path, **options)
+        change = next(changes)
+        if replaced and change == 2:  # after the check, right before the write
+            shutil.copy(tmp_path / "other" / "FORMAT.json", path)
+        found = real(path, **options)
+        return os.stat_result((found[0], found.st_ino + change, *found[2:]))
+
+    with pytest.raises(StoreError, match="no longer this run") if replaced else contextlib.nullcontext():
+        inside.append_record(run_dir, lambda store: monkeypatch.setattr(os, "stat", stat))
+    assert len(list(Path(run_dir, "log").glob("*.json"))) == (1 if replaced else 2)

@@ -197,20 +197,43 @@ def test_commands_delete_and_write_nothing_while_checkpoints_cannot_be_read(
     assert call(name, given, *target, *options, "--yes").code == 0
 
 
-def test_folder_that_cannot_be_listed_is_named_among_the_runs_below(
-    run: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("command", ["ls", "report"])
+@pytest.mark.parametrize("match", ["/away", "/away/FORMAT.json"])
+def test_folder_that_cannot_be_read_is_named_among_the_runs_below(
+    run: Path, call: Call, source_fault: SourceFault, match: str, command: str
 ) -> None:
     (run.parent / "away").mkdir()
-    scan = os.scandir
+    source_fault.on("ESTALE", match, "scandir" if match == "/away" else "stat")
+    found = call(command, run.parent)
+    assert found.code == 3 and "away cannot be read: Stale file handle" in found.out + found.err, found.out + found.err
 
-    def stale(folder: Any) -> Any:
-        if str(folder).endswith("/away"):
-            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), folder)
-        return scan(folder)
 
-    monkeypatch.setattr(os, "scandir", stale)
-    found = call("ls", run.parent)
-    assert found.code == 0 and "away cannot be read: Stale file handle" in found.out
+@pytest.mark.parametrize(
+    ("command", "match"), [("ls", "/parts/"), ("ls", "/run/FORMAT.json"), ("report", "/run/FORMAT.json")]
+)
+def test_runs_below_are_listed_and_exit_code_is_3_if_one_cannot_be_read(
+    run: Path, fault: Fault, call: Call, command: str, match: str
+) -> None:
+    fault.on("EIO", match)
+    found = call(command, run.parent)
+    assert found.code == 3 and "run" in found.out and "cannot be read" in found.out + found.err, found.out + found.err
+
+
+def test_ls_lists_all_steps_and_exits_with_3_if_files_cannot_be_read(run: Path, fault: Fault, call: Call) -> None:
+    fault.on("EIO", "/parts/")
+    found = call("ls", run)
+    assert found.code == 3 and "2 checkpoints" in found.out and "cannot be read now" in found.err
+
+
+def test_save_names_the_error_if_a_folder_cannot_be_looked_at(
+    run: Path, source_fault: SourceFault, fault: Fault
+) -> None:
+    """It is not a file in the way of the folder."""
+    store = inside.open_folder(str(run))
+    source_fault.on("EIO", "/log", "stat")
+    fault.on("EIO", "/log")
+    with pytest.raises(StoreError, match=r"^Input/output error"):
+        inside.run(store.put("log/000000000000.json", b"", create=True))
 
 
 # -- files of other libraries --

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
+import threading
+import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -298,6 +302,76 @@ class Forgiving(nn.Module):
         self.register_load_state_dict_post_hook(lambda module, keys: keys.missing_keys.clear())
 
 
+class OtherName(nn.Module):
+    """Was saved as `old`; hooks that keep something take that name."""
+
+    def __init__(self, hook: str) -> None:
+        super().__init__()
+        self.new, renames, pairs = nn.Linear(2, 2), {"old.": "new."}, [("old.", "new.")]
+
+        def rename(state: State, prefix: str, names: Any) -> None:
+            for key in list(state):
+                for before, after in names:
+                    if key.startswith(prefix + before):
+                        state[prefix + after + key.removeprefix(prefix + before)] = state.pop(key)
+
+        self.rename = rename
+        if hook == "dict":
+            self.register_load_state_dict_pre_hook(
+                lambda m, state, prefix, *rest: rename(state, prefix, renames.items())
+            )
+        elif hook == "default":
+            self._register_load_state_dict_pre_hook(
+                lambda state, prefix, *rest, kept=pairs: rename(state, prefix, kept)
+            )
+        elif hook == "self":
+            self._register_load_state_dict_pre_hook(lambda state, prefix, *rest: self.rename(state, prefix, pairs))
+        elif hook == "weak":
+            this = weakref.ref(self)
+            self._register_load_state_dict_pre_hook(lambda state, prefix, *rest: this().rename(state, prefix, pairs))
+        elif hook == "lock":
+            lock = threading.Lock()
+            self._register_load_state_dict_pre_hook(lambda state, *rest: lock.locked() or rename(state, "", pairs))
+
+
+class Old(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.old = nn.Linear(2, 2)
+
+
+class Lenient(nn.Module):
+    """Loads what fits, and returns the rest."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.lin = nn.Linear(2, 2)
+        self.add_module(name, nn.Linear(2, 2))
+
+    def load_state_dict(self, state: Any, strict: bool = True, assign: bool = False) -> Any:
+        return super().load_state_dict(state, strict=False)
+
+
+@pytest.mark.parametrize(("hook", "reason"), [("weak", "weak references"), ("lock", "cannot pickle '_thread.lock'")])
+def test_loader_that_cannot_be_tried_is_refused_with_the_reason(hook: str, reason: str) -> None:
+    saved, fresh = {"m": Old()}, {"m": OtherName(hook)}
+    before = freeze(fresh)
+    with pytest.raises(MismatchError, match=rf"m: its loader cannot be tried on a copy of the module: .*{reason}"):
+        Saved(Capture(saved).read()).restore(fresh)
+    assert differences(freeze(fresh), before) == []
+
+
+def test_keys_that_a_lenient_loader_leaves_out_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    saved, fresh = {"m": Lenient("before")}, {"m": Lenient("after")}
+    kept = freeze(fresh["m"].after)
+    with caplog.at_level(logging.WARNING, "ckpt"):
+        Saved(Capture(saved).read()).restore(fresh)
+    assert differences(freeze(fresh["m"].lin), freeze(saved["m"].lin)) == []
+    assert differences(freeze(fresh["m"].after), kept) == []
+    assert re.search(r"m: .*not in the checkpoint: after\.weight, after\.bias", caplog.text)
+    assert re.search(r"m: .*not in the module: before\.weight, before\.bias", caplog.text)
+
+
 def parts(size: int, kind: type[Parts] = Parts) -> nn.Module:
     found = kind()
     for _ in range(size):
@@ -316,6 +390,7 @@ ACCEPTED: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module]]] = {
         lambda: weight_normed(nn.utils.weight_norm),
         lambda: weight_normed(nn.utils.parametrizations.weight_norm),
     ),
+    **{f"hook keeps {hook}": (Old, partial(OtherName, hook)) for hook in ("dict", "default", "self")},
     "missing": (lambda: Forgiving(1), lambda: Forgiving(2)),
     "longer list": (lambda: Listed(4), lambda: Listed(2)),
     "shorter list": (lambda: Listed(2), lambda: Listed(4)),

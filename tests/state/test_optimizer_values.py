@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import random
+import re
 import threading
-from collections import defaultdict, deque, namedtuple
+from collections import OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from decimal import Decimal
@@ -24,9 +26,12 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import AcceleratorState
 from torch import Tensor, nn
+from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
+from torch.distributed.optim import PostLocalSGDOptimizer
 
 import ckpt
 from ckpt.core.state.capture import Capture
+from ckpt.core.state.optimizer_node import forgotten
 from ckpt.errors import CorruptError, MismatchError, StateError
 from ckpt.tools.cli import app
 from inside import Saved
@@ -172,11 +177,30 @@ class Collections(Base):
 
 
 @form
+class TypedDicts(Base):
+    """Keeps a dict of another type than dict for each parameter."""
+
+    def scale(self, p: Tensor, group: dict[str, Any]) -> float:
+        state: Any = self.state
+        first = p is group["params"][0]
+        if not state[p]:
+            state[p] = defaultdict(int) if first else OrderedDict(a=torch.ones(1), b=1)
+        if first:
+            state[p]["seen"] += 1
+            state[p][f"new {state[p]['seen']}"] += 1
+            return float(1 / sum(state[p].values()))
+        state[p].move_to_end("a")
+        state[p]["a"] += 1
+        return float(1 / state[p]["a"])
+
+
+@form
 class Settings(Base):
     settings = {  # noqa: RUF012
         "mode": Mode.SLOW, "level": Level.HIGH, "options": Options.NESTEROV | Options.DECOUPLED, "dtype": torch.float64,
         "format": torch.channels_last, "shape": torch.Size([2, 3]), "device": torch.device("cpu"), "fn": halved,
-        "part": partial(halved, 1.0), "kind": Projector, "limits": Limits(1, [2.5]), "norm": torch.linalg.norm,
+        "part": partial(halved, 1.0), "log": logging.getLogger("x"), "re": re.compile("x"), "math": math,
+        "kind": Projector, "limits": Limits(1, [2.5]), "norm": torch.linalg.norm,
     }  # fmt: skip
 
     def scale(self, p: Tensor, group: dict[str, Any]) -> float:
@@ -253,8 +277,9 @@ class OtherGenerators(Base):
             state.setdefault(bits.__name__, np.random.Generator(bits(3)))
         shared = group.setdefault("shared", random.Random(1))
         state["python"] = shared
+        state["old"] = old = group.setdefault("old", np.random.RandomState(2))
         numpy = sum(made.normal() for made in state.values() if isinstance(made, np.random.Generator))
-        return float(numpy + shared.random() + shared.gauss())
+        return float(numpy + shared.random() + shared.gauss() + old.randn())
 
 
 @form
@@ -363,7 +388,7 @@ def test_layout_of_optimizer_stays_the_same_object(kind: str) -> None:
     for step in range(4):
         train(state, range(step, step + 1))
         layouts.append(capture.read().layout)
-    growing = kind in ("Collections", "Helpers", "OddNumbers", "KeysInside")
+    growing = kind in ("Collections", "Helpers", "OddNumbers", "KeysInside", "TypedDicts")
     assert growing or layouts[3] is layouts[2]
 
 
@@ -455,6 +480,20 @@ def test_optimizer_state_is_refused_with_the_reason(kind: str) -> None:
     state["opt"].__class__ = type("AdamW", (torch.optim.AdamW,), {"__module__": __name__})  # a class of this package
     with pytest.raises(StateError, match=r"opt\.state\.net\.0\.weight\.x" + reason):
         capture.read()
+
+
+class OwnDict(dict[str, Any]):
+    pass
+
+
+@pytest.mark.parametrize(("make", "name"), [(OwnDict, "OwnDict"), (lambda: defaultdict(lambda: 0), "defaultdict")])
+def test_state_in_a_dict_of_an_unknown_type_is_refused(make: Callable[[], Any], name: str) -> None:
+    """It would come back as a plain dict."""
+    state = made(torch.optim.AdamW, 0)
+    first = next(iter(state["net"].parameters()))
+    state["opt"].state[first] = make()
+    with pytest.raises(StateError, match=rf"opt\.state\.net\.0\.weight: a .*{name}.* would come back as a plain dict"):
+        Capture(state).read()
 
 
 def test_object_of_another_package_is_refused() -> None:
@@ -624,6 +663,16 @@ def hooked(params: Any) -> torch.optim.Optimizer:
     return inner
 
 
+class Averager(ModelAverager):
+    def __init__(self) -> None:
+        self.step = 0
+
+    def average_parameters(self, params: Any) -> None:  # type: ignore[override]
+        self.step += 1
+        for group in params:
+            group["lr"] = 0.01 / self.step
+
+
 WRAPPED: dict[str, Callable[[Any], Any]] = {
     "forwarding": lambda p: Forwarding(Momentum(p)),
     "nesting": lambda p: Nesting(Momentum(p)),
@@ -632,6 +681,7 @@ WRAPPED: dict[str, Callable[[Any], Any]] = {
     "twice": lambda p: Nesting(Forwarding(Momentum(p))),
     "in accelerate": lambda p: AcceleratedOptimizer(Forwarding(Momentum(p))),
     "accelerate": lambda p: AcceleratedOptimizer(Momentum(p)),
+    "of torch.distributed": lambda p: PostLocalSGDOptimizer(Momentum(p), Averager()),
     "around text keys": lambda p: Forwarding(TextKey(p)),
 }
 
@@ -800,6 +850,42 @@ def test_entries_without_a_loader_here_are_a_mismatch() -> None:
         saved.restore(twin)
     saved.restore(twin, strict=False)
     assert all(torch.equal(a, b) for a, b in zip(weights(state), weights(twin), strict=True))
+
+
+class Holding(torch.optim.Optimizer):
+    """An optimizer around one for each layer, with the state_dict() of torch."""
+
+    def __init__(self, net: nn.Sequential, hold: Callable[[list[torch.optim.Optimizer]], State], share: bool) -> None:
+        inner = [torch.optim.Adam(layer.parameters(), 0.1) for layer in net]
+        super().__init__(net.parameters(), {"lr": 0.1})
+        vars(self).update(hold(inner))
+        if share:
+            self.param_groups = [group for one in inner for group in one.param_groups]
+
+
+HOLDS: dict[str, tuple[Callable[[list[torch.optim.Optimizer]], State], str]] = {
+    "attributes": (lambda inner: {"a": inner[0], "b": inner[1]}, r"\.a"),
+    "list": (lambda inner: {"inner": inner}, r"\.inner\[0\]"),
+    "tuple": (lambda inner: {"inner": tuple(inner)}, r"\.inner\[0\]"),
+    "dict": (lambda inner: {"inner": {"a": inner[0], "b": inner[1]}}, r"\.inner\['a'\]"),
+    "lists in a dict": (lambda inner: {"inner": {"a": [inner[0]], "b": [inner[1]]}}, r"\.inner\['a'\]\[0\]"),
+}
+
+
+@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("kind", HOLDS)
+def test_each_optimizer_that_another_holds_must_be_in_the_state(kind: str, share: bool) -> None:
+    """Also the second of two."""
+    hold, where = HOLDS[kind]
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optim = Holding(net, hold, share)
+    inner = [one for _, one in forgotten(optim)]
+    state: State = {"net": net, "optim": optim}
+    with pytest.raises(StateError, match=rf"optim: .* in {where}, .* put that one into the state"):
+        Capture(state)
+    with pytest.raises(StateError, match=r"optim: .* put that one into the state"):
+        Capture({**state, "first": inner[0]})
+    Capture({**state, "both": inner})
 
 
 def test_old_values_are_json(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import random
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -155,6 +155,40 @@ def test_a_lazy_module_is_refused_until_it_has_a_shape() -> None:
         Capture({"net": module}).read()
     module(torch.ones(1, 2))
     assert Capture({"net": module}).read().layout.by_name["net.weight"].shape == (3, 2)
+
+
+MUTABLE: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "deque": (lambda: deque([1], 9), lambda it: it.append([2])),
+    "list in a deque": (lambda: deque([[1]]), lambda it: it[0].append(2)),
+    "set": (lambda: {1}, lambda it: it.add(2)),
+    "bytearray": (lambda: bytearray(b"a"), lambda it: it.extend(b"b")),
+    "ordered": (lambda: OrderedDict(a=1), lambda it: it.update(b=2)),
+    "counter": (lambda: Counter("a"), lambda it: it.update("ab")),
+    "list in a tuple": (lambda: (0, [1]), lambda it: it[1].append(2)),
+}
+
+
+@pytest.mark.parametrize("kind", MUTABLE)
+def test_containers_of_every_kind_are_updated_in_place(kind: str) -> None:
+    make, change = MUTABLE[kind]
+    state, twin = {"p": {"x": make()}}, {"p": {"x": make()}}
+    change(state["p"]["x"])
+    change(twin["p"]["x"])
+    change(twin["p"]["x"])
+    live = twin["p"]["x"]
+    Saved(Capture(state).read()).restore(twin)
+    (found, before) = (twin["p"]["x"][1], live[1]) if type(live) is tuple else (twin["p"]["x"], live)
+    assert found is before and twin == state
+    if isinstance(live, deque) and isinstance(live[0], list):
+        assert twin["p"]["x"][0] is live[0]
+
+
+def test_containers_that_cannot_be_updated_in_place_are_replaced() -> None:
+    """A deque of another length limit, and a bytearray that something looks into."""
+    state, twin = ({"p": {"q": deque([1], n), "b": bytearray(n)}} for n in (3, 4))
+    with memoryview(twin["p"]["b"]):  # type: ignore[arg-type]
+        Saved(Capture(state).read()).restore(twin)
+    assert twin == state and twin["p"]["q"].maxlen == 3  # type: ignore[union-attr]
 
 
 # -- modules --

@@ -14,6 +14,7 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import AcceleratorState
 from torch import nn
+from torch.optim.lr_scheduler import LinearLR
 
 import ckpt
 
@@ -67,6 +68,30 @@ class Holder:
         self.inner.load_state_dict(state)
 
 
+class Warmup:
+    """A scheduler that is not one of torch's."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": 0}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+class Hidden(torch.optim.Optimizer):
+    """Holds another optimizer in an object."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__(net.parameters(), {})
+        self.holder = Holder(torch.optim.AdamW(net.parameters()))
+
+    def step(self, closure: Any = None) -> None:
+        self.holder.step()
+
+
 class Around(torch.optim.Optimizer):
     """SAM: an optimizer around another, both in the state."""
 
@@ -104,6 +129,18 @@ FORGOTTEN: dict[str, tuple[Making, str]] = {
     "layer-wise": (
         lambda net: ({}, [layer_wise(net)]),
         r"Adam \(1 parameter, net\.\d\.\w+\) and 3 more optimizers stepped",
+    ),
+    "of a scheduler": (
+        lambda net: ({"sched": LinearLR(one := torch.optim.AdamW(net.parameters()))}, [one]),
+        r"AdamW \(4 parameters, net\.0\.weight\) stepped",
+    ),
+    "of an object that saves only numbers": (
+        lambda net: ({"sched": [Warmup(one := torch.optim.AdamW(net.parameters()))]}, [one]),
+        r"AdamW \(4 parameters, net\.0\.weight\) stepped",
+    ),
+    "in an object that an optimizer holds": (
+        lambda net: ({"opt": (one := Hidden(net))}, [one]),
+        r"AdamW \(4 parameters, net\.0\.weight\) stepped",
     ),
     "next to a container": (
         lambda net: ({"opt": (one := Container(net))}, [one, torch.optim.SGD([net[0].weight], 0.1)]),

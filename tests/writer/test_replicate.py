@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from ckpt.core.format.layout import Layout, TensorSpec, pages
 from ckpt.core.format.manifest import Attempt
 from ckpt.core.format.partition import partner
 from ckpt.core.ipc.arena import EMPTY, FILLING, SEALED, Arena, Label
-from ckpt.core.writer.replicate import Replicator
+from ckpt.core.ipc.requests import Partner, Push, Serve
+from ckpt.plugins.replicas import Replicator
 from parallel import free_port, launch
 from processes import eventually, writers
 
@@ -127,11 +129,25 @@ def layout_of(elements: int) -> Layout:
     return Layout((TensorSpec("w", "F32", (elements,)),), {}, names, 3, 4)
 
 
+def replicator() -> Replicator:
+    """One with a memory of its own, as far as it needs one."""
+    memory: Any = SimpleNamespace(arenas={}, copies={}, layouts={})
+    memory.keep_layout = lambda layout: memory.layouts.update({layout.digest: layout})
+    return Replicator(memory)
+
+
+def push(sender: Replicator, arena: Arena, slot: int, layout: Layout, step: int) -> Label:
+    memory = sender._memory
+    memory.arenas["it"], memory.layouts[layout.digest] = arena, layout
+    label = snapshot(arena, slot, layout, step)
+    sender.push(Push("it", slot, str(label.attempt)))
+    return label
+
+
 async def pushed(taker: Replicator, sender: Replicator, arena: Arena, layout: Layout, steps: range) -> None:
-    sender.send_to({**taker.serve(), "addresses": ["127.0.0.1"]}, rank=3)
+    sender.send_to(Partner({**taker.serve(Serve()), "addresses": ["127.0.0.1"]}, 3))
     for step in steps:
-        slot = step % arena.slots
-        sender.push(arena, slot, snapshot(arena, slot, layout, step), layout)
+        push(sender, arena, step % arena.slots, layout, step)
         for _ in range(500):
             await asyncio.sleep(0.01)
             if 3 in taker.arenas and any(la.attempt.step == step for _, la in taker.arenas[3].sealed() if la.attempt):
@@ -142,14 +158,13 @@ def test_what_is_pushed_is_what_arrives() -> None:
     """Data, plain values and label of each snapshot; old ones make room for new ones, as in the first ring."""
 
     async def work() -> None:
-        layouts: list[Layout] = []
-        taker, sender = Replicator(lambda *_: None, layouts.append), Replicator(lambda *_: None, layouts.append)
+        taker, sender = replicator(), replicator()
         layout = layout_of(300_000)
         arena = Arena.create(3, pages(layout.arrangement.data_size) + 4096)
         await pushed(taker, sender, arena, layout, range(1, 6))
         copies = {label.attempt: (slot, label) for slot, label in taker.arenas[3].sealed()}
         originals = {label.attempt: (slot, label) for slot, label in arena.sealed()}
-        assert copies.keys() == originals.keys() and layouts[0] == layout
+        assert copies.keys() == originals.keys() and taker._memory.layouts[layout.digest] == layout
         for attempt, (slot, label) in originals.items():
             there, copy = copies[attempt]
             assert taker.arenas[3].data(there, label.data_size) == arena.data(slot, label.data_size)
@@ -164,12 +179,11 @@ def test_a_snapshot_that_is_overwritten_on_its_way_is_not_kept() -> None:
     """The trainer goes round its ring meanwhile: what arrived is of two moments, and stays unsealed."""
 
     async def work() -> None:
-        taker, sender = Replicator(lambda *_: None, lambda _: None), Replicator(lambda *_: None, lambda _: None)
+        taker, sender = replicator(), replicator()
         layout = layout_of(8_000_000)
         arena = Arena.create(2, pages(layout.arrangement.data_size) + 4096)
         await pushed(taker, sender, arena, layout, range(1, 2))
-        label = snapshot(arena, 0, layout, 2)
-        sender.push(arena, 0, label, layout)
+        label = push(sender, arena, 0, layout, 2)
         for _ in range(1000):
             await asyncio.sleep(0)
             states = [taker.arenas[3].label(slot) for slot in range(2)]
@@ -191,8 +205,8 @@ def test_strangers_are_hung_up_on() -> None:
     """Without the token nothing is taken, and nobody else is disturbed."""
 
     async def work() -> None:
-        taker, sender = Replicator(lambda *_: None, lambda _: None), Replicator(lambda *_: None, lambda _: None)
-        contact = taker.serve()
+        taker, sender = replicator(), replicator()
+        contact = taker.serve(Serve())
         reader, writer = await asyncio.open_connection("127.0.0.1", contact["port"])
         writer.write(b"x" * 32 + b"\xff" * 100)
         with contextlib.suppress(ConnectionResetError):

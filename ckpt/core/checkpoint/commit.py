@@ -15,6 +15,7 @@ from pathlib import Path
 
 from ckpt.core.checkpoint import commit_checks
 from ckpt.core.checkpoint.commit_checks import check_fit as check_fit
+from ckpt.core.checkpoint.concurrent import AT_ONCE, of_each
 from ckpt.core.checkpoint.losses import UNCLEAR, records
 from ckpt.core.checkpoint.parts import load_part as load_part
 from ckpt.core.checkpoint.parts import sound_parts
@@ -22,7 +23,7 @@ from ckpt.core.checkpoint.parts import stored_part as stored_part
 from ckpt.core.checkpoint.store_trial import check_empty, check_ranges, created_twice, try_out
 from ckpt.core.checkpoint.write import WrittenPart
 from ckpt.core.format.digest import file_digest
-from ckpt.core.format.manifest import MAX_FORMAT, Attempt, by_owner, index_key, needs_texts, new_format
+from ckpt.core.format.manifest import MAX_FORMAT, Attempt, by_owner, index_key, needs_texts, new_format, owner
 from ckpt.core.log.log import RunLog, infer_root
 from ckpt.core.log.records import MAX_DOUBTS, Acquire, Commit, Record, RunState, commit_body
 from ckpt.errors import ExistsError, FormatError, NotFoundError, SaveError, SkippedError, StoreError
@@ -150,9 +151,9 @@ async def commit(
 ) -> Commit:
     """Make a checkpoint of the parts of one attempt, one a rank. Doing it twice is harmless. `mine` None: fence nobody.
 
-    SaveError if the attempt was aborted meanwhile, or builds on a checkpoint that was retired meanwhile; FencedError if
-    a newer job has taken over. `used`: for a copy, which has brought along all that it refers to: what it was built on
-    need not be here then. Says which files each checkpoint here uses.
+    SaveError if the attempt was aborted meanwhile, builds on a checkpoint that was retired meanwhile, or borrows packs
+    that are gone; FencedError if a newer job has taken over. `used`: for a copy, which has brought along all that it
+    refers to: what it was built on need not be here then. Says which files each checkpoint here uses.
     """
     parts = sorted(parts, key=lambda w: w.part.rank)
     packs, said = {key for w in parts for key in w.packs}, _said_by(parts)
@@ -160,6 +161,8 @@ async def commit(
     index = await asyncio.to_thread(commit_checks.index_of, parts, kind)
     found, attempt = replace(said, index=file_digest(index)), said.attempt
     log.check_owner(mine)
+    if used is None and not log.state.ended(attempt):
+        await check_there(log.store, attempt, packs)
     await log.store.put(index_key(attempt, found.index), index)
     point("index.stored")
 
@@ -180,6 +183,27 @@ async def commit(
         why = state.reasons.get(attempt, "newer ones are kept")
         raise SaveError(f"step {attempt.step} was given up before it was committed: {why}")
     return landed
+
+
+async def check_there(store: Store, attempt: Attempt, packs: Iterable[str]) -> None:
+    """Raise SaveError unless every pack that an attempt borrows from older checkpoints is there.
+
+    Somebody may have deleted files of the run, or put an earlier copy of the run in its place, since they were written.
+    """
+    borrowed = {key for key in packs if owner(key) != attempt}
+    if len(borrowed) > AT_ONCE:  # a few listings take fewer requests
+        borrowed -= {info.key async for info in store.list("packs/")}
+
+    async def check(key: str) -> None:
+        try:
+            await store.head(key)
+        except NotFoundError:
+            raise SaveError(
+                f"step {attempt.step} builds on {key}, which is gone from {store.url}: the files of the run were "
+                "deleted, or replaced by an earlier copy of it. The next save will be whole"
+            ) from None
+
+    await of_each(sorted(borrowed), check)
 
 
 def _said_by(parts: Sequence[WrittenPart]) -> Commit:

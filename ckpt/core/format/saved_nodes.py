@@ -22,6 +22,7 @@ JOINED_KIND = "optimizer"  # of which the values of all ranks are joined
 KINDS = (
     "kinds"  # among an optimizer's facts: what its tensors are if they are not plain, as references to tensors have it
 )
+DICTS = "dicts"  # among an optimizer's facts: by parameter, the type of its dict if it is not a plain one
 ORDERS = "orders"  # a fact: the dimensions of tensors that are not contiguous, from the outermost to the innermost
 
 
@@ -70,7 +71,7 @@ def _joined_facts(nodes: list[SavedNode]) -> dict[str, Any]:
 def _joined_tensors(nodes: list[SavedNode]) -> dict[str, Any]:
     """What is said of single tensors; what a rank has itself it knows best."""
     joined = _joined_wrappers(nodes)
-    for fact in (ORDERS, KINDS):
+    for fact in (ORDERS, KINDS, DICTS):
         found = {name: one for node in reversed(nodes) for name, one in node.facts.get(fact, {}).items()}
         joined |= {fact: found} if found else {}
     return joined
@@ -157,7 +158,8 @@ def is_optimizer(saved: SavedNode) -> bool:
     kinds = saved.facts.get(KINDS, {})
     if type(kinds) is not dict or not all(type(one) is dict and one.get("kind") in TENSORS for one in kinds.values()):
         return False
-    if not texts(saved.facts.get(PLAIN, [])):
+    dicts = saved.facts.get(DICTS, {})
+    if not texts(saved.facts.get(PLAIN, [])) or type(dicts) is not dict or not texts(list(dicts.values())):
         return False
     if type(params) is not list or not all(map(texts, params)) or not texts(saved.facts.get("with_state")):
         return False

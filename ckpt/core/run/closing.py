@@ -277,11 +277,18 @@ class Closing:
         return "; ".join(self._departures.behind(step)[:MOST_NAMED]) or "not all ranks have a newer one"
 
     def _check_any_saved(self, why: str) -> None:
-        """Have close() raise SaveError if training has made steps and none was ever saved, in this start or before."""
+        """Have close() raise SaveError if training has made steps and none was ever saved, in this start or before.
+
+        If the newest step is in memory, or with on_error="warn", only log that no tier has one.
+        """
         staged, last = self._staged, self._staged.last
-        saved = self._writes.committed is not None or staged.newest is not None
-        saved |= last is not None and last[1].place is not None
-        if self._progress.stepped and not saved and self._session.supervisor.owner.restored is None:
+        if not self._progress.stepped or self._writes.committed is not None:
+            return
+        in_memory = staged.newest is not None or (last is not None and last[1].place is not None)
+        if in_memory or self._session.settings.on_error == "warn":
+            if self._session.world.rank == 0:
+                log.error("step %s was the last one, and no step of this start is in any tier", self._progress.step)
+        elif self._session.supervisor.owner.restored is None:
             what = f"no step of this run was saved, and step {self._progress.step} was the last one"
             self._session.errors.note(SaveError(f"{what}: {why or self._why_not_common(self._progress.step or 0)}"))
 

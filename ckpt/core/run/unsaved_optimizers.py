@@ -8,8 +8,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from ckpt.core.state.capture import Capture
+from ckpt.core.state.nodes import StatefulNode
+from ckpt.core.state.optimizer_node import OptimizerNode, all_of_one_state
 from ckpt.core.state.structure import params_of, steps_for
 from ckpt.events import log
 
@@ -45,7 +48,7 @@ class UnsavedOptimizers:
 
     def saves(self, optimizer: Any) -> bool:
         """Return True if an optimizer is in the state, or inside a wrapper that is."""
-        held = (found for node in self._capture.nodes for found in _optimizers_in(_target(node)))
+        held = (found for node in self._capture.nodes for found in _saved_with(node))
         return any(one is optimizer or steps_for(optimizer, one) for one in (*self._capture.optimizers, *held))
 
     def _names(self, optimizer: Any) -> list[str]:
@@ -62,14 +65,21 @@ def _listed(texts: list[str]) -> str:
     return texts[0] if not more else f"{texts[0]} and {more} more optimizer{'s' if more > 1 else ''}"
 
 
-def _target(node: Any) -> object:
-    """Return the object that a node saves. None for modules: what an optimizer in one keeps is not saved."""
-    return getattr(node, "target", None) or getattr(node, "optimizer", None)
+def _saved_with(node: Any) -> Iterable[Any]:
+    """Return the optimizers whose moments a node saves. None for modules: what an optimizer in one keeps is not saved.
+
+    An object that is saved through its `state_dict()` counts if it has tensors or the groups of an optimizer in it.
+    """
+    if isinstance(node, OptimizerNode):
+        return all_of_one_state(node.optimizer)
+    if isinstance(node, StatefulNode) and not node.may_have_moments():
+        return ()
+    return _optimizers_in(getattr(node, "target", None) or getattr(node, "optimizer", None))
 
 
 def _optimizers_in(value: Any, depth: int = 0) -> Iterator[Any]:
     """Yield the optimizers that an object holds in its attributes, and itself if it is one."""
-    if value is None or isinstance(value, nn.Module | torch.Tensor | type) or depth > DEPTH:
+    if value is None or isinstance(value, nn.Module | torch.Tensor | type | LRScheduler) or depth > DEPTH:
         return
     if isinstance(value, torch.optim.Optimizer):
         yield value

@@ -24,7 +24,7 @@ from ckpt.core.state.fingerprint import SampledPlaces
 from ckpt.core.state.module_node import ModuleNode
 from ckpt.core.state.names import Names
 from ckpt.core.state.nodes import Contents, PlainNode, StatefulNode, StateNode
-from ckpt.core.state.optimizer_node import OptimizerNode, forgotten
+from ckpt.core.state.optimizer_node import OptimizerNode, all_of_one_state, forgotten
 from ckpt.core.state.placement import Placement
 from ckpt.core.state.rewrap import forms_of
 from ckpt.core.state.sharding import LocalPiece, StateEntry, storage_of, unsupported
@@ -322,13 +322,15 @@ class Walk:
         self.nodes: list[StateNode] = list(self._find(state, ()))
         self.optimizers = [node for node in self.nodes if isinstance(node, OptimizerNode)]
         self.stepped = stepped_nodes(self.nodes)
-        listed = {id(node.optimizer) for node in self.optimizers}
+        listed = {id(one) for node in self.optimizers for one in all_of_one_state(node.optimizer)}
+        listed |= {id(getattr(node, "target", None)) for node in self.nodes}
         for outer in self.optimizers:
-            if (inner := forgotten(outer.optimizer)) is not None and id(inner[1]) not in listed:
-                raise StateError(
-                    f"{show(outer.path)}: its state_dict() says nothing of the optimizer in .{inner[0]}, whose state "
-                    "would be lost: put that one into the state as well"
-                )
+            for name, inner in forgotten(outer.optimizer):
+                if id(inner) not in listed:
+                    raise StateError(
+                        f"{show(outer.path)}: its state_dict() says nothing of the optimizer in {name}, whose state "
+                        "would be lost: put that one into the state as well"
+                    )
         seen: dict[int, Path] = {}
         for node in self.nodes:
             optimizer = node.optimizer if isinstance(node, OptimizerNode) else None

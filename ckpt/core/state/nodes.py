@@ -12,6 +12,8 @@ kinds that the core does not know (`ckpt.core.state.adapter`).
 from __future__ import annotations
 
 import contextlib
+import json
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -238,6 +240,7 @@ class StatefulNode:
     def __init__(self, path: Path, target: Stateful) -> None:
         self.path, self.target = path, target
         self._said = ""  # what kind of value
+        self._tensors, self._values = True, None  # whether there were any, and the plain values
         # As the script made it, to report what the checkpoint overrides.
         self._settings = scheduler_settings(target) if isinstance(target, LRScheduler) else None
 
@@ -246,7 +249,7 @@ class StatefulNode:
 
     def _read(self, collect: Collector) -> Contents:
         values = encode(self.target.state_dict(), self.path, collect)
-        self._said = kind_of(values)
+        self._said, self._tensors, self._values = kind_of(values), bool(collect.entries), values
         return Contents(_NOTHING, collect.entries, values)
 
     def prepare(self, saved: SavedNode, placement: Placement) -> None:
@@ -279,6 +282,12 @@ class StatefulNode:
 
     def prepare_as_saved(self, saved: SavedNode, placement: Placement) -> bool:
         return False
+
+    def may_have_moments(self) -> bool:
+        """Return False if an optimizer that the object holds is not saved with it: a scheduler has only numbers."""
+        if isinstance(self.target, torch.optim.Optimizer) or self._tensors:
+            return True
+        return '"param_groups"' in json.dumps(self._values)
 
     def _is_alike(self, values: Json, placement: Placement) -> bool:
         """Whether what was saved is of the kind that it says of itself now: a dict, as a rule."""
@@ -325,8 +334,25 @@ def write_back(live: Any, value: Any) -> Any:
         live.clear()
         live.update(new)
         return live
-    if isinstance(live, list):
-        live[:] = [write_back(live[i], v) if i < len(live) else v for i, v in enumerate(value)]
+    if isinstance(live, list | deque | tuple):
+        items = [*map(write_back, live, value), *list(value)[len(live) :]]
+        if isinstance(live, deque) and live.maxlen == value.maxlen:
+            live.clear()
+            live.extend(items)
+            return live
+        if isinstance(live, list):
+            live[:] = items
+            return live
+        return tuple(items) if type(live) is tuple else value
+    if isinstance(live, set):
+        live.clear()
+        live.update(value)
+        return live
+    if isinstance(live, bytearray):
+        try:
+            live[:] = value
+        except BufferError:  # a memoryview of it does not let it grow or shrink
+            return value
         return live
     if isinstance(live, np.ndarray) and (live.dtype, live.shape) == (value.dtype, value.shape) and live.flags.writeable:
         np.copyto(live, value)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Container, Iterable, Mapping, MutableMapping
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping
+from functools import partial
 from itertools import compress
 from operator import is_
 from typing import Any
@@ -12,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ckpt.core.format.columns import ODD
-from ckpt.core.format.saved_nodes import KINDS, PLAIN, SavedNode, is_optimizer
+from ckpt.core.format.saved_nodes import DICTS, KINDS, PLAIN, SavedNode, is_optimizer
 from ckpt.core.format.values import Json, Path, decode, encode, encode_key, kind_of, part_of, show, splitter
 from ckpt.core.state.joint import IN_TURN
 from ckpt.core.state.names import Names, Span, span_of
@@ -23,11 +25,12 @@ from ckpt.core.state.settings import overruled, settings_of
 from ckpt.core.state.sharding import Division, Replicas, StateEntry, is_dtensor, is_plain_share, local, members
 from ckpt.core.state.special_values import ObjectDecoder, ObjectEncoder, as_plain, decode_constant
 from ckpt.core.state.tensors import PLAIN as PLAIN_TENSORS
-from ckpt.core.state.tensors import dims_of_expansion, kind_of_tensor, of_kind, plain_kind
+from ckpt.core.state.tensors import dims_of_expansion, kind_of_tensor, of_kind, order_of, plain_kind
 from ckpt.core.state.wrappers import WrapperForm, is_wrapped, take_all_apart
 from ckpt.errors import CorruptError, MismatchError, StateError
 
 SCHEDULED = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"}  # settings that schedulers add
+DEPTH = 3  # how many containers deep an optimizer may hold others
 
 
 class OptimizerNode:
@@ -133,6 +136,7 @@ class OptimizerNode:
         ]  # of a group that came late
         self._others, self._more, self._there, self._memories = [], [], Places(), Memories()
         self._params, self._dicts, self._with_dicts = list(self.optimizer.state), [], []
+        dicts: dict[str, str] = {}  # by parameter, how its dict is made if it is not a plain one
         places: list[tuple[dict[str, Any], str, Tensor]] = []
         state: list[StateEntry] = []
         not_plain: list[tuple[Path, Tensor, Tensor]] = []  # of the state, and their parameters
@@ -149,6 +153,8 @@ class OptimizerNode:
                 continue
             with_state.append(name)
             self._dicts.append(values)
+            if type(values) is not dict:
+                dicts[name] = _kind_of_dict(values, (*self.path, "state", name))
             for key, value in values.items():
                 if _is_entry(key, value) and id(value) not in called:
                     path = (*self.path, "state", name, key)
@@ -174,6 +180,7 @@ class OptimizerNode:
         facts |= {PLAIN: plain} if plain else {}
         kinds = {show(path): kind for path, one, param in not_plain if (kind := _kind_of(one, param, path))}
         facts |= {KINDS: kinds} if kinds else {}
+        facts |= {DICTS: dicts} if dicts else {}
         return Contents([*fixed, *params_too], facts=facts | facts_of([*forms, *more]))
 
     def _shares(self) -> set[str]:
@@ -222,7 +229,10 @@ class OptimizerNode:
             placement.problem(f"{show(self.path)} {here} saved by an optimizer of another kind: {kind}")
             return
         self._compare_groups(mine, saved.facts["params"], placement)
-        fresh: dict[str, dict[str, Any]] = {name: {} for name in saved.facts["with_state"] if name in params}
+        dicts: dict[str, str] = saved.facts.get(DICTS, {})
+        fresh: dict[str, dict[str, Any]] = {
+            name: _DICTS.get(dicts.get(name, ""), dict)() for name in saved.facts["with_state"] if name in params
+        }
         self._begin_anew(fresh, params, placement)
         self._place_state(fresh, params, saved, placement)
         objects = self._decoder(saved.values)
@@ -460,7 +470,14 @@ class OptimizerNode:
             return param.detach()  # it was the weight itself: so SAM leaves it
         if placement.key_to_create(full, beside, guarded=True, plain=plain) is None:
             return None  # a problem has been noted
-        return placement.create(full, device_of(full), beside, guarded=True, plain=plain, like=local(param))
+        like = None if self._lay_otherwise(full, param, placement) else local(param)
+        return placement.create(full, device_of(full), beside, guarded=True, plain=plain, like=like)
+
+    def _lay_otherwise(self, full: str, param: Tensor, placement: Placement) -> bool:
+        """Return True if a tensor had another memory layout than its parameter, which lies here as it did then."""
+        held = placement.names.get(id(param))
+        own = placement.saved_order(self.own_name(param) if held is None else held.name)
+        return own == (order_of(local(param)) or []) and placement.saved_order(full) not in (own, None)
 
 
 def _is_entry(key: object, value: object) -> bool:
@@ -485,6 +502,24 @@ def _is_of_kind(value: Tensor, kind: dict[str, Json], param: Tensor) -> bool:
 def _as_kind(value: Tensor, kind: dict[str, Json], param: Tensor) -> Tensor:
     """Return a tensor with the same memory. `like`: of the class of its parameter."""
     return of_kind(value.as_subclass(type(param)) if kind.get("like") else value, kind)
+
+
+_DICTS: dict[str, Callable[[], dict[Any, Any]]] = {
+    "OrderedDict": OrderedDict,
+    **{f"defaultdict({make.__name__})": partial(defaultdict, make) for make in (dict, list, set, int, float)},
+}
+
+
+def _kind_of_dict(values: dict[Any, Any], path: Path) -> str:
+    """Return which of `_DICTS` makes a dict like this one. Raises StateError if none does."""
+    kind, make = type(values), getattr(values, "default_factory", None)
+    name = f"defaultdict({getattr(make, '__name__', make)})" if kind is defaultdict else kind.__qualname__
+    if name in _DICTS and type(_DICTS[name]()) is kind and getattr(_DICTS[name](), "default_factory", None) is make:
+        return name
+    raise StateError(
+        f"{show(path)}: a {kind.__module__}.{name} would come back as a plain dict: keep a dict, an OrderedDict, or a "
+        "defaultdict of dict, list, set, int or float there"
+    )
 
 
 Row = tuple[str, str]  # what tells a plain value of the state from the others
@@ -521,13 +556,39 @@ def _first(words: list[str], count: int = 5) -> str:
     return ", ".join(words[:count]) + (", …" if len(words) > count else "")
 
 
-def forgotten(optimizer: torch.optim.Optimizer) -> tuple[str, torch.optim.Optimizer] | None:
-    """What an attribute is called, and the optimizer in it, of which the outer one's `state_dict()` says nothing: SAM
-    is one around another."""
-    for name, inner in vars(optimizer).items():
-        if isinstance(inner, torch.optim.Optimizer) and inner.state is not optimizer.state:
-            return name, inner
-    return None
+def inside(optimizer: Any) -> list[torch.optim.Optimizer]:
+    return [one for one in vars(optimizer).values() if isinstance(one, torch.optim.Optimizer)]
+
+
+def all_of_one_state(optimizer: Any) -> list[Any]:
+    """Return the optimizer, and those inside it that have the same state."""
+    found = [optimizer]
+    for outer in found:  # which grows
+        same = (one for one in inside(outer) if getattr(one, "state", None) is optimizer.state)
+        found += [one for one in same if not any(one is known for known in found)]
+    return found
+
+
+def forgotten(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.optim.Optimizer]]:
+    """Yield the optimizers inside of one that its `state_dict()` says nothing of, and what they are called there.
+
+    SAM has one in an attribute, and others have several in a list or a dict.
+    """
+    for outer in all_of_one_state(optimizer):
+        for name, inner in _held_optimizers(vars(outer)):
+            if inner.state is not optimizer.state:
+                yield name, inner
+
+
+def _held_optimizers(value: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str, torch.optim.Optimizer]]:
+    """Yield the optimizers in attributes, and in lists, tuples and dicts in them."""
+    for key, one in list(value.items() if isinstance(value, dict) else enumerate(value)):
+        part = key if type(key) in (str, int) else type(key)  # to print a tensor would wait for its device
+        here = f"{name}[{part!r}]" if depth else f".{key}"
+        if isinstance(one, torch.optim.Optimizer):
+            yield here, one
+        elif isinstance(one, dict | list | tuple) and depth < DEPTH:
+            yield from _held_optimizers(one, here, depth + 1)
 
 
 def _filled(live: Mapping[Any, Any], wanted: Mapping[Any, Any]) -> bool:

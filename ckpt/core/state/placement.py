@@ -129,6 +129,14 @@ class Placement:
         found = key if key is not None else (name, self.saved.instances(self.saved.canonical(name, self.seat.rank))[0])
         return self.saved.tensors[found].spec
 
+    def saved_order(self, name: str) -> list[int] | None:
+        """Return the order of the dimensions of a saved tensor in memory, [] if it was contiguous.
+
+        None if the checkpoint has no such tensor, or if it is not clear which one is meant.
+        """
+        key = self.saved.resolve(name, self.seat.rank, self.seat.size, None, lenient=True)
+        return self.saved.order(key, self.seat.rank) or [] if isinstance(key, tuple) else None
+
     def unclear(self, name: str, ranks: Sequence[int]) -> str:
         """Say that ranks saved different values under one name."""
         return (

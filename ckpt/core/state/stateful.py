@@ -84,6 +84,8 @@ def adapt(value: object) -> Generator | Scaler | None:
     if isinstance(value, np.random.Generator):
         bits = value.bit_generator
         return Generator(lambda: bits.state, lambda state: setattr(bits, "state", state))
+    if isinstance(value, np.random.RandomState):
+        return Generator(lambda: value.get_state(legacy=False), value.set_state)
     if isinstance(value, random.Random):
         return Generator(value.getstate, value.setstate)
     if isinstance(value, GradScaler) and type(value).state_dict is GradScaler.state_dict:

@@ -156,7 +156,8 @@ def order_of(tensor: Tensor) -> list[int] | None:
     if tensor.is_contiguous() and 1 not in tensor.shape:  # a dimension of length 1 may have any stride
         return None
     strides = torch.empty_like(_form(tensor)).stride()  # without the gaps that it may have
-    order = sorted(range(len(strides)), key=lambda dim: -strides[dim])
+    # A dimension of length 1 is the inner one of two with equal strides: outside, its stride would be larger.
+    order = sorted(range(len(strides)), key=lambda dim: (-strides[dim], tensor.shape[dim] == 1))
     return None if order == list(range(len(order))) else order
 
 

@@ -1,7 +1,7 @@
 """What a writer holds in memory, and requests about that: arenas, the layouts of what is in them, and digests.
 
 Arenas are its trainer's, those that a trainer inherited from ranks that are no more (`foreign`), and copies of the
-memory of another node (`mirror`).
+memory of other nodes (`copies`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from ckpt.core.ipc.requests import Digest
 from ckpt.core.log.log import Acquire, in_history
 from ckpt.core.writer.dispatch import Answer, Caller, handles
 from ckpt.core.writer.held_run import PresentTrainer
-from ckpt.core.writer.replicate import Replicator
 from ckpt.errors import SaveError, SkippedError
 from ckpt.events import log
 
@@ -104,7 +103,7 @@ class HeldMemory:
         self.retracted: dict[Attempt, str] = {}  # what must not become a checkpoint, and why
         self.replicas: dict[Attempt, Replicas] = {}  # what the parts of our rank say of replicated tensors
         self._tries: dict[Attempt, int] = {}
-        self.mirror = Replicator(check_room, self.keep_layout)
+        self.copies: dict[int, Arena] = {}  # of the memory of other nodes, by rank; a plug-in fills them
 
     async def until_handed_over(self) -> None:
         """Until our own trainer has given us what a dead writer held, if it is about to: there is nothing yet."""
@@ -112,7 +111,7 @@ class HeldMemory:
             await asyncio.wait_for(self.handed_over.wait(), HAND_OVER_S)
 
     def all(self) -> list[Arena]:
-        return [*self.arenas.values(), *self.mirror.arenas.values()]
+        return [*self.arenas.values(), *self.copies.values()]
 
     def add(self, arena: Arena, *, foreign: bool = False) -> None:
         self.arenas[arena.id.hex()], self.keeping[arena.id.hex()] = arena, arena.keep()
@@ -189,9 +188,8 @@ class HeldMemory:
         return number
 
     def take_back(self, attempt: Attempt, reason: str) -> None:
-        """It must not become a checkpoint, nor must the copy on another node."""
+        """It must not become a checkpoint."""
         self.retracted.setdefault(attempt, reason)
-        self.mirror.take_back(attempt)
 
     def forget_old(self) -> None:
         """What is known of snapshots that are not in memory any more."""
@@ -269,18 +267,3 @@ class HeldMemory:
         if request.all:
             await asyncio.to_thread(self.digest_ring)
         return self.known_digests()
-
-    @handles(requests.Serve)
-    def serve(self, request: requests.Serve) -> requests.Json:
-        return self.mirror.serve()
-
-    @handles(requests.Partner)
-    def send_to(self, request: requests.Partner) -> None:
-        self.mirror.send_to(request.contact, request.rank)
-
-    @handles(requests.Push)
-    def push(self, request: requests.Push) -> None:
-        slot, arena = request.slot, self.arenas[request.arena]
-        label = arena.label(slot)
-        if label is not None and str(label.attempt) == request.attempt and label.layout in self.layouts:
-            self.mirror.push(arena, slot, label, self.layouts[label.layout])

@@ -72,6 +72,7 @@ class Settler:
             await self._make_room(tier, attempt)
             raise
         except Exception as error:
+            await _distrust_gone(tier, written)
             if written.part.world > 1:
                 await self._give_up(tier, written, error)
             if attempt in tier.log.state.held:
@@ -164,6 +165,16 @@ class Settler:
                     failures.append(error)
         if failures:
             raise failures[0]
+
+
+async def _distrust_gone(tier: OpenTier, written: WrittenPart) -> None:
+    """Have the next checkpoint be a full one if packs are gone that this one was built on."""
+    try:
+        await commit.check_there(tier.log.store, Attempt.parse(written.part.attempt), written.packs)
+    except SaveError:
+        tier.encoder.distrusted.update(map(Attempt.parse, written.part.needs))
+    except StoreError:
+        pass  # the store is out of reach: the next commit checks again
 
 
 def own_bytes(written: WrittenPart | None) -> int:

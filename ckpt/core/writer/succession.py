@@ -118,7 +118,7 @@ class Succession:
         taken = request.takeover and lives and not trainer.left
         if taken:
             self._dispossess(process.pid)
-        copies = memory.mirror.arenas.values() if visit else ()  # no trainer goes on in them
+        copies = memory.copies.values() if visit else ()  # no trainer goes on in them
         shown = [*memory.arenas.values(), *copies]
         alive = lives and not trainer.dead
         adopts = not alive and caller.channel is not trainer.channel and not visit

@@ -14,8 +14,9 @@ import click
 from ckpt.core.checkpoint import losses
 from ckpt.core.checkpoint.concurrent import of_each
 from ckpt.core.log.records import words_of
-from ckpt.errors import CheckpointError, FormatError
+from ckpt.errors import CheckpointError, FormatError, is_unreadable
 from ckpt.store import normalise
+from ckpt.tools.cli import UNREADABLE
 from ckpt.tools.cli.arguments import run_argument
 from ckpt.tools.cli.terminal import (
     PATIENCE_S,
@@ -47,22 +48,26 @@ def ls(url: str, as_json: bool) -> int:
     ended), what a rollback undid. Of a folder of runs: the newest step of each, when that was saved, and what all its
     packs take. Times are of this machine.
     """
+    unread: list[object] = []
     try:
-        found = asyncio.run(_ls(url))
+        found = asyncio.run(_ls(url, unread))
     except FormatError:
-        below = asyncio.run(_runs_below(url))
-        if all(one["bytes_in_files"] is None for one in below):
+        below = asyncio.run(_runs_below(url, unread))
+        if not unread and all(one["bytes_in_files"] is None for one in below):
             raise
-        return show_runs(url, below, as_json)
+        show_runs(url, below, as_json)
+        return UNREADABLE if unread else 0
     if as_json:
-        return print_json(found)
-    show_checkpoints(found)
-    return 0
+        print_json(found)
+    else:
+        show_checkpoints(found)
+    return UNREADABLE if unread else 0
 
 
-def show_runs(url: str, runs: list[dict[str, Any]], as_json: bool) -> int:
+def show_runs(url: str, runs: list[dict[str, Any]], as_json: bool) -> None:
     if as_json:
-        return print_json({"url": normalise(url), "runs": runs})
+        print_json({"url": normalise(url), "runs": runs})
+        return
     put(normalise(url))
     rows = [
         (
@@ -79,7 +84,6 @@ def show_runs(url: str, runs: list[dict[str, Any]], as_json: bool) -> int:
     print_few([f"{one['name']} cannot be read: {one['problem']}" for one in runs if one["problem"]])
     sizes = [one["bytes_in_files"] for one in runs if one["bytes_in_files"] is not None]
     put(f"{count_of(len(sizes), 'run')}, {human(sum(sizes))} in files")
-    return 0
 
 
 def when_text(created: str | None) -> str:
@@ -87,8 +91,9 @@ def when_text(created: str | None) -> str:
     return datetime.fromisoformat(created).astimezone().strftime("%F %T") if created else "?"
 
 
-async def _runs_below(url: str) -> list[dict[str, Any]]:
-    from ckpt.tools.maintain.find_runs import runs_below
+async def _runs_below(url: str, unread: list[object]) -> list[dict[str, Any]]:
+    """`unread`: gets what cannot be read now. Another user's private folder is not in it."""
+    from ckpt.tools.maintain.find_runs import PRIVATE, runs_below
     from ckpt.tools.maintain.listing import created_at, sizes_of
 
     top = normalise(url)
@@ -101,15 +106,18 @@ async def _runs_below(url: str) -> list[dict[str, Any]]:
         try:
             async with opened(run) as log:
                 newest = next(iter(log.state.lineage()), None)
-                saved = None if newest is None else await created_at(log, newest)
+                saved = None if newest is None else await created_at(log, newest, unread.append)
                 step, count = newest and newest.step, len(log.state.commits)
                 _, size = await sizes_of(log, [])
                 return {**row(run, size), "newest": step, "checkpoints": count, "saved": saved}
         except CheckpointError as error:
+            if is_unreadable(error):
+                unread.append(run)
             return row(run, 0, str(error))
 
     closed: dict[str, str] = {}
     runs = await of_each(await runs_below(url, patience_s=PATIENCE_S, closed=closed), look)
+    unread += [run for run, why in closed.items() if why != PRIVATE]
     return sorted([*runs, *(row(url, None, why) for url, why in closed.items())], key=itemgetter("name"))
 
 
@@ -139,11 +147,11 @@ def show_checkpoints(found: dict[str, Any]) -> None:
     put(f"{count}, {written} written, {human(found['bytes_in_files'])} in files")
 
 
-async def _ls(url: str) -> dict[str, Any]:
+async def _ls(url: str, unread: list[object]) -> dict[str, Any]:
     from ckpt.tools.maintain.listing import checkpoints_of
 
     async with opened(url) as log:
-        rows, in_files = await checkpoints_of(log)
+        rows, in_files = await checkpoints_of(log, unread.append)
         return {
             "url": log.store.url,
             "damaged_records": log.state.damaged,

@@ -14,10 +14,13 @@ from collections.abc import Iterator, Sequence
 import click
 
 from ckpt.core.cadence.ledger import Account
+from ckpt.core.checkpoint.concurrent import of_each
+from ckpt.core.log.log import RunLog
 from ckpt.core.log.records import RunState
-from ckpt.errors import CheckpointError, CorruptError, FormatError
+from ckpt.errors import CheckpointError, CorruptError, FormatError, is_unreadable
 from ckpt.guard.report import Fault
-from ckpt.store import folder_of, normalise
+from ckpt.store import folder_of, normalise, open_store
+from ckpt.tools.cli import UNREADABLE
 from ckpt.tools.cli.arguments import files, run_argument
 from ckpt.tools.cli.reading import read_faults, read_ledger
 from ckpt.tools.cli.terminal import (
@@ -33,7 +36,7 @@ from ckpt.tools.cli.terminal import (
     put,
     say,
 )
-from ckpt.tools.maintain.find_runs import runs_below
+from ckpt.tools.maintain.find_runs import PRIVATE, runs_below
 from ckpt.tools.observe.goodput.accounting import settled
 from ckpt.tools.observe.goodput.breakdown import Statement
 from ckpt.tools.observe.report.chronicle import chronicle
@@ -76,9 +79,13 @@ def report(url: str, idle_after_h: float | None, output: str | None, force: bool
     try:
         url, accounts, faults, damaged, state = asyncio.run(_read(url))
     except FormatError:
-        if output is not None or not (below := asyncio.run(runs_below(url, patience_s=PATIENCE_S))):
+        below, unread = ([], {}) if output is not None else asyncio.run(_runs_below(url))
+        if not below and not unread:
             raise
-        return show_runs(url, below, as_json)
+        show_runs(url, below, as_json)
+        for one, why in unread.items():
+            say(f"{one} cannot be read: {why}")
+        return UNREADABLE if unread else 0
     if not accounts and output is None:
         raise nothing_there(url, damaged)
     now, idle_after_s = time.time(), 3600 * (math.inf if idle_after_h is None else idle_after_h)
@@ -96,13 +103,33 @@ def report(url: str, idle_after_h: float | None, output: str | None, force: bool
     return 1 if damaged else 0
 
 
-def show_runs(url: str, runs: Sequence[str], as_json: bool) -> int:
+def show_runs(url: str, runs: Sequence[str], as_json: bool) -> None:
     """Which there are, as commands that can be copied."""
     if as_json:
-        return print_json({"url": normalise(url), "runs": runs})
+        print_json({"url": normalise(url), "runs": runs})
+        return
     put(f"{normalise(url)} is no run, and has {count_of(len(runs), 'run')} below it:")
     print_few([f"ckpt report {shlex.quote(str(folder_of(run) or run))}" for run in runs])
-    return 0
+
+
+async def _runs_below(url: str) -> tuple[list[str], dict[str, str]]:
+    """The runs, and why some folders cannot be read now. Another user's private folder is not among these."""
+    closed: dict[str, str] = {}
+    below = await runs_below(url, patience_s=PATIENCE_S, closed=closed)
+    unread = {run: why for run, why in closed.items() if why != PRIVATE}
+
+    async def look(run: str) -> None:
+        store = open_store(run, patience_s=PATIENCE_S)
+        try:
+            await RunLog(store).open()
+        except CheckpointError as error:
+            if is_unreadable(error):
+                unread[run] = str(error)
+        finally:
+            await store.aclose()
+
+    await of_each(below, look)
+    return below, unread
 
 
 def nothing_there(url: str, damaged: Sequence[str]) -> CheckpointError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -37,15 +38,27 @@ def _walk(folder: Path, depth: int, closed: dict[str, str]) -> Iterator[Path]:
         with os.scandir(folder) as entries:
             below = [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
         for path in below:
-            if os.path.isfile(path / MARK):
+            if _is_run(path, closed):
                 yield path
-            elif depth > 1:
+            elif depth > 1 and url_of(path) not in closed:
                 yield from _walk(path, depth - 1, closed)
-            elif not os.access(path, os.X_OK, effective_ids=True):
-                closed[url_of(path)] = PRIVATE
-    except PermissionError:
-        closed[url_of(folder)] = PRIVATE
     except (FileNotFoundError, NotADirectoryError):  # it went while we looked
         return
     except OSError as error:
-        closed[url_of(folder)] = f"{error.strerror or error}, so nobody knows whether it is a run"
+        closed[url_of(folder)] = _reason(error)
+
+
+def _is_run(folder: Path, closed: dict[str, str]) -> bool:
+    try:
+        return stat.S_ISREG((folder / MARK).stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        closed[url_of(folder)] = _reason(error)
+        return False
+
+
+def _reason(error: OSError) -> str:
+    if isinstance(error, PermissionError):
+        return PRIVATE
+    return f"{error.strerror or error}, so nobody knows whether it is a run"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -36,10 +37,12 @@ class CheckpointInfo:
     kept: str | None
 
 
-async def checkpoints_of(log: RunLog) -> tuple[list[CheckpointInfo], int]:
-    """Newest first; and the bytes of all packs there are."""
+async def checkpoints_of(
+    log: RunLog, on_unreadable: Callable[[int], object] = lambda step: None
+) -> tuple[list[CheckpointInfo], int]:
+    """Newest first; and the bytes of all packs there are. `on_unreadable`: see `created_at`."""
     commits = sorted(log.state.commits.values(), key=lambda c: c.attempt, reverse=True)
-    created = await of_each(commits, lambda commit: created_at(log, commit))
+    created = await of_each(commits, lambda commit: created_at(log, commit, on_unreadable))
     history = {c.attempt: i for i, c in enumerate(log.state.lineage())}
     sizes, in_files = await sizes_of(log, commits)
     rows = [
@@ -53,8 +56,11 @@ async def checkpoints_of(log: RunLog) -> tuple[list[CheckpointInfo], int]:
     return rows, in_files
 
 
-async def created_at(log: RunLog, commit: Commit) -> str | None:
-    """When rank 0 finished its part, in UTC; None, and a word about it, if the part cannot tell."""
+async def created_at(
+    log: RunLog, commit: Commit, on_unreadable: Callable[[int], object] = lambda step: None
+) -> str | None:
+    """When rank 0 finished its part, in UTC; None, and a word about it, if the part cannot tell. `on_unreadable` is
+    called with the step if the part cannot be read now."""
     try:
         rank, number, digest = commit.parts[0]
         key = part_key(commit.attempt, rank, number)
@@ -67,6 +73,8 @@ async def created_at(log: RunLog, commit: Commit) -> str | None:
 
         if await still_live(log, commit):
             problem = "cannot be read now" if is_unreadable(error) else "is damaged"
+            if is_unreadable(error):
+                on_unreadable(commit.step)
             logger.warning("step %d %s: %s. `ckpt verify --all` says more", commit.step, problem, error)
         return None
 

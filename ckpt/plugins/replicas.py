@@ -4,6 +4,10 @@ Each writer sends every new snapshot of its trainer to the writer of one rank on
 which keeps it in an arena of its own, labelled like the first copy. Training is not involved: what is sent is sealed
 already. If the network is slower than the steps, steps between are left out; the newest is always sent next.
 
+This is a plug-in: `ckpt.writer_process` makes a `Replicator` beside the core's writer. It handles requests of its own
+(`Serve`, `Partner`, `Push`), and `Retract` as well as the core does. The core knows the copies only as
+`HeldMemory.copies`, which a restore may read.
+
     push:   token, then for each snapshot: header (JSON), data, plain values, one byte: whole, or overwritten meanwhile
 """
 
@@ -16,14 +20,16 @@ import json
 import secrets
 import socket
 import struct
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from ckpt.core.format.layout import Layout, pages
 from ckpt.core.format.manifest import Attempt
+from ckpt.core.ipc import requests
 from ckpt.core.ipc.arena import EMPTY, FILLING, SEALED, Arena, Label
 from ckpt.core.ranks.link import addresses, listen
+from ckpt.core.writer.dispatch import handles
+from ckpt.core.writer.memory import HeldMemory, check_room
 from ckpt.errors import CheckpointError
 from ckpt.events import log
 from ckpt.failpoints import point
@@ -40,12 +46,10 @@ _SIZE = struct.Struct("!I")
 class Replicator:
     """Both ends: takes copies of another rank's snapshots, and sends ours to a partner."""
 
-    def __init__(self, check_room: Callable[[int, int], None], keep: Callable[[Layout], None]) -> None:
-        """`check_room(slots, slot_size)` raises if that memory is not free; `keep` gets layouts of the other rank."""
-        self.arenas: dict[int, Arena] = {}  # copies, by the rank whose they are
+    def __init__(self, memory: HeldMemory) -> None:
+        self._memory, self.arenas = memory, memory.copies
         self._fresh: set[int] = set()  # ranks that have sent something since `push` looked last
         self._pushed = 0
-        self._check_room, self._keep = check_room, keep
         self._token = secrets.token_hex(16)
         self._listener: socket.socket | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -58,7 +62,8 @@ class Replicator:
 
     # -- taking --
 
-    def serve(self) -> dict[str, Any]:
+    @handles(requests.Serve)
+    def serve(self, request: requests.Serve) -> requests.Json:
         """Listen; how others reach us."""
         if self._listener is None:
             self._listener = listen()
@@ -115,7 +120,7 @@ class Replicator:
             raise ValueError("a snapshot that is neither finite nor not")
         label = Label(FILLING, order, attempt, layout.digest, data_size, values_size, float(header["time"]), finite)
         arena.set_label(slot, label)
-        self._keep(layout)
+        self._memory.keep_layout(layout)
         await _read_into(sock, arena.data(slot, data_size))
         start = pages(data_size)
         await _read_into(sock, arena.data(slot)[start : start + values_size])
@@ -134,7 +139,7 @@ class Replicator:
     async def _arena_for(self, rank: int, slots: int, slot_size: int) -> Arena:
         arena = self.arenas.get(rank)
         if arena is None or arena.slot_size < slot_size:
-            self._check_room(slots, slot_size)
+            check_room(slots, slot_size)
             made = await asyncio.to_thread(Arena.create, slots, slot_size)
             if arena is not None:
                 arena.close()
@@ -149,23 +154,31 @@ class Replicator:
 
     # -- sending --
 
-    def send_to(self, partner: dict[str, Any], rank: int) -> None:
-        """From now on our snapshots, those of `rank`, go to this partner."""
+    @handles(requests.Partner)
+    def send_to(self, request: requests.Partner) -> None:
+        """From now on our snapshots, those of `request.rank`, go to this partner."""
         started = self._partner is not None
-        self._partner, self._rank = partner, rank
+        self._partner, self._rank = request.contact, request.rank
         if not started:
             self._start(self._send())
 
-    def push(self, arena: Arena, slot: int, label: Label, layout: Layout) -> None:
+    @handles(requests.Push)
+    def push(self, request: requests.Push) -> None:
         """This snapshot is the next to be sent; one that was waiting is left out."""
-        self._next = (arena, slot, label, layout)
+        slot, arena, layouts = request.slot, self._memory.arenas[request.arena], self._memory.layouts
+        label = arena.label(slot)
+        if label is None or str(label.attempt) != request.attempt or label.layout not in layouts:
+            return
+        self._next = (arena, slot, label, layouts[label.layout])
         self._wake.set()
         self._pushed += 1
         if self._pushed % OLD_AFTER == 0:
             self._drop_old()
 
-    def take_back(self, attempt: Attempt) -> None:
+    @handles(requests.Retract)
+    def take_back(self, request: requests.Retract) -> None:
         """A snapshot turned out not to be of one moment: the copy must go as well."""
+        attempt = Attempt.parse(request.attempt)
         if self._next is not None and self._next[2].attempt == attempt:
             self._next = None
         if self._partner is not None:

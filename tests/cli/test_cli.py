@@ -556,7 +556,7 @@ def test_hostile_parts_raise_no_traceback(run: Path, call: Any) -> None:
 
 LIGHT = """
 import sys
-from ckpt import cli
+from ckpt.tools import cli
 for words in sys.argv[1:]:
     command, *rest = words.split()
     assert cli.main([command, *rest]) == (command == "diff"), words

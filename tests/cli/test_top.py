@@ -478,7 +478,7 @@ def test_a_place_that_never_answered_is_no_reason_to_wait(monkeypatch: pytest.Mo
 
 STUCK = """
 import sys, time
-from ckpt import cli; from ckpt.tools.cli import top_data as survey
+from ckpt.tools import cli; from ckpt.tools.cli import top_data as survey
 survey.FIRST_S, survey.LEAVE_S = 0.3, 0.1
 survey.open_store = lambda *arguments, **options: time.sleep(600)  # a driver that nobody can stop
 sys.exit(cli.main(["top", sys.argv[1], "--once"]))

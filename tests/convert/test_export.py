@@ -178,7 +178,7 @@ def test_what_is_chosen_and_cast_is_a_run_too(made: Path, tmp_path: Path, call: 
 
 RESTORE = """
 import sys
-from ckpt import cli; from ckpt.tools.cli import restore; from ckpt.tools.convert import export, to_run
+from ckpt.tools import cli; from ckpt.tools.cli import restore; from ckpt.tools.convert import export, to_run
 from ckpt.tools.convert import partial
 export.SYNC, restore.WINDOW = 1, 1 << 20
 sys.exit(cli.main(sys.argv[1:]))

@@ -16,7 +16,7 @@ from torch import Tensor
 from ckpt.core.format.columns import ODD
 from ckpt.core.format.saved_nodes import DICTS, KINDS, PLAIN, SavedNode, is_optimizer
 from ckpt.core.format.values import Json, Path, decode, encode, encode_key, kind_of, part_of, show, splitter
-from ckpt.core.state.joint import IN_TURN
+from ckpt.core.state.joint import IN_TURN, Joint
 from ckpt.core.state.names import Names, Span, span_of
 from ckpt.core.state.nodes import Collector, Contents, Memories, Places, write_back
 from ckpt.core.state.placement import Placement, references
@@ -574,6 +574,8 @@ def forgotten(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.opt
 
     SAM has one in an attribute, and others have several in a list or a dict.
     """
+    if isinstance(optimizer, Joint):
+        return  # its state is theirs
     for outer in all_of_one_state(optimizer):
         for name, inner in _held_optimizers(vars(outer)):
             if inner.state is not optimizer.state:

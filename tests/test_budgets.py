@@ -32,7 +32,7 @@ BUDGETS = {
     "core/restore": (1_120, 740),
     "core/run": (5_220, 3_900),
     "core/snapshot": (1_930, 1_440),
-    "core/state": (4_610, 3_190),
+    "core/state": (4_620, 3_190),
     "core/writer": (2_900, 2_100),
     "dcp": (1_600, 1_100),
     "deepspeed": (480, 310),

@@ -443,7 +443,7 @@ def one_snapshot_is_enough(patch: pytest.MonkeyPatch) -> None:
 
 
 def who_comes_back_late_tries_again(patch: pytest.MonkeyPatch) -> None:
-    """A request of which the log does not say any more whether it has landed is recorded once more."""
+    """A request that the log no longer names is recorded once more."""
     append = RunLog.append
 
     async def bold(self: RunLog, *args: Any, **named: Any) -> RunState:
@@ -497,7 +497,6 @@ RARE = {
     what_only_began_stays_open: 650,
     what_was_read_need_not_be_looked_at_again: 30,
     who_puts_a_record_need_not_look_again: 25,
-    who_comes_back_late_tries_again: 1600,
 }
 
 

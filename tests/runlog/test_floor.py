@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -10,11 +11,13 @@ from test_log import kept
 from test_log_length import EVERY, Counted, grow, short
 
 from ckpt.core.checkpoint import commit as commits
+from ckpt.core.format.manifest import new_nonce
 from ckpt.core.log import trimming
 from ckpt.core.log.log import RunLog, record_key
 from ckpt.core.log.records import Record, summary
 from ckpt.core.log.trimming import Trimmer
 from ckpt.errors import FencedError, OutcomeUnknownError, StoreError
+from ckpt.store import ObjectInfo
 from ckpt_backends.memory import MemoryStore
 from logs import attempt, new_log, reopened
 
@@ -143,7 +146,7 @@ def test_an_answer_that_was_lost_long_ago_stays_unknown() -> None:
         log, _ = await new_log(store)
         other = await reopened(MemoryStore(objects=store.objects))
         store.lose = True
-        with pytest.raises(OutcomeUnknownError, match="does not say any more"):
+        with pytest.raises(OutcomeUnknownError, match="no longer names this request"):
             await log.append(kept(attempt(1, 1), "mine"), owner=None)
         with pytest.raises(OutcomeUnknownError):
             await log.append(kept(attempt(1, 1), "mine"), owner=None)
@@ -184,6 +187,162 @@ def test_without_both_snapshots_the_rest_is_read() -> None:
         assert blind.state.damaged and blind.state.next_seq == log.state.next_seq and blind.state.commits
         await Trimmer().step(blind, None)
         assert numbers(store)[0] == 4 * EVERY
+
+    asyncio.run(scenario())
+
+
+def test_reading_the_whole_log_finds_damage_before_the_newest_snapshot() -> None:
+    """A reader who starts at the newest one does not see it, and `verify` must."""
+
+    async def scenario() -> None:
+        store = MemoryStore()
+        log, mine = await long_log(store, 6 * EVERY + 3)
+        await Trimmer().step(log, mine)
+        for seq in (5 * EVERY, 5 * EVERY + 3):
+            damage(store, seq)
+        del store.objects[record_key(5 * EVERY + 5)]
+        assert (await reopened(store)).state.damaged == []
+        assert (await opened_whole(store)).state.damaged == [5 * EVERY, 5 * EVERY + 3, 5 * EVERY + 5]
+
+    asyncio.run(scenario())
+
+
+def test_who_was_away_restarts_although_a_snapshot_is_damaged() -> None:
+    """Deleted records are not damage. A record that was put in the place of one is never called recorded."""
+
+    async def scenario() -> None:
+        store = MemoryStore()
+        log, mine = await long_log(store, EVERY + 2)
+        away, late = await reopened(store), await reopened(store)
+        await grow(log, mine, 6 * EVERY + 3)
+        await Trimmer().step(log, None)
+        damage(store, 5 * EVERY)
+        await away.refresh()
+        assert summary(away.state) == summary(log.state) and not away.state.damaged
+
+        async def suspended() -> Any:
+            return late.state  # what it knew before
+
+        async def put(key: str, *args: Any, **named: Any) -> None:
+            late._refresh = real  # type: ignore[method-assign]
+            await MemoryStore.put(store, key, *args, **named)
+
+        real, late._refresh, store.put = late._refresh, suspended, put  # type: ignore[method-assign]
+        with pytest.raises(OutcomeUnknownError):
+            await late.append(kept(attempt(1, 1), "late"), owner=None)
+        assert attempt(1, 1) not in (await reopened(store)).state.kept
+
+    asyncio.run(scenario())
+
+
+def test_the_next_owner_fences_older_ones_without_both_snapshots() -> None:
+    """The records that are left name the epoch, although no ACQUIRE is left."""
+
+    async def scenario() -> None:
+        store = MemoryStore()
+        log, mine = await new_log(store)
+        for _ in range(9):
+            mine = await commits.acquire(log, new_nonce())
+        while log.state.next_seq < 6 * EVERY + 3:
+            step = log.state.next_seq
+            await log.append(kept(attempt(mine.epoch, step), f"kept{step}"), owner=mine)
+        await Trimmer().step(log, mine)
+        for number in (5, 6):
+            damage(store, number * EVERY)
+        blind = await reopened(store)
+        assert not blind.state.acquires
+        assert (await commits.acquire(blind, new_nonce())).epoch > mine.epoch
+        with pytest.raises(FencedError):
+            await log.append(kept(attempt(1, 1), "late"), owner=mine)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("first", ["high", "snapshots", "newer snapshots"])
+def test_a_listing_of_no_one_moment_is_not_believed(first: str) -> None:
+    """Its second page was listed after the log had gone far, and records of the first were deleted."""
+    pages = {
+        "high": lambda seq: seq >= 4 * EVERY,
+        "snapshots": lambda seq: seq % EVERY == 0,
+        "newer snapshots": lambda seq: seq % EVERY == 0 and seq >= 4 * EVERY,
+    }
+
+    class Torn(MemoryStore):
+        torn = True
+
+        async def list(self, prefix: str = "", *, after: str = "") -> AsyncIterator[ObjectInfo]:
+            found = [info async for info in super().list(prefix, after=after)]
+            if prefix == "log/" and self.torn:
+                self.torn = False
+                first_page = [info for info in found if pages[first](int(info.key[4:16]))]
+                await grow(log, log.state.acquires[-1], 6 * EVERY + 3)
+                await Trimmer().step(log, None)
+                rest = [info async for info in super().list(prefix) if not pages[first](int(info.key[4:16]))]
+                found = first_page + rest
+            for info in found:
+                yield info
+
+    async def scenario() -> None:
+        nonlocal log
+        store = MemoryStore()
+        log, mine = await long_log(store, 3 * EVERY + 2)
+        await Trimmer().step(log, mine)
+        found = await reopened(Torn(objects=store.objects))
+        assert summary(found.state) == summary(log.state) and not found.state.damaged
+
+    log: RunLog
+    asyncio.run(scenario())
+
+
+def test_same_run_while_another_task_appends() -> None:
+    """FORMAT.json is lost, and the record that is newest by now was put after the listing."""
+
+    class Slow(MemoryStore):
+        pause: asyncio.Event | None = None
+
+        async def list(self, prefix: str = "", *, after: str = "") -> AsyncIterator[ObjectInfo]:
+            found = [info async for info in super().list(prefix, after=after)]
+            if self.pause is not None:
+                await self.pause.wait()
+            for info in found:
+                yield info
+
+    async def scenario() -> None:
+        store = Slow()
+        log, mine = await new_log(store)
+        await grow(log, mine, 5)
+        del store.objects["FORMAT.json"]
+        store.pause = asyncio.Event()
+        asking = asyncio.create_task(log._beheaded())
+        await asyncio.sleep(0)
+        pause, store.pause = store.pause, None
+        await grow(log, mine, 6)
+        pause.set()
+        assert await asking is False
+
+    asyncio.run(scenario())
+
+
+def test_an_unreadable_older_snapshot_is_done_without() -> None:
+    """A bad sector: the newest one is enough to open the run. Control: that one must be readable."""
+
+    class Sector(MemoryStore):
+        bad = ""
+
+        async def get(self, key: str, **where: Any) -> memoryview:
+            if key == self.bad:
+                raise StoreError("Input/output error", retryable=False)
+            return await super().get(key, **where)
+
+    async def scenario() -> None:
+        base = MemoryStore()
+        log, _ = await long_log(base, 4 * EVERY + 2)
+        store = Sector(objects=base.objects)
+        store.bad = record_key(3 * EVERY)
+        assert summary((await reopened(store)).state) == summary(log.state)
+        store.bad = record_key(4 * EVERY)
+        with pytest.raises(StoreError, match="Input/output"):
+            await reopened(store)
 
     asyncio.run(scenario())
 

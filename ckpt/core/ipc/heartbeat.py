@@ -2,7 +2,7 @@
 
 The trainer's main thread writes where it is; nobody sends a message for it. The writer compares that with the usual
 pace, also when the trainer is frozen. In the other direction there is one flag, the step from which on to save, which
-the fault handler sets and the training loop reads, and the pace that the writer has learnt.
+`OutOfTurn` sets and the training loop reads, and the pace that the writer has learnt.
 
 Every field is eight bytes, aligned, and has one writer, so that nobody reads half of it. Behind the fields is a ring of
 the last steps, when each was done and what saving had cost by then: from it the writer keeps the ledger, also of a

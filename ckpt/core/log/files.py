@@ -1,8 +1,8 @@
-"""The files of a run log: one for each record, and which of them count.
+"""The files of a run log, one for each record, and which of them count.
 
 Every SNAPSHOT has a number that is a multiple of SNAPSHOT_EVERY. The *floor* is the number of the older of the two
-newest intact SNAPSHOTs, 0 if there are fewer. Records below it are deleted, so their numbers may be free. Whoever was
-suspended before a put may create such a file again; it counts for nobody.
+newest intact SNAPSHOTs, or 0 if there are fewer than two. Records below the floor are deleted. A writer that was
+suspended before its put may create such a file again; no reader counts it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ckpt.errors import CorruptError, FormatError, NotFoundError, StoreError
 from ckpt.store import Store
 
 MAX_RECORD = 256 << 20  # bytes
-LOOKS = 8  # at a listed SNAPSHOT that is not there when it is read: newer ones may come again and again
+LOOKS = 8  # listings, if each one names a SNAPSHOT that is deleted before it is read
 NOTHING: Mapping[int, bytes] = MappingProxyType({})
 
 
@@ -40,8 +40,12 @@ def is_place(seq: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """What a listing shows. `sizes`: bytes of the records that count, by number; `below`: numbers below the floor.
-    `snapshots`: numbers of the intact SNAPSHOTs that were looked for, newest first, at most two."""
+    """A listing of the log.
+
+    sizes        bytes of each record that counts, by number
+    below        numbers of files below the floor
+    snapshots    numbers of the two newest intact SNAPSHOTs, newest first; fewer if there are fewer
+    """
 
     sizes: dict[int, int]
     below: Sequence[int]
@@ -58,14 +62,14 @@ class LogFiles:
     def __init__(self, store: Store) -> None:
         self.store = store
         self.root = ""
-        self._intact: dict[int, bool] = {}  # places of SNAPSHOTs that were read: whether an intact one is there
-        self._states: dict[int, RunState] = {}  # what those say that nobody has taken yet
+        self._intact: dict[int, bool] = {}  # numbers at which a SNAPSHOT was read, and if it is intact
+        self._states: dict[int, RunState] = {}  # parsed SNAPSHOTs of the last listing, for `RunLog._restart`
 
     async def look(self, own: Mapping[int, bytes] = NOTHING) -> Listed:
         """List the log, and read the SNAPSHOTs that are new. `own`: a record that was put just now.
 
-        A listing needs no order and may come in pages. It shows what exists all the time. What is put or deleted
-        meanwhile may be missing, so a floor is believed only if a second listing shows the same one.
+        A listing needs no order and may come in pages. It contains every file that exists during the whole call. Files
+        that are created or deleted during the call may be missing, so callers compare the floors of two listings.
         """
         for _ in range(LOOKS):
             sizes = {n: info.size async for info in self.store.list("log/") if (n := sequence(info.key)) is not None}
@@ -73,7 +77,12 @@ class LogFiles:
             snapshots, vanished = list[int](), None
             for seq in sorted(filter(is_place, sizes), reverse=True):
                 if seq not in self._intact:
-                    raw = own[seq] if seq in own else await self.read(seq, sizes[seq])
+                    try:
+                        raw = own[seq] if seq in own else await self.read(seq, sizes[seq])
+                    except StoreError as error:
+                        if error.retryable or not snapshots:
+                            raise
+                        continue  # a bad sector under the older one: the newest is enough
                     if raw is None and sizes[seq] <= MAX_RECORD:
                         vanished = seq
                         break  # deleted meanwhile, so there are newer ones

@@ -1,22 +1,23 @@
-"""The run log: numbered records, created only if absent; the state of a run is a fold over them.
+"""The run log: numbered records, each created only if absent. The state of a run is a fold over them.
 
     log/000000000042.json    {"seq", "prev", "root", "epoch", "id", "type", "body", "digest"}
 
-`prev` is the SHA-256 of the bytes of the record before; `root` the run's id; `id` the request that made the record, so
-that a writer who lost the answer finds its own success again. What a record says, by its type, is in
-`ckpt.core.log.records`.
+`prev` is the SHA-256 of the bytes of the previous record. `root` is the id of the run. `id` names the request that made
+the record, so that a writer whose reply was lost finds its own record. The record types are in `log.records`.
 
-Each record whose number is a multiple of SNAPSHOT_EVERY is a SNAPSHOT. A reader starts at the newest intact one and
-reads what follows, however long the log has become. Records below the older of the two newest are deleted
-(`log.files`, `log.trimming`). So a late writer may find the place of a deleted record free: whoever has put a record
-lists the log again before he believes that it counts. What a reader has read counts only after another listing shows
-the same floor; and a record is missing only if it was missing twice.
+A record whose number is a multiple of SNAPSHOT_EVERY is a SNAPSHOT. A reader starts at the newest intact one and reads
+the records that follow. Records below the floor are deleted (`log.files`, `log.trimming`), so their numbers are free
+again. Three rules follow:
 
-A damaged or missing record does not make a run unreadable: it is skipped, reported in `damaged`, and nothing is ever
-deleted from such a run, since the record might have protected it. Nor is a SNAPSHOT made of what is left.
+- After a put, the writer lists the log again. If the number is below the floor, the record does not count.
+- What was read counts only if the next listing shows the same floor.
+- A record is missing only if it was missing twice.
 
-A SNAPSHOT keeps the request ids of the last KEPT_REQUESTS records. A writer that returns later, and whose record may or
-may not have landed, gets OutcomeUnknownError and writes nothing.
+A SNAPSHOT keeps the request ids of the last KEPT_REQUESTS records. If a record may have been put earlier than that, a
+retry raises OutcomeUnknownError and writes nothing.
+
+A damaged or missing record does not make a run unreadable. It is skipped and listed in `damaged`. Nothing is deleted
+from such a run, because the record may have protected it, and no SNAPSHOT is made of the rest.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from random import SystemRandom
 
 from ckpt.core.format.digest import file_digest
 from ckpt.core.format.manifest import MAX_FORMAT, read_format, seal, unseal
-from ckpt.core.log.files import MAX_RECORD, NOTHING, Listed, LogFiles, record_key, sequence
+from ckpt.core.log.files import MAX_RECORD, NOTHING, Listed, LogFiles, is_place, record_key, sequence
 from ckpt.core.log.records import (
     IN_WORDS,
     SNAPSHOT_EVERY,
@@ -64,6 +65,7 @@ __all__ = ["Acquire", "Commit", "Record", "RunLog", "RunState", "in_history", "i
 
 _DICE = SystemRandom()  # the training's own random numbers are not ours to draw
 MAX_PARTS = 1_000_000  # in a SNAPSHOT: with more it could become too large to be read, and is left out
+MOST_LOOKS = 1000  # at a log that changes all the time
 MAX_GAP = 100_000  # missing records, in all, before ones that are believed to belong to the log
 VANISHED_S = 1.0  # for FORMAT.json to vanish from a folder, once a record did
 BATCH = 1024  # records that are read before any is taken in
@@ -72,7 +74,7 @@ BATCH = 1024  # records that are read before any is taken in
 class RunLog(LogFiles):
     """The log of one store, and its fold. Not safe for concurrent appends from one object; use one lock or task.
 
-    `whole`: start at the older of the two newest SNAPSHOTs, to see whether all records that count are intact.
+    `whole`: read and check every record that counts, not only those from the newest SNAPSHOT on.
     """
 
     def __init__(self, store: Store, *, whole: bool = False) -> None:
@@ -81,8 +83,8 @@ class RunLog(LogFiles):
         self.floor = 0  # the highest that was seen
         self._whole, self._begun = whole, False
         self._damaged: set[int] = set()  # as in the state
-        self._missing = 0  # so many were passed over
-        self._tried: dict[str, int] = {}  # requests that may have landed, and from which number on
+        self._missing = 0  # records that were skipped
+        self._tried: dict[str, int] = {}  # requests that may be recorded, with the first number that was tried
         self._lock = asyncio.Lock()
 
     async def same(self) -> bool:
@@ -99,10 +101,10 @@ class RunLog(LogFiles):
 
     async def _beheaded(self) -> bool:
         """Return True if the two newest records that were read are not both there: the run is being deleted."""
+        newest = self.state.next_seq - 1  # before the listing, since another task may append meanwhile
+        known = {newest - 1, newest} - self._damaged
         seen = await self.look()
-        newest = self.state.next_seq - 1
-        wanted = {seq for seq in (newest - 1, newest) if seq >= seen.floor and seq not in self._damaged}
-        return not wanted <= seen.sizes.keys()
+        return any(seq >= max(0, seen.floor) and seq not in seen.sizes for seq in known)
 
     async def check_same(self) -> None:
         """RunGoneError if it is not."""
@@ -145,11 +147,15 @@ class RunLog(LogFiles):
 
     async def _refresh(self, own: Mapping[int, bytes] = NOTHING) -> RunState:
         """`own`: a record that was put just now, whether it is listed or not; it need not be read."""
-        seen = await self._look_on(own)
-        lacking: list[int] = []
-        while True:
-            if not self._begun or self.state.next_seq < seen.floor:
-                await self._restart(seen)
+        seen, lacking = await self._look_on(own), list[int]()
+        for _ in range(MOST_LOOKS):
+            if not self._begun:
+                before, seen = seen, await self._look_on(own)
+                if seen.floor != before.floor:
+                    continue
+            if (not self._begun or self.state.next_seq < seen.floor) and not await self._restart(seen):
+                seen = await self._look_on(own)
+                continue
             batch = self._batch(seen)
             if not batch:
                 self._states.clear()
@@ -157,42 +163,57 @@ class RunLog(LogFiles):
             raws = await self._read_all(batch, seen, own)
             before, seen = seen, await self._look_on(own)
             if seen.floor != before.floor:
-                continue  # records of the batch may be deleted, and others may lie in their places
+                continue  # records of the batch may be deleted, and others may be in their places
             missing = [seq for seq, raw in raws.items() if raw is None]
             if missing and missing != lacking:
                 lacking = missing  # once more
+                continue
+            if missing and seen.snapshots and missing[0] < seen.snapshots[0] and not self._whole:
+                self._begun = False  # they were deleted, or lost: a newer SNAPSHOT has what they did
                 continue
             for seq in missing:
                 if seen.sizes.get(seq, MAX_RECORD + 1) <= MAX_RECORD:
                     raise self._away(record_key(seq))
             for seq, raw in raws.items():
                 self._apply(seq, raw)
+        raise self._away("log/")
 
-    async def _restart(self, seen: Listed) -> None:
-        """Continue from a SNAPSHOT, if there is one: the newest, or the one at the floor to read all that counts."""
+    async def _restart(self, seen: Listed) -> bool:
+        """Continue from a SNAPSHOT, if there is a newer one. Return False if it was deleted or damaged meanwhile.
+
+        That is the newest, or with `whole` the one at the floor. Without any, start at the first record that counts.
+        """
         at = seen.snapshots[-1 if self._whole else 0] if seen.snapshots else 0
         if at >= self.state.next_seq and at > 0:
             found = self._states.get(at) or self.snapshot(at, await self.read(at, seen.sizes.get(at)))
             if found is None:
-                raise self._away(record_key(at))
+                self._intact.pop(at, None)
+                return False
             found.damaged = self.state.damaged
             self.state = found
-        elif not self._begun and seen.sizes and (first := _first_of_most(sorted(seen.sizes))) > 0:
+            if self._whole and len(seen.snapshots) == 1:  # nobody folds those before, but all of them count
+                before = range(max(0, at - SNAPSHOT_EVERY), at)
+                for seq, raw in (await self._read_all(before, seen, NOTHING)).items():
+                    if not self._is_sound(seq, raw):
+                        self._note_damage(seq)
+        elif not self._begun and seen.sizes and (first := _first_that_counts(sorted(seen.sizes))) > 0:
             self._note_damage(first - 1)  # both SNAPSHOTs are damaged, and what they summarised was deleted
             self.state.next_seq = first
-        self._begun, self._states = True, {}
+        self._begun = True
+        return True
 
     async def _look_on(self, own: Mapping[int, bytes]) -> Listed:
         """List the log. RunGoneError if the newest record that we know has vanished with the run."""
         seen = await self.look(own)
         self.floor = max(self.floor, seen.floor)
         newest = self.state.next_seq - 1
-        if newest >= seen.floor and newest >= 0 and newest not in seen.sizes and newest not in self._damaged:
+        trimmed = newest < max([seen.floor, *seen.snapshots[:1]])  # then it was deleted for good reason
+        if not trimmed and newest >= 0 and newest not in seen.sizes and newest not in self._damaged:
             await self._check_vanished()
         return seen
 
     async def _check_vanished(self) -> None:
-        """RunGoneError if the run is gone. A record vanished, and `rm -rf` may delete FORMAT.json a moment later."""
+        """Raise RunGoneError if the run is gone. `rm -rf` may delete FORMAT.json a moment after a record."""
         await self.check_same()
         end = time.monotonic() + (0 if self.store.remote else VANISHED_S)
         while time.monotonic() < end:
@@ -241,7 +262,7 @@ class RunLog(LogFiles):
         state.next_seq, state.last = seq + 1, file_digest(raw or b"")
 
     def _note_damage(self, seq: int) -> None:
-        if seq not in self._damaged:  # there may be very many
+        if seq not in self._damaged:  # a set, because a damaged log may have thousands
             self._damaged.add(seq)
             self.state.damaged.append(seq)
 
@@ -268,8 +289,8 @@ class RunLog(LogFiles):
                 self.check_owner(owner)
                 if self._tried.get(record.id, state.requests_from) < state.requests_from:
                     raise OutcomeUnknownError(
-                        f"whether {IN_WORDS[record.type]} is recorded in {self.store.url} is not known: so many others "
-                        "were recorded meanwhile that the log does not say any more"
+                        f"whether {IN_WORDS[record.type]} is recorded in {self.store.url} is not known: too many "
+                        "records followed, and the log no longer names this request"
                     )
                 due = self._snapshot_due()
                 if due is None:
@@ -285,6 +306,8 @@ class RunLog(LogFiles):
         try:
             await self.store.put(record_key(seq), raw, create=True)
         except ExistsError:
+            if not self.store.remote:
+                self._tried.pop(record.id, None)  # a folder loses no reply, so ours is not there
             await self._check_place(seq)
             if time.monotonic() > end:
                 raise
@@ -380,11 +403,13 @@ class RunLog(LogFiles):
         )
 
 
-def _first_of_most(numbers: Sequence[int]) -> int:
-    """Return the first of those sorted numbers that lie together: files far off were put too late, or are junk."""
-    starts = [i for i, seq in enumerate(numbers) if i == 0 or seq - numbers[i - 1] > MAX_GAP]
-    sizes = [stop - start for start, stop in zip(starts, [*starts[1:], len(numbers)], strict=True)]
-    return numbers[starts[sizes.index(max(sizes))]]
+def _first_that_counts(numbers: Sequence[int]) -> int:
+    """Return where to start without an intact SNAPSHOT. `numbers`: those that are listed, sorted.
+
+    That is the beginning, or the older of the two newest places of SNAPSHOTs: what is below may have been put too late.
+    """
+    places = [seq for seq in numbers if is_place(seq)]
+    return places[-2] if numbers[0] > 0 and len(places) > 1 else numbers[0]
 
 
 def not_recorded(record: Record, store: Store, error: StoreError, *, put: bool) -> StoreError:

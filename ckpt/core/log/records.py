@@ -110,10 +110,11 @@ class RunState:
     requests: dict[str, int] = field(default_factory=dict)  # those of all records from `requests_from` on
     requests_from: int = 0
     damaged: list[int] = field(default_factory=list)
+    seen_epoch: int = 0  # the highest that a record names: the ACQUIRE itself may be damaged or deleted
 
     @property
     def epoch(self) -> int:
-        return self.acquires[-1].epoch if self.acquires else 0
+        return max(self.seen_epoch, self.acquires[-1].epoch if self.acquires else 0)
 
     def ended(self, attempt: Attempt) -> bool:
         return attempt in self.commits or attempt in self.retired or attempt in self.aborted
@@ -152,10 +153,12 @@ def fold(state: RunState, record: dict[str, Any]) -> None:
     """Apply one record. CorruptError if its body is impossible, before anything is changed."""
     try:
         kind, body, request, seq = record["type"], record["body"], str(record["id"]), record["seq"]
-        if kind not in _FOLDS:
-            raise CorruptError(f"not a record: {kind!r}")
+        epoch = record.get("epoch", 0)
+        if kind not in _FOLDS or type(epoch) is not int or not 0 <= epoch < MAX_EPOCH:
+            raise CorruptError(f"not a record: {kind!r} of epoch {epoch!r}")
         _FOLDS[kind](state, body)
         state.requests[request] = seq
+        state.seen_epoch = max(state.seen_epoch, epoch)
     except (KeyError, TypeError, ValueError) as error:
         raise CorruptError(f"impossible record: {error}") from None
 

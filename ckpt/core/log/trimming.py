@@ -1,7 +1,7 @@
-"""The log stays short: records below the floor are deleted.
+"""Delete the records below the floor, so that the log stays short.
 
-Whoever owns the run does it in the background, after a save. Readers start at one of the two newest SNAPSHOTs, so they
-miss nothing. A reader that is so slow that its records are deleted starts again at a newer one.
+The owner of the run does it in the background, after a save. Readers start at one of the two newest SNAPSHOTs, so they
+miss nothing. A slow reader whose records are deleted starts again at a newer SNAPSHOT.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ class Trimmer:
     """Trim the log of one place."""
 
     def __init__(self) -> None:
-        self._floor, self._since, self._done = 0, 0.0, False  # the newest floor, since when, and if it was trimmed to
+        self._floor, self._since = 0, 0.0  # the newest floor, and when it was first listed
+        self._done = False  # whether everything below it is deleted
 
     async def step(self, log: RunLog, owner: Acquire | None) -> None:
-        """Delete what is below the floor, if that is new. An error is logged, and the next step tries again.
+        """Delete the records below a new floor. An error is logged, and the next step tries again.
 
-        `owner`: the incarnation that calls, None to ask for no owner. If a record that counts is damaged, nothing is
-        deleted.
+        owner: the owner on whose behalf this runs; None skips the check. If a record that counts is damaged, nothing
+        is deleted.
         """
         newest = (log.state.next_seq - 1) // SNAPSHOT_EVERY * SNAPSHOT_EVERY
         if newest <= SNAPSHOT_EVERY or log.state.damaged or (self._done and newest == self._floor + SNAPSHOT_EVERY):
@@ -51,7 +52,10 @@ class Trimmer:
 
 
 async def _stays(log: RunLog, seen: Listed) -> bool:
-    """Return True if both SNAPSHOTs are still intact. The older one is durable: many records were put after it."""
+    """Return True if both SNAPSHOTs are still intact.
+
+    No fsync is needed. Each put syncs the folder, and many records were put after the older SNAPSHOT.
+    """
     for seq in seen.snapshots:
         raw = await log.read(seq, seen.sizes[seq])
         if raw is None or log.snapshot(seq, raw) is None:
@@ -60,8 +64,8 @@ async def _stays(log: RunLog, seen: Listed) -> bool:
 
 
 async def _delete(log: RunLog, seen: Listed) -> None:
-    await log.check_same()
     keys = [record_key(seq) for seq in sorted(seen.below)]
     for start in range(0, len(keys), AT_ONCE):
+        await log.check_same()
         await log.store.delete_many(keys[start : start + AT_ONCE])
         point("log.trimming")

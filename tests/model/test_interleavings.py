@@ -490,9 +490,9 @@ BROKEN = [
 
 # Few schedules come to these: where the search begins.
 RARE = {
-    the_pack_goes_though_its_part_may_be_there: 2965,
-    the_base_may_be_gone: 6205,
-    whatever_was_written_will_do: 3895,
+    the_pack_goes_though_its_part_may_be_there: 3150,
+    the_base_may_be_gone: 3750,
+    whatever_was_written_will_do: 4180,
     what_is_built_on_goes: 295,
     what_only_began_stays_open: 650,
     what_was_read_need_not_be_looked_at_again: 30,

@@ -341,7 +341,7 @@ def torture_jobs(counts: Counts, plan: Plan, folder: Path, rng: random.Random) -
     for attempt in range(plan.pairs):
         run, go = str(folder / f"run{attempt}"), folder / f"go{attempt}"
         journals = [Journal(folder / f"journal{attempt}-{salt}") for salt in (1, 2)]
-        steps = rng.choice((40, 1500))  # the first job may end while the second still waits for the run
+        steps = rng.choice((40, 500))  # the first job may end while the second still waits for the run
         words = ("--every", 1, "--steps", steps, "--go", go)
         jobs = [Job(run, j.path, *words, "--salt", salt) for salt, j in enumerate(journals, 1)]
         time.sleep(4.0)  # both have imported torch

@@ -316,7 +316,7 @@ def quiet(proxy: FaultProxy) -> int:
 
 
 def test_requests_are_few(proxy: FaultProxy, url: str) -> None:
-    """A checkpoint takes at most its data divided by the part size, plus 10 requests."""
+    """A checkpoint takes at most its data divided by the part size, plus 11 requests."""
     state = toy.build()
     with ckpt.Checkpointer(state, [ckpt.Memory(), tier(url, proxy, keep=2, reader_grace_s=3600)]) as cp:
         cp.restore(default=0)
@@ -325,7 +325,7 @@ def test_requests_are_few(proxy: FaultProxy, url: str) -> None:
         train(cp, state, range(4, 8), wait=True)
         quiet(proxy)
         paths = proxy.paths()[before:]
-    assert len(paths) <= 4 * (1 + 10), paths
+    assert len(paths) <= 4 * (1 + 11), paths
 
 
 def test_a_bucket_that_is_too_slow_is_left_behind(proxy: FaultProxy, url: str, tmp_path: Path) -> None:

@@ -207,7 +207,7 @@ class RunLog(LogFiles):
         seen = await self.look(own)
         self.floor = max(self.floor, seen.floor)
         newest = self.state.next_seq - 1
-        trimmed = newest < max([seen.floor, *seen.snapshots[:1]])  # then it was deleted for good reason
+        trimmed = newest < max([seen.floor, *seen.snapshots[:1]])  # then trimming has deleted it
         if not trimmed and newest >= 0 and newest not in seen.sizes and newest not in self._damaged:
             await self._check_vanished()
         return seen
@@ -314,6 +314,7 @@ class RunLog(LogFiles):
             await asyncio.sleep(_DICE.uniform(0, 0.02))
             return False
         except FullError:
+            self._tried.pop(record.id, None)  # nothing was put
             raise
         except StoreError as error:
             await self._unknown(record, error, end, put=False)

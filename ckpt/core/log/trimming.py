@@ -57,8 +57,7 @@ async def _stays(log: RunLog, seen: Listed) -> bool:
     No fsync is needed. Each put syncs the folder, and many records were put after the older SNAPSHOT.
     """
     for seq in seen.snapshots:
-        raw = await log.read(seq, seen.sizes[seq])
-        if raw is None or log.snapshot(seq, raw) is None:
+        if log.snapshot(seq, await log.read(seq, seen.sizes[seq])) is None:
             return False
     return True
 

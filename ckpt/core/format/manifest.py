@@ -10,7 +10,6 @@
                                                   committers cannot disagree about one name
     log/<seq>.json                                records, see `ckpt.core.log.records`
 
-
 Every JSON file is written in one canonical form (sorted keys, no spaces) and carries the SHA-256 of itself without the
 `digest` field. A file whose bytes are not exactly the canonical form of what they parse to is damaged: one flipped bit
 anywhere is noticed.

@@ -22,10 +22,11 @@ from torch.distributed import checkpoint as dcp
 import ckpt
 import ckpt.dcp
 import inside
+from ckpt.core.checkpoint import in_use, read
 from ckpt.errors import CorruptError, StoreError, UnreadableError, is_unreadable
 from ckpt_backends.disk import Disk
 from commands import Result, call
-from processes import PYTHONPATH, run_script
+from processes import PYTHONPATH, eventually, run_script
 from s3_server import FaultProxy, MotoServer, storage_options
 from threads import together as on_ranks
 
@@ -223,6 +224,59 @@ def test_ls_lists_all_steps_and_exits_with_3_if_files_cannot_be_read(run: Path, 
     fault.on("EIO", "/parts/")
     found = call("ls", run)
     assert found.code == 3 and "2 checkpoints" in found.out and "cannot be read now" in found.err
+
+
+@pytest.fixture
+def account(tmp_path: Path) -> Iterator[Path]:
+    """The ledger account of a Checkpointer that trains a run in this process until the test ends."""
+    with ckpt.Checkpointer({"w": torch.zeros(4)}, [ckpt.Tier(str(tmp_path / "trained"), every=1)]) as cp:
+        cp.restore(default=0)
+        ledger = tmp_path / "trained" / "ledger"
+        assert eventually(lambda: list(ledger.glob("*.json")))
+        (path,) = ledger.glob("*.json")
+        yield path
+        cp.save(5).committed(60)  # raises FencedError if another job owns the run
+
+
+@pytest.mark.parametrize("match", ["/ledger/", "/ledger/1."], ids=["folder", "account"])
+def test_run_is_not_taken_over_while_its_ledger_cannot_be_read(
+    account: Path, source_fault: SourceFault, fault: Fault, monkeypatch: pytest.MonkeyPatch, match: str
+) -> None:
+    monkeypatch.setattr(in_use, "DYING_S", 0.1)
+    run = account.parent.parent
+    if match == "/ledger/":
+        source_fault.on("ESTALE", match, "scandir")
+    else:
+        fault.on("EIO", match)
+    writer = ckpt.dcp.StorageWriter(str(run))
+    with pytest.raises(dcp.CheckpointException, match="UnreadableError: nobody can see now whether another process"):
+        dcp.save({"w": torch.ones(4)}, checkpoint_id=9, storage_writer=writer, no_dist=True)
+    fault.off()
+    source_fault.left = 0
+    with pytest.raises(dcp.CheckpointException, match="InUseError"):  # control
+        dcp.save({"w": torch.ones(4)}, checkpoint_id=9, storage_writer=writer, no_dist=True)
+
+
+def test_damaged_account_is_waited_for_until_its_trainer_writes_it_again(
+    account: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(in_use, "DYING_S", 0.1)
+    monkeypatch.setattr(in_use, "interval_s", lambda store: 0.3)
+    whole, said = account.read_bytes(), list[str]()
+
+    async def check(say: Callable[[str], object]) -> None:
+        log = await read.open_run(f"file://{account.parent.parent}")
+        try:
+            await in_use.check_free(log, say)
+        finally:
+            await log.store.aclose()
+
+    account.write_bytes(whole[:50])
+    with pytest.raises(ckpt.InUseError):
+        read.run(check(lambda text: account.write_bytes(whole)))
+    account.write_bytes(whole[:50])
+    read.run(check(said.append))  # its trainer does not live any more
+    assert len(said) == 1 and "waiting up to" in said[0]
 
 
 def test_save_names_the_error_if_a_folder_cannot_be_looked_at(

@@ -178,6 +178,34 @@ def test_restore_takes_the_step_from_another_tier_that_has_it(saved: Path, tmp_p
         assert cp.last_restore is not None and not cp.last_restore.skipped
 
 
+@pytest.mark.parametrize("away", ["near", "far"])
+@pytest.mark.parametrize("match", ["FORMAT.json", "log/"])
+def test_dcp_load_takes_no_older_step_while_a_tier_cannot_be_read(
+    tmp_path: Path, fault: Fault, match: str, away: str
+) -> None:
+    """Near has steps 1, 2, 3 and far step 2, or the other way round."""
+    places = {name: str(tmp_path / name) for name in ("near", "far")}
+    tiers = [ckpt.Tier(place, every=1 if name == away else 2) for name, place in places.items()]
+    for step in (1, 2, 3):
+        where = tiers if step == 2 else ckpt.Tier(places[away], every=1)
+        writer = ckpt.dcp.StorageWriter(where)
+        dcp.save({"w": torch.full((4,), step)}, checkpoint_id=step, storage_writer=writer, no_dist=True)
+
+    def loaded(step: int | None = None) -> int:
+        state, reader = {"w": torch.zeros(4, dtype=torch.int64)}, ckpt.dcp.StorageReader(tiers, resume=False)
+        dcp.load(state, checkpoint_id=step, storage_reader=reader, no_dist=True)
+        return int(state["w"][0])
+
+    fault.on("ESTALE", f"/{away}/{match}")
+    with pytest.raises(dcp.CheckpointException, match="one tier cannot be read now"):
+        loaded()
+    with pytest.raises(StoreError, match="Stale file handle"):
+        ckpt.dcp.latest(tiers)
+    assert loaded(2) == 2
+    fault.on("ESTALE", f"/{away}/{match}", count=1)
+    assert loaded() == ckpt.dcp.latest(tiers) == 3
+
+
 @pytest.mark.parametrize("command", [("gc",), ("prune", "--keep-last", "2"), ("copy",), ("rm",)])
 def test_commands_delete_and_write_nothing_while_checkpoints_cannot_be_read(
     run: Path,

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
+import importlib
 import os
 import shutil
 import subprocess
 import sys
 import threading
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +25,7 @@ from torch.distributed import checkpoint as dcp
 import ckpt
 import ckpt.dcp
 import inside
-from ckpt.core.checkpoint import in_use, read
+from ckpt.core.checkpoint import in_use, read, steady
 from ckpt.errors import CorruptError, StoreError, UnreadableError, is_unreadable
 from ckpt_backends.disk import Disk
 from commands import Result, call
@@ -319,6 +322,32 @@ def test_save_names_the_error_if_a_folder_cannot_be_looked_at(
 
 
 # -- files of other libraries --
+
+
+@pytest.fixture
+def ray_worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """`ckpt.ray.worker`, without Ray."""
+    ray = types.ModuleType("ray")
+    ray.__dict__.update(__version__="2.60.0", train=types.ModuleType("ray.train"))
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setitem(sys.modules, "ray.train", ray.train)
+    monkeypatch.setattr(steady, "_others", steady._Faults())
+    yield importlib.import_module("ckpt.ray.worker")
+    for name in [name for name in sys.modules if name.startswith("ckpt.ray")]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("name", ["EIO", "EMFILE", "ENOENT"])
+def test_pointer_of_a_ray_checkpoint_is_damaged_only_if_it_is_lost(
+    tmp_path: Path, source_fault: SourceFault, ray_worker: Any, name: str
+) -> None:
+    (tmp_path / ray_worker.POINTER).write_text('{"run": "file:///x", "step": 3}')
+    reported = types.SimpleNamespace(path=str(tmp_path), as_directory=lambda: contextlib.nullcontext(tmp_path))
+    source_fault.on(name, ray_worker.POINTER, "open", count=0 if name == "ENOENT" else 1)
+    assert ray_worker.place_of(reported) == "file:///x@3"
+    source_fault.on(name, ray_worker.POINTER, "open")
+    with pytest.raises(CorruptError if name == "ENOENT" else UnreadableError):
+        ray_worker.place_of(reported)
 
 
 @pytest.fixture(scope="module")

@@ -110,6 +110,28 @@ def test_two_model_checkpoints_keep_all_epochs_in_one_folder(place: str) -> None
     assert sorted(set(steps)) == [2, 4, 6, 8]
 
 
+@pytest.mark.parametrize("place", ["folder", "memory"], indirect=True)
+def test_nothing_is_left_of_a_save_whose_path_was_emptied(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It fails, and the next one succeeds."""
+    plugin, path, real = CheckpointIO(), f"{place}/last.ckpt", checkpoint_io.write_part
+
+    async def emptied(*given: Any) -> Any:
+        monkeypatch.setattr(checkpoint_io, "write_part", real)
+        system, inner = fsspec.core.url_to_fs(path)
+        system.rm(inner, recursive=True)
+        return await real(*given)
+
+    def save(step: int) -> None:
+        plugin.save_checkpoint({"w": torch.full((10,), step), "global_step": step}, path)
+
+    save(1)
+    monkeypatch.setattr(checkpoint_io, "write_part", emptied)
+    with pytest.raises(ckpt.errors.RunGoneError):
+        save(2)
+    save(3)
+    assert plugin.load_checkpoint(path)["global_step"] == 3
+
+
 class Looks(Callback):
     """Lists the paths right after a save, as loggers and scripts do."""
 

@@ -27,7 +27,7 @@ from ckpt.core.checkpoint import losses, read, steady
 from ckpt.core.format.layout import TensorSpec
 from ckpt.core.format.manifest import Attempt
 from ckpt.core.format.saved_state import Key, SavedState
-from ckpt.core.log.log import Acquire, RunState, in_history, infer_root
+from ckpt.core.log.log import Acquire, RunLog, RunState, in_history, infer_root
 from ckpt.core.restore.sources import fill_from_store
 from ckpt.core.state.filler import Target
 from ckpt.core.state.tensors import DTYPE_NAME, TORCH_DTYPE, empty
@@ -54,13 +54,14 @@ SPARSE = 10_000  # elements of a list that may be empty, and have no name
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint to read. `others`: further tiers that may have it; `places`: those that are of the same run."""
+    """A checkpoint to read. `others`: further tiers that may have it; `roots`: ids of the same run in each tier that
+    has it, by URL."""
 
     url: str
     attempt: Attempt
     saved: SavedState
     others: tuple[str, ...]
-    places: tuple[str, ...]
+    roots: dict[str, str]
 
     def key(self, name: str) -> Key:
         key = self.saved.labels.get(name)
@@ -86,7 +87,8 @@ async def find(urls: Sequence[str], step: int | None) -> Found:
 
 
 async def _find(urls: Sequence[str], step: int | None) -> Found:
-    states, first = await _look(urls)
+    logs, first = await _look(urls)
+    states = {url: log.state for url, log in logs.items()}
     if first is not None and not states:
         raise first
     if step is None and isinstance(first, StoreError) and is_unreadable(first):
@@ -109,8 +111,8 @@ async def _find(urls: Sequence[str], step: int | None) -> Found:
                 logger.warning("step %d cannot be read from %s: %s", attempt.step, url, error)
                 continue
             mine = (attempt.epoch, attempt.nonce)
-            places = [u for u, state in states.items() if mine in {(a.epoch, a.nonce) for a in state.acquires}]
-            return Found(url, attempt, saved, tuple(u for u in urls if u != url), tuple(places))
+            roots = {u: log.root for u, log in logs.items() if mine in {(a.epoch, a.nonce) for a in log.state.acquires}}
+            return Found(url, attempt, saved, tuple(u for u in urls if u != url), roots)
         if away is not None:
             text = f"step {attempt.step} cannot be read now: {away}. To go back to an older one give its checkpoint_id"
             raise UnreadableError(text, retryable=away.retryable) from away
@@ -137,28 +139,28 @@ async def _is_run(url: str) -> bool:
         return True
 
 
-async def _look(urls: Sequence[str]) -> tuple[dict[str, RunState], CheckpointError | None]:
-    """What the logs say, and what is wrong with a place: first of all that it cannot be read now."""
-    states: dict[str, RunState] = {}
+async def _look(urls: Sequence[str]) -> tuple[dict[str, RunLog], CheckpointError | None]:
+    """The logs, closed, and what is wrong with a place: first of all that it cannot be read now."""
+    logs: dict[str, RunLog] = {}
     first: CheckpointError | None = None
     for url in urls:
         try:
-            states[url] = await _again(url, lambda url=url: _state(url))  # type: ignore[misc]
+            logs[url] = await _again(url, lambda url=url: _log(url))  # type: ignore[misc]
         except CheckpointError as error:
             if first is None or (is_unreadable(error) and not is_unreadable(first)):
                 first = error
             if len(urls) > 1:
                 logger.warning("nothing is read from %s: %s", url, error)
-    return states, first
+    return logs, first
 
 
-async def _state(url: str) -> RunState:
+async def _log(url: str) -> RunLog:
     log = await read.open_run(url)
     try:
         await losses.warn(log)
     finally:
         await log.store.aclose()
-    return log.state
+    return log
 
 
 async def _again(url: str, look: Callable[[], Awaitable[T]]) -> T:

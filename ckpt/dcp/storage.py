@@ -259,7 +259,7 @@ class StorageReader(storage.StorageReader):
             raise UsageError("read_metadata() comes first")
         dcp_source.fill(found, plan, planner, trusted=self._trusted)
         if self._resume:
-            incarnation.went_back(found.places, found.attempt)
+            incarnation.went_back(found.roots, found.attempt)
         self._found, self._step, self._id = None, self._default, self._default  # of the next load
         done: Future[None] = Future()
         done.set_result(None)

@@ -45,6 +45,7 @@ from ckpt.core.format.manifest import Attempt
 from ckpt.core.log.log import RunLog
 from ckpt.dcp import coordinator, in_flight, incarnation, objects, rank_write
 from ckpt.dcp import read as dcp_source
+from ckpt.store import open_store
 from ckpt.tools.cli.app import cli
 from commands import flip
 from parallel import build, free_port, gathered, launch, train_step
@@ -62,10 +63,23 @@ def first_job() -> Iterator[None]:
     another_job()
 
 
+MEMORIES: Any = (incarnation._incarnations, incarnation._owners, incarnation._known, in_flight._claims)
+
+
 def another_job() -> None:
     """From here on this process is another one, as far as `ckpt.dcp` knows."""
-    for memory in (incarnation._incarnations, incarnation._owners, incarnation._known, in_flight._claims):
+    for memory in MEMORIES:
         memory.clear()
+
+
+def save_by_another_job(step: int, places: Any) -> None:
+    """Of this process, in the meantime."""
+    before = [dict(memory) for memory in MEMORIES]
+    another_job()
+    save({"n": step}, step, places)
+    another_job()
+    for memory, content in zip(MEMORIES, before, strict=True):
+        memory.update(content)
 
 
 def save(state: dict[str, Any], step: int, places: Any, **kwargs: Any) -> None:
@@ -367,6 +381,59 @@ def test_a_run_that_was_deleted_is_made_again(tmp_path: Path) -> None:
     assert f"It is in file://{near}" in str(refused(lambda: save(state, 4, writer)))
     save(state, 5, writer)
     assert history(str(near)) == [5, 4, 3, 2] and history(str(far)) == [5]
+
+
+@pytest.mark.parametrize("then", ["put back", "loaded", "deleted"])
+def test_save_raises_if_another_run_lies_at_its_path(then: str, run_dir: str) -> None:
+    """Nothing is written there. Saves go on when the run is back, the other one was loaded, or nothing is there."""
+    folder, aside = Path(run_dir), Path(f"{run_dir}-aside")
+    save({"n": 1}, 1, run_dir)
+    folder.rename(aside)
+    save_by_another_job(100, run_dir)
+    before = sorted(folder.rglob("*"))
+    for step in (2, 3):
+        assert isinstance(refused(lambda step=step: save({"n": step}, step, run_dir)), ckpt.errors.RunGoneError)
+    assert sorted(folder.rglob("*")) == before
+    if then == "loaded":
+        assert load({"n": 0}, run_dir)["n"] == 100
+    else:
+        shutil.rmtree(folder)
+    if then == "put back":
+        aside.rename(folder)
+    save({"n": 101}, 101, run_dir)
+    assert history(run_dir) == {"put back": [101, 1], "loaded": [101, 100], "deleted": [101]}[then]
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_nothing_is_left_of_a_save_whose_run_is_gone(
+    replaced: bool, run_dir: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The place is emptied while a rank writes, and another job may begin a run there. Both jobs go on."""
+    real, before = rank_write.write, list[str]()
+
+    async def names() -> list[str]:
+        store = open_store(run_dir)
+        try:
+            return [info.key async for info in store.list()]
+        finally:
+            await store.aclose()
+
+    async def gone(store: Any, *args: Any, **kwargs: Any) -> Any:
+        monkeypatch.setattr(rank_write, "write", real)
+        await store.delete_many(await names())
+        if replaced:
+            save_by_another_job(100, run_dir)
+            before.extend(await names())
+        return await real(store, *args, **kwargs)
+
+    save({"n": 1}, 1, run_dir)
+    monkeypatch.setattr(rank_write, "write", gone)
+    assert isinstance(refused(lambda: save({"n": 2}, 2, run_dir)), ckpt.SaveError)
+    assert read.run(names()) == before
+    if replaced:
+        another_job()
+    save({"n": 101}, 101, run_dir)
+    assert history(run_dir) == ([101, 100] if replaced else [101])
 
 
 # -- saves beside the training --

@@ -9,6 +9,7 @@ import asyncio
 import datetime
 import io
 import json
+import logging
 import os
 import pickle
 import shutil
@@ -471,6 +472,39 @@ def test_of_two_saves_at_once_the_newer_one_is_refused(run_dir: str) -> None:
     saving.result()
     save({"w": torch.ones(3)}, 4, writer)
     assert history(run_dir) == [4, 1] and not records(run_dir).state.aborted
+
+
+@pytest.mark.parametrize("moment", ["create_local_plan", "resolve_data"])
+def test_load_waits_for_an_async_save_to_its_place(moment: str, run_dir: str) -> None:
+    """Also before that save has made its plan. It ends as soon as somebody waits for it. Other places are no matter."""
+    go, reached = threading.Event(), threading.Event()
+
+    class Planner(DefaultSavePlanner):
+        def __getattribute__(self, name: str) -> Any:
+            if name == moment:
+                reached.set()
+                assert go.wait(60)
+            return super().__getattribute__(name)
+
+    class Waiting(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "a dcp.async_save is under way" in record.getMessage():
+                go.set()
+
+    writer, other, handler = ckpt.dcp.StorageWriter(run_dir), f"{run_dir}-2", Waiting()
+    for place in (writer, other):
+        save({"n": 1}, 1, place)
+    saving = dcp.async_save({"n": 2}, checkpoint_id=2, storage_writer=writer, planner=Planner())
+    assert reached.wait(60)
+    logging.getLogger("ckpt").addHandler(handler)
+    try:
+        if moment == "resolve_data":
+            assert load({"n": 0}, other)["n"] == 1 and not go.is_set()
+        assert load({"n": 0}, run_dir)["n"] == 2 and ckpt.dcp.latest(run_dir) == 2
+    finally:
+        logging.getLogger("ckpt").removeHandler(handler)
+        go.set()
+        saving.result()
 
 
 def test_a_save_that_failed_elsewhere_is_not_under_way(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:

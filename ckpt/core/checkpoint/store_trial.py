@@ -12,7 +12,7 @@ import time
 from typing import Any
 
 from ckpt.errors import AccessError, CheckpointError, ExistsError, FormatError, NotFoundError, StoreError
-from ckpt.store import Store
+from ckpt.store import Store, exists
 
 PREFIX = "doctor-"  # so begins all that is written to a place only to try it out
 START, LENGTH = 7, 13  # of a range: neither the object's beginning nor its end
@@ -24,6 +24,8 @@ async def check_empty(store: Store) -> None:
         if info.key == "FORMAT.json":
             return  # another rank or job was quicker
         if not info.key.startswith(PREFIX):  # `ckpt doctor` is at work, or another start tries the place out
+            if await exists(store, "FORMAT.json"):
+                return
             raise FormatError(
                 f"{store.url} is not empty and not a run: it holds {info.key}, and no FORMAT.json. Choose another "
                 "location"

@@ -133,7 +133,7 @@ class Settler:
             await commit.abort(tier.log, self.run.mine(), attempt, "no space left")
             if attempt in tier.log.state.aborted:
                 for prefix in ("packs/", "parts/", "index/"):
-                    for key in [i.key async for i in tier.log.store.list(f"{prefix}{attempt}")]:
+                    for key in [info.key async for info in tier.log.store.list(prefix)]:
                         if owner_of(key) == attempt:
                             await tier.log.store.delete(key)
 

@@ -6,6 +6,9 @@ what a lost answer means. Uploads are cut into parts here, because s3fs would ho
 
 A commit is one conditional PUT. Large objects have names of their own and are not looked for first. Where obstore is
 installed, packs go through it (`ckpt_backends.obstore`), at a fraction of the CPU.
+
+Directory buckets (S3 Express, `s3://NAME--ZONE--x-s3`) hold runs as well: they have conditional PUTs, and botocore
+makes the sessions that they want. They list in no order, and only prefixes that end in "/".
 """
 
 from __future__ import annotations
@@ -85,7 +88,8 @@ class S3Store(RemoteStore):
                 "signature_version": config.get("signature_version"),
                 "proxies": config.get("proxies"),
                 "client_cert": config.get("client_cert"),
-                "an access point": self.bucket.startswith("arn:") or self.bucket.endswith("--x-s3"),
+                "an access point": self.bucket.startswith("arn:"),
+                "a directory bucket": self.bucket.endswith("--x-s3"),
             }.items()
             if given
         ]

@@ -123,6 +123,74 @@ class TestS3(StoreTests):
         return self.decorate(S3Store(self.url, writable=True))
 
 
+class TestDirectoryBucket(StoreTests):
+    """S3 Express, as far as a server on this machine refuses what AWS refuses there, and lists in no order."""
+
+    has_unfinished = True
+    creates_uploads = False
+    many = 50
+
+    @pytest.fixture(autouse=True)
+    def place(self, directory_bucket: Callable[[str], str]) -> None:
+        self.url = directory_bucket(secrets.token_hex(8))
+
+    def make(self) -> Store:
+        return S3Store(self.url, writable=True)
+
+
+@pytest.fixture(scope="session")
+def directory_bucket() -> Iterator[Callable[[str], str]]:
+    """Gives the URL of a folder in a directory bucket on this machine."""
+    with MotoServer() as server:
+        bucket = f"s3://{server.make_bucket('runs--use1-az4--x-s3')}"
+
+        def place(folder: str) -> str:
+            remember_options(f"{bucket}/{folder}", storage_options(server.url))
+            return f"{bucket}/{folder}"
+
+        yield place
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
+    "half a name": ("list_objects_v2", {"Prefix": "run/log/0"}),
+    "start-after": ("list_objects_v2", {"Prefix": "run/", "StartAfter": "run/log/0"}),
+    "another delimiter": ("list_objects_v2", {"Prefix": "run/", "Delimiter": "-"}),
+    "the first version of listings": ("list_objects", {"Prefix": "run/"}),
+    "half a name of uploads": ("list_multipart_uploads", {"Prefix": "run/log/0"}),
+    "an upload id": ("list_multipart_uploads", {"Prefix": "run/", "KeyMarker": "run/", "UploadIdMarker": "1"}),
+    "an ACL": ("put_object", {"Key": "run/log/9", "ACL": "private"}),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_negative_control_directory_bucket_refuses_what_aws_refuses(
+    what: str, directory_bucket: Callable[[str], str]
+) -> None:
+    """The server is as strict as the reference of AWS, so passing its tests means something. And it lists unsorted."""
+    method, arguments = REFUSED[what]
+
+    async def work(store: Store) -> None:
+        assert isinstance(store, S3Store)
+        for number in range(20):
+            await store.put(f"log/{number:02d}", b"")
+        answer = await store.call("list_objects_v2", "cannot list", Prefix=store.prefix)
+        names = [found["Key"] for found in answer["Contents"]]
+        assert answer["IsTruncated"] and names != sorted(names)
+        with pytest.raises(StoreError, match=r"NotImplemented|InvalidArgument"):
+            await store.call(method, "refused", **arguments)
+
+    using(lambda: S3Store(directory_bucket(secrets.token_hex(8)), writable=True), work)
+
+
+def test_obstore_is_refused_for_directory_buckets() -> None:
+    """The error names what it cannot do; left out, the other engine is used."""
+    url = "s3://runs--use1-az4--x-s3/elsewhere"
+    assert S3Store(url).engine == "s3fs"
+    remember_options(url, {"engine": "obstore"})
+    with pytest.raises(UsageError, match="a directory bucket"):
+        S3Store(url)
+
+
 class TestFsspec(StoreTests):
     """Any other file system that fsspec knows: its own one in memory, for example."""
 

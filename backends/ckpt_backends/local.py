@@ -84,7 +84,8 @@ class LocalStore:
         if not self.disk.folders_unsynced:
             return ""
         return (
-            f"{self.root}: this file system cannot fsync a folder, so a power cut may undo the newest checkpoints. "
+            f"{self.root}: this file system does not guarantee fsync of folders, so a power cut may undo the newest "
+            "checkpoints. "
             "The death of a process loses nothing"
         )
 

@@ -55,9 +55,10 @@ class RemoteStore:
             condition = only_if_absent(fs) if create else {}
             if create and not condition:
                 raise StoreError(
-                    f"{self.clean(self.url)} cannot hold a run: its driver, {self._class.__name__}, cannot create an "
-                    "object only if it is absent, so that two jobs could overwrite each other's commits. Nothing was "
-                    "written. Use a folder, S3, gs:// or az://, or a driver that knows mode='create' by itself"
+                    f"{self.clean(self.url)} cannot hold a run: it does not guarantee create if absent: its driver, "
+                    f"{self._class.__name__}, cannot create an object only if it is absent, so that two jobs could "
+                    "overwrite each other's commits. Nothing was written. Use a folder, S3, gs:// or az://, or a "
+                    "driver that knows mode='create' by itself"
                 )
             await fs._pipe_file(path, bytes(data), **condition)
 

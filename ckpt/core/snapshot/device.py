@@ -193,9 +193,6 @@ def unlock_pages(address: int) -> None:
     runtime.cudaHostUnregister(address)
 
 
-MEANWHILE_S = 0.05
-
-
 class Waiter:
     """A thread of one trainer that waits for devices, in turn, so that the thread that stages does not look again and
     again: to ask an event whether it has been reached holds the interpreter, and may wait for the lock of a device that
@@ -214,13 +211,6 @@ class Waiter:
             self._thread = threading.Thread(target=self._run, name="ckpt-device", daemon=True)
             self._thread.start()
         self._queue.put((events, there, call))
-
-    def until_reached(self, events: PerDevice, meanwhile: Callable[[], None]) -> None:
-        """Wait for that, and do something now and then."""
-        there = threading.Event()
-        self.when_reached(events, there, lambda: None)
-        while not there.wait(MEANWHILE_S):
-            meanwhile()
 
     def stop(self) -> None:
         """Nothing comes any more; nobody waits for the thread, since a device may hang."""

@@ -68,7 +68,6 @@ class PendingSnapshot:
     early: list[Pack] = field(default_factory=list)  # of small tensors, gathered before step() returned
     late: list[Pack] = field(default_factory=list)  # and beside training
     taken_early: bool = False  # what may change before the next optimizer step was cloned on its device
-    paced: bool = False  # copies beside training leave room for what else crosses the bus
     done: PerDevice = field(default_factory=dict)  # events after the copies
     eager_there: threading.Event = field(default_factory=threading.Event)  # devices have reached these events
     all_there: threading.Event = field(default_factory=threading.Event)

@@ -18,7 +18,6 @@ from ckpt.core.format.manifest import (
     PackInfo,
     Part,
     index_key,
-    owner,
     part_key,
     rank_and_try,
     table_key,
@@ -120,7 +119,7 @@ async def sizes_of_many(store: Store, attempt: Attempt, ranks: int) -> Mapping[s
     """Of all packs of an attempt, if so many parts are to be read: a listing says as much as thousands of questions."""
     if ranks <= MANY:
         return NO_SIZES
-    return {info.key: info.size async for info in store.list("packs/") if owner(info.key) == attempt}
+    return {info.key: info.size async for info in store.list("packs/") if info.key.startswith(f"packs/{attempt}.")}
 
 
 async def _sizes(store: Store, part: Part, known: Mapping[str, int]) -> dict[str, int]:

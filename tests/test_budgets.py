@@ -31,7 +31,7 @@ BUDGETS = {
     "core/ranks": (1_160, 820),
     "core/restore": (1_120, 740),
     "core/run": (5_220, 3_900),
-    "core/snapshot": (1_930, 1_440),
+    "core/snapshot": (1_820, 1_350),
     "core/state": (4_620, 3_190),
     "core/writer": (2_900, 2_100),
     "dcp": (1_600, 1_100),
@@ -52,7 +52,7 @@ BUDGETS = {
     "torchtitan": (370, 270),
     "transformers": (1_400, 910),
 }
-TOTAL = (64_030, 43_400)
+TOTAL = (63_970, 43_340)
 C_LINES = 150
 STEP_FILES, RESTORE_FILES = 90, 86
 

@@ -140,8 +140,9 @@ class OpenTier:
             return
         try:
             whose = f"{attempt}." if rank is None else f"{attempt}.{rank}."
-            for prefix in (f"packs/{whose}", f"parts/{whose}", f"index/{attempt}-"):
-                await self.store.delete_many([info.key async for info in self.store.list(prefix)])
+            for own in (f"packs/{whose}", f"parts/{whose}", f"index/{attempt}-"):
+                keys = [info.key async for info in self.store.list(own.partition("/")[0] + "/")]
+                await self.store.delete_many([key for key in keys if key.startswith(own)])
         except CheckpointError as error:
             events.log.warning("files of step %d may be left in %s: %s", attempt.step, self.url, error)
 

@@ -29,7 +29,19 @@ import ckpt
 import ckpt.adapters
 from ckpt import failpoints, loading
 from ckpt import store as stores
-from ckpt.core.checkpoint import blobs, identity, incremental, losses, open_tier, parts, read, retention, steady, write
+from ckpt.core.checkpoint import (
+    blobs,
+    identity,
+    in_use,
+    incremental,
+    losses,
+    open_tier,
+    parts,
+    read,
+    retention,
+    steady,
+    write,
+)
 from ckpt.core.checkpoint import commit as commits
 from ckpt.core.format import codec, manifest
 from ckpt.core.format.digest import blob_digest, file_digest
@@ -484,6 +496,17 @@ WITHOUT_FENCE = """
 import ckpt.core.log.log
 ckpt.core.log.log.RunLog.check_owner = lambda self, owner: None
 """  # a sitecustomize.py that makes a writer ignore that another job owns the run
+
+
+def check_free(run: Path, say: Callable[[str], object]) -> None:
+    """Raise InUseError if somebody trains the run."""
+    _with_log(run, lambda log: in_use.check_free(log, say))  # type: ignore[arg-type]
+
+
+def see_dead_trainers_after(patch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Of this process, when it looks whether a run is trained."""
+    patch.setattr(in_use, "DYING_S", seconds)
+    patch.setattr(in_use, "interval_s", lambda store: seconds)
 
 
 def keep_of(tiers: Any, every: Any = None) -> ckpt.Keep:

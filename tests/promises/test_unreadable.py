@@ -25,7 +25,6 @@ from torch.distributed import checkpoint as dcp
 import ckpt
 import ckpt.dcp
 import inside
-from ckpt.core.checkpoint import in_use, read, steady
 from ckpt.errors import CorruptError, StoreError, UnreadableError, is_unreadable
 from ckpt_backends.disk import Disk
 from commands import Result, call
@@ -273,7 +272,7 @@ def account(tmp_path: Path) -> Iterator[Path]:
 def test_run_is_not_taken_over_while_its_ledger_cannot_be_read(
     account: Path, source_fault: SourceFault, fault: Fault, monkeypatch: pytest.MonkeyPatch, match: str
 ) -> None:
-    monkeypatch.setattr(in_use, "DYING_S", 0.1)
+    inside.see_dead_trainers_after(monkeypatch, 0.1)
     run = account.parent.parent
     if match == "/ledger/":
         source_fault.on("ESTALE", match, "scandir")
@@ -291,22 +290,13 @@ def test_run_is_not_taken_over_while_its_ledger_cannot_be_read(
 def test_damaged_account_is_waited_for_until_its_trainer_writes_it_again(
     account: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(in_use, "DYING_S", 0.1)
-    monkeypatch.setattr(in_use, "interval_s", lambda store: 0.3)
-    whole, said = account.read_bytes(), list[str]()
-
-    async def check(say: Callable[[str], object]) -> None:
-        log = await read.open_run(f"file://{account.parent.parent}")
-        try:
-            await in_use.check_free(log, say)
-        finally:
-            await log.store.aclose()
-
+    inside.see_dead_trainers_after(monkeypatch, 0.3)
+    whole, said, run = account.read_bytes(), list[str](), account.parent.parent
     account.write_bytes(whole[:50])
     with pytest.raises(ckpt.InUseError):
-        read.run(check(lambda text: account.write_bytes(whole)))
+        inside.check_free(run, lambda text: account.write_bytes(whole))
     account.write_bytes(whole[:50])
-    read.run(check(said.append))  # its trainer does not live any more
+    inside.check_free(run, said.append)  # its trainer does not live any more
     assert len(said) == 1 and "waiting up to" in said[0]
 
 
@@ -331,7 +321,7 @@ def ray_worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     ray.__dict__.update(__version__="2.60.0", train=types.ModuleType("ray.train"))
     monkeypatch.setitem(sys.modules, "ray", ray)
     monkeypatch.setitem(sys.modules, "ray.train", ray.train)
-    monkeypatch.setattr(steady, "_others", steady._Faults())
+    inside.try_again_for(monkeypatch, 0.05)
     yield importlib.import_module("ckpt.ray.worker")
     for name in [name for name in sys.modules if name.startswith("ckpt.ray")]:
         del sys.modules[name]

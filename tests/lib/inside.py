@@ -68,7 +68,7 @@ from ckpt.core.run.replica_check import ReplicaCheck
 from ckpt.core.run.saves import TierWrites
 from ckpt.core.run.session import Session
 from ckpt.core.run.step_keeper import StepKeeper
-from ckpt.core.run.supervise import find_writer, writer_client
+from ckpt.core.run.supervise import find_writer, held_snapshots, writer_client
 from ckpt.core.run.supervise.held_snapshots import HeldSnapshots
 from ckpt.core.run.supervise.memory import SnapshotMemory
 from ckpt.core.run.supervise.next_arena import NextArena
@@ -600,9 +600,10 @@ def disarm() -> None:
 FOREVER = pytest.MonkeyPatch()  # for scripts in their own process, where nothing must be undone
 
 
-def wait_for_writers_for(answer_s: float, meet_s: float | None = None) -> None:
-    """Set how long this process waits for a writer to answer and, with `meet_s`, for one to appear."""
-    find_writer.HELLO_S = find_writer.PATIENT_S = answer_s
+def wait_for_writers_for(answer_s: float, meet_s: float | None = None, patient_s: float | None = None) -> None:
+    """Set how long this process waits for a writer to answer, for one that is not stopped, and for one to appear."""
+    for module in (find_writer, held_snapshots):
+        module.HELLO_S, module.PATIENT_S = answer_s, patient_s or answer_s  # type: ignore[attr-defined]
     if meet_s is not None:
         find_writer.MEET_S = meet_s
 

@@ -135,29 +135,28 @@ def test_nothing_is_left_of_a_save_whose_path_was_emptied(place: str, monkeypatc
 class Looks(Callback):
     """Lists the paths right after a save, as loggers and scripts do."""
 
-    def __init__(self, folder: str, written: threading.Event) -> None:
-        self.folder, self.written, self.seen = folder, written, list[bool]()
+    def __init__(self, folder: str, looked: threading.Semaphore) -> None:
+        self.folder, self.looked, self.seen = folder, looked, list[bool]()
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         path = f"{self.folder}/{trainer.current_epoch}.ckpt"
         system, inner = fsspec.core.url_to_fs(path)
         assert not system.exists(inner)
-        self.written.clear()
         trainer.save_checkpoint(path)
         self.seen.append(system.exists(inner))
-        self.written.set()
+        self.looked.release()
 
 
 def test_path_exists_as_soon_as_the_save_returns(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Writing is slow: it begins after the look."""
-    writing, written = checkpoint_io._write, threading.Event()
+    writing, looked = checkpoint_io._write, threading.Semaphore(0)
 
     async def later(*given: Any) -> None:
-        await asyncio.to_thread(written.wait, 60)
+        await asyncio.to_thread(looked.acquire, timeout=60)
         await writing(*given)
 
     monkeypatch.setattr(checkpoint_io, "_write", later)
-    looks = Looks(place, written)
+    looks = Looks(place, looked)
     fit(place, looks, epochs=2)
     assert looks.seen == [True, True]
     assert CheckpointIO().load_checkpoint(f"{place}/1.ckpt")["global_step"] == 4

@@ -41,7 +41,7 @@ from ckpt.core.format.manifest import Attempt, PackInfo, Part, new_nonce, owner
 from ckpt.core.format.table import PRESSED, SavedShard, Table, merge
 from ckpt.core.format.table import columns_of as table_columns
 from ckpt.core.log.log import Acquire, Commit, RunLog, RunState
-from ckpt.errors import CheckpointError, CorruptError, FormatError, FullError, SaveError
+from ckpt.errors import CheckpointError, CorruptError, FormatError, FullError
 from ckpt_backends.memory import MemoryStore
 from suspects import suspect
 
@@ -104,13 +104,6 @@ class Job:
         layout = layout_of(state, rank, len(self.encoders))
         data = data_of(layout, state)
 
-        async def begin(built_on: Attempt) -> bool:
-            try:
-                await commits.begin(self.log, self.mine, attempt, (built_on,))
-            except SaveError:
-                return False
-            return True
-
         encoder = self.encoders[rank]
         previous = await encoder.previous(self.log, attempt, layout)
         return await encoder.write(
@@ -119,7 +112,6 @@ class Job:
             InMemory(layout, data),
             previous,
             number=number,
-            on_needs=begin,
             bases=bases_in(self.log.store),
         )
 

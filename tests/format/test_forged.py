@@ -853,8 +853,6 @@ EVIL_RECORDS: dict[str, dict[str, Json]] = {
     "retires a path": {"type": "PLAN", "body": {"retire": ["../x"], "delete": []}},
     "retires null": {"type": "PLAN", "body": {"retire": None, "delete": []}},
     "keeps null": {"type": "KEEP", "body": {"attempt": None}},
-    "pins outside": {"type": "BEGIN", "body": {"attempt": "1.00000000-30", "pins": ["../../x"]}},
-    "pins numbers": {"type": "BEGIN", "body": {"attempt": "1.00000000-30", "pins": 5}},
     "aborts a list": {"type": "ABORT", "body": {"attempt": []}},
     "aborts without a reason": {"type": "ABORT", "body": {"attempt": "1.00000000-30"}},
     "aborts for an odd reason": {"type": "ABORT", "body": {"attempt": "1.00000000-30", "reason": [{}]}},
@@ -875,7 +873,7 @@ def test_an_evil_record_does_not_hide_the_checkpoints(genuine: Run, name: str, t
     fields = EVIL_RECORDS[name]
     folder = put(appended(genuine, **fields), tmp_path / "run")
     (tmp_path / "outside").write_text("x")
-    if "type" in fields and fields["type"] not in ("ACQUIRE", "PLAN", "KEEP", "BEGIN", "HELD", "ABORT", "SNAPSHOT"):
+    if "type" in fields and fields["type"] not in ("ACQUIRE", "PLAN", "KEEP", "HELD", "ABORT", "SNAPSHOT"):
         with pytest.raises(FormatError):
             restored(folder)
         return

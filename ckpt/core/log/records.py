@@ -1,7 +1,6 @@
 """What the records of a run log say, by type, and the state of a run, which is a fold over all of them:
 
 ACQUIRE   epoch, nonce, restored      a job takes the run over, or goes back to `restored` (an attempt or null)
-BEGIN     attempt, pins               an open attempt builds on these checkpoints: they stay until it ends
 HELD      as COMMIT                   on a disk that only some ranks see: their parts are here
 COMMIT    attempt, world, parts, index, finite, reason    a checkpoint exists (there: its other parts do too);
           needs                       which older checkpoints it was built on, if it was
@@ -104,7 +103,6 @@ class RunState:
     retired: Attempts = field(default_factory=Attempts)
     aborted: Attempts = field(default_factory=Attempts)
     reasons: dict[Attempt, str] = field(default_factory=dict)  # why they were aborted, or taken back
-    pins: dict[Attempt, tuple[Attempt, ...]] = field(default_factory=dict)  # what open attempts build on
     kept: dict[Attempt, str] = field(default_factory=dict)  # with the note that says why
     doubts: set[tuple[str, int]] = field(default_factory=set)  # packs and offsets of what was found damaged
     requests: dict[str, int] = field(default_factory=dict)  # those of all records from `requests_from` on
@@ -170,13 +168,6 @@ def _acquire(state: RunState, body: dict[str, Any]) -> None:
     state.acquires.append(Acquire(epoch, str(body["nonce"]), None if restored is None else Attempt.parse(restored)))
 
 
-def _begin(state: RunState, body: dict[str, Any]) -> None:
-    attempt = Attempt.parse(body["attempt"])
-    pins = read_needs(body["pins"], attempt)
-    if not state.ended(attempt):  # else nothing would ever take them back
-        state.pins[attempt] = pins
-
-
 def _held(state: RunState, body: dict[str, Any]) -> None:
     commit = _checked(body)
     if not state.ended(commit.attempt):
@@ -187,7 +178,7 @@ def _commit(state: RunState, body: dict[str, Any]) -> None:
     commit = _checked(body)
     if not state.ended(commit.attempt):
         state.commits[commit.attempt] = commit
-    _is_over(state, commit.attempt)
+    state.held.pop(commit.attempt, None)
 
 
 def _abort(state: RunState, body: dict[str, Any]) -> None:
@@ -195,18 +186,13 @@ def _abort(state: RunState, body: dict[str, Any]) -> None:
     if not state.ended(attempt):
         state.reasons[attempt] = str(body["reason"])[:500]
         state.aborted.add(attempt)
-    _is_over(state, attempt)
-
-
-def _is_over(state: RunState, attempt: Attempt) -> None:
-    state.pins.pop(attempt, None)
     state.held.pop(attempt, None)
 
 
 def _plan(state: RunState, body: dict[str, Any]) -> None:
     for attempt in [Attempt.parse(text) for text in body["retire"]]:
         state.commits.pop(attempt, None)
-        _is_over(state, attempt)
+        state.held.pop(attempt, None)
         state.retired.add(attempt)
         if "reason" in body:
             state.reasons[attempt] = str(body["reason"])[:500]
@@ -239,13 +225,12 @@ def _ended(groups: Any, most: int) -> Any:
 
 
 _FOLDS = {
-    "ACQUIRE": _acquire, "BEGIN": _begin, "HELD": _held, "COMMIT": _commit, "ABORT": _abort, "PLAN": _plan,
+    "ACQUIRE": _acquire, "HELD": _held, "COMMIT": _commit, "ABORT": _abort, "PLAN": _plan,
     "DOUBT": _doubt, "KEEP": _keep, "SNAPSHOT": _snapshot,
 }  # fmt: skip
 TYPES = tuple(_FOLDS)
 IN_WORDS = {  # for people
     "ACQUIRE": "this job's start",
-    "BEGIN": "the beginning of a save",
     "HELD": "what this node saved",
     "COMMIT": "the checkpoint",
     "ABORT": "the end of a save",
@@ -299,7 +284,6 @@ def summary(state: RunState) -> dict[str, Any]:
         "retired": state.retired.to_json(),
         "aborted": state.aborted.to_json(),
         "reasons": [[str(a), why] for a, why in list(state.reasons.items())[-MAX_REASONS:]],
-        "pins": {str(a): needs_texts(state.pins[a]) for a in sorted(state.pins)},
         "kept": [[str(a), note] for a, note in sorted(state.kept.items())],
         "doubts": [list(one) for one in sorted(state.doubts)[:MAX_DOUBTS]],
         "requests": {request: n for request, n in state.requests.items() if n >= seq - KEPT_REQUESTS},
@@ -316,7 +300,6 @@ def expand(body: dict[str, Any], seq: int = MOST) -> RunState:
             retired=Attempts.from_json(body["retired"], most),
             aborted=Attempts.from_json(body["aborted"], most),
             reasons={Attempt.parse(a): str(why) for a, why in body.get("reasons", ())},
-            pins={(a := Attempt.parse(text)): read_needs(pins, a) for text, pins in body["pins"].items()},
             kept={Attempt.parse(a): str(note) for a, note in body["kept"]},
             doubts={(str(pack), int(offset)) for pack, offset in body.get("doubts", ())},
             requests={str(request): int(n) for request, n in body.get("requests", {}).items()},
@@ -336,7 +319,8 @@ def _is_digest(text: object) -> bool:
 def live_packs(state: RunState, packs: Iterable[str], used: Iterable[str]) -> set[str]:
     """Of the listed packs, those that must stay: `used` by live checkpoints, or of an attempt still open.
 
-    What open attempts take from older checkpoints is `used` by these, which are pinned, and stay as long.
+    An open attempt may also refer to files of older checkpoints. They stay only as long as a live one uses them:
+    its COMMIT checks that.
     """
     protected = set(used)
     return {key for key in packs if key in protected or (a := owner(key)) is None or not state.ended(a)}

@@ -245,8 +245,7 @@ class GcPlan:
 
 def plan_gc(url: str, state: RunState, stock: RunFiles, uploads: Sequence[str], abort_open: bool) -> GcPlan:
     """Pure. CorruptError if nothing may be deleted there."""
-    begun: dict[Attempt, list[str]] = {attempt: [] for attempt in state.pins}  # of which there may be no file yet
-    owned = sorted((begun | by_owner([*stock.sizes, *uploads])).items())
+    owned = sorted(by_owner([*stock.sizes, *uploads]).items())
     ending = tuple(a for a, _ in owned if abort_open and may_end(state, a))
     later = replace(state, aborted=state.aborted | set(ending))
     found = decide_gc(url, stock, later) or Sweep()

@@ -1079,14 +1079,14 @@ async def talker(sim: Sim, actor: Actor, begin: int) -> None:
         text = f"said {dice.getrandbits(60)}"
         some = Attempt(1, 1, "0" * 8)
         with contextlib.suppress(StoreError):
-            await log.append(lambda _, text=text, some=some: doubted(some, text), owner=None)
+            await log.append(lambda _, text=text, some=some: idle(some, text), owner=None)
         await trimmer.step(log, None)
         await asyncio.sleep(dice.choice((0.0, 0.0, 0.3)))
 
 
-def doubted(attempt: Attempt, request: str) -> records.Record:
-    """Says nothing of what there is."""
-    return records.Record("DOUBT", {"attempt": str(attempt), "ranges": []}, request)
+def idle(attempt: Attempt, request: str) -> records.Record:
+    """Return a record that changes nothing."""
+    return records.Record("KEEP", {"attempt": str(attempt), "note": "", "keep": False}, request)
 
 
 async def taker_back(sim: Sim, actor: Actor, begin: int) -> None:

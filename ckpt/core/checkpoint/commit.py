@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from ckpt.core.checkpoint.write import WrittenPart
 from ckpt.core.format.digest import file_digest
 from ckpt.core.format.manifest import MAX_FORMAT, Attempt, by_owner, index_key, new_format, owner
 from ckpt.core.log.log import RunLog, infer_root
-from ckpt.core.log.records import MAX_DOUBTS, Acquire, Commit, Record, RunState, commit_body
+from ckpt.core.log.records import Acquire, Commit, Record, RunState, commit_body
 from ckpt.errors import (
     CheckpointError,
     ExistsError,
@@ -262,9 +262,12 @@ async def commit_fitting(
     return await commit(log, mine, parts, kind=kind)
 
 
-async def commit_or_end(log: RunLog, mine: Acquire, parts: list[WrittenPart], *, kind: str) -> None:
-    """SaveError, and the attempt is ended, if these parts cannot be a checkpoint."""
+async def commit_or_end(
+    log: RunLog, mine: Acquire, parts: list[WrittenPart], *, kind: str, distrusted: Attempt | None = None
+) -> None:
+    """SaveError, and the attempt is ended, if these parts cannot be a checkpoint. `distrusted`: see `Encoder`."""
     try:
+        commit_checks.check_trusted(parts, distrusted)
         await commit_fitting(log, mine, parts, kind=kind)
     except SaveError as error:
         await abort(log, mine, Attempt.parse(parts[0].part.attempt), str(error))
@@ -300,17 +303,6 @@ async def retract(log: RunLog, mine: Acquire, attempt: Attempt, reason: str) -> 
     with contextlib.suppress(StoreError):
         for prefix in (f"parts/{attempt}.", f"index/{attempt}-"):
             await log.store.delete_many([info.key async for info in log.store.list(prefix)])
-
-
-async def doubt(log: RunLog, mine: Acquire, attempt: Attempt, ranges: Collection[tuple[str, int]]) -> None:
-    """Say to the writers of all ranks which bytes were found damaged, by pack and offset, so that nobody builds on
-    them."""
-    new = sorted(set(ranges) - log.state.doubts)[:MAX_DOUBTS]
-    if not new:
-        return
-    body = {"attempt": str(attempt), "ranges": [list(one) for one in new]}
-    request = f"doubt:{attempt}:{file_digest(repr(new).encode())[:16]}"
-    await log.append(lambda state: Record("DOUBT", body, request), owner=mine)
 
 
 @dataclass

@@ -53,6 +53,17 @@ def check_live(state: RunState, attempt: Attempt, needs: Iterable[Attempt]) -> N
             raise SaveError(f"step {attempt.step} builds on step {base.step}, which was given up")
 
 
+def check_trusted(parts: Sequence[WrittenPart], distrusted: Attempt | None) -> None:
+    """Raise SaveError if a rank built on a checkpoint that the committing writer had found damaged before.
+
+    What was in flight at that time is at most `distrusted`, and passes.
+    """
+    attempt = Attempt.parse(parts[0].part.attempt)
+    needs = sorted({Attempt.parse(need) for one in parts for need in one.part.needs})
+    if distrusted is not None and attempt > distrusted and needs and needs[0] <= distrusted:
+        raise SaveError(f"step {attempt.step} builds on step {needs[0].step}, which is damaged: {WHOLE_NEXT}")
+
+
 def vouches(state: RunState, base: WrittenPart) -> bool:
     """Whether one may build on a part: it belongs to a live checkpoint, which was made of this very try."""
     part = base.part

@@ -53,8 +53,7 @@ class Encoder:
     pace: Callable[[float], None] = lambda seconds: None
     idle: Callable[[], float] = lambda: float("inf")
     flow: UploadStats = field(default_factory=UploadStats)  # what is on its way, for those who watch
-    suspects: set[tuple[str, int]] = field(default_factory=set)  # packs and offsets of what is damaged here
-    distrusted: Attempt | None = None  # no attempt up to this one is built on
+    distrusted: Attempt | None = None  # nothing up to this one is built on, because some of it is damaged or gone
     sink: float | None = None  # bytes a second that the place takes
     rate: float = ENCODED_A_SECOND  # of one thread
     kinds: dict[str, Learnt] = field(default_factory=dict)
@@ -76,7 +75,6 @@ class Encoder:
             return None
         if self.distrusted is not None and newest.attempt <= self.distrusted:
             return None
-        self.suspects |= log.state.doubts
         try:
             written = self._written.get((newest.attempt, layout.rank))
             if written is None or not vouches(log.state, written):  # another try of it was committed

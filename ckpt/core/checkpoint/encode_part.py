@@ -107,7 +107,7 @@ class PartEncoder:
         )
 
     async def _plan(self) -> None:
-        self.plan = plan_blobs(self.layout, self.digests, self.previous, suspects=self.encoder.suspects)
+        self.plan = plan_blobs(self.layout, self.digests, self.previous)
         if self.compress:
             await self._choose()
         if not self._any_delta():

@@ -176,12 +176,10 @@ class OpenTier:
         if not recent & self.verified:
             # What it took over from one that was read back need not be read again: it costs more than to write it.
             new = bool(newest.needs) and self.read_back.issuperset(newest.needs)
-            lost: set[tuple[str, int]] = set()
-            problems = await verify(self.store, newest, new=new, on_lost=lambda pack, at: lost.add((pack, at)))
+            problems = await verify(self.store, newest, new=new)
             if problems:
                 self.encoder.distrust(max([newest.attempt, *self.in_flight]))
                 tell(DamagedNote(self.url, newest.step, problems[:10]))
-                await commit.doubt(self.log, mine, newest.attempt, lost)  # which may fail: a disk may be full as well
                 return
             self.verified = {newest.attempt}
             self.read_back = (self.read_back & state.commits.keys()) | {newest.attempt}

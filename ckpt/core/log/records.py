@@ -6,7 +6,6 @@ COMMIT    attempt, world, parts, index, finite, reason    a checkpoint exists (t
           needs                       which older checkpoints it was built on, if it was
 ABORT     attempt, reason             this attempt never will
 PLAN      retire, delete, reason      checkpoints given up and the files that go with them; why, if not by retention
-DOUBT     attempt, ranges             bytes of it that were found damaged, by pack and offset: not to be built on
 KEEP      attempt, note, keep         never retire this one; `keep` false takes that back
 SNAPSHOT  everything that follows from the records before it
 """
@@ -24,8 +23,7 @@ from ckpt.errors import CorruptError
 
 SNAPSHOT_EVERY = 256
 KEPT_REQUESTS = 512  # records before a SNAPSHOT whose request ids it keeps
-LOOSE = {"reasons", "requests", "doubts"}  # of a SNAPSHOT: only the last ones, and versions may differ in how many
-MAX_DOUBTS = 10_000
+LOOSE = {"reasons", "requests"}  # of a SNAPSHOT: only the last ones, and versions may differ in how many
 MAX_REASONS = 64  # why attempts ended, of so many of the last ones, in a SNAPSHOT
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
@@ -104,7 +102,6 @@ class RunState:
     aborted: Attempts = field(default_factory=Attempts)
     reasons: dict[Attempt, str] = field(default_factory=dict)  # why they were aborted, or taken back
     kept: dict[Attempt, str] = field(default_factory=dict)  # with the note that says why
-    doubts: set[tuple[str, int]] = field(default_factory=set)  # packs and offsets of what was found damaged
     requests: dict[str, int] = field(default_factory=dict)  # those of all records from `requests_from` on
     requests_from: int = 0
     damaged: list[int] = field(default_factory=list)
@@ -198,11 +195,6 @@ def _plan(state: RunState, body: dict[str, Any]) -> None:
             state.reasons[attempt] = str(body["reason"])[:500]
 
 
-def _doubt(state: RunState, body: dict[str, Any]) -> None:
-    Attempt.parse(body["attempt"])
-    state.doubts |= {(str(pack), int(offset)) for pack, offset in body["ranges"][:MAX_DOUBTS]}
-
-
 def _keep(state: RunState, body: dict[str, Any]) -> None:
     attempt = Attempt.parse(body["attempt"])
     if body.get("keep", True) is False:
@@ -226,7 +218,7 @@ def _ended(groups: Any, most: int) -> Any:
 
 _FOLDS = {
     "ACQUIRE": _acquire, "HELD": _held, "COMMIT": _commit, "ABORT": _abort, "PLAN": _plan,
-    "DOUBT": _doubt, "KEEP": _keep, "SNAPSHOT": _snapshot,
+    "KEEP": _keep, "SNAPSHOT": _snapshot,
 }  # fmt: skip
 TYPES = tuple(_FOLDS)
 IN_WORDS = {  # for people
@@ -235,7 +227,6 @@ IN_WORDS = {  # for people
     "COMMIT": "the checkpoint",
     "ABORT": "the end of a save",
     "PLAN": "the list of checkpoints that go",
-    "DOUBT": "the list of what is damaged",
     "KEEP": "the note that keeps a checkpoint",
     "SNAPSHOT": "a summary of the log",
 }
@@ -285,7 +276,6 @@ def summary(state: RunState) -> dict[str, Any]:
         "aborted": state.aborted.to_json(),
         "reasons": [[str(a), why] for a, why in list(state.reasons.items())[-MAX_REASONS:]],
         "kept": [[str(a), note] for a, note in sorted(state.kept.items())],
-        "doubts": [list(one) for one in sorted(state.doubts)[:MAX_DOUBTS]],
         "requests": {request: n for request, n in state.requests.items() if n >= seq - KEPT_REQUESTS},
     }
 
@@ -301,7 +291,6 @@ def expand(body: dict[str, Any], seq: int = MOST) -> RunState:
             aborted=Attempts.from_json(body["aborted"], most),
             reasons={Attempt.parse(a): str(why) for a, why in body.get("reasons", ())},
             kept={Attempt.parse(a): str(note) for a, note in body["kept"]},
-            doubts={(str(pack), int(offset)) for pack, offset in body.get("doubts", ())},
             requests={str(request): int(n) for request, n in body.get("requests", {}).items()},
             requests_from=max(0, seq - KEPT_REQUESTS),
         )

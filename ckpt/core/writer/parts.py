@@ -97,6 +97,7 @@ class Settler:
                 run.mine,
                 written,
                 role,
+                encoder=tier.encoder,
                 deadline_s=run.commit_s * (FAR_PATIENCE if tier.store.remote else 1),
                 on_held=lambda: self.trainer.tell(held),
                 on_slow=lambda text: self.trainer.tell(SaidNote(text)),

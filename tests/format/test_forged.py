@@ -219,7 +219,6 @@ EVIL_PARTS: dict[str, Change] = {
     "attempt is a number": field("attempt", 20),
     "table is null": field("table", None),
     "finite is text": field("finite", "yes"),
-    "created is text": field("created", "now"),
     "reason is a list": field("reason", []),
     "no packs field": lambda d: d.pop("packs"),
     "packs are a dict": field("packs", {"key": 1}),
@@ -823,7 +822,7 @@ def appended(run: Run, **fields: Json) -> Objects:
 def held(**changes: Json) -> Json:
     """The body of a record of one of two ranks' parts, of an attempt that has no files."""
     body = {"attempt": "1.00000000-30", "world": 2, "parts": [[0, 0, "0" * 64]], "index": "0" * 64}
-    return {**body, "finite": None, "reason": "due", **changes}
+    return {**body, "finite": None, "reason": "due", "time": 0.0, **changes}
 
 
 EVIL_RECORDS: dict[str, dict[str, Json]] = {
@@ -857,6 +856,8 @@ EVIL_RECORDS: dict[str, dict[str, Json]] = {
     "aborts without a reason": {"type": "ABORT", "body": {"attempt": "1.00000000-30"}},
     "aborts for an odd reason": {"type": "ABORT", "body": {"attempt": "1.00000000-30", "reason": [{}]}},
     "holds null": {"type": "HELD", "body": None},
+    "holds of no time": {"type": "HELD", "body": held(time="now")},
+    "holds of after the last year": {"type": "HELD", "body": held(time=1e300)},
     "holds nothing": {"type": "HELD", "body": {}},
     "holds a path": {"type": "HELD", "body": {"attempt": "../x"}},
     "holds no parts": {"type": "HELD", "body": held(parts=[])},

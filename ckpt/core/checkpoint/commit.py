@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -137,18 +138,21 @@ async def commit(
     *,
     kind: str = "COMMIT",
     used: Mapping[Attempt, Set[str]] | None = None,
+    at: float | None = None,
 ) -> Commit:
     """Make a checkpoint of the parts of one attempt, one a rank. Doing it twice is harmless. `mine` None: fence nobody.
 
     SaveError if the attempt was aborted meanwhile, or borrows packs that are gone, or that no live checkpoint uses any
     more; FencedError if a newer job has taken over. `used`: for a copy, which has brought along all that it refers to:
-    what it was built on need not be here then. Says which files each checkpoint here uses.
+    what it was built on need not be here then. Says which files each checkpoint here uses. `at`: the time of
+    the commit, by default now.
     """
     parts = sorted(parts, key=lambda w: w.part.rank)
     packs, said = {key for w in parts for key in w.packs}, _said_by(parts)
     commit_checks.check_needs(said.attempt, said.needs)
     index = await asyncio.to_thread(commit_checks.index_of, parts, kind)
-    found, attempt = replace(said, index=file_digest(index)), said.attempt
+    when = time.time() if at is None else at
+    found, attempt = replace(said, index=file_digest(index), time=when), said.attempt
     log.check_owner(mine)
     copied = used is not None
     if used is None and not log.state.ended(attempt):
@@ -235,7 +239,7 @@ async def complete(log: RunLog, mine: Acquire, attempt: Attempt) -> None:
         if held is None or state.ended(attempt):
             return None
         commit_checks.check_live(state, attempt, held.needs)
-        return Record("COMMIT", commit_body(held), f"commit:{attempt}")
+        return Record("COMMIT", commit_body(replace(held, time=time.time())), f"commit:{attempt}")
 
     try:
         await log.append(make, owner=mine)

@@ -3,6 +3,7 @@
 ACQUIRE   epoch, nonce, restored      a job takes the run over, or goes back to `restored` (an attempt or null)
 HELD      as COMMIT                   on a disk that only some ranks see: their parts are here
 COMMIT    attempt, world, parts, index, finite, reason    a checkpoint exists (there: its other parts do too);
+          time                        when it was committed, in seconds since 1970;
           needs                       which older checkpoints it was built on, if it was
 ABORT     attempt, reason             this attempt never will
 PLAN      retire, delete, reason      checkpoints given up and the files that go with them; why, if not by retention
@@ -24,6 +25,7 @@ from ckpt.errors import CorruptError
 SNAPSHOT_EVERY = 256
 KEPT_REQUESTS = 512  # records before a SNAPSHOT whose request ids it keeps
 LOOSE = {"reasons", "requests"}  # of a SNAPSHOT: only the last ones, and versions may differ in how many
+LAST_TIME = 253_402_300_800  # seconds from 1970 to the year 10,000
 MAX_REASONS = 64  # why attempts ended, of so many of the last ones, in a SNAPSHOT
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
@@ -64,7 +66,8 @@ class Acquire:
 class Commit:
     """A checkpoint. `parts`: (rank, try, digest of the part) of every rank whose part is in this place, of `world`
     ranks that saved; `index`: digest of the merged table; `needs`: the older checkpoints that it was built on, in their
-    order: it uses packs that they use. They may be retired since: what keeps the packs is that this one uses them."""
+    order: it uses packs that they use. They may be retired since: what keeps the packs is that this one uses them;
+    `time`: of the commit, in seconds since 1970."""
 
     attempt: Attempt
     world: int
@@ -73,6 +76,7 @@ class Commit:
     finite: bool | None = None
     reason: str = "due"  # or "ring": persisted at a fault, besides the cadence; "late": after the trainer's death
     needs: tuple[Attempt, ...] = ()
+    time: float = 0.0
 
     @property
     def step(self) -> int:
@@ -248,8 +252,10 @@ def _checked(body: dict[str, Any]) -> Commit:
         last = rank
     if finite is not None and type(finite) is not bool:
         raise CorruptError(f"impossible finite: {finite!r}")
-    needs = read_needs(body.get("needs", []), attempt)
-    return Commit(attempt, world, parts, index, finite, str(body["reason"]), needs)
+    needs, when = read_needs(body.get("needs", []), attempt), body["time"]
+    if type(when) not in (int, float) or not 0 <= when < LAST_TIME:
+        raise CorruptError(f"impossible time: {when!r}")
+    return Commit(attempt, world, parts, index, finite, str(body["reason"]), needs, when)
 
 
 def commit_body(commit: Commit) -> dict[str, Any]:
@@ -261,6 +267,7 @@ def commit_body(commit: Commit) -> dict[str, Any]:
         "index": commit.index,
         "finite": commit.finite,
         "reason": commit.reason,
+        "time": commit.time,
     }
     return body | {"needs": needs_texts(commit.needs)} if commit.needs else body
 

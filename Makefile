@@ -6,7 +6,7 @@ JOBS ?= 2
 PART ?= quick
 READY := $(VENV)/.ready
 
-.PHONY: demo test torture same-states test-long test-gpu test-corners test-s3 bench first-contact bench-gpu bench-ranks bench-faults bench-storage bench-codecs bench-offline bench-scale bench-chaos bench-ledger bench-callbacks bench-deepspeed bench-torchtitan bench-ray bench-megatron bench-waits lint docs wheel release-check format clean
+.PHONY: demo test torture same-states test-long test-gpu test-corners test-s3 bench first-contact bench-gpu bench-gpu-peers bench-ranks bench-faults bench-storage bench-codecs bench-offline bench-scale bench-chaos bench-ledger bench-callbacks bench-deepspeed bench-torchtitan bench-ray bench-megatron bench-waits lint docs wheel release-check format clean
 
 $(READY): pyproject.toml constraints.txt hatch_build.py $(wildcard ckpt/core/format/*.c)
 	$(PYTHON) -m venv $(VENV)
@@ -37,6 +37,9 @@ first-contact: $(READY)
 
 bench-gpu: $(READY)
 	$(BIN)/python benchmarks/gpu.py $(ARGS)
+
+bench-gpu-peers: $(READY)
+	$(BIN)/python benchmarks/gpu_peers.py $(ARGS)
 
 bench-ranks: $(READY)
 	$(BIN)/python benchmarks/ranks.py

@@ -41,16 +41,16 @@ from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 
 import ckpt  # noqa: E402
-from ckpt.core.snapshot.stage_mode import WAYS  # noqa: E402
 
 Json = dict[str, Any]
 State = dict[str, Any]
 
 PROBES: dict[str, tuple[Callable[[], Json], float]] = {}
 SMALL = bool(os.environ.get("FIRST_CONTACT_SMALL"))
-WIDTH, LAYERS = (256, 4) if SMALL else (8192, 8)  # 6.4 GB of state
+WIDTH = 256 if SMALL else 8192
+LAYERS = int(os.environ.get("FIRST_CONTACT_LAYERS", "4" if SMALL else "8"))  # 0.8 GB of state each, at full width
 TINY = 256 if SMALL else 1024
-STEPS = 6 if SMALL else 40
+STEPS = int(os.environ.get("FIRST_CONTACT_STEPS", "6" if SMALL else "40"))
 # No compiler makes kernels for the simulated device, and no collective library knows it.
 SIMULATED = "SIMULATED_DEVICE" in os.environ
 COMPILER, COLLECTIVES = ("aot_eager", "gloo") if SIMULATED else ("inductor", "nccl")
@@ -92,6 +92,21 @@ def opened(state: State, name: str) -> Iterator[ckpt.Checkpointer]:
     with ckpt.Checkpointer(state, ckpt.Memory(), name=f"contact-{name}-{os.getpid()}", triggers=None) as cp:
         cp.restore(default=0)
         yield cp
+
+
+def settled(cp: ckpt.Checkpointer, state: State) -> int:
+    """Save until all memory is there and page-locked, so that this is not measured; the last step."""
+    stager, end = cp._session.stager, time.monotonic() + 60
+    for step in range(1, 1000):
+        train(state)
+        with contextlib.suppress(ckpt.SkippedError):
+            cp.save(step).staged(120)
+        arena = stager.arena
+        ready = arena is not None and arena.ready == arena.slots
+        if (ready and len(stager.page_locks.held) == arena.slots) or time.monotonic() > end:  # type: ignore[union-attr]
+            break
+        time.sleep(0.2)
+    return step
 
 
 def spread(seconds: list[float]) -> Json:
@@ -318,40 +333,36 @@ def fault() -> Json:
 
 @probe(300)
 def every_step() -> Json:
-    """What does saving every step cost, in each of the ways that a snapshot may leave the device?"""
-    found: Json = {}
-    for way in WAYS:
-        state = built(WIDTH, LAYERS)
-        with opened(state, way) as cp:
-            setattr(cp._session.stager._mode, "next", lambda step, way=way: way)  # noqa: B010
-            train(state)
-            cp.save(1).staged(120)
-            periods: dict[bool, list[float]] = {True: [], False: []}
-            blocks, step = list[float](), 1
-            for block in range(4):
-                torch.cuda.synchronize()
-                began = time.perf_counter()
-                for _ in range(STEPS):
-                    train(state, 4096 if not SMALL else 64)
-                    step += 1
-                    if block % 2:
-                        at = time.perf_counter()
-                        cp.step(step)
-                        blocks.append(time.perf_counter() - at)
-                torch.cuda.synchronize()
-                periods[bool(block % 2)].append((time.perf_counter() - began) / STEPS)
-            ratio = statistics.median(periods[True]) / statistics.median(periods[False])
-            found[way] = {
-                "ratio": ratio,
-                "step_ms": 1e3 * statistics.median(periods[False]),
-                "blocks": spread(blocks),
-            }
-    return found
+    """What does saving every step cost, once all memory is there?"""
+    state = built(WIDTH, LAYERS)
+    with opened(state, "every-step") as cp:
+        step = settled(cp, state)
+        skipped, blocks = cp.stats.skipped, list[float]()
+        periods: dict[bool, list[float]] = {True: [], False: []}
+        for block in range(8):
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            for _ in range(STEPS):
+                train(state, 4096 if not SMALL else 64)
+                step += 1
+                if block % 2:
+                    at = time.perf_counter()
+                    cp.step(step)
+                    blocks.append(time.perf_counter() - at)
+            torch.cuda.synchronize()
+            periods[bool(block % 2)].append((time.perf_counter() - began) / STEPS)
+        return {
+            "ratio": statistics.median(periods[True]) / statistics.median(periods[False]),
+            "step_ms": 1e3 * statistics.median(periods[False]),
+            "blocks": spread(blocks),
+            "saves": len(blocks),
+            "skipped": cp.stats.skipped - skipped,
+        }
 
 
 @probe(240)
 def copies() -> Json:
-    """How fast does a snapshot leave the device, against one pinned buffer?"""
+    """How fast does a snapshot leave the device, against one pinned buffer, and how fast does it return?"""
     size = (64 << 20) if SMALL else (4 << 30)
     here, there = (
         torch.empty(size, dtype=torch.uint8, pin_memory=True),
@@ -377,11 +388,18 @@ def copies() -> Json:
             save.staged(120)
             took.append(time.perf_counter() - began)
             time.sleep(0.5)  # memory is being page-locked
-        nbytes = 12 * (WIDTH * WIDTH + WIDTH) * LAYERS
+        nbytes, back = 12 * (WIDTH * WIDTH + WIDTH) * LAYERS, list[float]()
+        for _ in range(4):
+            began = time.perf_counter()
+            cp.restore()
+            torch.cuda.synchronize()
+            back.append(time.perf_counter() - began)
     return {
         "raw_gb_s": max(rates),
         "snapshot_gb_s": nbytes / min(took) / 1e9,
         "first_s": took[0],
+        "restore_gb_s": nbytes / min(back) / 1e9,
+        "restores_s": back,
         "share": nbytes / min(took) / 1e9 / max(rates),
     }
 
@@ -505,6 +523,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="append answers there; what is answered there is not asked again")
     parser.add_argument("--only", nargs="*", choices=PROBES, help="these questions")
     parser.add_argument("--small", action="store_true", help="a small state, to try the program itself")
+    parser.add_argument("--layers", type=int, help="layers of the large state, 0.8 GB each (default: 8)")
+    parser.add_argument("--steps", type=int, help="steps of each block that is timed (default: 40)")
     parser.add_argument("--probe", choices=PROBES, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.probe:
@@ -512,6 +532,9 @@ def main() -> int:
         return 0
     if given.small:
         os.environ["FIRST_CONTACT_SMALL"] = "1"
+    for name, value in (("LAYERS", given.layers), ("STEPS", given.steps)):
+        if value is not None:
+            os.environ[f"FIRST_CONTACT_{name}"] = str(value)
     lines = given.json.read_text().splitlines() if given.json and given.json.exists() else []
     answers = {found["question"]: found for found in map(json.loads, lines)}
     for name, (_, limit_s) in PROBES.items():

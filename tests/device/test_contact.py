@@ -414,7 +414,6 @@ def test_strided_tensors_take_one_piece_of_device_memory(open_run: Any, monkeypa
     """Weights that lie transposed, or channels last, are put in order a piece at a time, however large they are."""
     piece = 1 << 18
     monkeypatch.setattr(staging_fill, "LOCK", piece)
-    monkeypatch.setattr(staging_fill, "PIECE", piece)
     large = torch.zeros(1024, 1024, device="cuda")
     images = torch.zeros(64, 64, 16, 16, device="cuda").to(memory_format=torch.channels_last)
     model = nn.ParameterList([nn.Parameter(large.t()), nn.Parameter(images)])

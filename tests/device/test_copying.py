@@ -16,15 +16,12 @@ import pytest
 import torch
 
 import ckpt
-from boundaries import check_boundaries
 from ckpt.core.ipc.arena import EMPTY, Arena
-from ckpt.core.snapshot import fill as staging_fill
 from ckpt.core.snapshot import snapshot
 from ckpt.core.snapshot.fill import SlotFiller
 from ckpt.core.snapshot.page_locks import PageLocks
 from ckpt.core.snapshot.slots import Slots
 from ckpt.core.snapshot.snapshot import PendingSnapshot
-from ckpt.core.snapshot.stage_mode import StageMode
 from processes import eventually
 from test_gpu import LARGE, LONG, Spins, adamw, buffers, open_run, read_back, ready, spins
 from toy_states import differences, freeze
@@ -268,47 +265,3 @@ def test_what_is_compared_with_the_copy_is_kept_until_then(open_run: Any, spins:
     save.staged(60.0)
     assert differences(read_back(cp, 2, run.twin), boundary) == []
     assert small and differences(freeze(run.state), boundary) == []
-
-
-def test_paced_copies_leave_the_bus_to_others(open_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In pieces, each of which begins when the one before has arrived, and after a pause; the snapshot is whole."""
-    monkeypatch.setattr(staging_fill, "PIECE", 64 << 10)
-    run = adamw(fused=True)
-    monkeypatch.setattr(StageMode, "next", lambda self, step: "paced")
-    cp = open_run(run.state)
-    copy_paced, copy_batch = SlotFiller._copy_paced, staging_fill.device.copy_batch
-    idle, sizes, pieces = list[bool](), list[int](), list[torch.cuda.Event]()
-
-    def paced(self: SlotFiller, *batch: Any) -> None:
-        pieces.clear()
-        copy_paced(self, *batch)
-
-    def noted(targets: Any, sources: Any, streams: Any) -> None:
-        if pieces:  # the first one may come behind what is copied early
-            idle.append(all(piece.query() for piece in pieces))
-            sizes.append(sum(target.nbytes for target in targets))
-        copy_batch(targets, sources, streams)
-        pieces[:] = [stream.record_event() for stream in streams.values()]
-
-    monkeypatch.setattr(SlotFiller, "_copy_paced", paced)
-    monkeypatch.setattr(staging_fill.device, "copy_batch", noted)
-    assert check_boundaries(cp, run, 4) == []
-    assert len(idle) > 3 * LARGE * LARGE * 4 // (64 << 10)
-    assert all(idle) and max(sizes) <= 64 << 10
-
-
-def test_a_paced_copy_holds_no_earlier_one_up(open_run: Any, spins: Spins, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While it waits for the device to come to its step, what has arrived before is sealed."""
-    run = adamw(fused=True)
-    monkeypatch.setattr(StageMode, "next", lambda self, step: "paced")
-    cp = open_run(run.state)
-    boundary = ready(cp, run)
-    save = cp.step(2)
-    run.move(run.state, 3)
-    torch.cuda._sleep(LONG)
-    behind = torch.cuda.current_stream().record_event()
-    cp.step(3)
-    assert eventually(lambda: job_of(cp).begun)
-    save.staged(10.0)
-    assert not behind.query()
-    assert differences(read_back(cp, 2, run.twin), boundary) == []

@@ -63,7 +63,7 @@ from ckpt.core.run.supervise.next_arena import NextArena
 from ckpt.core.run.supervise.opening import RunOpener
 from ckpt.core.run.supervise.writer_supervisor import WriterSupervisor
 from ckpt.core.run.supervise.writes import KnownLayouts
-from ckpt.core.snapshot import device, snapshot, stage, stage_mode
+from ckpt.core.snapshot import device, snapshot, stage
 from ckpt.core.snapshot.fill import SlotFiller
 from ckpt.core.snapshot.page_locks import PageLocks
 from ckpt.core.snapshot.snapshot import PendingSnapshot
@@ -862,19 +862,13 @@ def let_updates_pass(patch: pytest.MonkeyPatch, until: str = "") -> None:
     patch.setattr(Stager, "before_update", passing)
 
 
-WAYS = stage_mode.WAYS  # in which a snapshot leaves a device
-
-
-def stage_by(patch: pytest.MonkeyPatch, way: str) -> None:
-    """Make every snapshot leave the device in one way, out of `WAYS`."""
-    patch.setattr(stage_mode.StageMode, "next", lambda self, step: way)
-
-
 def copy_before_the_step_has_ended(patch: pytest.MonkeyPatch) -> None:
     """Make copies wait for idle streams instead of the caller's stream."""
 
+    idle = {torch.device("cuda", n): torch.cuda.Stream(n) for n in range(torch.cuda.device_count())}  # made while idle
+
     def hasty(job: PendingSnapshot) -> None:
-        job.ready = {device: torch.cuda.Stream(device).record_event() for device in job.streams}
+        job.ready = {device: idle[device].record_event() for device in job.streams}
 
     patch.setattr(PendingSnapshot, "mark_ready", hasty)
 

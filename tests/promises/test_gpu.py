@@ -334,34 +334,12 @@ def small(count: int = 40) -> Run:
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 
-@pytest.mark.parametrize("way", ["", *inside.WAYS])
-def test_many_small_tensors_cross_the_bus_together(open_run: Any, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
-    """Hundreds of tensors take a few copies, whichever way they leave the device; every snapshot is its boundary."""
+def test_many_small_tensors_cross_the_bus_together(open_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hundreds of tensors take a few copies, and every snapshot is its boundary."""
     copies, run = inside.count_copies(monkeypatch), small()
-    if way:
-        inside.stage_by(monkeypatch, way)
     cp = open_run(run.state)
     assert check_boundaries(cp, run, 10) == []
     assert len(copies) > 10 and max(copies) < 8
-
-
-def test_kernels_wait_for_a_snapshot_that_leaves_first(
-    open_run: Any, spins: Spins, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With copies that begin a second late, the next kernels come after them. The host does not wait."""
-    inside.stage_by(monkeypatch, "wait")
-    run = adamw(fused=True)
-    cp = open_run(run.state)
-    boundary = ready(cp, run)
-    spins.eager = spins.overlapped = True
-    save = cp.step(2)
-    next_kernel = torch.cuda.current_stream().record_event()
-    run.move(run.state, 3)
-    assert eventually(lambda: spins.under_way), "the host has waited"
-    assert not next_kernel.query()
-    save.staged(60.0)
-    assert differences(read_back(cp, 2, run.twin), boundary) == []
-    assert differences(freeze(run.state), boundary)
 
 
 def test_buffers_that_are_overwritten_at_every_step(open_run: Any) -> None:
@@ -602,6 +580,7 @@ def test_saving_while_a_graph_is_captured_elsewhere(open_run: Any) -> None:
     cp = open_run(run.state)
     cp.save(1).staged(60.0)
     x, graph, outcome = torch.ones(64, 64, device="cuda"), torch.cuda.CUDAGraph(), list[Any]()
+    x @ x  # cuBLAS cannot begin inside a capture
     run.move(run.state, 2)
     boundary = freeze(run.state)
     save = cp.step(2)

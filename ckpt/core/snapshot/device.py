@@ -13,7 +13,7 @@ import ctypes
 import functools
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -80,9 +80,10 @@ def memory_node(tensors: Iterable[Tensor]) -> int | None:
     return None
 
 
-def compute_streams(tensors: Iterable[Tensor]) -> PerDevice:
+def compute_streams(tensors: Sequence[Tensor]) -> PerDevice:
     """The caller's current streams where these tensors lie."""
-    devices = {tensor.device for tensor in tensors if tensor.device.type != "cpu"}
+    one_of_each = dict(zip(map(Tensor.get_device, tensors), tensors, strict=True)).values()  # without Python for each
+    devices = {tensor.device for tensor in one_of_each if not tensor.is_cpu}
     return {device: torch.get_device_module(device).current_stream(device) for device in devices}
 
 
@@ -193,9 +194,6 @@ def unlock_pages(address: int) -> None:
     runtime.cudaHostUnregister(address)
 
 
-MEANWHILE_S = 0.05
-
-
 class Waiter:
     """A thread of one trainer that waits for devices, in turn, so that the thread that stages does not look again and
     again: to ask an event whether it has been reached holds the interpreter, and may wait for the lock of a device that
@@ -214,13 +212,6 @@ class Waiter:
             self._thread = threading.Thread(target=self._run, name="ckpt-device", daemon=True)
             self._thread.start()
         self._queue.put((events, there, call))
-
-    def until_reached(self, events: PerDevice, meanwhile: Callable[[], None]) -> None:
-        """Wait for that, and do something now and then."""
-        there = threading.Event()
-        self.when_reached(events, there, lambda: None)
-        while not there.wait(MEANWHILE_S):
-            meanwhile()
 
     def stop(self) -> None:
         """Nothing comes any more; nobody waits for the thread, since a device may hang."""

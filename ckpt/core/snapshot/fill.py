@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import compress, pairwise
 from math import prod
@@ -22,7 +21,6 @@ from ckpt.core.snapshot.snapshot import PendingSnapshot
 from ckpt.core.snapshot.unchanged import Frozen
 from ckpt.core.state.tensors import TORCH_DTYPE, as_bytes
 
-PIECE = 16 << 20  # bytes that leave at once where copies are paced; a part of LOCK
 LARGE = 1 << 20  # bytes from which one memcpy, without the GIL, beats a batched copy
 
 Pair = tuple[Tensor, Tensor, int]  # where a tensor goes, what goes there, and which one of the layout it is
@@ -100,9 +98,7 @@ class SlotFiller:
         numbers = list(compress(range(len(views)), job.reading.guarded) if guarded else job.reading.early)
         job.check_memory(numbers)
         if job.streams:
-            paced = guarded and job.paced
-            pairs = self._pairs(views, numbers, job, PIECE if paced else LOCK)
-            self.copy(pairs, self._streams.of(job.streams), paced)
+            self.copy(self._pairs(views, numbers, job), self._streams.of(job.streams))
             return
         little, large = list[int](), list[Pair]()
         for n in numbers:  # most are little, and nothing else is asked of these
@@ -112,16 +108,16 @@ class SlotFiller:
                 large.append((views[n], sources[n], n))
         if little:
             device.copy_batch([views[n] for n in little], [sources[n] for n in little], {})
-        self.copy(large, {}, False, guarded)  # the caller waits for what is copied early
+        self.copy(large, {}, guarded)  # the caller waits for what is copied early
 
-    def _pairs(self, views: list[Tensor], numbers: Iterable[int], job: PendingSnapshot, piece: int) -> list[Pair]:
+    def _pairs(self, views: list[Tensor], numbers: Iterable[int], job: PendingSnapshot) -> list[Pair]:
         """Where each of these tensors goes, and what goes there."""
         packed = job.packed
         pairs = [(views[n], job.sources[n], n) for n in numbers if n not in packed]
-        if job.reading.layout.arrangement.data_size <= piece:
+        if job.reading.layout.arrangement.data_size <= LOCK:
             return pairs
         offsets = job.reading.layout.arrangement.offsets
-        return [cut for pair in pairs for cut in _cut(*pair, offsets[pair[2]], piece)]
+        return [cut for pair in pairs for cut in _cut(*pair, offsets[pair[2]], LOCK)]
 
     def _slot_views(self, arena: Arena, slot: int, layout: Layout) -> list[Tensor]:
         """The slot as tensors of the layout's shapes, made once."""
@@ -142,11 +138,10 @@ class SlotFiller:
         self,
         pairs: Sequence[Pair],
         streams: PerDevice,
-        paced: bool = False,
         beside_training: bool = True,
     ) -> None:
         """What devices copy first, then what we copy: large contiguous host tensors one by one, unless they are there;
-        the rest in one batched call a device, or in several with pauses between (`paced`).
+        the rest in one batched call a device.
 
         `beside_training`: the caller of step() goes on meanwhile.
         """
@@ -160,41 +155,18 @@ class SlotFiller:
             targets, sources = batches.setdefault(source.device, ([], []))
             targets.append(target)
             sources.append(source)
-        for where, (targets, sources) in batches.items():
-            if where in streams and paced:
-                self._copy_paced(targets, sources, {where: streams[where]})
-            elif targets:
+        for targets, sources in batches.values():
+            if targets:
                 with self._steady:
                     device.copy_batch(targets, sources, streams)
         self.frozen.beside_training = beside_training
         for target, source, number in large:
             self.frozen.put(number, target, source)
 
-    def _copy_paced(self, targets: list[Tensor], sources: list[Tensor], streams: PerDevice) -> None:
-        """One device's, and wait for it: so this stream is idle half of the time."""
-        for some, theirs in _batches(targets, sources):
-            began = time.monotonic()
-            with self._steady:
-                device.copy_batch(some, theirs, streams)
-            device.wait_for(device.events_behind(streams))
-            time.sleep(time.monotonic() - began)
-
 
 def _strides(shape: tuple[int, ...]) -> list[int]:
     """Of a tensor without gaps."""
     return [prod(shape[i + 1 :]) for i in range(len(shape))]
-
-
-def _batches(targets: list[Tensor], sources: list[Tensor]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """Of a piece each, or of one tensor that is larger."""
-    begin, size = 0, 0
-    for end, target in enumerate(targets):
-        if size and size + target.nbytes > PIECE:
-            yield targets[begin:end], sources[begin:end]
-            begin, size = end, 0
-        size += target.nbytes
-    if begin < len(targets):
-        yield targets[begin:], sources[begin:]
 
 
 def _cut(target: Tensor, source: Tensor, number: int, offset: int, piece: int) -> Iterator[Pair]:

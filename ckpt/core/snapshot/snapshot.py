@@ -68,7 +68,6 @@ class PendingSnapshot:
     early: list[Pack] = field(default_factory=list)  # of small tensors, gathered before step() returned
     late: list[Pack] = field(default_factory=list)  # and beside training
     taken_early: bool = False  # what may change before the next optimizer step was cloned on its device
-    paced: bool = False  # copies beside training leave room for what else crosses the bus
     done: PerDevice = field(default_factory=dict)  # events after the copies
     eager_there: threading.Event = field(default_factory=threading.Event)  # devices have reached these events
     all_there: threading.Event = field(default_factory=threading.Event)
@@ -93,7 +92,7 @@ class PendingSnapshot:
 
     def take(self, packs: Packs) -> bool:
         """Clone what may change before the next optimizer step, where it is, if it is little; whether that is done."""
-        sizes, guarded = self.reading.layout.sizes, self.reading.guarded
+        sizes = self.reading.layout.sizes
         little = LITTLE if self.memory is None else MOST  # a copy takes less time than memory that is being made
         if not self.streams and sum(sizes[n] for n in self.reading.early) > little:
             return False
@@ -102,8 +101,8 @@ class PendingSnapshot:
             for n in self.reading.early:
                 self.sources[n] = self.sources[n].clone()
             return True
-        here = [n for n, one in enumerate(self.sources) if one.device.type == "cpu" and not guarded[n]]
-        there = [n for n, one in enumerate(self.sources) if one.device.type != "cpu" and not guarded[n]]
+        here = [n for n in self.reading.early if self.sources[n].is_cpu]
+        there = [n for n in self.reading.early if not self.sources[n].is_cpu]
         if sum(sizes[n] for n in here) > little or sum(sizes[n] for n in there) > MOST:
             return False
         return self._clone_on_devices(packs, [*here, *there])

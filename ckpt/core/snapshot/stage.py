@@ -23,7 +23,6 @@ from ckpt.core.snapshot.packed import Packs
 from ckpt.core.snapshot.page_locks import PageLocks
 from ckpt.core.snapshot.slots import Slots, SlotToucher
 from ckpt.core.snapshot.snapshot import PendingSnapshot
-from ckpt.core.snapshot.stage_mode import StageMode
 from ckpt.core.snapshot.update_gate import UpdateGate
 from ckpt.core.snapshot.worker import Worker
 from ckpt.errors import CheckpointError, ClosedError, CorruptError, SaveError, SkippedError, WriterError
@@ -44,7 +43,6 @@ class Stager:
         self._filler = SlotFiller(self.page_locks.steady)
         self._waiter = Waiter()
         self._packs = Packs()
-        self._mode = StageMode()
         self._toucher = SlotToucher()
         self._gate = UpdateGate()
         self._arena: Arena | None = None
@@ -72,12 +70,10 @@ class Stager:
         """Begin a snapshot and wait until its eager part has been taken, or it has failed."""
         self._check_running()
         before, self._gate.job = self._gate.job, job
-        mode = self._mode.next(job.attempt.step) if job.streams else ""
         try:
             # Else clones would pile up.
             idle = before is None or before.copied.is_set() or before.leave_out()
             taken = idle and job.take(self._packs)
-            job.paced = mode == "paced"
             job.mark_ready()
             job.submitted = True
             self._worker.put(lambda: self._stage(job))
@@ -89,9 +85,6 @@ class Stager:
             raise
         if before is not None:
             self._gate.follow(before)
-        if mode == "wait" and job.memory is None:  # else an update waits, and for no longer than it has to
-            self._gate.wait_for(job.enqueued, "step()")
-            self._gate.follow(job)
 
     def _check_running(self) -> None:
         if self._stopped:
@@ -264,9 +257,6 @@ class Stager:
         return slot
 
     def _fill_guarded(self, arena: Arena, slot: int, job: PendingSnapshot) -> None:
-        if job.paced:  # a pace means nothing to copies that pile up behind other kernels
-            self._waiter.until_reached(job.ready, lambda: self._land(wait=False))
-            self._land(wait=True)
         if job.streams:
             job.late = self._packs.take(job.reading, late=True)
         self._filler.fill_guarded(arena, slot, job)

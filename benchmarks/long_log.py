@@ -29,7 +29,7 @@ WHOLE = 100_000  # records that are read from the first to the last
 
 def spoken() -> Iterator[Record]:
     """What such a job has to say, for ever."""
-    yield Record("ACQUIRE", {"epoch": 1, "nonce": NONCE, "restored": None}, f"acquire:{NONCE}")
+    yield Record("ACQUIRE", {"term": 1, "nonce": NONCE, "restored": None}, f"acquire:{NONCE}")
     step = 0
     while True:
         step += 1

@@ -607,7 +607,7 @@ class Oracle:
     def record(self, key: str, raw: bytes, mine: Acquire | None, fenced: bool) -> None:
         record = json.loads(raw)
         kind, body, seq = record["type"], record["body"], record["seq"]
-        named = body.get("attempt") or " ".join(body.get("retire", ())) or body.get("epoch", "")
+        named = body.get("attempt") or " ".join(body.get("retire", ())) or body.get("term", "")
         self.notes[len(self.sim.trace) - 1] = f"  {kind} {named}"
         if seq != len(self.records) or key != f"log/{seq:012d}.json":
             raise Violation(f"{key} leaves a hole behind {len(self.records)} records")
@@ -625,10 +625,10 @@ class Oracle:
         self.requests.add(record["id"])
         newest = self.acquires[-1] if self.acquires else None
         if kind == "ACQUIRE":
-            if newest is not None and body["epoch"] <= newest.epoch:
-                raise Violation(f"epoch {body['epoch']} after {newest.epoch}")
+            if newest is not None and body["term"] <= newest.epoch:
+                raise Violation(f"term {body['term']} after {newest.epoch}")
             back = None if body["restored"] is None else Attempt.parse(body["restored"])
-            self.acquires.append(Acquire(body["epoch"], body["nonce"], back))
+            self.acquires.append(Acquire(body["term"], body["nonce"], back))
             return
         stale = mine is None or newest is None or (mine.epoch, mine.nonce) != (newest.epoch, newest.nonce)
         if fenced and stale:

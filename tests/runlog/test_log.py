@@ -70,7 +70,7 @@ LAYOUT = Layout(
 def acquired(epoch: int, restored: Attempt | None = None) -> dict[str, Any]:
     return record(
         "ACQUIRE",
-        {"epoch": epoch, "nonce": f"{epoch:08x}", "restored": restored and str(restored)},
+        {"term": epoch, "nonce": f"{epoch:08x}", "restored": restored and str(restored)},
         request=f"a{epoch}",
     )
 
@@ -325,8 +325,8 @@ def test_names_of_several_packs_of_a_part() -> None:
     [
         acquired(0),
         acquired(10**12),
-        record("ACQUIRE", {"epoch": 2.5, "nonce": "x", "restored": None}),
-        record("ACQUIRE", {"epoch": 2, "nonce": "x", "restored": "../1"}),
+        record("ACQUIRE", {"term": 2.5, "nonce": "x", "restored": None}),
+        record("ACQUIRE", {"term": 2, "nonce": "x", "restored": "../1"}),
         record("COMMIT", committed(attempt(1, 1))["body"] | {"world": 0}),
         record("COMMIT", committed(attempt(1, 1))["body"] | {"world": 2.0}),
         record("COMMIT", committed(attempt(1, 1))["body"] | {"world": (1 << 20) + 1}),
@@ -580,7 +580,7 @@ def test_a_record_of_a_newer_version_stays_an_error() -> None:
     async def scenario() -> None:
         store = MemoryStore()
         log, mine = await new_log(store)
-        newer = {"seq": 1, "prev": log.state.last, "root": log.root, "epoch": 1, "id": "n", "type": "NEWER", "body": {}}
+        newer = {"seq": 1, "prev": log.state.last, "root": log.root, "term": 1, "id": "n", "type": "NEWER", "body": {}}
         store.objects[record_key(1)] = seal(newer)
         for _ in range(2):
             with pytest.raises(FormatError):

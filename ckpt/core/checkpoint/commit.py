@@ -106,14 +106,14 @@ async def acquire(
         # A damaged record may have been an ACQUIRE that came after the newest we know: leave room for its epoch.
         newest = state.requests.get(f"acquire:{state.acquires[-1].nonce}", -1) if state.acquires else -1
         epoch = max(state.epoch + sum(seq > newest for seq in state.damaged), floor) + 1
-        body = {"epoch": epoch, "nonce": nonce, "restored": None if restored is None else str(restored)}
+        body = {"term": epoch, "nonce": nonce, "restored": None if restored is None else str(restored)}
         return Record("ACQUIRE", body, f"acquire:{nonce}")
 
     state = await log.append(make, owner=None)
     point("acquire.done")
     mine = [a for a in state.acquires if a.nonce == nonce]
     if not mine:
-        raise FormatError(f"the log of {log.store.url} has used up its epochs: go on in another location")
+        raise FormatError(f"the log of {log.store.url} has used up its terms: go on in another location")
     return mine[-1]
 
 

@@ -1,6 +1,6 @@
 """What the records of a run log say, by type, and the state of a run, which is a fold over all of them:
 
-ACQUIRE   epoch, nonce, restored      a job takes the run over, or goes back to `restored` (an attempt or null)
+ACQUIRE   term, nonce, restored       a job takes the run over, or goes back to `restored` (an attempt or null)
 HELD      as COMMIT                   on a disk that only some ranks see: their parts are here
 COMMIT    attempt, world, parts, index, finite, reason    a checkpoint exists (there: its other parts do too);
           time                        when it was committed, in seconds since 1970;
@@ -152,9 +152,9 @@ def fold(state: RunState, record: dict[str, Any]) -> None:
     """Apply one record. CorruptError if its body is impossible, before anything is changed."""
     try:
         kind, body, request, seq = record["type"], record["body"], str(record["id"]), record["seq"]
-        epoch = record.get("epoch", 0)
+        epoch = record.get("term", 0)
         if kind not in _FOLDS or type(epoch) is not int or not 0 <= epoch < MAX_EPOCH:
-            raise CorruptError(f"not a record: {kind!r} of epoch {epoch!r}")
+            raise CorruptError(f"not a record: {kind!r} of term {epoch!r}")
         _FOLDS[kind](state, body)
         state.requests[request] = seq
         state.seen_epoch = max(state.seen_epoch, epoch)
@@ -163,9 +163,9 @@ def fold(state: RunState, record: dict[str, Any]) -> None:
 
 
 def _acquire(state: RunState, body: dict[str, Any]) -> None:
-    epoch, restored = body["epoch"], body["restored"]
+    epoch, restored = body["term"], body["restored"]
     if type(epoch) is not int or not state.epoch < epoch < MAX_EPOCH:
-        raise CorruptError(f"epoch {epoch!r} after {state.epoch}")
+        raise CorruptError(f"term {epoch!r} after {state.epoch}")
     state.acquires.append(Acquire(epoch, str(body["nonce"]), None if restored is None else Attempt.parse(restored)))
 
 
@@ -302,7 +302,7 @@ def expand(body: dict[str, Any], seq: int = MOST) -> RunState:
             requests_from=max(0, seq - KEPT_REQUESTS),
         )
         for epoch, nonce, restored in body["acquires"]:
-            _acquire(state, {"epoch": epoch, "nonce": nonce, "restored": restored})
+            _acquire(state, {"term": epoch, "nonce": nonce, "restored": restored})
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise CorruptError(f"impossible snapshot: {error}") from None
     return state

@@ -21,10 +21,10 @@ from processes import PYTHONPATH, REPO
 # nothing in the second number.
 BUDGETS = {
     "adapters": (1_690, 1_190),
-    "backends": (2_790, 1_950),
+    "backends": (2_800, 1_960),
     "core/": (10, 10),
     "core/cadence": (1_040, 690),
-    "core/checkpoint": (5_170, 3_380),
+    "core/checkpoint": (5_190, 3_390),
     "core/format": (4_130, 2_760),
     "core/ipc": (2_090, 1_380),
     "core/log": (1_090, 730),
@@ -40,9 +40,9 @@ BUDGETS = {
     "lightning": (2_560, 1_760),
     "megatron": (540, 360),
     "plugins": (280, 220),
-    "public": (2_970, 1_720),
+    "public": (2_990, 1_730),
     "ray": (120, 60),
-    "testing": (670, 510),
+    "testing": (660, 500),
     "tools/": (10, 10),
     "tools/cli": (4_140, 2_430),
     "tools/convert": (4_720, 3_350),
@@ -52,7 +52,7 @@ BUDGETS = {
     "torchtitan": (370, 270),
     "transformers": (1_400, 910),
 }
-TOTAL = (63_810, 43_220)
+TOTAL = (63_850, 43_250)
 C_LINES = 150
 STEP_FILES, RESTORE_FILES = 88, 82
 

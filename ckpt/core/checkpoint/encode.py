@@ -67,7 +67,6 @@ class Encoder:
         """This rank's share of the newest checkpoint here; None if it has to be a full one."""
         if not self.policy.incremental:
             return None
-        await log.refresh()  # somebody may have given up the newest one that we know
         history = [c for c in log.state.lineage() if c.attempt < attempt]
         newest = history[0] if history else None
         mine = next((p for p in newest.parts if p[0] == layout.rank), None) if newest is not None else None
@@ -108,14 +107,20 @@ class Encoder:
         reason: str = "due",
         bases: Bases = no_bases,
         check: Callable[[], None] = lambda: None,
+        log: RunLog | None = None,
     ) -> WrittenPart:
-        """Store one rank's share of an attempt; see `ckpt.core.checkpoint.write.write_part`."""
+        """Store one rank's share of an attempt; see `ckpt.core.checkpoint.write.write_part`.
+
+        `log`: of the place. It is read again before anything is built on `previous`, which may have been given up.
+        """
         compress = self._decide(store, snapshot.layout.arrangement.data_size)
         if isinstance(source, InMemory) and not compress and not await self._shares(source, previous):
             written = await self._write_raw(store, snapshot, number, reason, check)
             self.remember(written)
             return written
-        work = PartEncoder(self, store, snapshot, source, previous, number, bases if compress else no_bases, compress)
+        work = PartEncoder(
+            self, store, snapshot, source, previous, number, bases if compress else no_bases, compress, log
+        )
         written = await work.run(reason, check)
         self.remember(written)
         return written

@@ -25,6 +25,7 @@ from ckpt.core.format.codec import DELTA, PLANES, RAW
 from ckpt.core.format.digest import DIGEST_SIZE, blob_digest
 from ckpt.core.format.layout import Layout, TensorSpec
 from ckpt.core.format.manifest import owner
+from ckpt.core.log.log import RunLog
 from ckpt.errors import SaveError
 from ckpt.store import Store
 
@@ -75,9 +76,11 @@ class PartEncoder:
         number: int,
         bases: Bases,
         compress: bool,
+        log: RunLog | None,
     ) -> None:
         self.encoder, self.store, self.snapshot, self.source = encoder, store, snapshot, source
         self.previous, self.number, self.bases, self.compress = previous, number, bases, compress
+        self.log = log
         self.layout = snapshot.layout
         self.blobs = self.layout.arrangement.blobs
         self.digests: Digests
@@ -113,7 +116,15 @@ class PartEncoder:
         if not self._any_delta():
             self.plan.base[:] = -1
             if self.previous is not None and not self._worth():
-                self.previous, self.plan = None, plan_blobs(self.layout, self.digests, None)
+                self._build_on_nothing()
+        builds = ((self.plan.taken >= 0) | (self.plan.base >= 0)).any()
+        if self.previous is not None and self.log is not None and builds:
+            await self.log.refresh()
+            if self.previous.attempt not in self.log.state.commits:
+                self._build_on_nothing()
+
+    def _build_on_nothing(self) -> None:
+        self.previous, self.plan = None, plan_blobs(self.layout, self.digests, None)
 
     async def _packed(self, check: Callable[[], None]) -> Packer:
         """All that has to be stored anew, in packs."""

@@ -282,6 +282,7 @@ class PartWriter:
                 reason=reason,
                 bases=_bases(tier, near, layout.rank, reason),
                 check=check,
+                log=tier.log,
             )
         if near is not None:
             _anchor(tier, near, written)

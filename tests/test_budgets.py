@@ -24,7 +24,7 @@ BUDGETS = {
     "backends": (2_800, 1_960),
     "core/": (10, 10),
     "core/cadence": (1_040, 690),
-    "core/checkpoint": (5_190, 3_390),
+    "core/checkpoint": (5_200, 3_400),
     "core/format": (4_130, 2_760),
     "core/ipc": (2_090, 1_380),
     "core/log": (1_090, 730),

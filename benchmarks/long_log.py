@@ -1,6 +1,6 @@
 """Logs of very many records, made by the library's own functions: how many files they have, and how soon they are open.
 
-A job that saves every step appends three records for each: BEGIN, COMMIT, and the PLAN that retires an old one. `make`
+A job that saves every step appends two records for each: COMMIT, and the PLAN that retires an old one. `make`
 folds and seals them as a `RunLog` does, without the fsync of each, and keeps what a `Trimmer` keeps.
 """
 
@@ -29,13 +29,12 @@ WHOLE = 100_000  # records that are read from the first to the last
 
 def spoken() -> Iterator[Record]:
     """What such a job has to say, for ever."""
-    yield Record("ACQUIRE", {"epoch": 1, "nonce": NONCE, "restored": None}, f"acquire:{NONCE}")
+    yield Record("ACQUIRE", {"term": 1, "nonce": NONCE, "restored": None}, f"acquire:{NONCE}")
     step = 0
     while True:
         step += 1
         attempt, base = Attempt(1, step, NONCE), Attempt(1, step - 1, NONCE)
         needs = (base,) if step % 10 != 1 else ()
-        yield Record("BEGIN", {"attempt": str(attempt), "pins": [str(one) for one in needs]}, f"begin:{attempt}")
         digest = f"{step:064x}"
         yield Record("COMMIT", commit_body(Commit(attempt, 1, ((0, 0, digest),), digest, True, needs=needs)),
                      f"commit:{attempt}:0")  # fmt: skip

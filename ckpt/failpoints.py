@@ -48,7 +48,6 @@ WRITER_POINTS = (
     "mirror.taken",  # another rank's snapshot is in our memory, not sealed yet
 )
 INCREMENT_POINTS = (  # of a writer that stores an increment, or compresses
-    "begin.landed",  # the log says what it builds on
     "packs.stored",  # all of its packs are durable
 )
 OFFLINE_POINTS = (  # of a command that makes something new of a checkpoint

@@ -24,16 +24,16 @@ BUDGETS = {
     "backends": (2_800, 1_960),
     "core/": (10, 10),
     "core/cadence": (1_040, 690),
-    "core/checkpoint": (5_250, 3_440),
+    "core/checkpoint": (5_230, 3_420),
     "core/format": (4_130, 2_760),
-    "core/ipc": (2_090, 1_390),
-    "core/log": (1_110, 740),
+    "core/ipc": (2_090, 1_380),
+    "core/log": (1_090, 730),
     "core/ranks": (1_160, 820),
     "core/restore": (1_120, 740),
     "core/run": (5_220, 3_900),
     "core/snapshot": (1_820, 1_350),
     "core/state": (4_620, 3_190),
-    "core/writer": (2_900, 2_100),
+    "core/writer": (2_870, 2_070),
     "dcp": (1_670, 1_150),
     "deepspeed": (480, 310),
     "guard": (2_910, 2_030),
@@ -47,14 +47,14 @@ BUDGETS = {
     "tools/cli": (4_140, 2_430),
     "tools/convert": (4_720, 3_350),
     "tools/doctor": (1_090, 800),
-    "tools/maintain": (1_950, 1_340),
+    "tools/maintain": (1_920, 1_320),
     "tools/observe": (3_360, 2_050),
     "torchtitan": (370, 270),
     "transformers": (1_400, 910),
 }
-TOTAL = (64_100, 43_420)
+TOTAL = (63_990, 43_330)
 C_LINES = 150
-STEP_FILES, RESTORE_FILES = 90, 86
+STEP_FILES, RESTORE_FILES = 88, 82
 
 
 def sizes() -> dict[str, tuple[int, int]]:

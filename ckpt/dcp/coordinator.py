@@ -387,7 +387,6 @@ async def _commit(tier: Tier, saving: Saving, receipts: Sequence[Receipt]) -> No
         await commit.commit_fitting(log, saving.owner, parts)
         place = known(url)
         place.open.discard(attempt)
-        retention.remember_packs(log, attempt, [key for written in parts for key in written.packs])
         if all(url in receipt.read_back for receipt in receipts):
             place.verified = {attempt}
         try:

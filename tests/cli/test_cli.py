@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -69,12 +70,15 @@ def test_ls_lists_newest_first(made: Path, call: Any) -> None:
     rows = found.json["checkpoints"]
     assert (found.code, [r["step"] for r in rows], found.json["url"]) == (0, [6, 4, 2], f"file://{made}")
     assert [r["newest"] for r in rows] == [True, False, False] and all(r["in_history"] for r in rows)
+    records = [json.loads(path.read_text()) for path in (made / "log").iterdir()]
+    times = {one["body"]["attempt"]: one["body"]["time"] for one in records if one["type"] == "COMMIT"}
+    assert all(0 < time.time() - when < 3600 for when in times.values())
     for row in rows:
         own = sum(pack.stat().st_size for pack in (made / "packs").glob(f"{row['attempt']}.*"))
         part = json.loads((made / "parts" / f"{row['attempt']}.0.0.json").read_text())
         assert (row["bytes"], row["ranks"], row["reason"]) == (own, 1, "due")
         assert row["full"] == (not part.get("needs"))
-        assert datetime.fromisoformat(row["created"]).timestamp() == int(part["created"])
+        assert datetime.fromisoformat(row["created"]).timestamp() == int(times[row["attempt"]])
     lines = call("ls", made).out.splitlines()
     assert lines[0] == f"file://{made}" and re.match(r" +6 .* newest$", lines[2]) and len(lines) == 7
 
@@ -471,14 +475,13 @@ def test_a_newer_format_is_refused(run: Path, call: Any) -> None:
 
 
 def test_a_damaged_checkpoint_is_code_2_where_it_is_needed(run: Path, call: Any) -> None:
-    """`show` and `diff` say what is damaged; `ls` warns and lists the rest."""
+    """`show` and `diff` say what is damaged; `ls` reads the log alone, and lists all of them."""
     flip(run / "parts" / f"{attempt_of(run, 6)}.0.0.json", 100)
     for words in (["show", run], ["diff", f"{run}@4", run]):
         found = call(*words)
         assert (found.code, found.out) == (2, "") and "step 6 is damaged" in found.err
     found = call("ls", run, "--json")
-    assert [r["created"] is None for r in found.json["checkpoints"]] == [True, False, False]
-    assert found.code == 0 and "step 6 is damaged" in found.err
+    assert found.code == 0 and [r["step"] for r in found.json["checkpoints"]] == [6, 4, 2]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -531,8 +534,6 @@ def test_hostile_parts_raise_no_traceback(run: Path, call: Any) -> None:
     whole = {k: v for k, v in json.loads(path.read_text()).items() if k != "digest"}
     layout = whole["layout"] = unpress(whole["layout"])
     for change in (
-        {"created": 1e300},
-        {"created": -1e18},
         {"values": []},
         {"values": [{"$": "nosuch"}] * len(whole["values"])},
         {"values": [{"$": "tensor"}] * len(whole["values"])},
@@ -556,6 +557,7 @@ def test_hostile_parts_raise_no_traceback(run: Path, call: Any) -> None:
 
 LIGHT = """
 import sys
+import time
 from ckpt.tools import cli
 for words in sys.argv[1:]:
     command, *rest = words.split()

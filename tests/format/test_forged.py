@@ -749,7 +749,7 @@ def appended(run: Run, **fields: Json) -> Objects:
 def held(**changes: Json) -> Json:
     """The body of a record of one of two ranks' parts, of an attempt that has no files."""
     body = {"attempt": "1.00000000-30", "world": 2, "parts": [[0, 0, "0" * 64]], "index": "0" * 64}
-    return {**body, "finite": None, "reason": "due", **changes}
+    return {**body, "finite": None, "reason": "due", "time": 0.0, **changes}
 
 
 EVIL_RECORDS: dict[str, dict[str, Json]] = {
@@ -762,17 +762,18 @@ EVIL_RECORDS: dict[str, dict[str, Json]] = {
     "sequence is a fraction": {"seq": 3.0},
     "other root": {"root": "0" * 32},
     "other chain": {"prev": "0" * 64},
-    "epoch of 10**30": {"type": "ACQUIRE", "body": {"epoch": 10**30, "nonce": "0" * 8, "restored": None}},
-    "epoch of -1": {"type": "ACQUIRE", "body": {"epoch": -1, "nonce": "0" * 8, "restored": None}},
-    "epoch is a fraction": {"type": "ACQUIRE", "body": {"epoch": 2.5, "nonce": "0" * 8, "restored": None}},
-    "restored from a path": {"type": "ACQUIRE", "body": {"epoch": 2, "nonce": "0" * 8, "restored": "../x"}},
+    "term of 10**30": {"type": "ACQUIRE", "body": {"term": 10**30, "nonce": "0" * 8, "restored": None}},
+    "term of -1": {"type": "ACQUIRE", "body": {"term": -1, "nonce": "0" * 8, "restored": None}},
+    "term is a fraction": {"type": "ACQUIRE", "body": {"term": 2.5, "nonce": "0" * 8, "restored": None}},
+    "restored from a path": {"type": "ACQUIRE", "body": {"term": 2, "nonce": "0" * 8, "restored": "../x"}},
     "deletes outside": {"type": "PLAN", "body": {"retire": [], "delete": ["../../outside", "/etc/passwd"]}},
     "retires a path": {"type": "PLAN", "body": {"retire": ["../x"], "delete": []}},
     "keeps null": {"type": "KEEP", "body": {"attempt": None}},
-    "pins outside": {"type": "BEGIN", "body": {"attempt": "1.00000000-30", "pins": ["../../x"]}},
     "aborts a list": {"type": "ABORT", "body": {"attempt": []}},
     "aborts without a reason": {"type": "ABORT", "body": {"attempt": "1.00000000-30"}},
     "aborts for an odd reason": {"type": "ABORT", "body": {"attempt": "1.00000000-30", "reason": [{}]}},
+    "holds of no time": {"type": "HELD", "body": held(time="now")},
+    "holds of after the last year": {"type": "HELD", "body": held(time=1e300)},
     "holds nothing": {"type": "HELD", "body": {}},
     "holds a path": {"type": "HELD", "body": {"attempt": "../x"}},
     "holds no parts": {"type": "HELD", "body": held(parts=[])},
@@ -789,7 +790,7 @@ def test_an_evil_record_does_not_hide_the_checkpoints(genuine: Run, name: str, t
     fields = EVIL_RECORDS[name]
     folder = put(appended(genuine, **fields), tmp_path / "run")
     (tmp_path / "outside").write_text("x")
-    if "type" in fields and fields["type"] not in ("ACQUIRE", "PLAN", "KEEP", "BEGIN", "HELD", "ABORT", "SNAPSHOT"):
+    if "type" in fields and fields["type"] not in ("ACQUIRE", "PLAN", "KEEP", "HELD", "ABORT", "SNAPSHOT"):
         with pytest.raises(FormatError):
             restored(folder)
         return

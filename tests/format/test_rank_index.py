@@ -323,7 +323,7 @@ def part_of(table: Table, rank: int, world: int) -> Part:
         "elsewhere": {},
     }
     digest = file_digest(table.to_bytes())
-    return Part(str(ATTEMPT), rank, 0, world, layout, [None], digest, [], 0.0, True)
+    return Part(str(ATTEMPT), rank, 0, world, layout, [None], digest, [], True)
 
 
 def built(state: list[list[SavedShard]]) -> tuple[Directory, list[Table]]:

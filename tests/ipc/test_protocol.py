@@ -197,8 +197,8 @@ WRONG: dict[str, tuple[Any, str]] = {
     "a name of another kind": ({"op": "gone_note"}, "'gone_note' is not known here"),
     "wrong type": ({"op": "watch_arena", "arena": 5}, "'watch_arena' is malformed: Expected `str`, got `int`"),
     "wrong type deep inside": (
-        {"op": "doubt", "url": "", "attempt": "", "ranges": [["x", "y"]]},
-        "'doubt' is malformed: Expected `int`, got `str`",
+        {"op": "keep_steps", "notes": [["x", "y"]]},
+        "'keep_steps' is malformed: Expected `int`, got `str`",
     ),
     "missing field": ({"op": "write_slot", "tier": 0}, "'write_slot' is malformed: Object missing required field"),
     "missing descriptor": ({"op": "attach_arena"}, "'attach_arena' comes with 1 descriptors, not 0"),

@@ -194,6 +194,7 @@ class Actor:
     waiting: list[Request] = field(default_factory=list)
     tasks: list[asyncio.Task[Any]] = field(default_factory=list)
     job: Job | None = None
+    sources: set[tuple[Attempt, Attempt]] = field(default_factory=set)  # its increments in flight, and their bases
 
 
 @dataclass(eq=False, slots=True)
@@ -229,6 +230,8 @@ class SimStore:
 
     async def put(self, key: str, data: Any, *, create: bool = False) -> None:
         sim, raw, actor, mine = self.sim, bytes(data), self.actor, self.actor.mine
+        if key.startswith("log/"):
+            sim.oracle.ask(raw, actor)
         await self.request(
             "create" if create else "put",
             key,
@@ -556,8 +559,10 @@ class Oracle:
     * Epochs grow, and nobody writes as an incarnation that has been overtaken.
     * An attempt that has ended is not ended again; nothing of an open one, or of one that stays, is up for deletion.
     * The newest checkpoint of the history is never retired, unless it is taken back with a reason. Nor are the newest
-      two full ones of it, nor what an open attempt said that it builds on.
-    * An open attempt builds on live ones only, and a checkpoint names no pack that a PLAN deletes.
+      two full ones of it.
+    * When a checkpoint is committed, every file that it names is its own or in use by a live one, and none is one that
+      a PLAN has named.
+    * No writer asks for a PLAN that retires what its own increments in flight were built on.
     * What was acknowledged is a checkpoint until a PLAN retires it; what was reported as failed never is one.
     """
 
@@ -574,7 +579,7 @@ class Oracle:
         self.files: dict[Attempt, dict[str, bytes]] = {}  # of live ones
         self.needed: dict[str, set[Attempt]] = {}
         self.doomed: set[str] = set()  # what a PLAN said goes
-        self.pins: dict[Attempt, set[Attempt]] = {}  # of open attempts
+        self.asked: set[str] = set()  # requests that were put, whatever became of them
         self.increments = 0
         self.ended: dict[Attempt, str] = {}
         self.acknowledged: set[Attempt] = set()
@@ -602,7 +607,7 @@ class Oracle:
     def record(self, key: str, raw: bytes, mine: Acquire | None, fenced: bool) -> None:
         record = json.loads(raw)
         kind, body, seq = record["type"], record["body"], record["seq"]
-        named = body.get("attempt") or " ".join(body.get("retire", ())) or body.get("epoch", "")
+        named = body.get("attempt") or " ".join(body.get("retire", ())) or body.get("term", "")
         self.notes[len(self.sim.trace) - 1] = f"  {kind} {named}"
         if seq != len(self.records) or key != f"log/{seq:012d}.json":
             raise Violation(f"{key} leaves a hole behind {len(self.records)} records")
@@ -620,10 +625,10 @@ class Oracle:
         self.requests.add(record["id"])
         newest = self.acquires[-1] if self.acquires else None
         if kind == "ACQUIRE":
-            if newest is not None and body["epoch"] <= newest.epoch:
-                raise Violation(f"epoch {body['epoch']} after {newest.epoch}")
+            if newest is not None and body["term"] <= newest.epoch:
+                raise Violation(f"term {body['term']} after {newest.epoch}")
             back = None if body["restored"] is None else Attempt.parse(body["restored"])
-            self.acquires.append(Acquire(body["epoch"], body["nonce"], back))
+            self.acquires.append(Acquire(body["term"], body["nonce"], back))
             return
         stale = mine is None or newest is None or (mine.epoch, mine.nonce) != (newest.epoch, newest.nonce)
         if fenced and stale:
@@ -638,16 +643,15 @@ class Oracle:
                 self.committed(attempt, body)
             else:
                 self.ended[attempt] = "aborted"
-            self.pins.pop(attempt, None)
-        elif kind == "BEGIN":
-            self.begun(Attempt.parse(body["attempt"]), {Attempt.parse(pin) for pin in body["pins"]})
 
-    def begun(self, attempt: Attempt, pins: set[Attempt]) -> None:
-        if attempt in self.live or attempt in self.ended:
-            raise Violation(f"BEGIN of {attempt}, which is {self.ended.get(attempt, 'live')}")
-        if gone := pins - self.live.keys():
-            raise Violation(f"BEGIN of {attempt} builds on {named(gone)}, which is not live")
-        self.pins[attempt] = pins
+    def ask(self, raw: bytes, actor: Actor) -> None:
+        """A writer is about to put a record; what is put again was decided before."""
+        record = json.loads(raw)
+        if record["type"] == "PLAN" and record["id"] not in self.asked:
+            own = {str(source) for _, source in actor.sources}
+            if (gone := own & set(record["body"]["retire"])) and "reason" not in record["body"]:
+                raise Violation(f"{actor.name} retires {', '.join(gone)}, which its own increments are built on")
+        self.asked.add(record["id"])
 
     def committed(self, attempt: Attempt, body: dict[str, Any]) -> None:
         if [rank for rank, _, _ in body["parts"]] != list(range(body["world"])):
@@ -667,6 +671,9 @@ class Oracle:
                 raise Violation(f"{attempt} was committed with other bytes than rank {rank} saved")
         self.increments += "needs" in body
         for name in self.files[attempt]:
+            if owner(name) != attempt and name not in self.needed:
+                raise Violation(f"{attempt} is live, and {name} was in use by no other")
+        for name in self.files[attempt]:
             self.needed.setdefault(name, set()).add(attempt)
 
     def read(self, rows: Table) -> bytes:
@@ -685,7 +692,6 @@ class Oracle:
     def plan(self, body: dict[str, Any]) -> None:
         history = self.history()
         newest, full = history[:1], [a for a in history if not self.live[a].get("needs")][:2]
-        pinned = set[Attempt]().union(*self.pins.values())
         for attempt in map(Attempt.parse, body["retire"]):
             if attempt not in self.live:
                 raise Violation(f"PLAN retires {attempt}, which is {self.ended.get(attempt, 'open')}")
@@ -693,8 +699,6 @@ class Oracle:
                 raise Violation(f"PLAN retires the newest checkpoint, {attempt}")
             if attempt in full and "reason" not in body:
                 raise Violation(f"PLAN retires {attempt}, one of the newest two full ones")
-            if attempt in pinned and "reason" not in body:
-                raise Violation(f"PLAN retires {attempt}, which an open attempt builds on")
             del self.live[attempt]
             self.ended[attempt] = "retired"
             for key in self.files.pop(attempt):
@@ -947,23 +951,18 @@ class Rank:
                 return await self.write(attempt, number + 1)
             if self.world > 1:
                 await self.give_up(attempt)
+            self.landed(attempt)
             return None
 
     async def write_less(self, snapshot: RankSnapshot, number: int) -> WrittenPart | None:
-        """An increment, if it can be one. Some writers do not say so before: they may find out in the end."""
+        """An increment, if it can be one. Whether its base is still there is seen in the end."""
         dice, state = self.sim.dice, self.log.state
         older = [(Attempt.parse(w.part.attempt), w) for w in self.stored if kept_same(self.sim, snapshot, w)]
         bases = [(of, w) for of, w in older if of < snapshot.attempt and commit_checks.vouches(state, w)][-4:]
         if not bases or dice.random() < 0.15:
             return None
         of, base = dice.choice(bases)
-        if dice.random() < 0.7:
-            try:
-                await commits.begin(self.log, self.mine, snapshot.attempt, {of})
-            except SaveError:
-                return None
-            if dice.random() < 0.1:
-                return None  # and then it is written whole
+        self.actor.sources.add((snapshot.attempt, of))
         return await write_increment(self.log.store, snapshot, base, kept_same(self.sim, snapshot, base), number=number)
 
     async def settle(self, attempt: Attempt, written: WrittenPart) -> None:
@@ -978,8 +977,14 @@ class Rank:
             await self.give_up(attempt, written)
         except StoreError:
             await self.unsure(attempt, written)
+        self.landed(attempt)
         if self.rank == 0 and (self.sweeping is None or self.sweeping.done()):
-            self.sweeping = self.sim.start(self.actor, tidy(self.log, self.mine, Keep(last=1), self.trimmer))
+            work = tidy(self.log, self.mine, Keep(last=1), self.trimmer, self.actor)
+            self.sweeping = self.sim.start(self.actor, work)
+
+    def landed(self, attempt: Attempt) -> None:
+        """It is not in flight any more."""
+        self.actor.sources = {(one, source) for one, source in self.actor.sources if one != attempt}
 
     async def unsure(self, attempt: Attempt, written: WrittenPart) -> None:
         """The store failed us, so nobody knows. With others the attempt is given up; alone it may be saved again."""
@@ -1009,15 +1014,20 @@ def given_up(attempt: Attempt, written: WrittenPart) -> list[str]:
     return [*packs, part_key(attempt, rank, number), table_key(attempt, rank, number)]
 
 
-async def tidy(log: RunLog, mine: Acquire | None, keep: Keep, trimmer: Trimmer) -> None:
-    """Retention as the writer runs it: read the newest back, then let older ones go; and the log stays small."""
+async def tidy(log: RunLog, mine: Acquire | None, keep: Keep, trimmer: Trimmer, actor: Actor) -> None:
+    """Retention as the writer runs it: read the newest back, then let older ones go, except for the sources of its own
+    increments; and the log stays small."""
+
+    def pinned(state: records.RunState) -> set[Attempt]:
+        return {source for _, source in actor.sources}
+
     await trimmer.step(log, mine)
     if log.state.damaged:
         raise Violation(f"records were called damaged: {log.state.damaged}")
     with contextlib.suppress(StoreError):
         history = log.state.lineage()
         if history and not await read.verify(log.store, history[0]):
-            await retention.retire(log, mine, keep, {history[0].attempt})
+            await retention.retire(log, mine, keep, {history[0].attempt}, pinned=pinned)
 
 
 async def cleaner(sim: Sim, actor: Actor, begin: int) -> None:
@@ -1032,7 +1042,7 @@ async def cleaner(sim: Sim, actor: Actor, begin: int) -> None:
         if log.state.acquires:
             actor.mine = log.state.acquires[-1] if actor.fenced else None
             try:
-                await tidy(log, actor.mine, Keep(last=sim.dice.randint(1, 3)), trimmer)
+                await tidy(log, actor.mine, Keep(last=sim.dice.randint(1, 3)), trimmer, actor)
             except FencedError:
                 continue
         await asyncio.sleep(sim.dice.random())
@@ -1069,14 +1079,14 @@ async def talker(sim: Sim, actor: Actor, begin: int) -> None:
         text = f"said {dice.getrandbits(60)}"
         some = Attempt(1, 1, "0" * 8)
         with contextlib.suppress(StoreError):
-            await log.append(lambda _, text=text, some=some: doubted(some, text), owner=None)
+            await log.append(lambda _, text=text, some=some: idle(some, text), owner=None)
         await trimmer.step(log, None)
         await asyncio.sleep(dice.choice((0.0, 0.0, 0.3)))
 
 
-def doubted(attempt: Attempt, request: str) -> records.Record:
-    """Says nothing of what there is."""
-    return records.Record("DOUBT", {"attempt": str(attempt), "ranges": []}, request)
+def idle(attempt: Attempt, request: str) -> records.Record:
+    """Return a record that changes nothing."""
+    return records.Record("KEEP", {"attempt": str(attempt), "note": "", "keep": False}, request)
 
 
 async def taker_back(sim: Sim, actor: Actor, begin: int) -> None:
@@ -1198,8 +1208,6 @@ async def _finish(sim: Sim, actor: Actor, store: Any) -> None:
     await commits.recover(log, mine)
     if open_ones := {str(a) for a in left if a not in oracle.live and a not in oracle.ended}:
         raise Violation(f"recovery left {open_ones} open")
-    if oracle.pins:
-        raise Violation(f"recovery left {named(set(oracle.pins))} open, which nothing was ever written of")
     written: WrittenPart | None = None
     for step in (10**6, 10**6 + 1, 10**6 + 2):  # a full one, and increments
         attempt, layout = Attempt(mine.epoch, step, mine.nonce), layout_of(0, 1)
@@ -1208,7 +1216,6 @@ async def _finish(sim: Sim, actor: Actor, store: Any) -> None:
         if written is None:
             written = await write_part(store, snapshot)
         else:
-            await commits.begin(log, mine, attempt, {Attempt.parse(written.part.attempt)})
             written = await write_increment(store, snapshot, written, FROZEN)
         await settling.settle(log, lambda: mine, written, Role(), deadline_s=2.0)
         oracle.acknowledge(attempt)

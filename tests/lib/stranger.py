@@ -28,7 +28,7 @@ def newest(run):
         if record["type"] == "SNAPSHOT":
             back = {epoch: restored for epoch, _, restored in body["acquires"]}
             live = {one["attempt"]: one for one in body["commits"] if one["finite"] is not False}
-        back.update({body["epoch"]: body["restored"]} if record["type"] == "ACQUIRE" else {})
+        back.update({body["term"]: body["restored"]} if record["type"] == "ACQUIRE" else {})
         live.update({body["attempt"]: body} if record["type"] == "COMMIT" and body["finite"] is not False else {})
         for gone in body["retire"] if record["type"] == "PLAN" else ():
             live.pop(gone, None)

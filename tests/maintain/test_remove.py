@@ -12,10 +12,9 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.core.checkpoint import commit, retention
-from ckpt.core.format.manifest import Attempt
+from ckpt.core.checkpoint import retention
 from ckpt.core.log.log import RunLog
-from ckpt.errors import UnreadableError, UsageError
+from ckpt.errors import UnreadableError
 from ckpt.store import open_store
 from ckpt.tools.maintain import prune, remove
 from commands import attempt_of, call, flip, increments
@@ -109,25 +108,6 @@ def test_nothing_goes_while_others_cannot_be_read_now(run: Path, step: int, away
 
     with pytest.raises(UnreadableError, match=r"step 1.* cannot be read now"):
         asyncio.run(plan())
-
-
-def test_what_a_save_under_way_builds_on_stays(run: Path) -> None:
-    """A writer has begun an attempt that pins step 4; decided on the newest state, so also if it comes in between."""
-    asyncio.run(_begun_in_between(run))
-
-
-async def _begun_in_between(run: Path) -> None:
-    log = RunLog(open_store(str(run), writable=True))
-    await log.open()
-    state = log.state
-    four = next(attempt for attempt in state.commits if attempt.step == 4)
-    stock = await prune.take_stock(log)
-    plan = remove.plan_removal(log, stock, state.commits[four])
-    mine = state.acquires[-1]
-    await commit.begin(log, mine, Attempt(mine.epoch, 6, mine.nonce), [four])
-    with pytest.raises(UsageError, match="builds on step 4"):
-        await remove.remove(log, stock, four, plan.check.attempt)
-    await log.store.aclose()
 
 
 def test_negative_control_without_the_sweep_s_care_the_others_lose_files(

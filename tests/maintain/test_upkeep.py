@@ -450,7 +450,7 @@ def test_two_do_not_write_one_file(run: Path, call: Call, tmp_path: Path) -> Non
 
     async def tier_of_the_same_job(log: RunLog) -> None:
         await log.append(
-            lambda state: Record("ACQUIRE", {"epoch": job.epoch, "nonce": job.nonce, "restored": None}, "acquire:x"),
+            lambda state: Record("ACQUIRE", {"term": job.epoch, "nonce": job.nonce, "restored": None}, "acquire:x"),
             owner=None,
         )
         await begin(log, job, 6)

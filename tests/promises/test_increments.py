@@ -436,7 +436,7 @@ def test_deaths_while_an_increment_is_saved(
     run = chain(run_dir, compression)
     fails = [f"writer/{point}:kill:{nth}" for nth, point in enumerate(INCREMENT_POINTS, 1)]
     last = "trainer/stage.copied:kill:9,writer/part.stored:kill:2"
-    result = run.train(fails[0], spares=(*fails[1:], "writer/begin.landed:kill:2"))
+    result = run.train(fails[0], spares=(*fails[1:], "writer/index.stored:kill:2"))
     assert result.returncode == 0, result.stderr
     assert run.told.replaced >= len(INCREMENT_POINTS)
     run.check(own_sockets, capsys)
@@ -629,7 +629,7 @@ def test_damage_costs_what_shares_it(what: str, step: int, run_dir: str) -> None
 @pytest.mark.parametrize("what", ["shared", "base", "delta"])
 def test_a_second_place_has_what_is_damaged(what: str, run_dir: str) -> None:
     """With the same steps in another location, stored otherwise, the newest is restored, with that piece from there; if
-    another checkpoint in the same place has it too, from that."""
+    another checkpoint in the same place has it too, from that. The next checkpoint is full where damage was found."""
     second = ckpt.Tier(f"{run_dir}2", every=1, keep=4, compression="none")
     wanted = built(run_dir, compression="zstd", second=second)
     injure(run_dir, what)
@@ -638,7 +638,10 @@ def test_a_second_place_has_what_is_damaged(what: str, run_dir: str) -> None:
         assert cp.restore() == 7
         assert cp.last_restore is not None and len(cp.last_restore.repaired) == 1
         assert (f"{run_dir}2" in cp.last_restore.repaired[0]) == (what != "shared")
-    assert differing(other, wanted[7]) == []
+        assert differing(other, wanted[7]) == []
+        train(other, 8)
+        cp.save(8).committed(60)
+        assert inside.newest(run_dir).full and not inside.newest(f"{run_dir}2").full
 
 
 @pytest.mark.parametrize("keep", [2, 50])

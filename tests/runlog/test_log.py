@@ -70,7 +70,7 @@ LAYOUT = Layout(
 def acquired(epoch: int, restored: Attempt | None = None) -> dict[str, Any]:
     return record(
         "ACQUIRE",
-        {"epoch": epoch, "nonce": f"{epoch:08x}", "restored": restored and str(restored)},
+        {"term": epoch, "nonce": f"{epoch:08x}", "restored": restored and str(restored)},
         request=f"a{epoch}",
     )
 
@@ -223,31 +223,15 @@ def test_a_commit_may_hold_the_parts_of_some_ranks() -> None:
     assert found.whole
 
 
-def begun(of: Attempt, *pins: Attempt) -> dict[str, Any]:
-    return record("BEGIN", {"attempt": str(of), "pins": [str(pin) for pin in pins]}, request=f"begin:{of}")
-
-
 def needing(of: Attempt, *needs: Attempt, kind: str = "COMMIT") -> dict[str, Any]:
     body = committed(of)["body"] | {"needs": [str(need) for need in needs]}
     return record(kind, body, request=f"{kind.lower()}:{of}")
 
 
-def test_pins_live_as_long_as_their_attempt_is_open() -> None:
-    """What BEGIN pins stays so until COMMIT, ABORT or PLAN of the attempt, in whichever order they come; and HELD is
-    no end."""
-    a, b, c = (attempt(1, step) for step in (1, 2, 3))
-    begin = begun(c, a, b)
-    assert folded(begin).pins == {c: (a, b)}
-    assert folded(begin, held(c)).pins == {c: (a, b)}
-    assert folded(begin, begun(c, b)).pins == {c: (b,)}
-    for end in (committed(c), aborted(c), record("PLAN", {"retire": [str(c)], "delete": []})):
-        assert folded(begin, end).pins == {} == folded(end, begin).pins
-
-
 def test_what_a_checkpoint_was_built_on_is_in_its_record() -> None:
     """COMMIT and HELD say it, and a full one says nothing at all, as ever; a SNAPSHOT says the same of both."""
     a, b, c, d = (attempt(1, step) for step in (1, 2, 3, 4))
-    state = folded(acquired(1), committed(a), committed(b), needing(c, a, b), needing(d, b, kind="HELD"), begun(d, b))
+    state = folded(acquired(1), committed(a), committed(b), needing(c, a, b), needing(d, b, kind="HELD"))
     assert [state.commits[one].needs for one in (a, b, c)] == [(), (), (a, b)]
     assert [state.commits[one].full for one in (a, b, c)] == [True, True, False]
     assert state.held[d].needs == (b,)
@@ -255,7 +239,7 @@ def test_what_a_checkpoint_was_built_on_is_in_its_record() -> None:
     assert commit_body(state.commits[c]) == needing(c, a, b)["body"]
     state.next_seq = 8
     again = expand(json.loads(json.dumps(summary(state))))
-    assert (again.commits, again.held, again.pins) == (state.commits, state.held, state.pins)
+    assert (again.commits, again.held) == (state.commits, state.held)
 
 
 OTHERS = {
@@ -275,12 +259,12 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-@pytest.mark.parametrize("kind", ["BEGIN", "COMMIT", "HELD"])
+@pytest.mark.parametrize("kind", ["COMMIT", "HELD"])
 def test_what_cannot_be_built_on_is_an_impossible_record(kind: str, name: str) -> None:
     """Only older attempts, each once, in their order, and not too many; of a part as well."""
     of = attempt(1, 5 if name != "in the order of text" else 50)
     bad = needing(of, kind=kind)
-    bad["body"] = bad["body"] | {"needs": OTHERS[name], "pins": OTHERS[name]}
+    bad["body"] = bad["body"] | {"needs": OTHERS[name]}
     state, same = folded(acquired(1)), folded(acquired(1))
     with pytest.raises(CorruptError):
         fold(state, {**bad, "seq": 1})
@@ -291,7 +275,7 @@ def test_what_cannot_be_built_on_is_an_impossible_record(kind: str, name: str) -
 
 def part_of(of: Attempt, packs: Sequence[str] = (), **fields: Any) -> Part:
     infos = [PackInfo(key, 100, 10, DIGEST) for key in packs]
-    return Part(str(of), 0, 0, 1, {}, [], DIGEST, infos, 0.0, **fields)
+    return Part(str(of), 0, 0, 1, {}, [], DIGEST, infos, **fields)
 
 
 def test_what_a_part_may_say_about_older_ones() -> None:
@@ -341,8 +325,8 @@ def test_names_of_several_packs_of_a_part() -> None:
     [
         acquired(0),
         acquired(10**12),
-        record("ACQUIRE", {"epoch": 2.5, "nonce": "x", "restored": None}),
-        record("ACQUIRE", {"epoch": 2, "nonce": "x", "restored": "../1"}),
+        record("ACQUIRE", {"term": 2.5, "nonce": "x", "restored": None}),
+        record("ACQUIRE", {"term": 2, "nonce": "x", "restored": "../1"}),
         record("COMMIT", committed(attempt(1, 1))["body"] | {"world": 0}),
         record("COMMIT", committed(attempt(1, 1))["body"] | {"world": 2.0}),
         record("COMMIT", committed(attempt(1, 1))["body"] | {"world": (1 << 20) + 1}),
@@ -596,7 +580,7 @@ def test_a_record_of_a_newer_version_stays_an_error() -> None:
     async def scenario() -> None:
         store = MemoryStore()
         log, mine = await new_log(store)
-        newer = {"seq": 1, "prev": log.state.last, "root": log.root, "epoch": 1, "id": "n", "type": "NEWER", "body": {}}
+        newer = {"seq": 1, "prev": log.state.last, "root": log.root, "term": 1, "id": "n", "type": "NEWER", "body": {}}
         store.objects[record_key(1)] = seal(newer)
         for _ in range(2):
             with pytest.raises(FormatError):
@@ -1251,14 +1235,9 @@ class Chain:
     def attempt(self, step: int) -> Attempt:
         return Attempt(self.mine.epoch, step, self.mine.nonce)
 
-    async def build(
-        self, step: int, base: WrittenPart | None = None, *, say: bool = True, number: int = 0
-    ) -> WrittenPart:
-        """The part of an increment; `say` it before."""
-        base = base or self.base
-        if say:
-            await commits.begin(self.log, self.mine, self.attempt(step), {Attempt.parse(base.part.attempt)})
-        return await write_increment(self.store, of_two(self.mine, step), base, ["f"], number=number)
+    async def build(self, step: int, base: WrittenPart | None = None) -> WrittenPart:
+        """The part of an increment."""
+        return await write_increment(self.store, of_two(self.mine, step), base or self.base, ["f"])
 
     async def lose(self, *steps: int) -> None:
         """These are taken back."""
@@ -1289,7 +1268,7 @@ def test_an_increment_is_a_checkpoint_that_says_what_it_was_built_on() -> None:
         third = await chain.build(3, second)
         await commits.commit(chain.log, chain.mine, [third])
         assert third.part.packs[1].key == chain.base.table.packs[0] and third.part.needs == [str(chain.attempt(2))]
-        assert await chain.records() == ["ACQUIRE", "COMMIT", "BEGIN", "COMMIT", "BEGIN", "COMMIT"]
+        assert await chain.records() == ["ACQUIRE", "COMMIT", "COMMIT", "COMMIT"]
         await chain.lose(1, 2)
         await retention.retire(chain.log, chain.mine, Keep(last=1), {chain.attempt(3)})
         assert await chain.sound() == [3]
@@ -1305,26 +1284,26 @@ def test_an_increment_is_a_checkpoint_that_says_what_it_was_built_on() -> None:
 @pytest.mark.parametrize("kind", ["COMMIT", "HELD"])
 @pytest.mark.parametrize("how", ["retired", "aborted", "never there", "of another try"])
 def test_what_was_built_on_something_that_is_gone_is_no_checkpoint(kind: str, how: str) -> None:
-    """SaveError that names the step; no record, and nothing is damaged."""
+    """SaveError that names the file; no record, and nothing is damaged."""
 
     async def scenario() -> None:
         chain = await Chain.open()
         if how == "retired":
             own = await chain.build(3)
             await chain.lose(1)
-            message = "step 3 builds on step 1, which was given up meanwhile: the next save will be whole"
+            gone = pack_key(chain.attempt(1), 0, 0)
         else:
             base = await write_part(chain.store, of_two(chain.mine, 2), number=4)
-            message = "step 3 builds on step 2, which is no checkpoint here: the next save will be whole"
+            gone = pack_key(chain.attempt(2), 0, 4)
             if how == "aborted":
                 await commits.abort(chain.log, chain.mine, chain.attempt(2), "no")
             if how == "of another try":
                 await commits.commit(chain.log, chain.mine, [await write_part(chain.store, of_two(chain.mine, 2))])
-                message = f"builds on {pack_key(chain.attempt(2), 0, 4)}, which was not committed"
             assert not commit_checks.vouches(chain.log.state, base) and commit_checks.vouches(
                 chain.log.state, chain.base
             )
-            own = await chain.build(3, base, say=False)
+            own = await chain.build(3, base)
+        message = f"step 3 builds on {gone}, which no checkpoint here uses any more: the next save will be whole"
         records = await chain.records()
         with pytest.raises(SaveError, match=re.escape(message)):
             await commits.commit(chain.log, chain.mine, [own], kind=kind)
@@ -1354,7 +1333,7 @@ def test_what_was_built_on_is_looked_at_in_the_very_slot(late: str) -> None:
             await commits.retract(other, chain.mine, chain.attempt(1), "it mixes two moments")
 
         chain.store.then = meanwhile
-        with pytest.raises(SaveError, match="step 1, which was given up"):
+        with pytest.raises(SaveError, match="which no checkpoint here uses any more"):
             await commits.commit(chain.log, chain.mine, [own])
         assert await chain.sound() == []
 
@@ -1364,7 +1343,7 @@ def test_what_was_built_on_is_looked_at_in_the_very_slot(late: str) -> None:
 @pytest.mark.usefixtures("hasty")
 @pytest.mark.parametrize("partial", [False, True])
 def test_who_waits_hears_at_once_that_a_base_is_gone(partial: bool) -> None:
-    """SaveError though the deadline is far, and the attempt has ended: nothing stays open, and nothing is pinned."""
+    """SaveError though the deadline is far, and the attempt has ended: nothing stays open."""
 
     async def scenario() -> None:
         chain = await Chain.open()
@@ -1374,10 +1353,10 @@ def test_who_waits_hears_at_once_that_a_base_is_gone(partial: bool) -> None:
         role = Role((0,), 0, 2 if partial else 1)
         task = settling.settle(chain.log, lambda: chain.mine, own, role, deadline_s=1000)
         (said,) = refused(await asyncio.wait_for(asyncio.gather(task, return_exceptions=True), 30))
-        assert "step 1, which was given up meanwhile" in said
+        assert "which no checkpoint here uses any more: the next save will be whole" in said
         state = (await reopened(chain.store)).state
-        assert state.aborted == {chain.attempt(1), chain.attempt(2)} - state.retired and not state.pins
-        assert "step 1, which was given up" in state.reasons[chain.attempt(2)]
+        assert state.aborted == {chain.attempt(1), chain.attempt(2)} - state.retired
+        assert "which no checkpoint here uses" in state.reasons[chain.attempt(2)]
         assert (await chain.records())[-1] == "ABORT"
 
     asyncio.run(scenario())
@@ -1399,18 +1378,17 @@ def test_what_is_held_is_no_checkpoint_once_its_base_is_gone(gone: bool) -> None
         while chain.attempt(2) not in other.state.held:
             await asyncio.sleep(0.01)
             await other.refresh()
-        assert other.state.pins == {chain.attempt(2): (chain.attempt(1),)}
         if not gone:
             await commits.complete(other, chain.mine, chain.attempt(2))
             await asyncio.wait_for(waiting, 30)
-            assert other.state.commits[chain.attempt(2)].needs == (chain.attempt(1),) and not other.state.pins
+            assert other.state.commits[chain.attempt(2)].needs == (chain.attempt(1),)
             return
         await chain.lose(1)
         with pytest.raises(SaveError, match="step 1, which was given up"):
             await commits.complete(other, chain.mine, chain.attempt(2))
         (said,) = refused(await asyncio.wait_for(asyncio.gather(waiting, return_exceptions=True), 30))
         assert "step 1, which was given up" in said
-        assert not other.state.held and not other.state.pins and await chain.sound() == []
+        assert not other.state.held and await chain.sound() == []
         await commits.complete(other, chain.mine, chain.attempt(2))  # there is nothing to do any more
 
     asyncio.run(scenario())
@@ -1426,7 +1404,7 @@ def test_recovery_of_increments(lost: bool, swept: bool, partial: bool) -> None:
     async def scenario() -> None:
         chain = await Chain.open()
         await chain.build(2)
-        await chain.build(3, say=False)
+        await chain.build(3)
         if lost:
             await chain.lose(1)
         if swept:
@@ -1437,7 +1415,7 @@ def test_recovery_of_increments(lost: bool, swept: bool, partial: bool) -> None:
         await commits.recover(log, mine, partial=partial)
         records = await chain.records()
         state = (await reopened(chain.store)).state
-        assert not state.pins and not state.held
+        assert not state.held
         for step in (2, 3):
             assert (chain.attempt(step) in state.commits) is not lost and state.ended(chain.attempt(step))
         await commits.recover(log, mine, partial=partial)
@@ -1447,78 +1425,18 @@ def test_recovery_of_increments(lost: bool, swept: bool, partial: bool) -> None:
     asyncio.run(scenario())
 
 
-def test_recovery_ends_what_has_only_begun() -> None:
-    """An attempt without any file would pin what it would have built on for ever; not one that is being written."""
-
-    async def scenario() -> None:
-        chain = await Chain.open()
-        for step in (2, 3):
-            await commits.begin(chain.log, chain.mine, chain.attempt(step), {chain.attempt(1)})
-        done = await commits.recover(chain.log, chain.mine, frozenset({chain.attempt(3)}))
-        assert done.aborted == [chain.attempt(2)] and set(chain.log.state.pins) == {chain.attempt(3)}
-        await commits.recover(chain.log, chain.mine, partial=True)
-        assert not chain.log.state.pins and chain.log.state.aborted == {chain.attempt(2), chain.attempt(3)}
-
-    asyncio.run(scenario())
-
-
-def test_what_begin_says() -> None:
-    """Once, however often it is called; of several ranks all that they say; nothing of what has ended."""
-
-    async def scenario() -> None:
-        chain = await Chain.open()
-        for step in (2, 3):
-            await commits.commit(chain.log, chain.mine, [await write_part(chain.store, of_two(chain.mine, step))])
-        one, two, three, of = (chain.attempt(step) for step in (1, 2, 3, 10))
-        logs = [await reopened(chain.store) for _ in range(3)]
-        for log, pins in zip([*logs, *logs], [{one}, {two}, {one, two}] * 2, strict=True):
-            await commits.begin(log, chain.mine, of, pins)
-        assert (await chain.log.refresh()).pins == {of: (one, two)}
-        assert (await chain.records()).count("BEGIN") == 2
-        await chain.lose(1)
-        await commits.begin(chain.log, chain.mine, of, {three})  # one that is gone needs no protection
-        assert chain.log.state.pins == {of: (two, three)}
-        await commits.begin(chain.log, chain.mine, chain.attempt(11), set())
-        assert chain.attempt(11) not in chain.log.state.pins
-        for ended in (of, chain.attempt(12)):
-            await commits.abort(chain.log, chain.mine, ended, "no")
-        records = await chain.records()
-        for ended in (of, chain.attempt(12)):
-            await commits.begin(chain.log, chain.mine, ended, {two})
-        assert await chain.records() == records and not chain.log.state.pins and not chain.log.state.damaged
-
-    asyncio.run(scenario())
-
-
 def test_what_cannot_be_built_on_is_refused_before_anything_is_written() -> None:
-    """SaveError, and no record: what is gone or was never there, what is not older, and too many of them."""
+    """SaveError, and no record: what is not older, and too many of them."""
 
     async def scenario() -> None:
         chain = await Chain.open()
-        for step in range(3, 3 + MAX_NEEDS):
-            await commits.commit(chain.log, chain.mine, [await write_part(chain.store, of_two(chain.mine, step))])
-        await chain.lose(3)
-        records, live = await chain.records(), set(chain.log.state.commits)
-        assert len(live) == MAX_NEEDS
-        for of, pins, message in (
-            (100, {chain.attempt(3)}, "step 3, which was given up"),
-            (100, {chain.attempt(2)}, "step 2, which is no checkpoint"),
-            (2, {chain.attempt(4)}, "step 4, which is not older"),
-        ):
-            with pytest.raises(SaveError, match=message):
-                await commits.begin(chain.log, chain.mine, chain.attempt(of), pins)
-        assert await chain.records() == records
-        await commits.begin(chain.log, chain.mine, chain.attempt(100), live)
         own = await write_part(chain.store, of_two(chain.mine, 99))
-        await commits.commit(chain.log, chain.mine, [own])
-        with pytest.raises(SaveError, match="65 older ones"):
-            await commits.begin(chain.log, chain.mine, chain.attempt(100), {chain.attempt(99)})
-        newer = str(chain.attempt(99))
-        for needs, message in (([*map(str, live), newer], "65 older ones"), ([newer], "not older")):
+        older = [str(chain.attempt(step)) for step in range(MAX_NEEDS + 1)]
+        for needs, message in ((older, "65 older ones"), ([str(chain.attempt(99))], "not older")):
             bad = replace(own, part=replace(own.part, attempt=str(chain.attempt(98)), needs=needs))
             with pytest.raises(SaveError, match=message):
                 await commits.commit(chain.log, chain.mine, [bad])
-        assert not (await reopened(chain.store)).state.damaged
+        assert await chain.records() == ["ACQUIRE", "COMMIT"]
 
     asyncio.run(scenario())
 
@@ -1542,14 +1460,14 @@ def test_what_a_copy_brings_along_need_not_be_a_checkpoint_there() -> None:
                 await commits.commit(log, mine, [chain.base])
                 used = {chain.attempt(1): set(chain.base.table.packs)}
             else:
-                with pytest.raises(SaveError, match="step 1, which is no checkpoint here"):
+                with pytest.raises(SaveError, match="which no checkpoint here uses any more: the next save"):
                     await commits.commit(log, mine, [third])
             if how not in ("unknown", "its own"):
                 await commits.abort(log, mine, chain.attempt(1), "no")
             if how == "in use no more":
                 await commits.retract(log, mine, chain.attempt(2), "no")
             if how in ("aborted", "in use no more"):
-                with pytest.raises(SaveError, match="of a save that was given up here"):
+                with pytest.raises(SaveError, match=r"which no checkpoint here uses any more\n"):
                     await commits.commit(log, mine, [third], used=used)
                 continue
             found = await commits.commit(log, mine, [third], used=used)
@@ -1559,31 +1477,6 @@ def test_what_a_copy_brings_along_need_not_be_a_checkpoint_there() -> None:
                 last = await save(log, mine, step)
             await retention.retire(log, mine, Keep(last=3), {last})
             assert await verify(store, found) == [] and chain.attempt(3) in log.state.commits
-
-    asyncio.run(scenario())
-
-
-def test_a_begin_whose_reply_is_lost_is_found_again() -> None:
-    """Whether it had landed or not: it is in the log once."""
-
-    class Lossy(MemoryStore):
-        remote = True
-        lose = ""
-
-        async def put(self, key: str, data: Any, *, create: bool = False) -> None:
-            how, self.lose = (self.lose, "") if key.startswith("log/") else ("", self.lose)
-            if how != "not done":
-                await super().put(key, data, create=create)
-            if how:
-                raise StoreError("no answer", retryable=True)
-
-    async def scenario() -> None:
-        for how in ("done", "not done"):
-            chain = await Chain.open(Lossy())
-            chain.store.lose = how
-            await commits.begin(chain.log, chain.mine, chain.attempt(2), {chain.attempt(1)})
-            assert chain.log.state.pins == {chain.attempt(2): (chain.attempt(1),)}
-            assert (await chain.records()).count("BEGIN") == 1
 
     asyncio.run(scenario())
 

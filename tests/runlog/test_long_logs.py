@@ -23,9 +23,9 @@ from processes import eventually, writers
 
 async def talk(log: RunLog, mine: Acquire, until: int, trimmer: Trimmer | None = None) -> None:
     """Records that say nothing of what there is."""
-    body = {"attempt": str(Attempt(mine.epoch, 1, mine.nonce)), "ranges": []}
+    body = {"attempt": str(Attempt(mine.epoch, 1, mine.nonce)), "note": "", "keep": False}
     while log.state.next_seq < until:
-        await log.append(lambda state: Record("DOUBT", body, f"said:{mine.nonce}:{state.next_seq}"), owner=mine)
+        await log.append(lambda state: Record("KEEP", body, f"said:{mine.nonce}:{state.next_seq}"), owner=mine)
         if trimmer is not None:
             await trimmer.step(log, mine)
 

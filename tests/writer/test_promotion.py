@@ -252,7 +252,7 @@ def test_what_is_pending_does_not_depend_on_when_one_looks() -> None:
     """Checkpoints of earlier epochs that are due and newer than what the far place has of them; what this epoch saves
     meanwhile, in either place, changes nothing. Without any of them none."""
     epoch = [
-        {"type": "ACQUIRE", "id": f"a{n}", "body": {"epoch": n, "nonce": f"{n:08x}", "restored": None}} for n in (1, 2)
+        {"type": "ACQUIRE", "id": f"a{n}", "body": {"term": n, "nonce": f"{n:08x}", "restored": None}} for n in (1, 2)
     ]
     old = [committed(attempt(1, step)) for step in (10, 15, 20, 30, 40)]
     near = folded(epoch[0], *old, epoch[1])

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence, Set
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -20,13 +21,23 @@ from ckpt.core.checkpoint.losses import UNCLEAR, records
 from ckpt.core.checkpoint.parts import load_part as load_part
 from ckpt.core.checkpoint.parts import sound_parts
 from ckpt.core.checkpoint.parts import stored_part as stored_part
+from ckpt.core.checkpoint.retention import files_of, remember_packs
 from ckpt.core.checkpoint.store_trial import check_empty, check_ranges, created_twice, try_out
 from ckpt.core.checkpoint.write import WrittenPart
 from ckpt.core.format.digest import file_digest
-from ckpt.core.format.manifest import MAX_FORMAT, Attempt, by_owner, index_key, needs_texts, new_format, owner
+from ckpt.core.format.manifest import MAX_FORMAT, Attempt, by_owner, index_key, new_format, owner
 from ckpt.core.log.log import RunLog, infer_root
-from ckpt.core.log.records import MAX_DOUBTS, Acquire, Commit, Record, RunState, commit_body
-from ckpt.errors import ExistsError, FormatError, NotFoundError, SaveError, SkippedError, StoreError
+from ckpt.core.log.records import Acquire, Commit, Record, RunState, commit_body
+from ckpt.errors import (
+    CheckpointError,
+    ExistsError,
+    FormatError,
+    NotFoundError,
+    SaveError,
+    SkippedError,
+    StoreError,
+    is_unreadable,
+)
 from ckpt.events import log as logger
 from ckpt.failpoints import point
 from ckpt.store import Store, get_small, open_store
@@ -95,14 +106,14 @@ async def acquire(
         # A damaged record may have been an ACQUIRE that came after the newest we know: leave room for its epoch.
         newest = state.requests.get(f"acquire:{state.acquires[-1].nonce}", -1) if state.acquires else -1
         epoch = max(state.epoch + sum(seq > newest for seq in state.damaged), floor) + 1
-        body = {"epoch": epoch, "nonce": nonce, "restored": None if restored is None else str(restored)}
+        body = {"term": epoch, "nonce": nonce, "restored": None if restored is None else str(restored)}
         return Record("ACQUIRE", body, f"acquire:{nonce}")
 
     state = await log.append(make, owner=None)
     point("acquire.done")
     mine = [a for a in state.acquires if a.nonce == nonce]
     if not mine:
-        raise FormatError(f"the log of {log.store.url} has used up its epochs: go on in another location")
+        raise FormatError(f"the log of {log.store.url} has used up its terms: go on in another location")
     return mine[-1]
 
 
@@ -120,27 +131,6 @@ class Role:
         return len(self.ranks) < self.world
 
 
-async def begin(log: RunLog, mine: Acquire | None, attempt: Attempt, pins: Iterable[Attempt]) -> None:
-    """Say that an attempt builds on these checkpoints: retention leaves them alone until it has ended.
-
-    Several ranks may say so of one attempt, each of its own. Nothing happens if the attempt has ended. SaveError if one
-    of them is no checkpoint any more, or they are too many.
-    """
-    wanted = set(pins)
-
-    def make(state: RunState) -> Record | None:
-        said = set(state.pins.get(attempt, ()))
-        if state.ended(attempt) or wanted <= said & state.commits.keys():
-            return None
-        commit_checks.check_sources(state, attempt, sorted(wanted))
-        pinned = wanted | (said & state.commits.keys())
-        commit_checks.check_needs(attempt, pinned)
-        body = {"attempt": str(attempt), "pins": needs_texts(pinned)}
-        return Record("BEGIN", body, f"begin:{attempt}:{state.next_seq}" if said else f"begin:{attempt}")
-
-    await log.append(make, owner=mine)
-
-
 async def commit(
     log: RunLog,
     mine: Acquire | None,
@@ -148,20 +138,25 @@ async def commit(
     *,
     kind: str = "COMMIT",
     used: Mapping[Attempt, Set[str]] | None = None,
+    at: float | None = None,
 ) -> Commit:
     """Make a checkpoint of the parts of one attempt, one a rank. Doing it twice is harmless. `mine` None: fence nobody.
 
-    SaveError if the attempt was aborted meanwhile, builds on a checkpoint that was retired meanwhile, or borrows packs
-    that are gone; FencedError if a newer job has taken over. `used`: for a copy, which has brought along all that it
-    refers to: what it was built on need not be here then. Says which files each checkpoint here uses.
+    SaveError if the attempt was aborted meanwhile, or borrows packs that are gone, or that no live checkpoint uses any
+    more; FencedError if a newer job has taken over. `used`: for a copy, which has brought along all that it refers to:
+    what it was built on need not be here then. Says which files each checkpoint here uses. `at`: the time of
+    the commit, by default now.
     """
     parts = sorted(parts, key=lambda w: w.part.rank)
     packs, said = {key for w in parts for key in w.packs}, _said_by(parts)
     commit_checks.check_needs(said.attempt, said.needs)
     index = await asyncio.to_thread(commit_checks.index_of, parts, kind)
-    found, attempt = replace(said, index=file_digest(index)), said.attempt
+    when = time.time() if at is None else at
+    found, attempt = replace(said, index=file_digest(index), time=when), said.attempt
     log.check_owner(mine)
+    copied = used is not None
     if used is None and not log.state.ended(attempt):
+        used = await _used_by(log, said)
         await check_there(log.store, attempt, packs)
     await log.store.put(index_key(attempt, found.index), index)
     point("index.stored")
@@ -169,11 +164,8 @@ async def commit(
     def make(state: RunState) -> Record | None:
         if state.ended(attempt) or (kind == "HELD" and attempt in state.held):
             return None
-        # Packs may be of attempts that are retired by now: what was built on uses them, and vouches for them.
-        if used is None:
-            commit_checks.check_sources(state, attempt, found.needs, packs)
-        else:
-            commit_checks.check_borrowed(state, attempt, packs, used)
+        # A pack may be of an attempt that is retired by now, if a live checkpoint that was built on it uses it too.
+        commit_checks.check_files(state, attempt, packs, used or {}, copied=copied)
         return Record(kind, commit_body(found), f"{kind.lower()}:{attempt}")
 
     state = await log.append(make, owner=mine)
@@ -182,7 +174,24 @@ async def commit(
         log.check_owner(mine)  # a newer job ended it
         why = state.reasons.get(attempt, "newer ones are kept")
         raise SaveError(f"step {attempt.step} was given up before it was committed: {why}")
+    if landed.parts == found.parts:
+        remember_packs(log, attempt, packs)
     return landed
+
+
+async def _used_by(log: RunLog, said: Commit) -> dict[Attempt, set[str]]:
+    """Read which files the checkpoints use that an attempt was built on.
+
+    One that is not live any more, or is damaged, is left out. Raises StoreError if one cannot be read now.
+    """
+    if not log.state.commits.keys() >= set(said.needs):
+        await log.refresh()  # another rank may have seen a COMMIT that we have not
+    unread: dict[Attempt, CheckpointError] = {}
+    live = [log.state.commits[need] for need in said.needs if need in log.state.commits]
+    used = await files_of(log, live, unread)
+    if away := [error for error in unread.values() if is_unreadable(error)]:
+        raise away[0]
+    return used
 
 
 async def check_there(store: Store, attempt: Attempt, packs: Iterable[str]) -> None:
@@ -200,7 +209,7 @@ async def check_there(store: Store, attempt: Attempt, packs: Iterable[str]) -> N
         except NotFoundError:
             raise SaveError(
                 f"step {attempt.step} builds on {key}, which is gone from {store.url}: the files of the run were "
-                "deleted, or replaced by an earlier copy of it. The next save will be whole"
+                f"deleted, or replaced by an earlier copy of it: {commit_checks.WHOLE_NEXT}"
             ) from None
 
     await of_each(sorted(borrowed), check)
@@ -229,8 +238,8 @@ async def complete(log: RunLog, mine: Acquire, attempt: Attempt) -> None:
         held = state.held.get(attempt)
         if held is None or state.ended(attempt):
             return None
-        commit_checks.check_sources(state, attempt, held.needs)
-        return Record("COMMIT", commit_body(held), f"commit:{attempt}")
+        commit_checks.check_live(state, attempt, held.needs)
+        return Record("COMMIT", commit_body(replace(held, time=time.time())), f"commit:{attempt}")
 
     try:
         await log.append(make, owner=mine)
@@ -257,9 +266,12 @@ async def commit_fitting(
     return await commit(log, mine, parts, kind=kind)
 
 
-async def commit_or_end(log: RunLog, mine: Acquire, parts: list[WrittenPart], *, kind: str) -> None:
-    """SaveError, and the attempt is ended, if these parts cannot be a checkpoint."""
+async def commit_or_end(
+    log: RunLog, mine: Acquire, parts: list[WrittenPart], *, kind: str, distrusted: Attempt | None = None
+) -> None:
+    """SaveError, and the attempt is ended, if these parts cannot be a checkpoint. `distrusted`: see `Encoder`."""
     try:
+        commit_checks.check_trusted(parts, distrusted)
         await commit_fitting(log, mine, parts, kind=kind)
     except SaveError as error:
         await abort(log, mine, Attempt.parse(parts[0].part.attempt), str(error))
@@ -298,17 +310,6 @@ async def retract(log: RunLog, mine: Acquire, attempt: Attempt, reason: str) -> 
             await log.store.delete_many([key for key in keys if owner(key) == attempt])
 
 
-async def doubt(log: RunLog, mine: Acquire, attempt: Attempt, ranges: Collection[tuple[str, int]]) -> None:
-    """Say to the writers of all ranks which bytes were found damaged, by pack and offset, so that nobody builds on
-    them."""
-    new = sorted(set(ranges) - log.state.doubts)[:MAX_DOUBTS]
-    if not new:
-        return
-    body = {"attempt": str(attempt), "ranges": [list(one) for one in new]}
-    request = f"doubt:{attempt}:{file_digest(repr(new).encode())[:16]}"
-    await log.append(lambda state: Record("DOUBT", body, request), owner=mine)
-
-
 @dataclass
 class Recovery:
     """What recovery did with attempts that a crash had left open."""
@@ -322,8 +323,6 @@ async def recover(
 ) -> Recovery:
     """End every open attempt: commit it if it is whole, else abort it. `in_flight`: being written by us right now.
 
-    Also one that has no file yet, and only said what it would build on: that could never be retired.
-
     `partial`: this tier holds the parts of some ranks only. There an attempt is left HELD with what is sound of it,
     since the disks of other nodes may have the rest.
 
@@ -335,12 +334,11 @@ async def recover(
     state = await log.refresh()
     indexes = {info.key async for info in log.store.list("index/")} if state.damaged else set()
     done = Recovery()
-    for attempt in sorted(found.keys() | state.pins.keys()):
+    for attempt in sorted(found):
         if state.ended(attempt) or attempt in in_flight or attempt in state.held:
             continue
         try:
-            keys = found.get(attempt, [])
-            parts = list((await sound_parts(log.store, attempt, keys, partial=partial)).values())
+            parts = list((await sound_parts(log.store, attempt, found[attempt], partial=partial)).values())
             forward, reason = _is_to_land(state, attempt, parts, partial, indexes)
             if forward:
                 await commit_or_end(log, mine, parts, kind=_kind(parts))

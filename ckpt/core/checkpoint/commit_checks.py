@@ -9,45 +9,59 @@ from ckpt.core.checkpoint.write import WrittenPart
 from ckpt.core.format import replicas
 from ckpt.core.format.join_ranks import build
 from ckpt.core.format.layout import Layout
-from ckpt.core.format.manifest import MAX_NEEDS, Attempt, owner, rank_and_try
+from ckpt.core.format.manifest import MAX_NEEDS, Attempt, owner
 from ckpt.core.format.saved_state import SavedState
 from ckpt.core.format.table import merge
 from ckpt.core.log.records import RunState
 from ckpt.errors import CorruptError, SaveError
 
 WHOLE = 1 << 14  # rows of all tables (pieces and blobs): with more, the index is a directory of them
+WHOLE_NEXT = "the next save will be whole"  # in the reason of a failed save, so that the writers of all ranks see to it
 
 # -- what is built on --
 
 
-def check_sources(
-    state: RunState, attempt: Attempt, needs: Iterable[Attempt], packs: Iterable[str] = frozenset()
+def check_files(
+    state: RunState,
+    attempt: Attempt,
+    packs: Iterable[str],
+    used: Mapping[Attempt, Set[str]],
+    *,
+    copied: bool = False,
 ) -> None:
-    """SaveError unless the older checkpoints that an attempt builds on are live in this very state.
+    """Raise SaveError unless the attempt wrote each of its packs itself, or a checkpoint that is live in this state
+    uses it.
 
-    Then all that it takes from them is there, also what they took from still older ones, since no PLAN deletes what a
-    live one uses; and what is committed next to this state protects it from then on by using it too. `packs`: of these
-    checkpoints only those count that were committed, and of no other try.
+    No PLAN deletes a pack that a live checkpoint uses. The COMMIT that follows this state keeps the pack from then on.
+
+    used: the files of live checkpoints, as far as they could be read.
+    copied: the packs were copied here with the attempt. Then it may also name packs of attempts that have not ended
+        here, because nobody deletes these.
     """
-    tries = {a: {(rank, number) for rank, number, _ in state.commits[a].parts} for a in needs if a in state.commits}
-    for base in needs:
-        if base not in tries:
-            why = "was given up meanwhile" if base in state.retired else "is no checkpoint here"
-            raise SaveError(f"step {attempt.step} builds on step {base.step}, which {why}: the next save will be whole")
-    for key in packs:
-        of = owner(key)
-        if of in tries and rank_and_try(key) not in tries[of]:
-            raise SaveError(f"step {attempt.step} builds on {key}, which was not committed")
-
-
-def check_borrowed(state: RunState, attempt: Attempt, packs: Iterable[str], used: Mapping[Attempt, Set[str]]) -> None:
-    """SaveError if what was copied refers to a pack that a PLAN may have named: of an attempt that has ended here, and
-    in use by no live checkpoint. `used`: as far as it is known, what each of them uses."""
     safe = set[str]().union(*(used[a] for a in used.keys() & state.commits.keys()))
     for key in sorted(packs):
         of = owner(key)
-        if of is not None and of != attempt and key not in safe and state.ended(of):
-            raise SaveError(f"step {attempt.step} refers to {key}, of a save that was given up here")
+        if of != attempt and key not in safe and not (copied and of is not None and not state.ended(of)):
+            then = "" if copied else f": {WHOLE_NEXT}"
+            raise SaveError(f"step {attempt.step} builds on {key}, which no checkpoint here uses any more{then}")
+
+
+def check_live(state: RunState, attempt: Attempt, needs: Iterable[Attempt]) -> None:
+    """Raise SaveError unless every checkpoint that a HELD attempt builds on is live in this state."""
+    for base in needs:
+        if base not in state.commits:
+            raise SaveError(f"step {attempt.step} builds on step {base.step}, which was given up")
+
+
+def check_trusted(parts: Sequence[WrittenPart], distrusted: Attempt | None) -> None:
+    """Raise SaveError if a rank built on a checkpoint that the committing writer had found damaged before.
+
+    What was in flight at that time is at most `distrusted`, and passes.
+    """
+    attempt = Attempt.parse(parts[0].part.attempt)
+    needs = sorted({Attempt.parse(need) for one in parts for need in one.part.needs})
+    if distrusted is not None and attempt > distrusted and needs and needs[0] <= distrusted:
+        raise SaveError(f"step {attempt.step} builds on step {needs[0].step}, which is damaged: {WHOLE_NEXT}")
 
 
 def vouches(state: RunState, base: WrittenPart) -> bool:

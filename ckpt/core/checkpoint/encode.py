@@ -18,7 +18,7 @@ import numpy as np
 
 from ckpt.core.checkpoint.byte_source import Bases, ByteSource, InMemory, InStore, no_bases
 from ckpt.core.checkpoint.commit_checks import vouches
-from ckpt.core.checkpoint.encode_part import LEAST, WORTH, Learnt, OnNeeds, PartEncoder
+from ckpt.core.checkpoint.encode_part import LEAST, WORTH, Learnt, PartEncoder
 from ckpt.core.checkpoint.incremental import Policy, Previous, plan_blobs
 from ckpt.core.checkpoint.parts import load_part
 from ckpt.core.checkpoint.upload_stats import UploadStats
@@ -53,8 +53,7 @@ class Encoder:
     pace: Callable[[float], None] = lambda seconds: None
     idle: Callable[[], float] = lambda: float("inf")
     flow: UploadStats = field(default_factory=UploadStats)  # what is on its way, for those who watch
-    suspects: set[tuple[str, int]] = field(default_factory=set)  # packs and offsets of what is damaged here
-    distrusted: set[Attempt] = field(default_factory=set)  # damaged checkpoints: nothing is built on them
+    distrusted: Attempt | None = None  # nothing up to this one is built on, because some of it is damaged or gone
     sink: float | None = None  # bytes a second that the place takes
     rate: float = ENCODED_A_SECOND  # of one thread
     kinds: dict[str, Learnt] = field(default_factory=dict)
@@ -71,9 +70,10 @@ class Encoder:
         history = [c for c in log.state.lineage() if c.attempt < attempt]
         newest = history[0] if history else None
         mine = next((p for p in newest.parts if p[0] == layout.rank), None) if newest is not None else None
-        if newest is None or mine is None or newest.world != layout.world or newest.attempt in self.distrusted:
+        if newest is None or mine is None or newest.world != layout.world:
             return None
-        self.suspects |= log.state.doubts
+        if self.distrusted is not None and newest.attempt <= self.distrusted:
+            return None
         try:
             written = self._written.get((newest.attempt, layout.rank))
             if written is None or not vouches(log.state, written):  # another try of it was committed
@@ -84,6 +84,10 @@ class Encoder:
         if self.policy.full(log.state, attempt, written.part.chain):
             return None
         return Previous(written.part, written.table)
+
+    def distrust(self, attempt: Attempt) -> None:
+        """Build on no attempt up to this one: the next checkpoint is full."""
+        self.distrusted = attempt if self.distrusted is None else max(attempt, self.distrusted)
 
     def remember(self, written: WrittenPart) -> None:
         self._written[Attempt.parse(written.part.attempt), written.part.rank] = written
@@ -101,21 +105,23 @@ class Encoder:
         *,
         number: int = 0,
         reason: str = "due",
-        on_needs: OnNeeds | None = None,
         bases: Bases = no_bases,
         check: Callable[[], None] = lambda: None,
+        log: RunLog | None = None,
     ) -> WrittenPart:
         """Store one rank's share of an attempt; see `ckpt.core.checkpoint.write.write_part`.
 
-        `on_needs` is told which older checkpoint is built on, before anything is stored; False: that it cannot be.
+        `log`: of the place. It is read again before anything is built on `previous`, which may have been given up.
         """
         compress = self._decide(store, snapshot.layout.arrangement.data_size)
         if isinstance(source, InMemory) and not compress and not await self._shares(source, previous):
             written = await self._write_raw(store, snapshot, number, reason, check)
             self.remember(written)
             return written
-        work = PartEncoder(self, store, snapshot, source, previous, number, bases if compress else no_bases, compress)
-        written = await work.run(reason, on_needs, check)
+        work = PartEncoder(
+            self, store, snapshot, source, previous, number, bases if compress else no_bases, compress, log
+        )
+        written = await work.run(reason, check)
         self.remember(written)
         return written
 

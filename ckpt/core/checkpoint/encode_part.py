@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -24,9 +24,9 @@ from ckpt.core.format import codec
 from ckpt.core.format.codec import DELTA, PLANES, RAW
 from ckpt.core.format.digest import DIGEST_SIZE, blob_digest
 from ckpt.core.format.layout import Layout, TensorSpec
-from ckpt.core.format.manifest import Attempt, owner
+from ckpt.core.format.manifest import owner
+from ckpt.core.log.log import RunLog
 from ckpt.errors import SaveError
-from ckpt.failpoints import point
 from ckpt.store import Store
 
 if TYPE_CHECKING:
@@ -39,9 +39,6 @@ WORTH, LEAST = 0.1, 256 << 10  # of the bytes, and bytes: for less a checkpoint 
 SELF_CHECK = 16  # one of so many encoded blobs is decoded again before it is trusted
 WHOLE, WHOLE_AGAIN = 0.95, 0.97  # of the plain size, from which on nothing is encoded; the second: if it was before
 BASE, BASE_AGAIN = 0.85, 0.9  # of the size without a base, from which on it is not worth one
-
-OnNeeds = Callable[[Attempt], Awaitable[bool]]
-"""Told which checkpoint is built on; False: that it cannot be."""
 
 
 @dataclass(slots=True)
@@ -79,9 +76,11 @@ class PartEncoder:
         number: int,
         bases: Bases,
         compress: bool,
+        log: RunLog | None,
     ) -> None:
         self.encoder, self.store, self.snapshot, self.source = encoder, store, snapshot, source
         self.previous, self.number, self.bases, self.compress = previous, number, bases, compress
+        self.log = log
         self.layout = snapshot.layout
         self.blobs = self.layout.arrangement.blobs
         self.digests: Digests
@@ -89,12 +88,12 @@ class PartEncoder:
         self.forms: dict[str, str] = {}
         self.encode_s, self.plain = 0.0, 0
 
-    async def run(self, reason: str, on_needs: OnNeeds | None, check: Callable[[], None]) -> WrittenPart:
+    async def run(self, reason: str, check: Callable[[], None]) -> WrittenPart:
         digests = self.source.digests
         if digests is None:
             digests = await asyncio.to_thread(_digests, self.layout, self.snapshot.data)
         self.digests = digests
-        await self._plan(on_needs)
+        await self._plan()
         packer = await self._packed(check)
         self.encoder.learn(packer.nbytes, packer.busy_s, self.plain, self.encode_s)
         table, packs = table_of(self.layout, self.plan, digests, self.previous, packer)
@@ -110,18 +109,18 @@ class PartEncoder:
             check=check,
         )
 
-    async def _plan(self, on_needs: OnNeeds | None) -> None:
-        self.plan = plan_blobs(self.layout, self.digests, self.previous, suspects=self.encoder.suspects)
+    async def _plan(self) -> None:
+        self.plan = plan_blobs(self.layout, self.digests, self.previous)
         if self.compress:
             await self._choose()
         if not self._any_delta():
             self.plan.base[:] = -1
             if self.previous is not None and not self._worth():
                 self._build_on_nothing()
-        if self.previous is not None and on_needs is not None and self._builds():
-            allowed = await on_needs(self.previous.attempt)
-            point("begin.landed")
-            if not allowed:
+        builds = ((self.plan.taken >= 0) | (self.plan.base >= 0)).any()
+        if self.previous is not None and self.log is not None and builds:
+            await self.log.refresh()
+            if self.previous.attempt not in self.log.state.commits:
                 self._build_on_nothing()
 
     def _build_on_nothing(self) -> None:
@@ -149,10 +148,6 @@ class PartEncoder:
         """Whether enough need not be stored again."""
         taken = sum(self.blobs[blob].length for blob in np.flatnonzero(self.plan.taken >= 0))
         return bool(taken > max(LEAST, WORTH * self.layout.arrangement.data_size))
-
-    def _builds(self) -> bool:
-        """Whether anything of the previous checkpoint may be used."""
-        return bool((self.plan.taken >= 0).any() or (self.plan.base >= 0).any())
 
     # -- what to do with blobs of each kind --
 

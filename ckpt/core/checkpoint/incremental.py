@@ -12,7 +12,6 @@ the pack it lies in, however many checkpoints have taken it; and a delta is alwa
 
 from __future__ import annotations
 
-from collections.abc import Set
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeAlias
@@ -113,40 +112,26 @@ class BlobPlan:
         return np.flatnonzero((self.taken < 0) & (self.same < 0)).tolist()
 
 
-def plan_blobs(
-    layout: Layout, digests: Digests, previous: Previous | None, *, suspects: Set[tuple[str, int]] = frozenset()
-) -> BlobPlan:
-    """`digests`: of all blobs, in pack order. `previous`: None for a full checkpoint. `suspects`: packs
-    and offsets of what is known to be damaged in this place, so that it is stored anew."""
+def plan_blobs(layout: Layout, digests: Digests, previous: Previous | None) -> BlobPlan:
+    """`digests`: of all blobs, in pack order. `previous`: None for a full checkpoint."""
     count = len(digests)
     taken, base = np.full(count, -1, np.int64), np.full(count, -1, np.int64)
     if previous is not None:
         table, rows = previous.table, previous.rows(layout)
-        sound = _sound(table, suspects)
         there = np.flatnonzero(rows >= 0)
         row = rows[there]
-        equal = (table.digest[row] == digests[there]).all(1) & sound[row]
+        equal = (table.digest[row] == digests[there]).all(1)
         taken[there[equal]] = row[equal]
         # What it was a delta against, or that itself, if it is stored whole in the full one.
         delta = table.base[row] >= table.owned
         whole = np.where(delta, table.base[row], row)
         from_full = np.array([owner(key) == previous.full for key in table.packs], np.bool_)[table.pack[whole]]
-        useful = ~equal & sound[whole] & (delta | from_full)
+        useful = ~equal & (delta | from_full)
         base[there[useful]] = whole[useful]
         for key in _given_up(previous, taken):
             leaving = _uses(table, taken, table.packs.index(key))
             taken[leaving] = -1
     return BlobPlan(taken, _same(layout, digests, taken), base)
-
-
-def _sound(table: Table, suspects: Set[tuple[str, int]]) -> npt.NDArray[np.bool_]:
-    if not suspects:
-        return np.ones(len(table.length), np.bool_)
-    places = zip(table.pack.tolist(), table.offset.tolist(), strict=True)
-    sound = np.array([(table.packs[pack], offset) not in suspects for pack, offset in places], np.bool_)
-    based = table.base >= 0
-    sound[based] &= sound[table.base[based]]
-    return sound
 
 
 def _uses(table: Table, taken: I64, pack: int) -> npt.NDArray[np.bool_]:

@@ -53,6 +53,7 @@ class OpenTier:
     busy: asyncio.Lock = field(default_factory=asyncio.Lock)
     verified: set[Attempt] = field(default_factory=set)
     in_flight: set[Attempt] = field(default_factory=set)
+    sources: dict[Attempt, set[Attempt]] = field(default_factory=dict)  # what attempts in flight may be built on
     promoting: Counter[Attempt] = field(default_factory=Counter)  # read from here, on their way to further tiers
     encoder: Encoder = field(default_factory=Encoder)
     anchors: dict[str, Attempt] = field(default_factory=dict)  # what further tiers take deltas against, by their URL
@@ -103,6 +104,11 @@ class OpenTier:
         """Another cadence."""
         self.every = steps
         self.encoder.policy = replace(self.encoder.policy, cadence=steps)
+
+    def builds_on(self, attempt: Attempt, source: Attempt) -> None:
+        """Keep a checkpoint from our own clean-up while an attempt that may use its packs is in flight."""
+        self.sources = {one: found for one, found in self.sources.items() if one in self.in_flight}
+        self.sources.setdefault(attempt, set()).add(source)
 
     def unpin(self, attempt: Attempt) -> None:
         self.promoting[attempt] -= 1
@@ -174,12 +180,10 @@ class OpenTier:
         if not recent & self.verified:
             # What it took over from one that was read back need not be read again: it costs more than to write it.
             new = bool(newest.needs) and self.read_back.issuperset(newest.needs)
-            lost: set[tuple[str, int]] = set()
-            problems = await verify(self.store, newest, new=new, on_lost=lambda pack, at: lost.add((pack, at)))
+            problems = await verify(self.store, newest, new=new)
             if problems:
-                self.encoder.distrusted.add(newest.attempt)
+                self.encoder.distrust(max([newest.attempt, *self.in_flight]))
                 tell(DamagedNote(self.url, newest.step, problems[:10]))
-                await commit.doubt(self.log, mine, newest.attempt, lost)  # which may fail: a disk may be full as well
                 return
             self.verified = {newest.attempt}
             self.read_back = (self.read_back & state.commits.keys()) | {newest.attempt}
@@ -199,9 +203,10 @@ class OpenTier:
             self.tidied |= left - self.in_flight
 
     def _pinned(self, state: RunState) -> set[Attempt]:
-        """Also what training wants kept, for which no record may have landed yet."""
+        """Also the sources of what is in flight, and what training wants kept, for which no record may have landed."""
         wanted = {attempt for attempt in state.commits if attempt.step in (self.notes or ())}
-        return {*self.promoting, *self.anchors.values(), *wanted}
+        sources = set[Attempt]().union(*(self.sources.get(attempt, ()) for attempt in self.in_flight))
+        return {*self.promoting, *self.anchors.values(), *sources, *wanted}
 
     def noted(self) -> dict[int, str]:
         """What training wants kept, and why: as it has said, or the log says since an earlier incarnation."""

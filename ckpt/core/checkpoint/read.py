@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import numpy as np
 
 from ckpt.core.checkpoint.blobs import Sink as Sink
-from ckpt.core.checkpoint.blobs import closure as closure
 from ckpt.core.checkpoint.blobs import fetch as fetch
 from ckpt.core.checkpoint.blobs import plan_reads as plan_reads
 from ckpt.core.checkpoint.concurrent import of_each
@@ -334,10 +333,9 @@ async def verify(
     data: bool = True,
     new: bool = False,
     on_bytes: Callable[[int], None] | None = None,
-    on_lost: Callable[[str, int], None] = lambda pack, offset: None,
     on_unreadable: Callable[[StoreError], None] | None = None,
 ) -> list[str]:
-    """Read every byte of a checkpoint; the problems found, none if it is sound. `on_lost`: told where damage may lie.
+    """Read every byte of a checkpoint; the problems found, none if it is sound.
 
     `data` False: everything but the tensors' bytes. `new`: of these, only what it did not take from older checkpoints.
     `on_unreadable`: called with each error that says nothing about the stored bytes. Without it, the first such error
@@ -372,7 +370,7 @@ async def verify(
         if manifest:
             await check(asyncio.to_thread(_check_parses, manifest, index))
         if data and manifest:
-            await _verify_blobs(store, commit, manifest.table, new, on_bytes, note, on_lost)
+            await _verify_blobs(store, commit, manifest.table, new, on_bytes, note)
     return problems
 
 
@@ -400,18 +398,12 @@ async def _verify_blobs(
     new: bool,
     on_bytes: Callable[[int], None] | None,
     note: Callable[[CorruptError | StoreError], None],
-    on_lost: Callable[[str, int], None],
 ) -> None:
     own = np.array([not new or owner(key) == commit.attempt for key in table.packs], np.bool_)
     blobs = _distinct(table, np.flatnonzero(own[table.pack[: table.owned]]))
 
     def on_damage(blobs: Sequence[int], error: CorruptError | StoreError) -> None:
         note(error)
-        if is_unreadable(error):
-            return
-        for blob in closure(table, blobs):
-            if table.stored[blob]:
-                on_lost(*table.place(blob))
 
     batches = plan_reads(table, blobs.tolist(), far=store.remote)
     await fetch(store, table, batches, None, on_bytes=on_bytes, on_damage=on_damage)

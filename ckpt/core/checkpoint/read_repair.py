@@ -7,10 +7,9 @@ places.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from ckpt.core.checkpoint import read, read_local
-from ckpt.core.checkpoint.blobs import Sink, closure, plan_reads
+from ckpt.core.checkpoint.blobs import Sink, plan_reads
 from ckpt.core.checkpoint.blobs import fetch as fetch_blobs
 from ckpt.core.checkpoint.put import Room
 from ckpt.core.format.manifest import Attempt
@@ -25,14 +24,6 @@ NEARBY = 8  # checkpoints of a place that are looked at
 Lost = dict[int, CorruptError | StoreError]
 
 
-@dataclass
-class ReadRepair:
-    """What was damaged and came from elsewhere, in words; and where the damage lies, by pack and offset."""
-
-    repaired: list[str] = field(default_factory=list)
-    ranges: set[tuple[str, int]] = field(default_factory=set)
-
-
 async def fetch(
     store: Store,
     attempt: Attempt,
@@ -41,10 +32,11 @@ async def fetch(
     sink: Sink,
     others: Sequence[str] = (),
     room: Room | None = None,
-) -> ReadRepair:
-    """Hand all of these blobs to `sink`, each verified. CorruptError or StoreError if one cannot be had anywhere.
+) -> list[str]:
+    """Hand all of these blobs to `sink`, each verified. Return what was damaged and came from elsewhere, in words.
 
-    If a place that may have the missing bytes cannot be read now, that error is raised (`is_unreadable`), not damage.
+    Raises CorruptError or StoreError if one cannot be had anywhere. If a place that may have the missing bytes cannot
+    be read now, that error is raised (`is_unreadable`), not damage.
 
     `others`: URLs of places that have the same checkpoint. `room`: where blobs may be read to instead; what comes from
     elsewhere is handed to `sink` all the same.
@@ -65,15 +57,13 @@ async def fetch(
             del missing[blob]
         if again:
             await fetch_blobs(store, table, plan_reads(table, again, far=True), sink, on_damage=note)
-    mended, away = ReadRepair(), list[StoreError]()
+    mended, away = list[str](), list[StoreError]()
     if missing:
-        damaged = [blob for blob, error in missing.items() if not is_unreadable(error)]
-        mended.ranges = {table.place(row) for row in closure(table, damaged) if table.stored[row]}
         first = next(iter(missing.values()))
         for url in (store.url, *others):
             if missing:
                 await _search(store, url, attempt, table, missing, sink, mended, away)
-        for text in mended.repaired:
+        for text in mended:
             logger.warning("step %d in %s: %s; the first was: %s", attempt.step, store.url, text, first)
     if missing:
         errors = [*missing.values(), *away]
@@ -88,7 +78,7 @@ async def _search(
     table: Table,
     missing: Lost,
     sink: Sink,
-    mended: ReadRepair,
+    mended: list[str],
     away: list[StoreError],
 ) -> None:
     """In one place, as long as anything is missing. Whatever is wrong there is no reason to give up. `away`: gets the
@@ -123,7 +113,7 @@ async def _take(
     table: Table,
     missing: Lost,
     sink: Sink,
-    mended: ReadRepair,
+    mended: list[str],
     away: list[StoreError],
 ) -> None:
     """What one checkpoint has of what is missing."""
@@ -141,7 +131,7 @@ async def _take(
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         what = "1 damaged piece" if len(found) == 1 else f"{len(found)} damaged pieces"
         where = other.url if commit.attempt == attempt else f"{other.url}, step {commit.step}"
-        mended.repaired.append(f"{what} ({', '.join(names[:3])}{more}) came from {where}")
+        mended.append(f"{what} ({', '.join(names[:3])}{more}) came from {where}")
 
 
 async def _take_of(

@@ -63,14 +63,14 @@ def why_kept(state: RunState, keep: Keep, verified: Iterable[Attempt]) -> dict[A
     them, whatever `keep` says. Pure.
 
     So do the newest two full ones, since many increments may depend on one blob of a full one; and what an attempt that
-    is still open builds on.
+    is HELD builds on.
     """
     history, checked = state.lineage(), set(verified)
     rest = sorted((c for c in state.commits.values() if c not in history), key=lambda c: c.attempt, reverse=True)
     ordered: list[Commit] = [*history, *rest]
     newest, due = ordered[:ALWAYS], [c for c in ordered if c.reason == "due"]
     full = [c for c in ordered if c.full][:ALWAYS]
-    pinned = set[Attempt]().union(*state.pins.values(), *(c.needs for c in state.held.values()))
+    pinned = {need for held in state.held.values() for need in held.needs}
     rules: list[tuple[str, list[Commit]]] = [
         *((f"kept: {note}", [c for c in ordered if c.attempt == attempt]) for attempt, note in state.kept.items()),
         ("the newest two stay", newest),
@@ -198,7 +198,7 @@ def plan_deletion(
 
 
 def remember_packs(log: RunLog, attempt: Attempt, packs: Iterable[str]) -> None:
-    """What somebody knows who has just written all of a checkpoint: it need not be read again for this."""
+    """Note the packs of a checkpoint for `files_of`, so that it need not read them."""
     _cache[(log.store.url, attempt)] = frozenset(packs)
 
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 from ckpt.core.checkpoint.commit import Role, abort, commit_or_end, given_up
+from ckpt.core.checkpoint.encode import Encoder
 from ckpt.core.checkpoint.parts import sound_parts, tries
 from ckpt.core.checkpoint.write import WrittenPart
 from ckpt.core.format.manifest import Attempt
@@ -38,14 +39,15 @@ async def settle(
     role: Role,
     *,
     deadline_s: float,
+    encoder: Encoder | None = None,
     on_held: Callable[[], None] = lambda: None,
     on_slow: Callable[[str], None] = lambda text: None,
 ) -> None:
     """From a part to a checkpoint: commit when all ranks' parts are there, or wait until another rank's writer has.
 
-    SaveError if the attempt is given up, or parts are
-    missing after `deadline_s`. `on_held` is called when all that belongs into this place is there, and the checkpoint
-    needs those of other places as well. `on_slow` is called once if a rank is late: it may be in a long evaluation.
+    SaveError if the attempt is given up, or parts are missing after `deadline_s`. `encoder`: of this tier, which knows
+    what is damaged there. `on_held` is called when all that belongs into this place is there, and the checkpoint needs
+    those of other places as well. `on_slow` is called once if a rank is late: it may be in a long evaluation.
     """
     attempt = Attempt.parse(own.part.attempt)
     remote = log.store.remote
@@ -57,7 +59,8 @@ async def settle(
         if waited >= role.place * stagger_s:
             parts = await _present(log.store, attempt, own, role)
             if parts is not None and attempt not in log.state.held:
-                await commit_or_end(log, owner(), parts, kind="HELD" if role.partial else "COMMIT")
+                kind, distrusted = "HELD" if role.partial else "COMMIT", encoder.distrusted if encoder else None
+                await commit_or_end(log, owner(), parts, kind=kind, distrusted=distrusted)
         elif role.world > 1:
             await log.refresh()
         if _is_checkpoint(log.state, attempt):

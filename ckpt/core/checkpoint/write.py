@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import mmap
-import time
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -144,7 +143,6 @@ def _part(
         values=snapshot.values,
         table=table,
         packs=packs,
-        created=time.time(),
         reason=reason,
         finite=snapshot.finite,
         replicas=snapshot.replicas,

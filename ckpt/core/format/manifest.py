@@ -270,7 +270,6 @@ class Part:
     values: list[Any]
     table: str
     packs: list[PackInfo]
-    created: float
     finite: bool | None = None
     layout_digest: str = ""
     reason: str = "due"  # why it was saved, see `ckpt.core.log.records.Commit`
@@ -302,7 +301,7 @@ class Part:
             raise CorruptError(f"{what} builds on an impossible full one")
         kinds = (
             (self.layout, dict), (self.values, list), (self.table, str), (self.layout_digest, str), (self.reason, str),
-            (self.finite, (bool, type(None))), (self.created, (int, float)), (self.replicas, dict),
+            (self.finite, (bool, type(None))), (self.replicas, dict),
         )  # fmt: skip
         if not all(isinstance(value, kind) for value, kind in kinds):
             raise CorruptError(f"{what} has a field of the wrong type")

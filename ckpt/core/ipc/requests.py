@@ -161,13 +161,10 @@ class Complete(Request[None], frozen=True):
     attempts: list[str]
 
 
-class Doubt(Request[None], frozen=True):
-    """A restore has found these bytes (pack, offset) damaged: nothing is to be built on them."""
+class Distrust(Request[None], frozen=True):
+    """A restore found damage in this tier: no checkpoint that is there now is built on."""
 
-    most_bytes = MOST_BYTES
     url: str
-    attempt: str
-    ranges: list[tuple[str, int]]
 
 
 class Taken(Request[None], frozen=True):

@@ -1,6 +1,6 @@
 """The run log: numbered records, each created only if absent. The state of a run is a fold over them.
 
-    log/000000000042.json    {"seq", "prev", "root", "epoch", "id", "type", "body", "digest"}
+    log/000000000042.json    {"seq", "prev", "root", "term", "id", "type", "body", "digest"}
 
 `prev` is the SHA-256 of the bytes of the previous record. `root` is the id of the run. `id` names the request that made
 the record, so that a writer whose reply was lost finds its own record. The record types are in `log.records`.
@@ -396,7 +396,7 @@ class RunLog(LogFiles):
                 "seq": state.next_seq,
                 "prev": state.last,
                 "root": self.root,
-                "epoch": record.body.get("epoch", state.epoch),
+                "term": record.body.get("term", state.epoch),
                 "id": record.id,
                 "type": record.type,
                 "body": record.body,

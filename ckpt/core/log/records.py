@@ -1,13 +1,12 @@
 """What the records of a run log say, by type, and the state of a run, which is a fold over all of them:
 
-ACQUIRE   epoch, nonce, restored      a job takes the run over, or goes back to `restored` (an attempt or null)
-BEGIN     attempt, pins               an open attempt builds on these checkpoints: they stay until it ends
+ACQUIRE   term, nonce, restored       a job takes the run over, or goes back to `restored` (an attempt or null)
 HELD      as COMMIT                   on a disk that only some ranks see: their parts are here
 COMMIT    attempt, world, parts, index, finite, reason    a checkpoint exists (there: its other parts do too);
+          time                        when it was committed, in seconds since 1970;
           needs                       which older checkpoints it was built on, if it was
 ABORT     attempt, reason             this attempt never will
 PLAN      retire, delete, reason      checkpoints given up and the files that go with them; why, if not by retention
-DOUBT     attempt, ranges             bytes of it that were found damaged, by pack and offset: not to be built on
 KEEP      attempt, note, keep         never retire this one; `keep` false takes that back
 SNAPSHOT  everything that follows from the records before it
 """
@@ -25,8 +24,8 @@ from ckpt.errors import CorruptError
 
 SNAPSHOT_EVERY = 256
 KEPT_REQUESTS = 512  # records before a SNAPSHOT whose request ids it keeps
-LOOSE = {"reasons", "requests", "doubts"}  # of a SNAPSHOT: only the last ones, and versions may differ in how many
-MAX_DOUBTS = 10_000
+LOOSE = {"reasons", "requests"}  # of a SNAPSHOT: only the last ones, and versions may differ in how many
+LAST_TIME = 253_402_300_800  # seconds from 1970 to the year 10,000
 MAX_REASONS = 64  # why attempts ended, of so many of the last ones, in a SNAPSHOT
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
@@ -67,7 +66,8 @@ class Acquire:
 class Commit:
     """A checkpoint. `parts`: (rank, try, digest of the part) of every rank whose part is in this place, of `world`
     ranks that saved; `index`: digest of the merged table; `needs`: the older checkpoints that it was built on, in their
-    order: it uses packs that they use. They may be retired since: what keeps the packs is that this one uses them."""
+    order: it uses packs that they use. They may be retired since: what keeps the packs is that this one uses them;
+    `time`: of the commit, in seconds since 1970."""
 
     attempt: Attempt
     world: int
@@ -76,6 +76,7 @@ class Commit:
     finite: bool | None = None
     reason: str = "due"  # or "ring": persisted at a fault, besides the cadence; "late": after the trainer's death
     needs: tuple[Attempt, ...] = ()
+    time: float = 0.0
 
     @property
     def step(self) -> int:
@@ -104,9 +105,7 @@ class RunState:
     retired: Attempts = field(default_factory=Attempts)
     aborted: Attempts = field(default_factory=Attempts)
     reasons: dict[Attempt, str] = field(default_factory=dict)  # why they were aborted, or taken back
-    pins: dict[Attempt, tuple[Attempt, ...]] = field(default_factory=dict)  # what open attempts build on
     kept: dict[Attempt, str] = field(default_factory=dict)  # with the note that says why
-    doubts: set[tuple[str, int]] = field(default_factory=set)  # packs and offsets of what was found damaged
     requests: dict[str, int] = field(default_factory=dict)  # those of all records from `requests_from` on
     requests_from: int = 0
     damaged: list[int] = field(default_factory=list)
@@ -153,9 +152,9 @@ def fold(state: RunState, record: dict[str, Any]) -> None:
     """Apply one record. CorruptError if its body is impossible, before anything is changed."""
     try:
         kind, body, request, seq = record["type"], record["body"], str(record["id"]), record["seq"]
-        epoch = record.get("epoch", 0)
+        epoch = record.get("term", 0)
         if kind not in _FOLDS or type(epoch) is not int or not 0 <= epoch < MAX_EPOCH:
-            raise CorruptError(f"not a record: {kind!r} of epoch {epoch!r}")
+            raise CorruptError(f"not a record: {kind!r} of term {epoch!r}")
         _FOLDS[kind](state, body)
         state.requests[request] = seq
         state.seen_epoch = max(state.seen_epoch, epoch)
@@ -164,17 +163,10 @@ def fold(state: RunState, record: dict[str, Any]) -> None:
 
 
 def _acquire(state: RunState, body: dict[str, Any]) -> None:
-    epoch, restored = body["epoch"], body["restored"]
+    epoch, restored = body["term"], body["restored"]
     if type(epoch) is not int or not state.epoch < epoch < MAX_EPOCH:
-        raise CorruptError(f"epoch {epoch!r} after {state.epoch}")
+        raise CorruptError(f"term {epoch!r} after {state.epoch}")
     state.acquires.append(Acquire(epoch, str(body["nonce"]), None if restored is None else Attempt.parse(restored)))
-
-
-def _begin(state: RunState, body: dict[str, Any]) -> None:
-    attempt = Attempt.parse(body["attempt"])
-    pins = read_needs(body["pins"], attempt)
-    if not state.ended(attempt):  # else nothing would ever take them back
-        state.pins[attempt] = pins
 
 
 def _held(state: RunState, body: dict[str, Any]) -> None:
@@ -187,7 +179,7 @@ def _commit(state: RunState, body: dict[str, Any]) -> None:
     commit = _checked(body)
     if not state.ended(commit.attempt):
         state.commits[commit.attempt] = commit
-    _is_over(state, commit.attempt)
+    state.held.pop(commit.attempt, None)
 
 
 def _abort(state: RunState, body: dict[str, Any]) -> None:
@@ -195,26 +187,16 @@ def _abort(state: RunState, body: dict[str, Any]) -> None:
     if not state.ended(attempt):
         state.reasons[attempt] = str(body["reason"])[:500]
         state.aborted.add(attempt)
-    _is_over(state, attempt)
-
-
-def _is_over(state: RunState, attempt: Attempt) -> None:
-    state.pins.pop(attempt, None)
     state.held.pop(attempt, None)
 
 
 def _plan(state: RunState, body: dict[str, Any]) -> None:
     for attempt in [Attempt.parse(text) for text in body["retire"]]:
         state.commits.pop(attempt, None)
-        _is_over(state, attempt)
+        state.held.pop(attempt, None)
         state.retired.add(attempt)
         if "reason" in body:
             state.reasons[attempt] = str(body["reason"])[:500]
-
-
-def _doubt(state: RunState, body: dict[str, Any]) -> None:
-    Attempt.parse(body["attempt"])
-    state.doubts |= {(str(pack), int(offset)) for pack, offset in body["ranges"][:MAX_DOUBTS]}
 
 
 def _keep(state: RunState, body: dict[str, Any]) -> None:
@@ -239,18 +221,16 @@ def _ended(groups: Any, most: int) -> Any:
 
 
 _FOLDS = {
-    "ACQUIRE": _acquire, "BEGIN": _begin, "HELD": _held, "COMMIT": _commit, "ABORT": _abort, "PLAN": _plan,
-    "DOUBT": _doubt, "KEEP": _keep, "SNAPSHOT": _snapshot,
+    "ACQUIRE": _acquire, "HELD": _held, "COMMIT": _commit, "ABORT": _abort, "PLAN": _plan,
+    "KEEP": _keep, "SNAPSHOT": _snapshot,
 }  # fmt: skip
 TYPES = tuple(_FOLDS)
 IN_WORDS = {  # for people
     "ACQUIRE": "this job's start",
-    "BEGIN": "the beginning of a save",
     "HELD": "what this node saved",
     "COMMIT": "the checkpoint",
     "ABORT": "the end of a save",
     "PLAN": "the list of checkpoints that go",
-    "DOUBT": "the list of what is damaged",
     "KEEP": "the note that keeps a checkpoint",
     "SNAPSHOT": "a summary of the log",
 }
@@ -272,8 +252,10 @@ def _checked(body: dict[str, Any]) -> Commit:
         last = rank
     if finite is not None and type(finite) is not bool:
         raise CorruptError(f"impossible finite: {finite!r}")
-    needs = read_needs(body.get("needs", []), attempt)
-    return Commit(attempt, world, parts, index, finite, str(body["reason"]), needs)
+    needs, when = read_needs(body.get("needs", []), attempt), body["time"]
+    if type(when) not in (int, float) or not 0 <= when < LAST_TIME:
+        raise CorruptError(f"impossible time: {when!r}")
+    return Commit(attempt, world, parts, index, finite, str(body["reason"]), needs, when)
 
 
 def commit_body(commit: Commit) -> dict[str, Any]:
@@ -285,6 +267,7 @@ def commit_body(commit: Commit) -> dict[str, Any]:
         "index": commit.index,
         "finite": commit.finite,
         "reason": commit.reason,
+        "time": commit.time,
     }
     return body | {"needs": needs_texts(commit.needs)} if commit.needs else body
 
@@ -299,9 +282,7 @@ def summary(state: RunState) -> dict[str, Any]:
         "retired": state.retired.to_json(),
         "aborted": state.aborted.to_json(),
         "reasons": [[str(a), why] for a, why in list(state.reasons.items())[-MAX_REASONS:]],
-        "pins": {str(a): needs_texts(state.pins[a]) for a in sorted(state.pins)},
         "kept": [[str(a), note] for a, note in sorted(state.kept.items())],
-        "doubts": [list(one) for one in sorted(state.doubts)[:MAX_DOUBTS]],
         "requests": {request: n for request, n in state.requests.items() if n >= seq - KEPT_REQUESTS},
     }
 
@@ -316,14 +297,12 @@ def expand(body: dict[str, Any], seq: int = MOST) -> RunState:
             retired=Attempts.from_json(body["retired"], most),
             aborted=Attempts.from_json(body["aborted"], most),
             reasons={Attempt.parse(a): str(why) for a, why in body.get("reasons", ())},
-            pins={(a := Attempt.parse(text)): read_needs(pins, a) for text, pins in body["pins"].items()},
             kept={Attempt.parse(a): str(note) for a, note in body["kept"]},
-            doubts={(str(pack), int(offset)) for pack, offset in body.get("doubts", ())},
             requests={str(request): int(n) for request, n in body.get("requests", {}).items()},
             requests_from=max(0, seq - KEPT_REQUESTS),
         )
         for epoch, nonce, restored in body["acquires"]:
-            _acquire(state, {"epoch": epoch, "nonce": nonce, "restored": restored})
+            _acquire(state, {"term": epoch, "nonce": nonce, "restored": restored})
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise CorruptError(f"impossible snapshot: {error}") from None
     return state
@@ -336,7 +315,8 @@ def _is_digest(text: object) -> bool:
 def live_packs(state: RunState, packs: Iterable[str], used: Iterable[str]) -> set[str]:
     """Of the listed packs, those that must stay: `used` by live checkpoints, or of an attempt still open.
 
-    What open attempts take from older checkpoints is `used` by these, which are pinned, and stay as long.
+    An open attempt may also refer to files of older checkpoints. They stay only as long as a live one uses them:
+    its COMMIT checks that.
     """
     protected = set(used)
     return {key for key in packs if key in protected or (a := owner(key)) is None or not state.ended(a)}

@@ -197,7 +197,7 @@ def _restore(
         result.nbytes, result.nbytes_received = 0, 0
         together(world, "fill", lambda: mine.fill(told, result, direct))
         point("restore.filled")
-        together(world, "finish", mine.finish)
+        source.damaged = together(world, "finish", mine.finish, any)
         capture.keep_apart(mine.placement.apart)
         _say_left_out(mine.placement, result)
         result.overruled = mine.placement.overruled
@@ -281,10 +281,12 @@ class _Try:
         exchange.finish_sending()
         exchange.wait(work.expects, TRANSFER_S)
 
-    def finish(self) -> None:
+    def finish(self) -> bool:
+        """Return True if this rank took anything from elsewhere because it is damaged in this source."""
         self._filler.finish()
         for finish in (*self.placement.finishers, *self.placement.last):
             finish()
+        return bool(self._source.repaired)
 
     def close(self) -> None:
         if self._exchange is not None:

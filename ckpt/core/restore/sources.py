@@ -45,15 +45,15 @@ Sink = Callable[[int, memoryview], None]
 
 class RestoreSource(ABC):
     """One checkpoint in one place, as this rank sees it. `undone`: not in the present history, since a later restore
-    went back behind it; `repaired`: what was damaged here and came from elsewhere; `damaged`: where that lies, by pack
-    and offset; `partial`: ranks see different parts of it, and must tell each other."""
+    went back behind it; `repaired`: what was damaged here and came from elsewhere; `damaged`: any rank found such;
+    `partial`: ranks see different parts of it, and must tell each other."""
 
     def __init__(self, attempt: Attempt, tier: str, *, partial: bool, undone: bool, describing: bool) -> None:
         """`describing`: this rank speaks for its node, all of whose ranks see the same."""
         self.attempt, self.tier, self.partial, self.undone = attempt, tier, partial, undone
         self._describing = describing
         self.repaired: list[str] = []
-        self.damaged: set[tuple[str, int]] = set()
+        self.damaged = False
         self._saved: SavedState | None = None
 
     @abstractmethod
@@ -348,9 +348,9 @@ class StoreSource(RestoreSource):
 
     async def _read(self, blobs: Sequence[int], sink: Sink, room: Room | None) -> None:
         async with read.opened(self.tier) as store:
-            mended = await read_repair.fetch(store, self.attempt, self.saved.table, blobs, sink, self._others, room)
-        self.repaired += mended.repaired
-        self.damaged |= mended.ranges
+            self.repaired += await read_repair.fetch(
+                store, self.attempt, self.saved.table, blobs, sink, self._others, room
+            )
 
 
 async def fill_from_store(

@@ -111,7 +111,7 @@ class Restoring:
         session, staged, supervisor = self._session, self._staged, self._session.supervisor
         session.ownership.take_over(supervisor.owner.epoch, source.attempt)
         if source.damaged:
-            supervisor.run.doubt(source.tier, source.attempt, source.damaged)
+            supervisor.run.distrust(source.tier)
         session.heartbeat.went_back(source.attempt.step)
         memory = source if isinstance(source, MemorySource) else None
         place = memory.place_of(session.world.rank) if memory is not None else None

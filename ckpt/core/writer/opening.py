@@ -167,14 +167,11 @@ class TierOpener:
             tier.set_every(int(request.decision["every"].get(tier.url, tier.every)))
         self.books.decided(Decision(**request.decision))
 
-    @handles(requests.Doubt)
-    async def doubt(self, request: requests.Doubt) -> None:
-        """The trainer has found damage in a tier when it restored."""
-        ranges = set(request.ranges)
+    @handles(requests.Distrust)
+    def distrust(self, request: requests.Distrust) -> None:
+        """Every checkpoint that is there is of an earlier term than that of the restore."""
         for tier in (tier for tier in self.run.tiers if tier.url == request.url):
-            tier.encoder.suspects |= ranges
-            await tier.prepare()
-            await commit.doubt(tier.log, self.run.mine(), Attempt.parse(request.attempt), ranges)
+            tier.encoder.distrust(Attempt(self.run.mine().epoch, 0, ""))
 
     @handles(requests.Complete)
     async def complete(self, request: requests.Complete) -> None:

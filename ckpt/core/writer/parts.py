@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -15,8 +14,8 @@ from dataclasses import dataclass, field
 from ckpt import events
 from ckpt.core.checkpoint import commit
 from ckpt.core.checkpoint.byte_source import Bases, ByteSource, InMemory, bases_in, bases_near, no_bases
+from ckpt.core.checkpoint.commit_checks import WHOLE_NEXT
 from ckpt.core.checkpoint.open_tier import OpenTier
-from ckpt.core.checkpoint.retention import remember_packs
 from ckpt.core.checkpoint.settle import settle
 from ckpt.core.checkpoint.write import RankSnapshot, WrittenPart
 from ckpt.core.format.digest import blob_digest
@@ -64,15 +63,14 @@ class Settler:
             await self._commit(tier, written)
             if attempt.step in (tier.notes or ()) and tier.role.place == 0:
                 await tier.keep_noted(self.run.mine())  # whoever is told of the checkpoint may rely on that, too
-            if written.part.world == 1:
-                remember_packs(tier.log, attempt, written.table.packs)
             tier.flow.committed(int(written.table.length[: written.table.owned].sum()), own_bytes(written))
             events.log.info("step %d is a checkpoint in %s", attempt.step, tier.url)
         except FullError:
             await self._make_room(tier, attempt)
             raise
         except Exception as error:
-            await _distrust_gone(tier, written)
+            if WHOLE_NEXT in str(error):
+                tier.encoder.distrust(attempt)
             if written.part.world > 1:
                 await self._give_up(tier, written, error)
             if attempt in tier.log.state.held:
@@ -82,7 +80,6 @@ class Settler:
             raise
         finally:
             tier.in_flight.discard(attempt)
-        await self._let_go(tier, attempt)
         self.held_memory.forget_old()
         self._sweep_soon(tier)
 
@@ -100,20 +97,12 @@ class Settler:
                 run.mine,
                 written,
                 role,
+                encoder=tier.encoder,
                 deadline_s=run.commit_s * (FAR_PATIENCE if tier.store.remote else 1),
                 on_held=lambda: self.trainer.tell(held),
                 on_slow=lambda text: self.trainer.tell(SaidNote(text)),
             ),
         )
-
-    async def _let_go(self, tier: OpenTier, newer: Attempt) -> None:
-        """What failed to be written, and keeps what it was to be built on from being retired, is not tried again once
-        a newer one is there."""
-        mine = self.run.mine()
-        for attempt in [a for a in tier.log.state.pins if a < newer and a not in tier.in_flight]:
-            if tier.role.place == 0 and tier.role.world == 1 and attempt.epoch <= mine.epoch:
-                with contextlib.suppress(CheckpointError):
-                    await commit.abort(tier.log, mine, attempt, "it could not be written, and a newer one was")
 
     def _sweep_soon(self, tier: OpenTier) -> None:
         if tier.role.place == 0 and (tier.sweeping is None or tier.sweeping.done()):
@@ -164,16 +153,6 @@ class Settler:
                     failures.append(error)
         if failures:
             raise failures[0]
-
-
-async def _distrust_gone(tier: OpenTier, written: WrittenPart) -> None:
-    """Have the next checkpoint be a full one if packs are gone that this one was built on."""
-    try:
-        await commit.check_there(tier.log.store, Attempt.parse(written.part.attempt), written.packs)
-    except SaveError:
-        tier.encoder.distrusted.update(map(Attempt.parse, written.part.needs))
-    except StoreError:
-        pass  # the store is out of reach: the next commit checks again
 
 
 def own_bytes(written: WrittenPart | None) -> int:
@@ -291,6 +270,8 @@ class PartWriter:
         what it was any more."""
         attempt, layout, near = snapshot.attempt, snapshot.layout, self.run.near(tier)
         previous = await tier.encoder.previous(tier.log, attempt, layout)
+        if previous is not None:
+            tier.builds_on(attempt, previous.attempt)
         with tier.flow.writing(attempt.step, layout.arrangement.data_size):
             written = await tier.encoder.write(
                 tier.log.store,
@@ -299,22 +280,13 @@ class PartWriter:
                 previous,
                 number=number,
                 reason=reason,
-                on_needs=functools.partial(self._pin, tier, attempt),
                 bases=_bases(tier, near, layout.rank, reason),
                 check=check,
+                log=tier.log,
             )
         if near is not None:
             _anchor(tier, near, written)
         return written
-
-    async def _pin(self, tier: OpenTier, attempt: Attempt, built_on: Attempt) -> bool:
-        """The writer that commits pins what is built on; that it is still there is seen again at the commit."""
-        try:
-            if tier.role.place == 0:
-                await self.run.as_owner(tier.log, lambda mine: commit.begin(tier.log, mine, attempt, (built_on,)))
-        except SaveError:
-            return False
-        return built_on in tier.log.state.commits
 
 
 def _bases(tier: OpenTier, near: OpenTier | None, rank: int, reason: str) -> Bases:

@@ -50,7 +50,7 @@ def ls(url: str, as_json: bool) -> int:
     """
     unread: list[object] = []
     try:
-        found = asyncio.run(_ls(url, unread))
+        found = asyncio.run(_ls(url))
     except FormatError:
         below = asyncio.run(_runs_below(url, unread))
         if not unread and all(one["bytes_in_files"] is None for one in below):
@@ -61,7 +61,7 @@ def ls(url: str, as_json: bool) -> int:
         print_json(found)
     else:
         show_checkpoints(found)
-    return UNREADABLE if unread else 0
+    return 0
 
 
 def show_runs(url: str, runs: list[dict[str, Any]], as_json: bool) -> None:
@@ -94,7 +94,7 @@ def when_text(created: str | None) -> str:
 async def _runs_below(url: str, unread: list[object]) -> list[dict[str, Any]]:
     """`unread`: gets what cannot be read now. Another user's private folder is not in it."""
     from ckpt.tools.maintain.find_runs import PRIVATE, runs_below
-    from ckpt.tools.maintain.listing import created_at, sizes_of
+    from ckpt.tools.maintain.listing import created, sizes_of
 
     top = normalise(url)
 
@@ -106,7 +106,7 @@ async def _runs_below(url: str, unread: list[object]) -> list[dict[str, Any]]:
         try:
             async with opened(run) as log:
                 newest = next(iter(log.state.lineage()), None)
-                saved = None if newest is None else await created_at(log, newest, unread.append)
+                saved = None if newest is None else created(newest)
                 step, count = newest and newest.step, len(log.state.commits)
                 _, size = await sizes_of(log, [])
                 return {**row(run, size), "newest": step, "checkpoints": count, "saved": saved}
@@ -147,11 +147,11 @@ def show_checkpoints(found: dict[str, Any]) -> None:
     put(f"{count}, {written} written, {human(found['bytes_in_files'])} in files")
 
 
-async def _ls(url: str, unread: list[object]) -> dict[str, Any]:
+async def _ls(url: str) -> dict[str, Any]:
     from ckpt.tools.maintain.listing import checkpoints_of
 
     async with opened(url) as log:
-        rows, in_files = await checkpoints_of(log, unread.append)
+        rows, in_files = await checkpoints_of(log)
         return {
             "url": log.store.url,
             "damaged_records": log.state.damaged,

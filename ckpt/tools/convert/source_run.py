@@ -196,7 +196,7 @@ class RunOrigin:
             raise CorruptError(
                 f"{error}. Give another location that has it (--from), an older step (RUN@STEP), or see `ckpt repair`"
             ) from error
-        self.repaired += found.repaired
+        self.repaired += found
 
     def _announce(self, table: Table, blobs: Sequence[int]) -> None:
         """What follows in the same files is likely to be wanted next."""

@@ -202,7 +202,7 @@ async def copy(
             newest = _newest(item, plan.there)
             if leading and leads(target.state, newest, plan.take_over):
                 mine = after = await _lead(target, after, newest)
-            await append_commit(target, mine, written, used=files)
+            await append_commit(target, mine, written, used=files, at=commit.time)
             leading = False
         except (NotFoundError, CorruptError) as error:
             blamed = await _blame(source, item.attempt, error, target)

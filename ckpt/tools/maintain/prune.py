@@ -245,8 +245,7 @@ class GcPlan:
 
 def plan_gc(url: str, state: RunState, stock: RunFiles, uploads: Sequence[str], abort_open: bool) -> GcPlan:
     """Pure. CorruptError if nothing may be deleted there."""
-    begun: dict[Attempt, list[str]] = {attempt: [] for attempt in state.pins}  # of which there may be no file yet
-    owned = sorted((begun | by_owner([*stock.sizes, *uploads])).items())
+    owned = sorted(by_owner([*stock.sizes, *uploads]).items())
     ending = tuple(a for a, _ in owned if abort_open and may_end(state, a))
     later = replace(state, aborted=state.aborted | set(ending))
     found = decide_gc(url, stock, later) or Sweep()
@@ -322,5 +321,5 @@ async def gc(log: RunLog, stock: RunFiles, ending: Iterable[Attempt]) -> tuple[S
 
 
 def _end(attempt: Attempt, state: RunState) -> Record | None:
-    body = {"attempt": str(attempt), "reason": "ended by hand, long after its epoch"}
+    body = {"attempt": str(attempt), "reason": "ended by hand, long after its term"}
     return Record("ABORT", body, f"abort:{attempt}") if may_end(state, attempt) else None

@@ -66,7 +66,7 @@ def decide_removal(url: str, attempt: Attempt, checked: Attempt, stock: RunFiles
             f"step {attempt.step} of {url} is kept: {state.kept[attempt]}. To let it go, first "
             f"`ckpt keep {url}@{attempt.step} --undo --yes`"
         )
-    if any(attempt in pins for pins in state.pins.values()) or any(attempt in c.needs for c in state.held.values()):
+    if any(attempt in c.needs for c in state.held.values()):
         raise UsageError(f"a save under way builds on step {attempt.step} of {url}: remove it once that has ended")
     if others:  # two would block each other: this one is given up, and files go with the last that cannot be read
         return Sweep({attempt})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ckpt.core.cadence.cadence import MEMORY, Auto
@@ -137,9 +136,9 @@ class RunOpener:
         """All places hold their parts of these."""
         self._writer.send(requests.Complete(tier, [str(a) for a in attempts]))
 
-    def doubt(self, url: str, attempt: Attempt, ranges: Iterable[tuple[str, int]]) -> None:
-        """These bytes of a place were found damaged: nothing is to be built on them."""
-        self._writer.send(requests.Doubt(url, str(attempt), sorted(ranges)))
+    def distrust(self, url: str) -> None:
+        """Have the next checkpoint of a tier be full, because a restore found damage there."""
+        self._writer.send(requests.Distrust(url))
 
 
 def _row(acquire: Acquire) -> requests.Owner:

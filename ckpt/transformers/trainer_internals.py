@@ -13,16 +13,18 @@ import json
 import math
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import EarlyStoppingCallback, Trainer
 from transformers.trainer_callback import ExportableState, TrainerControl
 from transformers.utils import logging
 
+from ckpt.core.format.values import decode
+from ckpt.core.state.sharding import ModulePart, named_parameters, unwrap
 from ckpt.core.state.stateful import RNG
 from ckpt.errors import MismatchError, UsageError
 from ckpt.transformers.further_state import FurtherState
@@ -94,25 +96,41 @@ def reduce_batch_size(trainer: Trainer, size: int) -> None:
 class Rewind:
     """Has the loop that is about to begin start at an epoch and a batch of it; at no epoch, if that is None.
 
-    Epochs that are passed over do not run, and no callback hears of them.
+    Epochs that are passed over do not run, and no callback hears of them. Nor is there an evaluation before the first
+    step (`eval_on_start`). `put_flags` is called when callbacks have begun the training, which was begun before; and
+    the epoch, if that was `begun` before.
     """
 
-    def __init__(self, trainer: Trainer, first: int, epoch: int | None, batches: int) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        first: int,
+        epoch: int | None,
+        batches: int,
+        put_flags: Callable[[], None],
+        begun: bool,
+    ) -> None:
         self._trainer, self._next, self._epoch, self._batches = trainer, first, epoch, batches
+        self._put_flags, self._begun = put_flags, begun
         self._run: Any = trainer._run_epoch
         self._begin: Any = trainer.callback_handler.on_epoch_begin
         self._signature = inspect.signature(self._run)
         vars(trainer)["_run_epoch"] = self._run_epoch
+        vars(trainer)["_evaluate"] = lambda *_, **__: {}
         vars(trainer.callback_handler)["on_epoch_begin"] = self._begin_epoch
 
     def undo(self) -> None:
         vars(self._trainer).pop("_run_epoch", None)
+        vars(self._trainer).pop("_evaluate", None)
         vars(self._trainer.callback_handler).pop("on_epoch_begin", None)
 
     def _begin_epoch(self, args: Any, state: Any, control: TrainerControl) -> TrainerControl:
         if self._epoch is None or self._next < self._epoch:
             return control
+        self._put_flags()
         found: TrainerControl = self._begin(args, state, control)
+        if self._begun:
+            self._put_flags()
         return found
 
     def _run_epoch(self, *positional: Any, **keywords: Any) -> Any:
@@ -309,6 +327,37 @@ def _json_value(value: Any) -> Any:
         return repr(value)
 
 
+class Flags:
+    """requires_grad of the model's parameters, which callbacks change in mid-training to freeze and unfreeze layers."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._parameters = named_parameters(model)
+        self._begun = self._now()
+
+    def _now(self) -> list[bool]:
+        return [parameter.requires_grad for parameter in self._parameters.values()]
+
+    def read(self) -> dict[str, bool]:
+        """Return those that have changed since the training began."""
+        now = self._now()
+        if now == self._begun:
+            return {}
+        changes = zip(self._parameters, now, self._begun, strict=True)
+        return {name: flag for name, flag, begun in changes if flag != begun}
+
+    def put(self, saved: dict[str, bool]) -> None:
+        """Set them to what they were when this start began, but for the changes that `read` has returned."""
+        for (name, parameter), begun in zip(self._parameters.items(), self._begun, strict=True):
+            if parameter.requires_grad != (flag := saved.get(name, begun)):
+                parameter.requires_grad_(flag)
+
+    def store_unfrozen(self, part: ModulePart, flags: dict[str, bool]) -> None:
+        """Have parameters that are trained by now stored with the others."""
+        stored = named_parameters(part)
+        for name in [name for name, flag in flags.items() if flag and name in self._parameters and name not in stored]:
+            part.add(name, self._parameters[name])
+
+
 class TrainerProgress:
     """How far the Trainer is, as a part of the state."""
 
@@ -318,6 +367,8 @@ class TrainerProgress:
         self._log = LogHistory()
         self._callbacks = CallbackStates(trainer)
         self._further = FurtherState(trainer)
+        self.flags = Flags(unwrap(trainer.model_wrapped))
+        self.part: ModulePart | None = None  # all that is saved of the model, if frozen parameters are not
         self._order: dict[str, Any] = {}
         self.data = data_of(trainer, loader)
         self.base: dict[str, Any] | None = None
@@ -350,6 +401,7 @@ class TrainerProgress:
             "losses": losses(self.trainer),
             "callbacks": self._callbacks.state_dict(),
             "further": self._further.state_dict(),
+            "flags": self.flags.read(),
             "epoch": self.epoch + self.ahead,
             "epoch_began": self.epoch_began,
             "order": self._order,
@@ -358,6 +410,12 @@ class TrainerProgress:
             "max_steps": state.max_steps,
             "batch_size": self.trainer._train_batch_size,
         }
+
+    def match_structure(self, saved: dict[Any, Any]) -> None:
+        """Expect the parameters that were unfrozen when a state was saved. Called before anything is restored."""
+        if self.part is not None and ("trainer",) in saved:
+            flags = decode(saved[("trainer",)].values, lambda tensor: None).get("flags", {})
+            self.flags.store_unfrozen(self.part, flags)
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         self.saved = saved  # the Trainer gets it when it is known to fit
@@ -373,7 +431,12 @@ class TrainerProgress:
         set_losses(trainer, saved["losses"])
         self._callbacks.load_state_dict(saved["callbacks"])
         self._further.load_state_dict(saved["further"])
+        self.put_flags()
         self.epoch, self.epoch_began, self._order = saved["epoch"], saved["epoch_began"], saved["order"]
+
+    def put_flags(self) -> None:
+        if self.saved is not None and "flags" in self.saved:  # an older version did not save them
+            self.flags.put(self.saved["flags"])
 
     def batches_done(self, saved: dict[str, Any], step: int) -> int:
         """Return how many batches of today's size hold the examples of the epoch that were trained on."""

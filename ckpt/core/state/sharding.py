@@ -366,16 +366,20 @@ class ModulePart(nn.Module):
         super().__init__()
         object.__setattr__(self, "_ckpt_whole", whole)  # not a child: nothing else of it belongs to the state
         for name, tensor in tensors.items():
-            *path, last = name.split(".")
-            owner: nn.Module = self
-            for part in path:
-                if part not in owner._modules:
-                    owner.add_module(part, nn.Module())
-                owner = owner.get_submodule(part)
-            if isinstance(tensor, nn.Parameter):
-                owner.register_parameter(last, tensor)
-            else:
-                owner.register_buffer(last, tensor)
+            self.add(name, tensor)
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Save this parameter or buffer of the module too."""
+        *path, last = name.split(".")
+        owner: nn.Module = self
+        for part in path:
+            if part not in owner._modules:
+                owner.add_module(part, nn.Module())
+            owner = owner.get_submodule(part)
+        if isinstance(tensor, nn.Parameter):
+            owner.register_parameter(last, tensor)
+        else:
+            owner.register_buffer(last, tensor)
 
 
 def unwrap(module: nn.Module) -> nn.Module:

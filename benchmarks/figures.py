@@ -572,6 +572,25 @@ def library_table(found: Json, *, markdown: bool = False) -> str:
     return "\n".join([told, "", *(f"- {note}" for note in notes)]).rstrip()
 
 
+SHORT = {
+    "blocks_s": "a save blocks the training for",
+    "lost_s": "training time lost by one save, in all",
+    "durable_s": "until the save is durable",
+    "cold_s": "restore from disk, cold",
+    "memory_s": "restore from memory",
+}
+
+
+def short_table(found: Json, *, markdown: bool = False) -> str:
+    """What README shows: ours, the best peer by name, and the ratio."""
+    ours, rows = found["libraries"][OURS]["figures"], []
+    for key, what in SHORT.items():
+        best = found["best"][key]
+        peer = f"{shown(key, best['value'])} ({best['peer']})"
+        rows.append([what, shown(key, ours.get(key)), peer, times(best["ratio"])])
+    return table("In short, medians", ["", OURS, "best peer", "ratio"], rows, markdown=markdown)
+
+
 def goal_table(found: Json, *, markdown: bool = False) -> str:
     rows = []
     for one in found["goals"]:
@@ -614,7 +633,7 @@ def about(told: Json) -> str:
 def report(told: Json, found: Json, *, markdown: bool = False) -> str:
     parts = [
         about(told),
-        *(make(found, markdown=markdown) for make in (library_table, goal_table, cpu_table, limit_table)),
+        *(make(found, markdown=markdown) for make in (library_table, short_table, goal_table, cpu_table, limit_table)),
     ]
     parts += ["\n".join(f"Failed: {why}" for why in found["failed"])] if found["failed"] else []
     return "\n\n".join(parts)

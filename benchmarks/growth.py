@@ -183,7 +183,7 @@ def ranks(world: int, tensors: int) -> Json:
             plans.append(time.perf_counter() - began)
             data = memoryview(bytearray(layout.arrangement.data_size))
             await write_part(store, RankSnapshot(attempt, layout, data, values, finite=True))
-        keys = [info.key async for info in store.list(f"parts/{attempt}.")]
+        keys = [info.key async for info in store.list("parts/")]
         began = time.perf_counter()
         parts = list((await parts_of.sound_parts(store, attempt, keys)).values())
         await commits.commit_or_end(log, mine, parts, kind="COMMIT")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from ckpt.errors import UsageError
+from ckpt.errors import NotFoundError, UsageError
 
 Buffer = bytes | bytearray | memoryview
 PAGE = 4096
@@ -98,8 +98,12 @@ class Store(Protocol):
     async def head(self, key: str) -> ObjectInfo:
         """NotFoundError if the object is not there."""
 
-    def list(self, prefix: str = "", *, after: str = "") -> AsyncIterator[ObjectInfo]:
-        """Objects whose key starts with `prefix` and comes after `after`, sorted by key; nothing half-written."""
+    def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
+        """List each object whose key starts with `prefix` once, in any order; nothing half-written.
+
+        `prefix`: a folder with its slash, `log/`, or empty for all objects. UsageError for anything else. Objects that
+        are created or deleted while a listing runs may be missing from it.
+        """
 
     async def delete(self, key: str) -> None:
         """Remove an object; deleting what is not there succeeds."""
@@ -125,6 +129,13 @@ def check_key(key: str) -> str:
     return key
 
 
+def check_prefix(prefix: str) -> str:
+    """Raise UsageError unless `prefix` is empty or names a folder: directory buckets list nothing else."""
+    if prefix and not (prefix.endswith("/") and _KEY.fullmatch(prefix[:-1])):
+        raise UsageError(f"not a valid prefix of a listing: {prefix!r} must be a folder that ends in '/', or empty")
+    return prefix
+
+
 def is_temporary(key: str) -> bool:
     """Return True for the name of a temporary file, which `drop_uploads` passes to `wanted` as it is."""
     return key.rpartition("/")[2].startswith(".")
@@ -133,6 +144,15 @@ def is_temporary(key: str) -> bool:
 async def get_small(store: Store, key: str, limit: int) -> memoryview:
     """A whole object, unless it is implausibly large: then CorruptError, and nothing of it is kept."""
     return await store.get(key, limit=limit)
+
+
+async def exists(store: Store, key: str) -> bool:
+    """Return True if there is an object under this key."""
+    try:
+        await store.head(key)
+    except NotFoundError:
+        return False
+    return True
 
 
 _FSSPEC = "ckpt_backends.remote:RemoteStore"

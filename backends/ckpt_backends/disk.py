@@ -115,8 +115,9 @@ class Disk:
             if error.errno not in UNSUPPORTED:
                 raise
             raise StoreError(
-                f"the file system of {os.path.dirname(target)} has neither hard links nor renameat2(RENAME_NOREPLACE), "
-                "so two jobs could write the same log record. Use a folder on another file system, or a bucket"
+                f"the file system of {os.path.dirname(target)} does not guarantee create if absent: it has neither "
+                "hard links nor renameat2(RENAME_NOREPLACE), so two jobs could write the same log record. Use a folder "
+                "on another file system, or a bucket"
             ) from error
 
     def rename_noreplace(self, source: str, target: str) -> None:

@@ -71,8 +71,8 @@ class Limit:
         async with self._gate.request():
             return await self.store.head(key)
 
-    async def list(self, prefix: str = "", *, after: str = "") -> AsyncIterator[ObjectInfo]:
-        found = aiter(self.store.list(prefix, after=after))
+    async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
+        found = aiter(self.store.list(prefix))
         while True:
             async with self._gate.request():  # given back for each key: the caller may ask for more before the next
                 try:

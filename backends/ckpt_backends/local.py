@@ -38,7 +38,7 @@ import aiofiles
 
 from ckpt.errors import CorruptError, FullError, NotFoundError, RunGoneError, StoreError, TruncatedError
 from ckpt.failpoints import point
-from ckpt.store import Buffer, ObjectInfo, check_key
+from ckpt.store import Buffer, ObjectInfo, check_key, check_prefix
 from ckpt_backends.disk import Disk
 from ckpt_backends.local_files import LocalUpload, OpenFiles, errors, open_direct, size_of, translated
 
@@ -84,7 +84,8 @@ class LocalStore:
         if not self.disk.folders_unsynced:
             return ""
         return (
-            f"{self.root}: this file system cannot fsync a folder, so a power cut may undo the newest checkpoints. "
+            f"{self.root}: this file system does not guarantee fsync of folders, so a power cut may undo the newest "
+            "checkpoints. "
             "The death of a process loses nothing"
         )
 
@@ -209,8 +210,8 @@ class LocalStore:
             raise NotFoundError(f"{path} is not a file")
         return ObjectInfo(key, found.st_size)
 
-    async def list(self, prefix: str = "", *, after: str = "") -> AsyncIterator[ObjectInfo]:
-        for info in await self.run(self._scan, prefix, after):
+    async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
+        for info in await self.run(self._scan, check_prefix(prefix)):
             yield info
 
     async def delete(self, key: str) -> None:
@@ -412,7 +413,7 @@ class LocalStore:
         self.disk.fsync_dir(os.path.dirname(folder))
         self._known_folders.add(folder)
 
-    def _scan(self, prefix: str, after: str) -> Listing:
+    def _scan(self, prefix: str) -> Listing:
         found: Listing = []
         pending = [""]
         while pending:
@@ -427,19 +428,19 @@ class LocalStore:
                 key = folder + entry.name
                 if entry.name.startswith(".") or not (key.startswith(prefix) or prefix.startswith(key + "/")):
                     continue
-                is_file, asked = entry.is_file(follow_symlinks=False), key.startswith(prefix) and key > after
-                if not is_file and _RECORD.fullmatch(key) and asked:
+                is_file, wanted = entry.is_file(follow_symlinks=False), key.startswith(prefix)
+                if not is_file and _RECORD.fullmatch(key) and wanted:
                     found.append(ObjectInfo(key, 0))
                 elif entry.is_dir(follow_symlinks=False):
                     pending.append(key + "/")
-                elif is_file and asked:
+                elif is_file and wanted:
                     try:
                         found.append(ObjectInfo(key, entry.stat(follow_symlinks=False).st_size))
                     except FileNotFoundError:
                         pass  # deleted while we look
                     except OSError as error:
                         raise translated(error, self.url, key) from error
-        return sorted(found, key=lambda info: info.key)
+        return found
 
     def _take_reserve(self) -> None:
         path = f"{self.root}/.reserve"

@@ -1,11 +1,17 @@
-"""Objects in this process's memory: for tests and for trying things out."""
+"""Objects in this process's memory: for tests and for trying things out.
+
+Listings are shuffled, so that tests over this store fail if the code relies on an order.
+"""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
+from random import SystemRandom
 
 from ckpt.errors import CorruptError, ExistsError, NotFoundError, StoreError, TruncatedError
-from ckpt.store import Buffer, ObjectInfo, check_key
+from ckpt.store import Buffer, ObjectInfo, check_key, check_prefix
+
+_DICE = SystemRandom()  # the random numbers of the training stay as they are
 
 
 class MemoryStore:
@@ -61,10 +67,12 @@ class MemoryStore:
             raise NotFoundError(f"{key} is not in {self.url}")
         return ObjectInfo(key, len(self.objects[key]))
 
-    async def list(self, prefix: str = "", *, after: str = "") -> AsyncIterator[ObjectInfo]:
-        for key in sorted(self.objects):
-            if key.startswith(prefix) and key > after:
-                yield ObjectInfo(key, len(self.objects[key]))
+    async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
+        check_prefix(prefix)
+        found = [ObjectInfo(key, len(data)) for key, data in self.objects.items() if key.startswith(prefix)]
+        _DICE.shuffle(found)
+        for info in found:
+            yield info
 
     async def delete(self, key: str) -> None:
         self.objects.pop(check_key(key), None)

@@ -20,7 +20,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from typing import Any
 
 from ckpt.errors import CheckpointError, CorruptError, NotFoundError, StoreError, TruncatedError, UsageError
-from ckpt.store import Buffer, ObjectInfo, Upload, check_key, options_of
+from ckpt.store import Buffer, ObjectInfo, Upload, check_key, check_prefix, options_of
 from ckpt_backends.refusals import meaning, without_secrets
 from ckpt_backends.remote_upload import FileUpload, only_if_absent
 
@@ -55,9 +55,10 @@ class RemoteStore:
             condition = only_if_absent(fs) if create else {}
             if create and not condition:
                 raise StoreError(
-                    f"{self.clean(self.url)} cannot hold a run: its driver, {self._class.__name__}, cannot create an "
-                    "object only if it is absent, so that two jobs could overwrite each other's commits. Nothing was "
-                    "written. Use a folder, S3, gs:// or az://, or a driver that knows mode='create' by itself"
+                    f"{self.clean(self.url)} cannot hold a run: it does not guarantee create if absent: its driver, "
+                    f"{self._class.__name__}, cannot create an object only if it is absent, so that two jobs could "
+                    "overwrite each other's commits. Nothing was written. Use a folder, S3, gs:// or az://, or a "
+                    "driver that knows mode='create' by itself"
                 )
             await fs._pipe_file(path, bytes(data), **condition)
 
@@ -108,17 +109,17 @@ class RemoteStore:
             raise NotFoundError(f"{key} is not an object in {self.url}")
         return ObjectInfo(key, int(info["size"]))
 
-    async def list(self, prefix: str = "", *, after: str = "") -> AsyncIterator[ObjectInfo]:
-        folder = prefix.rpartition("/")[0]
+    async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
+        check_prefix(prefix)
         found: Mapping[str, Any] = {}
         with self.errors(f"cannot list {prefix or 'everything'}"), contextlib.suppress(FileNotFoundError):
             fs = await self.connected()
-            found = await fs._find(f"{self._root}/{folder}".rstrip("/"), detail=True)
+            found = await fs._find(f"{self._root}/{prefix}".rstrip("/"), detail=True)
         base = f"{self._root}/"  # with its slash: what is in run10 is not in run1
-        for name, info in sorted(found.items()):
+        for name, info in found.items():
             key = name.removeprefix(base)
             hidden = key.rpartition("/")[2].startswith(".")
-            if name.startswith(base + prefix) and key > after and info.get("type") == "file" and not hidden:
+            if name.startswith(base + prefix) and info.get("type") == "file" and not hidden:
                 yield ObjectInfo(key, int(info["size"]))
 
     async def delete(self, key: str) -> None:

@@ -80,15 +80,17 @@ class Retry:
     async def head(self, key: str) -> ObjectInfo:
         return await self._repeat(partial(self.store.head, key))
 
-    async def list(self, prefix: str = "", *, after: str = "") -> AsyncIterator[ObjectInfo]:
-        """Goes on behind the last key it has given; each key that arrives renews the budget."""
+    async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
+        """List again from the start after an error, and yield each key once. Each new key renews the budget."""
+        seen = set[str]()
         with self._calling() as call:
             while True:
                 try:
-                    async for info in self.store.list(prefix, after=after):
-                        after = info.key
-                        call.answered()
-                        yield info
+                    async for info in self.store.list(prefix):
+                        if info.key not in seen:
+                            seen.add(info.key)
+                            call.answered()
+                            yield info
                     call.answered()
                     return
                 except CheckpointError as error:

@@ -6,6 +6,9 @@ what a lost answer means. Uploads are cut into parts here, because s3fs would ho
 
 A commit is one conditional PUT. Large objects have names of their own and are not looked for first. Where obstore is
 installed, packs go through it (`ckpt_backends.obstore`), at a fraction of the CPU.
+
+Directory buckets (S3 Express, `s3://NAME--ZONE--x-s3`) hold runs as well: they have conditional PUTs, and botocore
+makes the sessions that they want. They list in no order, and only prefixes that end in "/".
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from aiobotocore.httpsession import AIOHTTPSession
 from botocore import exceptions as boto
 
 from ckpt.errors import AccessError, CorruptError, NotFoundError, StoreError, TruncatedError, UsageError
-from ckpt.store import Buffer, ObjectInfo, Upload, check_key
+from ckpt.store import Buffer, ObjectInfo, Upload, check_key, check_prefix
 from ckpt_backends.refusals import GoneError, OutOfRangeError, UnknownRequestError, refusal
 from ckpt_backends.remote import RemoteStore
 from ckpt_backends.s3_upload import S3Upload, body_of
@@ -85,7 +88,8 @@ class S3Store(RemoteStore):
                 "signature_version": config.get("signature_version"),
                 "proxies": config.get("proxies"),
                 "client_cert": config.get("client_cert"),
-                "an access point": self.bucket.startswith("arn:") or self.bucket.endswith("--x-s3"),
+                "an access point": self.bucket.startswith("arn:"),
+                "a directory bucket": self.bucket.endswith("--x-s3"),
             }.items()
             if given
         ]
@@ -172,15 +176,13 @@ class S3Store(RemoteStore):
         answer = await self.call("head_object", f"cannot look at {key}", Key=self.name(key))
         return ObjectInfo(key, int(answer["ContentLength"]))
 
-    async def list(self, prefix: str = "", *, after: str = "") -> AsyncIterator[ObjectInfo]:
-        more: dict[str, str] = {"StartAfter": self.prefix + after} if after else {}
+    async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
+        folder, more = self.prefix + check_prefix(prefix), dict[str, str]()
         while True:
-            answer = await self.call(
-                "list_objects_v2", f"cannot list {prefix or 'everything'}", Prefix=self.prefix + prefix, **more
-            )
+            answer = await self.call("list_objects_v2", f"cannot list {prefix or 'everything'}", Prefix=folder, **more)
             for found in answer.get("Contents", ()):
                 key = str(found["Key"]).removeprefix(self.prefix)
-                if key and key > after:  # not the folder's own mark, and nothing twice where StartAfter is not known
+                if key:  # not the folder's own mark
                     yield ObjectInfo(key, int(found["Size"]))
             token = answer.get("NextContinuationToken")
             if not answer.get("IsTruncated") or not token:

@@ -252,7 +252,7 @@ async def _remove(url: str) -> None:
         keys = [info.key async for info in store.list()]
         if "FORMAT.json" not in keys and (keys or not store.remote):
             raise UsageError(f"{url} is not a checkpoint of ours: it is not removed")
-        log_first = sorted(keys, key=lambda key: (not key.startswith("log/"), key == "FORMAT.json"))
+        log_first = sorted(keys, key=lambda key: (not key.startswith("log/"), key == "FORMAT.json", key))
         for some in (log_first[i : i + 1000] for i in range(0, len(keys), 1000)):
             await store.delete_many(some)
     finally:

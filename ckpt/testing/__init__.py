@@ -14,7 +14,8 @@
         def make(self):
             return MyStore(self.url, writable=True)
 
-Only the contract (`ckpt.store.Store`) is used, so a store that passes can hold checkpoints. Needs pytest.
+Only the contract (`ckpt.store.Store`) is used, so a store that passes can hold checkpoints. A listing may have any
+order: the tests sort what it gives. Needs pytest.
 
 `in_virtual_time` is for tests of what waits: retries, limits, deadlines.
 """

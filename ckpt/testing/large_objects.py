@@ -127,12 +127,12 @@ class LargeObjectTests(OverStores):
             await asyncio.gather(*(target.write_at(a, memoryview(new)[a:b]) for a, b in pieces(target.part, len(new))))
             if old is not None:
                 assert bytes(await store.get(key)) == bytes(await other.get(key)) == old
-                assert [info.size async for info in other.list(key)] == [len(old)]
+                assert [info.size async for info in other.list() if info.key == key] == [len(old)]
             else:
-                assert await keys(other, key) == []
+                assert key not in await keys(other)
             await target.finish()
             for reader in (store, other):
-                assert await keys(reader, key) == [key]
+                assert (await keys(reader)).count(key) == 1
                 assert bytes(await reader.get(key)) == new
             assert bytes(await store.get(key, start=0, length=len(new))) == new
 

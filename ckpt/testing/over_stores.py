@@ -15,8 +15,9 @@ from ckpt.store import Store
 BLOB = bytes(range(256)) * 100 + b"tail"  # 25,604 bytes: whole pages, and a rest
 
 
-async def keys(store: Store, prefix: str = "", after: str = "") -> list[str]:
-    return [info.key async for info in store.list(prefix, after=after)]
+async def keys(store: Store, prefix: str = "") -> list[str]:
+    """List a store, and sort what it gave in any order."""
+    return sorted([info.key async for info in store.list(prefix)])
 
 
 def aligned(size: int, shift: int = 0) -> memoryview:

@@ -55,9 +55,9 @@ class Slow(MemoryStore):
         await self.take(key)
         return ObjectInfo(key, 0)
 
-    async def list(self, prefix: str = "", *, after: str = "") -> AsyncIterator[ObjectInfo]:
+    async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
         await self.take("list")
-        async for info in super().list(prefix, after=after):
+        async for info in super().list(prefix):
             yield info
 
     async def delete(self, key: str) -> None:

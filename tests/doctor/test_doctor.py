@@ -121,9 +121,9 @@ class OverwritesAll(Noted):
 
 
 class ListsLate(Noted):
-    async def list(self, prefix: str = "", *, after: str = "") -> AsyncIterator[ObjectInfo]:
+    async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
         late = {key for key in self.written[-1:] if "seen" in key}
-        async for info in super().list(prefix, after=after):
+        async for info in super().list(prefix):
             if info.key not in late:
                 yield info
 

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import ckpt
 from documents import PAGES, Block, blocks, commands_of, named, shell_lines
-from processes import PYTHONPATH, REPO
+from processes import PYTHONPATH, REPO, eventually
 from s3_server import MotoServer, environment
 
 TUTORIAL = REPO / "docs" / "tutorial.md"
@@ -150,6 +150,24 @@ def train(folder: Path, **settings: Any) -> subprocess.Popen[str]:
     words = [sys.executable, "train.py"]
     settings["env"] = {**os.environ, "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(words, cwd=folder, stdout=subprocess.PIPE, text=True, **settings)
+
+
+def test_readme_script_continues_after_a_kill(tmp_path: Path) -> None:
+    """The quick start, pasted into a file: killed with SIGKILL, it starts again at a step that it has reached."""
+    script = next(block for block in blocks(REPO / "README.md") if block.title == "train.py")
+    (tmp_path / "train.py").write_text(script.text)
+    first = train(tmp_path)
+    assert first.stdout is not None and first.stdout.readline() == "start at step 0\n"
+    log = tmp_path / "runs" / "exp1" / "log"
+    assert eventually(lambda: log.is_dir() and any('"COMMIT"' in one.read_text() for one in log.glob("*.json")), 120)
+    first.kill()
+    assert first.wait() == -signal.SIGKILL
+    second = train(tmp_path)
+    assert second.stdout is not None
+    started = second.stdout.readline()
+    second.kill()
+    second.wait()
+    assert int(started.removeprefix("start at step ")) >= 100
 
 
 def test_the_tutorial_does_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -467,10 +467,10 @@ def write_files(url: str, files: dict[str, bytes]) -> None:
 
 
 def delete_files(url: str, prefix: str = "") -> None:
-    """Delete the files of a folder or bucket."""
+    """Delete the files of a folder or bucket whose names start with `prefix`."""
 
     async def delete(store: Any) -> None:
-        await store.delete_many([info.key async for info in store.list(prefix)])
+        await store.delete_many([info.key async for info in store.list() if info.key.startswith(prefix)])
 
     _with_store(url, delete, writable=True)
 

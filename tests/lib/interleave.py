@@ -64,7 +64,7 @@ from ckpt.errors import (
     SaveError,
     StoreError,
 )
-from ckpt.store import ObjectInfo
+from ckpt.store import ObjectInfo, check_prefix
 from ckpt.tools.maintain import prune
 from ckpt_backends import retry
 
@@ -265,8 +265,8 @@ class SimStore:
         found: ObjectInfo = await self.request("head", key, lambda: ObjectInfo(key, len(self.sim.found(key))))
         return found
 
-    def list(self, prefix: str = "", *, after: str = "") -> AsyncIterator[ObjectInfo]:
-        return Listing(self, prefix, after)
+    def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
+        return Listing(self, prefix)
 
     async def delete(self, key: str) -> None:
         await self.request("delete", key, lambda: self.sim.delete(key), changes=True)
@@ -283,11 +283,11 @@ class SimStore:
 
 
 class Listing:
-    """A listing comes in pages, each a request of its own: it is of no one moment. That of the log has no order."""
+    """A listing comes in pages, each a request of its own: it is of no one moment, and in any order."""
 
-    def __init__(self, store: SimStore, prefix: str, after: str) -> None:
-        self.store, self.prefix = store, prefix
-        self.after = (0, after)
+    def __init__(self, store: SimStore, prefix: str) -> None:
+        self.store, self.prefix = store, check_prefix(prefix)
+        self.after = (-1, "")
         self.page: list[ObjectInfo] = []
         self.more = True
 
@@ -307,7 +307,7 @@ class Listing:
 
     def _place(self, key: str) -> tuple[int, str]:
         """Where a name stands in the listing."""
-        return (zlib.crc32(f"{self.store.sim.seed} {key}".encode()) if key.startswith("log/") else 0), key
+        return zlib.crc32(f"{self.store.sim.seed} {key}".encode()), key
 
     def _next(self) -> list[ObjectInfo]:
         sim = self.store.sim

@@ -12,6 +12,7 @@ does, however it ends.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import io
 import json
 import logging
@@ -86,7 +87,10 @@ class Server:
 
 
 class MotoServer(Server):
-    """moto's S3, in memory. It takes any key and secret, and honours `If-None-Match` also in races."""
+    """moto's S3, in memory. It takes any key and secret, and honours `If-None-Match` also in races.
+
+    A bucket whose name ends in `--x-s3` is a directory bucket, see `as_directory_bucket`.
+    """
 
     def __init__(self) -> None:
         super().__init__("moto")
@@ -161,9 +165,80 @@ def serve_moto() -> None:
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     app = DomainDispatcherApplication(create_backend_app)
-    server = make_server(HOST, 0, one_at_a_time(app), threaded=True)
+    list_without_order()
+    server = make_server(HOST, 0, one_at_a_time(as_directory_bucket(app)), threaded=True)
     ready(server.port)
     server.serve_forever()
+
+
+SESSION = "<CreateSessionResult><Credentials><SessionToken>{0}</SessionToken><SecretAccessKey>{0}</SecretAccessKey>\
+<AccessKeyId>{0}</AccessKeyId><Expiration>2099-01-01T00:00:00Z</Expiration></Credentials></CreateSessionResult>"
+DIRECTORY_PAGE = 7  # names
+UNSUPPORTED = {"HTTP_CONTENT_MD5", "HTTP_X_AMZ_ACL", "HTTP_X_AMZ_TAGGING", "HTTP_X_AMZ_REQUEST_PAYER"}
+
+
+def as_directory_bucket(app: Callable[..., Iterable[bytes]]) -> Callable[..., Iterable[bytes]]:
+    """Refuse what a directory bucket of S3 Express refuses, by AWS's reference of each request.
+
+    Requests need the token of a session. The prefix of a listing ends in "/" or is empty. `start-after`, the first
+    version of listings, markers of upload ids and MD5 are unknown. Parts of an upload are numbered without gaps.
+    """
+    from werkzeug.wrappers import Request, Response
+
+    def problem(request: Request) -> tuple[int, str] | None:
+        query, numbers = request.args, re.findall(rb"<PartNumber>(\d+)</PartNumber>", request.get_data())
+        is_listing = request.method == "GET" and request.path.count("/") == 1
+        if "x-amz-s3session-token" not in request.headers:
+            return 403, "AccessDenied"
+        if is_listing and (query.get("list-type") != "2" and "uploads" not in query):
+            return 501, "NotImplemented"
+        if is_listing and not f"/{query.get('prefix', '')}".endswith("/"):
+            return 400, "InvalidArgument"
+        if "start-after" in query or "upload-id-marker" in query or query.get("delimiter", "/") != "/":
+            return 501, "NotImplemented"
+        if UNSUPPORTED & request.environ.keys():
+            return 501, "NotImplemented"
+        if request.method == "POST" and "uploadId" in query and [*map(int, numbers)] != [*range(1, len(numbers) + 1)]:
+            return 400, "InvalidPart"
+        return None
+
+    def answer(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        request = Request(environ)
+        name, is_bucket = request.path.split("/")[1], request.path.count("/") == 1
+        if not name.endswith("--x-s3") or (is_bucket and request.method in ("PUT", "HEAD")):
+            return app(environ, start_response)
+        if is_bucket and "session" in request.args:
+            return Response(SESSION.format(SECRET), mimetype="application/xml")(environ, start_response)
+        if (found := problem(request)) is not None:
+            code, s3_code = found
+            text = document({"kind": "status", "s3_code": s3_code})
+            return Response(text, status=code, mimetype="application/xml")(environ, start_response)
+        environ["wsgi.input"] = io.BytesIO(request.get_data())
+        return app(environ, start_response)
+
+    return answer
+
+
+def list_without_order() -> None:
+    """Have moto list directory buckets as AWS does: in no order, and in pages, here of very few names."""
+    from moto.s3.models import S3Backend
+
+    in_order = S3Backend.list_objects_v2
+
+    def place(key: Any) -> str:
+        return hashlib.md5(key.name.encode()).hexdigest()
+
+    def shuffled(
+        self: Any, bucket: Any, prefix: Any, delimiter: Any, continuation_token: str | None, *rest: Any, **more: Any
+    ) -> Any:
+        if not bucket.name.endswith("--x-s3"):
+            return in_order(self, bucket, prefix, delimiter, continuation_token, *rest, **more)
+        keys = sorted(self.list_objects(bucket, prefix, None, marker=None, max_keys=None)[0], key=place)
+        keys = [key for key in keys if place(key) > (continuation_token or "")]
+        page = keys[:DIRECTORY_PAGE]
+        return page, len(keys) > len(page), place(page[-1]) if len(keys) > len(page) else None
+
+    S3Backend.list_objects_v2 = shuffled
 
 
 def one_at_a_time(app: Callable[..., Iterable[bytes]]) -> Callable[..., Iterable[bytes]]:

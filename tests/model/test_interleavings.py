@@ -243,7 +243,7 @@ def whoever_is_there_will_do(patch: pytest.MonkeyPatch) -> None:
     """The parts of other ranks are not waited for."""
 
     async def present(store: Store, attempt: Attempt, own: WrittenPart, role: Role) -> list[WrittenPart]:
-        keys = [info.key async for info in store.list(f"parts/{attempt}.")]
+        keys = [info.key async for info in store.list("parts/") if owner(info.key) == attempt]
         return list((await parts.sound_parts(store, attempt, keys, own)).values())
 
     patch.setattr(settling, "_present", present)
@@ -370,7 +370,7 @@ def what_only_began_stays_open(patch: pytest.MonkeyPatch) -> None:
     recover = commits.recover
 
     async def by_files(log: RunLog, mine: Acquire, *args: Any, **details: Any) -> Recovery:
-        keys = [info.key async for info in log.store.list("p")]
+        keys = [info.key for prefix in ("packs/", "parts/") async for info in log.store.list(prefix)]
         unseen = frozenset((await log.refresh()).pins) - {owner(key) for key in keys}
         return await recover(log, mine, unseen, **details)
 

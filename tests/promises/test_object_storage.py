@@ -33,6 +33,7 @@ runs = count()
 def moto() -> Iterator[MotoServer]:
     with MotoServer() as server:
         server.make_bucket("bucket")
+        server.make_bucket("runs--use1-az4--x-s3")
         yield server
 
 
@@ -114,6 +115,26 @@ def test_straight_from_memory(moto: MotoServer, url: str) -> None:
     with ckpt.Checkpointer(other, [ckpt.Memory(), tier(url, moto, every=2)]) as cp:
         assert cp.restore(step=4) == 4
         assert toy.digest(other) == digest_after(4)
+
+
+def test_directory_bucket_keeps_a_run(moto: MotoServer, tmp_path: Path, monkeypatch: Any) -> None:
+    """S3 Express lists in no order: a run is saved there, verified, and restored by its URL alone."""
+    url = f"s3://runs--use1-az4--x-s3/run{next(runs)}"
+    state = toy.build()
+    with ckpt.Checkpointer(state, [ckpt.Memory(), tier(url, moto, every=2, keep=2)]) as cp:
+        cp.restore(default=0)
+        train(cp, state, range(1, 7), wait=True)
+    names = inside.file_names(url)
+    assert len(names) > 7 and names != sorted(names)  # several pages, each in another order
+    for name, value in environment(moto.url).items():
+        monkeypatch.setenv(name, value)
+    found = run_script(ANYWHERE, url)
+    assert found.stdout.split() == ["6", url, digest_after(6)], found.stderr
+    run = ckpt.Run(url, storage_options=storage_options(moto.url))
+    steps = [one.step for one in run.list()]
+    assert steps[:2] == [6, 4] and inside.steps_at(url) == steps
+    assert {one.verdict for one in run.verify()} == {"sound"}
+    assert ckpt.load(url).step == 6
 
 
 def test_what_a_crash_interrupted_is_taken_up(moto: MotoServer, proxy: FaultProxy, url: str, tmp_path: Path) -> None:

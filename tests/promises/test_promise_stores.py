@@ -16,7 +16,7 @@ import inside
 import toy
 from ckpt.errors import SaveError, StoreError, UsageError
 from model_disk import volume
-from processes import eventually, killed, run_script
+from processes import REPO, eventually, killed, run_script
 
 # -- who may read a run --
 
@@ -223,12 +223,26 @@ class Looking(Honest):
     pipe_file = fsspec.AbstractFileSystem.pipe_file  # looks, and then writes
 
 
+class Lost(Honest):
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **more: Any) -> bytes:
+        if path.endswith("/probe"):
+            raise FileNotFoundError(path)
+        return bytes(super().cat_file(path, start=start, end=end, **more))
+
+
+class Unlisted(Honest):
+    def find(self, path: str, *details: Any, **more: Any) -> Any:
+        return {name: info for name, info in super().find(path, *details, **more).items() if "probe" not in name}
+
+
 MISFITS = {
-    "twice": "lets an object be created twice",
-    "both": "says that an object is there already, and overwrites it",
-    "whole": "asked for 13 bytes of an object from byte 7 on, it does not give them .* bytes came",
-    "first": "asked for 13 bytes of an object from byte 7 on, it gives others",
-    "looking": "its driver, Looking, cannot create an object only if it is absent",
+    "twice": "create if absent: it lets an object be created twice",
+    "both": "create if absent: it says that an object is there already, and overwrites it",
+    "whole": "ranges: asked for 13 bytes of an object from byte 7 on, it does not give them .* bytes came",
+    "first": "ranges: asked for 13 bytes of an object from byte 7 on, it gives others",
+    "lost": "read after write: an object that was just stored cannot be found",
+    "unlisted": "read after write: an object that was just stored is not listed",
+    "looking": "create if absent: its driver, Looking, cannot create an object only if it is absent",
 }
 
 
@@ -241,7 +255,7 @@ def test_a_place_that_cannot_hold_a_run_is_refused_by_name(scheme: str) -> None:
     def refused() -> None:
         with pytest.raises(StoreError, match=MISFITS[scheme]) as caught:
             inside.open_place(f"{scheme}://bucket/run")
-        assert str(caught.value).startswith(f"{scheme}://bucket/run cannot hold a run: ")
+        assert str(caught.value).startswith(f"{scheme}://bucket/run cannot hold a run: it does not guarantee ")
         assert "gs:// or az://" in str(caught.value) and not caught.value.retryable
 
     refused()
@@ -251,9 +265,18 @@ def test_a_place_that_cannot_hold_a_run_is_refused_by_name(scheme: str) -> None:
     assert made.endswith("bucket/run/FORMAT.json")
     driver().pipe({made.replace("keeping", scheme): bytes(Keeping.store[made].getvalue())})
     before = {path: bytes(file.getvalue()) for path, file in driver.store.items()}
-    if scheme != "both":  # its lie is about other bytes than those that are there
+    if scheme not in ("both", "lost", "unlisted"):  # they show when other bytes are written
         refused()
     assert {path: bytes(file.getvalue()) for path, file in driver.store.items()} == before
+
+
+def test_guarantees_in_errors_are_those_of_the_guide() -> None:
+    """Each error names a guarantee that the guide explains."""
+    page = (REPO / "docs/guide/storage.md").read_text()
+    named = {error.partition(":")[0] for error in MISFITS.values()}
+    assert named == {"create if absent", "read after write", "ranges"}
+    for guarantee in [*named, "rename", "fsync of folders", "append", "order"]:
+        assert f"| **{guarantee}** |" in page
 
 
 def test_a_look_at_the_place_is_no_file_of_somebody_else(tmp_path: Path) -> None:

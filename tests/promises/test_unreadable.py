@@ -489,11 +489,11 @@ def test_a_listing_made_while_a_mount_is_away_does_not_make_files_lost(
 
     scan, before, lists = LocalStore._scan, digests(run), []
 
-    def empty(self: LocalStore, prefix: str, after: str) -> Any:
+    def empty(self: LocalStore, prefix: str) -> Any:
         if prefix == "packs/":
             lists.append(prefix)
             return []
-        return scan(self, prefix, after)
+        return scan(self, prefix)
 
     monkeypatch.setattr(LocalStore, "_scan", empty)
     found = call("repair", run, "--from", saved / "near", "--yes")

@@ -138,9 +138,9 @@ class Gate:
     async def drop_uploads(self, wanted: Callable[[str], bool]) -> int:
         return 0
 
-    async def list(self, prefix: str = "", *, after: str = "") -> AsyncIterator[ObjectInfo]:
+    async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
         await self._pass()
-        found = [info async for info in self.inner.list(prefix, after=after)]
+        found = [info async for info in self.inner.list(prefix)]
         await self._pass()
         for info in found:
             yield info

@@ -51,9 +51,9 @@ class Far(MemoryStore):
         await self.up.wait()
         await super().put(key, data, create=create)
 
-    async def list(self, prefix: str = "", *, after: str = "") -> AsyncIterator[Any]:
+    async def list(self, prefix: str = "") -> AsyncIterator[Any]:
         await self.up.wait()
-        async for info in super().list(prefix, after=after):
+        async for info in super().list(prefix):
             yield info
 
     async def get(self, key: str, **where: Any) -> memoryview:

@@ -293,8 +293,9 @@ async def retract(log: RunLog, mine: Acquire, attempt: Attempt, reason: str) -> 
     await abort(log, mine, attempt, reason, held=True)  # from here on it cannot be committed any more
     await log.append(make, owner=mine)
     with contextlib.suppress(StoreError):
-        for prefix in (f"parts/{attempt}.", f"index/{attempt}-"):
-            await log.store.delete_many([info.key async for info in log.store.list(prefix)])
+        for prefix in ("parts/", "index/"):
+            keys = [info.key async for info in log.store.list(prefix)]
+            await log.store.delete_many([key for key in keys if owner(key) == attempt])
 
 
 async def doubt(log: RunLog, mine: Acquire, attempt: Attempt, ranges: Collection[tuple[str, int]]) -> None:

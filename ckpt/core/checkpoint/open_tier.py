@@ -137,8 +137,9 @@ class OpenTier:
         if attempt in self.log.state.commits or attempt in self.log.state.held:
             return
         try:
-            for prefix in (f"packs/{attempt}.{rank}.", f"parts/{attempt}.{rank}.", f"index/{attempt}-"):
-                await self.store.delete_many([info.key async for info in self.store.list(prefix)])
+            for own in (f"packs/{attempt}.{rank}.", f"parts/{attempt}.{rank}.", f"index/{attempt}-"):
+                keys = [info.key async for info in self.store.list(own.partition("/")[0] + "/")]
+                await self.store.delete_many([key for key in keys if key.startswith(own)])
         except CheckpointError as error:
             events.log.warning("files of step %d may be left in %s: %s", attempt.step, self.url, error)
 

@@ -18,7 +18,6 @@ from ckpt.core.format.manifest import (
     PackInfo,
     Part,
     index_key,
-    owner,
     part_key,
     rank_and_try,
     table_key,
@@ -118,7 +117,9 @@ async def read_part(
 
 async def sizes_of_many(store: Store, attempt: Attempt, ranks: int) -> Mapping[str, int]:
     """Of all packs of an attempt, if so many parts are to be read: a listing says as much as thousands of questions."""
-    return {info.key: info.size async for info in store.list(f"packs/{attempt}.")} if ranks > MANY else NO_SIZES
+    if ranks <= MANY:
+        return NO_SIZES
+    return {info.key: info.size async for info in store.list("packs/") if info.key.startswith(f"packs/{attempt}.")}
 
 
 async def _sizes(store: Store, part: Part, known: Mapping[str, int]) -> dict[str, int]:
@@ -126,8 +127,8 @@ async def _sizes(store: Store, part: Part, known: Mapping[str, int]) -> dict[str
     found = {pack.key: known[pack.key] for pack in part.packs if pack.key in known}
     keys = [pack.key for pack in part.packs if pack.key not in found]
     if store.remote and len(keys) > FEW:  # an answer to a listing says as much as many to single questions
-        for of in sorted({of for key in keys if (of := owner(key)) is not None}):
-            found |= {info.key: info.size async for info in store.list(f"packs/{of}.{part.rank}.")}
+        wanted = set(keys)
+        found |= {info.key: info.size async for info in store.list("packs/") if info.key in wanted}
     infos = await of_each([key for key in keys if key not in found], functools.partial(steady.head, store))
     return found | {info.key: info.size for info in infos}
 
@@ -177,7 +178,7 @@ async def load_values(store: Store, commit: Commit, directory: Directory, ranks:
 
 async def stored_part(store: Store, attempt: Attempt, rank: int) -> WrittenPart | None:
     """What a rank has stored of an attempt, if it is sound."""
-    keys = [info.key async for info in store.list(f"parts/{attempt}.{rank}.")]
+    keys = [info.key async for info in store.list("parts/") if info.key.startswith(f"parts/{attempt}.{rank}.")]
     return (await sound_parts(store, attempt, keys)).get(rank)
 
 

@@ -82,7 +82,7 @@ async def _present(store: Store, attempt: Attempt, own: WrittenPart, role: Role)
     """The parts of all ranks that belong here, None while some are missing."""
     if role.ranks == (own.part.rank,):
         return [own]
-    keys = [info.key async for info in store.list(f"parts/{attempt}.")]
+    keys = [info.key async for info in store.list("parts/") if info.key.startswith(f"parts/{attempt}.")]
     ready = {rank for rank, _ in tries(keys)}
     if not ready.issuperset(role.ranks):
         return None
@@ -92,7 +92,7 @@ async def _present(store: Store, attempt: Attempt, own: WrittenPart, role: Role)
 
 async def _missing(store: Store, attempt: Attempt, own: WrittenPart, role: Role) -> str:
     """Return the ranks whose parts are not there, as text."""
-    keys = [info.key async for info in store.list(f"parts/{attempt}.")]
+    keys = [info.key async for info in store.list("parts/") if info.key.startswith(f"parts/{attempt}.")]
     ready = (await sound_parts(store, attempt, keys, own)).keys()  # a damaged one has not come
     return ", ".join(map(str, sorted(set(role.ranks) - ready)[:8]))
 

@@ -114,7 +114,8 @@ def _faults(store: Store) -> _Faults:
 async def _check_lost(store: Store, key: str, error: StoreError) -> None:
     """Raise UnreadableError unless the store lists the folder of a file, and the file is not in it."""
     try:
-        if key in {info.key async for info in store.list(key)}:
+        folder = key[: key.rfind("/") + 1]
+        if key in {info.key async for info in store.list(folder)}:
             raise _unreadable(store, key, f"it is listed, but reading it fails ({error})") from error
         if not await _is_there(store, key):
             raise _unreadable(store, key, f"its folder cannot be found now either ({error})") from error

@@ -423,11 +423,9 @@ def not_recorded(record: Record, store: Store, error: StoreError, *, put: bool) 
 
 async def infer_root(store: Store) -> str | None:
     """The id of a run by the first sound record of its log: one bad file must not make a run unreadable."""
-    async for info in store.list("log/"):
-        if sequence(info.key) is None:
-            continue
+    for key in sorted([info.key async for info in store.list("log/") if sequence(info.key) is not None]):
         try:
-            root = unseal(await get_small(store, info.key, MAX_RECORD), info.key).get("root")
+            root = unseal(await get_small(store, key, MAX_RECORD), key).get("root")
         except (CorruptError, NotFoundError):
             continue
         if isinstance(root, str):

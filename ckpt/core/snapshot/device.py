@@ -13,7 +13,7 @@ import ctypes
 import functools
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -80,9 +80,10 @@ def memory_node(tensors: Iterable[Tensor]) -> int | None:
     return None
 
 
-def compute_streams(tensors: Iterable[Tensor]) -> PerDevice:
+def compute_streams(tensors: Sequence[Tensor]) -> PerDevice:
     """The caller's current streams where these tensors lie."""
-    devices = {tensor.device for tensor in tensors if tensor.device.type != "cpu"}
+    one_of_each = dict(zip(map(Tensor.get_device, tensors), tensors, strict=True)).values()  # without Python for each
+    devices = {tensor.device for tensor in one_of_each if not tensor.is_cpu}
     return {device: torch.get_device_module(device).current_stream(device) for device in devices}
 
 

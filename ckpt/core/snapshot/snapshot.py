@@ -92,7 +92,7 @@ class PendingSnapshot:
 
     def take(self, packs: Packs) -> bool:
         """Clone what may change before the next optimizer step, where it is, if it is little; whether that is done."""
-        sizes, guarded = self.reading.layout.sizes, self.reading.guarded
+        sizes = self.reading.layout.sizes
         little = LITTLE if self.memory is None else MOST  # a copy takes less time than memory that is being made
         if not self.streams and sum(sizes[n] for n in self.reading.early) > little:
             return False
@@ -101,8 +101,8 @@ class PendingSnapshot:
             for n in self.reading.early:
                 self.sources[n] = self.sources[n].clone()
             return True
-        here = [n for n, one in enumerate(self.sources) if one.device.type == "cpu" and not guarded[n]]
-        there = [n for n, one in enumerate(self.sources) if one.device.type != "cpu" and not guarded[n]]
+        here = [n for n in self.reading.early if self.sources[n].is_cpu]
+        there = [n for n in self.reading.early if not self.sources[n].is_cpu]
         if sum(sizes[n] for n in here) > little or sum(sizes[n] for n in there) > MOST:
             return False
         return self._clone_on_devices(packs, [*here, *there])

@@ -133,9 +133,8 @@ class Settler:
             await commit.abort(tier.log, self.run.mine(), attempt, "no space left")
             if attempt in tier.log.state.aborted:
                 for prefix in ("packs/", "parts/", "index/"):
-                    for key in [i.key async for i in tier.log.store.list(f"{prefix}{attempt}")]:
-                        if owner_of(key) == attempt:
-                            await tier.log.store.delete(key)
+                    keys = [info.key async for info in tier.log.store.list(prefix)]
+                    await tier.log.store.delete_many([key for key in keys if owner_of(key) == attempt])
 
     async def _give_up(self, tier: OpenTier, written: WrittenPart, error: Exception) -> None:
         """The others need not wait for a committer that failed; and our part of what they gave up takes no space."""

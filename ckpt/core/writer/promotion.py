@@ -137,7 +137,8 @@ class Promoter:
             return there
         layout, source = Layout.from_json(part.layout), InStore(near.store, here.table)
         previous = await tier.encoder.previous(tier.log, attempt, layout)
-        tried = [info.key async for info in tier.store.list(f"packs/{attempt}.{part.rank}.")]
+        own = f"/{attempt}.{part.rank}."
+        tried = [info.key async for info in tier.store.list("packs/") if own in info.key]
         plain = not part.needs and not here.table.codec.any() and len(part.packs) == 1
         if plain and set(tried) <= {part.packs[0].key} and not tier.encoder.worth(tier.store, source, layout, previous):
             with tier.flow.writing(attempt.step, part.packs[0].size):
@@ -146,7 +147,7 @@ class Promoter:
                 )
             tier.encoder.remember(written)
             return written
-        tried += [info.key async for info in tier.store.list(f"parts/{attempt}.{part.rank}.")]
+        tried += [info.key async for info in tier.store.list("parts/") if own in info.key]
         number = max([self.run.first_try, *(rank_and_try(key)[1] + 1 for key in tried)])
         snapshot = RankSnapshot(attempt, layout, memoryview(b""), part.values, part.finite, part.replicas)
         return await self.parts.encode(tier, snapshot, source, number, reason=part.reason)

@@ -30,7 +30,7 @@ async def read_all(
     store: Store, prefix: str, most: int, parse: Callable[[memoryview], T], wanted: Callable[[str], bool] = bool
 ) -> tuple[list[T], list[str]]:
     """What all small objects under a prefix say, and the names of those that cannot be read, said on stderr."""
-    keys = [info.key async for info in store.list(prefix) if wanted(info.key)]
+    keys = sorted([info.key async for info in store.list(prefix) if wanted(info.key)])
     found = await read_each(store, keys, most, parse)
     bad = {key: one for key, one in found.items() if isinstance(one, Exception)}
     for error in bad.values():

@@ -24,7 +24,7 @@ from ckpt.core.checkpoint import losses
 from ckpt.core.checkpoint.losses import Loss
 from ckpt.core.log.log import Commit, RunLog
 from ckpt.errors import FormatError
-from ckpt.store import folder_of, open_store, remember_options
+from ckpt.store import exists, folder_of, open_store, remember_options
 from ckpt.tools.cli import STOPPED
 from ckpt.tools.cli.arguments import folders
 from ckpt.tools.maintain.find_runs import runs_below
@@ -138,7 +138,7 @@ async def opened(url: str, *, whole: bool = False) -> AsyncIterator[RunLog]:
         try:
             await log.open()
         except FormatError as error:
-            if [info async for info in log.store.list("FORMAT.json")]:
+            if await exists(log.store, "FORMAT.json"):
                 raise error from None
             folder = folder_of(log.store.url)
             if folder is not None and await runs_below(log.store.url):

@@ -25,7 +25,7 @@ from pathlib import Path
 from ckpt.core.checkpoint.store_trial import PREFIX
 from ckpt.core.log.log import RunLog
 from ckpt.errors import AccessError, CheckpointError, CorruptError, FormatError
-from ckpt.store import Store, folder_of, normalise, open_store, options_of, url_of
+from ckpt.store import Store, exists, folder_of, normalise, open_store, options_of, url_of
 from ckpt.tools.doctor.findings import PROBLEM, Finding, OnBytes, TierFindings, cleaner, judge, worst
 from ckpt.tools.doctor.folder import disk, file_system, nearest_folder, space
 from ckpt.tools.doctor.promises import Bounds, bandwidth, consistency, create_if_absent, permissions
@@ -209,7 +209,7 @@ async def _no_run(store: Store, why: str) -> list[Finding]:
             left.add(folder + "/")
         elif re.fullmatch(PREFIX + r"[0-9]+-[0-9a-f]{8}", folder):
             continue  # another doctor is at work
-        elif info.key == "FORMAT.json":
+        elif await exists(store, "FORMAT.json"):
             return [Finding("run", why, PROBLEM, "Use the version that wrote it, or another location", "foreign")]
         else:
             advice = "Choose a location of its own for each run. Nothing was written there"

@@ -17,7 +17,7 @@ from ckpt.core.checkpoint.parts import MANY, load_part
 from ckpt.core.checkpoint.retention import files_of
 from ckpt.core.checkpoint.store_trial import check_empty
 from ckpt.core.checkpoint.write import WrittenPart
-from ckpt.core.format.manifest import Attempt, new_nonce
+from ckpt.core.format.manifest import Attempt, new_nonce, owner
 from ckpt.core.format.slim import Slim
 from ckpt.core.log.log import RunLog
 from ckpt.core.log.records import Acquire, Commit, RunState, in_history
@@ -31,7 +31,7 @@ from ckpt.errors import (
     SaveError,
     UsageError,
 )
-from ckpt.store import Store
+from ckpt.store import Store, exists
 from ckpt.tools.maintain.prune import Item, some
 
 PARTS = 4  # ranks' parts copied at once
@@ -64,7 +64,7 @@ async def look(store: Store) -> RunLog | None:
     try:
         await log.open()
     except FormatError:
-        if [info async for info in store.list("FORMAT.json")]:
+        if await exists(store, "FORMAT.json"):
             raise
         await check_empty(store)
         return None
@@ -162,7 +162,8 @@ async def _being_written(target: RunLog | None, attempt: Attempt, take_over: boo
     """Whether a job may be bringing an attempt to this folder right now: two who write one file spoil it."""
     if target is None or target.store.remote or take_over or nobodys(target.state):
         return ""
-    if attempt.epoch < target.state.epoch or not [info async for info in target.store.list(f"packs/{attempt}.")]:
+    packs = [] if attempt.epoch < target.state.epoch else [info.key async for info in target.store.list("packs/")]
+    if attempt not in map(owner, packs):
         return ""
     return "a job may be writing it there right now: repeat this later, or with --take-over if no job trains there"
 

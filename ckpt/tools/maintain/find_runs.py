@@ -23,12 +23,12 @@ async def runs_below(url: str, *, patience_s: float = 10.0, closed: dict[str, st
         return [url_of(path) for path in sorted(_walk(folder, DEPTH, {} if closed is None else closed))]
     store = open_store(place, patience_s=patience_s)
     try:
+        marks = [info.key async for info in store.list() if info.key.endswith(f"/{MARK}")]
         found: list[str] = []
-        async for info in store.list():
-            run, _, name = info.key.rpartition("/")
-            if name == MARK and run and not any(run.startswith(f"{above}/") for above in found):
+        for run in sorted(mark.removesuffix(f"/{MARK}") for mark in marks):  # a folder comes before what is within
+            if not any(run.startswith(f"{above}/") for above in found):
                 found.append(run)
-        return [f"{place}/{run}" for run in sorted(found)]
+        return [f"{place}/{run}" for run in found]
     finally:
         await store.aclose()
 

@@ -77,7 +77,7 @@ class RunFiles:
 
 async def take_stock(log: RunLog) -> RunFiles:
     """The listing comes first: a file that appears later belongs to an attempt that is not in it."""
-    sizes = {info.key: info.size async for info in log.store.list()}
+    sizes = {info.key: info.size for info in sorted([info async for info in log.store.list()], key=lambda one: one.key)}
     state = await log.refresh()
     for _ in range(TRIES):  # a job may commit and retire while we read
         commits = dict(state.commits)

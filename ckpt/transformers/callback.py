@@ -190,7 +190,8 @@ class CheckpointCallback(TrainerCallback):
             frozen = {name: parameters[name] for key, name in once.items() if key not in stored}
             progress.base = {"digest": digest(frozen), "tensors": len(frozen)}
             say.info("of the model's %d bytes, the %d that are trained are stored", self.full_bytes, self.stored_bytes)
-            whole = progress.part = ModulePart(whole, some)
+            whole = ModulePart(whole, some)
+            progress.save_only(whole, some)
         optimizer = trainer.optimizer
         first = trainer.is_world_process_zero()
         state = {
@@ -370,8 +371,8 @@ class CheckpointCallback(TrainerCallback):
                 name.rpartition(".")[2],
             )
         if self.checkpointer is not None:
-            if (progress := self._progress) is not None and progress.part is not None:
-                progress.flags.store_unfrozen(progress.part, progress.flags.read())
+            if self._progress is not None:
+                self._progress.store_unfrozen()
             self._latest = self.checkpointer.step(step) or self._latest
             if self._best is not None and self._measured:
                 self._score(self._best, step)

@@ -23,7 +23,6 @@ from transformers import EarlyStoppingCallback, Trainer
 from transformers.trainer_callback import ExportableState, TrainerControl
 from transformers.utils import logging
 
-from ckpt.core.format.values import decode
 from ckpt.core.state.sharding import ModulePart, named_parameters, unwrap
 from ckpt.core.state.stateful import RNG
 from ckpt.errors import MismatchError, UsageError
@@ -331,31 +330,25 @@ class Flags:
     """requires_grad of the model's parameters, which callbacks change in mid-training to freeze and unfreeze layers."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._parameters = named_parameters(model)
+        self.parameters = named_parameters(model)
         self._begun = self._now()
 
     def _now(self) -> list[bool]:
-        return [parameter.requires_grad for parameter in self._parameters.values()]
+        return [parameter.requires_grad for parameter in self.parameters.values()]
 
     def read(self) -> dict[str, bool]:
         """Return those that have changed since the training began."""
         now = self._now()
         if now == self._begun:
             return {}
-        changes = zip(self._parameters, now, self._begun, strict=True)
+        changes = zip(self.parameters, now, self._begun, strict=True)
         return {name: flag for name, flag, begun in changes if flag != begun}
 
     def put(self, saved: dict[str, bool]) -> None:
         """Set them to what they were when this start began, but for the changes that `read` has returned."""
-        for (name, parameter), begun in zip(self._parameters.items(), self._begun, strict=True):
+        for (name, parameter), begun in zip(self.parameters.items(), self._begun, strict=True):
             if parameter.requires_grad != (flag := saved.get(name, begun)):
                 parameter.requires_grad_(flag)
-
-    def store_unfrozen(self, part: ModulePart, flags: dict[str, bool]) -> None:
-        """Have parameters that are trained by now stored with the others."""
-        stored = named_parameters(part)
-        for name in [name for name, flag in flags.items() if flag and name in self._parameters and name not in stored]:
-            part.add(name, self._parameters[name])
 
 
 class TrainerProgress:
@@ -368,7 +361,9 @@ class TrainerProgress:
         self._callbacks = CallbackStates(trainer)
         self._further = FurtherState(trainer)
         self.flags = Flags(unwrap(trainer.model_wrapped))
-        self.part: ModulePart | None = None  # all that is saved of the model, if frozen parameters are not
+        self._part: ModulePart | None = None  # all that is saved of the model, if frozen parameters are not
+        self._trained: dict[str, Tensor] = {}
+        self._unfrozen: set[str] = set()
         self._order: dict[str, Any] = {}
         self.data = data_of(trainer, loader)
         self.base: dict[str, Any] | None = None
@@ -411,11 +406,27 @@ class TrainerProgress:
             "batch_size": self.trainer._train_batch_size,
         }
 
+    def save_only(self, part: ModulePart, trained: dict[str, Tensor]) -> None:
+        """Save this part of the model: what is trained when the training begins, and what is unfrozen later."""
+        self._part, self._trained = part, trained
+
+    def store_unfrozen(self) -> None:
+        """Have parameters stored that were unfrozen since the last call. They stay when they are frozen again."""
+        if self._part is not None:
+            flagged = {name for name, flag in self.flags.read().items() if flag}
+            if not flagged <= self._unfrozen:
+                self._store(self._unfrozen | flagged)
+
+    def _store(self, unfrozen: set[str]) -> None:
+        assert self._part is not None
+        self._unfrozen = unfrozen
+        self._part.put(self._trained | {name: self.flags.parameters[name] for name in sorted(unfrozen)})
+
     def match_structure(self, saved: dict[Any, Any]) -> None:
-        """Expect the parameters that were unfrozen when a state was saved. Called before anything is restored."""
-        if self.part is not None and ("trainer",) in saved:
-            flags = decode(saved[("trainer",)].values, lambda tensor: None).get("flags", {})
-            self.flags.store_unfrozen(self.part, flags)
+        """Expect the parameters that had been unfrozen when a state was saved. Called before anything is restored."""
+        if self._part is not None and ("model",) in saved:
+            names = {name.removeprefix("model.") for name in saved[("model",)].names}
+            self._store((names & self.flags.parameters.keys()) - self._trained.keys())
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         self.saved = saved  # the Trainer gets it when it is known to fit

@@ -481,8 +481,8 @@ def test_base_that_peft_rewrites_at_random_is_restored(tmp_path: Path) -> None:
 class Switch(TrainerCallback):
     """Freezes or unfreezes the first layer once, as fine-tuning scripts do."""
 
-    def __init__(self, flag: bool, at: int, *, begins: bool = False) -> None:
-        self.flag, self.at, self.begins = flag, at, begins
+    def __init__(self, flag: bool, at: int, *, begins: bool = False, back: int = -1) -> None:
+        self.flag, self.at, self.begins, self.back = flag, at, begins, back
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         if self.begins:
@@ -493,8 +493,8 @@ class Switch(TrainerCallback):
             model.model.layers[0].requires_grad_(not self.flag)
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        if state.global_step == self.at:
-            model.model.layers[0].requires_grad_(self.flag)
+        if state.global_step in (self.at, self.back):
+            model.model.layers[0].requires_grad_(self.flag == (state.global_step == self.at))
 
 
 class AllStepped(Trainer):
@@ -505,25 +505,40 @@ class AllStepped(Trainer):
 
 
 @pytest.mark.parametrize(
-    ("kind", "stop"), [("frozen", 9), ("unfrozen", 9), ("unfrozen after on_train_begin", 5), ("only trained", 9)]
+    ("kind", "stop"),
+    [
+        ("frozen", 9),
+        ("unfrozen", 9),
+        ("unfrozen after on_train_begin", 5),
+        ("only trained", 9),
+        ("only trained, back", 9),
+        ("only trained, older", 9),
+    ],
 )
 def test_parameters_that_a_callback_froze_or_unfroze_stay_so(tmp_path: Path, kind: str, stop: int) -> None:
     """Restarts in the epoch of the change, and in the next one."""
 
     def start(run: str | None, stop: int = -1) -> Trainer:
         model = llama()
-        if kind in ("unfrozen", "only trained"):
+        only_trained = kind.startswith("only trained")
+        if kind == "unfrozen" or only_trained:
             model.model.layers[0].requires_grad_(False)
-        switch = Switch(kind != "frozen", 3, begins=kind == "unfrozen after on_train_begin")
-        ours = [] if run is None else [callback(run, only_trained=kind == "only trained")]
+        back = 5 if kind == "only trained, back" else -1
+        switch = Switch(kind != "frozen", 3, begins=kind == "unfrozen after on_train_begin", back=back)
+        ours = [] if run is None else [callback(run, only_trained=only_trained)]
         args = arguments(tmp_path)
         return train(AllStepped(model, args, train_dataset=Tokens(), callbacks=[switch, *ours, StopAt(stop)]))
 
     run = str(tmp_path / "run")
     whole = start(None)
     start(run, stop)
+    if kind == "only trained, older":  # the next start finds an older step only, from before the change
+        for path in (tmp_path / "run" / "packs").glob("*-[3-9].*"):
+            path.write_bytes(bytes(path.stat().st_size))
     again = start(run)
     assert again.state.global_step == 12 and equal(again.model, whole.model)
+    restored = next(one.restored for one in again.callback_handler.callbacks if isinstance(one, CheckpointCallback))
+    assert restored is not None and restored.step == (2 if kind == "only trained, older" else stop)
     for one, other in zip(again.model.parameters(), whole.model.parameters(), strict=True):
         assert one.requires_grad == other.requires_grad
     saved = ckpt.load(run)

@@ -365,21 +365,23 @@ class ModulePart(nn.Module):
     def __init__(self, whole: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         super().__init__()
         object.__setattr__(self, "_ckpt_whole", whole)  # not a child: nothing else of it belongs to the state
-        for name, tensor in tensors.items():
-            self.add(name, tensor)
+        self.put(tensors)
 
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Save this parameter or buffer of the module too."""
-        *path, last = name.split(".")
-        owner: nn.Module = self
-        for part in path:
-            if part not in owner._modules:
-                owner.add_module(part, nn.Module())
-            owner = owner.get_submodule(part)
-        if isinstance(tensor, nn.Parameter):
-            owner.register_parameter(last, tensor)
-        else:
-            owner.register_buffer(last, tensor)
+    def put(self, tensors: Mapping[str, Tensor]) -> None:
+        """Save these tensors, and nothing else."""
+        for own in (self._modules, self._parameters, self._buffers):
+            own.clear()
+        for name, tensor in tensors.items():
+            *path, last = name.split(".")
+            owner: nn.Module = self
+            for part in path:
+                if part not in owner._modules:
+                    owner.add_module(part, nn.Module())
+                owner = owner.get_submodule(part)
+            if isinstance(tensor, nn.Parameter):
+                owner.register_parameter(last, tensor)
+            else:
+                owner.register_buffer(last, tensor)
 
 
 def unwrap(module: nn.Module) -> nn.Module:

@@ -497,6 +497,10 @@ class Switch(TrainerCallback):
             model.model.layers[0].requires_grad_(self.flag == (state.global_step == self.at))
 
 
+def ours_of(trainer: Trainer) -> CheckpointCallback:
+    return next(one for one in trainer.callback_handler.callbacks if isinstance(one, CheckpointCallback))
+
+
 class AllStepped(Trainer):
     def create_optimizer(self, *rest: Any, **more: Any) -> Any:
         if self.optimizer is None:
@@ -531,13 +535,15 @@ def test_parameters_that_a_callback_froze_or_unfroze_stay_so(tmp_path: Path, kin
 
     run = str(tmp_path / "run")
     whole = start(None)
-    start(run, stop)
+    first = ours_of(start(run, stop)).checkpointer
+    assert first is not None
     if kind == "only trained, older":  # the next start finds an older step only, from before the change
+        first.close()
         for path in (tmp_path / "run" / "packs").glob("*-[3-9].*"):
             path.write_bytes(bytes(path.stat().st_size))
     again = start(run)
     assert again.state.global_step == 12 and equal(again.model, whole.model)
-    restored = next(one.restored for one in again.callback_handler.callbacks if isinstance(one, CheckpointCallback))
+    restored = ours_of(again).restored
     assert restored is not None and restored.step == (2 if kind == "only trained, older" else stop)
     for one, other in zip(again.model.parameters(), whole.model.parameters(), strict=True):
         assert one.requires_grad == other.requires_grad

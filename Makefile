@@ -2,7 +2,8 @@
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
-JOBS ?= 2
+# Also on two cores: tests wait half of the time, for processes, disks and deadlines.
+JOBS ?= 3
 PART ?= quick
 READY := $(VENV)/.ready
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-# Two processes of tests, and all that they start, share a machine: threads that wait for each other only wait longer.
+# Processes of tests, and all that they start, share a machine: threads that wait for each other only wait longer.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
@@ -22,23 +22,22 @@ from processes import writers
 # Files that take long, mostly since they wait for processes: real jobs that are killed and continued, whole disks,
 # servers. All others are the quick part. About by how long they take, the longest first.
 SLOW = (
-    "test_transformers", "test_ladder", "test_nodes", "test_torchtitan", "test_deepspeed", "test_documents",
-    "test_ray", "test_megatron", "test_interleavings", "test_torch_dist", "test_first_contact", "test_rank_faults",
-    "test_resize", "test_chaos", "test_power_cut", "test_simulated", "test_typing", "test_s3",
-    "test_promise_ownership", "test_hostile", "test_stores", "test_increments", "test_object_storage", "test_offline",
-    "test_kill", "test_full_disk", "test_examples", "test_repair", "test_promise_ends", "test_ledger",
-    "test_fault_handler", "test_promise_moments", "test_protocol", "test_faults_example", "test_lightning",
-    "test_checkpoint_io", "test_random_faults", "test_retry", "test_promise_handover", "test_lifecycle",
-    "test_lightning_restarts", "test_promise_interrupts", "test_stage", "test_replicate", "test_promise_damage",
-    "test_promise_trainers", "test_promise_state", "test_ranks", "test_export", "test_accelerate",
-    "test_written_before", "test_dcp", "test_loader", "test_restore", "test_upkeep", "test_promise_stores",
-    "test_damage", "test_metrics", "test_top", "test_benchmarks", "test_plan", "test_jobs", "test_surprises",
-    "test_incremental", "test_waits", "test_process_groups", "test_flight_recorder", "test_home_made_zero",
-    "test_shards", "test_stopped", "test_restore_line", "test_to_lightning", "test_fabric", "test_machines",
-    "test_fsdp1", "test_created", "test_drift", "test_torchft", "test_corners", "test_best", "test_composer",
-    "test_promise_file_systems", "test_unreadable", "test_further_state", "test_uneven_ranks",
-    "test_unnoticed_damage", "test_run_identity", "test_torture", "test_budgets", "test_forged", "test_resharding",
-    "test_forged_values", "test_same_states",
+    "test_rank_faults", "test_ray", "test_run_identity", "test_torchtitan", "test_deepspeed", "test_increments",
+    "test_transformers", "test_promise_ownership", "test_megatron", "test_forged", "test_torch_dist",
+    "test_simulated", "test_object_storage", "test_nodes", "test_power_cut", "test_fault_handler",
+    "test_interleavings", "test_further_state", "test_promise_ends", "test_full_disk", "test_promise_handover",
+    "test_ladder", "test_lightning_restarts", "test_dcp", "test_unreadable", "test_uneven_ranks", "test_resize",
+    "test_lightning", "test_examples", "test_documents", "test_faults_example", "test_lifecycle", "test_kill",
+    "test_waits", "test_offline", "test_loader", "test_promise_file_systems", "test_stores", "test_repair",
+    "test_composer", "test_best", "test_s3", "test_first_contact", "test_export", "test_torture", "test_budgets",
+    "test_stage", "test_forged_values", "test_top", "test_upkeep", "test_unnoticed_damage", "test_hostile",
+    "test_created", "test_jobs", "test_damage", "test_ledger", "test_promise_damage", "test_restore",
+    "test_promise_moments", "test_drift", "test_machines", "test_home_made_zero", "test_promise_stores",
+    "test_promise_trainers", "test_torchft", "test_shards", "test_incremental", "test_resharding", "test_ranks",
+    "test_retry", "test_written_before", "test_promise_state", "test_accelerate", "test_protocol", "test_plan",
+    "test_stopped", "test_fsdp1", "test_metrics", "test_promise_interrupts", "test_replicate", "test_random_faults",
+    "test_fabric", "test_surprises", "test_checkpoint_io", "test_to_lightning", "test_corners", "test_restore_line",
+    "test_process_groups", "test_flight_recorder", "test_benchmarks", "test_typing",
 )  # fmt: skip
 
 
@@ -71,7 +70,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """One part of the files, the longest first, so that two processes that share them out end at the same time: of the
+    """One part of the files, the longest first, so that the processes that share them out end at the same time: of the
     quick ones those that start processes. (xdist would sort them by their number of tests, which says little: see
     --no-loadscope-reorder in the Makefile.)"""
     for item in items:

@@ -251,7 +251,7 @@ print(toy.digest(state))
 """
 
 
-@pytest.mark.parametrize("victim", ["trainer", "writer", "both"])
+@pytest.mark.parametrize("victim", ["writer", "both", pytest.param("trainer", marks=pytest.mark.long)])
 def test_scores_survive_kills(run_dir: str, own_sockets: Path, victim: str) -> None:
     """Killed after a score: the end is that of a run that was never killed. What `wait()` has seen is in the
     run's log, also if nobody is left to write it down."""
@@ -268,7 +268,7 @@ def test_scores_survive_kills(run_dir: str, own_sockets: Path, victim: str) -> N
     assert is_at(run_dir, 7) and is_at(run_dir, 4)
 
 
-@pytest.mark.parametrize("nth", [5, 6, 7])
+@pytest.mark.parametrize("nth", [6, *(pytest.param(nth, marks=pytest.mark.long) for nth in (5, 7))])
 def test_a_writer_dies_between_a_step_and_its_score(run_dir: str, nth: int) -> None:
     """After any of the records by which a step is a checkpoint, and stays: the next one writes down what is missing."""
     process = run_script(KILLED, run_dir, "nobody", fail=f"writer/log.appended:kill:{nth}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -20,7 +19,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import ckpt
 from parallel import free_port, launch
-from processes import REPO
+from processes import REPO, run_python
 
 
 class Noisy(Dataset[tuple[int, float]]):
@@ -176,7 +175,7 @@ def test_a_loader_that_was_made_too_early_is_refused(tmp_path: Path) -> None:
     path = f"{REPO}:{REPO / 'backends'}"
     environment = {**os.environ, "PYTHONPATH": path, "STORE": str(tmp_path / "store")}
     words = [sys.executable, "-u", "-c", "import torch.testing._internal.distributed.fake_pg\n" + EARLY]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    done = run_python(words, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0 and "rank 0 of 1, which is rank 1 of 4 now" in done.stdout, done.stderr
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from ckpt.core.checkpoint import commit, retention
 from ckpt.core.checkpoint.in_use import check_free
-from ckpt.core.checkpoint.open_tier import LIST_EVERY, READ_BACK_EVERY
+from ckpt.core.checkpoint.open_tier import LIST_EVERY, READ_BACK_EVERY, OpenTier
 from ckpt.core.checkpoint.parts import load_parts
 from ckpt.core.checkpoint.write import WrittenPart
 from ckpt.core.format.manifest import Attempt
@@ -28,6 +28,7 @@ from ckpt.errors import (
     FormatError,
     FullError,
     NotFoundError,
+    RunGoneError,
     SaveError,
     StoreError,
     UsageError,
@@ -52,22 +53,49 @@ def store_of(tier: Tier) -> Store:
 
 
 @contextlib.asynccontextmanager
-async def opened(tier: Tier) -> AsyncIterator[RunLog]:
-    """The log of a place, made if it is not there."""
-    store = store_of(tier)
+async def opened(tier: Tier, *, create: bool = False) -> AsyncIterator[RunLog]:
+    """The log of a place. RunGoneError if another run is there than this process knows there.
+
+    When a run is seen to be gone, what this process's saves have left is deleted: no run could be made there otherwise.
+    """
+    store, place = store_of(tier), known(tier.url)
     try:
-        if not known(tier.url).trusted:
-            await commit.create_run(store)
-            known(tier.url).trusted = True
         log = RunLog(store)
+        if create and not place.trusted:
+            await _remove_rest(tier, log, place)  # other ranks may have written more of it since
+            await commit.create_run(store)
+            place.trusted = True
         try:
             await log.open()
-        except FormatError:
-            forget(tier.url)  # deleted meanwhile: the next save makes it again
+            if place.root not in ("", log.root):
+                raise RunGoneError.of(tier.url)
+        except RunGoneError:
+            await _remove_rest(tier, log, place)
             raise
+        except FormatError:  # deleted meanwhile: the next save makes it again
+            gone = await _is_gone(log, place.root)
+            if gone:
+                await _remove_rest(tier, log, place)
+            forget(tier.url, open=place.open if gone else None)
+            raise
+        place.root = log.root
         yield log
     finally:
         await store.aclose()
+
+
+async def _is_gone(log: RunLog, root: str) -> bool:
+    """Return True if it is certain that a run is not there any more."""
+    log.root = root
+    try:
+        return not await log.same()
+    except CheckpointError:
+        return False
+
+
+async def _remove_rest(tier: Tier, log: RunLog, place: Known) -> None:
+    for attempt in sorted(place.open):
+        await OpenTier(tier.url, tier.keeping, log).remove_rest(attempt)
 
 
 def cadence(tiers: Sequence[Tier], step: int) -> list[Tier]:
@@ -119,7 +147,7 @@ async def begin(tiers: Sequence[Tier], mine: Incarnation, step: int, world: int)
 async def _take_over(tiers: Sequence[Tier], mine: Incarnation, *, again: bool) -> Acquire:
     """Own the run in all tiers, by one epoch. `again`: by a new one."""
     async with contextlib.AsyncExitStack() as stack:
-        logs = [await stack.enter_async_context(opened(tier)) for tier in tiers]
+        logs = [await stack.enter_async_context(opened(tier, create=True)) for tier in tiers]
         found = [{a.nonce: a for a in log.state.acquires} for log in logs]
         names = {mine.name(turn): turn for turn in range(sum(map(len, found)) + 1)}
         turn = max((names[nonce] for each in found for nonce in each if nonce in names), default=-1)
@@ -305,7 +333,7 @@ async def give_up(tier: Tier, owner: Acquire, attempt: Attempt, reason: str) -> 
             await commit.abort(log, owner, attempt, reason)
         known(tier.url).open.discard(attempt)
     except CheckpointError as error:
-        logger.warning("attempt %s stays open in %s: %s", attempt, tier.url, error)
+        logger.warning("attempt %s was not ended in %s: %s", attempt, tier.url, error)
 
 
 async def give_up_share(tiers: Sequence[Tier], share: RankShare, error: BaseException) -> None:

@@ -57,6 +57,21 @@ def release() -> None:
             del _claims[url]
 
 
+def wait_for(urls: Sequence[str]) -> None:
+    """Return once no dcp.async_save of this process is on its way to these places: what is read then has its step."""
+    told = False
+    for thread in threading.enumerate():
+        while thread is not threading.current_thread() and thread.name.startswith(ASYNC) and thread.is_alive():
+            with _lock:
+                claimed = {url for url, claim in _claims.items() if claim.thread is thread}
+            if claimed and claimed.isdisjoint(urls):
+                break  # without a claim it has only begun, and where it goes is not known
+            if not told:
+                log.warning("a dcp.async_save is under way: %s is read when it has ended", ", ".join(urls))
+            told = True
+            time.sleep(POLL_S)
+
+
 def check_time(step: int) -> None:
     """SaveError if it is too late: no thread can be started any more."""
     if concurrent.futures.thread._shutdown:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ckpt.core.format.manifest import Attempt, new_nonce
@@ -34,8 +34,9 @@ class Incarnation:
 
 @dataclass
 class Known:
-    """Of one place, in this process."""
+    """Of one place, in this process. `root`: the id of the run that was opened there, "" before that."""
 
+    root: str = ""
     trusted: bool = False  # it was seen to create only what is absent
     open: set[Attempt] = field(default_factory=set)  # begun here, and neither committed nor aborted
     verified: set[Attempt] = field(default_factory=set)
@@ -62,10 +63,15 @@ def incarnation_of(urls: Sequence[str]) -> Incarnation:
         return newest
 
 
-def went_back(urls: Sequence[str], attempt: Attempt) -> None:
-    """The state is that of a checkpoint now: what is saved to these places from now on goes on from there."""
+def went_back(roots: Mapping[str, str], attempt: Attempt) -> None:
+    """The state is that of a checkpoint now: what is saved to these places from now on goes on from there. `roots`: by
+    URL the id of the run that was read, which may be another one than this process knew there."""
     with _lock:
-        _incarnations.update(dict.fromkeys(urls, Incarnation(new_nonce(), attempt, next(_numbers))))
+        _incarnations.update(dict.fromkeys(roots, Incarnation(new_nonce(), attempt, next(_numbers))))
+    for url, root in roots.items():
+        if known(url).root not in ("", root):
+            forget(url)
+        known(url).root = root
 
 
 def adopt(urls: Sequence[str], incarnation: Incarnation) -> None:
@@ -74,10 +80,10 @@ def adopt(urls: Sequence[str], incarnation: Incarnation) -> None:
         _incarnations.update(dict.fromkeys(urls, replace(incarnation, number=next(_numbers))))
 
 
-def forget(url: str) -> None:
-    """What is remembered of a place is no more: its run is gone."""
+def forget(url: str, *, open: set[Attempt] | None = None) -> None:
+    """What is remembered of a place is no more: its run is gone. `open`: attempts of which files may be left there."""
     with _lock:
-        _known.pop(url, None)
+        _known[url] = Known(open=open or set())
         for urls in [urls for urls in _owners if url in urls]:
             del _owners[urls]
 

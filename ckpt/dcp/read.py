@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import io
+import time
 from collections import ChainMap
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,11 +23,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
-from ckpt.core.checkpoint import losses, read
+from ckpt.core.checkpoint import losses, read, steady
 from ckpt.core.format.layout import TensorSpec
 from ckpt.core.format.manifest import Attempt
 from ckpt.core.format.saved_state import Key, SavedState
-from ckpt.core.log.log import Acquire, RunState, in_history, infer_root
+from ckpt.core.log.log import Acquire, RunLog, RunState, in_history, infer_root
 from ckpt.core.restore.sources import fill_from_store
 from ckpt.core.state.filler import Target
 from ckpt.core.state.tensors import DTYPE_NAME, TORCH_DTYPE, empty
@@ -43,19 +45,23 @@ from ckpt.errors import (
     is_unreadable,
 )
 from ckpt.events import log as logger
+from ckpt.store import folder_of
+
+T = TypeVar("T")
 
 SPARSE = 10_000  # elements of a list that may be empty, and have no name
 
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint to read. `others`: further tiers that may have it; `places`: those that are of the same run."""
+    """A checkpoint to read. `others`: further tiers that may have it; `roots`: ids of the same run in each tier that
+    has it, by URL."""
 
     url: str
     attempt: Attempt
     saved: SavedState
     others: tuple[str, ...]
-    places: tuple[str, ...]
+    roots: dict[str, str]
 
     def key(self, name: str) -> Key:
         key = self.saved.labels.get(name)
@@ -70,8 +76,9 @@ class Found:
 async def find(urls: Sequence[str], step: int | None) -> Found:
     """The newest checkpoint of the present history that can be read, or that of a step; from the nearest tier.
 
-    What is wrong with one place is made up for by the others, and what is damaged or gone, without `step`, by an older
-    checkpoint. StoreError if the newest cannot be had now: to go on from an older one is not ours to decide.
+    What is damaged in one place is made up for by the others, and what is damaged or gone, without `step`, by an older
+    checkpoint. StoreError if the newest cannot be had now, or a place that may have it cannot be read now: to go on
+    from an older one is not ours to decide.
     """
     try:
         return await _find(urls, step)
@@ -80,10 +87,16 @@ async def find(urls: Sequence[str], step: int | None) -> Found:
 
 
 async def _find(urls: Sequence[str], step: int | None) -> Found:
-    states, first = await _look(urls)
-    if not states:
-        assert first is not None
+    logs, first = await _look(urls)
+    states = {url: log.state for url, log in logs.items()}
+    if first is not None and not states:
         raise first
+    if step is None and isinstance(first, StoreError) and is_unreadable(first):
+        raise UnreadableError(
+            f"one tier cannot be read now, and may have a newer step than the others: {first}. To go on without it, "
+            "give a checkpoint_id, or leave it out of the tiers",
+            retryable=first.retryable,
+        ) from first
     for attempt in _candidates(states, step):
         having = [url for url, state in states.items() if attempt in state.commits]
         away: StoreError | None = None
@@ -98,8 +111,8 @@ async def _find(urls: Sequence[str], step: int | None) -> Found:
                 logger.warning("step %d cannot be read from %s: %s", attempt.step, url, error)
                 continue
             mine = (attempt.epoch, attempt.nonce)
-            places = [u for u, state in states.items() if mine in {(a.epoch, a.nonce) for a in state.acquires}]
-            return Found(url, attempt, saved, tuple(u for u in urls if u != url), tuple(places))
+            roots = {u: log.root for u, log in logs.items() if mine in {(a.epoch, a.nonce) for a in log.state.acquires}}
+            return Found(url, attempt, saved, tuple(u for u in urls if u != url), roots)
         if away is not None:
             text = f"step {attempt.step} cannot be read now: {away}. To go back to an older one give its checkpoint_id"
             raise UnreadableError(text, retryable=away.retryable) from away
@@ -109,20 +122,11 @@ async def _find(urls: Sequence[str], step: int | None) -> Found:
 
 
 async def latest(urls: Sequence[str]) -> int | None:
-    """The newest step that can be read; None if there is no checkpoint, or not even a run."""
-    there, away = [], None
-    for url in urls:
-        try:
-            if await _is_run(url):
-                there.append(url)
-        except StoreError as error:
-            logger.warning("nothing is read from %s: %s", url, error)
-            away = away or error
+    """The newest step; None if there is no checkpoint, or not even a run. StoreError if a place cannot be read now."""
+    there = [url for url in urls if await _again(url, lambda url=url: _is_run(url))]  # type: ignore[misc]
     with contextlib.suppress(NoCheckpointError):
         if there:
             return (await find(there, None)).attempt.step
-    if away is not None:
-        raise away  # there may be one
     return None
 
 
@@ -135,23 +139,40 @@ async def _is_run(url: str) -> bool:
         return True
 
 
-async def _look(urls: Sequence[str]) -> tuple[dict[str, RunState], CheckpointError | None]:
-    """What the logs say, and the first thing that is wrong with a place."""
-    states: dict[str, RunState] = {}
+async def _look(urls: Sequence[str]) -> tuple[dict[str, RunLog], CheckpointError | None]:
+    """The logs, closed, and what is wrong with a place: first of all that it cannot be read now."""
+    logs: dict[str, RunLog] = {}
     first: CheckpointError | None = None
     for url in urls:
         try:
-            log = await read.open_run(url)
-            try:
-                await losses.warn(log)
-            finally:
-                await log.store.aclose()
-            states[url] = log.state
+            logs[url] = await _again(url, lambda url=url: _log(url))  # type: ignore[misc]
         except CheckpointError as error:
-            first = first or error
+            if first is None or (is_unreadable(error) and not is_unreadable(first)):
+                first = error
             if len(urls) > 1:
                 logger.warning("nothing is read from %s: %s", url, error)
-    return states, first
+    return logs, first
+
+
+async def _log(url: str) -> RunLog:
+    log = await read.open_run(url)
+    try:
+        await losses.warn(log)
+    finally:
+        await log.store.aclose()
+    return log
+
+
+async def _again(url: str, look: Callable[[], Awaitable[T]]) -> T:
+    """Repeat a look at a folder for a moment while it cannot be read. Other places are tried for longer anyway."""
+    until = time.monotonic() + steady.WINDOW_S
+    while True:
+        try:
+            return await look()
+        except StoreError as error:
+            if not is_unreadable(error) or folder_of(url) is None or time.monotonic() >= until:
+                raise
+        await asyncio.sleep(steady.FIRST_PAUSE_S)
 
 
 def _candidates(states: dict[str, RunState], step: int | None) -> Iterator[Attempt]:

@@ -200,6 +200,7 @@ class StorageWriter(storage.StorageWriter):
 class StorageReader(storage.StorageReader):
     """Reads a step, or the newest: from the nearest of these places that has it. Every byte is verified; what is
     damaged comes from another location or another step that has the same bytes, else CorruptError names the tensor.
+    Waits for a `dcp.async_save` to one of these places that a thread of this process makes.
 
     `trusted`: unpickle objects that could run code, see above. `resume`: what this process saves to these places from
     now on goes on from what was loaded; False to look at a checkpoint without going back to it. What a Checkpointer
@@ -230,6 +231,7 @@ class StorageReader(storage.StorageReader):
 
     # Without **kwargs: with them torch would take what cannot be read for a checkpoint that each rank has for itself.
     def read_metadata(self) -> Metadata:
+        in_flight.wait_for([tier.url for tier in self._tiers])
         self._found = read.run(dcp_source.find(_reachable(self._tiers), self._step))
         return replace(dcp_source.metadata_of(self._found.saved), storage_meta=self.storage_meta())
 
@@ -259,7 +261,7 @@ class StorageReader(storage.StorageReader):
             raise UsageError("read_metadata() comes first")
         dcp_source.fill(found, plan, planner, trusted=self._trusted)
         if self._resume:
-            incarnation.went_back(found.places, found.attempt)
+            incarnation.went_back(found.roots, found.attempt)
         self._found, self._step, self._id = None, self._default, self._default  # of the next load
         done: Future[None] = Future()
         done.set_result(None)
@@ -268,7 +270,9 @@ class StorageReader(storage.StorageReader):
 
 def latest(places: Places) -> int | None:
     """The newest step that `dcp.load` would find there, None if there is none yet: on a first start."""
-    return read.run(dcp_source.latest(_reachable(_tiers(places))))
+    urls = _reachable(_tiers(places))
+    in_flight.wait_for(urls)
+    return read.run(dcp_source.latest(urls))
 
 
 def _spend(token: str, mine: incarnation.Incarnation) -> incarnation.Incarnation | None:

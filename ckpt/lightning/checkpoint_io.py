@@ -29,11 +29,12 @@ import ckpt.adapters  # noqa: F401 - registers them
 from ckpt.core.checkpoint import read, retention
 from ckpt.core.checkpoint.commit import acquire, commit, create_run, written_run
 from ckpt.core.checkpoint.in_use import check_free
+from ckpt.core.checkpoint.open_tier import OpenTier
 from ckpt.core.checkpoint.write import RankSnapshot, page_aligned, write_part
 from ckpt.core.format.manifest import Attempt, new_nonce
 from ckpt.core.state.capture import Capture
 from ckpt.core.state.tensors import TORCH_DTYPE
-from ckpt.errors import FormatError, NoCheckpointError, UsageError
+from ckpt.errors import FormatError, NoCheckpointError, RunGoneError, UsageError
 from ckpt.events import log as logger
 from ckpt.lightning.collected import to_device
 from ckpt.lightning.configs import from_plain, to_plain
@@ -229,8 +230,12 @@ async def _write(url: str, frozen: Any, step: int) -> None:
         await check_free(log, lambda text: logger.warning("%s", text))  # a Checkpointer may train there
         mine = await acquire(log, new_nonce())
         attempt = Attempt(mine.epoch, step, mine.nonce)
-        written = await write_part(log.store, RankSnapshot(attempt, layout, data, values))
-        await commit(log, mine, [written])
+        try:
+            written = await write_part(log.store, RankSnapshot(attempt, layout, data, values))
+            await commit(log, mine, [written])
+        except RunGoneError:
+            await OpenTier(url, retention.Keep(1), log).remove_rest(attempt)
+            raise
         if len(log.state.commits) > retention.ALWAYS:  # a path that is written again and again, such as last.ckpt
             await retention.retire(log, mine, retention.Keep(last=1), {attempt})
 

@@ -20,6 +20,8 @@ except ImportError as error:
 
 from ckpt.checkpointer import Checkpointer
 from ckpt.core.cadence.cadence import Auto
+from ckpt.core.checkpoint import steady
+from ckpt.core.checkpoint.concurrent import run
 from ckpt.core.checkpoint.retention import Keep
 from ckpt.core.format.regular_file import read_regular
 from ckpt.errors import CorruptError, UsageError
@@ -94,10 +96,13 @@ def _experiments_place() -> str:
 
 
 def place_of(checkpoint: Any) -> str:
-    """`RUN@STEP` of a checkpoint that was reported, such as `result.checkpoint`: for `ckpt.load` and the commands."""
+    """`RUN@STEP` of a checkpoint that was reported, such as `result.checkpoint`: for `ckpt.load` and the commands.
+
+    UnreadableError if its file cannot be read now, CorruptError if it is lost or damaged.
+    """
     with checkpoint.as_directory() as folder:
         try:
-            said = json.loads(read_regular(Path(folder, POINTER), MAX_POINTER))
+            said = json.loads(run(steady.files(read_regular, Path(folder, POINTER), MAX_POINTER)))
             return f"{said['run']}@{int(said['step'])}"
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise CorruptError(f"{checkpoint.path} is no checkpoint that ckpt.ray has reported: {error}") from None

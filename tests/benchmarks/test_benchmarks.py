@@ -58,6 +58,7 @@ def contested(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str,
         return folder, contest(*(("save", name, folder / name) for name in SAVED))
 
 
+@pytest.mark.long
 def test_every_library_says_all_of_a_save(contested: tuple[Path, dict[str, list[Json]]]) -> None:
     """Each save has a start, a cycle with all its times, memory that was looked at, and an end."""
     for name in SAVED:
@@ -69,6 +70,7 @@ def test_every_library_says_all_of_a_save(contested: tuple[Path, dict[str, list[
     assert [line["equal"] for line in contested[1]["everystep"] if line["kind"] == "restored"] == [True] * 3
 
 
+@pytest.mark.long
 def test_restores_in_a_new_process_are_equal_unless_bytes_were_damaged(
     contested: tuple[Path, dict[str, list[Json]]],
 ) -> None:

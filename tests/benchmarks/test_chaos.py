@@ -210,29 +210,6 @@ def test_noise_is_told() -> None:
 # -- all of it, with real processes --
 
 
-@pytest.fixture(scope="module", params=[1, pytest.param(3, marks=pytest.mark.long)])
-def quick(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Json:
-    """A run of two contenders with so many faults."""
-    folder = tmp_path_factory.mktemp("chaos")
-    path = os.pathsep.join([str(REPO), str(REPO / "backends")])
-    command = [sys.executable, str(REPO / "benchmarks" / "chaos.py"), "--quick", "--only", *NAMES]
-    command += ["--faults", str(request.param)]
-    done = subprocess.run(
-        [*command, "--folder", str(folder), "--json", str(folder / "found.json")],
-        env={**os.environ, "PYTHONPATH": path, "OMP_WAIT_POLICY": "passive"},
-        capture_output=True,
-        text=True,
-        timeout=280.0,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert [entry.name for entry in folder.iterdir()] == ["found.json"]
-    left = [one for one in psutil.process_iter() if str(folder) in " ".join(cmdline(one))]
-    assert not left
-    found: Json = json.loads((folder / "found.json").read_text())
-    return {**found, "shown": done.stdout}
-
-
 def cmdline(process: psutil.Process) -> list[str]:
     try:
         return process.cmdline()
@@ -240,37 +217,36 @@ def cmdline(process: psutil.Process) -> list[str]:
         return []
 
 
-def test_each_fault_of_the_schedule_happened_to_everybody(quick: Json) -> None:
-    """One interruption for each, in order, and training went on after the last one."""
+@pytest.mark.long
+def test_two_contenders_go_through_three_faults(tmp_path: Path) -> None:
+    """Each fault happens to both, the parts of both add up to the wall-clock, and both end with the weights of a run
+    that nobody disturbed. The control: a digest that differs is named."""
+    path = os.pathsep.join([str(REPO), str(REPO / "backends")])
+    command = [sys.executable, str(REPO / "benchmarks" / "chaos.py"), "--quick", "--only", *NAMES, "--faults", "3"]
+    done = subprocess.run(
+        [*command, "--folder", str(tmp_path), "--json", str(tmp_path / "found.json")],
+        env={**os.environ, "PYTHONPATH": path, "OMP_WAIT_POLICY": "passive"},
+        capture_output=True,
+        text=True,
+        timeout=280.0,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [entry.name for entry in tmp_path.iterdir()] == ["found.json"]
+    assert not [one for one in psutil.process_iter() if str(tmp_path) in " ".join(cmdline(one))]
+    found: Json = json.loads((tmp_path / "found.json").read_text())
+    markdown = chaos.report(found, found["summary"], markdown=True)
     for name in NAMES:
-        bill = quick["contenders"][name]["bill"]
-        assert [one["kind"] for one in bill["interruptions"]] == [kind for _, kind in quick["schedule"]]
+        bill = found["contenders"][name]["bill"]
+        assert [one["kind"] for one in bill["interruptions"]] == [kind for _, kind in found["schedule"]]
         assert all(0 <= one["restored"] <= one["step"] < bill["steps"] for one in bill["interruptions"])
-
-
-def test_the_parts_of_a_real_run_add_up(quick: Json) -> None:
-    """To the wall-clock, to the millisecond; what cannot be negative is not."""
-    for name in NAMES:
-        bill = quick["contenders"][name]["bill"]
         assert abs(bill["training"] + sum(bill["parts"].values()) - bill["wall"]) < 1e-3
         assert all(bill["parts"][part] >= 0 for part in ("perceive", "restore", "recompute"))
-        assert 0 < bill["training"] < bill["wall"]
-
-
-def test_everybody_ends_with_the_weights_of_an_undisturbed_run(quick: Json) -> None:
-    """Bit for bit. The control: a digest that differs is named, and its contender is no measure."""
-    assert quick["summary"]["wrong"] == []
-    assert all(quick["summary"]["rows"][name]["equal"] for name in NAMES)
-    spoilt = copy.deepcopy(quick)
-    spoilt["contenders"]["torch.save"]["digest"] = "0" * 32
-    assert chaos.summary(spoilt)["wrong"] == ["torch.save ended with other weights"]
-
-
-def test_the_tables_say_who_was_measured(quick: Json) -> None:
-    """As text, and as Markdown from what was written."""
-    markdown = chaos.report(quick, quick["summary"], markdown=True)
-    for name in NAMES:
-        assert f"\n{name} " in quick["shown"] and f"| {name} |" in markdown
+        assert 0 < bill["training"] < bill["wall"] and found["summary"]["rows"][name]["equal"]
+        assert f"\n{name} " in done.stdout and f"| {name} |" in markdown
+    assert found["summary"]["wrong"] == []
+    found["contenders"]["torch.save"]["digest"] = "0" * 32
+    assert chaos.summary(found)["wrong"] == ["torch.save ended with other weights"]
 
 
 def test_what_is_unknown_is_refused(tmp_path: Path) -> None:

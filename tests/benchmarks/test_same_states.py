@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
+
 from processes import REPO
 
 sys.path.insert(0, str(REPO / "benchmarks"))
@@ -30,6 +32,7 @@ def test_differences_lists_changed_and_missing_states() -> None:
     assert same_states.inconsistent(found) == ["restored the newest, 4"]
 
 
+@pytest.mark.long
 def test_compare_finds_one_wrong_bit_of_the_other_version(tmp_path: Path) -> None:
     """Control: everything else is equal, so each version is deterministic."""
     for name in ("ckpt", "backends"):

@@ -9,6 +9,7 @@ import asyncio
 import datetime
 import io
 import json
+import logging
 import os
 import pickle
 import shutil
@@ -45,6 +46,7 @@ from ckpt.core.format.manifest import Attempt
 from ckpt.core.log.log import RunLog
 from ckpt.dcp import coordinator, in_flight, incarnation, objects, rank_write
 from ckpt.dcp import read as dcp_source
+from ckpt.store import open_store
 from ckpt.tools.cli.app import cli
 from commands import flip
 from parallel import build, free_port, gathered, launch, train_step
@@ -62,10 +64,23 @@ def first_job() -> Iterator[None]:
     another_job()
 
 
+MEMORIES: Any = (incarnation._incarnations, incarnation._owners, incarnation._known, in_flight._claims)
+
+
 def another_job() -> None:
     """From here on this process is another one, as far as `ckpt.dcp` knows."""
-    for memory in (incarnation._incarnations, incarnation._owners, incarnation._known, in_flight._claims):
+    for memory in MEMORIES:
         memory.clear()
+
+
+def save_by_another_job(step: int, places: Any) -> None:
+    """Of this process, in the meantime."""
+    before = [dict(memory) for memory in MEMORIES]
+    another_job()
+    save({"n": step}, step, places)
+    another_job()
+    for memory, content in zip(MEMORIES, before, strict=True):
+        memory.update(content)
 
 
 def save(state: dict[str, Any], step: int, places: Any, **kwargs: Any) -> None:
@@ -369,6 +384,59 @@ def test_a_run_that_was_deleted_is_made_again(tmp_path: Path) -> None:
     assert history(str(near)) == [5, 4, 3, 2] and history(str(far)) == [5]
 
 
+@pytest.mark.parametrize("then", ["put back", "loaded", "deleted"])
+def test_save_raises_if_another_run_lies_at_its_path(then: str, run_dir: str) -> None:
+    """Nothing is written there. Saves go on when the run is back, the other one was loaded, or nothing is there."""
+    folder, aside = Path(run_dir), Path(f"{run_dir}-aside")
+    save({"n": 1}, 1, run_dir)
+    folder.rename(aside)
+    save_by_another_job(100, run_dir)
+    before = sorted(folder.rglob("*"))
+    for step in (2, 3):
+        assert isinstance(refused(lambda step=step: save({"n": step}, step, run_dir)), ckpt.errors.RunGoneError)
+    assert sorted(folder.rglob("*")) == before
+    if then == "loaded":
+        assert load({"n": 0}, run_dir)["n"] == 100
+    else:
+        shutil.rmtree(folder)
+    if then == "put back":
+        aside.rename(folder)
+    save({"n": 101}, 101, run_dir)
+    assert history(run_dir) == {"put back": [101, 1], "loaded": [101, 100], "deleted": [101]}[then]
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_nothing_is_left_of_a_save_whose_run_is_gone(
+    replaced: bool, run_dir: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The place is emptied while a rank writes, and another job may begin a run there. Both jobs go on."""
+    real, before = rank_write.write, list[str]()
+
+    async def names() -> list[str]:
+        store = open_store(run_dir)
+        try:
+            return [info.key async for info in store.list()]
+        finally:
+            await store.aclose()
+
+    async def gone(store: Any, *args: Any, **kwargs: Any) -> Any:
+        monkeypatch.setattr(rank_write, "write", real)
+        await store.delete_many(await names())
+        if replaced:
+            save_by_another_job(100, run_dir)
+            before.extend(await names())
+        return await real(store, *args, **kwargs)
+
+    save({"n": 1}, 1, run_dir)
+    monkeypatch.setattr(rank_write, "write", gone)
+    assert isinstance(refused(lambda: save({"n": 2}, 2, run_dir)), ckpt.SaveError)
+    assert read.run(names()) == before
+    if replaced:
+        another_job()
+    save({"n": 101}, 101, run_dir)
+    assert history(run_dir) == ([101, 100] if replaced else [101])
+
+
 # -- saves beside the training --
 
 
@@ -404,6 +472,39 @@ def test_of_two_saves_at_once_the_newer_one_is_refused(run_dir: str) -> None:
     saving.result()
     save({"w": torch.ones(3)}, 4, writer)
     assert history(run_dir) == [4, 1] and not records(run_dir).state.aborted
+
+
+@pytest.mark.parametrize("moment", ["create_local_plan", "resolve_data"])
+def test_load_waits_for_an_async_save_to_its_place(moment: str, run_dir: str) -> None:
+    """Also before that save has made its plan. It ends as soon as somebody waits for it. Other places are no matter."""
+    go, reached = threading.Event(), threading.Event()
+
+    class Planner(DefaultSavePlanner):
+        def __getattribute__(self, name: str) -> Any:
+            if name == moment:
+                reached.set()
+                assert go.wait(60)
+            return super().__getattribute__(name)
+
+    class Waiting(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "a dcp.async_save is under way" in record.getMessage():
+                go.set()
+
+    writer, other, handler = ckpt.dcp.StorageWriter(run_dir), f"{run_dir}-2", Waiting()
+    for place in (writer, other):
+        save({"n": 1}, 1, place)
+    saving = dcp.async_save({"n": 2}, checkpoint_id=2, storage_writer=writer, planner=Planner())
+    assert reached.wait(60)
+    logging.getLogger("ckpt").addHandler(handler)
+    try:
+        if moment == "resolve_data":
+            assert load({"n": 0}, other)["n"] == 1 and not go.is_set()
+        assert load({"n": 0}, run_dir)["n"] == 2 and ckpt.dcp.latest(run_dir) == 2
+    finally:
+        logging.getLogger("ckpt").removeHandler(handler)
+        go.set()
+        saving.result()
 
 
 def test_a_save_that_failed_elsewhere_is_not_under_way(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -817,8 +918,8 @@ def test_what_is_retired_while_it_is_looked_for_is_looked_for_again(
     assert load({"n": 0}, run_dir)["n"] == 1 and calls == [1, 1]
 
 
-def test_the_newest_is_told_though_a_place_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As dcp.load finds it. If no other place has one, it may be in the one that is away: an error."""
+def test_latest_raises_while_a_place_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As dcp.load does: the newest step may be there."""
     near, far, real = str(tmp_path / "near"), str(tmp_path / "far"), dcp_source._is_run
 
     async def away(url: str) -> bool:
@@ -830,7 +931,9 @@ def test_the_newest_is_told_though_a_place_is_away(tmp_path: Path, monkeypatch: 
     with pytest.raises(ckpt.StoreError, match="no answer"):
         ckpt.dcp.latest([near, far])
     save({"n": 3}, 3, near)
-    assert ckpt.dcp.latest([near, far]) == 3 and ckpt.dcp.latest([near]) == 3
+    with pytest.raises(ckpt.StoreError, match="no answer"):
+        ckpt.dcp.latest([near, far])
+    assert ckpt.dcp.latest([near]) == 3
 
 
 def test_an_index_of_another_name_is_not_believed(run_dir: str) -> None:

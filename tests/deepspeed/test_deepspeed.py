@@ -35,7 +35,6 @@ CASES = (
     "1-bf16-fp32-sums",
     "2-fp16-twice",
     "2-bf16-offload",
-    "2-fp32",
     "3-bf16",
     "3-fp16",
     "3-fp32-offload",
@@ -45,7 +44,6 @@ OTHERS = {  # what each is taken over by
     "0-bf16": "2-bf16-offload",
     "1-bf16": "3-bf16",
     "1-bf16-fp32-sums": "0-bf16",
-    "2-fp32": "0-fp32",
     "2-fp16-twice": "3-fp16",
     "3-bf16": "1-bf16",
     "3-fp16": "0-fp16",
@@ -131,7 +129,7 @@ def test_other_ranks_and_stages_take_over(case: str, resumed: Any, by_three: Any
         ended = later
 
 
-READ_BY_THEIRS = [case for case in CASES if not case.startswith("0") and case != "1-bf16-fp32-sums"]  # not those
+READ_BY_THEIRS = ["1-bf16", "2-fp16-twice", "3-fp32-offload"]  # their script reads none of ZeRO-0
 
 
 @pytest.mark.parametrize("case", READ_BY_THEIRS)
@@ -161,7 +159,7 @@ def test_what_is_restored_to_a_file_is_what_zero_to_fp32_makes(
         assert torch.equal(own.float(), one.float()), name
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [3, pytest.param(2, marks=pytest.mark.long)])
 def test_hugging_faces_trainer_in_its_deepspeed_mode(stage: int, python: Path, tmp_path: Path) -> None:
     """By the callback alone: killed as step 6 of 8 begins, it goes on from memory at step 5
     with the losses, gradient norms and learning rates of a run that nobody killed, dropout and all."""

@@ -16,9 +16,11 @@ from simulated import build
 
 QUESTIONS = ["facts", "capture", "captured_before", "scaler", "locking", "killed", "fault", "copies", "orders", "many",
              "mixed", "compiled", "sharded"]  # fmt: skip
+OTHERS = ["facts", "killed", "many"]  # the rest is asked by test_contact.py too
 
 
-def test_rehearsed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("questions", [OTHERS, pytest.param(QUESTIONS, marks=pytest.mark.long)], ids=["few", "all"])
+def test_rehearsed(tmp_path: Path, questions: list[str]) -> None:
     """Each question is answered on the simulated device, all with what is promised; what has an answer is not asked
     again."""
     if why := build.why_not():
@@ -30,9 +32,9 @@ def test_rehearsed(tmp_path: Path) -> None:
     found.write_text(json.dumps({"question": "facts", "told": "before"}) + "\n")
     # Not forked from a process that has looked for a device.
     done = subprocess.run(
-        [*words, *QUESTIONS], env=environment, capture_output=True, text=True, timeout=280, check=False
+        [*words, *questions], env=environment, capture_output=True, text=True, timeout=280, check=False
     )
     answers = [json.loads(line) for line in found.read_text().splitlines()]
     assert done.returncode == 0, done.stdout + done.stderr
-    assert [one["question"] for one in answers] == QUESTIONS and answers[0]["told"] == "before"
+    assert [one["question"] for one in answers] == questions and answers[0]["told"] == "before"
     assert all(one.get("ok", True) and "error" not in one for one in answers)

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import ckpt
 from documents import PAGES, Block, blocks, commands_of, named, shell_lines
-from processes import PYTHONPATH, REPO, eventually
+from processes import PYTHONPATH, REPO, eventually, run_python, start_python
 from s3_server import MotoServer, environment
 
 TUTORIAL = REPO / "docs" / "tutorial.md"
@@ -87,7 +87,7 @@ def before(block: Block) -> None:
 
 
 def cli(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+    return run_python(
         [sys.executable, "-c", "import sys; from ckpt.tools.cli import main; sys.exit(main())", *words],
         env={**os.environ, "PYTHONPATH": PYTHONPATH},
         capture_output=True,
@@ -149,7 +149,7 @@ def test_every_page_has_a_block_that_runs_or_names() -> None:
 def train(folder: Path, **settings: Any) -> subprocess.Popen[str]:
     words = [sys.executable, "train.py"]
     settings["env"] = {**os.environ, "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(words, cwd=folder, stdout=subprocess.PIPE, text=True, **settings)
+    return start_python(words, cwd=folder, stdout=subprocess.PIPE, text=True, **settings)
 
 
 def test_readme_script_continues_after_a_kill(tmp_path: Path) -> None:
@@ -177,6 +177,7 @@ def test_the_tutorial_does_what_it_says(tmp_path: Path, monkeypatch: pytest.Monk
     for name in ("killed", "whole"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "train.py").write_text(script.text)
+    alone = train(tmp_path / "whole")
     first = train(tmp_path / "killed")
     assert first.stdout is not None
     said = [first.stdout.readline() for _ in range(4)]
@@ -185,7 +186,7 @@ def test_the_tutorial_does_what_it_says(tmp_path: Path, monkeypatch: pytest.Monk
     first.kill()
     assert first.wait() == -signal.SIGKILL
     second, _ = train(tmp_path / "killed").communicate(timeout=120)
-    whole, _ = train(tmp_path / "whole").communicate(timeout=120)
+    whole, _ = alone.communicate(timeout=120)
     start, *losses = second.splitlines()
     assert int(start.rpartition(" ")[2]) >= 299
     assert losses[-2:] == whole.splitlines()[-2:]

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from processes import REPO, eventually, writers
+from processes import REPO, eventually, start_python, writers
 from s3_server import MotoServer, environment
 
 EXAMPLES = REPO / "examples"
@@ -34,7 +34,7 @@ def start(script: str, *arguments: object, tmp: Path) -> subprocess.Popen[str]:
         "OMP_WAIT_POLICY": "passive",  # other tests may want the cores
     }
     command = [sys.executable, str(EXAMPLES / script), *map(str, arguments)]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return start_python(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def read_until(process: subprocess.Popen[str], beginning: str) -> str:
@@ -87,6 +87,7 @@ def test_demo_ends_with_equal_bits_and_no_process(tmp_path: Path, own_sockets: P
     assert outcome["digests"].keys() > {"model.embed.weight", "optim.0.exp_avg", "optim.0.step", "batches", "rng"}
 
 
+@pytest.mark.long
 def test_interrupted_demo_leaves_nothing(tmp_path: Path, own_sockets: Path) -> None:
     """Ctrl-C while a writer outlives its trainer ends the writer too, and removes the folder."""
     process = start("demo.py", "--steps", 12, tmp=tmp_path)

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from parallel import free_port
-from processes import PYTHONPATH, REPO
+from processes import PYTHONPATH, REPO, start_python
 
 STEPS = 8
 
@@ -26,8 +26,7 @@ def start(world: int, run: Path, steps: int) -> list[subprocess.Popen[str]]:
     }
     words = [sys.executable, str(REPO / "examples" / "home_made_zero.py"), str(run), "--steps", str(steps)]
     return [
-        subprocess.Popen(words, env={**base, "RANK": str(rank)}, stdout=subprocess.PIPE, text=True)
-        for rank in range(world)
+        start_python(words, env={**base, "RANK": str(rank)}, stdout=subprocess.PIPE, text=True) for rank in range(world)
     ]
 
 

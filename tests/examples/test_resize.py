@@ -16,7 +16,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from processes import REPO, writers
+from processes import REPO, start_python, writers
 
 sys.path.insert(0, str(REPO / "examples"))
 
@@ -46,7 +46,7 @@ def start(*arguments: object, tmp: Path, path: str = "") -> subprocess.Popen[str
     """The example as a process of its own; `path` comes first where Python looks for modules."""
     environment = {**os.environ, "PYTHONPATH": f"{path}:{REPO}:{REPO / 'backends'}", "TMPDIR": str(tmp)}
     command = [sys.executable, str(REPO / "examples" / "resize.py"), *map(str, arguments)]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return start_python(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def left(tmp: Path) -> list[Any]:
@@ -121,6 +121,7 @@ def check_that_changes_are_noticed(folder: Path) -> None:
     assert judge_changed(folder, "rounds.json", lambda c: c[2].update(tier="memory"))[0] == 1
 
 
+@pytest.mark.long
 def test_one_wrong_bit_after_restore_fails_it(tmp_path: Path) -> None:
     """A restore that gets a single bit of one weight wrong ends in exit code 1, and the weight is named."""
     tmp, path = tmp_path / "tmp", tmp_path / "path"

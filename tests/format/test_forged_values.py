@@ -86,7 +86,7 @@ def forged() -> Iterator[tuple[str, Callable[[Any], None]]]:
         for place in forgery.places(document):
             if any(type(key) is int and key > 3 for key in place[1:]):
                 continue  # of long lists the beginning
-            many = KINDS_OF_VALUES if len(place) < (3 if what == "values" else 4) else [next(turn)]
+            many = KINDS_OF_VALUES[::2] if len(place) < (3 if what == "values" else 4) else [next(turn)]
             for value in many:
 
                 def change(part: Any, what: str = what, place: Any = place, value: Any = value) -> None:

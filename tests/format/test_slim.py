@@ -172,7 +172,7 @@ def same(slim: Any, layout: Json) -> bool:
     return repr({name: slim[name] for name in expected(layout)}) == repr(expected(layout))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(layouts(), min_size=1, max_size=3))
 def test_a_slim_layout_is_what_json_says(said: list[Json]) -> None:
     """Whatever the names: also those that look like the end of one and a number, and after others were read."""

@@ -29,7 +29,19 @@ import ckpt
 import ckpt.adapters
 from ckpt import failpoints, loading
 from ckpt import store as stores
-from ckpt.core.checkpoint import blobs, identity, incremental, losses, open_tier, parts, read, retention, steady, write
+from ckpt.core.checkpoint import (
+    blobs,
+    identity,
+    in_use,
+    incremental,
+    losses,
+    open_tier,
+    parts,
+    read,
+    retention,
+    steady,
+    write,
+)
 from ckpt.core.checkpoint import commit as commits
 from ckpt.core.format import codec, manifest
 from ckpt.core.format.digest import blob_digest, file_digest
@@ -56,7 +68,7 @@ from ckpt.core.run.replica_check import ReplicaCheck
 from ckpt.core.run.saves import TierWrites
 from ckpt.core.run.session import Session
 from ckpt.core.run.step_keeper import StepKeeper
-from ckpt.core.run.supervise import find_writer, writer_client
+from ckpt.core.run.supervise import find_writer, held_snapshots, writer_client
 from ckpt.core.run.supervise.held_snapshots import HeldSnapshots
 from ckpt.core.run.supervise.memory import SnapshotMemory
 from ckpt.core.run.supervise.next_arena import NextArena
@@ -486,6 +498,17 @@ ckpt.core.log.log.RunLog.check_owner = lambda self, owner: None
 """  # a sitecustomize.py that makes a writer ignore that another job owns the run
 
 
+def check_free(run: Path, say: Callable[[str], object]) -> None:
+    """Raise InUseError if somebody trains the run."""
+    _with_log(run, lambda log: in_use.check_free(log, say))  # type: ignore[arg-type]
+
+
+def see_dead_trainers_after(patch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Of this process, when it looks whether a run is trained."""
+    patch.setattr(in_use, "DYING_S", seconds)
+    patch.setattr(in_use, "interval_s", lambda store: seconds)
+
+
 def keep_of(tiers: Any, every: Any = None) -> ckpt.Keep:
     """Return the retention rule of the only tier, parsed as `Checkpointer` parses its arguments."""
     (tier,) = as_tiers(tiers, every)[1]
@@ -577,9 +600,10 @@ def disarm() -> None:
 FOREVER = pytest.MonkeyPatch()  # for scripts in their own process, where nothing must be undone
 
 
-def wait_for_writers_for(answer_s: float, meet_s: float | None = None) -> None:
-    """Set how long this process waits for a writer to answer and, with `meet_s`, for one to appear."""
-    find_writer.HELLO_S = find_writer.PATIENT_S = answer_s
+def wait_for_writers_for(answer_s: float, meet_s: float | None = None, patient_s: float | None = None) -> None:
+    """Set how long this process waits for a writer to answer, for one that is not stopped, and for one to appear."""
+    for module in (find_writer, held_snapshots):
+        module.HELLO_S, module.PATIENT_S = answer_s, patient_s or answer_s  # type: ignore[attr-defined]
     if meet_s is not None:
         find_writer.MEET_S = meet_s
 

@@ -31,14 +31,10 @@ def tcp() -> StoreOf:
     return lambda rank: clients.get(rank) or clients.setdefault(rank, tcp_client(host.port))
 
 
-@pytest.fixture(params=["hash", "tcp"])
-def store_of(request: pytest.FixtureRequest) -> StoreOf:
+@pytest.fixture
+def store_of(request: pytest.FixtureRequest, tcp: StoreOf) -> StoreOf:
     """The store as each rank has it."""
-    if request.param == "tcp":
-        clients: StoreOf = request.getfixturevalue("tcp")
-        return lambda rank: dist.PrefixStore(request.node.name, clients(rank))  # as a process group has it
-    one = dist.HashStore()
-    return lambda rank: one
+    return lambda rank: dist.PrefixStore(request.node.name, tcp(rank))  # as a process group has it
 
 
 def together(

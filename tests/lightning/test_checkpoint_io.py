@@ -110,32 +110,53 @@ def test_two_model_checkpoints_keep_all_epochs_in_one_folder(place: str) -> None
     assert sorted(set(steps)) == [2, 4, 6, 8]
 
 
+@pytest.mark.parametrize("place", ["folder", "memory"], indirect=True)
+def test_nothing_is_left_of_a_save_whose_path_was_emptied(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It fails, and the next one succeeds."""
+    plugin, path, real = CheckpointIO(), f"{place}/last.ckpt", checkpoint_io.write_part
+
+    async def emptied(*given: Any) -> Any:
+        monkeypatch.setattr(checkpoint_io, "write_part", real)
+        system, inner = fsspec.core.url_to_fs(path)
+        system.rm(inner, recursive=True)
+        return await real(*given)
+
+    def save(step: int) -> None:
+        plugin.save_checkpoint({"w": torch.full((10,), step), "global_step": step}, path)
+
+    save(1)
+    monkeypatch.setattr(checkpoint_io, "write_part", emptied)
+    with pytest.raises(ckpt.errors.RunGoneError):
+        save(2)
+    save(3)
+    assert plugin.load_checkpoint(path)["global_step"] == 3
+
+
 class Looks(Callback):
     """Lists the paths right after a save, as loggers and scripts do."""
 
-    def __init__(self, folder: str, written: threading.Event) -> None:
-        self.folder, self.written, self.seen = folder, written, list[bool]()
+    def __init__(self, folder: str, looked: threading.Semaphore) -> None:
+        self.folder, self.looked, self.seen = folder, looked, list[bool]()
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         path = f"{self.folder}/{trainer.current_epoch}.ckpt"
         system, inner = fsspec.core.url_to_fs(path)
         assert not system.exists(inner)
-        self.written.clear()
         trainer.save_checkpoint(path)
         self.seen.append(system.exists(inner))
-        self.written.set()
+        self.looked.release()
 
 
 def test_path_exists_as_soon_as_the_save_returns(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Writing is slow: it begins after the look."""
-    writing, written = checkpoint_io._write, threading.Event()
+    writing, looked = checkpoint_io._write, threading.Semaphore(0)
 
     async def later(*given: Any) -> None:
-        await asyncio.to_thread(written.wait, 60)
+        await asyncio.to_thread(looked.acquire, timeout=60)
         await writing(*given)
 
     monkeypatch.setattr(checkpoint_io, "_write", later)
-    looks = Looks(place, written)
+    looks = Looks(place, looked)
     fit(place, looks, epochs=2)
     assert looks.seen == [True, True]
     assert CheckpointIO().load_checkpoint(f"{place}/1.ckpt")["global_step"] == 4

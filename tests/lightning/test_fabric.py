@@ -40,7 +40,7 @@ print("started at", start, "ended with", hashlib.sha256(weights).hexdigest())
 """
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.long)])
 def test_killed_and_resumed(run_dir: str, ranks: int) -> None:
     """Weights, moments and dropout are those of a run that was not killed; it goes on at the last step."""
 

@@ -200,6 +200,7 @@ CURABLE: dict[str, Callable[[Path], object]] = {
 }
 
 
+@one_form
 @pytest.mark.parametrize("injury", CURABLE)
 def test_what_the_run_itself_still_knows(made: Path, run: Path, call: Call, injury: str) -> None:
     """Equal contents of other checkpoints, encoded again where need be; headers by the code that made them; tables and

@@ -221,17 +221,39 @@ def test_copying_day_by_day_needs_no_take_over(run: Path, call: Call, tmp_path: 
 
 def test_an_older_checkpoint_fences_nobody(run: Path, call: Call, tmp_path: Path) -> None:
     """A job that trains in the target goes on saving, and what it saved stays the newest."""
-    there = tmp_path / "there"
+    there = shutil.copytree(run, tmp_path / "there")
     job = make(there, 50, floor=5)
+    work(run, lambda log: save(log, log.state.acquires[-1], 7))
     assert call("copy", run, there, "--yes").code == 0
     work(there, lambda log: save(log, job, 51))
-    assert steps(there) == [51, 50, 6]
+    assert steps(there)[:4] == [51, 50, 7, 6]
+
+
+@pytest.mark.parametrize("more", [(), ("--all",), ("--take-over",)])
+def test_copy_refuses_a_target_that_is_a_different_run(
+    run: Path, call: Call, tmp_path: Path, more: tuple[str, ...]
+) -> None:
+    """Both may be copies with root ids of their own. A job that has saved nothing there is not in the way."""
+    for other in (tmp_path / "other", tmp_path / "its-copy"):
+        if other.name == "other":
+            make(other, 1, 2)
+        else:
+            call("copy", tmp_path / "other", other, "--yes")
+        before = tree(other)
+        refused = call("copy", run, other, "--yes", *more)
+        assert refused.code == 2 and "is a different run" in refused.err and tree(other) == before
+    make(tmp_path / "begun")
+    for there in (tmp_path / "begun", tmp_path / "copy"):
+        assert call("copy", run, there, "--yes", *more).code == 0
+        make(run, 7)
+        assert call("copy", run, there, "--yes", "--take-over").code == 0
 
 
 def test_what_would_hide_a_jobs_checkpoints_needs_take_over(run: Path, call: Call, tmp_path: Path) -> None:
     """Without it nothing is touched; with it the job is fenced, and a training goes on from the copy."""
-    there = tmp_path / "there"
+    there = shutil.copytree(run, tmp_path / "there")
     job = make(there, 50)
+    make(run)
     make(run, 7)
     before = tree(there)
     refused = call("copy", run, there, "--yes")

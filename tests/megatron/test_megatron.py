@@ -24,7 +24,6 @@ BY_FOUR = {  # of each case: tensor and pipeline sizes of four ranks, and parts 
     "data-small": "2x1",
     "tensor-fp32": "4x1",
     "tensor-bf16": "2x2",
-    "pipeline-bf16": "1x4",
     "interleaved-bf16": "2x2x2",
 }
 CASES = tuple(BY_FOUR)

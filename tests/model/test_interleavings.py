@@ -31,7 +31,7 @@ from ckpt.errors import FullError, OutcomeUnknownError, StoreError
 from ckpt.store import Store
 from interleave import Failure, Rank, Sim, SimStore, schedule
 
-QUICK = 300  # schedules that are always tried, and as many others that are drawn anew each time
+QUICK = 200  # schedules that are always tried, and half as many others that are drawn anew each time
 LONG = int(os.environ.get("CKPT_SCHEDULES", "1000000"))
 FIRST = int(os.environ.get("CKPT_SEED", "0"))
 
@@ -47,12 +47,31 @@ def check(seeds: range) -> None:
     print(f"schedules {seeds.start} to {seeds.stop - 1}: {len(seeds)} without a violation")
 
 
-@pytest.mark.parametrize("drawn", [False, True], ids=["always", "drawn"])
-def test_no_interleaving_breaks_a_run(drawn: bool) -> None:
+def test_no_interleaving_breaks_a_run() -> None:
     """Whatever jobs, cleaners and readers do at once, and whatever becomes of their requests, every rule of the oracle
-    holds after each of them, and the run can be gone on with afterwards."""
-    start = random.randrange(QUICK, 10**9) if drawn else FIRST  # a failure names its seed
-    check(range(start, start + QUICK))
+    holds after each of them, and the run can be gone on with afterwards.
+
+    The schedules are not vacuous: jobs take over and are fenced, checkpoints are committed, retired and read, processes
+    die, replies are lost, requests land late, and attempts are given up and rolled forward.
+    """
+    sims = [Sim(seed) for seed in range(FIRST, FIRST + QUICK)]
+    assert [failure for sim in sims if (failure := interleave.play(sim)) is not None] == []
+    seen = "\n".join(sim.told() for sim in sims)
+    for what in (
+        "lost, done", "lost, not done", "lost, lands later", "lands now", "409", "412 on our own", "killed, done",
+        "killed, not done", "dies", "restored", "FencedError", "COMMIT", "ABORT", "PLAN", "BEGIN",
+    ):  # fmt: skip
+        assert what in seen, f"nothing was ever {what}"
+    assert sum(len(sim.oracle.acknowledged) for sim in sims) > len(sims)
+    assert sum(sim.oracle.increments > 2 for sim in sims) > len(sims) // 5  # the last two are of the end
+    assert any("retired" in sim.oracle.ended.values() for sim in sims)
+    assert sum("stopped after so many turns" in sim.told() for sim in sims) < len(sims) // 20
+
+
+def test_no_drawn_interleaving_breaks_a_run() -> None:
+    """A failure names its seed."""
+    start = random.randrange(QUICK, 10**9)
+    check(range(start, start + QUICK // 2))
 
 
 @pytest.mark.long
@@ -67,30 +86,12 @@ def test_a_seed_is_a_schedule() -> None:
     told = []
     for _ in range(2):
         told.append([])
-        for seed in range(20):
+        for seed in range(6):
             sim = Sim(seed)
             assert interleave.play(sim) is None
             told[-1].append(sim.told())
     assert told[0] == told[1]
-    assert len(set(told[0])) == 20
-
-
-def test_schedules_get_somewhere() -> None:
-    """They are not vacuous: jobs take over and are fenced, checkpoints are committed, retired and read, processes die,
-    replies are lost, requests land late, and attempts are given up and rolled forward."""
-    sims = [Sim(seed) for seed in range(150)]
-    for sim in sims:
-        assert interleave.play(sim) is None
-    seen = "\n".join(sim.told() for sim in sims)
-    for what in (
-        "lost, done", "lost, not done", "lost, lands later", "lands now", "409", "412 on our own", "killed, done",
-        "killed, not done", "dies", "restored", "FencedError", "COMMIT", "ABORT", "PLAN", "BEGIN",
-    ):  # fmt: skip
-        assert what in seen, f"nothing was ever {what}"
-    assert sum(len(sim.oracle.acknowledged) for sim in sims) > len(sims)
-    assert sum(sim.oracle.increments > 2 for sim in sims) > len(sims) // 5  # the last two are of the end
-    assert any("retired" in sim.oracle.ended.values() for sim in sims)
-    assert sum("stopped after so many turns" in sim.told() for sim in sims) < len(sims) // 20
+    assert len(set(told[0])) == 6
 
 
 # -- negative controls: a rule is left out, and somebody must notice --
@@ -494,6 +495,7 @@ RARE = {
     the_base_may_be_gone: 3750,
     whatever_was_written_will_do: 4180,
     what_is_built_on_goes: 295,
+    what_is_missing_once_is_missing: 170,
     what_only_began_stays_open: 650,
     what_was_read_need_not_be_looked_at_again: 30,
     who_puts_a_record_need_not_look_again: 25,

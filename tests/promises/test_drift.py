@@ -129,7 +129,7 @@ def until(condition: Any) -> None:
         time.sleep(0.01)
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[3, pytest.param(2, marks=pytest.mark.long)])
 def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     folder = tmp_path_factory.mktemp("runs")
     code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import test_drift as t; t.save()"

@@ -137,8 +137,7 @@ def test_a_stray_record_far_off_is_no_hang(genuine: Run, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     "raw",
     [
-        b"", b"null", b"[]", b'"text"', b"5", b"{}", b'{"digest":1}', b"[" * 10**6, b'{"a":' * 10**6, b"9" * 10**6,
-        b"\xff\xfe", b"\x00" * 4096, b'{"digest":NaN}', b'{"a":1,"a":2,"digest":"x"}',
+        b"", b"null", b"{}", b"[" * 10**6, b"9" * 10**6, b"\xff\xfe", b'{"digest":NaN}', b'{"a":1,"a":2,"digest":"x"}',
     ],
     ids=lambda raw: repr(raw[:12]),
 )  # fmt: skip

@@ -44,7 +44,7 @@ def test_trainer_killed_at_every_point(chain: Chain, own_sockets: Path) -> None:
     chain.finish(own_sockets)
 
 
-@pytest.mark.parametrize("nth", [1, 2])
+@pytest.mark.parametrize("nth", [2, pytest.param(1, marks=pytest.mark.long)])
 def test_trainer_killed_while_it_takes_the_run_over(chain: Chain, own_sockets: Path, nth: int) -> None:
     """Between the record that says whose the run is and the writer's word of it, at the start and after a restore:
     the memory stays, for its writer must not take the next incarnation of its own trainer for another job."""

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from processes import PYTHONPATH, REPO, eventually, start_python, writers
+from processes import PYTHONPATH, REPO, eventually, run_python, start_python, writers
 
 STEPS = 70
 AT = 40
@@ -134,7 +134,7 @@ def lost(job: Job) -> int:
     ("kind", "ranks", "options", "at_most"),
     [
         ("kill", [1], {}, 1),
-        ("kill", [0, 1], {}, 1),
+        pytest.param("kill", [0, 1], {}, 1, marks=pytest.mark.long),
         pytest.param("segv", [1], {}, 1, marks=pytest.mark.long),
         ("stop", [1], {"exit_after": 1.5}, 1),
         ("exception", [1], {"every": 10}, 4),
@@ -208,13 +208,13 @@ def test_saves_out_of_turn_are_of_one_step_on_all_ranks(start: Callable[..., Job
     def committed() -> list[int]:
         path = f"{REPO}:{REPO / 'backends'}"
         command = [sys.executable, "-m", "ckpt", "ls", str(run), "--json"]
-        found = subprocess.run(command, capture_output=True, env={**os.environ, "PYTHONPATH": path}, check=True)
+        found = run_python(command, capture_output=True, env={**os.environ, "PYTHONPATH": path}, check=True)
         return [row["step"] for row in json.loads(found.stdout)["checkpoints"]]
 
     def ask() -> None:
         path = f"{REPO}:{REPO / 'backends'}"
         command = [sys.executable, "-m", "ckpt", "trigger", str(run), "--why", "test"]
-        subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, check=True, stdout=subprocess.DEVNULL)
+        run_python(command, env={**os.environ, "PYTHONPATH": path}, check=True, stdout=subprocess.DEVNULL)
 
     def both() -> None:
         for pid in pids:

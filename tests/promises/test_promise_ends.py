@@ -189,7 +189,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("how", ["spawn", "forkserver", "fork"])
+@pytest.mark.parametrize("how", ["spawn", "fork", pytest.param("forkserver", marks=pytest.mark.long)])
 def test_a_child_whose_thread_trains(run_dir: str, tmp_path: Path, how: str) -> None:
     """Its end waits for that thread, as that of any process does; then the newest step in memory is kept."""
     script = tmp_path / "script.py"
@@ -443,7 +443,7 @@ def test_fewer_snapshots_are_held_where_memory_is_short(tmp_path: Path) -> None:
     assert found["log"].count("memory is short: 2 of 4 snapshots") == found["log"].count("memory is short") == 1
 
 
-@pytest.mark.parametrize("memory", ["memory", "folder alone"])
+@pytest.mark.parametrize("memory", ["memory", pytest.param("folder alone", marks=pytest.mark.long)])
 def test_checkpoints_are_written_where_one_snapshot_fits(tmp_path: Path, memory: str) -> None:
     """No step stays in memory, which is said once; those that are due in the folder get there, one after the other."""
     for start in (0, 4):

@@ -216,7 +216,7 @@ def test_memory_of_a_writer_that_is_slow_to_answer_is_not_passed_over(own_socket
     with two_ranks(4) as ranks:
         slow = psutil.Process(ranks[1].writer)
     slow.suspend()
-    assert start() == "start 4 4"
+    assert start(patch="import inside; inside.wait_for_writers_for(1.0, patient_s=60.0)") == "start 4 4"
     assert start() == "start 4 4"
 
 

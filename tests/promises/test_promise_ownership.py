@@ -145,7 +145,7 @@ def test_one_that_comes_into_a_takeover_harms_nothing(third: str, run_dir: str) 
     assert start_of("memory:three") == ["start", last, last, "memory"]
 
 
-@pytest.mark.parametrize("where", ["memory:alone", "folder"])
+@pytest.mark.parametrize("where", ["folder", pytest.param("memory:alone", marks=pytest.mark.long)])
 def test_a_trainer_whose_writer_has_died_is_seen(where: str, run_dir: str) -> None:
     """Its writer is killed, and before it has another one somebody opens the run: refused, and the trainer goes on."""
     place = run_dir if where == "folder" else where

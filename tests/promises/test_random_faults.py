@@ -18,7 +18,7 @@ from kills import DISK, EVERY, MEMORY, TRAIN, Chain, Told, Trainer, kill_all, lo
 from processes import eventually, writers
 
 FAULTS = 5  # of a chain
-QUICK, LONG = range(4), range(4, 1004)  # 20 faults, and 5,000
+QUICK, LONG = range(2), range(2, 1002)  # 10 faults, and 5,000
 SIGNALS = {"kill": signal.SIGKILL, "segv": signal.SIGSEGV, "abort": signal.SIGABRT, "term": signal.SIGTERM}
 
 

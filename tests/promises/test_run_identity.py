@@ -101,8 +101,8 @@ def mounted(tmp_path: Path) -> Callable[..., list[str]]:
 @pytest.mark.parametrize(
     "kind, copied",
     [
-        ("mount", False),
         ("mount", True),
+        pytest.param("mount", False, marks=pytest.mark.long),
         pytest.param("mount and pid", False, marks=pytest.mark.long),
         pytest.param("pid without its own /proc", False, marks=pytest.mark.long),
     ],
@@ -151,15 +151,22 @@ def test_commands_reach_only_the_run_that_they_see(mounted: Callable[..., list[s
     run = str(tmp_path / "at" / "run")
     with Job(1.0, run, before=mounted("a")) as a, Job(2.0, run, before=mounted("b")) as b:
         a.go("commit", 4), b.go("commit", 9)
-        for name, step in (("a", 4), ("b", 9)):
-            for words in (["trigger", run], ["top", run, "--once"]):
-                told = start_python(
+        told = [
+            (
+                step,
+                start_python(
                     [*mounted(name), sys.executable, "-m", "ckpt", *words],
                     stdout=subprocess.PIPE,
                     text=True,
                     env={**os.environ, "PYTHONPATH": f"{REPO}:{REPO / 'backends'}"},
-                ).communicate(timeout=60)[0]
-                assert f"step {step}" in told and f"step {13 - step}" not in told, told
+                ),
+            )
+            for name, step in (("a", 4), ("b", 9))
+            for words in (["trigger", run], ["top", run, "--once"])
+        ]
+        for step, process in told:
+            text = process.communicate(timeout=60)[0]
+            assert f"step {step}" in text and f"step {13 - step}" not in text, text
 
 
 @pytest.mark.parametrize("how", ["the folder was restored from a copy", "only the nearest tier was emptied"])
@@ -180,8 +187,7 @@ def test_memory_is_found_by_the_run_when_its_folder_is_another_one(how: str, tmp
     assert started(5.0, *places).startswith("start 8 1.0 memory")
 
 
-@pytest.mark.parametrize("gap_s", [0.0, 0.1, 0.4])
-@pytest.mark.parametrize("how", ["deleted", "moved", "replaced", "swapped link"])
+@pytest.mark.parametrize(("how", "gap_s"), [("deleted", 0.0), ("moved", 0.1), ("replaced", 0.4), ("swapped link", 0.0)])
 def test_new_folder_is_a_new_run_whatever_the_old_writer_was_about_to_write(
     how: str, gap_s: float, tmp_path: Path, own_sockets: Path
 ) -> None:

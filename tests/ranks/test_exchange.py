@@ -27,7 +27,7 @@ from ckpt.core.format.table import MAX_BLOB
 from ckpt.core.ranks import exchange, link
 from ckpt.core.ranks.assign import RankReads, assign
 from ckpt.core.ranks.exchange import Exchange
-from ckpt.errors import ClosedError, CorruptError, DeadlineError, PeerError, StoreError, UsageError
+from ckpt.errors import DeadlineError, PeerError, StoreError
 from processes import REPO, eventually, start_python
 
 QUICK = settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
@@ -180,29 +180,6 @@ def test_equal_wants_make_equal_loads(per_node: int) -> None:
         assert (np.diff(share.reads) == 1).all()
 
 
-def test_negative_control_the_balance_of_a_plan_that_ignores_bytes() -> None:
-    """With sizes that grow, equal numbers of blobs are not equal bytes: the last test's rule tells them apart."""
-    _, wants, can_read, nodes = ddp(4, 400, 4)
-    sizes = np.arange(400) * 1000
-    loads = [sizes[assign(rank, sizes, wants, can_read, nodes).reads].sum() for rank in range(4)]
-    unaware = [sizes[assign(rank, np.ones(400, int), wants, can_read, nodes).reads].sum() for rank in range(4)]
-    assert max(loads) - min(loads) <= 2 * sizes.max() < max(unaware) - min(unaware)
-
-
-def test_who_alone_can_read_something_reads_less_of_the_rest() -> None:
-    """Loads are levelled over groups, too: what only one rank can read counts for it."""
-    sizes, wants, can_read, nodes = ddp(4, 1000, 4)
-    can_read = can_read.copy()
-    can_read[1:, :200] = False
-    loads = [sizes[share.reads].sum() for share in shares_of((sizes, wants, can_read, nodes))]
-    assert max(loads) - min(loads) <= 2 * sizes.max()
-    can_read[1:, :500] = False  # more than its part: all the rest is for others
-    first, *others = shares_of((sizes, wants, can_read, nodes))
-    assert first.reads.tolist() == list(range(500))
-    loads = [sizes[share.reads].sum() for share in others]
-    assert max(loads) - min(loads) <= 2 * sizes.max()
-
-
 def test_a_replaced_node_is_served_by_all_others_and_nothing_is_read_more_often() -> None:
     """Node 0 lost its memory: each other node reads all once, as before, and each gives a part to node 0."""
     sizes, wants, can_read, nodes = ddp(8, 1000, 2)
@@ -312,20 +289,6 @@ def test_everyone_sends_to_everyone() -> None:
             assert box.blobs == {b: blobs[b] for b in expects[rank]}
 
 
-def test_what_comes_early_is_held_back() -> None:
-    """A blob that comes before it is known what to expect is handed over after that, not before. Who expects nothing
-    does not wait."""
-    box = Inbox()
-    with several(2, box) as (a, b):
-        link_up(a, b)
-        a.wait([], S)
-        a.send(1, 7, memoryview(b"early"))
-        time.sleep(0.1)
-        assert not box.blobs
-        b.wait(np.array([7]), S)
-        assert box.blobs == {7: b"early"}
-
-
 def test_the_deadline_says_how_many_are_missing() -> None:
     """And which ranks are connected and have not finished."""
     with several(3) as (a, b, c):
@@ -336,35 +299,6 @@ def test_the_deadline_says_how_many_are_missing() -> None:
         b.finish_sending()
         with pytest.raises(DeadlineError, match=r"4 of 5 blobs are missing after 0.3 s .*not finished: 0\)"):
             c.wait(range(5), 0.3)
-
-
-def test_a_frame_may_go_in_pieces() -> None:
-    """The kernel may take a part of what it is given, and that in the middle of a header."""
-    box = Inbox()
-    with several(2, box) as (a, b):
-        b.expect([0, 1, 2])
-        link_up(a, b)
-        real = a._outgoing[1].sock
-        piecemeal = SimpleNamespace(sendmsg=lambda parts: real.send(b"".join(parts)[:7]), shutdown=real.shutdown)
-        a._outgoing[1].sock = piecemeal  # type: ignore[assignment]
-        for blob in range(3):
-            a.send(1, blob, memoryview(bytes(range(blob * 20))))
-        a._outgoing[1].sock = real
-        b.wait([0, 1, 2], S)
-        assert box.blobs == {blob: bytes(range(blob * 20)) for blob in range(3)}
-
-
-def test_misuse_is_refused() -> None:
-    """Two sets of expected blobs, a rank that is not connected, a blob that is too large."""
-    with several(2) as (a, b):
-        b.expect([1])
-        with pytest.raises(UsageError, match="other blobs"):
-            b.wait([1, 2], S)
-        with pytest.raises(UsageError, match="rank 1 is not connected"):
-            a.send(1, 0, memoryview(b""))
-        link_up(a, b)
-        with pytest.raises(UsageError, match="too large"):
-            a.send(1, 1, memoryview(bytes(MAX_BLOB + 1)))
 
 
 # -- who may connect --
@@ -510,52 +444,6 @@ def test_fail_reaches_who_waits_and_who_sends() -> None:
             a.wait([], S)
 
 
-def test_fail_does_not_wait_for_a_peer_that_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A peer that stands still does not keep fail() from telling the others; nor close() from ending."""
-    monkeypatch.setattr(exchange, "LAST_WORD_S", 0.3)
-    with several(3, silence_s=1000) as (a, stuck, c):
-        link_up(a, stuck)
-        link_up(a, c)
-        errors: list[Exception] = []
-
-        def flood() -> None:
-            try:
-                for i in range(1000):
-                    a.send(1, i, memoryview(bytes(1 << 20)))
-            except PeerError as error:
-                errors.append(error)
-
-        thread = threading.Thread(target=flood)
-        thread.start()
-        time.sleep(0.2)
-        a.fail("enough")
-        with pytest.raises(PeerError, match="rank 0"):
-            c.wait([1], S)
-        thread.join(S)
-        assert errors and not thread.is_alive()
-
-
-@pytest.mark.parametrize("error", [CorruptError("blob 3 is damaged"), OSError(28, "No space left"), SystemExit(1)])
-def test_what_on_blob_raises_is_raised_by_wait(error: BaseException) -> None:
-    """The same object; and the sender learns the reason."""
-
-    def on_blob(blob: int, data: memoryview) -> None:
-        if blob == 3:
-            raise error
-
-    with several(2, on_blob) as (a, b):
-        b.expect(range(9))
-        link_up(a, b)
-        with pytest.raises(PeerError) as caught:
-            a.send(1, 3, memoryview(b"bad"))
-            while True:
-                a.send(1, 4, memoryview(b"never mind"))
-        assert f"rank 1 gave up: {error}" in str(caught.value)
-        with pytest.raises(type(error)) as found:
-            b.wait(range(9), S)
-        assert found.value is error
-
-
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
@@ -627,16 +515,6 @@ def test_silence_inside_a_blob(words: bytes, monkeypatch: pytest.MonkeyPatch) ->
             peer.sendall(words)
             with pytest.raises(PeerError, match="rank 9 stands still"):
                 a.wait([1, 2], S)
-
-
-def test_close_ends_a_wait() -> None:
-    """A thread that waits learns that its exchange was closed."""
-    with several(1) as (a,):
-        timer = threading.Timer(0.1, a.close)
-        timer.start()
-        with pytest.raises(ClosedError):
-            a.wait([1], S)
-        timer.join()
 
 
 # -- other processes --
@@ -772,28 +650,3 @@ def test_nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     assert held() <= before and all(now <= then for now, then in zip(held(), before, strict=True))
     with pytest.raises(PeerError):
         ranks[0].send(1, 1, memoryview(b"x"))
-
-
-def test_one_that_never_returns_is_left_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """close() does not wait for ever for `on_blob`, may be called from inside it, and frees the descriptors anyway."""
-    monkeypatch.setattr(exchange, "JOIN_S", 0.2)
-    inside, go_on, said = threading.Event(), threading.Event(), list[str]()
-    before = held()
-
-    def on_blob(blob: int, data: memoryview) -> None:
-        inside.set()
-        go_on.wait(S)
-        b.close()
-        said.append("closed")
-
-    with several(2, on_blob) as (a, b):
-        link_up(a, b)
-        b.expect([0, 1])
-        a.send(1, 0, memoryview(b"x"))
-        assert inside.wait(S)
-        a.close()
-        b.close()
-        assert held()[1] <= before[1] and held()[0] == before[0] + 1
-        go_on.set()
-    assert eventually(lambda: held()[0] <= before[0])
-    assert said == ["closed"]

@@ -59,16 +59,12 @@ class Ranks:
             save_rounds.stop()
 
 
-@pytest.fixture(params=["hash", "tcp"])
-def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    """Over a store in this process, and over one on loopback with a connection for each rank."""
-    if request.param == "hash":
-        store = HashStore()
-        made = Ranks(lambda: store)
-    else:
-        short = timedelta(seconds=5)
-        host = TCPStore("127.0.0.1", 0, None, True, short, wait_for_workers=False)
-        made = Ranks(lambda: TCPStore("127.0.0.1", host.port, None, False, short, wait_for_workers=False))
+@pytest.fixture
+def ranks() -> Iterator[Ranks]:
+    """Over a store on loopback, with a connection for each rank."""
+    short = timedelta(seconds=5)
+    host = TCPStore("127.0.0.1", 0, None, True, short, wait_for_workers=False)
+    made = Ranks(lambda: TCPStore("127.0.0.1", host.port, None, False, short, wait_for_workers=False))
     yield made
     made.stop()
 

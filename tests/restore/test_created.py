@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 import ckpt
 from ckpt.core.state.tensors import order_of
 from parallel import free_port, launch, reports
+from processes import run_python
 
 State = dict[str, Any]
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -166,7 +166,7 @@ def test_layout_of_a_weight_with_a_dimension_of_length_1_is_kept(shape: tuple[in
 
 
 def command(*arguments: object) -> None:
-    subprocess.run([sys.executable, "-m", "ckpt", *map(str, arguments)], check=True, capture_output=True, timeout=100)
+    run_python([sys.executable, "-m", "ckpt", *map(str, arguments)], check=True, capture_output=True, timeout=100)
 
 
 # -- several ranks --

@@ -27,7 +27,7 @@ from toy_states import State, differences, freeze
 __all__ = ["gate", "open_run"]  # fixtures
 
 
-@pytest.mark.parametrize("settings", [{"foreach": True}, {"foreach": False}, {"fused": True}], ids=str)
+@pytest.mark.parametrize("settings", [{"foreach": True}, {"fused": True}], ids=str)
 def test_training_that_goes_on_at_once_never_leaks_in(settings: Any, open_run: Any) -> None:
     """The next update comes right after step(): it waits for the copy, and every snapshot is its boundary."""
     run = adamw(**settings)

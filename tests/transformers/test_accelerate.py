@@ -28,7 +28,7 @@ def lines(ended: list[subprocess.CompletedProcess[str]], beginning: str) -> list
     return sorted(line for one in ended for line in one.stdout.splitlines() if line.startswith(beginning))
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.long)])
 def test_killed_and_resumed(run_dir: str, ranks: int) -> None:
     """Every loss of every batch, and all weights, are those of a run that was not killed, in the second epoch too."""
     with warm("accelerate"):

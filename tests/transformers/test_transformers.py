@@ -425,7 +425,7 @@ def lines(ended: subprocess.CompletedProcess[str], beginning: str) -> list[str]:
     return [line for line in ended.stdout.splitlines() if line.startswith(beginning)]
 
 
-@pytest.mark.parametrize("script", ["hf_finetune.py", "lora.py"])
+@pytest.mark.parametrize("script", ["lora.py", pytest.param("hf_finetune.py", marks=pytest.mark.long)])
 def test_the_examples(run_dir: str, script: str) -> None:
     """Killed and started again, they end with the weights that they have when they were never killed."""
     short = ("--steps", "24")

@@ -19,12 +19,13 @@ from ckpt.core.checkpoint.ledger_files import interval_s, newest_accounts
 from ckpt.core.checkpoint.open_tier import open_place
 from ckpt.core.ipc.process import Process, boot_id, namespace
 from ckpt.core.log.log import RunLog
-from ckpt.errors import InUseError, StoreError
+from ckpt.errors import CorruptError, FormatError, InUseError, NotFoundError, StoreError, UnreadableError
 from ckpt.events import log as logger
 
 BEATS = 3  # accounts that did not come: nobody trains there any more
 DYING_S = 3.0  # for a process that was killed to be gone
 LOOK_S, LOOK_FAR_S = 0.2, 2.0
+UNSEEN = "Nothing was changed. Make the files in ledger/ readable (mount, permissions, credentials) and start again."
 SAME_S = 1.0  # how exactly the start of a process is known
 
 
@@ -33,15 +34,27 @@ async def check_free(
 ) -> None:
     """Return when nobody trains this run, as far as that can be known; InUseError if somebody does.
 
+    UnreadableError if the ledger cannot be read now: then nothing is known. A damaged account is waited for, since a
+    trainer that lives puts it anew.
+
     `say`: told when that has to be waited for; `ours`: whether an account is of a trainer that is known to have ended.
     """
-    began, first = time.monotonic(), None
+    began, first, told = time.monotonic(), None, False
     patience_s = BEATS * interval_s(log.store)
     while True:
-        account = await _holder(log)
+        waited_s = time.monotonic() - began
+        try:
+            account = await _holder(log)
+        except CorruptError as error:
+            if waited_s > patience_s:
+                return
+            if not told:
+                say(f"{log.store.url}: {error}; waiting up to {patience_s:.0f} s to see whether somebody trains there")
+            told = True
+            await asyncio.sleep(LOOK_FAR_S if log.store.remote else LOOK_S)
+            continue
         if account is None or ours(account):
             return
-        waited_s = time.monotonic() - began
         if _here(account):
             if not _alive(account):
                 return
@@ -79,12 +92,12 @@ def _of_this_process(account: Account) -> bool:
 
 
 async def _holder(log: RunLog) -> Account | None:
-    """The account of the incarnation that owns the run, if its end is not known."""
+    """The account of the incarnation that owns the run, if its end is not known. CorruptError if it is damaged."""
     try:
-        account = next(iter(await newest_accounts(log.store, 1)), None)
+        account = next(iter(await newest_accounts(log.store, 1, (FormatError, NotFoundError))), None)
     except StoreError as error:
-        logger.warning("whether somebody trains %s cannot be seen: %s", log.store.url, error)
-        return None
+        text = f"nobody can see now whether another process trains {log.store.url}, so it was not taken over: {error}"
+        raise UnreadableError(text, retryable=error.retryable, advice=UNSEEN) from error
     if account is None or account.end is not None or not log.state.acquires:
         return None
     owner = log.state.acquires[-1]

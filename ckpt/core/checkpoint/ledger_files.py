@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from ckpt.core.cadence import ledger
 from ckpt.core.cadence.ledger import Account, Decision
+from ckpt.core.checkpoint import steady
 from ckpt.core.checkpoint.open_tier import OpenTier
 from ckpt.errors import CheckpointError, CorruptError, FormatError, NotFoundError, StoreError
 from ckpt.events import log
@@ -102,7 +103,8 @@ async def find(tiers: list[OpenTier], key: str) -> Account | None:
 
 async def account_keys(store: Store) -> list[str]:
     """Of all accounts, by incarnation; of one, the lowest rank last."""
-    return sorted([info.key async for info in store.list(ledger.PREFIX) if ledger.is_account(info.key)], key=_order)
+    listed = await steady.listing(store, ledger.PREFIX)
+    return sorted([info.key for info in listed if ledger.is_account(info.key)], key=_order)
 
 
 def _order(key: str) -> tuple[int, int]:
@@ -120,7 +122,7 @@ async def newest_accounts(
     found: list[Account] = []
     for key in (await account_keys(store))[-most:]:
         with contextlib.suppress(*passing):
-            found.append(Account.from_bytes(await get_small(store, key, ledger.MAX_SIZE)))
+            found.append(Account.from_bytes(await steady.get(store, key, limit=ledger.MAX_SIZE)))
     return found
 
 

@@ -128,8 +128,10 @@ class OpenTier:
         if dropped:
             events.log.info("aborted %d unfinished uploads to %s", dropped, self.url)
 
-    async def remove_rest(self, attempt: Attempt, rank: int) -> None:
+    async def remove_rest(self, attempt: Attempt, rank: int | None = None) -> None:
         """Delete this rank's files of an attempt that was being written when the run was deleted or replaced.
+
+        rank: None for all ranks.
 
         No other run has files of these names. A restart in the emptied place would be refused because of them.
         Files of a committed checkpoint stay: the place may only have looked as if the run was gone.
@@ -137,7 +139,8 @@ class OpenTier:
         if attempt in self.log.state.commits or attempt in self.log.state.held:
             return
         try:
-            for own in (f"packs/{attempt}.{rank}.", f"parts/{attempt}.{rank}.", f"index/{attempt}-"):
+            whose = f"{attempt}." if rank is None else f"{attempt}.{rank}."
+            for own in (f"packs/{whose}", f"parts/{whose}", f"index/{attempt}-"):
                 keys = [info.key async for info in self.store.list(own.partition("/")[0] + "/")]
                 await self.store.delete_many([key for key in keys if key.startswith(own)])
         except CheckpointError as error:

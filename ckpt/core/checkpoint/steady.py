@@ -49,6 +49,15 @@ async def head(store: Store, key: str) -> ObjectInfo:
     return await _steadily(store, key, partial(store.head, key))
 
 
+async def listing(store: Store, prefix: str) -> list[ObjectInfo]:
+    """List files, see `Store.list`."""
+
+    async def read() -> list[ObjectInfo]:
+        return [info async for info in store.list(prefix)]
+
+    return await _steadily(store, prefix, read)
+
+
 async def _steadily(store: Store, key: str, read: Callable[[], Awaitable[T]]) -> T:
     pause = FIRST_PAUSE_S
     while True:

@@ -75,13 +75,18 @@ async def plan_copy(source: RunLog, target: RunLog | None, wanted: Sequence[Comm
     """What to do to have these in another location. `target`: None if there is no run yet.
 
     What cannot be copied, because it is damaged or for another reason, is left out with the reason. UsageError if it
-    needs `take_over`; CorruptError if the target's log is damaged.
+    needs `take_over`, or the target is a different run; CorruptError if the target's log is damaged.
     """
     far = RunState() if target is None else target.state
     if target is not None and far.damaged:
         raise CorruptError(
             f"log records {some(far.damaged)} of {target.store.url} are damaged or missing: nobody can say what was "
             "given up there. Copy to another location"
+        )
+    if target is not None and far.commits and starts(source.state).isdisjoint(starts(far)):
+        raise UsageError(
+            f"{target.store.url} is a different run: it has no job in common with {source.store.url}, and the "
+            "checkpoints of both would become one history. Copy to another location"
         )
     copy, there, left_out = list[Item](), list[Item](), list[Item]()
     counted: set[str] = set()
@@ -128,6 +133,12 @@ def why_not(near: RunState, far: RunState, commit: Commit) -> str:
         why = "a rollback has undone it in the source, and the target would take it for history"
         return f"{why}: copy it to a new location"
     return ""
+
+
+def starts(state: RunState) -> set[str]:
+    """The nonces of the jobs that have trained a run, or what was copied into it. A copy has a root id of its own."""
+    attempts = (*state.commits, *state.held, *state.retired, *state.aborted)
+    return {one.nonce for one in (*state.acquires, *attempts)}
 
 
 def nobodys(state: RunState) -> bool:

@@ -20,7 +20,7 @@ from processes import PYTHONPATH, REPO
 # Lines and statements of Python for each package: docstrings and comments count as lines, so that denser lines gain
 # nothing in the second number.
 BUDGETS = {
-    "adapters": (1_690, 1_190),
+    "adapters": (1_730, 1_210),
     "backends": (2_800, 1_960),
     "core/": (10, 10),
     "core/cadence": (1_040, 690),
@@ -32,12 +32,12 @@ BUDGETS = {
     "core/restore": (1_120, 740),
     "core/run": (5_220, 3_900),
     "core/snapshot": (1_820, 1_350),
-    "core/state": (4_620, 3_190),
+    "core/state": (4_620, 3_200),
     "core/writer": (2_870, 2_070),
     "dcp": (1_670, 1_150),
     "deepspeed": (480, 310),
     "guard": (2_910, 2_030),
-    "lightning": (2_560, 1_760),
+    "lightning": (2_570, 1_770),
     "megatron": (540, 360),
     "plugins": (280, 220),
     "public": (2_990, 1_730),
@@ -45,14 +45,14 @@ BUDGETS = {
     "testing": (660, 500),
     "tools/": (10, 10),
     "tools/cli": (4_140, 2_430),
-    "tools/convert": (4_720, 3_350),
+    "tools/convert": (4_730, 3_360),
     "tools/doctor": (1_090, 800),
     "tools/maintain": (1_920, 1_320),
     "tools/observe": (3_360, 2_050),
     "torchtitan": (370, 270),
-    "transformers": (1_400, 910),
+    "transformers": (1_510, 990),
 }
-TOTAL = (63_990, 43_330)
+TOTAL = (64_170, 43_450)
 C_LINES = 150
 STEP_FILES, RESTORE_FILES = 88, 82
 

@@ -57,7 +57,9 @@ EXTRA = "_extra_state"
 class OwnState:
     """By prefix: `speakers` are asked for state_dict() at every reading, and nothing below them is read as it lies;
     `extras` for get_extra_state(); `loaders` have their say in loading, so they are handed their own state once it is
-    restored. `names`: what tensors are called, if not as they lie; `left_out`: which of them are not saved.
+    restored. `names`: what tensors are called, if not as they lie; `left_out`: which of them are not saved. `unasked`:
+    loaders that have a load_state_dict() and nothing else. They lie inside of another module, whose load_state_dict()
+    does not call theirs, so that what theirs would accept does not count.
     """
 
     speakers: dict[str, nn.Module] = field(default_factory=dict)
@@ -65,6 +67,7 @@ class OwnState:
     names: dict[str, str] = field(default_factory=dict)
     left_out: set[str] = field(default_factory=set)
     loaders: dict[str, nn.Module] = field(default_factory=dict)
+    unasked: set[str] = field(default_factory=set)
     notes: dict[tuple[str, type[nn.Module]], list[str]] = field(default_factory=dict)
 
     @property
@@ -133,6 +136,8 @@ def _listen(module: nn.Module, prefix: str, words: OwnState) -> None:
     if extra:
         words.extras[prefix] = module
     saves, loads = _own(module)
+    if prefix and loads and not _own(module, ("_load_from_state_dict",))[1]:
+        words.unasked.add(prefix)
     if saves or loads:
         verdict = _judge(module, prefix, words, loads)
         if verdict:
@@ -146,7 +151,10 @@ def _adds_to_speaker(wrapper: nn.Module, prefix: str, words: OwnState, extra: bo
     return prefix in words.speakers and bool(wrapper._parameters or wrapper._buffers or len(wrapper._modules) > 1)
 
 
-def _own(module: nn.Module) -> tuple[bool, bool]:
+LOADING = ("load_state_dict", "_load_from_state_dict")
+
+
+def _own(module: nn.Module, loading: tuple[str, ...] = LOADING) -> tuple[bool, bool]:
     """Whether a module has hooks or methods of its own for saving, and for loading."""
 
     def has(methods: tuple[str, ...], hooks: Iterable[Any]) -> bool:
@@ -157,7 +165,7 @@ def _own(module: nn.Module) -> tuple[bool, bool]:
     before, after = module._state_dict_pre_hooks.values(), module._state_dict_hooks.values()
     first, last = module._load_state_dict_pre_hooks.values(), module._load_state_dict_post_hooks.values()
     saves = has(("state_dict", "_save_to_state_dict"), (*before, *after))
-    return saves, has(("load_state_dict", "_load_from_state_dict"), (*first, *last))
+    return saves, has(loading, (*first, *last))
 
 
 GATHERS = (
@@ -259,11 +267,13 @@ def hand_back(module: nn.Module) -> None:
             raise
 
 
-def hand_resized(module: nn.Module, path: Path, tensors: Mapping[str, Tensor], strict: bool) -> None:
+def hand_resized(
+    module: nn.Module, path: Path, tensors: Mapping[str, Tensor], strict: bool, inner: bool = False
+) -> None:
     """Load tensors of other shapes than the module's own ones through its own loader, which may resize these.
 
     Everything else is in place already. `tensors`: by their names within the module. Raises MismatchError if the loader
-    raises an error.
+    raises an error. inner: as in `load_into`.
     """
     state = module.state_dict()
     named = {plain_key(module, key): key for key in state}
@@ -272,7 +282,7 @@ def hand_resized(module: nn.Module, path: Path, tensors: Mapping[str, Tensor], s
             state[key] = value.clone()  # the loader may overwrite its own tensors before it copies
     state.update((named.get(name, name), tensor) for name, tensor in tensors.items())
     try:
-        load_into(module, state, strict=strict)
+        load_into(module, state, strict=strict, inner=inner)
     except Exception as error:
         problem = (
             f"{show(path)}: the loader of {type(module).__qualname__} does not accept the saved "
@@ -285,11 +295,14 @@ def hand_resized(module: nn.Module, path: Path, tensors: Mapping[str, Tensor], s
         logger.warning("%s. They were left as they are", problem)
 
 
-def load_into(module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> Any:
+def load_into(module: nn.Module, state: Mapping[str, Any], *, strict: bool, inner: bool = False) -> Any:
     """Call load_state_dict(), which need not have the parameter `strict` if the module has written it.
 
-    Return what it returns.
+    Return what it returns. inner: load as the load_state_dict() of a module around it would, which does not call the
+    one that this module has written.
     """
+    if inner:
+        return nn.Module.load_state_dict(module, state, strict=strict)
     parameters = inspect.signature(module.load_state_dict).parameters
     takes = "strict" in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
     return module.load_state_dict(state) if strict or not takes else module.load_state_dict(state, strict=False)
@@ -298,7 +311,7 @@ def load_into(module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> A
 # -- whether its own loader accepts a saved state --
 
 
-def accepts(module: nn.Module, state: Mapping[str, Any], *, plain: bool) -> bool:
+def accepts(module: nn.Module, state: Mapping[str, Any], *, plain: bool, inner: bool = False) -> bool:
     """Return True if `module.load_state_dict(state)` succeeds.
 
     Keys that an own load_state_dict() returns as missing or unexpected, and does not raise an error for, are accepted.
@@ -306,6 +319,7 @@ def accepts(module: nn.Module, state: Mapping[str, Any], *, plain: bool) -> bool
 
     state: tensors on the meta device, by their names within the module.
     plain: the names are those of `named_modules`, not the module's own; see `as_its_own`.
+    inner: as in `load_into`.
     """
     mode = _Trial()
     with torch.random.fork_rng(devices=[]):
@@ -317,7 +331,7 @@ def accepts(module: nn.Module, state: Mapping[str, Any], *, plain: bool) -> bool
             with mode:
                 given = as_its_own(twin, state) if plain else dict(state)
                 names = _forms(given)
-                found = load_into(twin, given, strict=True)
+                found = load_into(twin, given, strict=True, inner=inner)
                 # If the loader does not return what it misses, its names must be the same now.
                 return not mode.refused and (found is not None or _forms(twin.state_dict()) == names)
         except Exception as error:
@@ -526,8 +540,9 @@ class CustomModuleNode(ModuleNode):
                 placement.fill(name, lying[name])
             else:
                 placement.watch(name, own[name])
-        self._prepare_words(state, lying | said, whole, placement)
-        self._hand_back(placement, self._created(resized, own, placement), whole)
+        weights = self._weights(theirs, own, placement) if placement.strict else set[str]()
+        self._prepare_words(state, lying | said, whole, weights, placement)
+        self._hand_back(placement, self._created(resized, own, weights, placement), whole)
         if whole:
             placement.finish(self.path, self._forget)
         if len(placement.problems) > problems:
@@ -552,7 +567,7 @@ class CustomModuleNode(ModuleNode):
             mine = {self._key(n).removeprefix(prefix): t for n, (p, t) in resized.items() if p == prefix}
             if mine:
                 path = (*self.path, prefix.rstrip(".")) if prefix else self.path
-                placement.finish(self.path, partial(hand_resized, module, path, mine, placement.strict))
+                placement.finish(self.path, partial(hand_resized, module, path, mine, placement.strict, bool(prefix)))
             else:
                 placement.finish(self.path, partial(hand_back, module))
 
@@ -577,7 +592,7 @@ class CustomModuleNode(ModuleNode):
         for name in theirs:
             key, entry = self._key(name), own.get(name)
             prefix = max((p for p in self._words.loaders if key.startswith(p)), key=len, default=None)
-            if prefix is None or name in made_of_several or self._words.speaks(key):
+            if prefix is None or prefix in self._words.unasked or name in made_of_several or self._words.speaks(key):
                 continue
             if entry is None:
                 if key in empty or "." not in key.removeprefix(prefix):
@@ -587,18 +602,41 @@ class CustomModuleNode(ModuleNode):
         return found
 
     def _created(
-        self, resized: Mapping[str, str], own: Mapping[str, StateEntry], placement: Placement
+        self, resized: Mapping[str, str], own: Mapping[str, StateEntry], weights: Collection[str], placement: Placement
     ) -> dict[str, tuple[str, Tensor]]:
         """Return what `_resized` found, with new tensors that will be filled."""
         found: dict[str, tuple[str, Tensor]] = {}
         for name, prefix in resized.items():
             if (entry := own.get(name)) is None:
-                made = placement.create(name, saved_device(placement.spec(name)))
+                made = placement.create(name, saved_device(placement.spec(name)), guarded=name in weights)
             else:
                 assert isinstance(entry.alike, Replicas | None)
                 made = placement.create(name, entry.tensor.device, entry.alike, guarded=entry.guarded)
             found[name] = prefix, made
         return found
+
+    def _weights(self, theirs: Collection[str], own: Mapping[str, StateEntry], placement: Placement) -> set[str]:
+        """Return which saved tensors become parameters, so that ranks must not have saved different values of them.
+
+        What has no tensor of its name here is a parameter if one is left here that was not saved, and has the last part
+        of its name, or else its shape.
+        """
+        parameters = {
+            self._name(f"{name}.{key}" if name else key)
+            for name, _, module in named_modules(self.whole)
+            for key in module._parameters
+        }
+        left = [own[name] for name in own.keys() - set(theirs)]
+
+        def is_weight(name: str) -> bool:
+            if name in own or name in parameters:
+                return name in parameters or own[name].guarded
+            last = name.rpartition(".")[2]
+            alike = [entry for entry in left if entry.name.rpartition(".")[2] == last]
+            alike = alike or [entry for entry in left if tuple(entry.tensor.shape) == placement.spec(name).shape]
+            return any(entry.guarded for entry in alike)
+
+        return {name for name in theirs if is_weight(name)}
 
     def _differing(self, theirs: Collection[str], own: Mapping[str, StateEntry], placement: Placement) -> set[str]:
         """Return the names of tensors that are on one side only, or have another shape on the other one."""
@@ -621,7 +659,8 @@ class CustomModuleNode(ModuleNode):
         """
         words, found = self._words, dict[str, nn.Module]()
         keys = {self._key(name) for name in differing} | {key for key in state if self._is_unclaimed(key, state[key])}
-        for prefix, module in (*words.speakers.items(), *words.loaders.items()):
+        loaders = [(prefix, module) for prefix, module in words.loaders.items() if prefix not in words.unasked]
+        for prefix, module in (*words.speakers.items(), *loaders):
             speaks = prefix in words.speakers
             if not any(key.startswith(prefix) for key in keys) or not (
                 speaks or self._lies_plainly(prefix, saved, own)
@@ -636,7 +675,7 @@ class CustomModuleNode(ModuleNode):
             except CheckpointError:
                 continue
             try:
-                accepted = accepts(module, state_of_it, plain=not speaks)
+                accepted = accepts(module, state_of_it, plain=not speaks, inner=bool(prefix) and not speaks)
             except Untried as error:
                 path = (*self.path, prefix.rstrip(".")) if prefix else self.path
                 self._untried.append(f"{show(path)}: {error}")
@@ -686,6 +725,7 @@ class CustomModuleNode(ModuleNode):
         state: dict[str, Json],
         live: Mapping[str, StateEntry],
         whole: Mapping[str, nn.Module],
+        weights: Collection[str],
         placement: Placement,
     ) -> None:
         claimed = set()
@@ -702,9 +742,11 @@ class CustomModuleNode(ModuleNode):
         for prefix, module in (*outer.items(), *whole.items()):
             mine = {key: value for key, value in state.items() if key.startswith(prefix)}
             claimed |= mine.keys()
-            build = placement.build(pairs({k.removeprefix(prefix): v for k, v in mine.items()}), like=live)
+            values = pairs({k.removeprefix(prefix): v for k, v in mine.items()})
+            build = placement.build(values, like=live, guarded=weights)
             plain = prefix not in self._words.speakers
-            placement.finish(self.path, partial(_load, module, self.path, build, placement.strict, plain))
+            inner = plain and bool(prefix)
+            placement.finish(self.path, partial(_load, module, self.path, build, placement.strict, plain, inner))
         for key, value in state.items():
             if key not in claimed and self._is_unclaimed(key, value):
                 placement.problem(f"{self._name(key)} is in the checkpoint, and not in {show(self.path)}")
@@ -724,8 +766,8 @@ def _set_extra(module: nn.Module, build: Callable[[], Any]) -> None:
     module.set_extra_state(build())
 
 
-def _load(module: nn.Module, path: Path, build: Callable[[], Any], strict: bool, plain: bool) -> None:
-    found = load_into(module, as_its_own(module, build()) if plain else build(), strict=strict)
+def _load(module: nn.Module, path: Path, build: Callable[[], Any], strict: bool, plain: bool, inner: bool) -> None:
+    found = load_into(module, as_its_own(module, build()) if plain else build(), strict=strict, inner=inner)
     texts = {"not in the checkpoint": "missing_keys", "in the checkpoint, and not in the module": "unexpected_keys"}
     for text, name in texts.items():
         if keys := getattr(found, name, ()):

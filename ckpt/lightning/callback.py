@@ -144,12 +144,17 @@ class CheckpointCallback(Base):
 
     @property
     def best_model(self) -> Loaded | None:
-        """The model of the best step, read when used: `model.load_state_dict(callback.best_model.all())`."""
+        """The model of the best step, read when used: `model.load_state_dict(callback.best_model.all())`.
+
+        While `fit` runs, this waits until the best step is saved.
+        """
         if self.best_step is None:
             return None
         _, durable = as_tiers(self._places)
         if not durable:
             raise UsageError("the best model is kept in a durable tier: give the callback a folder or URL")
+        if self._cp is not None:
+            self._cp.wait(step=self.best_step)  # its save may be under way
         return load(durable[0].url, step=self.best_step, only="model.*").sub("model")
 
     # -- Lightning's events --

@@ -191,6 +191,7 @@ class CheckpointCallback(TrainerCallback):
             progress.base = {"digest": digest(frozen), "tensors": len(frozen)}
             say.info("of the model's %d bytes, the %d that are trained are stored", self.full_bytes, self.stored_bytes)
             whole = ModulePart(whole, some)
+            progress.save_only(whole, some)
         optimizer = trainer.optimizer
         first = trainer.is_world_process_zero()
         state = {
@@ -262,7 +263,9 @@ class CheckpointCallback(TrainerCallback):
         if trainer.args.ignore_data_skip:
             batches = 0
         progress.epoch -= 1  # its beginning is told once more
-        self._rewind = trainer_internals.Rewind(trainer, theirs // each, epoch, batches)
+        self._rewind = trainer_internals.Rewind(
+            trainer, theirs // each, epoch, batches, progress.put_flags, step > progress.epoch_began
+        )
 
     def _say_goes_on(self, trainer: Trainer, step: int) -> None:
         if getattr(trainer.args, "dataloader_persistent_workers", False):
@@ -368,6 +371,8 @@ class CheckpointCallback(TrainerCallback):
                 name.rpartition(".")[2],
             )
         if self.checkpointer is not None:
+            if self._progress is not None:
+                self._progress.store_unfrozen()
             self._latest = self.checkpointer.step(step) or self._latest
             if self._best is not None and self._measured:
                 self._score(self._best, step)

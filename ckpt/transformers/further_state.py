@@ -5,7 +5,7 @@
     ModuleWatch.changed()       other modules that training changes, for a warning
 
 TRL's trainers count steps and tokens, collect metrics between two log entries, and reuse generated completions for
-several optimizer steps. PEFT's AdaLoRA ranks its weights by averages of their gradients. None of these is in the
+several optimizer steps. PEFT's AdaLoRA and AdaMSS rank weights by averages of their gradients. None of these is in the
 `state_dict()` of model, optimizer or TrainerState. Names from TRL 1.16 and PEFT 0.19.
 """
 
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import Trainer
 from transformers.utils import logging
 
-from ckpt.core.state.sharding import unwrap
+from ckpt.core.state.sharding import named_modules, unwrap
 from ckpt.errors import UsageError
 
 say = logging.get_logger("transformers.everystep")
@@ -34,6 +34,7 @@ COUNTERS = (
 )
 METRICS, GENERATED = "_metrics", "_buffered_inputs"
 AVERAGES = ("ipt", "exp_avg_ipt", "exp_avg_unc")
+OF_SUBSPACES = ("exp_avg_ipt_A", "exp_avg_ipt_B", "exp_avg_unc_A", "exp_avg_unc_B")
 KINDS = (nn.Module, list, tuple, dict)
 OURS = frozenset({"model", "optimizer", "scheduler", "scaler", "rng", "trainer", "pretrained", "ref_model"})
 
@@ -58,11 +59,12 @@ def further_modules(trainer: Trainer) -> dict[str, nn.Module]:
 
 
 class FurtherState:
-    """Attributes of TRL's trainers and PEFT's AdaLoRA, which belong to one rank."""
+    """Attributes of TRL's trainers and PEFT's AdaLoRA and AdaMSS, which belong to one rank."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer: Any = trainer
         self._is_trl = any(one.__module__.partition(".")[0] == "trl" for one in type(trainer).__mro__)
+        self._adamss = _adamss(trainer)
         self._warned = False
 
     def state_dict(self) -> dict[str, Any]:
@@ -88,6 +90,11 @@ class FurtherState:
             allocator, config = found
             averages = {name: dict(getattr(allocator, name)) for name in AVERAGES}
             state["adalora"] = {**averages, "rank_pattern": config.rank_pattern}
+        if self._adamss:
+            state["adamss"] = {
+                name: {key: {a: list(values) for a, values in getattr(layer, key).items()} for key in OF_SUBSPACES}
+                for name, layer in self._adamss.items()
+            }
         return state
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
@@ -110,6 +117,11 @@ class FurtherState:
                 moved = {key: value.to(devices.get(key, value.device)) for key, value in saved["adalora"][name].items()}
                 setattr(allocator, name, moved)
             config.rank_pattern = saved["adalora"]["rank_pattern"]
+        for name, averages in saved.get("adamss", {}).items():
+            for key, adapters in averages.items() if name in self._adamss else ():
+                layer = self._adamss[name]
+                for adapter, values in adapters.items():
+                    getattr(layer, key)[adapter] = _to(values, layer.adamss_A[adapter][0].device)
 
 
 def allocator_parameters(trainer: Trainer) -> Iterator[tuple[str, nn.Parameter]]:
@@ -125,6 +137,13 @@ def _adalora(trainer: Any) -> tuple[Any, Any] | None:
     if peft is None or not isinstance(base, peft.AdaLoraModel) or not hasattr(base, "rankallocator"):
         return None
     return base.rankallocator, base.peft_config[base.trainable_adapter_name]
+
+
+def _adamss(trainer: Any) -> dict[str, Any]:
+    """Return the layers of an AdaMSS model by name. They have lists of averages by adapter."""
+    kind: Any = getattr(sys.modules.get("peft.tuners.adamss.layer"), "AdamssLayer", ())
+    modules = named_modules(unwrap(trainer.model_wrapped)) if kind else ()
+    return {name: one for name, _, one in modules if isinstance(one, kind)}
 
 
 def _is_plain(value: object) -> bool:

@@ -11,10 +11,10 @@ import copy
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from torch import Tensor, nn
@@ -40,6 +40,7 @@ MOST = 32 << 20  # bytes of a tokenizer that are kept with every checkpoint
 CHUNK = 64 << 20  # bytes of a tensor that are digested at once
 WINDOW = 16 << 20
 WEIGHTS, ADAPTER = "model.safetensors", "adapter_model.safetensors"
+REWRITING = ("pissa_niter", "corda", "lora_ga")  # values of `init_lora_weights`
 FLOATS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
 
 
@@ -258,13 +259,24 @@ def _beside(files: Mapping[str, str], finish: Callable[[Path, Sums], None]) -> C
 def trained(model: nn.Module) -> dict[str, Tensor]:
     """Parameters that are trained, what else belongs to adapters, and buffers, which training may change.
 
-    An adapter that is not active counts too: TRL makes one as the reference, with random weights.
+    An adapter that is not active counts too: TRL makes one as the reference, with random weights. So do weights of the
+    base that PEFT has rewritten for an adapter, see `_rewritten`.
     """
     adapted: Any = model
     names = list(adapted.peft_config) if is_adapter(model) else []
-    adapter = {id(t) for name in names for t in adapter_tensors(model, name).values()}
+    adapter = {id(t) for name in names for t in adapter_tensors(model, name).values()} | _rewritten(model, names)
     kept = {n: p for n, p in named_parameters(model).items() if p.requires_grad or id(p) in adapter}
     return named_buffers(model) | kept
+
+
+def _rewritten(model: nn.Module, names: Sequence[str]) -> set[int]:
+    """Return the ids of weights of the base that PEFT changes when it creates a LoRA adapter, by what it draws or
+    measures in that process. The next process changes them in another way."""
+    configs = [(name, getattr(cast(Any, model).peft_config[name], "init_lora_weights", None)) for name in names]
+    changing = {name for name, init in configs if isinstance(init, str) and init.startswith(REWRITING)}
+    modules: Iterator[Any] = (one for _, _, one in named_modules(model))
+    layers = (one for one in modules if hasattr(one, "lora_A") and changing & set(one.r))
+    return {id(one.get_base_layer().weight) for one in layers}
 
 
 def nbytes(tensors: Mapping[str, Tensor]) -> int:

@@ -13,16 +13,17 @@ import json
 import math
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import EarlyStoppingCallback, Trainer
 from transformers.trainer_callback import ExportableState, TrainerControl
 from transformers.utils import logging
 
+from ckpt.core.state.sharding import ModulePart, named_parameters, unwrap
 from ckpt.core.state.stateful import RNG
 from ckpt.errors import MismatchError, UsageError
 from ckpt.transformers.further_state import FurtherState
@@ -94,25 +95,41 @@ def reduce_batch_size(trainer: Trainer, size: int) -> None:
 class Rewind:
     """Has the loop that is about to begin start at an epoch and a batch of it; at no epoch, if that is None.
 
-    Epochs that are passed over do not run, and no callback hears of them.
+    Epochs that are passed over do not run, and no callback hears of them. Nor is there an evaluation before the first
+    step (`eval_on_start`). `put_flags` is called when callbacks have begun the training, which was begun before; and
+    the epoch, if that was `begun` before.
     """
 
-    def __init__(self, trainer: Trainer, first: int, epoch: int | None, batches: int) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        first: int,
+        epoch: int | None,
+        batches: int,
+        put_flags: Callable[[], None],
+        begun: bool,
+    ) -> None:
         self._trainer, self._next, self._epoch, self._batches = trainer, first, epoch, batches
+        self._put_flags, self._begun = put_flags, begun
         self._run: Any = trainer._run_epoch
         self._begin: Any = trainer.callback_handler.on_epoch_begin
         self._signature = inspect.signature(self._run)
         vars(trainer)["_run_epoch"] = self._run_epoch
+        vars(trainer)["_evaluate"] = lambda *_, **__: {}
         vars(trainer.callback_handler)["on_epoch_begin"] = self._begin_epoch
 
     def undo(self) -> None:
         vars(self._trainer).pop("_run_epoch", None)
+        vars(self._trainer).pop("_evaluate", None)
         vars(self._trainer.callback_handler).pop("on_epoch_begin", None)
 
     def _begin_epoch(self, args: Any, state: Any, control: TrainerControl) -> TrainerControl:
         if self._epoch is None or self._next < self._epoch:
             return control
+        self._put_flags()
         found: TrainerControl = self._begin(args, state, control)
+        if self._begun:
+            self._put_flags()
         return found
 
     def _run_epoch(self, *positional: Any, **keywords: Any) -> Any:
@@ -309,6 +326,31 @@ def _json_value(value: Any) -> Any:
         return repr(value)
 
 
+class Flags:
+    """requires_grad of the model's parameters, which callbacks change in mid-training to freeze and unfreeze layers."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.parameters = named_parameters(model)
+        self._begun = self._now()
+
+    def _now(self) -> list[bool]:
+        return [parameter.requires_grad for parameter in self.parameters.values()]
+
+    def read(self) -> dict[str, bool]:
+        """Return those that have changed since the training began."""
+        now = self._now()
+        if now == self._begun:
+            return {}
+        changes = zip(self.parameters, now, self._begun, strict=True)
+        return {name: flag for name, flag, begun in changes if flag != begun}
+
+    def put(self, saved: dict[str, bool]) -> None:
+        """Set them to what they were when this start began, but for the changes that `read` has returned."""
+        for (name, parameter), begun in zip(self.parameters.items(), self._begun, strict=True):
+            if parameter.requires_grad != (flag := saved.get(name, begun)):
+                parameter.requires_grad_(flag)
+
+
 class TrainerProgress:
     """How far the Trainer is, as a part of the state."""
 
@@ -318,6 +360,10 @@ class TrainerProgress:
         self._log = LogHistory()
         self._callbacks = CallbackStates(trainer)
         self._further = FurtherState(trainer)
+        self.flags = Flags(unwrap(trainer.model_wrapped))
+        self._part: ModulePart | None = None  # all that is saved of the model, if frozen parameters are not
+        self._trained: dict[str, Tensor] = {}
+        self._unfrozen: set[str] = set()
         self._order: dict[str, Any] = {}
         self.data = data_of(trainer, loader)
         self.base: dict[str, Any] | None = None
@@ -350,6 +396,7 @@ class TrainerProgress:
             "losses": losses(self.trainer),
             "callbacks": self._callbacks.state_dict(),
             "further": self._further.state_dict(),
+            "flags": self.flags.read(),
             "epoch": self.epoch + self.ahead,
             "epoch_began": self.epoch_began,
             "order": self._order,
@@ -358,6 +405,28 @@ class TrainerProgress:
             "max_steps": state.max_steps,
             "batch_size": self.trainer._train_batch_size,
         }
+
+    def save_only(self, part: ModulePart, trained: dict[str, Tensor]) -> None:
+        """Save this part of the model: what is trained when the training begins, and what is unfrozen later."""
+        self._part, self._trained = part, trained
+
+    def store_unfrozen(self) -> None:
+        """Have parameters stored that were unfrozen since the last call. They stay when they are frozen again."""
+        if self._part is not None:
+            flagged = {name for name, flag in self.flags.read().items() if flag}
+            if not flagged <= self._unfrozen:
+                self._store(self._unfrozen | flagged)
+
+    def _store(self, unfrozen: set[str]) -> None:
+        assert self._part is not None
+        self._unfrozen = unfrozen
+        self._part.put(self._trained | {name: self.flags.parameters[name] for name in sorted(unfrozen)})
+
+    def match_structure(self, saved: dict[Any, Any]) -> None:
+        """Expect the parameters that had been unfrozen when a state was saved. Called before anything is restored."""
+        if self._part is not None and ("model",) in saved:
+            names = {name.removeprefix("model.") for name in saved[("model",)].names}
+            self._store((names & self.flags.parameters.keys()) - self._trained.keys())
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         self.saved = saved  # the Trainer gets it when it is known to fit
@@ -373,7 +442,12 @@ class TrainerProgress:
         set_losses(trainer, saved["losses"])
         self._callbacks.load_state_dict(saved["callbacks"])
         self._further.load_state_dict(saved["further"])
+        self.put_flags()
         self.epoch, self.epoch_began, self._order = saved["epoch"], saved["epoch_began"], saved["order"]
+
+    def put_flags(self) -> None:
+        if self.saved is not None and "flags" in self.saved:  # an older version did not save them
+            self.flags.put(self.saved["flags"])
 
     def batches_done(self, saved: dict[str, Any], step: int) -> int:
         """Return how many batches of today's size hold the examples of the epoch that were trained on."""

@@ -36,7 +36,7 @@ from ckpt.core.format.manifest import canonical
 from ckpt.core.state.capture import Capture
 from ckpt.core.state.tensors import TORCH_DTYPE, as_bytes
 from ckpt.errors import CorruptError, UsageError
-from ckpt.tools.convert import to_dcp, to_torch
+from ckpt.tools.convert import parse_dcp, parse_torch, to_dcp, to_torch
 from ckpt.tools.convert.output import Literal, Output, TensorRun
 from ckpt.tools.convert.source import DESCRIPTION, OriginEntry, RankView, canonical_names, described
 from processes import PYTHONPATH
@@ -558,6 +558,29 @@ def test_dcp_to_torch_save(tmp_path: Path) -> None:
             assert file.testzip() is None, index
         read += 1
     assert read > 50
+
+
+RARE: dict[str, Any] = {
+    "dtype": torch.bfloat16, "device": torch.device("cpu"), "layout": torch.strided, "order": torch.channels_last,
+    "size": torch.Size([1, 2]), "complex": 1j, "bytearray": bytearray(b"x"), "set": {3, "a", 1j, torch.int8},
+    "frozenset": frozenset({3, "a"}), "nested": [{"a": (torch.int8, {2j})}, [torch.float16]],
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("form", [to_dcp, to_torch])
+def test_exports_with_rare_plain_values_are_imported_unless_changed(form: Any, tmp_path: Path) -> None:
+    origin, view, dtypes = of_state({"model": nn.Linear(2, 2), "cfg": RARE})
+    path = execute(form.plan(origin, view, dtypes), origin, tmp_path / "x.pt")
+    parse = parse_dcp.parse if form is to_dcp else parse_torch.parse
+    assert parse(path).entries == view.entries
+    if form is to_torch:
+        for key, value in {"dtype": torch.float16, "complex": 2j, "set": {3}}.items():
+            state = torch.load(path, weights_only=True)
+            state["cfg"][key] = value
+            torch.save(state, tmp_path / "changed.pt")
+            with pytest.raises(UsageError, match="it was changed after it was exported"):
+                parse(tmp_path / "changed.pt")
 
 
 @pytest.mark.filterwarnings("ignore")

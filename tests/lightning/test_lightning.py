@@ -193,6 +193,21 @@ def test_the_best_are_kept(tmp_path: Path) -> None:
     assert toy.digest(model) == toy.digest(toy.fit(epochs=expected[0] // toy.BATCHES)["model"])
 
 
+def test_best_model_can_be_read_while_fit_runs(tmp_path: Path) -> None:
+    """Its save has just begun then, and takes half a second."""
+    seen: dict[int, int] = {}
+
+    class Reads(Callback):
+        def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+            ours = next(one for one in trainer.callbacks if isinstance(one, CheckpointCallback))
+            if (best := ours.best_step) is not None:
+                seen[best] = len(ours.best_model.all())
+
+    places = [ckpt.Memory(), ckpt.Tier(str(tmp_path / "run"), every=1000, max_mib_s=0.1)]
+    model = toy.fit(run=places, callback={"every": None, "monitor": "val_loss"}, more=[Reads()])["model"]
+    assert seen == {8: len(model.state_dict()), 16: len(model.state_dict())}
+
+
 def test_the_best_by_value() -> None:
     """Ties go to the older, what is no number is never good, and a step is there once."""
     best = Best("acc", "max", 2)

@@ -276,16 +276,26 @@ with ckpt.Checkpointer(state, tiers) as cp:
     dist.barrier()
     if how == "raise":
         raise ValueError("enough")
+    if how == "nothing saved" and dist.get_rank() == 0:
+        import shutil
+        shutil.rmtree(run)
+    dist.barrier()
+    if how != "with":
+        sys.exit(0)
 """
 
 
-@pytest.mark.parametrize("how", ["with", "raise"])
+@pytest.mark.parametrize("how", ["with", "exit", "nothing saved", "raise"])
 def test_several_ranks_keep_their_last_step(run_dir: str, how: str) -> None:
-    """All have it when they end together. After an exception on each of them the writers see to the newest step in
-    memory, and no rank waits for another."""
-    launch(2, RANKS, run_dir, how, port=free_port())
-    assert eventually(lambda: newest(run_dir) == (15 if how == "with" else 10))
-    if how == "with":
+    """All have it when they end together, by sys.exit(0) too, which fails if it cannot be saved. After an exception on
+    each of them the writers see to the newest step in memory, and no rank waits for another."""
+    done = launch(2, RANKS, run_dir, how, port=free_port())
+    assert [one.returncode for one in done] == ([0, 0] if how in ("with", "exit") else [1, 1]), done[0].stderr[-2000:]
+    if how == "nothing saved":
+        assert all("SaveError: step 15 was not written" in one.stderr for one in done)
+        return
+    assert eventually(lambda: newest(run_dir) == (10 if how == "raise" else 15))
+    if how != "raise":
         assert newest(run_dir + "-far") == 15
 
 

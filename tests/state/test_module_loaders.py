@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import logging
 import re
 import threading
@@ -18,6 +19,11 @@ import torch.ao.quantization as quantization
 from torch import Tensor, nn
 
 import ckpt
+from ckpt.core.checkpoint.write import build_table
+from ckpt.core.format.layout import Layout
+from ckpt.core.format.partition import Seat
+from ckpt.core.format.saved_state import SavedState
+from ckpt.core.format.table import merge
 from ckpt.core.state.capture import Capture
 from ckpt.errors import MismatchError, StateError
 from inside import Saved
@@ -429,6 +435,121 @@ def test_run_goes_on_with_a_list_that_was_empty(tmp_path: Path) -> None:
         cp.step(2)
     assert torch.equal(ckpt.load(tmp_path / "run")["m.seen.2"], torch.ones(3))
     assert all(map(torch.equal, fresh.seen[:2], saved.seen))
+
+
+class Fitting(Parts):
+    """Also leaves out what has another shape; children of another module are not loaded by it."""
+
+    def load_state_dict(self, state: Any, strict: bool = True, assign: bool = False) -> Any:
+        own = self.state_dict()
+        fits = {key: value for key, value in state.items() if key in own and own[key].shape == value.shape}
+        return nn.Module.load_state_dict(self, fits, strict=False)
+
+    def _load_from_state_dict(self, *rest: Any) -> None:
+        nn.Module._load_from_state_dict(self, *rest)
+
+
+class LenientInHook(Lenient):
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.register_load_state_dict_pre_hook(lambda *_: None)
+
+
+class Resizing(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.lin = nn.Linear(size, 2)
+
+    def load_state_dict(self, state: Any, *rest: Any, **more: Any) -> Any:
+        self.lin.weight = nn.Parameter(torch.empty_like(state["lin.weight"]))
+        return super().load_state_dict(state, *rest, **more)
+
+
+@pytest.mark.parametrize(
+    ("kind", "saved", "here"),
+    [(Lenient, "a", "b"), (LenientInHook, "a", "b"), (Resizing, 3, 2), (partial(parts, kind=Fitting), 2, 1)],
+)
+def test_load_state_dict_of_a_module_in_another_does_not_count(kind: Any, saved: Any, here: Any) -> None:
+    """As torch does not call it: what torch refuses is refused."""
+    moment = Saved(Capture({"m": nn.Sequential(kind(saved))}).read())
+    fresh = nn.Sequential(kind(here))
+    before = freeze(fresh)
+    with pytest.raises(RuntimeError, match="in loading state_dict"):
+        nn.Sequential(kind(here)).load_state_dict(nn.Sequential(kind(saved)).state_dict())
+    with pytest.raises(MismatchError, match=r"m\.0\."):
+        moment.restore({"m": fresh})
+    assert differences(freeze(fresh), before) == []
+
+
+class Says(Old):
+    """Says more than it has, so that it is asked at every save."""
+
+    def state_dict(self, *rest: Any, **more: Any) -> Any:
+        return {**super().state_dict(*rest, **more), "version": torch.tensor(3)}
+
+    def load_state_dict(self, state: Any, strict: bool = True, assign: bool = False) -> Any:
+        return super().load_state_dict({key: value for key, value in state.items() if key != "version"}, strict)
+
+
+class Late(Old):
+    """Its loader creates a parameter and a buffer."""
+
+    def __init__(self, size: int = 0) -> None:
+        super().__init__()
+        self.register_parameter("late", nn.Parameter(torch.ones(size)) if size else None)
+        self.register_buffer("seen", torch.ones(size) if size else None)
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
+        self.late = nn.Parameter(torch.zeros_like(state[prefix + "late"]))
+        self.seen = torch.zeros_like(state[prefix + "seen"])
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
+class Buffers(OtherName):
+    """Has a buffer, which was called otherwise too."""
+
+    def __init__(self, before: bool) -> None:
+        super().__init__("self")
+        self.register_buffer("old_seen" if before else "seen", torch.ones(3))
+        if before:
+            self._load_state_dict_pre_hooks.clear()
+            self.old = self._modules.pop("new")
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
+        if prefix + "old_seen" in state:
+            state[prefix + "seen"] = state.pop(prefix + "old_seen")
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
+def of_two_ranks(module: nn.Module) -> SavedState:
+    """What two ranks have saved of a module, with other bytes in all of its tensors."""
+    readings = [Capture({"m": module}, Seat(rank, 2)).read() for rank in range(2)]
+    layouts = [Layout.from_json(json.loads(json.dumps(reading.layout.to_json()))) for reading in readings]
+    tables = [
+        build_table(layout, f"packs/1.0badcafe-1.{rank}.0.safetensors", bytes([rank + 1]) * (16 * 1000))
+        for rank, layout in enumerate(layouts)
+    ]
+    return SavedState(layouts, [reading.values for reading in readings], merge(tables))
+
+
+@pytest.mark.parametrize(
+    ("saved", "here", "weights"),
+    [
+        (Old, Old, {"old.weight", "old.bias"}),
+        (Says, Says, {"old.weight", "old.bias"}),
+        (lambda: Late(3), Late, {"old.weight", "old.bias", "late"}),
+        (Old, lambda: OtherName("self"), {"old.weight", "old.bias"}),
+        (lambda: Buffers(True), lambda: Buffers(False), {"old.weight", "old.bias"}),
+    ],
+)
+def test_differing_weights_of_ranks_are_refused_whatever_loads_them(saved: Any, here: Any, weights: set[str]) -> None:
+    """On another number of ranks. Buffers may differ."""
+    moment = of_two_ranks(saved())
+    problems = Capture({"m": here()}).place(moment).problems
+    named = {text.split()[0].removeprefix("m.") for text in problems if "values of their own" in text}
+    assert named == weights and len(problems) == len(weights)
+    assert Capture({"m": here()}, Seat(1, 2)).place(moment).problems == []
+    Capture({"m": here()}).place(moment, strict=False)
 
 
 class Logs(Parts):

@@ -673,6 +673,21 @@ class Averager(ModelAverager):
             group["lr"] = 0.01 / self.step
 
 
+@pytest.mark.parametrize("here", [torch.float64, torch.float32])
+def test_tensor_among_the_settings_has_the_saved_dtype(here: torch.dtype) -> None:
+    """A tensor of the same dtype stays the same object, which a captured graph reads."""
+
+    def build(rate: float, dtype: torch.dtype) -> State:
+        return {"optim": torch.optim.Adam([nn.Parameter(torch.ones(2))], lr=torch.tensor(rate, dtype=dtype))}
+
+    saved, fresh = build(0.1, torch.float64), build(0.5, here)
+    live = fresh["optim"].param_groups[0]["lr"]
+    Saved(Capture(saved).read()).restore(fresh)
+    found = fresh["optim"].param_groups[0]["lr"]
+    assert found.dtype == torch.float64 and found.item() == 0.1
+    assert (found is live) == (here == torch.float64)
+
+
 WRAPPED: dict[str, Callable[[Any], Any]] = {
     "forwarding": lambda p: Forwarding(Momentum(p)),
     "nesting": lambda p: Nesting(Momentum(p)),

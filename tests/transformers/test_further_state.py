@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import logging
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ import ckpt
 from ckpt.errors import MismatchError, UsageError
 from ckpt.transformers import CheckpointCallback
 from ckpt.transformers.further_state import FurtherState
+from ckpt.transformers.pretrained import trained
 from ckpt.transformers.trainer_internals import LogHistory
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -380,6 +383,43 @@ def test_adalora_allocator_is_restored(tmp_path: Path) -> None:
     assert patterns[0] == patterns[1] and patterns[0]
 
 
+class Clusters:
+    """In the place of sklearn's KMeans, with which PEFT makes the subspaces."""
+
+    def __init__(self, n_clusters: int, **_: Any) -> None:
+        self.count = n_clusters
+
+    def fit_predict(self, rows: Any) -> Any:
+        return np.arange(len(rows)) % self.count
+
+
+def test_adamss_averages_and_flags_are_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    peft = pytest.importorskip("peft.tuners.adamss")
+    for name in ("sklearn", "sklearn.cluster"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setattr(sys.modules["sklearn.cluster"], "KMeans", Clusters, raising=False)
+
+    def start(run: str | None, stop: int = -1) -> Trainer:
+        config = peft.AdamssConfig(
+            r=8, num_subspaces=3, subspace_rank=1, target_modules=["q_proj", "v_proj"], use_asa=True,
+            asa_target_subspaces=3, init_warmup=2, final_warmup=9, mask_interval=3,
+        )  # fmt: skip
+        model = get_peft_model(llama(), config)
+        ours = [] if run is None else [callback(run)]
+        args = arguments(tmp_path)
+        return train(Trainer(model, args, train_dataset=Tokens(), callbacks=[Allocate(), *ours, StopAt(stop)]))
+
+    run = str(tmp_path / "run")
+    whole = start(None)
+    for stop in (5, 10):
+        start(run, stop)
+    again = start(run)
+    assert equal(again.model, whole.model)
+    flags = [[p.requires_grad for p in one.model.parameters()] for one in (again, whole)]
+    active = [name for name, p in again.model.named_parameters() if "adamss_A" in name and p.requires_grad]
+    assert flags[0] == flags[1] and len(active) < 6
+
+
 @pytest.mark.parametrize("kind", ["head", "second adapter", "token", "other base"])
 def test_random_weights_that_peft_freezes_are_no_other_base(tmp_path: Path, kind: str) -> None:
     """A new head's frozen original and a reference adapter differ in each process, as no seed is set before them."""
@@ -412,3 +452,115 @@ def test_random_weights_that_peft_freezes_are_no_other_base(tmp_path: Path, kind
     references = [[p for n, p in one.model.named_parameters() if ".ref." in n] for one in (first, again)]
     assert bool(references[0]) == (kind == "second adapter")
     assert all(torch.equal(x, y) for x, y in zip(*references, strict=True))
+
+
+def test_base_that_peft_rewrites_at_random_is_restored(tmp_path: Path) -> None:
+    """Each process draws other numbers for it. A base that is the same each time is not stored."""
+
+    def start(number: int, run: str | None, stop: int = -1) -> Trainer:
+        model = llama()
+        torch.manual_seed(number)
+        model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights="pissa_niter_4"))
+        ours = [] if run is None else [callback(run)]
+        return train(Trainer(model, arguments(tmp_path), train_dataset=Tokens(), callbacks=[*ours, StopAt(stop)]))
+
+    run = str(tmp_path / "run")
+    whole = start(1, None)
+    start(1, run, 5)
+    again = start(2, run)
+    assert again.state.global_step == 12 and equal(again.model, whole.model)
+    assert sum("base_layer" in name for name in ckpt.load(run, only="model.*")) == 1
+    same = get_peft_model(llama(), LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights="pissa"))
+    assert not any("base_layer" in name for name in trained(same))
+
+
+# -- what callbacks freeze and unfreeze --
+
+
+class Switch(TrainerCallback):
+    """Freezes or unfreezes the first layer once, as fine-tuning scripts do."""
+
+    def __init__(self, flag: bool, at: int, *, begins: bool = False, back: int = -1) -> None:
+        self.flag, self.at, self.begins, self.back = flag, at, begins, back
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        if self.begins:
+            model.model.layers[0].requires_grad_(not self.flag)
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        if self.begins and state.global_step < 6:  # also in the epoch that a restart begins again
+            model.model.layers[0].requires_grad_(not self.flag)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        if state.global_step in (self.at, self.back):
+            model.model.layers[0].requires_grad_(self.flag == (state.global_step == self.at))
+
+
+def ours_of(trainer: Trainer) -> CheckpointCallback:
+    return next(one for one in trainer.callback_handler.callbacks if isinstance(one, CheckpointCallback))
+
+
+class AllStepped(Trainer):
+    def create_optimizer(self, *rest: Any, **more: Any) -> Any:
+        if self.optimizer is None:
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        return self.optimizer
+
+
+@pytest.mark.parametrize(
+    ("kind", "stop"),
+    [
+        ("frozen", 9),
+        ("unfrozen", 9),
+        ("unfrozen after on_train_begin", 5),
+        ("only trained", 9),
+        ("only trained, back", 9),
+        ("only trained, older", 9),
+    ],
+)
+def test_parameters_that_a_callback_froze_or_unfroze_stay_so(tmp_path: Path, kind: str, stop: int) -> None:
+    """Restarts in the epoch of the change, and in the next one."""
+
+    def start(run: str | None, stop: int = -1) -> Trainer:
+        model = llama()
+        only_trained = kind.startswith("only trained")
+        if kind == "unfrozen" or only_trained:
+            model.model.layers[0].requires_grad_(False)
+        back = 5 if kind == "only trained, back" else -1
+        switch = Switch(kind != "frozen", 3, begins=kind == "unfrozen after on_train_begin", back=back)
+        ours = [] if run is None else [callback(run, only_trained=only_trained)]
+        args = arguments(tmp_path)
+        return train(AllStepped(model, args, train_dataset=Tokens(), callbacks=[switch, *ours, StopAt(stop)]))
+
+    run = str(tmp_path / "run")
+    whole = start(None)
+    first = ours_of(start(run, stop)).checkpointer
+    assert first is not None
+    if kind == "only trained, older":  # the next start finds an older step only, from before the change
+        first.close()
+        for path in (tmp_path / "run" / "packs").glob("*-[3-9].*"):
+            path.write_bytes(bytes(path.stat().st_size))
+    again = start(run)
+    assert again.state.global_step == 12 and equal(again.model, whole.model)
+    restored = ours_of(again).restored
+    assert restored is not None and restored.step == (2 if kind == "only trained, older" else stop)
+    for one, other in zip(again.model.parameters(), whole.model.parameters(), strict=True):
+        assert one.requires_grad == other.requires_grad
+    saved = ckpt.load(run)
+    for name, parameter in again.model.named_parameters():
+        assert torch.equal(saved[f"model.{name}"], parameter)
+
+
+def test_restart_adds_no_evaluation_before_its_first_step(tmp_path: Path) -> None:
+    def start(run: str | None, stop: int = -1) -> list[tuple[int, bool]]:
+        args = arguments(tmp_path, eval_on_start=True, eval_strategy="steps", eval_steps=5)
+        ours = [] if run is None else [callback(run)]
+        trainer = Trainer(
+            llama(), args, train_dataset=Tokens(), eval_dataset=Tokens(8), callbacks=[*ours, StopAt(stop)]
+        )
+        return [(entry["step"], "eval_loss" in entry) for entry in train(trainer).state.log_history]
+
+    run = str(tmp_path / "run")
+    whole = start(None)
+    start(run, 7)
+    assert start(run) == whole and (0, True) in whole and (10, True) in whole

@@ -350,10 +350,11 @@ def is_plain_dtype(dtype: np.dtype[Any]) -> bool:
     """Return True if numpy finds this very dtype again by its name: none of other packages, none with fields."""
     if dtype.hasobject or dtype.names is not None or dtype.metadata or not dtype.itemsize:
         return False
-    if dtype.isbuiltin == 1 and dtype.kind in "biufc":  # almost all arrays, at every step: quickly
+    if dtype.isbuiltin == 1 and dtype.kind in "biufc" and dtype.char not in "qQ":  # almost all arrays, at every step
         return True
     try:
-        return bool(plain_dtype(dtype.str) == dtype)
+        found = plain_dtype(dtype.str)
+        return bool(found == dtype) and found.char == dtype.char  # long and long long are equal, and two types
     except (CorruptError, TypeError):  # numpy knows no such name
         return False
 

@@ -69,10 +69,12 @@ class Closing:
     def close_after(self, error: BaseException) -> None:
         """An exception has left the `with` block."""
         self.failed = isinstance(error, Exception) or (isinstance(error, SystemExit) and bool(error.code))
-        if self._session.world.size > 1:  # the other ranks may be in a collective, and never come to close
+        clean = isinstance(error, SystemExit) and not error.code
+        # The other ranks may be in a collective, and never come to close. sys.exit(0) ends a script like the end of the
+        # block; a subclass is raised elsewhere, for example by Lightning at SIGTERM.
+        if self._session.world.size > 1 and not (clean and type(error) is SystemExit):
             self.abandon()
             return
-        clean = isinstance(error, SystemExit) and not error.code
         try:
             self.close(clean=clean)
         except CheckpointError as failure:

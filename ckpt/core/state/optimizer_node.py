@@ -635,9 +635,9 @@ def _fit(mine: list[list[str]], theirs: list[list[str]]) -> bool:
 
 
 def _takes(live: Tensor, value: Tensor) -> bool:
-    """Return True if a tensor among the settings can be filled, and is of the kind that was saved."""
+    """Return True if a tensor among the settings can be filled, and is of the dtype and kind that were saved."""
     kind = plain_kind(value)
-    return live.shape == value.shape and (not kind or kind == plain_kind(live))
+    return live.shape == value.shape and live.dtype == value.dtype and (not kind or kind == plain_kind(live))
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -328,14 +328,15 @@ class Placement:
         like: Mapping[str, StateEntry] | None = None,
         *,
         rank: int | None = None,
-        guarded: bool = False,
+        guarded: bool | Container[str] = False,
         objects: ObjectDecoder | None = None,
     ) -> Callable[[], Any]:
         """Plain values again, to be called when the tensors in them are filled: into `live` ones, or new ones.
 
         `like`: live tensors that the new ones will be copied into; a DTensor gets a DTensor. `rank`: that saved these
         values, if they are not those that this rank takes. `guarded`: the tensors belong to an optimizer, so different
-        values of the ranks are a problem when the number of ranks has changed. `objects`: restores objects among them.
+        values of the ranks are a problem when the number of ranks has changed; or the names of these. `objects`:
+        restores objects among them.
         """
 
         def check(reference: Json) -> object:
@@ -435,10 +436,11 @@ class Placement:
         values: Json,
         live: Mapping[str, StateEntry] | None,
         like: Mapping[str, StateEntry] | None,
-        guarded: bool,
+        guarded: bool | Container[str],
     ) -> dict[str, Tensor]:
-        tensors: dict[str, Tensor] = {}
+        tensors, weights = dict[str, Tensor](), guarded
         for name in references(values):
+            guarded = weights if isinstance(weights, bool) else name in weights
             have = (live or {}).get(name)
             if have is not None and self._comparable(name, have):
                 self.fill(name, have)

@@ -365,6 +365,12 @@ class ModulePart(nn.Module):
     def __init__(self, whole: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         super().__init__()
         object.__setattr__(self, "_ckpt_whole", whole)  # not a child: nothing else of it belongs to the state
+        self.put(tensors)
+
+    def put(self, tensors: Mapping[str, Tensor]) -> None:
+        """Save these tensors, and nothing else."""
+        for own in (self._modules, self._parameters, self._buffers):
+            own.clear()
         for name, tensor in tensors.items():
             *path, last = name.split(".")
             owner: nn.Module = self

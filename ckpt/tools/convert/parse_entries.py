@@ -114,6 +114,7 @@ class Parts:
 # -- as torch has read it --
 
 OBJECT = object()  # in the place of what is no tensor and no plain value
+PLAIN = (bool, int, float, complex, str, bytes, bytearray)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +160,10 @@ class Values:
             return tensor_ref(value, path, container)
         if isinstance(value, (np.generic, np.ndarray)) and (value.dtype.hasobject or value.dtype.names):
             return self._object(path, "a numpy value with objects or fields in it")
-        if value is None or kind in (bool, int, float, str, bytes) or isinstance(value, (np.generic, np.ndarray)):
+        if value is None or kind in PLAIN or isinstance(value, (np.generic, np.ndarray)):
             return value
+        if kind is set:
+            return {self._plain(one, path, container) for one in value} - {OBJECT}
         if kind in (list, tuple):
             found = (self._plain(part, (*path, i), container) for i, part in enumerate(value))
             return kind(None if one is OBJECT else one for one in found)

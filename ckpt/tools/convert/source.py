@@ -287,8 +287,14 @@ def fingerprint(root: Any, form: Callable[[Any], tuple[str, tuple[int, ...]] | N
         elif isinstance(value, (list, tuple)):
             pending += [((*path, str(i)), one) for i, one in enumerate(value)]
         else:
-            lines.append([path, type(value).__name__, repr(value)])
+            plain = sorted(repr(_plain(one)) for one in value) if isinstance(value, set) else _plain(value)
+            lines.append([path, type(plain).__name__, repr(plain)])
     return file_digest("\n".join(sorted(json.dumps(line) for line in lines)).encode())
+
+
+def _plain(value: Any) -> Any:
+    """Return the name of a dtype or a device of torch, which is what an import makes of it."""
+    return str(value) if type(value).__module__ == "torch" else value
 
 
 def describe(view: RankView, places: Mapping[str, Sequence[str | int]], seal: str = "") -> str:

@@ -326,7 +326,7 @@ def _json_value(value: Any) -> Any:
         return repr(value)
 
 
-class Flags:
+class FrozenFlags:
     """requires_grad of the model's parameters, which callbacks change in mid-training to freeze and unfreeze layers."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -360,7 +360,7 @@ class TrainerProgress:
         self._log = LogHistory()
         self._callbacks = CallbackStates(trainer)
         self._further = FurtherState(trainer)
-        self.flags = Flags(unwrap(trainer.model_wrapped))
+        self.flags = FrozenFlags(unwrap(trainer.model_wrapped))
         self._part: ModulePart | None = None  # all that is saved of the model, if frozen parameters are not
         self._trained: dict[str, Tensor] = {}
         self._unfrozen: set[str] = set()

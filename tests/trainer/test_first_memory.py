@@ -186,7 +186,7 @@ def arenas_open() -> list[str]:
     found = []
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):
-            found.append(os.readlink(f"/proc/self/fd/{name}"))
+            found.append(f"{os.readlink(f'/proc/self/fd/{name}')} {os.stat(f'/proc/self/fd/{name}').st_ino}")
     return [link for link in found if link.startswith("/memfd:ckpt-arena")]
 
 

@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -29,7 +30,9 @@ from ckpt.core.checkpoint import (
     encode,
     encode_part,
     incremental,
+    open_tier,
     packs,
+    promote,
     read,
     retention,
     write,
@@ -38,6 +41,7 @@ from ckpt.core.checkpoint import commit as commits
 from ckpt.core.checkpoint.byte_source import InMemory, bases_in
 from ckpt.core.checkpoint.encode import Encoder
 from ckpt.core.checkpoint.incremental import BlobPlan, Policy, Previous, plan_blobs
+from ckpt.core.checkpoint.open_tier import OpenTier
 from ckpt.core.checkpoint.packs import Encoded, Packer
 from ckpt.core.checkpoint.retention import Keep
 from ckpt.core.checkpoint.write import RankSnapshot, WrittenPart, digest_blobs
@@ -51,7 +55,9 @@ from ckpt.core.format.manifest import Attempt, PackInfo, Part, new_nonce, owner
 from ckpt.core.format.table import PRESSED, SavedShard, Table, merge
 from ckpt.core.format.table import columns_of as table_columns
 from ckpt.core.log.log import Acquire, Commit, RunLog, RunState
+from ckpt.core.writer.parts import Settler
 from ckpt.errors import CheckpointError, CorruptError, FormatError, FullError, SaveError
+from ckpt.tools.maintain import copy_run
 from ckpt_backends.memory import MemoryStore
 
 BLOB = 8192
@@ -953,6 +959,79 @@ def test_next_checkpoint_is_full_if_the_newest_is_damaged(compression: str) -> N
         assert found[4].needs == (found[3].attempt,)
         own = {owner(key) for key in (await job.table(found[4])).packs}
         assert own <= {found[3].attempt, found[4].attempt}
+
+    asyncio.run(run())
+
+
+def test_next_checkpoint_is_full_if_others_commit_while_damage_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The read-back of step 5 finds damage, and steps 6 and 7 are committed meanwhile: step 8 builds on none of them.
+    Negative control: without damage it is an increment."""
+
+    async def run(damaged: bool) -> bool:
+        job, state = await Job.open(Policy(compression="none", full_every=50)), random_state()
+        tier = OpenTier("memory://", Keep(1), job.log, encoder=job.encoders[0])
+        for step in (1, 2, 3, 4, 5):
+            await job.save(step, state)
+
+        async def slow(*_: Any, **__: Any) -> list[str]:
+            for step in (6, 7):
+                await job.save(step, state)
+            return ["a chunk is damaged"] if damaged else []
+
+        monkeypatch.setattr(open_tier, "verify", slow)
+        notes = list[Any]()
+        await tier.sweep(job.mine, notes.append)
+        assert [note.step for note in notes] == [5] * damaged
+        return (await job.save(8, state)).full
+
+    assert asyncio.run(run(True)) and not asyncio.run(run(False))
+
+
+def test_held_attempt_is_refused_if_a_rank_builds_on_a_retired_step() -> None:
+    """Its COMMIT would be refused too, when other nodes have committed their parts."""
+
+    async def run() -> None:
+        job, state = await Job.open(Policy(compression="none", full_every=50), world=2), random_state()
+        for step in (1, 2, 3):
+            await job.save(step, state)
+        ahead = await job.write(9, state, 1)
+        for step in (4, 5, 6):
+            await job.save(step, state)
+        behind = await job.write(9, state, 0)
+        await job.retire(2)
+        with pytest.raises(SaveError, match="step 9 builds on step 3, which was given up"):
+            await commits.commit(job.log, job.mine, [behind, ahead], kind="HELD")
+
+    asyncio.run(run())
+
+
+def test_aborted_attempt_leaves_the_files_that_a_copied_checkpoint_uses() -> None:
+    """`ckpt copy` brings step 3 and a file of step 2 to a further tier. The job's own copy of step 2 fails there."""
+
+    async def run() -> None:
+        job, state = await Job.open(Policy(compression="none", full_every=50), world=2), random_state()
+        first, second, third = [await job.save(step, state) for step in (1, 2, 3)]
+        far = MemoryStore("memory://far")
+        await commits.create_run(far)
+        log = RunLog(far)
+        await log.open()
+        mine = await commits.acquire(log, job.mine.nonce, floor=job.mine.epoch - 1)
+        copied = [
+            await promote.copy_part(job.log.store, far, first.attempt, r, n, expected=d) for r, n, d in first.parts
+        ]
+        await commits.commit(log, mine, copied, used={})
+        tool = RunLog(far)
+        await tool.open()
+        assert (
+            await copy_run.copy(job.log, tool, await copy_run.plan_copy(job.log, tool, [third], take_over=False)) == []
+        )
+        own = await promote.copy_part(job.log.store, far, second.attempt, 0, second.parts[0][1])
+        await log.refresh()
+        await commits.abort(log, mine, second.attempt, "rank 1: its connection was reset")
+        settler: Any = SimpleNamespace(run=SimpleNamespace(mine=lambda: mine))
+        await Settler._give_up(settler, OpenTier("memory://far", Keep(5), log), own, SaveError("rank 1"))
+        assert third.attempt in log.state.commits
+        assert await read.verify(far, log.state.commits[third.attempt]) == []
 
     asyncio.run(run())
 

@@ -1303,7 +1303,7 @@ def test_what_was_built_on_something_that_is_gone_is_no_checkpoint(kind: str, ho
                 chain.log.state, chain.base
             )
             own = await chain.build(3, base)
-        message = f"step 3 builds on {gone}, which no checkpoint here uses any more: the next save will be whole"
+        message = f"step 3 builds on {gone}, which none of its sources uses any more: the next save will be whole"
         records = await chain.records()
         with pytest.raises(SaveError, match=re.escape(message)):
             await commits.commit(chain.log, chain.mine, [own], kind=kind)
@@ -1333,7 +1333,7 @@ def test_what_was_built_on_is_looked_at_in_the_very_slot(late: str) -> None:
             await commits.retract(other, chain.mine, chain.attempt(1), "it mixes two moments")
 
         chain.store.then = meanwhile
-        with pytest.raises(SaveError, match="which no checkpoint here uses any more"):
+        with pytest.raises(SaveError, match="which none of its sources uses any more"):
             await commits.commit(chain.log, chain.mine, [own])
         assert await chain.sound() == []
 
@@ -1353,10 +1353,10 @@ def test_who_waits_hears_at_once_that_a_base_is_gone(partial: bool) -> None:
         role = Role((0,), 0, 2 if partial else 1)
         task = settling.settle(chain.log, lambda: chain.mine, own, role, deadline_s=1000)
         (said,) = refused(await asyncio.wait_for(asyncio.gather(task, return_exceptions=True), 30))
-        assert "which no checkpoint here uses any more: the next save will be whole" in said
+        assert "which none of its sources uses any more: the next save will be whole" in said
         state = (await reopened(chain.store)).state
         assert state.aborted == {chain.attempt(1), chain.attempt(2)} - state.retired
-        assert "which no checkpoint here uses" in state.reasons[chain.attempt(2)]
+        assert "which none of its sources uses" in state.reasons[chain.attempt(2)]
         assert (await chain.records())[-1] == "ABORT"
 
     asyncio.run(scenario())
@@ -1460,14 +1460,14 @@ def test_what_a_copy_brings_along_need_not_be_a_checkpoint_there() -> None:
                 await commits.commit(log, mine, [chain.base])
                 used = {chain.attempt(1): set(chain.base.table.packs)}
             else:
-                with pytest.raises(SaveError, match="which no checkpoint here uses any more: the next save"):
+                with pytest.raises(SaveError, match="which none of its sources uses any more: the next save"):
                     await commits.commit(log, mine, [third])
             if how not in ("unknown", "its own"):
                 await commits.abort(log, mine, chain.attempt(1), "no")
             if how == "in use no more":
                 await commits.retract(log, mine, chain.attempt(2), "no")
             if how in ("aborted", "in use no more"):
-                with pytest.raises(SaveError, match=r"which no checkpoint here uses any more\n"):
+                with pytest.raises(SaveError, match=r"which none of its sources uses any more\n"):
                     await commits.commit(log, mine, [third], used=used)
                 continue
             found = await commits.commit(log, mine, [third], used=used)

@@ -166,6 +166,8 @@ async def commit(
             return None
         # A pack may be of an attempt that is retired by now, if a live checkpoint that was built on it uses it too.
         commit_checks.check_files(state, attempt, packs, used or {}, copied=copied)
+        if kind == "HELD":
+            commit_checks.check_live(state, attempt, found.needs)  # as its COMMIT will
         return Record(kind, commit_body(found), f"{kind.lower()}:{attempt}")
 
     state = await log.append(make, owner=mine)

@@ -43,7 +43,7 @@ def check_files(
         of = owner(key)
         if of != attempt and key not in safe and not (copied and of is not None and not state.ended(of)):
             then = "" if copied else f": {WHOLE_NEXT}"
-            raise SaveError(f"step {attempt.step} builds on {key}, which no checkpoint here uses any more{then}")
+            raise SaveError(f"step {attempt.step} builds on {key}, which none of its sources uses any more{then}")
 
 
 def check_live(state: RunState, attempt: Attempt, needs: Iterable[Attempt]) -> None:

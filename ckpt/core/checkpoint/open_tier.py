@@ -182,7 +182,8 @@ class OpenTier:
             new = bool(newest.needs) and self.read_back.issuperset(newest.needs)
             problems = await verify(self.store, newest, new=new)
             if problems:
-                self.encoder.distrust(max([newest.attempt, *self.in_flight]))
+                # Others may have been committed on the damaged bytes while these were read.
+                self.encoder.distrust(max([*self.log.state.commits, *self.in_flight]))
                 tell(DamagedNote(self.url, newest.step, problems[:10]))
                 return
             self.verified = {newest.attempt}

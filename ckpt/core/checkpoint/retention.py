@@ -202,6 +202,17 @@ def remember_packs(log: RunLog, attempt: Attempt, packs: Iterable[str]) -> None:
     _cache[(log.store.url, attempt)] = frozenset(packs)
 
 
+async def delete_unused(log: RunLog, keys: Iterable[str]) -> None:
+    """Delete files of an aborted attempt, except those that a live checkpoint uses, which a copy may have brought here.
+
+    Delete nothing if the files of a live checkpoint cannot be read.
+    """
+    used = await files_of(log, log.state.commits.values())
+    if log.state.commits.keys() <= used.keys():
+        needed = set[str]().union(*used.values())
+        await log.store.delete_many([key for key in keys if key not in needed])
+
+
 async def files_of(
     log: RunLog, commits: Iterable[Commit], unread: dict[Attempt, CheckpointError] | None = None
 ) -> dict[Attempt, set[str]]:

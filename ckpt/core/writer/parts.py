@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from ckpt import events
-from ckpt.core.checkpoint import commit
+from ckpt.core.checkpoint import commit, retention
 from ckpt.core.checkpoint.byte_source import Bases, ByteSource, InMemory, bases_in, bases_near, no_bases
 from ckpt.core.checkpoint.commit_checks import WHOLE_NEXT
 from ckpt.core.checkpoint.open_tier import OpenTier
@@ -121,9 +121,9 @@ class Settler:
         with contextlib.suppress(CheckpointError):
             await commit.abort(tier.log, self.run.mine(), attempt, "no space left")
             if attempt in tier.log.state.aborted:
-                for prefix in ("packs/", "parts/", "index/"):
-                    keys = [info.key async for info in tier.log.store.list(prefix)]
-                    await tier.log.store.delete_many([key for key in keys if owner_of(key) == attempt])
+                prefixes = ("packs/", "parts/", "index/")
+                listed = [info.key for prefix in prefixes async for info in tier.log.store.list(prefix)]
+                await retention.delete_unused(tier.log, [key for key in listed if owner_of(key) == attempt])
 
     async def _give_up(self, tier: OpenTier, written: WrittenPart, error: Exception) -> None:
         """The others need not wait for a committer that failed; and our part of what they gave up takes no space."""
@@ -133,9 +133,8 @@ class Settler:
                 await commit.abort(tier.log, self.run.mine(), attempt, f"rank {part.rank}: {error}")
             if attempt in tier.log.state.aborted:
                 own = [pack.key for pack in part.packs if owner_of(pack.key) == attempt]
-                keys = [*own, part_key(attempt, part.rank, part.number)]
-                for key in [*keys, table_key(attempt, part.rank, part.number)]:
-                    await tier.log.store.delete(key)
+                named = [part_key(attempt, part.rank, part.number), table_key(attempt, part.rank, part.number)]
+                await retention.delete_unused(tier.log, [*own, *named])
 
     @handles(Retract)
     async def retract(self, request: Retract) -> None:

@@ -1,8 +1,8 @@
 """Give up one checkpoint, because somebody says so.
 
 Unlike retention it takes what is asked for, also one of the newest: but only beside another one that a restore can take
-and that has just been read back, never one that is kept, and never one that a save under way builds on. Files that
-other checkpoints use stay as long as these need them.
+and that has just been read back, and never one that is kept. Files that other checkpoints use stay as long as they are
+needed. A save in progress that builds on it fails by name, and the next one is full.
 """
 
 from __future__ import annotations

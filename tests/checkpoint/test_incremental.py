@@ -1052,6 +1052,9 @@ def test_save_fails_if_another_rank_builds_on_what_the_committer_found_damaged()
         with pytest.raises(SaveError, match="step 5 builds on step 3, which is damaged: the next save will be whole"):
             await commits.commit_or_end(job.log, job.mine, parts[5], kind="COMMIT", distrusted=first.distrusted)
         assert commit_checks.WHOLE_NEXT in job.log.state.reasons[attempts[1]]
+        commit_checks.check_trusted(
+            [replace(one, part=replace(one.part, reason="ring")) for one in parts[5]], attempts[0]
+        )
         for encoder in (first, second):
             encoder.distrust(attempts[1])
         assert (await job.save(6, state)).full and found[-1].attempt in job.log.state.commits

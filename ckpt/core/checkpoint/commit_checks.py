@@ -56,8 +56,11 @@ def check_live(state: RunState, attempt: Attempt, needs: Iterable[Attempt]) -> N
 def check_trusted(parts: Sequence[WrittenPart], distrusted: Attempt | None) -> None:
     """Raise SaveError if a rank built on a checkpoint that the committing writer had found damaged before.
 
-    What was in flight at that time is at most `distrusted`, and passes.
+    What was in flight at that time is at most `distrusted`, and passes. So does what is saved at a fault: no later save
+    could replace it, and the damage may be repaired.
     """
+    if any(one.part.reason != "due" for one in parts):
+        return
     attempt = Attempt.parse(parts[0].part.attempt)
     needs = sorted({Attempt.parse(need) for one in parts for need in one.part.needs})
     if distrusted is not None and attempt > distrusted and needs and needs[0] <= distrusted:

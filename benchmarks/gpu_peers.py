@@ -73,6 +73,8 @@ def cycle(device: Device, training: Autocast, peer: Peer, step: int) -> dict[str
         device.wait()
         steps += 1
     took = time.perf_counter() - began
+    if not ended.is_set():
+        raise TimeoutError(f"the checkpoint was not complete within {LIMIT_S} s")
     peer.tidy()
     return {"call_s": call, "lost_s": took - steps * usual, "complete_s": done[0], "step_s": usual}
 

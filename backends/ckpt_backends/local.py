@@ -85,8 +85,7 @@ class LocalStore:
             return ""
         return (
             f"{self.root}: this file system does not guarantee fsync of folders, so a power cut may undo the newest "
-            "checkpoints. "
-            "The death of a process loses nothing"
+            "checkpoints. The death of a process loses nothing"
         )
 
     # -- whether the folder is still the run --

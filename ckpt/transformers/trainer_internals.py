@@ -93,11 +93,13 @@ def reduce_batch_size(trainer: Trainer, size: int) -> None:
 
 
 class Rewind:
-    """Has the loop that is about to begin start at an epoch and a batch of it; at no epoch, if that is None.
+    """Make the loop that is about to start continue at an epoch and a batch of it. If the epoch is None, none runs.
 
-    Epochs that are passed over do not run, and no callback hears of them. Nor is there an evaluation before the first
-    step (`eval_on_start`). `put_flags` is called when callbacks have begun the training, which was begun before; and
-    the epoch, if that was `begun` before.
+    Skipped epochs do not run, and callbacks are not called for them. The evaluation before the first step
+    (`eval_on_start`) is skipped too.
+
+    put_flags: restores requires_grad after the callbacks' `on_train_begin`, and after `on_epoch_begin` if `begun`.
+    begun: the epoch had begun when the state was saved.
     """
 
     def __init__(
@@ -446,7 +448,7 @@ class TrainerProgress:
         self.epoch, self.epoch_began, self._order = saved["epoch"], saved["epoch_began"], saved["order"]
 
     def put_flags(self) -> None:
-        if self.saved is not None and "flags" in self.saved:  # an older version did not save them
+        if self.saved is not None:
             self.flags.put(self.saved["flags"])
 
     def batches_done(self, saved: dict[str, Any], step: int) -> int:

@@ -363,15 +363,20 @@ class Allocate(TrainerCallback):
         model.base_model.update_and_allocate(state.global_step)
 
 
+def adapted(folder: Path, config: Any, run: str | None, stop: int) -> Trainer:
+    """Train an adapter until a step, or to the end; without our callback if `run` is None."""
+    model = get_peft_model(llama(), config)
+    ours = [] if run is None else [callback(run)]
+    callbacks = [Allocate(), *ours, StopAt(stop)]
+    return train(Trainer(model, arguments(folder), train_dataset=Tokens(), callbacks=callbacks))
+
+
 def test_adalora_allocator_is_restored(tmp_path: Path) -> None:
     def start(run: str | None, stop: int = -1) -> Trainer:
         config = AdaLoraConfig(
             init_r=4, target_r=2, tinit=2, tfinal=2, deltaT=1, total_step=12, target_modules=["q_proj", "v_proj"]
         )
-        model = get_peft_model(llama(), config)
-        ours = [] if run is None else [callback(run)]
-        args = arguments(tmp_path)
-        return train(Trainer(model, args, train_dataset=Tokens(), callbacks=[Allocate(), *ours, StopAt(stop)]))
+        return adapted(tmp_path, config, run, stop)
 
     run = str(tmp_path / "run")
     whole = start(None)
@@ -404,10 +409,7 @@ def test_adamss_averages_and_flags_are_restored(tmp_path: Path, monkeypatch: pyt
             r=8, num_subspaces=3, subspace_rank=1, target_modules=["q_proj", "v_proj"], use_asa=True,
             asa_target_subspaces=3, init_warmup=2, final_warmup=9, mask_interval=3,
         )  # fmt: skip
-        model = get_peft_model(llama(), config)
-        ours = [] if run is None else [callback(run)]
-        args = arguments(tmp_path)
-        return train(Trainer(model, args, train_dataset=Tokens(), callbacks=[Allocate(), *ours, StopAt(stop)]))
+        return adapted(tmp_path, config, run, stop)
 
     run = str(tmp_path / "run")
     whole = start(None)

@@ -142,10 +142,12 @@ async def commit(
 ) -> Commit:
     """Make a checkpoint of the parts of one attempt, one a rank. Doing it twice is harmless. `mine` None: fence nobody.
 
-    SaveError if the attempt was aborted meanwhile, or borrows packs that are gone, or that no live checkpoint uses any
-    more; FencedError if a newer job has taken over. `used`: for a copy, which has brought along all that it refers to:
-    what it was built on need not be here then. Says which files each checkpoint here uses. `at`: the time of
-    the commit, by default now.
+    SaveError if the attempt was aborted meanwhile, or borrows packs that are gone, or that none of its sources uses any
+    more; FencedError if a newer job has taken over.
+
+    used: which files each checkpoint here uses, for a copy. It has brought along all that it refers to, so its sources
+        need not be here.
+    at: the time of the commit, default: now.
     """
     parts = sorted(parts, key=lambda w: w.part.rank)
     packs, said = {key for w in parts for key in w.packs}, _said_by(parts)

@@ -34,8 +34,8 @@ async def check_free(
 ) -> None:
     """Return when nobody trains this run, as far as that can be known; InUseError if somebody does.
 
-    UnreadableError if the ledger cannot be read now: then nothing is known. A damaged account is waited for, since a
-    trainer that lives puts it anew.
+    Raises UnreadableError if the ledger cannot be read now. A damaged account is waited for, because a live trainer
+    writes it again.
 
     `say`: told when that has to be waited for; `ours`: whether an account is of a trainer that is known to have ended.
     """
@@ -96,7 +96,7 @@ async def _holder(log: RunLog) -> Account | None:
     try:
         account = next(iter(await newest_accounts(log.store, 1, (FormatError, NotFoundError))), None)
     except StoreError as error:
-        text = f"nobody can see now whether another process trains {log.store.url}, so it was not taken over: {error}"
+        text = f"cannot check now whether another process trains {log.store.url}, so it was not taken over: {error}"
         raise UnreadableError(text, retryable=error.retryable, advice=UNSEEN) from error
     if account is None or account.end is not None or not log.state.acquires:
         return None

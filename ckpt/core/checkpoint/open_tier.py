@@ -135,12 +135,12 @@ class OpenTier:
             events.log.info("aborted %d unfinished uploads to %s", dropped, self.url)
 
     async def remove_rest(self, attempt: Attempt, rank: int | None = None) -> None:
-        """Delete this rank's files of an attempt that was being written when the run was deleted or replaced.
+        """Delete the files of an attempt that was being written when the run was deleted or replaced.
 
-        rank: None for all ranks.
+        No other run has files of these names. A restart in the emptied location would be refused because of them.
+        Files of a committed checkpoint stay: the location may only have looked as if the run was gone.
 
-        No other run has files of these names. A restart in the emptied place would be refused because of them.
-        Files of a committed checkpoint stay: the place may only have looked as if the run was gone.
+        rank: whose files, default: those of all ranks.
         """
         if attempt in self.log.state.commits or attempt in self.log.state.held:
             return
@@ -183,7 +183,7 @@ class OpenTier:
             problems = await verify(self.store, newest, new=new)
             if problems:
                 # Others may have been committed on the damaged bytes while these were read.
-                self.encoder.distrust(max([*self.log.state.commits, *self.in_flight]))
+                self.encoder.distrust(max([newest.attempt, *self.log.state.commits, *self.in_flight]))
                 tell(DamagedNote(self.url, newest.step, problems[:10]))
                 return
             self.verified = {newest.attempt}

@@ -82,7 +82,7 @@ def memory_node(tensors: Iterable[Tensor]) -> int | None:
 
 def compute_streams(tensors: Sequence[Tensor]) -> PerDevice:
     """The caller's current streams where these tensors lie."""
-    one_of_each = dict(zip(map(Tensor.get_device, tensors), tensors, strict=True)).values()  # without Python for each
+    one_of_each = dict(zip(map(Tensor.get_device, tensors), tensors, strict=True)).values()  # quick for thousands
     devices = {tensor.device for tensor in one_of_each if not tensor.is_cpu}
     return {device: torch.get_device_module(device).current_stream(device) for device in devices}
 

@@ -95,8 +95,7 @@ def reduce_batch_size(trainer: Trainer, size: int) -> None:
 class Rewind:
     """Make the loop that is about to start continue at an epoch and a batch of it. If the epoch is None, none runs.
 
-    Skipped epochs do not run, and callbacks are not called for them. The evaluation before the first step
-    (`eval_on_start`) is skipped too.
+    Skip epochs without calling callbacks for them, and skip the evaluation before the first step (`eval_on_start`).
 
     put_flags: restores requires_grad after the callbacks' `on_train_begin`, and after `on_epoch_begin` if `begun`.
     begun: the epoch had begun when the state was saved.

@@ -272,7 +272,7 @@ def test_run_is_not_taken_over_while_its_ledger_cannot_be_read(
     else:
         fault.on("EIO", match)
     writer = ckpt.dcp.StorageWriter(str(run))
-    with pytest.raises(dcp.CheckpointException, match="UnreadableError: nobody can see now whether another process"):
+    with pytest.raises(dcp.CheckpointException, match="UnreadableError: cannot check now whether another process"):
         dcp.save({"w": torch.ones(4)}, checkpoint_id=9, storage_writer=writer, no_dist=True)
     fault.off()
     source_fault.left = 0

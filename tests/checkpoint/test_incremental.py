@@ -420,7 +420,7 @@ def previous_of(layout: Layout, digests: Any, *, step: int = 1, size: int | None
 
 
 def part_of(attempt: Attempt, packs: list[PackInfo]) -> Part:
-    return Part(str(attempt), 0, 0, 1, {}, [], "", packs)
+    return Part(str(attempt), 0, 0, 1, {}, [], b"", packs)
 
 
 @PURE

@@ -262,14 +262,14 @@ async def sound(store: MemoryStore) -> list[int]:
     return [c.step for c in log.state.lineage()]
 
 
-WHOLE = 4  # files of a checkpoint: pack, part, table, index
+WHOLE = 3  # files of a checkpoint: pack, part, index
 
 
 @on_a_run
 async def test_retire_deletes_the_files_of_what_it_gives_up_and_no_others(
     store: MemoryStore, log: RunLog, mine: Acquire
 ) -> None:
-    """All four files of each goes; the rest can still be read; a second call finds nothing to do."""
+    """All files of each go; the rest can still be read; a second call finds nothing to do."""
     attempts = await save(log, mine, 1, 2, 3, 4, 5)
     store.objects["notes/mine.txt"] = b"the user's"
     store.objects["packs/notes.txt"] = b"the user's"

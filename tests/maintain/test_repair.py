@@ -17,14 +17,11 @@ import torch
 
 import ckpt
 from ckpt.core.checkpoint import blobs
-from ckpt.core.checkpoint.parts import load_table
-from ckpt.core.format.manifest import Part
-from ckpt.core.format.table import SavedShard, Table, merge
 from ckpt.core.log.log import Record, RunLog
 from ckpt.errors import StoreError
 from ckpt.store import Store, open_store, remember_options
 from ckpt.testing import StoreTests, keys, pieces, upload
-from ckpt.tools.maintain import audit, find_copies, remake, repair
+from ckpt.tools.maintain import audit, find_copies, repair
 from ckpt_backends.disk import Disk
 from ckpt_backends.local import LocalStore
 from ckpt_backends.memory import MemoryStore
@@ -144,13 +141,11 @@ INJURIES: dict[str, Callable[[Path], object]] = {
     "a pack that is short": lambda run: cut(pack_of(run, 3), -5000),
     "a pack that is empty": lambda run: os.truncate(pack_of(run, 1), 0),
     "a pack that is long": lambda run: cut(pack_of(run, 3), 1),
-    "a table": lambda run: flip(next((run / "parts").glob("*-3.0*.safetensors")), 500),
     "a part": lambda run: flip(next((run / "parts").glob("*-3.0*.json")), 50),
     "a part that is gone": lambda run: next((run / "parts").glob("*-2.0*.json")).unlink(),
     "an index": lambda run: flip(next((run / "index").glob("*-4-*")), -1),
     "all indexes": lambda run: [path.unlink() for path in (run / "index").iterdir()],
-    "index and table": lambda run: [path.unlink() for path in run.glob("*/*-3[.-]*") if path.parent.name != "packs"
-                                    and path.suffix == ".safetensors"],
+    "index and part": lambda run: [path.unlink() for path in run.glob("*/*-3[.-]*") if path.parent.name != "packs"],
     "FORMAT.json": lambda run: flip(run / "FORMAT.json", 20),
     "some of everything": lambda run: [flip(path, -3) for path in run.glob("[pi]*/*-[24].*")],
 }  # fmt: skip
@@ -193,8 +188,6 @@ CURABLE: dict[str, Callable[[Path], object]] = {
     "a header": lambda run: [flip(pack_of(run, step), 30) for step in (1, 2, 5)],
     "a header of an increment": lambda run: flip(pack_of(run, 4), 30),
     "a pack that is long": lambda run: cut(pack_of(run, 3), 1),
-    "a table": lambda run: flip(next((run / "parts").glob("*-3.0*.safetensors")), 500),
-    "a table that is gone": lambda run: next((run / "parts").glob("*-1.0*.safetensors")).unlink(),
     "an index": lambda run: next((run / "index").glob("*-4-*")).unlink(),
     "FORMAT.json": lambda run: (run / "FORMAT.json").unlink(),
 }
@@ -203,8 +196,8 @@ CURABLE: dict[str, Callable[[Path], object]] = {
 @one_form
 @pytest.mark.parametrize("injury", CURABLE)
 def test_what_the_run_itself_still_knows(made: Path, run: Path, call: Call, injury: str) -> None:
-    """Equal contents of other checkpoints, encoded again where need be; headers by the code that made them; tables and
-    index out of each other; FORMAT.json out of the log."""
+    """Equal contents of other checkpoints, encoded again where need be; headers by the code that made them; the
+    index out of the manifests; FORMAT.json out of the log."""
     CURABLE[injury](run)
     check(call, run, made / "near")
 
@@ -223,7 +216,7 @@ LOST: dict[str, Callable[[Path], object]] = {
     "a pack that is gone": lambda run: pack_of(run, 4).unlink(),
     "a pack that is empty": lambda run: os.truncate(pack_of(run, 4), 0),
     "a part": lambda run: flip(next((run / "parts").glob("*-3.0*.json")), 50),
-    "index and table": INJURIES["index and table"],
+    "index and part": INJURIES["index and part"],
     "a log record": lambda run: flip(sorted((run / "log").iterdir())[2], 40),
 }
 
@@ -672,36 +665,6 @@ def test_a_large_object_of_any_file_system_is_replaced_at_the_end(tmp_path: Path
         assert bytes(await store.get("packs/p")) == new and await keys(store) == ["packs/p"]
 
     asyncio.run(work())
-
-
-# -- parts of it --
-
-
-def test_a_rank_s_table_out_of_that_of_all(made: Path) -> None:
-    """Whatever `merge` has put together of tables with bases and older files: each comes out again, byte for byte."""
-
-    async def tables(log: RunLog) -> list[tuple[Part, Table]]:
-        found = []
-        for commit in sorted(log.state.commits.values(), key=lambda c: c.attempt):
-            rank, number, _ = commit.parts[0]  # on a busy machine it may not have been the first try
-            name = f"parts/{commit.attempt}.{rank}.{number}"
-            part = Part.from_bytes(await log.store.get(f"{name}.json"), "a part")
-            found.append((part, await load_table(log.store, f"{name}.safetensors", part.table)))
-        return found
-
-    def of_rank(table: Table, rank: int) -> Table:
-        shards = tuple(
-            SavedShard(s.name, s.dtype, s.global_shape, s.offsets, s.sizes, rank, rank) for s in table.shards
-        )
-        return Table(**{**{name: getattr(table, name) for name in Table.__dataclass_fields__}, "shards": shards})
-
-    found = logged(made / "near", tables)
-    ranks = [of_rank(table, rank) for rank, (_, table) in enumerate(found)]
-    index = Table.from_bytes(merge(ranks).to_bytes(), "an index")
-    for rank, (part, _) in enumerate(found):
-        object.__setattr__(part, "rank", rank)
-        share = remake.share_of(index, part)
-        assert share is not None and share.to_bytes() == ranks[rank].to_bytes()
 
 
 @one_form

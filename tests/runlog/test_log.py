@@ -1095,7 +1095,7 @@ def test_the_files_of_what_is_held_stay() -> None:
             return sum(str(ranks.attempt()) in key for key in ranks.store.objects)
 
         assert await retention.retire(log, mine, Keep(last=1), checked) == {ranks.attempt(2)}
-        assert files() == 7  # a pack, a table and a part a rank, and the index
+        assert files() == 5  # a pack and a part of each rank, and the index
         await commits.abort(log, mine, ranks.attempt(), "other nodes do not hold their parts", held=True)
         await retention.retire(log, mine, Keep(last=1), checked)
         assert files() == 0

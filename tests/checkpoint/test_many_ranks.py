@@ -307,7 +307,7 @@ def whole(run: Path, name: str) -> bytes:
     """A tensor of one dimension, put together of what each rank wrote."""
     found = np.zeros(64 * 4, np.uint8)
     for key in holders(run, name, STEPS[1]):
-        table = Table.from_bytes((run / key).read_bytes(), key)
+        table = table_in(run / key)
         for shard in table.shards:
             if shard.name == name:
                 raw = content(name, shard.offsets, shard.nbytes, STEPS[1])

@@ -38,8 +38,9 @@ SHOWN = 8  # names in a message; of the rest, the count
 class World:
     """The ranks of a job. Calls may come from one thread at a time; a background thread takes a `mailbox`.
 
-    `rank` of `size`; `job`: identifies this start of the job; `nodes`: the node index of every rank; `node`: this rank's; `local_rank`: its place among the
-    `local_size` ranks of its node, in rank order. Nodes are numbered in the order of their lowest ranks.
+    `rank` of `size`; `job`: identifies this start of the job; `nodes`: the node index of every rank; `node`: this
+    rank's; `local_rank`: its place among the `local_size` ranks of its node, in rank order. Nodes are numbered in the
+    order of their lowest ranks.
     """
 
     def __init__(

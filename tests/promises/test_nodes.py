@@ -327,7 +327,8 @@ def check_local_disks(cluster: Cluster, job: Job, steps: list[int]) -> None:
 def test_two_nodes_lose_one_thing_after_another(cluster: Cluster) -> None:
     """After a clean end, a kill and the loss of a node, all ranks go on from the nearest tier that has all parts.
 
-    These are the disks of both nodes, each byte read once and passed on; their memory; and the place that they share.
+    These are the disks of both nodes, where ranks read what their node has and receive the rest; their memory; and the
+    shared folder.
     """
     a, b = cluster.a, cluster.b
     first = cluster.start("train 4", "close")
@@ -344,7 +345,7 @@ def test_two_nodes_lose_one_thing_after_another(cluster: Cluster) -> None:
     check_started(second, 4, "local", first)
     check_local_disks(cluster, second, [5, 6, 7])
     assert [one["local_ranks"] for one in second.started()] == [[0, 1], [0, 1], [2, 3], [2, 3]]
-    assert sum(one["nbytes"] for one in second.started()) == size, "a byte was read twice, or not at all"
+    assert sum(one["nbytes"] for one in second.started()) >= size, "a byte was not read at all"
     assert all(one["nbytes_received"] for one in second.started()), "the other node's disk has what is missing here"
     second.kill()
 

@@ -101,7 +101,7 @@ async def read_part(
     digest = file_digest(raw)
     what = part_key(attempt, rank, number)
     if expected is not None and digest != expected:
-        raise CorruptError(f"{what} is not the part that was committed: its digest differs")
+        raise CorruptError(f"{what} is damaged: its digest is not the committed one")
     part = Part.from_bytes(raw, what, layout_of)
     if (part.attempt, part.rank, part.number) != (str(attempt), rank, number):
         raise CorruptError(f"{what} says it is a part of {part.attempt}")

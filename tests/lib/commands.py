@@ -17,6 +17,7 @@ import ckpt
 import inside
 import toy
 from processes import PYTHONPATH, REPO, eventually, start_python
+from run_files import id_at
 
 
 def save(run: Path, state: dict[str, Any], steps: range, *, every: int = 2, **settings: Any) -> None:
@@ -106,7 +107,7 @@ def flip(path: Path, at: int) -> None:
 
 
 def attempt_of(run: Path, step: int) -> str:
-    return next(p.name.split(f"-{step}.")[0] for p in (run / "packs").glob(f"*-{step}.*")) + f"-{step}"
+    return id_at(run, step)
 
 
 def stopped(point: str, *arguments: object, main: str = "ckpt.tools.cli") -> str:

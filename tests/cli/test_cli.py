@@ -29,9 +29,9 @@ from ckpt.guard.report import Fault, SavedStep
 from ckpt.store import open_store
 from ckpt.tools.cli import app, show, terminal, verify
 from ckpt.tools.maintain.examine import examine
-from commands import attempt_of, call, flip, increments, save
+from commands import call, flip, increments, save
 from processes import REPO, eventually, run_script
-from run_files import KINDS, checkpoint_files, data_bytes, data_file, data_files, data_key, manifests
+from run_files import KINDS, checkpoint_files, data_bytes, data_file, data_files, data_key, id_at, manifests
 
 __all__ = ["call", "increments"]  # fixtures
 
@@ -86,7 +86,7 @@ def test_ls_lists_newest_first(made: Path, call: Any) -> None:
 
 def test_ls_tells_undone_from_present_and_leaves_out_retired(run: Path, call: Any) -> None:
     """After a rollback to step 4, step 6 is said to be undone; what a PLAN retired is not shown."""
-    two, four = (Attempt.parse(attempt_of(run, step)) for step in (2, 4))
+    two, four = (Attempt.parse(id_at(run, step)) for step in (2, 4))
 
     async def roll_back() -> None:
         log = RunLog(open_store(run))

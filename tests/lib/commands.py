@@ -17,7 +17,6 @@ import ckpt
 import inside
 import toy
 from processes import PYTHONPATH, REPO, eventually, start_python
-from run_files import id_at
 
 
 def save(run: Path, state: dict[str, Any], steps: range, *, every: int = 2, **settings: Any) -> None:
@@ -104,10 +103,6 @@ def flip(path: Path, at: int) -> None:
     raw[at] ^= 1
     path.chmod(0o600)
     path.write_bytes(raw)
-
-
-def attempt_of(run: Path, step: int) -> str:
-    return id_at(run, step)
 
 
 def stopped(point: str, *arguments: object, main: str = "ckpt.tools.cli") -> str:

@@ -312,7 +312,7 @@ def check_local_disks(cluster: Cluster, job: Job, steps: list[int]) -> None:
     for node, ranks in ((cluster.a, (0, 1)), (cluster.b, (2, 3))):
         state, said = roots[node.name], records(node.disk)
         assert set(state.ranks.values()) == {ranks}
-        assert ranks_in(node.disk) == set(ranks)
+        assert ranks_in(node.disk / "run") == set(ranks)
         committed = [text for kind, text in said if kind == "COMMIT"]
         assert all(said.index(("HELD", text)) < said.index(("COMMIT", text)) for text in committed)
         assert {text for kind, text in said if kind == "HELD"} == set(committed) and not state.held
@@ -679,7 +679,7 @@ def test_negative_control_a_disk_that_all_see_is_not_held(cluster: Cluster) -> N
     job = cluster.start("train 2", "close")
     job.end()
     assert [kind for kind, _ in records(cluster.a.disk)] == ["COMMIT", "COMMIT"]
-    assert ranks_in(cluster.a.disk) == {0, 1, 2, 3}
+    assert ranks_in(cluster.a.disk / "run") == {0, 1, 2, 3}
     with pytest.raises(AssertionError):
         check_local_disks(cluster, job, [1, 2])
 

@@ -221,8 +221,8 @@ def test_commands_delete_and_write_nothing_while_checkpoints_cannot_be_read(
     name, *options = command
     before, target = digests(run), [tmp_path / "other"] if name == "copy" else []
     given = f"{run}@1" if name == "rm" else run
-    for match in (pattern(INDEX), pattern(MANIFEST)):
-        fault.on("ESTALE", match)
+    for kind in (MANIFEST,) if name == "copy" else (INDEX, MANIFEST):  # a copy does not read the index
+        fault.on("ESTALE", pattern(kind))
         found = call(name, given, *target, *options, "--yes")
         assert found.code == 3 and "`ckpt repair" not in found.err + found.out, found.out + found.err
         fault.off()

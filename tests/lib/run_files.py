@@ -25,7 +25,7 @@ _KEY = re.compile(
 
 
 class _Name(NamedTuple):
-    """What the name of a file contains. Names sort by step, then by rank, then by the number of the data file."""
+    """The fields of a file name. Names sort by step, then by rank, then by the number of the data file."""
 
     step: int
     term: int

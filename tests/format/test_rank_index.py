@@ -41,6 +41,7 @@ from ckpt.core.state.capture import Capture
 from ckpt.core.state.filler import Filler
 from ckpt.core.state.placement import Placement
 from ckpt.errors import CorruptError, SaveError
+from run_files import DATA, MANIFEST, kind_of
 
 Json = dict[str, Any]
 WORLD = scale.World(stages=2, tensor=2, fsdp=8, layers=4, width=64)
@@ -188,9 +189,9 @@ def test_restore_reads_only_the_manifests_it_needs(run: Path, got: list[str]) ->
     source.open([])
     placement = place(WORLD, rank, source.saved)
     source.narrow(boxes(placement))
-    read_parts = {key for key in got if key.startswith("parts/")}
+    read_parts = {key for key in got if kind_of(key) == MANIFEST}
     assert read_parts == {part_key(commit.attempt, r, 0) for r in {0, *needed}} and len(needed) < 6
-    assert not any(key.startswith("packs/") for key in got)
+    assert not any(kind_of(key) == DATA for key in got)
     got.clear()
     whole(run)
     assert len({key for key in got if key.startswith("parts/")}) == WORLD.size

@@ -280,7 +280,7 @@ HOSTILE_MESSAGES: dict[str, bytes] = {
     "layout of nonsense": message(b'{"op":"know_layout","id":1,"layout":{"tensors":[["x","F32",[-1],false]]}}'),
     "rollback to nonsense": message(b'{"op":"acquire_run","id":1,"nonce":"x","restored":"../x","floor":0,"tiers":[0]}'),
     "acquire far places": message(b'{"op":"acquire_run","id":1,"nonce":"x","restored":null,"floor":0,"tiers":[99]}'),
-    "successor of nothing": message(b'{"op":"successor","id":1}'),
+    "no tier to distrust": message(b'{"op":"distrust","id":1}'),
     "own without fields": message(b'{"op":"own_run","id":1}'),
     "own of nonsense": message(b'{"op":"own_run","id":1,"owner":[1,"x","../x"],"roles":[],"recover":[]}'),
     "own of text": message(b'{"op":"own_run","id":1,"owner":"owner","roles":[]}'),

@@ -115,7 +115,7 @@ async def read_part(
     raw = await steady.get(store, what, limit=MAX_JSON)
     digest = file_digest(raw)
     if expected is not None and digest != expected:
-        raise CorruptError(f"{what} is not the manifest that was committed: its digest differs")
+        raise CorruptError(f"{what} is damaged: its digest is not the committed one")
     part = Part.from_bytes(raw, what, layout_of)
     if (part.attempt, part.rank) != (str(attempt), rank):
         raise CorruptError(f"{what} belongs to rank {part.rank} of checkpoint {part.attempt}")

@@ -11,8 +11,8 @@
                                                   of them, see `ckpt.core.format.rank_index`
 
 A writer never uses the name of a data file twice, and never a number of another writer. So no manifest names what a
-failed write has left. The manifest of a rank is created once: it decides which data files count. The index is a function
-of the manifests, so two committers write the same bytes.
+failed write has left. The manifest of a rank is created once: it decides which data files count. The index is a
+function of the manifests, so two committers write the same bytes.
 
 Every JSON file is written in one canonical form (sorted keys, no spaces) and carries the SHA-256 of itself without the
 `digest` field. A file whose bytes are not exactly the canonical form of what they parse to is damaged: one flipped bit
@@ -22,6 +22,7 @@ anywhere is noticed.
 from __future__ import annotations
 
 import base64
+import hashlib
 import itertools
 import json
 import re
@@ -69,6 +70,11 @@ class Attempt:
 
 def new_nonce() -> str:
     return secrets.token_hex(4)
+
+
+def nonce_of(job: str, turn: int) -> str:
+    """Return the nonce of a job's next term. turn: counts the terms that the job has asked for, from 0."""
+    return hashlib.sha256(f"{job}:{turn}".encode()).hexdigest()[:8]
 
 
 def read_needs(texts: Any, attempt: Attempt) -> tuple[Attempt, ...]:

@@ -30,7 +30,13 @@ from ckpt.core.checkpoint import commit as commits
 from ckpt.core.checkpoint import describe, read, write
 from ckpt.core.checkpoint import parts as parts_of
 from ckpt.core.format.digest import file_digest
-from ckpt.core.format.manifest import Attempt, PackInfo, Part, pack_key
+from ckpt.core.format.manifest import (
+    Attempt,
+    PackInfo,
+    Part,
+    data_key,
+    metadata_of,
+)
 from ckpt.core.format.partition import Seat
 from ckpt.core.format.table import Table
 from ckpt.core.log.log import RunLog
@@ -59,14 +65,15 @@ def write_rank(root: Path, attempt: Attempt, rank: int, like: Any) -> None:
     arrangement = layout.arrangement
     tensors = [layout.tensors[i] for i in arrangement.order]
     data = b"".join(content(t.name, t.at, t.nbytes, attempt.step) for t in tensors)
-    key, header = pack_key(attempt, rank, 0), arrangement.header
+    key = data_key(attempt, rank)
+    header = arrangement.header(metadata_of(key))
     (root / key).parent.mkdir(parents=True, exist_ok=True)
     (root / key).write_bytes(header + data)
     snapshot = write.RankSnapshot(attempt, layout, memoryview(data), like.values, finite=True)
     table = write.build_table(layout, key, write.digest_blobs(layout, snapshot.data))
     pack = PackInfo(key, len(header) + len(data), len(header), file_digest(header))
     store: Any = scale.Folder(root)
-    asyncio.run(write.finish_part(store, snapshot, table, [pack], number=0, reason="due"))
+    asyncio.run(write.finish_part(store, snapshot, table, [pack], reason="due"))
 
 
 @pytest.fixture(scope="module")
@@ -120,12 +127,12 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Reads]:
 
 def manifests(reads: Reads) -> list[str]:
     """Return the manifests that were read, each as often as it was."""
-    return sorted(key for key in reads.elements() if key.startswith("parts/"))
+    return sorted(key for key in reads.elements() if run_files.kind_of(key) == run_files.MANIFEST)
 
 
 def first_part(step: int) -> str:
     """Return the manifest that has the plain values of all ranks that have the same."""
-    return f"parts/1.0badcafe-{step}.0.0.json"
+    return run_files.manifest_key(run_files.checkpoint_id(step))
 
 
 def questions(reads: Reads) -> int:
@@ -135,9 +142,9 @@ def questions(reads: Reads) -> int:
 def holders(root: Path, name: str, step: int) -> list[str]:
     """Return the manifests of the ranks that have something of a tensor."""
     found = []
-    for path in sorted((root / "parts").glob(f"*-{step}.*.json")):
+    for path in run_files.manifests(root, step):
         if name in table_in(path).columns.names:
-            found.append(f"parts/{path.name}")
+            found.append(str(path.relative_to(root)))
     return found
 
 
@@ -240,7 +247,7 @@ def test_verify_names_damage_of_ranks_that_are_looked_at_one_after_the_other(cop
     assert call("verify", copy).code == 0
     for rank in (3, 250):
         hurt(copy, rank, STEPS[1])
-    gone = next((copy / "parts").glob(f"*-{STEPS[1]}.100.*.json"))
+    gone = run_files.manifests(copy, STEPS[1], 100)[0]
     gone.unlink()
     flip(pack_of(copy, 200, STEPS[1]), 30)
     (found,) = call("verify", copy, "--json").json["checkpoints"]
@@ -259,7 +266,7 @@ def test_repair_reads_again_only_of_ranks_that_are_damaged(copy: Path, run: Path
         reads.clear()
         assert call("repair", copy, *source, "--yes").code == 0
         again = [key for key, n in reads.items() if n > 1 and run_files.kind_of(key) in SMALL]
-        mine = [f"parts/1.0badcafe-{STEPS[1]}.200.0.json"]
+        mine = [run_files.manifest_key(run_files.checkpoint_id(STEPS[1]), 200)]
         assert tree(copy) == before
         if source:
             assert sorted(again) == mine
@@ -285,7 +292,7 @@ def test_a_restore_looks_for_lost_bytes_where_they_are_likely(copy: Path, reads:
 
 
 def table_of(run: Path, rank: int, step: int) -> Table:
-    return table_in(run / f"parts/1.0badcafe-{step}.{rank}.0.json")
+    return table_in(run / run_files.manifest_key(run_files.checkpoint_id(step), rank))
 
 
 def table_in(path: Path) -> Table:

@@ -47,7 +47,7 @@ from ckpt.core.checkpoint import commit as commits
 from ckpt.core.format import codec, manifest
 from ckpt.core.format.digest import blob_digest, file_digest
 from ckpt.core.format.layout import BLOB, Layout, TensorSpec, pages
-from ckpt.core.format.manifest import Attempt, Part, index_key, owner, part_key
+from ckpt.core.format.manifest import Attempt, Part, data_key, index_key, manifest_key, owner
 from ckpt.core.format.saved_state import SavedState
 from ckpt.core.format.table import PRESSED, Table, columns_of, merge
 from ckpt.core.ipc import channel, process
@@ -380,7 +380,7 @@ class SavedStep:
     @property
     def small_files(self) -> list[str]:
         """Glob patterns of its small files, which contain the locations of its tensors."""
-        return [f"index/{self.id}*", part_key(self._commit.attempt, 0, 0)]
+        return [index_key(self._commit.attempt), manifest_key(self._commit.attempt, 0)]
 
 
 def history(url: str | Path) -> dict[int, SavedStep]:
@@ -1350,8 +1350,8 @@ NOTHING = Contents(Layout((), {}, []))
 def names_of_files(of: Attempt, rank: int = 0) -> dict[str, str]:
     """Return the names of the files of one rank: its manifest and its data."""
     return {
-        "part": part_key(of, rank, 0),
-        "pack": f"packs/{of}.{rank}.0.safetensors",
+        "part": manifest_key(of, rank),
+        "pack": data_key(of, rank),
     }
 
 
@@ -1430,9 +1430,9 @@ def forge(
 ) -> dict[str, bytes]:
     """Change the files of one rank in the newest checkpoint, and recompute all digests. Return the files of the run."""
     objects, attempt = dict(run[0]), run[1]
-    key, last = part_key(attempt, rank, 0), max(k for k in objects if k.startswith("log/"))
+    key, last = manifest_key(attempt, rank), max(k for k in objects if k.startswith("log/"))
     log_record = json.loads(objects[last])
-    tables = [table_in(objects[part_key(attempt, r, 0)]) for r, _, _ in log_record["body"]["parts"]]
+    tables = [table_in(objects[manifest_key(attempt, r)]) for r, _ in log_record["body"]["manifests"]]
     found = {k: v.copy() for k, v in columns_of(tables[rank], "a table").items()}
     columns(found)
     if table is None:
@@ -1446,13 +1446,13 @@ def forge(
             document["layout_digest"] = Layout.from_json(document["layout"]).digest
     raw_part = raw_part or resealed(document)
     objects[key] = raw_part
-    log_record["body"]["parts"][rank] = [rank, 0, file_digest(raw_part)]
+    log_record["body"]["manifests"][rank] = [rank, file_digest(raw_part)]
     tables[rank] = table
     index = _indexed(tables)
     log_record["body"] |= {"index": file_digest(index)}
     body(log_record["body"])
     record(log_record)
-    objects |= {index_key(attempt, file_digest(index)): index, last: resealed(log_record)}
+    objects |= {index_key(attempt): index, last: resealed(log_record)}
     return objects
 
 
@@ -1660,7 +1660,7 @@ class Saved:
 
     def restore(self, state: dict[str, Any], *, strict: bool = True) -> None:
         layout = Layout.from_json(json.loads(self.layout))
-        table = write.build_table(layout, "packs/1.0badcafe-1.0.0.safetensors", None)
+        table = write.build_table(layout, data_key(Attempt(1, 1, "0badcafe"), 0), None)
         saved = SavedState([layout], [json.loads(self.values)], table, digested=False)
         placement = Capture(state).place(saved, strict=strict)
         placement.check()

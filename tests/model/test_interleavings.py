@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import os
 import random
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from ckpt.core.checkpoint import commit_checks, parts, retention
 from ckpt.core.checkpoint import settle as settling
 from ckpt.core.checkpoint.commit import Recovery, Role
 from ckpt.core.checkpoint.write import RankSnapshot, WrittenPart
-from ckpt.core.format.manifest import Attempt, owner, pack_key
+from ckpt.core.format.manifest import Attempt, data_key, owner
 from ckpt.core.log import files as log_files
 from ckpt.core.log import trimming
 from ckpt.core.log.files import Listed
@@ -149,7 +150,7 @@ def hope_is_acknowledged(patch: pytest.MonkeyPatch) -> None:
             return await commit(log, mine, parts, kind=kind)
         except OutcomeUnknownError:
             attempt = Attempt.parse(parts[0].part.attempt)
-            told = tuple((one.part.rank, one.part.number, one.digest) for one in parts)
+            told = tuple((one.part.rank, one.digest) for one in parts)
             log.state.commits[attempt] = Commit(attempt, len(parts), told, "0" * 64)
 
     patch.setattr(RunLog, "append", impatient)
@@ -301,10 +302,10 @@ def the_pack_goes_though_its_part_may_be_there(patch: pytest.MonkeyPatch) -> Non
 
     async def rash(store: Store, snapshot: RankSnapshot, *, number: int = 0) -> WrittenPart:
         try:
-            return await write_part(store, snapshot, number=number)
+            return await write_part(store, snapshot, numbers=itertools.count(number))
         except StoreError:
             with contextlib.suppress(StoreError):
-                await store.delete(pack_key(snapshot.attempt, snapshot.layout.rank, number))
+                await store.delete(data_key(snapshot.attempt, snapshot.layout.rank, number))
             raise
 
     patch.setattr(interleave, "write_part", rash)

@@ -33,10 +33,10 @@ from ckpt.core.format.manifest import (
     Attempt,
     PackInfo,
     Part,
+    data_key,
+    manifest_key,
     new_nonce,
     owner,
-    pack_key,
-    part_key,
     rank_and_try,
     seal,
 )
@@ -58,7 +58,7 @@ from ckpt_backends.local import LocalStore
 from ckpt_backends.memory import MemoryStore
 from interleave import write_increment
 from logs import DIGEST, attempt, committed, folded, new_log, record, reopened
-from run_files import INDEX, data_key, kind_of
+from run_files import INDEX, kind_of
 
 LAYOUT = Layout(
     (TensorSpec("w", "F32", (4,)), TensorSpec("n", "I64", ())),
@@ -76,16 +76,15 @@ def acquired(epoch: int, restored: Attempt | None = None) -> dict[str, Any]:
 
 
 def kept(of: Attempt, request: str) -> Callable[[RunState], Record]:
-    return lambda state: Record("KEEP", {"attempt": str(of), "note": ""}, request)
+    return lambda state: Record("KEEP", {"checkpoint": str(of), "note": ""}, request)
 
 
 async def save(log: RunLog, mine: Acquire, step: int, number: int = 0) -> Attempt:
     """One whole save; the bytes say which attempt they belong to."""
     named = Attempt(mine.epoch, step, mine.nonce)
     data = memoryview(f"{mine.nonce}{step:016d}".encode())
-    await commits.commit(
-        log, mine, [await write_part(log.store, RankSnapshot(named, LAYOUT, data, [None]), number=number)]
-    )
+    snapshot = RankSnapshot(named, LAYOUT, data, [None])
+    await commits.commit(log, mine, [await write_part(log.store, snapshot, numbers=itertools.count(number))])
     return named
 
 
@@ -174,11 +173,11 @@ def test_fold_of_a_commit_and_its_end() -> None:
     """COMMIT makes a checkpoint once; ABORT and PLAN end an attempt for ever, in whichever order they come."""
     a, b, c = attempt(1, 1), attempt(1, 2), attempt(1, 3)
     plan = record("PLAN", {"retire": [str(a)], "delete": ["packs/x"]})
-    abort = record("ABORT", {"attempt": str(b), "reason": ""}, request="abort:b")
+    abort = record("ABORT", {"checkpoint": str(b), "reason": ""}, request="abort:b")
     state = folded(acquired(1), committed(a), abort, committed(b), committed(c), plan, committed(a))
     assert set(state.commits) == {c}
     assert (state.retired, state.aborted) == ({a}, {b})
-    late = folded(committed(c), record("ABORT", {"attempt": str(c), "reason": ""}))
+    late = folded(committed(c), record("ABORT", {"checkpoint": str(c), "reason": ""}))
     assert set(late.commits) == {c} and not late.aborted
 
 
@@ -187,7 +186,7 @@ def held(of: Attempt, world: int = 2) -> dict[str, Any]:
 
 
 def aborted(of: Attempt, reason: str = "", request: str = "") -> dict[str, Any]:
-    return record("ABORT", {"attempt": str(of), "reason": reason}, request=request or f"abort:{of}")
+    return record("ABORT", {"checkpoint": str(of), "reason": reason}, request=request or f"abort:{of}")
 
 
 def test_fold_of_what_is_held() -> None:
@@ -216,7 +215,7 @@ def test_why_an_attempt_was_aborted_is_kept() -> None:
 
 def test_a_commit_may_hold_the_parts_of_some_ranks() -> None:
     """What is on the disk of one node says so; ranks ascend, and may leave others out."""
-    body = committed(attempt(1, 1))["body"] | {"world": 8, "parts": [[2, 0, DIGEST], [5, 7, DIGEST]]}
+    body = committed(attempt(1, 1))["body"] | {"world": 8, "manifests": [[2, DIGEST], [5, DIGEST]]}
     (found,) = folded(record("COMMIT", body)).commits.values()
     assert not found.whole and found.parts == ((2, 0, DIGEST), (5, 7, DIGEST))
     (found,) = folded(committed(attempt(1, 1))).commits.values()
@@ -275,13 +274,13 @@ def test_what_cannot_be_built_on_is_an_impossible_record(kind: str, name: str) -
 
 def part_of(of: Attempt, packs: Sequence[str] = (), **fields: Any) -> Part:
     infos = [PackInfo(key, 100, 10, DIGEST) for key in packs]
-    return Part(str(of), 0, 0, 1, {}, [], b"", infos, **fields)
+    return Part(str(of), 0, 1, {}, [], b"", infos, **fields)
 
 
 def test_what_a_part_may_say_about_older_ones() -> None:
     """Older attempts, how far the last full one is, and packs of older attempts; of none if it is full."""
     older, other = attempt(1, 1), attempt(1, 2)
-    keys = [pack_key(attempt(1, 5), 0, 0, 3), pack_key(older, 0, 0)]
+    keys = [data_key(attempt(1, 5), 0, 3), data_key(older, 0)]
     part_of(attempt(1, 5), keys[:1]).check("a part")
     for needs in ([str(older)], [str(other)], [str(older), str(other)], []):
         part = part_of(attempt(1, 5), keys if needs else keys[:1], needs=needs, chain=3 if needs else 0)
@@ -291,8 +290,8 @@ def test_what_a_part_may_say_about_older_ones() -> None:
     assert not told.keys() & {"needs", "chain", "full"}, "a full one says what it said before there were increments"
     bad: list[dict[str, Any]] = [
         {"chain": 1}, {"chain": -1, "needs": [str(older)]}, {"chain": 1.0, "needs": [str(older)]},
-        {"chain": True, "needs": [str(older)]}, {"packs": keys}, {"packs": [pack_key(attempt(2, 1), 0, 0)]},
-        {"packs": [pack_key(attempt(1, 6), 0, 0)], "needs": [str(older)]},
+        {"chain": True, "needs": [str(older)]}, {"packs": keys}, {"packs": [data_key(attempt(2, 1), 0)]},
+        {"packs": [data_key(attempt(1, 6), 0)], "needs": [str(older)]},
     ]  # fmt: skip
     for fields in bad:
         with pytest.raises(CorruptError):
@@ -310,9 +309,9 @@ def test_a_part_of_before_there_were_increments_is_full() -> None:
 def test_names_of_several_packs_of_a_part() -> None:
     """They belong to their attempt, rank and try; nothing else has such names."""
     of = attempt(1, 5)
-    assert pack_key(of, 7, 2) == f"packs/{of}.7.2.safetensors"
+    assert data_key(of, 7, 2) == f"packs/{of}.7.2.safetensors"
     for segment in (0, 1, 12345):
-        key = pack_key(of, 7, 2, segment)
+        key = data_key(of, 7, 2, segment)
         assert key == f"packs/{of}.7.2-{segment}.safetensors"
         assert owner(key) == of and rank_and_try(key) == (7, 2)
         assert owner(key.replace("packs/", "parts/")) is None and owner(key.replace("packs/", "index/")) is None
@@ -330,23 +329,23 @@ def test_names_of_several_packs_of_a_part() -> None:
         record("COMMIT", committed(attempt(1, 1))["body"] | {"world": 0}),
         record("COMMIT", committed(attempt(1, 1))["body"] | {"world": 2.0}),
         record("COMMIT", committed(attempt(1, 1))["body"] | {"world": (1 << 20) + 1}),
-        record("COMMIT", committed(attempt(1, 1))["body"] | {"parts": [[0, 0, DIGEST], [1, 0, DIGEST]]}),
-        record("COMMIT", committed(attempt(1, 1))["body"] | {"world": 3, "parts": [[1, 0, DIGEST], [0, 0, DIGEST]]}),
-        record("COMMIT", committed(attempt(1, 1))["body"] | {"world": 3, "parts": [[1, 0, DIGEST], [1, 1, DIGEST]]}),
-        record("COMMIT", committed(attempt(1, 1))["body"] | {"world": 3, "parts": [[3, 0, DIGEST]]}),
-        record("COMMIT", committed(attempt(1, 1))["body"] | {"world": 3, "parts": [[True, 0, DIGEST]]}),
-        record("HELD", committed(attempt(1, 1))["body"] | {"parts": []}),
+        record("COMMIT", committed(attempt(1, 1))["body"] | {"manifests": [[0, DIGEST], [1, DIGEST]]}),
+        record("COMMIT", committed(attempt(1, 1))["body"] | {"world": 3, "manifests": [[1, DIGEST], [0, DIGEST]]}),
+        record("COMMIT", committed(attempt(1, 1))["body"] | {"world": 3, "manifests": [[1, DIGEST], [1, DIGEST]]}),
+        record("COMMIT", committed(attempt(1, 1))["body"] | {"world": 3, "manifests": [[3, DIGEST]]}),
+        record("COMMIT", committed(attempt(1, 1))["body"] | {"world": 3, "manifests": [[True, DIGEST]]}),
+        record("HELD", committed(attempt(1, 1))["body"] | {"manifests": []}),
         record("HELD", committed(attempt(1, 1))["body"] | {"world": 0}),
-        record("HELD", {"attempt": str(attempt(1, 1))}),
-        record("ABORT", {"attempt": str(attempt(1, 1))}),
-        record("COMMIT", committed(attempt(1, 1))["body"] | {"parts": []}),
-        record("COMMIT", committed(attempt(1, 1))["body"] | {"parts": [[1, 0, DIGEST]]}),
-        record("COMMIT", committed(attempt(1, 1))["body"] | {"parts": [[0, -1, DIGEST]]}),
+        record("HELD", {"checkpoint": str(attempt(1, 1))}),
+        record("ABORT", {"checkpoint": str(attempt(1, 1))}),
+        record("COMMIT", committed(attempt(1, 1))["body"] | {"manifests": []}),
+        record("COMMIT", committed(attempt(1, 1))["body"] | {"manifests": [[1, DIGEST]]}),
+        record("COMMIT", committed(attempt(1, 1))["body"] | {"manifests": [[0, DIGEST]]}),
         record("COMMIT", committed(attempt(1, 1))["body"] | {"index": "../../x"}),
         record("COMMIT", committed(attempt(1, 1))["body"] | {"finite": 0}),
         record("PLAN", {"retire": ["x"], "delete": []}),
         record("KEEP", {}),
-        record("NONSENSE", {"attempt": str(attempt(1, 1))}),
+        record("NONSENSE", {"checkpoint": str(attempt(1, 1))}),
     ],
 )
 def test_an_impossible_record_changes_nothing(bad: dict[str, Any]) -> None:
@@ -630,7 +629,7 @@ async def write_share(
 ) -> WrittenPart:
     named = Attempt(mine.epoch, step, mine.nonce)
     snapshot = RankSnapshot(named, layout, memoryview(data_of(named, layout)), [None])
-    return await write_part(log.store, snapshot, number=number, reason=reason)
+    return await write_part(log.store, snapshot, numbers=itertools.count(number), reason=reason)
 
 
 @dataclass
@@ -722,7 +721,7 @@ def test_parts_in_any_order_are_one_checkpoint(order: tuple[int, ...]) -> None:
             tasks.append(asyncio.create_task(ranks.settle(await ranks.write(rank))))
             await asyncio.sleep(0.02)
         await asyncio.wait_for(asyncio.gather(*tasks), 30)
-        assert [rank for rank, _, _ in (await ranks.check()).parts] == [0, 1, 2]
+        assert [rank for rank, _ in (await ranks.check()).parts] == [0, 1, 2]
         assert ranks.told == [(0, "COMMIT")]
 
     asyncio.run(scenario())
@@ -850,15 +849,15 @@ def test_what_is_no_part_of_this_attempt_does_not_count(wrong: str) -> None:
         objects, named = ranks.store.objects, ranks.attempt()
         await ranks.write(2, number=1 if wrong == "another try" else 0)
         await ranks.write(2, step=2)
-        key = part_key(named, 2, 0)
+        key = manifest_key(named, 2)
         if wrong == "no pack":
             del objects[data_key(named, rank=2)]
         else:
             sources = {"another attempt": (ranks.attempt(2), 2, 0), "another rank": (named, 1, 0)}
             at = sources.get(wrong, (named, 2, 1 if wrong == "another try" else 0))
-            raw = bytearray(objects[part_key(*at)])
+            raw = bytearray(objects[manifest_key(*at)])
             if wrong == "another try":
-                del objects[part_key(*at)]
+                del objects[manifest_key(*at)]
             raw[len(raw) // 2] ^= wrong == "damaged"
             objects[key] = b"" if wrong == "empty" else bytes(raw)
         waiting = (ranks.settle(own, deadline_s=0.1) for own in parts)
@@ -879,7 +878,7 @@ def test_of_several_tries_the_highest_that_is_sound_counts() -> None:
         await ranks.write(1)
         for number in (0, 1000, 2000):
             await ranks.write(2, number=number)
-        key = part_key(ranks.attempt(), 2, 2000)
+        key = manifest_key(ranks.attempt(), 2, 2000)
         ranks.store.objects[key] = ranks.store.objects[key][:-1]
         await ranks.settle(first)
         assert [number for _, number, _ in (await ranks.check()).parts] == [0, 0, 1000]
@@ -1036,7 +1035,7 @@ def test_parts_of_one_node_are_held_until_the_others_hold_theirs() -> None:
         state = (await reopened(ranks.store)).state
         (found,) = state.lineage()
         assert (state.held, found.world, found.whole) == ({}, 4, False)
-        assert [rank for rank, _, _ in found.parts] == [0, 1]
+        assert [rank for rank, _ in found.parts] == [0, 1]
         assert await verify(ranks.store, found) == []
         with pytest.raises(CorruptError, match="holds 2 of the 4 parts"):
             (await load_manifest(ranks.store, found)).saved()
@@ -1133,7 +1132,7 @@ async def leave(ranks: Ranks, step: int, left: Left) -> None:
     for rank in left.ranks:
         await ranks.write(rank, step)
         if rank in left.damaged:
-            key = part_key(ranks.attempt(step), rank, 0)
+            key = manifest_key(ranks.attempt(step), rank)
             ranks.store.objects[key] = ranks.store.objects[key][:-1]
             if left.twice:
                 await ranks.write(rank, step, number=1)
@@ -1161,7 +1160,7 @@ def test_recovery_decides_about_everything_that_a_crash_left(name: str, partial:
         assert not done.rolled_forward and not done.aborted
         if expected == "HELD":
             whole = [rank for rank in left.ranks if rank not in left.damaged]
-            assert [rank for rank, _, _ in state.held[ranks.attempt()].parts] == whole
+            assert [rank for rank, _ in state.held[ranks.attempt()].parts] == whole
             assert state.held[ranks.attempt()].world == WORLD
         if expected == "COMMIT":
             assert await verify(ranks.store, state.commits[ranks.attempt()]) == []
@@ -1197,7 +1196,7 @@ def test_a_part_that_is_stored_is_found_again_without_its_memory() -> None:
             assert found is not None and (found.part, found.digest) == (own.part, own.digest)
         assert await commits.stored_part(ranks.store, ranks.attempt(), 2) is None
         assert await commits.stored_part(ranks.store, ranks.attempt(2), 0) is None
-        ranks.store.objects[part_key(ranks.attempt(), 1, 0)] = b"{}"
+        ranks.store.objects[manifest_key(ranks.attempt(), 1)] = b"{}"
         assert await commits.stored_part(ranks.store, ranks.attempt(), 1) is None
 
     asyncio.run(scenario())
@@ -1274,7 +1273,7 @@ def test_an_increment_is_a_checkpoint_that_says_what_it_was_built_on() -> None:
         await retention.retire(chain.log, chain.mine, Keep(last=1), {chain.attempt(3)})
         assert await chain.sound() == [3]
         left = [key for key in chain.store.objects if owner(key) == chain.attempt(1)]
-        assert left == [pack_key(chain.attempt(1), 0, 0)]
+        assert left == [data_key(chain.attempt(1), 0)]
         fourth = await chain.build(4, third)  # what it builds on is live, though a pack is of one that is not
         await commits.commit(chain.log, chain.mine, [fourth])
         assert await chain.sound() == [3, 4]
@@ -1292,10 +1291,10 @@ def test_what_was_built_on_something_that_is_gone_is_no_checkpoint(kind: str, ho
         if how == "retired":
             own = await chain.build(3)
             await chain.lose(1)
-            gone = pack_key(chain.attempt(1), 0, 0)
+            gone = data_key(chain.attempt(1), 0)
         else:
-            base = await write_part(chain.store, of_two(chain.mine, 2), number=4)
-            gone = pack_key(chain.attempt(2), 0, 4)
+            base = await write_part(chain.store, of_two(chain.mine, 2), numbers=itertools.count(4))
+            gone = data_key(chain.attempt(2), 0, 4)
             if how == "aborted":
                 await commits.abort(chain.log, chain.mine, chain.attempt(2), "no")
             if how == "of another try":
@@ -1489,9 +1488,9 @@ def test_a_table_that_names_other_packs_than_its_part_does_not_count() -> None:
         chain = await Chain.open()
         own = await chain.build(2)
         part = replace(own.part, packs=own.part.packs[:1])
-        chain.store.objects[part_key(chain.attempt(2), 0, 0)] = part.to_bytes()
+        chain.store.objects[manifest_key(chain.attempt(2), 0)] = part.to_bytes()
         with pytest.raises(CorruptError, match="names packs that its part does not"):
-            await commits.load_part(chain.store, chain.attempt(2), 0, 0)
+            await commits.load_part(chain.store, chain.attempt(2), 0)
         await commits.recover(chain.log, chain.mine)
         assert await chain.sound() == [1]
 

@@ -27,6 +27,7 @@ from ckpt.errors import FencedError, SaveError, StoreError, UsageError
 from ckpt.tools.maintain import prune
 from ckpt_backends.memory import MemoryStore
 from interleave import write_increment
+from run_files import DATA_FOLDER, INDEX, MANIFEST, kind_of, manifest_key, select
 
 DAY_S = 86_400
 LAYOUT = Layout((TensorSpec("w", "F32", (4,)),), {}, [])
@@ -312,12 +313,12 @@ async def test_retire_deletes_the_files_of_what_it_gives_up_and_no_others(
     """All four files of each goes; the rest can still be read; a second call finds nothing to do."""
     attempts = await save(log, mine, 1, 2, 3, 4, 5)
     store.objects["notes/mine.txt"] = b"the user's"
-    store.objects["packs/notes.txt"] = b"the user's"
+    store.objects[f"{DATA_FOLDER}/notes.txt"] = b"the user's"
     gone = await retention.retire(log, mine, Keep(2), {attempts[-1]})
     assert gone == set(attempts[:3])
     assert await files(store) == {4: WHOLE, 5: WHOLE}
     assert await sound(store) == [5, 4]
-    assert {"notes/mine.txt", "packs/notes.txt"} <= store.objects.keys()
+    assert {"notes/mine.txt", f"{DATA_FOLDER}/notes.txt"} <= store.objects.keys()
     records = log.state.next_seq
     assert await retention.retire(log, mine, Keep(2), {attempts[-1]}) == set()
     assert log.state.next_seq == records
@@ -344,7 +345,7 @@ def test_what_another_retires_meanwhile_is_not_called_damage() -> None:
             await place._warn(told.append)
         (said,) = told
         assert isinstance(said, SaidNote) and f"step 2 of {store.url} cannot be read" in said.text
-        assert f"parts/{attempts[1]}" in said.text  # by name, with what is wrong with it
+        assert manifest_key(attempts[1]) in said.text  # by name, with what is wrong with it
 
     asyncio.run(scenario())
 
@@ -356,7 +357,7 @@ def test_what_is_committed_meanwhile_is_not_called_damage() -> None:
         meanwhile: Callable[[], Coroutine[Any, Any, None]] | None = None
 
         async def get(self, key: str, **where: Any) -> memoryview:
-            if key.startswith("index/") and self.meanwhile is not None:
+            if kind_of(key) == INDEX and self.meanwhile is not None:
                 work, self.meanwhile = self.meanwhile, None
                 await work()
             return await super().get(key, **where)
@@ -510,7 +511,7 @@ async def test_an_increment_that_cannot_be_read_keeps_everything_while_it_stays(
     """Which packs of older ones it refers to is unknown, so none is deleted."""
     attempts = await chain(log, mine, 1, 2)
     later = await save(log, mine, 3, 4, 5)
-    key = next(k for k in store.objects if k.startswith("parts/") and str(attempts[1]) in k and k.endswith("json"))
+    (key,) = select(store.objects, MANIFEST, of=attempts[1])
     store.objects[key] = b"damaged"
     retention._cache.clear()
     before = set(store.objects)
@@ -633,7 +634,7 @@ async def test_a_checkpoint_that_cannot_be_read_keeps_everything_while_it_stays(
 ) -> None:
     """Which packs it needs is unknown, so none is deleted; once it is given up itself, clean-up goes on."""
     attempts = await save(log, mine, 1, 2, 3, 4)
-    part = next(k for k in store.objects if k.startswith("parts/") and str(attempts[2]) in k and k.endswith("json"))
+    (part,) = select(store.objects, MANIFEST, of=attempts[2])
     whole, store.objects[part] = store.objects[part], b"damaged"
     retention._cache.clear()  # as after a restart
     assert await retention.retire(log, mine, Keep(1), {attempts[-1]}) == set()

@@ -50,6 +50,7 @@ from forgery import (
 )
 from inside import forge
 from processes import eventually, writers
+from run_files import indexes
 
 __all__ = ["genuine", "of_two"]  # fixtures
 
@@ -178,7 +179,8 @@ def test_what_is_no_file_is_passed_over(
     folder = put(forge(genuine), tmp_path / "run")
     key = inside.names_of_files(attempt)[kind]
     if kind == "table":  # of which the index is a copy
-        shutil.rmtree(folder / "index")
+        for index in indexes(folder):
+            index.unlink()
     replace(folder / key, tmp_path / "moved")
     live = state(1)
     newest = sources(folder)[0]

@@ -34,6 +34,7 @@ from ckpt.store import options_of
 from ckpt_backends.memory import MemoryStore
 from ckpt_backends.retry import Retry
 from logs import attempt, committed, folded, new_log, reopened
+from run_files import MANIFEST, kind_of
 
 
 class Far(MemoryStore):
@@ -325,7 +326,7 @@ def test_not_being_let_in_is_not_damage() -> None:
         error: Exception | None = AccessError("ExpiredToken. Renew the credentials")
 
         async def get(self, key: str, **where: Any) -> memoryview:
-            if self.error and key.startswith("parts/"):
+            if self.error and kind_of(key) == MANIFEST:
                 raise self.error
             return await super().get(key, **where)
 

@@ -495,7 +495,7 @@ def test_a_pack_that_is_mostly_dead_is_left() -> None:
     data = bytearray(noise(layout, 0))
     was = digests_of(layout, bytes(data))
     old = previous_of(layout, was)
-    newer = Previous(replace(old.part, attempt="1.0badcafe-2"), old.table)
+    newer = Previous(replace(old.part, attempt=checkpoint_id(2)), old.table)
     for count in range(11):
         now = digests_of(layout, noise(layout, 9)).copy()
         now[:count] = was[:count]
@@ -594,7 +594,9 @@ def packed(state: State, encoded: Callable[[Layout, InMemory], list[Encoded]]) -
     store = MemoryStore()
 
     async def work() -> Packer:
-        packer = Packer(store, RankSnapshot(Attempt(1, 1, "0badcafe"), layout, source.data, []), 0, 1 << 20)
+        packer = Packer(
+            store, RankSnapshot(Attempt(1, 1, "0badcafe"), layout, source.data, []), itertools.count(), 1 << 20
+        )
         for one in encoded(layout, source):
             await packer.add(one)
         await packer.finish()
@@ -918,7 +920,7 @@ def test_a_part_that_is_built_on_says_so_in_its_file() -> None:
             owners = {owner(pack.key) for pack in part.packs}
             assert {a.step for a in owners if a} == ({step, 2} if step > 2 else {step})
             raw = json.loads(job.log.store.objects[manifest_key(commit.attempt)])  # type: ignore[attr-defined]
-            assert len(raw["packs"]) == len(part.packs)
+            assert len(raw["files"]) == len(part.packs)
 
     asyncio.run(run())
 

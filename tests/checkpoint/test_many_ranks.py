@@ -103,7 +103,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 Reads = Counter[str]
-SMALL = (run_files.MANIFEST, run_files.run_files.INDEX)
+SMALL = (run_files.MANIFEST, run_files.INDEX)
 
 
 @pytest.fixture

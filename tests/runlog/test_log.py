@@ -34,10 +34,14 @@ from ckpt.core.format.manifest import (
     PackInfo,
     Part,
     data_key,
+    data_number,
+    in_deletion_order,
+    index_key,
+    is_data,
     manifest_key,
     new_nonce,
     owner,
-    rank_and_try,
+    rank_of,
     seal,
 )
 from ckpt.core.log.log import MAX_GAP, RunLog, record_key
@@ -306,17 +310,33 @@ def test_a_part_of_before_there_were_increments_is_full() -> None:
     assert (part.needs, part.chain) == ([], 0)
 
 
-def test_names_of_several_packs_of_a_part() -> None:
-    """They belong to their attempt, rank and try; nothing else has such names."""
+def test_names_of_files_say_what_they_are() -> None:
+    """The name has the checkpoint id, the rank and the kind. Other names belong to nobody."""
     of = attempt(1, 5)
-    assert data_key(of, 7, 2) == f"packs/{of}.7.2.safetensors"
-    for segment in (0, 1, 12345):
-        key = data_key(of, 7, 2, segment)
-        assert key == f"packs/{of}.7.2-{segment}.safetensors"
-        assert owner(key) == of and rank_and_try(key) == (7, 2)
-        assert owner(key.replace("packs/", "parts/")) is None and owner(key.replace("packs/", "index/")) is None
-    for key in (f"packs/{of}.7.2-.safetensors", f"packs/{of}.7.2-x.safetensors", f"packs/{of}.7.2-1-1.safetensors"):
+    assert data_key(of, 7) == f"steps/{of}/rank-00007.safetensors"
+    assert data_key(of, 7, 12) == f"steps/{of}/rank-00007-00012.safetensors"
+    for number in (0, 1, 99999, 100000):
+        key = data_key(of, 7, number)
+        assert (owner(key), rank_of(key), data_number(key), is_data(key)) == (of, 7, number, True)
+    assert (owner(manifest_key(of, 7)), rank_of(manifest_key(of, 7)), is_data(manifest_key(of, 7))) == (of, 7, False)
+    assert (owner(index_key(of)), rank_of(index_key(of)), is_data(index_key(of))) == (of, None, False)
+    for name in ("rank-00007-.safetensors", "rank-00007-x.safetensors", "rank-00007-1-1.safetensors", "rank-7.json"):
+        assert owner(f"steps/{of}/{name}") is None
+    for key in (
+        f"steps/{of}",
+        f"log/{of}/rank-00007.json",
+        f"steps/{of}/x/rank-00007.json",
+        "steps/5.1-0/index.safetensors",
+    ):
         assert owner(key) is None
+
+
+def test_files_are_deleted_from_the_index_to_the_data() -> None:
+    """An interrupted deletion leaves no folder that has an index and lacks data."""
+    of = attempt(1, 5)
+    keys = [data_key(of, 0), manifest_key(of, 0), data_key(of, 0, 1), index_key(of), manifest_key(of, 1)]
+    expected = [[index_key(of)], [manifest_key(of, 0), manifest_key(of, 1)], [data_key(of, 0), data_key(of, 0, 1)]]
+    assert in_deletion_order(keys) == expected
 
 
 @pytest.mark.parametrize(
@@ -839,7 +859,7 @@ class Dying:
 
 
 @pytest.mark.usefixtures("hasty")
-@pytest.mark.parametrize("wrong", ["another attempt", "another rank", "another try", "damaged", "empty", "no pack"])
+@pytest.mark.parametrize("wrong", ["another attempt", "another rank", "damaged", "empty", "no pack"])
 def test_what_is_no_part_of_this_attempt_does_not_count(wrong: str) -> None:
     """A file of the right name is not enough: no checkpoint, and ABORT names the rank whose part is missing."""
 
@@ -847,17 +867,14 @@ def test_what_is_no_part_of_this_attempt_does_not_count(wrong: str) -> None:
         ranks = await Ranks.open()
         parts = [await ranks.write(rank) for rank in (0, 1)]
         objects, named = ranks.store.objects, ranks.attempt()
-        await ranks.write(2, number=1 if wrong == "another try" else 0)
+        await ranks.write(2)
         await ranks.write(2, step=2)
         key = manifest_key(named, 2)
         if wrong == "no pack":
             del objects[data_key(named, rank=2)]
         else:
-            sources = {"another attempt": (ranks.attempt(2), 2, 0), "another rank": (named, 1, 0)}
-            at = sources.get(wrong, (named, 2, 1 if wrong == "another try" else 0))
-            raw = bytearray(objects[manifest_key(*at)])
-            if wrong == "another try":
-                del objects[manifest_key(*at)]
+            sources = {"another attempt": (ranks.attempt(2), 2), "another rank": (named, 1)}
+            raw = bytearray(objects[manifest_key(*sources.get(wrong, (named, 2)))])
             raw[len(raw) // 2] ^= wrong == "damaged"
             objects[key] = b"" if wrong == "empty" else bytes(raw)
         waiting = (ranks.settle(own, deadline_s=0.1) for own in parts)
@@ -869,19 +886,55 @@ def test_what_is_no_part_of_this_attempt_does_not_count(wrong: str) -> None:
 
 
 @pytest.mark.usefixtures("hasty")
-def test_of_several_tries_the_highest_that_is_sound_counts() -> None:
-    """A rank whose writer died half-way writes again; what it has left of its last try is passed over."""
+@pytest.mark.parametrize("left", ["data", "manifest", "other values", "a damaged manifest"])
+def test_next_writer_of_a_rank_never_mixes_files_with_the_last(left: str) -> None:
+    """The last writer has died, perhaps after it stored its manifest. The next one uses other names for its data. The
+    manifest that is there counts if it has the same content. Otherwise the save fails by name and nothing changes."""
 
     async def scenario() -> None:
         ranks = await Ranks.open()
-        first = await ranks.write(0)
+        first, named, objects = await ranks.write(0), ranks.attempt(), ranks.store.objects
         await ranks.write(1)
-        for number in (0, 1000, 2000):
-            await ranks.write(2, number=number)
-        key = manifest_key(ranks.attempt(), 2, 2000)
-        ranks.store.objects[key] = ranks.store.objects[key][:-1]
-        await ranks.settle(first)
-        assert [number for _, number, _ in (await ranks.check()).parts] == [0, 0, 1000]
+        last = await ranks.write(2)
+        if left == "data":
+            del objects[manifest_key(named, 2)]
+        if left == "other values":
+            raw = replace(last.part, values=["other"]).to_bytes()
+            objects[manifest_key(named, 2)] = raw
+        if left == "a damaged manifest":
+            objects[manifest_key(named, 2)] = objects[manifest_key(named, 2)][:-1]
+        before = dict(objects)
+        if left in ("data", "manifest"):
+            again = await ranks.write(2, number=10_000)
+            assert (again.digest == last.digest) == (left == "manifest")
+            await ranks.settle(first)
+            assert dict((await ranks.check()).parts)[2] == again.digest
+        else:
+            with pytest.raises(SaveError, match=manifest_key(named, 2)):
+                await ranks.write(2, number=10_000)
+        assert {key: objects[key] for key in before} == before
+        assert (data_key(named, 2, 10_000) in objects) == (left != "manifest")
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.usefixtures("hasty")
+@pytest.mark.parametrize("same", [True, False])
+def test_index_of_another_committer_must_have_the_same_bytes(same: bool) -> None:
+    """The index is a function of the manifests. Other bytes under its name end the checkpoint, with their name."""
+
+    async def scenario() -> None:
+        ranks = await Ranks.open()
+        parts = [await ranks.write(rank) for rank in range(3)]
+        index = commit_checks.index_of(parts)
+        ranks.store.objects[index_key(ranks.attempt())] = index if same else index[:-1] + b"x"
+        if same:
+            await ranks.settle(parts[0])
+            await ranks.check()
+        else:
+            with pytest.raises(SaveError, match=index_key(ranks.attempt())):
+                await ranks.settle(parts[0])
+            assert not ranks.logs[0].state.commits
 
     asyncio.run(scenario())
 

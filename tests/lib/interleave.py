@@ -43,6 +43,7 @@ from ckpt.core.checkpoint import commit as commits
 from ckpt.core.checkpoint import commit_checks, read, retention, steady, store_trial, write
 from ckpt.core.checkpoint import settle as settling
 from ckpt.core.checkpoint.commit import Role
+from ckpt.core.checkpoint.incremental import Previous
 from ckpt.core.checkpoint.retention import Keep
 from ckpt.core.checkpoint.write import RankSnapshot, WrittenPart, write_part
 from ckpt.core.format import manifest
@@ -807,21 +808,8 @@ async def write_increment(
     await upload.finish()
     known = {info.key: info for info in base.part.packs}
     known[key] = PackInfo(key, len(header) + len(data), len(header), file_digest(header))
-    part = replace(
-        base.part,
-        attempt=str(attempt),
-        rank=rank,
-        world=layout.world,
-        layout=layout.to_json(),
-        layout_digest=layout.digest,
-        table=table.to_bytes(),
-        packs=[known[one] for one in packs],
-        needs=[base.part.attempt],
-        chain=base.part.chain + 1,
-    )
-    raw_part = part.to_bytes()
-    await store.put(manifest_key(attempt, rank), raw_part, create=True)
-    return WrittenPart(part, file_digest(raw_part), table)
+    named, previous = [known[one] for one in packs], Previous(base.part, base.table)
+    return await write.finish_part(store, snapshot, table, named, reason="due", base=previous)
 
 
 def kept_same(sim: Sim, snapshot: RankSnapshot, base: WrittenPart) -> list[str]:
@@ -939,7 +927,7 @@ class Rank:
         return RankSnapshot(attempt, self.layout, memoryview(self.sim.staged(attempt, self.layout)), [None])
 
     async def write(self, attempt: Attempt, number: int = 0) -> WrittenPart | None:
-        """One rank alone tries again under a higher number; with others the attempt is given up at once."""
+        """A single rank tries again with data files of higher numbers. With others it aborts the checkpoint at once."""
         try:
             self.log.check_owner(self.mine)
             snapshot = self.stage(attempt)
@@ -992,8 +980,8 @@ class Rank:
         """The store failed us, so nobody knows. With others the attempt is given up; alone it may be saved again."""
         if self.world > 1:
             await self.give_up(attempt, written)
-        elif written.part.number < 2 and self.sim.dice.random() < 0.7:
-            again = await self.write(attempt, written.part.number + 1)
+        elif self.sim.dice.random() < 0.7:
+            again = await self.write(attempt, 2)
             if again is not None:
                 await self.settle(attempt, again)
 

@@ -1335,7 +1335,7 @@ def test_an_increment_is_a_checkpoint_that_says_what_it_was_built_on() -> None:
 
 
 @pytest.mark.parametrize("kind", ["COMMIT", "HELD"])
-@pytest.mark.parametrize("how", ["retired", "aborted", "never there", "of another try"])
+@pytest.mark.parametrize("how", ["retired", "aborted", "never there"])
 def test_what_was_built_on_something_that_is_gone_is_no_checkpoint(kind: str, how: str) -> None:
     """SaveError that names the file; no record, and nothing is damaged."""
 
@@ -1350,8 +1350,6 @@ def test_what_was_built_on_something_that_is_gone_is_no_checkpoint(kind: str, ho
             gone = data_key(chain.attempt(2), 0, 4)
             if how == "aborted":
                 await commits.abort(chain.log, chain.mine, chain.attempt(2), "no")
-            if how == "of another try":
-                await commits.commit(chain.log, chain.mine, [await write_part(chain.store, of_two(chain.mine, 2))])
             assert not commit_checks.vouches(chain.log.state, base) and commit_checks.vouches(
                 chain.log.state, chain.base
             )

@@ -287,7 +287,7 @@ def test_a_restore_looks_for_lost_bytes_where_they_are_likely(copy: Path, reads:
     hurt(copy, 200, STEPS[1])
     reads.clear()
     assert torch.equal(ckpt.load(copy)[name], clean)
-    there = [key for key in manifests(reads) if f"-{STEPS[0]}." in key]
+    there = [key for key in manifests(reads) if run_files.step_of(key) == STEPS[0]]
     assert there and len(there) < WORLD.size
 
 

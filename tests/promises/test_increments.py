@@ -28,6 +28,7 @@ import torch
 import ckpt
 import inside
 from ckpt.errors import CheckpointError, SaveError
+from commands import flip
 from inside import INCREMENT_POINTS, WRITER_POINTS, SavedStep
 from kills import Chain, Told, Trainer, kill_all, problems
 from model_disk import Volume, volume
@@ -142,14 +143,6 @@ def verified(url: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
     found = json.loads(capsys.readouterr().out)
     assert found["checkpoints"]
     return found["problems"] + [p for c in found["checkpoints"] for p in c["problems"]]
-
-
-def flip(path: Path, at: int) -> None:
-    with path.open("r+b", buffering=0) as file:
-        file.seek(at)
-        byte = file.read(1)[0]
-        file.seek(at)
-        file.write(bytes([byte ^ 1]))
 
 
 # -- every bit, at every step --

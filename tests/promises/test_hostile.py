@@ -50,7 +50,6 @@ from forgery import (
 )
 from inside import forge
 from processes import eventually, writers
-from run_files import indexes
 
 __all__ = ["genuine", "of_two"]  # fixtures
 
@@ -170,7 +169,7 @@ def replace_by_pipe(path: Path, outside: Path) -> None:
 
 
 @pytest.mark.parametrize("replace", [replace_by_link, replace_by_folder, replace_by_pipe])
-@pytest.mark.parametrize("kind", ["part", "table", "pack"])
+@pytest.mark.parametrize("kind", ["part", "pack"])
 def test_what_is_no_file_is_passed_over(
     genuine: Run, replace: Callable[[Path, Path], None], kind: str, tmp_path: Path
 ) -> None:
@@ -178,9 +177,6 @@ def test_what_is_no_file_is_passed_over(
     attempt = genuine[1]
     folder = put(forge(genuine), tmp_path / "run")
     key = inside.names_of_files(attempt)[kind]
-    if kind == "table":  # of which the index is a copy
-        for index in indexes(folder):
-            index.unlink()
     replace(folder / key, tmp_path / "moved")
     live = state(1)
     newest = sources(folder)[0]

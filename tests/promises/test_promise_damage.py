@@ -31,7 +31,7 @@ from ckpt.errors import CheckpointError, CorruptError
 from commands import flip
 from inside import Job
 from processes import eventually, run_script
-from run_files import DATA, MANIFEST, TABLE, checkpoint_files, keys_in, kind_of
+from run_files import DATA, MANIFEST, checkpoint_files, keys_in, kind_of
 from run_files import KINDS as FILE_KINDS
 from test_damage import SMALL, VALUES, save
 from threads import together as on_ranks
@@ -258,7 +258,7 @@ def test_ranks_all_hear_of_damage_that_one_has_seen(
 def test_nothing_but_damage(left: Left, tmp_path: Path) -> None:
     """Where damage has left nothing to go on from, a job does not begin anew in silence."""
     folder = left.copy(tmp_path / "run")
-    for path in checkpoint_files(folder, DATA, MANIFEST, TABLE):
+    for path in checkpoint_files(folder, DATA, MANIFEST):
         path.unlink()
     done = restored(folder)
     assert done.step is None and STEPS in [one.step for one in done.skipped]

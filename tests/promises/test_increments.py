@@ -34,7 +34,7 @@ from kills import Chain, Told, Trainer, kill_all, problems
 from model_disk import Volume, volume
 from parallel import free_port, launch
 from processes import eventually, killed, run_script, writers
-from run_files import DATA, MANIFEST, data_files, pattern, select
+from run_files import DATA, INDEX, MANIFEST, checkpoint_files, data_files, pattern, select
 from s3_server import FaultProxy, MotoServer, storage_options
 
 State = dict[str, Any]
@@ -585,7 +585,7 @@ def injure(folder: str, what: str) -> None:
     the newest only, in its manifest and its index."""
     saved = newest(folder)
     if what == "manifest":
-        for path in (path for pattern in saved.small_files for path in Path(folder).glob(pattern)):
+        for path in checkpoint_files(folder, MANIFEST, INDEX, of=saved.id):
             flip(path, path.stat().st_size - 40)
         return
     if what == "shared":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ckpt.core.format.manifest import owner
+from ckpt.core.format.manifest import is_data, is_manifest, owner
 
 DATA, MANIFEST, INDEX = "data", "manifest", "index"
 
@@ -13,8 +13,7 @@ def kind_of(key: str) -> str | None:
     """Return the kind of a file of a checkpoint, or None for any other file."""
     if owner(key) is None:
         return None
-    folder = key.partition("/")[0]
-    return {"packs": DATA, "index": INDEX}.get(folder, MANIFEST)
+    return DATA if is_data(key) else MANIFEST if is_manifest(key) else INDEX
 
 
 def files(run: Path, *kinds: str, of: object = None) -> list[Path]:

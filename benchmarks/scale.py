@@ -59,7 +59,14 @@ from ckpt.core.checkpoint import read, write
 from ckpt.core.format.boxes import Dims
 from ckpt.core.format.digest import file_digest
 from ckpt.core.format.layout import Layout
-from ckpt.core.format.manifest import Attempt, PackInfo, new_format, pack_key, part_key
+from ckpt.core.format.manifest import (
+    Attempt,
+    PackInfo,
+    data_key,
+    manifest_key,
+    metadata_of,
+    new_format,
+)
 from ckpt.core.format.partition import GLOBAL, Holding, Seat, share
 from ckpt.core.format.saved_state import SavedState
 from ckpt.core.log.log import RunLog
@@ -270,7 +277,8 @@ def write_ranks(world: World, root: str, first: int, last: int) -> int:
 async def write_rank(world: World, root: Path, rank: int, like: Reading, rng: np.random.Generator) -> int:
     layout = layout_of(world, rank, like.layout)
     arrangement = layout.arrangement
-    key, header = pack_key(ATTEMPT, rank, 0), arrangement.header
+    key = data_key(ATTEMPT, rank)
+    header = arrangement.header(metadata_of(key))
     table = write.build_table(layout, key, rng.bytes(16 * len(arrangement.blobs)))
     pack = PackInfo(key, len(header) + arrangement.data_size, len(header), file_digest(header))
     (root / key).parent.mkdir(parents=True, exist_ok=True)
@@ -279,8 +287,8 @@ async def write_rank(world: World, root: Path, rank: int, like: Reading, rng: np
         file.truncate(pack.size)
     store: Any = Folder(root)
     snapshot = write.RankSnapshot(ATTEMPT, layout, memoryview(b""), like.values, finite=True)
-    await write.finish_part(store, snapshot, table, [pack], number=0, reason="due")
-    return (root / part_key(ATTEMPT, rank, 0)).stat().st_size
+    await write.finish_part(store, snapshot, table, [pack], reason="due")
+    return (root / manifest_key(ATTEMPT, rank)).stat().st_size
 
 
 def write_all(world: World, root: Path) -> None:
@@ -321,7 +329,7 @@ def plan(world: World, rank: int) -> Json:
         reading = capture.read()
         clock.lap("read")
         arrangement = reading.layout.arrangement
-        found = len(arrangement.header), len(arrangement.blobs), reading.layout.digest
+        found = len(arrangement.header({})), len(arrangement.blobs), reading.layout.digest
         clock.lap("arrange")
         cached = []
         for _ in range(20):

@@ -1,6 +1,6 @@
 """The byte interface of a place, and how a URL becomes one.
 
-A store keeps objects under keys such as `packs/1.0f3a9c21-50.0.0.safetensors`. The contract below is all the rest of
+A store keeps objects under keys such as `log/000000000042.json`. The contract below is all the rest of
 the library knows about any place; the classes live in `ckpt_backends`.
 """
 

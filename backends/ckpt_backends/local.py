@@ -50,7 +50,8 @@ THREADS = 8  # enough requests in flight to keep one NVMe drive busy
 RESERVE = 1 << 20
 _RECORD = re.compile(r"log/[0-9]{12}\.json")
 VANISHED_S = 0.2  # before a folder that vanished is made again: `rm -rf` may be about to delete the whole run
-OWN = ("packs/", "parts/", "index/")  # names in these folders contain a random part: no other run uses the same name
+STEPS = "steps/"  # names of its folders contain a random part: no other run uses the same name
+FRESH_S = 86_400  # a folder that has not changed for so long is durable: the kernel writes back within a minute
 TRIES = 3  # a temporary file may be taken for a leftover before it is locked
 _LEFTOVER = re.compile(r"\.(.+)\.[0-9a-f]{16}\.new")
 _TEMPORARY = re.compile(r"\.[0-9a-f]{16}\.tmp")
@@ -69,6 +70,7 @@ class LocalStore:
         self._pool = ThreadPoolExecutor(THREADS, "ckpt-io")
         self._calls: set[Future[Any]] = set()  # under way in it
         self.open_files = OpenFiles(self.disk, direct)
+        self._steps = f"{self.root}/{STEPS}"
         self._known_folders: set[str] = set()
         self._check: Callable[[], Awaitable[None]] | None = None
         self._format: tuple[int, ...] | None = None  # identifies the FORMAT.json that was checked last
@@ -157,14 +159,15 @@ class LocalStore:
         folder = os.path.dirname(path)
         await self._check_run()
         with errors(self.url, path):
-            await self.run(self._make_folders, folder)
             for number in range(TRIES):
+                await self.run(self._make_folders, folder)
                 temporary = f"{folder}/.{secrets.token_hex(8)}.tmp"
                 try:
                     await self._put_as(temporary, path, data, create)
                     return
-                except FileNotFoundError:  # a clean-up deleted it before it was locked, or where locks do not work
-                    if number == TRIES - 1 or not await self.run(os.path.isdir, folder):
+                except FileNotFoundError:
+                    # A clean-up deleted it before it was locked, or where locks do not work; or the empty folder.
+                    if number == TRIES - 1 or not (folder.startswith(self._steps) or os.path.isdir(folder)):
                         raise
 
     async def _put_as(self, temporary: str, path: str, data: Buffer, create: bool) -> None:
@@ -214,7 +217,7 @@ class LocalStore:
             yield info
 
     async def delete(self, key: str) -> None:
-        if not key.startswith(OWN):
+        if not key.startswith(STEPS):
             await self._check_run()
         await self.discard(key)
 
@@ -224,6 +227,14 @@ class LocalStore:
         self.open_files.forget(path)  # or the disk space would stay taken
         with errors(self.url, path), contextlib.suppress(FileNotFoundError):
             await self.run(self.disk.unlink, path)
+        if path.startswith(self._steps):
+            await self.run(self._drop_folder, os.path.dirname(path))
+
+    def _drop_folder(self, folder: str) -> None:
+        """Delete the folder of a checkpoint if it is empty."""
+        with contextlib.suppress(OSError):
+            os.rmdir(folder)
+            self._known_folders.discard(folder)
 
     async def delete_many(self, keys: Sequence[str]) -> None:
         for key in keys:
@@ -280,8 +291,8 @@ class LocalStore:
 
     def _open_upload(self, final: str, size: int, replace: bool) -> LocalUpload:
         folder, name = os.path.split(final)
-        self._make_folders(folder)
         path = final
+        self._make_folders(folder)
         if replace:
             with contextlib.suppress(OSError):  # what cannot be looked at stays
                 for entry in list(os.scandir(folder)):
@@ -291,7 +302,11 @@ class LocalStore:
             path = f"{folder}/.{name}.{secrets.token_hex(8)}.new"
         create = os.O_CREAT | os.O_EXCL | os.O_WRONLY
         self._check_again()
-        buffered = self.disk.open(path, create)
+        try:
+            buffered = self.disk.open(path, create)
+        except FileNotFoundError:  # another process deleted the folder, because it was empty
+            self._make_folders(folder)
+            buffered = self.disk.open(path, create)
         try:
             if replace:
                 self.disk.lock(buffered)
@@ -394,6 +409,8 @@ class LocalStore:
         pending = [self.root]
         while pending:
             folder = pending.pop()
+            if folder.startswith(self._steps) and os.stat(folder).st_mtime < time.time() - FRESH_S:
+                continue  # there may be thousands of these
             self.disk.fsync_dir(folder)
             entries = list(os.scandir(folder))
             pending += [one.path for one in entries if one.is_dir(follow_symlinks=False) and one.name[0] != "."]
@@ -404,12 +421,15 @@ class LocalStore:
                 return
             time.sleep(VANISHED_S)
         self._check_again()
+        above = os.path.dirname(folder)
+        if folder.startswith(self._steps) and above not in self._known_folders:
+            self._make_folders(above)
         try:
             self.disk.mkdir(folder)
         except FileExistsError:
             if not stat.S_ISDIR(os.lstat(folder).st_mode):
                 raise NotADirectoryError(errno.ENOTDIR, "not a folder of its own", folder) from None
-        self.disk.fsync_dir(os.path.dirname(folder))
+        self.disk.fsync_dir(above)
         self._known_folders.add(folder)
 
     def _scan(self, prefix: str) -> Listing:

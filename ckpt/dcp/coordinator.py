@@ -15,12 +15,12 @@ from ckpt.core.checkpoint.in_use import check_free
 from ckpt.core.checkpoint.open_tier import LIST_EVERY, READ_BACK_EVERY, OpenTier
 from ckpt.core.checkpoint.parts import load_parts
 from ckpt.core.checkpoint.write import WrittenPart
-from ckpt.core.format.manifest import Attempt
+from ckpt.core.format.manifest import STEPS, Attempt
 from ckpt.core.format.manifest import owner as owner_of
 from ckpt.core.log.log import Acquire, Commit, RunLog, RunState, live_packs
 from ckpt.dcp import rank_write
 from ckpt.dcp.incarnation import Incarnation, Known, forget, known, note_owner, owner_known
-from ckpt.dcp.rank_write import TRY, Content, RankShare, Receipt
+from ckpt.dcp.rank_write import Content, RankShare, Receipt
 from ckpt.errors import (
     CheckpointError,
     CorruptError,
@@ -212,7 +212,7 @@ async def _clear(log: RunLog, mine: Acquire, place: Known) -> None:
     which there may be no room while they are there."""
     if log.state.aborted <= place.cleared:
         return
-    listed = [info.key for prefix in ("packs/", "parts/", "index/") async for info in log.store.list(prefix)]
+    listed = [info.key async for info in log.store.list(STEPS)]
     used = await retention.files_of(log, log.state.commits.values())
     aborted = set(log.state.aborted)
 
@@ -224,7 +224,7 @@ async def _clear(log: RunLog, mine: Acquire, place: Known) -> None:
 
     landed = await retention.land(log, mine, decide)
     if landed:
-        await log.store.delete_many(landed.delete)
+        await retention.delete_in_order(log.store, landed.delete)
     place.cleared |= aborted
 
 
@@ -378,7 +378,7 @@ async def _commit(tier: Tier, saving: Saving, receipts: Sequence[Receipt]) -> No
         raise SaveError(f"only {len(receipts)} of {saving.world} ranks say what they wrote")
     async with opened(tier) as log:
         try:
-            parts = await load_parts(log.store, attempt, [(r.rank, TRY, r.parts[url]) for r in receipts])
+            parts = await load_parts(log.store, attempt, [(r.rank, r.parts[url]) for r in receipts])
         except NotFoundError as error:
             raise SaveError(
                 f"{error}: what a rank wrote to {url} cannot be seen from here. DCP needs a place that all ranks "

@@ -22,7 +22,7 @@ from ckpt.core.checkpoint import read
 from ckpt.core.checkpoint.write import RankSnapshot, WrittenPart, build_table, finish_part, upload_from
 from ckpt.core.format.digest import blob_hasher, file_digest
 from ckpt.core.format.layout import Layout, TensorSpec
-from ckpt.core.format.manifest import Attempt, PackInfo, pack_key
+from ckpt.core.format.manifest import Attempt, PackInfo, data_key, metadata_of
 from ckpt.core.format.values import is_text
 from ckpt.core.state.tensors import DTYPE_NAME, as_bytes, check, check_memory
 from ckpt.dcp.objects import warn_once
@@ -31,7 +31,6 @@ from ckpt.store import PAGE, Store
 
 KIND = "dcp"  # of the one component of such a checkpoint
 PATH = ["dcp"]
-TRY = 0  # an attempt is tried once: after a failure the next one has another name
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,11 +155,11 @@ def _mappings(data: Any, names: Iterable[str]) -> dict[str, list[str | int]] | N
 class Stream:
     """The bytes of a pack, in ranges that are asked for in their order. `digests`: of the blobs, joined."""
 
-    def __init__(self, content: Content) -> None:
+    def __init__(self, content: Content, header: bytes) -> None:
         self._content = content
         self._arrangement = content.layout.arrangement
         self._blobs = iter(self._arrangement.blobs)
-        self._rest = memoryview(self._arrangement.header)
+        self._rest = memoryview(header)
         self._number, self._bytes = -1, memoryview(b"")
         self._position = 0
         self._hash = blob_hasher()  # of the present blob
@@ -208,16 +207,17 @@ def _room(length: int) -> memoryview:
 async def write(store: Store, attempt: Attempt, content: Content, *, read_back: bool) -> WrittenPart:
     """Store a share, and read it again if told so: CorruptError if it is not what was written."""
     layout = content.layout
-    key, header = pack_key(attempt, layout.rank, TRY), layout.arrangement.header
+    key = data_key(attempt, layout.rank)
+    header = layout.arrangement.header(metadata_of(key))
     size = len(header) + layout.arrangement.data_size
-    stream = Stream(content)
+    stream = Stream(content, header)
     await upload_from(store, key, size, stream.piece, first=len(header))
     pack = PackInfo(key, size, len(header), file_digest(header))
     table = build_table(layout, key, bytes(stream.digests))
     snapshot = RankSnapshot(
         attempt, layout, memoryview(b""), [None]
     )  # its bytes are written, and its values are tensors
-    written = await finish_part(store, snapshot, table, [pack], number=TRY, reason="due")
+    written = await finish_part(store, snapshot, table, [pack], reason="due")
     if read_back:
         await read.fetch(store, table, read.plan_reads(table, range(table.owned), far=store.remote), None)
     return written

@@ -127,7 +127,7 @@ class Job:
             RankSnapshot(attempt, layout, data, [None]),
             InMemory(layout, data),
             previous,
-            number=number,
+            numbers=itertools.count(number),
             bases=bases_in(self.log.store),
         )
 
@@ -421,7 +421,7 @@ def previous_of(layout: Layout, digests: Any, *, step: int = 1, size: int | None
 
 
 def part_of(attempt: Attempt, packs: list[PackInfo]) -> Part:
-    return Part(str(attempt), 0, 0, 1, {}, [], b"", packs)
+    return Part(str(attempt), 0, 1, {}, [], b"", packs)
 
 
 @PURE
@@ -495,7 +495,7 @@ def test_a_pack_that_is_mostly_dead_is_left() -> None:
     data = bytearray(noise(layout, 0))
     was = digests_of(layout, bytes(data))
     old = previous_of(layout, was)
-    newer = Previous(replace(old.part, attempt="1.0badcafe-2"), old.table)
+    newer = Previous(replace(old.part, attempt=checkpoint_id(2)), old.table)
     for count in range(11):
         now = digests_of(layout, noise(layout, 9)).copy()
         now[:count] = was[:count]
@@ -507,7 +507,7 @@ def test_a_delta_keeps_its_base_or_goes_with_it() -> None:
     """A blob that is a delta is not taken if the pack of its base is left."""
     layout = Layout((TensorSpec("t", "U8", (1000,)),), {}, [])
     now = digests_of(layout, noise(layout, 0))
-    keys = [data_key(checkpoint_id(1)), data_key(checkpoint_id(2), number=0)]
+    keys = [data_key(checkpoint_id(1)), data_key(checkpoint_id(2), number=1)]
     whole = previous_of(layout, now).table
     table = replace(
         whole,
@@ -594,7 +594,9 @@ def packed(state: State, encoded: Callable[[Layout, InMemory], list[Encoded]]) -
     store = MemoryStore()
 
     async def work() -> Packer:
-        packer = Packer(store, RankSnapshot(Attempt(1, 1, "0badcafe"), layout, source.data, []), 0, 1 << 20)
+        packer = Packer(
+            store, RankSnapshot(Attempt(1, 1, "0badcafe"), layout, source.data, []), itertools.count(), 1 << 20
+        )
         for one in encoded(layout, source):
             await packer.add(one)
         await packer.finish()
@@ -649,7 +651,7 @@ def test_names_that_look_like_blobs_do_not_collide() -> None:
 
 # -- what a table may say --
 
-KEY = data_key(checkpoint_id(1), number=0)
+KEY = data_key(checkpoint_id(1), number=1)
 COUNT, HALF = 1024, 2048  # elements of a tensor, bytes of half of one in fp32
 
 
@@ -910,15 +912,15 @@ def test_a_part_that_is_built_on_says_so_in_its_file() -> None:
         for step in range(1, 7):
             state["t0"] = ("F32", 5000, dice.bytes(20000))
             commit = await job.save(step, state)
-            ((rank, number, _),) = commit.parts
-            part = (await commits.load_part(job.log.store, commit.attempt, rank, number)).part
+            ((rank, _),) = commit.parts
+            part = (await commits.load_part(job.log.store, commit.attempt, rank)).part
             assert part.needs == [str(a) for a in commit.needs]
             assert [a.step for a in commit.needs] == ([step - 1] if step > 2 else [])
             assert part.chain == max(0, step - 2)
             owners = {owner(pack.key) for pack in part.packs}
             assert {a.step for a in owners if a} == ({step, 2} if step > 2 else {step})
             raw = json.loads(job.log.store.objects[manifest_key(commit.attempt)])  # type: ignore[attr-defined]
-            assert len(raw["packs"]) == len(part.packs)
+            assert len(raw["files"]) == len(part.packs)
 
     asyncio.run(run())
 
@@ -1017,16 +1019,14 @@ def test_aborted_attempt_leaves_the_files_that_a_copied_checkpoint_uses() -> Non
         log = RunLog(far)
         await log.open()
         mine = await commits.acquire(log, job.mine.nonce, floor=job.mine.epoch - 1)
-        copied = [
-            await promote.copy_part(job.log.store, far, first.attempt, r, n, expected=d) for r, n, d in first.parts
-        ]
+        copied = [await promote.copy_part(job.log.store, far, first.attempt, r, expected=d) for r, d in first.parts]
         await commits.commit(log, mine, copied, used={})
         tool = RunLog(far)
         await tool.open()
         assert (
             await copy_run.copy(job.log, tool, await copy_run.plan_copy(job.log, tool, [third], take_over=False)) == []
         )
-        own = await promote.copy_part(job.log.store, far, second.attempt, 0, second.parts[0][1])
+        own = await promote.copy_part(job.log.store, far, second.attempt, 0)
         await log.refresh()
         await commits.abort(log, mine, second.attempt, "rank 1: its connection was reset")
         settler: Any = SimpleNamespace(run=SimpleNamespace(mine=lambda: mine))

@@ -30,7 +30,13 @@ from ckpt.core.checkpoint import commit as commits
 from ckpt.core.checkpoint import describe, read, write
 from ckpt.core.checkpoint import parts as parts_of
 from ckpt.core.format.digest import file_digest
-from ckpt.core.format.manifest import Attempt, PackInfo, Part, pack_key
+from ckpt.core.format.manifest import (
+    Attempt,
+    PackInfo,
+    Part,
+    data_key,
+    metadata_of,
+)
 from ckpt.core.format.partition import Seat
 from ckpt.core.format.table import Table
 from ckpt.core.log.log import RunLog
@@ -59,14 +65,15 @@ def write_rank(root: Path, attempt: Attempt, rank: int, like: Any) -> None:
     arrangement = layout.arrangement
     tensors = [layout.tensors[i] for i in arrangement.order]
     data = b"".join(content(t.name, t.at, t.nbytes, attempt.step) for t in tensors)
-    key, header = pack_key(attempt, rank, 0), arrangement.header
+    key = data_key(attempt, rank)
+    header = arrangement.header(metadata_of(key))
     (root / key).parent.mkdir(parents=True, exist_ok=True)
     (root / key).write_bytes(header + data)
     snapshot = write.RankSnapshot(attempt, layout, memoryview(data), like.values, finite=True)
     table = write.build_table(layout, key, write.digest_blobs(layout, snapshot.data))
     pack = PackInfo(key, len(header) + len(data), len(header), file_digest(header))
     store: Any = scale.Folder(root)
-    asyncio.run(write.finish_part(store, snapshot, table, [pack], number=0, reason="due"))
+    asyncio.run(write.finish_part(store, snapshot, table, [pack], reason="due"))
 
 
 @pytest.fixture(scope="module")

@@ -72,7 +72,7 @@ def test_ls_lists_newest_first(made: Path, call: Any) -> None:
     assert (found.code, [r["step"] for r in rows], found.json["url"]) == (0, [6, 4, 2], f"file://{made}")
     assert [r["newest"] for r in rows] == [True, False, False] and all(r["in_history"] for r in rows)
     records = [json.loads(path.read_text()) for path in (made / "log").iterdir()]
-    times = {one["body"]["attempt"]: one["body"]["time"] for one in records if one["type"] == "COMMIT"}
+    times = {one["body"]["checkpoint"]: one["body"]["time"] for one in records if one["type"] == "COMMIT"}
     assert all(0 < time.time() - when < 3600 for when in times.values())
     for row in rows:
         own = data_bytes(made, of=row["attempt"])
@@ -541,7 +541,7 @@ def test_hostile_parts_raise_no_traceback(run: Path, call: Any) -> None:
         changed |= {"layout": press(text), "layout_digest": file_digest(text)}
         path.write_bytes(seal(changed))
         record = {k: v for k, v in json.loads(log.read_text()).items() if k != "digest"}
-        record["body"]["parts"] = [[0, 0, file_digest(path.read_bytes())]]
+        record["body"]["manifests"] = [[0, file_digest(path.read_bytes())]]
         log.write_bytes(seal(record))
         for command in COMMANDS:
             found = call(*arguments_of(command, run))

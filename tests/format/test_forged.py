@@ -35,7 +35,7 @@ from ckpt.core.format.manifest import (
     Attempt,
     Part,
     canonical,
-    part_key,
+    manifest_key,
 )
 from ckpt.core.format.saved_state import SavedState
 from ckpt.core.format.table import COLUMNS as COLUMNS_OF
@@ -339,7 +339,7 @@ def test_a_column_of_another_kind_is_an_error_of_ours(genuine: Run, name: str, t
     """Missing, of another dtype, shape or length: CorruptError, or a table with the same meaning. The file does not say
     what its numbers are, so those of another kind that fill the same bytes are just other numbers."""
     objects, attempt = genuine
-    raw = inside.table_in(objects[part_key(attempt, 0, 0)])
+    raw = inside.table_in(objects[manifest_key(attempt, 0)])
     whole = Table.from_bytes(raw, "the table")
     for kind, change in {"missing": None, **WRONG_KINDS}.items():
         columns = columns_of(raw, "a table")
@@ -609,7 +609,7 @@ def test_records_of_other_ranks_parts_are_taken_at_their_word_only(of_two: Run, 
     folder = put(objects, tmp_path / "run")
     assert restored(folder) == 20
     survives(folder)
-    nobody = {**body, "attempt": str(Attempt(of_two[1].epoch, 30, of_two[1].nonce))}
+    nobody = {**body, "checkpoint": str(Attempt(of_two[1].epoch, 30, of_two[1].nonce))}
     folder = put(appended(of_two, type=kind, body=nobody), tmp_path / "run")
     assert restored(folder) == 20
     survives(folder)
@@ -747,7 +747,7 @@ def appended(run: Run, **fields: Json) -> Objects:
 
 def held(**changes: Json) -> Json:
     """The body of a record of one of two ranks' parts, of an attempt that has no files."""
-    body = {"attempt": "1.00000000-30", "world": 2, "parts": [[0, 0, "0" * 64]], "index": "0" * 64}
+    body = {"checkpoint": "1.00000000-30", "world": 2, "manifests": [[0, "0" * 64]], "index": "0" * 64}
     return {**body, "finite": None, "reason": "due", "time": 0.0, **changes}
 
 
@@ -767,14 +767,14 @@ EVIL_RECORDS: dict[str, dict[str, Json]] = {
     "restored from a path": {"type": "ACQUIRE", "body": {"term": 2, "nonce": "0" * 8, "restored": "../x"}},
     "deletes outside": {"type": "PLAN", "body": {"retire": [], "delete": ["../../outside", "/etc/passwd"]}},
     "retires a path": {"type": "PLAN", "body": {"retire": ["../x"], "delete": []}},
-    "keeps null": {"type": "KEEP", "body": {"attempt": None}},
-    "aborts a list": {"type": "ABORT", "body": {"attempt": []}},
-    "aborts without a reason": {"type": "ABORT", "body": {"attempt": "1.00000000-30"}},
-    "aborts for an odd reason": {"type": "ABORT", "body": {"attempt": "1.00000000-30", "reason": [{}]}},
+    "keeps null": {"type": "KEEP", "body": {"checkpoint": None}},
+    "aborts a list": {"type": "ABORT", "body": {"checkpoint": []}},
+    "aborts without a reason": {"type": "ABORT", "body": {"checkpoint": "1.00000000-30"}},
+    "aborts for an odd reason": {"type": "ABORT", "body": {"checkpoint": "1.00000000-30", "reason": [{}]}},
     "holds of no time": {"type": "HELD", "body": held(time="now")},
     "holds of after the last year": {"type": "HELD", "body": held(time=1e300)},
     "holds nothing": {"type": "HELD", "body": {}},
-    "holds a path": {"type": "HELD", "body": {"attempt": "../x"}},
+    "holds a path": {"type": "HELD", "body": {"checkpoint": "../x"}},
     "holds no parts": {"type": "HELD", "body": held(parts=[])},
     "holds more parts than ranks": {"type": "HELD", "body": held(world=1, parts=[[0, 0, "0" * 64], [1, 0, "0" * 64]])},
     "holds a rank twice": {"type": "HELD", "body": held(parts=[[1, 0, "0" * 64]] * 2)},
@@ -841,7 +841,7 @@ def test_memory_is_bounded_by_what_is_checked_first(genuine: Run, tmp_path: Path
     runs = tmp_path / "runs"
     objects, attempt = genuine
     sparse = {
-        "a part": part_key(attempt, 0, 0),
+        "a part": manifest_key(attempt, 0),
         "a record": record_key(2),
         "the format": "FORMAT.json",
         "a pack": data_key(attempt),
@@ -893,7 +893,7 @@ def test_a_tensor_that_does_not_fit_into_memory_is_an_error_of_ours(tmp_path: Pa
 @settings(max_examples=300, deadline=None)
 def test_mutated_layouts_and_values(of_two: Run, data: st.DataObject) -> None:
     """The same for the parsers alone, which is faster."""
-    document = opened_part(of_two[0][part_key(of_two[1], 1, 0)])
+    document = opened_part(of_two[0][manifest_key(of_two[1], 1)])
     subject = data.draw(st.sampled_from([document["layout"], document["values"]]))
     mutate(data.draw, subject)
     with contextlib.suppress(CheckpointError):
@@ -935,7 +935,7 @@ def test_a_layout_that_is_none_is_an_error_of_ours(genuine: Run, name: str, tmp_
     """Whatever stands in its place: the part is CorruptError, and the older step is restored."""
     folder = put(forge(genuine, part=lambda d: d.update(layout=ODD_LAYOUTS[name])), tmp_path / "run")
     with pytest.raises(CorruptError):
-        Part.from_bytes((folder / part_key(genuine[1], 0, 0)).read_bytes(), "a part")
+        Part.from_bytes((folder / manifest_key(genuine[1], 0)).read_bytes(), "a part")
     assert restored(folder) == 10
 
 
@@ -968,7 +968,7 @@ def odd_tables(raw: bytes) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def test_a_file_of_odd_columns_is_no_table(genuine: Run) -> None:
     """CorruptError, before anything is made by what it declares. The genuine one is read."""
-    raw = inside.table_in(genuine[0][part_key(genuine[1], 0, 0)])
+    raw = inside.table_in(genuine[0][manifest_key(genuine[1], 0)])
     assert len(Table.from_bytes(raw, "the table").shards)
     for name, files in odd_tables(raw):
         with pytest.raises(CorruptError):

@@ -25,7 +25,7 @@ import forgery
 import inside
 from ckpt.core.format import codec, join_ranks, rank_index
 from ckpt.core.format.digest import blob_digest, file_digest
-from ckpt.core.format.manifest import Part, index_key, part_key
+from ckpt.core.format.manifest import Part, index_key, manifest_key
 from ckpt.core.format.table import DTYPES, Table
 from ckpt.core.log.log import record_key
 from ckpt.core.state.capture import Capture
@@ -175,7 +175,7 @@ def swollen(run: forgery.Run) -> forgery.Objects:
         columns["blob_ends"] += count - first
 
     def part(document: Any) -> None:
-        document["packs"][0]["size"] += len(frame)
+        document["files"][0]["size"] += len(frame)
 
     objects = inside.forge(run, part=part, columns=change)
     return objects | {pack: run[0][pack] + frame}
@@ -184,7 +184,7 @@ def swollen(run: forgery.Run) -> forgery.Objects:
 def crowded(run: forgery.Run) -> forgery.Objects:
     """A directory of two ranks whose few compressed bytes are hundreds of megabytes of empty lists."""
     objects, attempt = run
-    parts = [Part.from_bytes(objects[part_key(attempt, rank, 0)], "a part") for rank in range(2)]
+    parts = [Part.from_bytes(objects[manifest_key(attempt, rank)], "a part") for rank in range(2)]
     tables = [Table.from_bytes(part.table, "a table") for part in parts]
     columns = dict(join_ranks.build(parts, tables).columns)
     lists = b'{"aliases":[{}],"components":[],"instances":[{}],"values":[' + b"[]," * (80 << 20)
@@ -194,7 +194,7 @@ def crowded(run: forgery.Run) -> forgery.Objects:
     last = max(key for key in objects if key.startswith("log/"))
     record = json.loads(objects[last])
     record["body"]["index"] = file_digest(raw)
-    return objects | {last: inside.resealed(record), index_key(attempt, file_digest(raw)): raw}
+    return objects | {last: inside.resealed(record), index_key(attempt): raw}
 
 
 def busy(folder: str) -> None:

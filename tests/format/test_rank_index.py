@@ -29,7 +29,7 @@ from ckpt.core.checkpoint import commit as commits
 from ckpt.core.checkpoint import commit_checks, read
 from ckpt.core.format import join_ranks, rank_index
 from ckpt.core.format.boxes import Box
-from ckpt.core.format.manifest import Attempt, Part, index_key, pack_key, part_key
+from ckpt.core.format.manifest import Attempt, Part, data_key, index_key, manifest_key
 from ckpt.core.format.partition import GLOBAL, Seat
 from ckpt.core.format.rank_index import Directory
 from ckpt.core.format.saved_state import SavedState
@@ -87,7 +87,7 @@ def listed(root: Path) -> SavedState:
 
 def index_of(root: Path) -> Path:
     commit = committed(root)
-    return root / index_key(commit.attempt, commit.index)
+    return root / index_key(commit.attempt)
 
 
 def place(world: scale.World, rank: int, saved: SavedState) -> Placement:
@@ -190,7 +190,7 @@ def test_restore_reads_only_the_manifests_it_needs(run: Path, got: list[str]) ->
     placement = place(WORLD, rank, source.saved)
     source.narrow(boxes(placement))
     read_parts = {key for key in got if kind_of(key) == MANIFEST}
-    assert read_parts == {part_key(commit.attempt, r, 0) for r in {0, *needed}} and len(needed) < 6
+    assert read_parts == {manifest_key(commit.attempt, r) for r in {0, *needed}} and len(needed) < 6
     assert not any(kind_of(key) == DATA for key in got)
     got.clear()
     whole(run)
@@ -222,7 +222,7 @@ def test_lost_manifest_comes_from_another_tier_or_is_an_error(run: Path, tmp_pat
     root = tmp_path / "run"
     shutil.copytree(run, root)
     commit = committed(root)
-    key = part_key(commit.attempt, 3, 0)
+    key = manifest_key(commit.attempt, 3)
     (root / key).write_bytes((root / key).read_bytes()[:-1] + b"\0")
     for others in ((), (run.as_uri(),)):
         source = StoreSource(root.as_uri(), commit.attempt, commit, others=others)
@@ -303,7 +303,7 @@ def table_of(shards: list[SavedShard], rank: int, seed: int = 0) -> Table:
     digest = np.random.default_rng([rank, seed]).integers(0, 256, (len(length), 16), np.uint8)
     zero = np.zeros(len(length), np.int64)
     starts = np.cumsum([0, *(bool(s.nbytes) for s in shards)], dtype=np.int64)
-    packs = (pack_key(ATTEMPT, rank, 0),)
+    packs = (data_key(ATTEMPT, rank),)
     offset = np.cumsum(length) - length
     return Table(shards, starts, zero, offset, length, length, zero, zero - 1, digest, digest, packs)
 
@@ -319,7 +319,7 @@ def part_of(table: Table, rank: int, world: int) -> Part:
         "instances": {s.name: s.instance for s in table.shards if s.instance != GLOBAL},
         "elsewhere": {},
     }
-    return Part(str(ATTEMPT), rank, 0, world, layout, [None], table.to_bytes(), [], True)
+    return Part(str(ATTEMPT), rank, world, layout, [None], table.to_bytes(), [], True)
 
 
 def built(state: list[list[SavedShard]]) -> tuple[Directory, list[Table]]:

@@ -47,7 +47,7 @@ from ckpt.core.checkpoint import commit as commits
 from ckpt.core.format import codec, manifest
 from ckpt.core.format.digest import blob_digest, file_digest
 from ckpt.core.format.layout import BLOB, Layout, TensorSpec, pages
-from ckpt.core.format.manifest import Attempt, Part, index_key, owner, part_key
+from ckpt.core.format.manifest import Attempt, Part, data_key, index_key, manifest_key, owner
 from ckpt.core.format.saved_state import SavedState
 from ckpt.core.format.table import PRESSED, Table, columns_of, merge
 from ckpt.core.ipc import channel, process
@@ -96,7 +96,6 @@ from ckpt.tiers import as_tiers
 from ckpt.tools.cli import app
 from ckpt.tools.convert import partial, source_files
 from ckpt_backends.memory import MemoryStore
-from run_files import checkpoint_id, data_key
 
 T = TypeVar("T")
 
@@ -1418,9 +1417,9 @@ def forge(
 ) -> dict[str, bytes]:
     """Change the files of one rank in the newest checkpoint, and recompute all digests. Return the files of the run."""
     objects, attempt = dict(run[0]), run[1]
-    key, last = part_key(attempt, rank, 0), max(k for k in objects if k.startswith("log/"))
+    key, last = manifest_key(attempt, rank), max(k for k in objects if k.startswith("log/"))
     log_record = json.loads(objects[last])
-    tables = [table_in(objects[part_key(attempt, r, 0)]) for r, _, _ in log_record["body"]["parts"]]
+    tables = [table_in(objects[manifest_key(attempt, r)]) for r, _ in log_record["body"]["manifests"]]
     found = {k: v.copy() for k, v in columns_of(tables[rank], "a table").items()}
     columns(found)
     if table is None:
@@ -1434,13 +1433,13 @@ def forge(
             document["layout_digest"] = Layout.from_json(document["layout"]).digest
     raw_part = raw_part or resealed(document)
     objects[key] = raw_part
-    log_record["body"]["parts"][rank] = [rank, 0, file_digest(raw_part)]
+    log_record["body"]["manifests"][rank] = [rank, file_digest(raw_part)]
     tables[rank] = table
     index = _indexed(tables)
     log_record["body"] |= {"index": file_digest(index)}
     body(log_record["body"])
     record(log_record)
-    objects |= {index_key(attempt, file_digest(index)): index, last: resealed(log_record)}
+    objects |= {index_key(attempt): index, last: resealed(log_record)}
     return objects
 
 
@@ -1648,7 +1647,7 @@ class Saved:
 
     def restore(self, state: dict[str, Any], *, strict: bool = True) -> None:
         layout = Layout.from_json(json.loads(self.layout))
-        table = write.build_table(layout, data_key(checkpoint_id(1)), None)
+        table = write.build_table(layout, data_key(Attempt(1, 1, "0badcafe"), 0), None)
         saved = SavedState([layout], [json.loads(self.values)], table, digested=False)
         placement = Capture(state).place(saved, strict=strict)
         placement.check()

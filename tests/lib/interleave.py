@@ -43,12 +43,22 @@ from ckpt.core.checkpoint import commit as commits
 from ckpt.core.checkpoint import commit_checks, read, retention, steady, store_trial, write
 from ckpt.core.checkpoint import settle as settling
 from ckpt.core.checkpoint.commit import Role
+from ckpt.core.checkpoint.incremental import Previous
 from ckpt.core.checkpoint.retention import Keep
 from ckpt.core.checkpoint.write import RankSnapshot, WrittenPart, write_part
 from ckpt.core.format import manifest
 from ckpt.core.format.digest import file_digest
 from ckpt.core.format.layout import Layout, TensorSpec
-from ckpt.core.format.manifest import Attempt, PackInfo, new_format, owner, pack_key, part_key
+from ckpt.core.format.manifest import (
+    Attempt,
+    PackInfo,
+    data_key,
+    index_key,
+    manifest_key,
+    metadata_of,
+    new_format,
+    owner,
+)
 from ckpt.core.format.table import Table
 from ckpt.core.log import files, records, trimming
 from ckpt.core.log import log as run_log
@@ -608,7 +618,7 @@ class Oracle:
     def record(self, key: str, raw: bytes, mine: Acquire | None, fenced: bool) -> None:
         record = json.loads(raw)
         kind, body, seq = record["type"], record["body"], record["seq"]
-        named = body.get("attempt") or " ".join(body.get("retire", ())) or body.get("term", "")
+        named = body.get("checkpoint") or " ".join(body.get("retire", ())) or body.get("term", "")
         self.notes[len(self.sim.trace) - 1] = f"  {kind} {named}"
         if seq != len(self.records) or key != f"log/{seq:012d}.json":
             raise Violation(f"{key} leaves a hole behind {len(self.records)} records")
@@ -637,7 +647,7 @@ class Oracle:
         if kind == "PLAN":
             self.plan(body)
         elif kind in ("COMMIT", "ABORT"):
-            attempt = Attempt.parse(body["attempt"])
+            attempt = Attempt.parse(body["checkpoint"])
             if attempt in self.live or attempt in self.ended:
                 raise Violation(f"{kind} of {attempt}, which is {self.ended.get(attempt, 'live')}")
             if kind == "COMMIT":
@@ -655,16 +665,16 @@ class Oracle:
         self.asked.add(record["id"])
 
     def committed(self, attempt: Attempt, body: dict[str, Any]) -> None:
-        if [rank for rank, _, _ in body["parts"]] != list(range(body["world"])):
+        if [rank for rank, _ in body["manifests"]] != list(range(body["world"])):
             raise Violation(f"{attempt} was committed without the parts of all ranks")
         self.live[attempt] = body
-        index = f"index/{attempt}-{body['index'][:16]}.safetensors"
+        index = index_key(attempt)
         self.files[attempt] = {index: self.must_be(index, attempt, body["index"])}
-        for rank, number, digest in body["parts"]:
-            key = part_key(attempt, rank, number)
+        for rank, digest in body["manifests"]:
+            key = manifest_key(attempt, rank)
             part = json.loads(self.must_be(key, attempt, digest))
             rows = Table.from_bytes(base64.b64decode(part["table"]), key)
-            for name in (key, *(pack["key"] for pack in part["packs"]), *rows.packs):
+            for name in (key, *(pack["key"] for pack in part["files"]), *rows.packs):
                 self.files[attempt][name] = self.must_be(name, attempt)
                 if name in self.doomed:
                     raise Violation(f"{attempt} is live, and {name} was up for deletion before")
@@ -785,8 +795,8 @@ async def write_increment(
     rank, taken, rows = layout.rank, takes(base, same), rows_of(base.table)
     own = [i for i, piece in enumerate(layout.tensors) if piece.name not in taken]
     data = b"".join(snapshot.data[4 * ROWS * i : 4 * ROWS * (i + 1)] for i in own)
-    header = Layout(tuple(layout.tensors[i] for i in own), {}, []).arrangement.header
-    key = pack_key(attempt, rank, number, 0)
+    key = data_key(attempt, rank, number + 1)
+    header = Layout(tuple(layout.tensors[i] for i in own), {}, []).arrangement.header(metadata_of(key))
     packs = [key, *sorted(set(taken.values()))]
     whole = write.build_table(layout, key, write.digest_blobs(layout, snapshot.data))
     places = {layout.tensors[i].name: (0, len(header) + 4 * ROWS * n) for n, i in enumerate(own)}
@@ -798,22 +808,8 @@ async def write_increment(
     await upload.finish()
     known = {info.key: info for info in base.part.packs}
     known[key] = PackInfo(key, len(header) + len(data), len(header), file_digest(header))
-    part = replace(
-        base.part,
-        attempt=str(attempt),
-        rank=rank,
-        number=number,
-        world=layout.world,
-        layout=layout.to_json(),
-        layout_digest=layout.digest,
-        table=table.to_bytes(),
-        packs=[known[one] for one in packs],
-        needs=[base.part.attempt],
-        chain=base.part.chain + 1,
-    )
-    raw_part = part.to_bytes()
-    await store.put(part_key(attempt, rank, number), raw_part, create=True)
-    return WrittenPart(part, file_digest(raw_part), table)
+    named, previous = [known[one] for one in packs], Previous(base.part, base.table)
+    return await write.finish_part(store, snapshot, table, named, reason="due", base=previous)
 
 
 def kept_same(sim: Sim, snapshot: RankSnapshot, base: WrittenPart) -> list[str]:
@@ -914,9 +910,9 @@ class Rank:
         """What a checkpoint of the history says of our part, if we have one in it."""
         for found in self.log.state.lineage()[:2]:
             if self.rank < found.world and self.sim.dice.random() < 0.7:
-                rank, number, digest = found.parts[self.rank]
+                rank, digest = found.parts[self.rank]
                 with contextlib.suppress(StoreError, CorruptError):
-                    part = await commits.load_part(self.log.store, found.attempt, rank, number, expected=digest)
+                    part = await commits.load_part(self.log.store, found.attempt, rank, expected=digest)
                     self.stored.append(part)
                     self.newest = self.newest or found.attempt
 
@@ -931,13 +927,13 @@ class Rank:
         return RankSnapshot(attempt, self.layout, memoryview(self.sim.staged(attempt, self.layout)), [None])
 
     async def write(self, attempt: Attempt, number: int = 0) -> WrittenPart | None:
-        """One rank alone tries again under a higher number; with others the attempt is given up at once."""
+        """A single rank tries again with data files of higher numbers. With others it aborts the checkpoint at once."""
         try:
             self.log.check_owner(self.mine)
             snapshot = self.stage(attempt)
             written = await self.write_less(snapshot, number)
             if written is None:
-                written = await write_part(self.log.store, snapshot, number=number)
+                written = await write_part(self.log.store, snapshot, numbers=itertools.count(number))
             self.stored.append(written)
             return written
         except StoreError:
@@ -984,8 +980,8 @@ class Rank:
         """The store failed us, so nobody knows. With others the attempt is given up; alone it may be saved again."""
         if self.world > 1:
             await self.give_up(attempt, written)
-        elif written.part.number < 2 and self.sim.dice.random() < 0.7:
-            again = await self.write(attempt, written.part.number + 1)
+        elif self.sim.dice.random() < 0.7:
+            again = await self.write(attempt, 2)
             if again is not None:
                 await self.settle(attempt, again)
 
@@ -1003,9 +999,8 @@ class Rank:
 
 def given_up(attempt: Attempt, written: WrittenPart) -> list[str]:
     """The files that go with an attempt that was aborted: not those that it only refers to."""
-    rank, number = written.part.rank, written.part.number
     packs = [pack.key for pack in written.part.packs if owner(pack.key) == attempt]
-    return [part_key(attempt, rank, number), *packs]
+    return [manifest_key(attempt, written.part.rank), *packs]
 
 
 async def tidy(log: RunLog, mine: Acquire | None, keep: Keep, trimmer: Trimmer, actor: Actor) -> None:
@@ -1080,7 +1075,7 @@ async def talker(sim: Sim, actor: Actor, begin: int) -> None:
 
 def idle(attempt: Attempt, request: str) -> records.Record:
     """Return a record that changes nothing."""
-    return records.Record("KEEP", {"attempt": str(attempt), "note": "", "keep": False}, request)
+    return records.Record("KEEP", {"checkpoint": str(attempt), "note": "", "keep": False}, request)
 
 
 async def taker_back(sim: Sim, actor: Actor, begin: int) -> None:

@@ -26,7 +26,7 @@ def record(kind: str, body: dict[str, Any], seq: int = 0, request: str = "") -> 
 
 def committed(of: Attempt) -> dict[str, Any]:
     body = {
-        "attempt": str(of), "world": 1, "parts": [[0, 0, DIGEST]], "index": DIGEST, "finite": None, "reason": "due",
+        "checkpoint": str(of), "world": 1, "manifests": [[0, DIGEST]], "index": DIGEST, "finite": None, "reason": "due",
         "time": 0.0,
     }  # fmt: skip
     return record("COMMIT", body, request=f"commit:{of}")

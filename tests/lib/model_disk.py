@@ -13,6 +13,7 @@ import contextlib
 import errno
 import fcntl
 import functools
+import itertools
 import mmap
 import os
 import random
@@ -83,7 +84,7 @@ class Run:
         return Attempt(self.mine.epoch, step, self.mine.nonce)
 
     async def write(self, step: int, number: int = 0, layout: Layout = LAYOUT) -> WrittenPart:
-        return await write_part(self.log.store, snapshot(self.attempt(step), layout), number=number)
+        return await write_part(self.log.store, snapshot(self.attempt(step), layout), numbers=itertools.count(number))
 
     async def save(self, step: int, number: int = 0, layout: Layout = LAYOUT) -> Attempt:
         """Returns when the step is acknowledged."""

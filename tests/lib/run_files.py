@@ -16,11 +16,10 @@ from typing import NamedTuple
 
 DATA, MANIFEST, INDEX = "data", "manifest", "index"
 KINDS = (DATA, MANIFEST, INDEX)  # of files that belong to a checkpoint
-DATA_FOLDER = "packs"  # in which a writer creates data files. A file under this name makes every save fail
+DATA_FOLDER = "steps"  # in which a writer creates data files. A file under this name makes every save fail
 
-_FOLDERS = {DATA: "packs", MANIFEST: "parts", INDEX: "index"}
 _KEY = re.compile(
-    r"(packs|parts|index)/((\d+)\.[0-9a-f]{8}-(\d+))(?:\.(\d+)\.\d+(?:-(\d+))?|-[0-9a-f]{16})\.(?:safetensors|json)"
+    r"steps/((\d{9,})\.(\d+)-[0-9a-f]{8})/(?:(index)\.safetensors|rank-(\d+)(?:(\.json)|(?:-(\d+))?\.safetensors))"
 )
 
 
@@ -39,8 +38,8 @@ def _parse(key: str) -> _Name | None:
     found = _KEY.fullmatch(key)
     if found is None:
         return None
-    folder, checkpoint, term, step, rank, number = found.groups()
-    kind = {"packs": DATA, "index": INDEX}.get(folder, MANIFEST)
+    checkpoint, step, term, index, rank, json, number = found.groups()
+    kind = INDEX if index else MANIFEST if json else DATA
     return _Name(int(step), int(term), checkpoint, int(rank or -1), int(number or 0), kind)
 
 
@@ -90,23 +89,28 @@ def select(
 
 
 def checkpoint_id(step: int, term: int = 1, nonce: str = "0badcafe") -> str:
-    return f"{term}.{nonce}-{step}"
+    return f"{step:09d}.{term}-{nonce}"
 
 
 def data_key(checkpoint: object, rank: int = 0, number: int | None = None) -> str:
     """Name a data file. `number`: counts the files of a rank that has several; None if it has one."""
-    return f"packs/{checkpoint}.{rank}.0{'' if number is None else f'-{number}'}.safetensors"
+    return f"steps/{checkpoint}/rank-{rank:05d}{f'-{number:05d}' if number else ''}.safetensors"
 
 
 def manifest_key(checkpoint: object, rank: int = 0) -> str:
-    return f"parts/{checkpoint}.{rank}.0.json"
+    return f"steps/{checkpoint}/rank-{rank:05d}.json"
+
+
+def index_key(checkpoint: object) -> str:
+    return f"steps/{checkpoint}/index.safetensors"
 
 
 def pattern(kind: str, step: int | None = None, rank: int | None = None) -> str:
     """Return a regular expression for keys, for paths and for the paths of requests to a bucket."""
-    of = r"\d+\.[0-9a-f]{8}-" + (r"\d+" if step is None else str(step))
-    tail = r"-[0-9a-f]{16}" if kind == INDEX else rf"\.{r'[0-9]+' if rank is None else rank}\.\d+(-\d+)?"
-    return f"{_FOLDERS[kind]}/{of}{tail}[.]{'json' if kind == MANIFEST else 'safetensors'}"
+    of = (r"\d{9,}" if step is None else f"{step:09d}") + r"\.\d+-[0-9a-f]{8}"
+    ranks = r"rank-\d+" if rank is None else f"rank-{rank:05d}"
+    name = {DATA: rf"{ranks}(-\d+)?[.]safetensors", MANIFEST: f"{ranks}[.]json", INDEX: "index[.]safetensors"}[kind]
+    return f"steps/{of}/{name}"
 
 
 # -- paths --

@@ -22,14 +22,14 @@ def records(run):
     places = [path for path in paths if int(path.stem) % 256 == 0 and int(path.stem) and sealed(path)["type"] == "SNAPSHOT"]
     return [sealed(path) for path in paths if not places or path >= places[-1]]
 def newest(run):
-    back, live, place = {}, {}, lambda name: tuple(map(int, re.fullmatch(r"(\d+)\.\w+-(\d+)", name).groups()))
+    back, live, place = {}, {}, lambda name: tuple(map(int, re.fullmatch(r"(\d+)\.(\d+)-\w+", name).groups()[::-1]))
     for record in records(run):
         body = record["body"]
         if record["type"] == "SNAPSHOT":
             back = {epoch: restored for epoch, _, restored in body["acquires"]}
-            live = {one["attempt"]: one for one in body["commits"] if one["finite"] is not False}
+            live = {one["checkpoint"]: one for one in body["commits"] if one["finite"] is not False}
         back.update({body["term"]: body["restored"]} if record["type"] == "ACQUIRE" else {})
-        live.update({body["attempt"]: body} if record["type"] == "COMMIT" and body["finite"] is not False else {})
+        live.update({body["checkpoint"]: body} if record["type"] == "COMMIT" and body["finite"] is not False else {})
         for gone in body["retire"] if record["type"] == "PLAN" else ():
             live.pop(gone, None)
     limit = (math.inf, math.inf)
@@ -48,8 +48,8 @@ def decode(codec, stored, base):
 def read(folder):
     run, found, aliases, values = Path(folder), {}, {}, None
     commit, major = newest(run), sealed(run / "FORMAT.json")["major"]
-    for rank, number, digest in commit["parts"]:
-        path = run / "parts" / f"{commit['attempt']}.{rank}.{number}.json"
+    for rank, digest in commit["manifests"]:
+        path = run / "steps" / commit["checkpoint"] / f"rank-{rank:05}.json"
         part = sealed(path)
         assert [hashlib.sha256(path.read_bytes()).hexdigest(), major] == [digest, 3], path
         raw = base64.b64decode(part["table"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import replace
@@ -19,7 +20,7 @@ from ckpt.core.checkpoint.retention import ALWAYS, Keep, choose, why_kept
 from ckpt.core.checkpoint.settle import settle
 from ckpt.core.checkpoint.write import RankSnapshot, WrittenPart, write_part
 from ckpt.core.format.layout import Layout, TensorSpec
-from ckpt.core.format.manifest import Attempt, new_nonce, owner, pack_key
+from ckpt.core.format.manifest import Attempt, data_key, new_nonce, owner
 from ckpt.core.ipc.notes import SaidNote
 from ckpt.core.ipc.protocol import Note
 from ckpt.core.log.log import Acquire, Commit, Record, RunLog, RunState
@@ -397,16 +398,16 @@ async def test_leftovers_of_aborted_attempts_and_other_tries_are_swept(
     store: MemoryStore, log: RunLog, mine: Acquire
 ) -> None:
     """Files of an ended attempt that no checkpoint uses go with the next clean-up; those of an open attempt never."""
-    await write_part(store, snapshot(mine, 2), number=0)  # a first try, written again below
+    await write_part(store, snapshot(mine, 2))  # a first try, written again below
     await save(log, mine, 1)
-    written = await write_part(store, snapshot(mine, 2), number=1)
+    written = await write_part(store, snapshot(mine, 2), numbers=itertools.count(1))
     await commit.commit(log, mine, [written])
     await write_part(store, snapshot(mine, 3))
     await commit.abort(log, mine, Attempt(mine.epoch, 3, mine.nonce), "for the test")
     await write_part(store, snapshot(mine, 4))  # open
     assert await retention.retire(log, mine, Keep(5), {Attempt(mine.epoch, 2, mine.nonce)}) == set()
     assert await files(store) == {1: WHOLE, 2: WHOLE, 4: WHOLE - 1}
-    assert pack_key(Attempt(mine.epoch, 2, mine.nonce), 0, 0) not in store.objects
+    assert data_key(Attempt(mine.epoch, 2, mine.nonce), 0) not in store.objects
     assert await sound(store) == [2, 1]
 
 
@@ -419,7 +420,7 @@ def test_what_a_held_attempt_builds_on_stays(end: str) -> None:
         log, mine = await opened(store)
         attempts = await save(log, mine, 1, 2, 3)
         of = Attempt(mine.epoch, 4, mine.nonce)
-        written = await increment(log, mine, 4, await commit.load_part(store, attempts[0], 0, 0))
+        written = await increment(log, mine, 4, await commit.load_part(store, attempts[0], 0))
         await commit.commit(log, mine, [written], kind="HELD")
         assert await retention.retire(log, mine, Keep(1), {attempts[-1]}) == set()
         assert await files(store) == {1: WHOLE, 2: WHOLE, 3: WHOLE, 4: WHOLE}
@@ -437,7 +438,7 @@ def test_what_a_held_attempt_builds_on_stays(end: str) -> None:
 async def test_what_is_built_on_is_taken_back_by_force(store: MemoryStore, log: RunLog, mine: Acquire) -> None:
     """`retract` knows that it is wrong, whoever builds on it; that one is no checkpoint then, and its files go."""
     attempts = await save(log, mine, 1, 2, 3)
-    written = await increment(log, mine, 4, await commit.load_part(store, attempts[0], 0, 0))
+    written = await increment(log, mine, 4, await commit.load_part(store, attempts[0], 0))
     await commit.retract(log, mine, attempts[0], "it mixes two moments")
     with pytest.raises(SaveError, match="which none of its sources uses any more"):
         await settle(log, lambda: mine, written, commit.Role(), deadline_s=1000)
@@ -456,7 +457,7 @@ async def increment(log: RunLog, mine: Acquire, step: int, base: WrittenPart) ->
 async def chain(log: RunLog, mine: Acquire, *steps: int) -> list[Attempt]:
     """A full one, and increments, each built on the one before. All refer to the pack of the first."""
     attempts = await save(log, mine, steps[0])
-    base = await commit.load_part(log.store, attempts[0], 0, 0)
+    base = await commit.load_part(log.store, attempts[0], 0)
     for step in steps[1:]:
         attempts.append(Attempt(mine.epoch, step, mine.nonce))
         base = await increment(log, mine, step, base)
@@ -472,11 +473,11 @@ def check_shared_packs(*, orphans: bool = True, remembered: bool = False) -> Non
         later = await save(log, mine, 5, 6)
         retention._cache.clear()
         if remembered:  # as by who has just written it
-            found = await commit.load_part(store, attempts[3], 0, 0)
+            found = await commit.load_part(store, attempts[3], 0)
             retention.remember_packs(log, attempts[3], found.table.packs)
         await retention.retire(log, mine, Keep(3), {later[-1]}, orphans=orphans)
         assert await files(store) == {1: 1, 4: WHOLE, 5: WHOLE, 6: WHOLE}
-        assert pack_key(attempts[0], 0, 0) in store.objects
+        assert data_key(attempts[0], 0) in store.objects
         assert await sound(store) == [6, 5, 4]
         await retention.retire(log, mine, Keep(2), {later[-1]}, orphans=orphans)
         assert await files(store) == {5: WHOLE, 6: WHOLE}
@@ -574,7 +575,7 @@ def test_a_crash_at_any_moment_of_the_deletions_leaves_no_live_record_without_it
 async def test_negative_control_deleting_without_a_plan_is_seen(store: MemoryStore, log: RunLog, mine: Acquire) -> None:
     """The check above does notice a live record whose file is gone."""
     attempts = await save(log, mine, 1, 2)
-    await store.delete(pack_key(attempts[0], 0, 0))
+    await store.delete(data_key(attempts[0], 0))
     with pytest.raises(AssertionError):
         await sound(store)
 
@@ -598,7 +599,8 @@ def test_a_damaged_log_deletes_nothing(damage: bytes | None) -> None:
         log, mine = await opened(store)
         await save(log, mine, 1, 2)
         key = f"log/{log.state.next_seq:012d}.json"
-        await log.append(lambda state: Record("KEEP", {"attempt": f"1.{mine.nonce}-1", "note": ""}, "keep"), owner=mine)
+        keep = Record("KEEP", {"checkpoint": f"000000001.1-{mine.nonce}", "note": ""}, "keep")
+        await log.append(lambda state: keep, owner=mine)
         attempts = await save(log, mine, 3, 4, 5)
         if damage is None:
             del store.objects[key]

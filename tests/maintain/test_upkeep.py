@@ -23,7 +23,7 @@ from ckpt.core.checkpoint import commit, retention
 from ckpt.core.checkpoint.retention import Keep
 from ckpt.core.checkpoint.write import RankSnapshot, write_part
 from ckpt.core.format.layout import Layout, TensorSpec
-from ckpt.core.format.manifest import Attempt, new_nonce, owner, pack_key
+from ckpt.core.format.manifest import Attempt, data_key, new_nonce, owner
 from ckpt.core.log.log import Acquire, Record, RunLog, RunState
 from ckpt.errors import FencedError, NoCheckpointError
 from ckpt.store import open_store, options_of, remember_options
@@ -136,7 +136,7 @@ def test_a_plan_is_shown_and_nothing_is_done(run: Path, call: Call, words: Seque
     make(run, 7)
     work(run, lambda log: begin(log, Acquire(1, "0" * 8, None), 9))
     work(run, lambda log: begin(log, log.state.acquires[-1], 2))
-    ended = Record("ABORT", {"attempt": f"2.{state_of(run).acquires[-1].nonce}-2", "reason": "x"}, "abort:x")
+    ended = Record("ABORT", {"checkpoint": f"000000002.2-{state_of(run).acquires[-1].nonce}", "reason": "x"}, "abort:x")
     work(run, lambda log: log.append(lambda state: ended, owner=None))
     words = [word.format(run=run) for word in words]
     before = tree(run)
@@ -303,7 +303,7 @@ def test_what_was_given_up_there_never_comes_back(run: Path, call: Call, tmp_pat
     else:
         shutil.rmtree(there)
         work(there, lambda log: commit.acquire(log, f"{copy_run.COPIED}{new_nonce()}"))
-        end = Record("ABORT", {"attempt": str(gone), "reason": "by a test"}, "abort:x")
+        end = Record("ABORT", {"checkpoint": str(gone), "reason": "by a test"}, "abort:x")
     work(there, lambda log: log.append(lambda state: end, owner=None))
     refused = call("copy", run, there, "--yes")
     assert refused.code == 2 and "cannot come back" in refused.err
@@ -627,7 +627,7 @@ def test_a_commit_in_between_is_taken_into_account(
     """A job that commits after the files were listed loses nothing, and the command is done all the same."""
     mine, real, left = state_of(run).acquires[-1], prune.take_stock, [7, 8]
     work(run, lambda log: begin(log, mine, 99))
-    ended = Record("ABORT", {"attempt": f"1.{mine.nonce}-99", "reason": "x"}, "abort:x")
+    ended = Record("ABORT", {"checkpoint": f"000000099.1-{mine.nonce}", "reason": "x"}, "abort:x")
     work(run, lambda log: log.append(lambda state: ended, owner=None))
 
     async def and_a_commit(log: RunLog) -> prune.RunFiles:
@@ -721,7 +721,7 @@ def test_a_clean_up_that_was_killed_is_ended_by_gc(run: Path, call: Call, words:
     """What the log says is gone, and its files with the next gc; what stays is sound."""
     aborted = Attempt(1, 10, with_leftovers(run)["old"].nonce)
     for number in range(80):  # more than one batch
-        (run / pack_key(aborted, 1, number)).write_bytes(b"x")
+        (run / data_key(aborted, 1, number)).write_bytes(b"x")
     assert killed(run_script(COMMAND, words[0], run, *words[1:], "--yes", fail=fail))
     expected = {6, 5} if words[0] == "prune" else {6, 5, 4, 3, 2, 1}
     assert set(steps(run)) == expected
@@ -861,7 +861,7 @@ def test_a_bucket_is_thinned_out_and_cleaned_up(bucket: str, call: Call, monkeyp
 
     async def leave(log: RunLog) -> None:
         for attempt in attempts.values():
-            upload = await log.store.upload(pack_key(attempt, 0, 0), size=40 << 20)
+            upload = await log.store.upload(data_key(attempt, 0), size=40 << 20)
             await upload.write_at(0, memoryview(bytes(upload.part)))
         await commit.abort(log, mine, attempts[8], "for the test")
 
@@ -878,5 +878,5 @@ def test_a_bucket_is_thinned_out_and_cleaned_up(bucket: str, call: Call, monkeyp
     async def left(log: RunLog) -> list[str]:
         return await prune.unfinished(log.store)
 
-    assert work(far, left) == [pack_key(attempts[9], 0, 0)]
+    assert work(far, left) == [data_key(attempts[9], 0)]
     assert call("verify", "--all", far).code == 0

@@ -293,7 +293,7 @@ def test_negative_control_a_lost_commit_is_seen(chain: Chain, own_sockets: Path)
     assert chain.train(steps=2 * EVERY).returncode == 0
     for path in Path(chain.run, "log").iterdir():
         record = json.loads(path.read_text())
-        if str(record["body"].get("attempt")).endswith(f"-{2 * EVERY}"):
+        if str(record["body"].get("checkpoint")).startswith(f"{2 * EVERY:09d}."):
             path.unlink()
     for path in checkpoint_files(chain.run, step=2 * EVERY):
         path.unlink()  # or recovery would make the checkpoint again

@@ -278,7 +278,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 def records(root: Path) -> list[tuple[str, str]]:
     """(type, attempt) of all records of a log that are about one attempt."""
     found = [json.loads(path.read_text()) for path in sorted((root / "run" / "log").iterdir())]
-    return [(one["type"], one["body"]["attempt"]) for one in found if "attempt" in one["body"]]
+    return [(one["type"], one["body"]["checkpoint"]) for one in found if "checkpoint" in one["body"]]
 
 
 def check_saved(job: Job, steps: set[int]) -> None:
@@ -301,7 +301,7 @@ def check_started(job: Job, step: int, tier: str, before: Job, *, resharded: boo
 def data_size(root: Path, step: int) -> int:
     """Bytes of tensors of a step in a place."""
     parts = [json.loads(path.read_text()) for path in manifests(root / "run", step)]
-    return sum(pack["size"] - pack["header_size"] for part in parts for pack in part["packs"])
+    return sum(pack["size"] - pack["header_size"] for part in parts for pack in part["files"])
 
 
 def check_local_disks(cluster: Cluster, job: Job, steps: list[int]) -> None:

@@ -380,6 +380,7 @@ def test_files_that_are_no_records_of_this_log_do_not_raise_the_floor() -> None:
         found = await reopened(store)
         assert found.state.commits == log.state.commits and found.state.acquires == log.state.acquires
         assert found.state.damaged and (await found.look()).floor == 2 * EVERY
-        await found.append(lambda state: Record("ABORT", {"attempt": "1.00000000-7", "reason": ""}, "x"), owner=None)
+        end = Record("ABORT", {"checkpoint": "000000007.1-00000000", "reason": ""}, "x")
+        await found.append(lambda state: end, owner=None)
 
     asyncio.run(scenario())

@@ -33,11 +33,15 @@ from ckpt.core.format.manifest import (
     Attempt,
     PackInfo,
     Part,
+    data_key,
+    data_number,
+    in_deletion_order,
+    index_key,
+    is_data,
+    manifest_key,
     new_nonce,
     owner,
-    pack_key,
-    part_key,
-    rank_and_try,
+    rank_of,
     seal,
 )
 from ckpt.core.log.log import MAX_GAP, RunLog, record_key
@@ -58,7 +62,7 @@ from ckpt_backends.local import LocalStore
 from ckpt_backends.memory import MemoryStore
 from interleave import write_increment
 from logs import DIGEST, attempt, committed, folded, new_log, record, reopened
-from run_files import INDEX, data_key, kind_of
+from run_files import INDEX, kind_of
 
 LAYOUT = Layout(
     (TensorSpec("w", "F32", (4,)), TensorSpec("n", "I64", ())),
@@ -76,16 +80,15 @@ def acquired(epoch: int, restored: Attempt | None = None) -> dict[str, Any]:
 
 
 def kept(of: Attempt, request: str) -> Callable[[RunState], Record]:
-    return lambda state: Record("KEEP", {"attempt": str(of), "note": ""}, request)
+    return lambda state: Record("KEEP", {"checkpoint": str(of), "note": ""}, request)
 
 
 async def save(log: RunLog, mine: Acquire, step: int, number: int = 0) -> Attempt:
     """One whole save; the bytes say which attempt they belong to."""
     named = Attempt(mine.epoch, step, mine.nonce)
     data = memoryview(f"{mine.nonce}{step:016d}".encode())
-    await commits.commit(
-        log, mine, [await write_part(log.store, RankSnapshot(named, LAYOUT, data, [None]), number=number)]
-    )
+    snapshot = RankSnapshot(named, LAYOUT, data, [None])
+    await commits.commit(log, mine, [await write_part(log.store, snapshot, numbers=itertools.count(number))])
     return named
 
 
@@ -174,11 +177,11 @@ def test_fold_of_a_commit_and_its_end() -> None:
     """COMMIT makes a checkpoint once; ABORT and PLAN end an attempt for ever, in whichever order they come."""
     a, b, c = attempt(1, 1), attempt(1, 2), attempt(1, 3)
     plan = record("PLAN", {"retire": [str(a)], "delete": ["packs/x"]})
-    abort = record("ABORT", {"attempt": str(b), "reason": ""}, request="abort:b")
+    abort = record("ABORT", {"checkpoint": str(b), "reason": ""}, request="abort:b")
     state = folded(acquired(1), committed(a), abort, committed(b), committed(c), plan, committed(a))
     assert set(state.commits) == {c}
     assert (state.retired, state.aborted) == ({a}, {b})
-    late = folded(committed(c), record("ABORT", {"attempt": str(c), "reason": ""}))
+    late = folded(committed(c), record("ABORT", {"checkpoint": str(c), "reason": ""}))
     assert set(late.commits) == {c} and not late.aborted
 
 
@@ -187,7 +190,7 @@ def held(of: Attempt, world: int = 2) -> dict[str, Any]:
 
 
 def aborted(of: Attempt, reason: str = "", request: str = "") -> dict[str, Any]:
-    return record("ABORT", {"attempt": str(of), "reason": reason}, request=request or f"abort:{of}")
+    return record("ABORT", {"checkpoint": str(of), "reason": reason}, request=request or f"abort:{of}")
 
 
 def test_fold_of_what_is_held() -> None:
@@ -216,7 +219,7 @@ def test_why_an_attempt_was_aborted_is_kept() -> None:
 
 def test_a_commit_may_hold_the_parts_of_some_ranks() -> None:
     """What is on the disk of one node says so; ranks ascend, and may leave others out."""
-    body = committed(attempt(1, 1))["body"] | {"world": 8, "parts": [[2, 0, DIGEST], [5, 7, DIGEST]]}
+    body = committed(attempt(1, 1))["body"] | {"world": 8, "manifests": [[2, DIGEST], [5, DIGEST]]}
     (found,) = folded(record("COMMIT", body)).commits.values()
     assert not found.whole and found.parts == ((2, 0, DIGEST), (5, 7, DIGEST))
     (found,) = folded(committed(attempt(1, 1))).commits.values()
@@ -275,13 +278,13 @@ def test_what_cannot_be_built_on_is_an_impossible_record(kind: str, name: str) -
 
 def part_of(of: Attempt, packs: Sequence[str] = (), **fields: Any) -> Part:
     infos = [PackInfo(key, 100, 10, DIGEST) for key in packs]
-    return Part(str(of), 0, 0, 1, {}, [], b"", infos, **fields)
+    return Part(str(of), 0, 1, {}, [], b"", infos, **fields)
 
 
 def test_what_a_part_may_say_about_older_ones() -> None:
     """Older attempts, how far the last full one is, and packs of older attempts; of none if it is full."""
     older, other = attempt(1, 1), attempt(1, 2)
-    keys = [pack_key(attempt(1, 5), 0, 0, 3), pack_key(older, 0, 0)]
+    keys = [data_key(attempt(1, 5), 0, 3), data_key(older, 0)]
     part_of(attempt(1, 5), keys[:1]).check("a part")
     for needs in ([str(older)], [str(other)], [str(older), str(other)], []):
         part = part_of(attempt(1, 5), keys if needs else keys[:1], needs=needs, chain=3 if needs else 0)
@@ -291,8 +294,8 @@ def test_what_a_part_may_say_about_older_ones() -> None:
     assert not told.keys() & {"needs", "chain", "full"}, "a full one says what it said before there were increments"
     bad: list[dict[str, Any]] = [
         {"chain": 1}, {"chain": -1, "needs": [str(older)]}, {"chain": 1.0, "needs": [str(older)]},
-        {"chain": True, "needs": [str(older)]}, {"packs": keys}, {"packs": [pack_key(attempt(2, 1), 0, 0)]},
-        {"packs": [pack_key(attempt(1, 6), 0, 0)], "needs": [str(older)]},
+        {"chain": True, "needs": [str(older)]}, {"packs": keys}, {"packs": [data_key(attempt(2, 1), 0)]},
+        {"packs": [data_key(attempt(1, 6), 0)], "needs": [str(older)]},
     ]  # fmt: skip
     for fields in bad:
         with pytest.raises(CorruptError):
@@ -307,17 +310,33 @@ def test_a_part_of_before_there_were_increments_is_full() -> None:
     assert (part.needs, part.chain) == ([], 0)
 
 
-def test_names_of_several_packs_of_a_part() -> None:
-    """They belong to their attempt, rank and try; nothing else has such names."""
+def test_names_of_files_say_what_they_are() -> None:
+    """The name has the checkpoint id, the rank and the kind. Other names belong to nobody."""
     of = attempt(1, 5)
-    assert pack_key(of, 7, 2) == f"packs/{of}.7.2.safetensors"
-    for segment in (0, 1, 12345):
-        key = pack_key(of, 7, 2, segment)
-        assert key == f"packs/{of}.7.2-{segment}.safetensors"
-        assert owner(key) == of and rank_and_try(key) == (7, 2)
-        assert owner(key.replace("packs/", "parts/")) is None and owner(key.replace("packs/", "index/")) is None
-    for key in (f"packs/{of}.7.2-.safetensors", f"packs/{of}.7.2-x.safetensors", f"packs/{of}.7.2-1-1.safetensors"):
+    assert data_key(of, 7) == f"steps/{of}/rank-00007.safetensors"
+    assert data_key(of, 7, 12) == f"steps/{of}/rank-00007-00012.safetensors"
+    for number in (0, 1, 99999, 100000):
+        key = data_key(of, 7, number)
+        assert (owner(key), rank_of(key), data_number(key), is_data(key)) == (of, 7, number, True)
+    assert (owner(manifest_key(of, 7)), rank_of(manifest_key(of, 7)), is_data(manifest_key(of, 7))) == (of, 7, False)
+    assert (owner(index_key(of)), rank_of(index_key(of)), is_data(index_key(of))) == (of, None, False)
+    for name in ("rank-00007-.safetensors", "rank-00007-x.safetensors", "rank-00007-1-1.safetensors", "rank-7.json"):
+        assert owner(f"steps/{of}/{name}") is None
+    for key in (
+        f"steps/{of}",
+        f"log/{of}/rank-00007.json",
+        f"steps/{of}/x/rank-00007.json",
+        "steps/5.1-0/index.safetensors",
+    ):
         assert owner(key) is None
+
+
+def test_files_are_deleted_from_the_index_to_the_data() -> None:
+    """An interrupted deletion leaves no folder that has an index and lacks data."""
+    of = attempt(1, 5)
+    keys = [data_key(of, 0), manifest_key(of, 0), data_key(of, 0, 1), index_key(of), manifest_key(of, 1)]
+    expected = [[index_key(of)], [manifest_key(of, 0), manifest_key(of, 1)], [data_key(of, 0), data_key(of, 0, 1)]]
+    assert in_deletion_order(keys) == expected
 
 
 @pytest.mark.parametrize(
@@ -330,23 +349,23 @@ def test_names_of_several_packs_of_a_part() -> None:
         record("COMMIT", committed(attempt(1, 1))["body"] | {"world": 0}),
         record("COMMIT", committed(attempt(1, 1))["body"] | {"world": 2.0}),
         record("COMMIT", committed(attempt(1, 1))["body"] | {"world": (1 << 20) + 1}),
-        record("COMMIT", committed(attempt(1, 1))["body"] | {"parts": [[0, 0, DIGEST], [1, 0, DIGEST]]}),
-        record("COMMIT", committed(attempt(1, 1))["body"] | {"world": 3, "parts": [[1, 0, DIGEST], [0, 0, DIGEST]]}),
-        record("COMMIT", committed(attempt(1, 1))["body"] | {"world": 3, "parts": [[1, 0, DIGEST], [1, 1, DIGEST]]}),
-        record("COMMIT", committed(attempt(1, 1))["body"] | {"world": 3, "parts": [[3, 0, DIGEST]]}),
-        record("COMMIT", committed(attempt(1, 1))["body"] | {"world": 3, "parts": [[True, 0, DIGEST]]}),
-        record("HELD", committed(attempt(1, 1))["body"] | {"parts": []}),
+        record("COMMIT", committed(attempt(1, 1))["body"] | {"manifests": [[0, DIGEST], [1, DIGEST]]}),
+        record("COMMIT", committed(attempt(1, 1))["body"] | {"world": 3, "manifests": [[1, DIGEST], [0, DIGEST]]}),
+        record("COMMIT", committed(attempt(1, 1))["body"] | {"world": 3, "manifests": [[1, DIGEST], [1, DIGEST]]}),
+        record("COMMIT", committed(attempt(1, 1))["body"] | {"world": 3, "manifests": [[3, DIGEST]]}),
+        record("COMMIT", committed(attempt(1, 1))["body"] | {"world": 3, "manifests": [[True, DIGEST]]}),
+        record("HELD", committed(attempt(1, 1))["body"] | {"manifests": []}),
         record("HELD", committed(attempt(1, 1))["body"] | {"world": 0}),
-        record("HELD", {"attempt": str(attempt(1, 1))}),
-        record("ABORT", {"attempt": str(attempt(1, 1))}),
-        record("COMMIT", committed(attempt(1, 1))["body"] | {"parts": []}),
-        record("COMMIT", committed(attempt(1, 1))["body"] | {"parts": [[1, 0, DIGEST]]}),
-        record("COMMIT", committed(attempt(1, 1))["body"] | {"parts": [[0, -1, DIGEST]]}),
+        record("HELD", {"checkpoint": str(attempt(1, 1))}),
+        record("ABORT", {"checkpoint": str(attempt(1, 1))}),
+        record("COMMIT", committed(attempt(1, 1))["body"] | {"manifests": []}),
+        record("COMMIT", committed(attempt(1, 1))["body"] | {"manifests": [[1, DIGEST]]}),
+        record("COMMIT", committed(attempt(1, 1))["body"] | {"manifests": [[0, DIGEST]]}),
         record("COMMIT", committed(attempt(1, 1))["body"] | {"index": "../../x"}),
         record("COMMIT", committed(attempt(1, 1))["body"] | {"finite": 0}),
         record("PLAN", {"retire": ["x"], "delete": []}),
         record("KEEP", {}),
-        record("NONSENSE", {"attempt": str(attempt(1, 1))}),
+        record("NONSENSE", {"checkpoint": str(attempt(1, 1))}),
     ],
 )
 def test_an_impossible_record_changes_nothing(bad: dict[str, Any]) -> None:
@@ -630,7 +649,7 @@ async def write_share(
 ) -> WrittenPart:
     named = Attempt(mine.epoch, step, mine.nonce)
     snapshot = RankSnapshot(named, layout, memoryview(data_of(named, layout)), [None])
-    return await write_part(log.store, snapshot, number=number, reason=reason)
+    return await write_part(log.store, snapshot, numbers=itertools.count(number), reason=reason)
 
 
 @dataclass
@@ -722,7 +741,7 @@ def test_parts_in_any_order_are_one_checkpoint(order: tuple[int, ...]) -> None:
             tasks.append(asyncio.create_task(ranks.settle(await ranks.write(rank))))
             await asyncio.sleep(0.02)
         await asyncio.wait_for(asyncio.gather(*tasks), 30)
-        assert [rank for rank, _, _ in (await ranks.check()).parts] == [0, 1, 2]
+        assert [rank for rank, _ in (await ranks.check()).parts] == [0, 1, 2]
         assert ranks.told == [(0, "COMMIT")]
 
     asyncio.run(scenario())
@@ -840,7 +859,7 @@ class Dying:
 
 
 @pytest.mark.usefixtures("hasty")
-@pytest.mark.parametrize("wrong", ["another attempt", "another rank", "another try", "damaged", "empty", "no pack"])
+@pytest.mark.parametrize("wrong", ["another attempt", "another rank", "damaged", "empty", "no pack"])
 def test_what_is_no_part_of_this_attempt_does_not_count(wrong: str) -> None:
     """A file of the right name is not enough: no checkpoint, and ABORT names the rank whose part is missing."""
 
@@ -848,17 +867,14 @@ def test_what_is_no_part_of_this_attempt_does_not_count(wrong: str) -> None:
         ranks = await Ranks.open()
         parts = [await ranks.write(rank) for rank in (0, 1)]
         objects, named = ranks.store.objects, ranks.attempt()
-        await ranks.write(2, number=1 if wrong == "another try" else 0)
+        await ranks.write(2)
         await ranks.write(2, step=2)
-        key = part_key(named, 2, 0)
+        key = manifest_key(named, 2)
         if wrong == "no pack":
             del objects[data_key(named, rank=2)]
         else:
-            sources = {"another attempt": (ranks.attempt(2), 2, 0), "another rank": (named, 1, 0)}
-            at = sources.get(wrong, (named, 2, 1 if wrong == "another try" else 0))
-            raw = bytearray(objects[part_key(*at)])
-            if wrong == "another try":
-                del objects[part_key(*at)]
+            sources = {"another attempt": (ranks.attempt(2), 2), "another rank": (named, 1)}
+            raw = bytearray(objects[manifest_key(*sources.get(wrong, (named, 2)))])
             raw[len(raw) // 2] ^= wrong == "damaged"
             objects[key] = b"" if wrong == "empty" else bytes(raw)
         waiting = (ranks.settle(own, deadline_s=0.1) for own in parts)
@@ -870,19 +886,55 @@ def test_what_is_no_part_of_this_attempt_does_not_count(wrong: str) -> None:
 
 
 @pytest.mark.usefixtures("hasty")
-def test_of_several_tries_the_highest_that_is_sound_counts() -> None:
-    """A rank whose writer died half-way writes again; what it has left of its last try is passed over."""
+@pytest.mark.parametrize("left", ["data", "manifest", "other values", "a damaged manifest"])
+def test_next_writer_of_a_rank_never_mixes_files_with_the_last(left: str) -> None:
+    """The last writer has died, perhaps after it stored its manifest. The next one uses other names for its data. The
+    manifest that is there counts if it has the same content. Otherwise the save fails by name and nothing changes."""
 
     async def scenario() -> None:
         ranks = await Ranks.open()
-        first = await ranks.write(0)
+        first, named, objects = await ranks.write(0), ranks.attempt(), ranks.store.objects
         await ranks.write(1)
-        for number in (0, 1000, 2000):
-            await ranks.write(2, number=number)
-        key = part_key(ranks.attempt(), 2, 2000)
-        ranks.store.objects[key] = ranks.store.objects[key][:-1]
-        await ranks.settle(first)
-        assert [number for _, number, _ in (await ranks.check()).parts] == [0, 0, 1000]
+        last = await ranks.write(2)
+        if left == "data":
+            del objects[manifest_key(named, 2)]
+        if left == "other values":
+            raw = replace(last.part, values=["other"]).to_bytes()
+            objects[manifest_key(named, 2)] = raw
+        if left == "a damaged manifest":
+            objects[manifest_key(named, 2)] = objects[manifest_key(named, 2)][:-1]
+        before = dict(objects)
+        if left in ("data", "manifest"):
+            again = await ranks.write(2, number=10_000)
+            assert (again.digest == last.digest) == (left == "manifest")
+            await ranks.settle(first)
+            assert dict((await ranks.check()).parts)[2] == again.digest
+        else:
+            with pytest.raises(SaveError, match=manifest_key(named, 2)):
+                await ranks.write(2, number=10_000)
+        assert {key: objects[key] for key in before} == before
+        assert (data_key(named, 2, 10_000) in objects) == (left != "manifest")
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.usefixtures("hasty")
+@pytest.mark.parametrize("same", [True, False])
+def test_index_of_another_committer_must_have_the_same_bytes(same: bool) -> None:
+    """The index is a function of the manifests. Other bytes under its name end the checkpoint, with their name."""
+
+    async def scenario() -> None:
+        ranks = await Ranks.open()
+        parts = [await ranks.write(rank) for rank in range(3)]
+        index = commit_checks.index_of(parts)
+        ranks.store.objects[index_key(ranks.attempt())] = index if same else index[:-1] + b"x"
+        if same:
+            await ranks.settle(parts[0])
+            await ranks.check()
+        else:
+            with pytest.raises(SaveError, match=index_key(ranks.attempt())):
+                await ranks.settle(parts[0])
+            assert not ranks.logs[0].state.commits
 
     asyncio.run(scenario())
 
@@ -1036,7 +1088,7 @@ def test_parts_of_one_node_are_held_until_the_others_hold_theirs() -> None:
         state = (await reopened(ranks.store)).state
         (found,) = state.lineage()
         assert (state.held, found.world, found.whole) == ({}, 4, False)
-        assert [rank for rank, _, _ in found.parts] == [0, 1]
+        assert [rank for rank, _ in found.parts] == [0, 1]
         assert await verify(ranks.store, found) == []
         with pytest.raises(CorruptError, match="holds 2 of the 4 parts"):
             (await load_manifest(ranks.store, found)).saved()
@@ -1133,7 +1185,7 @@ async def leave(ranks: Ranks, step: int, left: Left) -> None:
     for rank in left.ranks:
         await ranks.write(rank, step)
         if rank in left.damaged:
-            key = part_key(ranks.attempt(step), rank, 0)
+            key = manifest_key(ranks.attempt(step), rank)
             ranks.store.objects[key] = ranks.store.objects[key][:-1]
             if left.twice:
                 await ranks.write(rank, step, number=1)
@@ -1161,7 +1213,7 @@ def test_recovery_decides_about_everything_that_a_crash_left(name: str, partial:
         assert not done.rolled_forward and not done.aborted
         if expected == "HELD":
             whole = [rank for rank in left.ranks if rank not in left.damaged]
-            assert [rank for rank, _, _ in state.held[ranks.attempt()].parts] == whole
+            assert [rank for rank, _ in state.held[ranks.attempt()].parts] == whole
             assert state.held[ranks.attempt()].world == WORLD
         if expected == "COMMIT":
             assert await verify(ranks.store, state.commits[ranks.attempt()]) == []
@@ -1197,7 +1249,7 @@ def test_a_part_that_is_stored_is_found_again_without_its_memory() -> None:
             assert found is not None and (found.part, found.digest) == (own.part, own.digest)
         assert await commits.stored_part(ranks.store, ranks.attempt(), 2) is None
         assert await commits.stored_part(ranks.store, ranks.attempt(2), 0) is None
-        ranks.store.objects[part_key(ranks.attempt(), 1, 0)] = b"{}"
+        ranks.store.objects[manifest_key(ranks.attempt(), 1)] = b"{}"
         assert await commits.stored_part(ranks.store, ranks.attempt(), 1) is None
 
     asyncio.run(scenario())
@@ -1274,7 +1326,7 @@ def test_an_increment_is_a_checkpoint_that_says_what_it_was_built_on() -> None:
         await retention.retire(chain.log, chain.mine, Keep(last=1), {chain.attempt(3)})
         assert await chain.sound() == [3]
         left = [key for key in chain.store.objects if owner(key) == chain.attempt(1)]
-        assert left == [pack_key(chain.attempt(1), 0, 0)]
+        assert left == [data_key(chain.attempt(1), 0)]
         fourth = await chain.build(4, third)  # what it builds on is live, though a pack is of one that is not
         await commits.commit(chain.log, chain.mine, [fourth])
         assert await chain.sound() == [3, 4]
@@ -1283,7 +1335,7 @@ def test_an_increment_is_a_checkpoint_that_says_what_it_was_built_on() -> None:
 
 
 @pytest.mark.parametrize("kind", ["COMMIT", "HELD"])
-@pytest.mark.parametrize("how", ["retired", "aborted", "never there", "of another try"])
+@pytest.mark.parametrize("how", ["retired", "aborted", "never there"])
 def test_what_was_built_on_something_that_is_gone_is_no_checkpoint(kind: str, how: str) -> None:
     """SaveError that names the file; no record, and nothing is damaged."""
 
@@ -1292,14 +1344,12 @@ def test_what_was_built_on_something_that_is_gone_is_no_checkpoint(kind: str, ho
         if how == "retired":
             own = await chain.build(3)
             await chain.lose(1)
-            gone = pack_key(chain.attempt(1), 0, 0)
+            gone = data_key(chain.attempt(1), 0)
         else:
-            base = await write_part(chain.store, of_two(chain.mine, 2), number=4)
-            gone = pack_key(chain.attempt(2), 0, 4)
+            base = await write_part(chain.store, of_two(chain.mine, 2), numbers=itertools.count(4))
+            gone = data_key(chain.attempt(2), 0, 4)
             if how == "aborted":
                 await commits.abort(chain.log, chain.mine, chain.attempt(2), "no")
-            if how == "of another try":
-                await commits.commit(chain.log, chain.mine, [await write_part(chain.store, of_two(chain.mine, 2))])
             assert not commit_checks.vouches(chain.log.state, base) and commit_checks.vouches(
                 chain.log.state, chain.base
             )
@@ -1489,9 +1539,9 @@ def test_a_table_that_names_other_packs_than_its_part_does_not_count() -> None:
         chain = await Chain.open()
         own = await chain.build(2)
         part = replace(own.part, packs=own.part.packs[:1])
-        chain.store.objects[part_key(chain.attempt(2), 0, 0)] = part.to_bytes()
+        chain.store.objects[manifest_key(chain.attempt(2), 0)] = part.to_bytes()
         with pytest.raises(CorruptError, match="names packs that its part does not"):
-            await commits.load_part(chain.store, chain.attempt(2), 0, 0)
+            await commits.load_part(chain.store, chain.attempt(2), 0)
         await commits.recover(chain.log, chain.mine)
         assert await chain.sound() == [1]
 

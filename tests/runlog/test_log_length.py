@@ -59,7 +59,7 @@ async def grow(log: RunLog, owner: Any, to: int) -> None:
         kind = step % 5
         if kind == 1:
             await log.append(
-                lambda s, one=one: Record("ABORT", {"attempt": str(one), "reason": "x"}, f"a{one}"), owner=owner
+                lambda s, one=one: Record("ABORT", {"checkpoint": str(one), "reason": "x"}, f"a{one}"), owner=owner
             )
         elif kind == 2 and log.state.commits:
             old = min(log.state.commits)

@@ -23,7 +23,7 @@ from processes import eventually, writers
 
 async def talk(log: RunLog, mine: Acquire, until: int, trimmer: Trimmer | None = None) -> None:
     """Records that say nothing of what there is."""
-    body = {"attempt": str(Attempt(mine.epoch, 1, mine.nonce)), "note": "", "keep": False}
+    body = {"checkpoint": str(Attempt(mine.epoch, 1, mine.nonce)), "note": "", "keep": False}
     while log.state.next_seq < until:
         await log.append(lambda state: Record("KEEP", body, f"said:{mine.nonce}:{state.next_seq}"), owner=mine)
         if trimmer is not None:
@@ -80,7 +80,7 @@ def test_a_writer_killed_while_it_trims_the_log(run_dir: str, own_sockets: Path)
     newest = (whole(run_dir).state.next_seq - 1) // SNAPSHOT_EVERY * SNAPSHOT_EVERY
     assert numbers(run_dir)[0] == newest - SNAPSHOT_EVERY, "nothing was deleted"
     attempt = next(of for of in whole(run_dir).state.commits if of.step == STEPS + 3)
-    assert stranger.newest(Path(run_dir))["attempt"] == str(attempt)
+    assert stranger.newest(Path(run_dir))["checkpoint"] == str(attempt)
 
 
 SAVE = """

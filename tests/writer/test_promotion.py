@@ -264,7 +264,7 @@ def test_what_is_pending_does_not_depend_on_when_one_looks() -> None:
     there = folded(epoch[0], committed(attempt(1, 10)), epoch[1], committed(attempt(2, 50)))
     assert [one.attempt for one in promote.pending(later, there, 10, before=2)] == [one.attempt for one in found]
     given_up = folded(
-        epoch[0], epoch[1], {"type": "ABORT", "id": "x", "body": {"attempt": str(attempt(1, 40)), "reason": ""}}
+        epoch[0], epoch[1], {"type": "ABORT", "id": "x", "body": {"checkpoint": str(attempt(1, 40)), "reason": ""}}
     )
     assert [one.step for one in promote.pending(near, given_up, 10, before=2)] == [30, 20]
     assert promote.pending(near, near, 10, before=2) == []
@@ -280,9 +280,11 @@ def test_a_damaged_answer_does_not_damage_the_log() -> None:
         store = Far()
         a, mine = await new_log(store)
         b = await reopened(store)
-        await b.append(lambda state: Record("KEEP", {"attempt": "1.ab12cd34-1", "note": ""}, "k1"), owner=mine)
+        first = Record("KEEP", {"checkpoint": "000000001.1-ab12cd34", "note": ""}, "k1")
+        await b.append(lambda state: first, owner=mine)
         store.flip = "log/000000000001.json"
-        await a.append(lambda state: Record("KEEP", {"attempt": "1.ab12cd34-2", "note": ""}, "k2"), owner=mine)
+        second = Record("KEEP", {"checkpoint": "000000002.1-ab12cd34", "note": ""}, "k2")
+        await a.append(lambda state: second, owner=mine)
         assert not store.flip
         for log in (a, await reopened(store)):
             assert not log.state.damaged and len(log.state.kept) == 2
@@ -420,7 +422,7 @@ def test_a_new_writer_does_not_need_every_bucket(monkeypatch: pytest.MonkeyPatch
         await new_log(stores["s3://far"])
         down[0] = True
         writer = Writer()
-        await writer.opener.open(structs.replace(message, first_try=1000))
+        await writer.opener.open(structs.replace(message, first_number=10_000))
         near, far = writer.run.tiers
         assert near.opened and not far.opened
         await writer.opener.own(OwnRun((1, "0" * 8, None), [([0], 0, 1)] * 2, []))

@@ -21,15 +21,27 @@ from ckpt.core.checkpoint.losses import UNCLEAR, records
 from ckpt.core.checkpoint.parts import load_part as load_part
 from ckpt.core.checkpoint.parts import sound_parts
 from ckpt.core.checkpoint.parts import stored_part as stored_part
-from ckpt.core.checkpoint.retention import files_of, remember_packs
+from ckpt.core.checkpoint.retention import delete_in_order, files_of, remember_packs
 from ckpt.core.checkpoint.store_trial import check_empty, check_ranges, created_twice, try_out
 from ckpt.core.checkpoint.write import WrittenPart
 from ckpt.core.format.digest import file_digest
-from ckpt.core.format.manifest import MAX_FORMAT, Attempt, by_owner, index_key, new_format, owner
+from ckpt.core.format.manifest import (
+    MAX_FORMAT,
+    STEPS,
+    Attempt,
+    by_owner,
+    folder_of,
+    index_key,
+    is_data,
+    new_format,
+    owner,
+    seal,
+)
 from ckpt.core.log.log import RunLog, infer_root
 from ckpt.core.log.records import Acquire, Commit, Record, RunState, commit_body
 from ckpt.errors import (
     CheckpointError,
+    CorruptError,
     ExistsError,
     FormatError,
     NotFoundError,
@@ -160,7 +172,7 @@ async def commit(
     if used is None and not log.state.ended(attempt):
         used = await _used_by(log, said)
         await check_there(log.store, attempt, packs)
-    await log.store.put(index_key(attempt, found.index), index)
+    await _put_index(log.store, attempt, index)
     point("index.stored")
 
     def make(state: RunState) -> Record | None:
@@ -180,7 +192,26 @@ async def commit(
         raise SaveError(f"step {attempt.step} was given up before it was committed: {why}")
     if landed.parts == found.parts:
         remember_packs(log, attempt, packs)
+    await _note_latest(log)
     return landed
+
+
+async def _put_index(store: Store, attempt: Attempt, index: bytes) -> None:
+    """Create the index. It is a function of the manifests: another committer writes the same. SaveError if not."""
+    key = index_key(attempt)
+    try:
+        await store.put(key, index, create=True)
+    except ExistsError:
+        if file_digest(await get_small(store, key, len(index))) != file_digest(index):
+            raise SaveError(f"step {attempt.step}: {key} in {store.url} is there, and not the index of it") from None
+
+
+async def _note_latest(log: RunLog) -> None:
+    """Write the newest checkpoint to latest.json, for people and scripts. Nothing reads it, so no error matters."""
+    newest = next((one for one in log.state.lineage() if one.finite is not False), None)
+    if newest is not None:
+        with contextlib.suppress(CheckpointError):
+            await log.store.put("latest.json", seal({"checkpoint": str(newest.attempt), "step": newest.step}))
 
 
 async def _used_by(log: RunLog, said: Commit) -> dict[Attempt, set[str]]:
@@ -205,7 +236,7 @@ async def check_there(store: Store, attempt: Attempt, packs: Iterable[str]) -> N
     """
     borrowed = {key for key in packs if owner(key) != attempt}
     if len(borrowed) > AT_ONCE:  # a few listings take fewer requests
-        borrowed -= {info.key async for info in store.list("packs/")}
+        borrowed -= {info.key async for info in store.list(STEPS)}
 
     async def check(key: str) -> None:
         try:
@@ -224,7 +255,7 @@ def _said_by(parts: Sequence[WrittenPart]) -> Commit:
     return Commit(
         Attempt.parse(parts[0].part.attempt),
         parts[0].part.world,
-        tuple((w.part.rank, w.part.number, w.digest) for w in parts),
+        tuple((w.part.rank, w.digest) for w in parts),
         "",
         commit_checks.all_finite([w.part.finite for w in parts]),
         next((w.part.reason for w in parts if w.part.reason != "due"), "due"),
@@ -289,7 +320,7 @@ async def abort(log: RunLog, mine: Acquire, attempt: Attempt, reason: str, *, he
     """
 
     def make(state: RunState) -> Record | None:
-        body = {"attempt": str(attempt), "reason": reason[:500]}
+        body = {"checkpoint": str(attempt), "reason": reason[:500]}
         kept = state.ended(attempt) or (attempt in state.held and not held)
         return None if kept else Record("ABORT", body, f"abort:{attempt}")
 
@@ -299,7 +330,7 @@ async def abort(log: RunLog, mine: Acquire, attempt: Attempt, reason: str, *, he
 async def retract(log: RunLog, mine: Acquire, attempt: Attempt, reason: str) -> None:
     """Give one attempt up, committed or not, whatever the retention says: it is known not to be what it claims.
 
-    Its parts and its index go at once, so that a record that is damaged later does not bring it back.
+    Its index and its manifests are deleted at once, so that a record that is damaged later does not bring it back.
     """
 
     def make(state: RunState) -> Record | None:
@@ -309,9 +340,8 @@ async def retract(log: RunLog, mine: Acquire, attempt: Attempt, reason: str) -> 
     await abort(log, mine, attempt, reason, held=True)  # from here on it cannot be committed any more
     await log.append(make, owner=mine)
     with contextlib.suppress(StoreError):
-        for prefix in ("parts/", "index/"):
-            keys = [info.key async for info in log.store.list(prefix)]
-            await log.store.delete_many([key for key in keys if owner(key) == attempt])
+        keys = [info.key async for info in log.store.list(folder_of(attempt))]
+        await delete_in_order(log.store, [key for key in keys if owner(key) == attempt and not is_data(key)])
 
 
 @dataclass
@@ -333,17 +363,15 @@ async def recover(
     Where a record that is damaged may have ended an attempt, all of it being there does not say that it was not taken
     back. Only its index does, which is stored in order to commit it: without, it is left out.
     """
-    keys = [info.key for prefix in ("packs/", "parts/") async for info in log.store.list(prefix)]
-    found = by_owner(keys)
+    found = by_owner([info.key async for info in log.store.list(STEPS)])
     state = await log.refresh()
-    indexes = {info.key async for info in log.store.list("index/")} if state.damaged else set()
     done = Recovery()
     for attempt in sorted(found):
         if state.ended(attempt) or attempt in in_flight or attempt in state.held:
             continue
         try:
             parts = list((await sound_parts(log.store, attempt, found[attempt], partial=partial)).values())
-            forward, reason = _is_to_land(state, attempt, parts, partial, indexes)
+            forward, reason = await _is_to_land(log, attempt, parts, partial)
             if forward:
                 await commit_or_end(log, mine, parts, kind=_kind(parts))
                 done.rolled_forward.append(attempt)
@@ -353,7 +381,7 @@ async def recover(
             reason = str(error)
             logger.warning("%s", error)
         except StoreError as error:
-            logger.warning("attempt %s stays open, since it cannot be read now: %s", attempt, error)
+            logger.warning("checkpoint %s stays open, because it cannot be read now: %s", attempt, error)
             continue
         await abort(log, mine, attempt, reason)
         done.aborted.append(attempt)
@@ -365,17 +393,17 @@ def _kind(parts: list[WrittenPart]) -> str:
     return "COMMIT" if commit_checks.is_whole(parts) else "HELD"
 
 
-def _is_to_land(
-    state: RunState, attempt: Attempt, parts: list[WrittenPart], partial: bool, indexes: Set[str]
-) -> tuple[bool, str]:
-    """Whether to roll an attempt forward, and if not, why."""
+async def _is_to_land(log: RunLog, attempt: Attempt, parts: list[WrittenPart], partial: bool) -> tuple[bool, str]:
+    """Return True if an attempt is to be rolled forward, else the reason."""
+    state = log.state
     if not parts or not (commit_checks.is_whole(parts) or partial):
         return False, "not whole when the run was opened"
     if not _may_have_ended(state, attempt):
         return True, ""
     index = commit_checks.index_of(sorted(parts, key=lambda w: w.part.rank), _kind(parts))
-    if index_key(attempt, file_digest(index)) in indexes:
-        return True, ""
+    with contextlib.suppress(NotFoundError, CorruptError):
+        if bytes(await get_small(log.store, index_key(attempt), len(index))) == index:
+            return True, ""
     reason = f"it {UNCLEAR}: {records(state.damaged)}"
     logger.warning("step %d is left out, though all of it is there: %s", attempt.step, reason)
     return False, reason

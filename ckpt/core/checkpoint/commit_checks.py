@@ -68,10 +68,10 @@ def check_trusted(parts: Sequence[WrittenPart], distrusted: Attempt | None) -> N
 
 
 def vouches(state: RunState, base: WrittenPart) -> bool:
-    """Whether one may build on a part: it belongs to a live checkpoint, which was made of this very try."""
+    """Return True if a checkpoint may build on a part: it belongs to a live checkpoint."""
     part = base.part
     found = state.commits.get(Attempt.parse(part.attempt))
-    return found is not None and (part.rank, part.number, base.digest) in found.parts
+    return found is not None and (part.rank, base.digest) in found.parts
 
 
 def check_needs(attempt: Attempt, needs: Collection[Attempt]) -> None:

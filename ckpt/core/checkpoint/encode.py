@@ -10,8 +10,9 @@ compressed, a snapshot goes the quick way, as one raw pack (`ckpt.core.checkpoin
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -76,8 +77,8 @@ class Encoder:
             return None
         try:
             written = self._written.get((newest.attempt, layout.rank))
-            if written is None or not vouches(log.state, written):  # another try of it was committed
-                written = await load_part(log.store, newest.attempt, layout.rank, mine[1], expected=mine[2])
+            if written is None or not vouches(log.state, written):  # another writer's was committed
+                written = await load_part(log.store, newest.attempt, layout.rank, expected=mine[1])
         except (CorruptError, FormatError, StoreError) as error:
             logger.warning("step %d of %s is not built on: %s", newest.step, log.store.url, error)
             return None
@@ -103,7 +104,7 @@ class Encoder:
         source: ByteSource,
         previous: Previous | None,
         *,
-        number: int = 0,
+        numbers: Iterator[int] | None = None,
         reason: str = "due",
         bases: Bases = no_bases,
         check: Callable[[], None] = lambda: None,
@@ -115,21 +116,25 @@ class Encoder:
         """
         compress = self._decide(store, snapshot.layout.arrangement.data_size)
         if isinstance(source, InMemory) and not compress and not await self._shares(source, previous):
-            written = await self._write_raw(store, snapshot, number, reason, check)
+            written = await self._write_raw(store, snapshot, numbers, reason, check)
             self.remember(written)
             return written
-        work = PartEncoder(
-            self, store, snapshot, source, previous, number, bases if compress else no_bases, compress, log
-        )
+        numbers, bases = numbers or itertools.count(), bases if compress else no_bases
+        work = PartEncoder(self, store, snapshot, source, previous, numbers, bases, compress, log)
         written = await work.run(reason, check)
         self.remember(written)
         return written
 
     async def _write_raw(
-        self, store: Store, snapshot: RankSnapshot, number: int, reason: str, check: Callable[[], None]
+        self,
+        store: Store,
+        snapshot: RankSnapshot,
+        numbers: Iterator[int] | None,
+        reason: str,
+        check: Callable[[], None],
     ) -> WrittenPart:
         began, on_bytes = time.monotonic(), self.flow.add
-        written = await write_part(store, snapshot, number=number, reason=reason, on_bytes=on_bytes, check=check)
+        written = await write_part(store, snapshot, numbers=numbers, reason=reason, on_bytes=on_bytes, check=check)
         self._learn_sink(snapshot.layout.arrangement.data_size, time.monotonic() - began)
         return written
 

@@ -73,13 +73,13 @@ class PartEncoder:
         snapshot: RankSnapshot,
         source: ByteSource,
         previous: Previous | None,
-        number: int,
+        numbers: Iterator[int],
         bases: Bases,
         compress: bool,
         log: RunLog | None,
     ) -> None:
         self.encoder, self.store, self.snapshot, self.source = encoder, store, snapshot, source
-        self.previous, self.number, self.bases, self.compress = previous, number, bases, compress
+        self.previous, self.numbers, self.bases, self.compress = previous, numbers, bases, compress
         self.log = log
         self.layout = snapshot.layout
         self.blobs = self.layout.arrangement.blobs
@@ -103,7 +103,6 @@ class PartEncoder:
             self.snapshot,
             table,
             packs,
-            number=self.number,
             reason=reason,
             base=self.previous if built_on else None,
             check=check,
@@ -131,7 +130,7 @@ class PartEncoder:
         todo = self.plan.anew
         anew = sum(self.blobs[blob].length for blob in todo)
         self.encoder.flow.expect(anew)
-        packer = Packer(self.store, self.snapshot, self.number, pack_size(anew), self.encoder.flow.add)
+        packer = Packer(self.store, self.snapshot, self.numbers, pack_size(anew), self.encoder.flow.add)
         try:
             with ThreadPoolExecutor(self.encoder.threads, "ckpt-encode") as pool:
                 async with contextlib.aclosing(self._encoded(pool, todo)) as found:

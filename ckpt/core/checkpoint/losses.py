@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ckpt.core.format.manifest import Attempt, owner
+from ckpt.core.format.manifest import STEPS, Attempt, index_key, owner
 from ckpt.core.log.log import RunLog
 from ckpt.core.log.records import Acquire, in_history
 from ckpt.events import log as logger
@@ -63,9 +63,10 @@ async def warn(log: RunLog) -> None:
 
 async def _unrecorded(log: RunLog) -> set[Attempt]:
     """Return the attempts that have an index, and no record that ends them."""
-    begun = {owner(info.key) async for info in log.store.list("index/")}
+    begun = [info.key async for info in log.store.list(STEPS)]
     state = log.state
-    return {a for a in begun if a is not None and not state.ended(a) and a not in state.held}
+    with_index = {a for key in begun if (a := owner(key)) is not None and key == index_key(a)}
+    return {a for a in with_index if not state.ended(a) and a not in state.held}
 
 
 def _unrecorded_steps(lost: Iterable[Attempt]) -> str:

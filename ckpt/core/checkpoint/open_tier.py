@@ -20,7 +20,7 @@ from ckpt.core.checkpoint.encode import Encoder
 from ckpt.core.checkpoint.incremental import Policy
 from ckpt.core.checkpoint.read import verify
 from ckpt.core.checkpoint.upload_stats import UploadStats
-from ckpt.core.format.manifest import Attempt
+from ckpt.core.format.manifest import Attempt, folder_of, rank_of
 from ckpt.core.format.manifest import owner as owner_of
 from ckpt.core.ipc.notes import DamagedNote, SaidNote
 from ckpt.core.ipc.protocol import Note
@@ -145,10 +145,9 @@ class OpenTier:
         if attempt in self.log.state.commits or attempt in self.log.state.held:
             return
         try:
-            whose = f"{attempt}." if rank is None else f"{attempt}.{rank}."
-            for own in (f"packs/{whose}", f"parts/{whose}", f"index/{attempt}-"):
-                keys = [info.key async for info in self.store.list(own.partition("/")[0] + "/")]
-                await self.store.delete_many([key for key in keys if key.startswith(own)])
+            keys = [info.key async for info in self.store.list(folder_of(attempt))]
+            own = [key for key in keys if owner_of(key) == attempt and (rank is None or rank_of(key) in (rank, None))]
+            await retention.delete_in_order(self.store, own)
         except CheckpointError as error:
             events.log.warning("files of step %d may be left in %s: %s", attempt.step, self.url, error)
 
@@ -268,7 +267,7 @@ class OpenTier:
     async def _delete(self, keys: Sequence[str]) -> None:
         await asyncio.sleep(self.grace_s)
         try:
-            await self.store.delete_many(keys)
+            await retention.delete_in_order(self.store, keys)
         except CheckpointError as error:
             events.log.warning("%d files of %s could not be deleted now: %s", len(keys), self.url, error)
         self.leaving.difference_update(keys)

@@ -11,7 +11,7 @@ import asyncio
 import json
 import struct
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +21,8 @@ from ckpt.core.checkpoint.incremental import BlobPlan, Digests, Previous
 from ckpt.core.checkpoint.write import RankSnapshot, drop, page_aligned, upload_from
 from ckpt.core.format.codec import RAW
 from ckpt.core.format.digest import blob_digest, file_digest
-from ckpt.core.format.layout import NATIVE, Layout, TensorSpec
-from ckpt.core.format.manifest import PackInfo, pack_key
+from ckpt.core.format.layout import METADATA, NATIVE, Layout, TensorSpec
+from ckpt.core.format.manifest import PackInfo, data_key, metadata_of
 from ckpt.core.format.shards import SavedShards
 from ckpt.core.format.table import Table
 from ckpt.errors import CheckpointError
@@ -68,12 +68,17 @@ class Packer:
         self,
         store: Store,
         snapshot: RankSnapshot,
-        number: int,
+        numbers: Iterator[int],
         size: int,
         on_bytes: Callable[[int], None] = lambda nbytes: None,
     ) -> None:
-        """`on_bytes`: called with plain bytes that have arrived, for those who watch."""
-        self.store, self.snapshot, self.number, self.size = store, snapshot, number, size
+        """Send the blobs of `snapshot` to `store`.
+
+        numbers: of data files, none of which was used before.
+        size: bytes at which a data file is closed.
+        on_bytes: called with the number of plain bytes that have arrived.
+        """
+        self.store, self.snapshot, self.numbers, self.size = store, snapshot, numbers, size
         self.on_bytes = on_bytes
         self.packs: list[PackInfo] = []
         self.places: dict[int, BlobLocation] = {}
@@ -113,9 +118,9 @@ class Packer:
         await self._room.acquire()
         self._raise()
         items, self._items, self._held = self._items, [], 0
-        key = pack_key(self.snapshot.attempt, self.snapshot.layout.rank, self.number, len(self.packs))
-        pack = len(self.packs)
-        header = pack_header(self.snapshot.layout, items)
+        number = next(self.numbers) or next(self.numbers)  # 0 is for raw data
+        key, pack = data_key(self.snapshot.attempt, self.snapshot.layout.rank, number), len(self.packs)
+        header = pack_header(self.snapshot.layout, items, metadata_of(key))
         data = await asyncio.to_thread(_joined, header, items)
         offset = len(header)
         for item in items:
@@ -153,9 +158,10 @@ class Packer:
             self._failed.append(error)
 
 
-def pack_header(layout: Layout, items: Sequence[Encoded]) -> bytes:
-    """One entry a blob; a tensor of which all blobs are here, and raw, is one entry of its own dtype."""
-    entries, at = dict[str, Any](), 0
+def pack_header(layout: Layout, items: Sequence[Encoded], metadata: Mapping[str, str]) -> bytes:
+    """Return the header of a data file. Each blob is an entry; a tensor whose blobs are all here and raw is one entry
+    of its own dtype."""
+    entries, at = dict[str, Any]({METADATA: metadata}), 0
     groups = _grouped(layout, items)
     for tensor, numbers, group in groups:
         nbytes = sum(len(item.data) for item in group)

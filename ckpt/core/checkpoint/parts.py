@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 from ckpt.core.checkpoint import steady
 from ckpt.core.checkpoint.concurrent import of_each
-from ckpt.core.checkpoint.write import WrittenPart
 from ckpt.core.format.digest import file_digest
 from ckpt.core.format.manifest import (
     MAX_JSON,
     Attempt,
     PackInfo,
     Part,
+    folder_of,
     index_key,
-    part_key,
-    rank_and_try,
+    is_data,
+    is_manifest,
+    manifest_key,
+    rank_of,
     unpress,
 )
 from ckpt.core.format.rank_index import MAX_DIRECTORY, Directory, is_directory
-from ckpt.core.format.slim import Slim
+from ckpt.core.format.slim import RankPieces, Slim
 from ckpt.core.format.table import MAX_TABLE, Table, empty
 from ckpt.core.log.records import Commit
 from ckpt.errors import CorruptError, FormatError, NotFoundError, TruncatedError
@@ -34,6 +36,21 @@ FEW = 4  # packs, each of which is asked for by itself
 AT_ONCE = 16  # parts
 NO_SIZES: Mapping[str, int] = MappingProxyType({})
 MANY = 64  # ranks: what their parts say alike is kept once
+
+
+@dataclass(frozen=True)
+class WrittenPart:
+    """A stored part, with its table. With thousands of ranks `pieces` stands in place of the table."""
+
+    part: Part
+    digest: str
+    table: Table
+    pieces: RankPieces | None = None
+
+    @property
+    def packs(self) -> tuple[str, ...]:
+        """The data files that its table names."""
+        return self.table.packs if self.pieces is None else self.pieces.packs
 
 
 async def read_exact(store: Store, key: str, digest: str, limit: int) -> memoryview:
@@ -55,7 +72,6 @@ async def load_part(
     store: Store,
     attempt: Attempt,
     rank: int,
-    number: int,
     *,
     expected: str | None = None,
     sizes: Mapping[str, int] = NO_SIZES,
@@ -67,7 +83,7 @@ async def load_part(
     slim: keep only what a directory needs.
     """
     layout_of = unpress if slim is None else slim.layout
-    part, digest = await read_part(store, attempt, rank, number, expected=expected, layout_of=layout_of)
+    part, digest = await read_part(store, attempt, rank, expected=expected, layout_of=layout_of)
     await check_sizes(store, part, sizes)
     table = table_of(part)
     if slim is not None:
@@ -75,14 +91,13 @@ async def load_part(
     return WrittenPart(part, digest, table)
 
 
-async def load_parts(store: Store, attempt: Attempt, wanted: Sequence[tuple[int, int, str]]) -> list[WrittenPart]:
-    """Those of all ranks, each by its rank, try and digest. Of very many, only what a directory of them needs."""
+async def load_parts(store: Store, attempt: Attempt, wanted: Sequence[tuple[int, str]]) -> list[WrittenPart]:
+    """Read the parts of all ranks, each by its rank and digest. With many ranks, keep only what a directory needs."""
     sizes = await sizes_of_many(store, attempt, len(wanted))
     slim = Slim() if len(wanted) > MANY else None
 
-    async def load(one: tuple[int, int, str]) -> WrittenPart:
-        rank, number, digest = one
-        return await load_part(store, attempt, rank, number, expected=digest, sizes=sizes, slim=slim)
+    async def load(one: tuple[int, str]) -> WrittenPart:
+        return await load_part(store, attempt, one[0], expected=one[1], sizes=sizes, slim=slim)
 
     return await of_each(wanted, load)
 
@@ -91,29 +106,28 @@ async def read_part(
     store: Store,
     attempt: Attempt,
     rank: int,
-    number: int,
     *,
     expected: str | None = None,
     layout_of: Callable[[str], dict[str, Any]] = unpress,
 ) -> tuple[Part, str]:
     """Read a part. Return it and its digest. `layout_of`: see `Part.from_bytes`."""
-    raw = await steady.get(store, part_key(attempt, rank, number), limit=MAX_JSON)
+    what = manifest_key(attempt, rank)
+    raw = await steady.get(store, what, limit=MAX_JSON)
     digest = file_digest(raw)
-    what = part_key(attempt, rank, number)
     if expected is not None and digest != expected:
         raise CorruptError(f"{what} is damaged: its digest is not the committed one")
     part = Part.from_bytes(raw, what, layout_of)
-    if (part.attempt, part.rank, part.number) != (str(attempt), rank, number):
-        raise CorruptError(f"{what} says it is a part of {part.attempt}")
+    if (part.attempt, part.rank) != (str(attempt), rank):
+        raise CorruptError(f"{what} belongs to rank {part.rank} of checkpoint {part.attempt}")
     return part, digest
 
 
 def table_of(part: Part) -> Table:
-    """Return the chunk table of a part. CorruptError if it is damaged, or names packs that the part does not."""
-    what = f"the table of {part_key(Attempt.parse(part.attempt), part.rank, part.number)}"
+    """Return the chunk table of a part. CorruptError if it is damaged, or names files that the part does not."""
+    what = f"the table of {manifest_key(Attempt.parse(part.attempt), part.rank)}"
     table = Table.from_bytes(part.table, what)
     if not {pack.key for pack in part.packs}.issuperset(table.packs):
-        raise CorruptError(f"{what} names packs that its part does not")
+        raise CorruptError(f"{what} names data files that its manifest does not")
     return table
 
 
@@ -126,26 +140,27 @@ async def check_sizes(store: Store, part: Part, known: Mapping[str, int] = NO_SI
 
 
 async def sizes_of_many(store: Store, attempt: Attempt, ranks: int) -> Mapping[str, int]:
-    """Of all packs of an attempt, if so many parts are to be read: a listing says as much as thousands of questions."""
+    """Return the sizes of the data files of a checkpoint, if that many ranks saved it: a listing replaces thousands of
+    requests."""
     if ranks <= MANY:
         return NO_SIZES
-    return {info.key: info.size async for info in store.list("packs/") if info.key.startswith(f"packs/{attempt}.")}
+    return {info.key: info.size async for info in store.list(folder_of(attempt)) if is_data(info.key)}
 
 
 async def _sizes(store: Store, part: Part, known: Mapping[str, int]) -> dict[str, int]:
     """Of all packs of a part. NotFoundError if one is not there."""
     found = {pack.key: known[pack.key] for pack in part.packs if pack.key in known}
     keys = [pack.key for pack in part.packs if pack.key not in found]
-    if store.remote and len(keys) > FEW:  # an answer to a listing says as much as many to single questions
-        wanted = set(keys)
-        found |= {info.key: info.size async for info in store.list("packs/") if info.key in wanted}
+    if store.remote and len(keys) > FEW:  # a listing replaces many requests
+        for folder in sorted({key[: key.rfind("/") + 1] for key in keys}):
+            found |= {info.key: info.size async for info in store.list(folder) if info.key in keys}
     infos = await of_each([key for key in keys if key not in found], functools.partial(steady.head, store))
     return found | {info.key: info.size for info in infos}
 
 
 async def load_index(store: Store, commit: Commit) -> Table | Directory:
     """All tables as one, or the directory of them. CorruptError or NotFoundError if it is damaged or gone."""
-    key = index_key(commit.attempt, commit.index)
+    key = index_key(commit.attempt)
     raw = await read_exact(store, key, commit.index, max(MAX_TABLE, MAX_DIRECTORY))
     return Directory.from_bytes(raw, key, commit.world) if is_directory(raw) else Table.from_bytes(raw, key)
 
@@ -166,11 +181,10 @@ async def load_values(store: Store, commit: Commit, ranks: Sequence[int]) -> dic
 
 
 async def _parts_of(store: Store, commit: Commit, ranks: Sequence[int]) -> list[Part]:
-    known = {rank: (number, digest) for rank, number, digest in commit.parts}
+    known = dict(commit.parts)
 
     async def one(rank: int) -> Part:
-        number, digest = known[rank]
-        part, _ = await read_part(store, commit.attempt, rank, number, expected=digest, layout_of=no_layout)
+        part, _ = await read_part(store, commit.attempt, rank, expected=known[rank], layout_of=no_layout)
         if part.world != commit.world:
             raise CorruptError(f"the part of rank {rank} at step {commit.step} is of another number of ranks")
         return part
@@ -178,59 +192,47 @@ async def _parts_of(store: Store, commit: Commit, ranks: Sequence[int]) -> list[
     return await of_each(ranks, one)
 
 
-# -- of attempts that no record names --
+# -- of checkpoints that no record names --
 
 
 async def stored_part(store: Store, attempt: Attempt, rank: int) -> WrittenPart | None:
-    """What a rank has stored of an attempt, if it is sound."""
-    keys = [info.key async for info in store.list("parts/") if info.key.startswith(f"parts/{attempt}.{rank}.")]
+    """Return what a rank has stored of a checkpoint, if it is sound."""
+    key = manifest_key(attempt, rank)
+    keys = [info.key async for info in store.list(folder_of(attempt)) if info.key == key]
     return (await sound_parts(store, attempt, keys)).get(rank)
 
 
 async def sound_parts(
-    store: Store, attempt: Attempt, keys: list[str], own: WrittenPart | None = None, *, partial: bool = False
+    store: Store, attempt: Attempt, keys: Iterable[str], own: WrittenPart | None = None, *, partial: bool = False
 ) -> dict[int, WrittenPart]:
-    """The parts of an attempt that are sound, by rank: of each the highest try. `own`: what needs no reading.
+    """Read the manifests among some files of a checkpoint. Return those that are sound, by rank.
 
-    Of many, only what a directory of them needs; not if `partial`, when those of some ranks are to be told as they are.
-    StoreError if the store failed, so that nobody can say.
+    With many ranks, keep only what a directory needs of each; not if `partial`, when those of some ranks are to be
+    described as they are. StoreError if the store failed, because nothing is known then.
+
+    own: a part that need not be read.
     """
-    newest: dict[int, WrittenPart] = {} if own is None else {own.part.rank: own}
-    found: dict[int, list[int]] = {}
-    for rank, number in tries(keys):
-        if rank not in newest:
-            found.setdefault(rank, []).append(number)
-    slim = Slim() if len(newest) + len(found) > MANY and not partial else None
-    sizes = await sizes_of_many(store, attempt, len(found))
-    read = await of_each(list(found.items()), functools.partial(_newest, store, attempt, sizes, slim), AT_ONCE)
-    return newest | {written.part.rank: written for written in read if written is not None}
+    found: dict[int, WrittenPart] = {} if own is None else {own.part.rank: own}
+    wanted = sorted(ranks_in(keys) - found.keys())
+    slim = Slim() if len(found) + len(wanted) > MANY and not partial else None
+    sizes = await sizes_of_many(store, attempt, len(wanted))
+    read = await of_each(wanted, functools.partial(_sound, store, attempt, sizes, slim), AT_ONCE)
+    return found | {written.part.rank: written for written in read if written is not None}
 
 
-async def _newest(
-    store: Store, attempt: Attempt, sizes: Mapping[str, int], slim: Slim | None, there: tuple[int, Iterable[int]]
+async def _sound(
+    store: Store, attempt: Attempt, sizes: Mapping[str, int], slim: Slim | None, rank: int
 ) -> WrittenPart | None:
-    """The first of these tries of a rank that is sound."""
-    rank, numbers = there
-    for number in numbers:
+    for again in (store.remote, False):  # from a bucket, it may have been damaged on its way
         try:
-            try:
-                return await load_part(store, attempt, rank, number, sizes=sizes, slim=slim)
-            except CorruptError:
-                if not store.remote:
-                    raise
-                return await load_part(
-                    store, attempt, rank, number, sizes=sizes, slim=slim
-                )  # perhaps damaged on its way
+            return await load_part(store, attempt, rank, sizes=sizes, slim=slim)
         except (CorruptError, FormatError, NotFoundError, TruncatedError) as error:
-            logger.warning("attempt %s, rank %d, try %d does not count: %s", attempt, rank, number, error)
+            if not (again and isinstance(error, CorruptError)):
+                logger.warning("checkpoint %s: the part of rank %d does not count: %s", attempt, rank, error)
+                return None
     return None
 
 
-def tries(keys: Iterable[str]) -> list[tuple[int, int]]:
-    """(rank, try) of every part among some files, the highest first; what is called otherwise is nobody's."""
-    found = []
-    for key in keys:
-        if key.startswith("parts/") and key.endswith(".json"):
-            with contextlib.suppress(CorruptError):
-                found.append(rank_and_try(key))
-    return sorted(found, reverse=True)
+def ranks_in(keys: Iterable[str]) -> set[int]:
+    """Return the ranks whose manifests are among some files."""
+    return {rank for key in keys if is_manifest(key) and (rank := rank_of(key)) is not None}

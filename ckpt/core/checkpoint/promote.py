@@ -20,7 +20,7 @@ from ckpt.core.checkpoint import steady
 from ckpt.core.checkpoint.parts import load_part
 from ckpt.core.checkpoint.write import CHUNK, WrittenPart, upload_from
 from ckpt.core.format.digest import blob_digest, file_digest
-from ckpt.core.format.manifest import MAX_JSON, Attempt, PackInfo, part_key
+from ckpt.core.format.manifest import MAX_JSON, Attempt, PackInfo, manifest_key
 from ckpt.core.format.table import Table
 from ckpt.core.log.log import RunLog
 from ckpt.core.log.records import Commit, RunState
@@ -53,7 +53,6 @@ async def copy_part(
     target: Store,
     attempt: Attempt,
     rank: int,
-    number: int,
     *,
     expected: str | None = None,
     used: Set[str] = frozenset(),
@@ -67,8 +66,8 @@ async def copy_part(
     expected: the digest of the part, if it is known.
     used: packs that checkpoints in the target use.
     """
-    written = await load_part(source, attempt, rank, number, expected=expected)
-    key = part_key(attempt, rank, number)
+    written = await load_part(source, attempt, rank, expected=expected)
+    key = manifest_key(attempt, rank)
     if await _holds(target, key, written.digest):
         if on_bytes is not None:
             on_bytes(sum(pack.size for pack in written.part.packs))
@@ -175,8 +174,8 @@ async def measure(log: RunLog, commit: Commit, counted: set[str] | None = None) 
     `counted`: packs that count no more, since another checkpoint brings them; those of this one are added.
     """
     packs: dict[str, int] = {}
-    for rank, number, digest in commit.parts:  # one at a time: there may be thousands
-        written = await load_part(log.store, commit.attempt, rank, number, expected=digest)
+    for rank, digest in commit.parts:  # one at a time: there may be thousands
+        written = await load_part(log.store, commit.attempt, rank, expected=digest)
         packs |= {pack.key: pack.size for pack in written.part.packs}
     if counted is not None:
         packs = {key: size for key, size in packs.items() if key not in counted}

@@ -233,15 +233,15 @@ async def in_turn(
 async def _manifest(
     store: Store,
     commit: Commit,
-    wanted: Sequence[tuple[int, int, str]],
+    wanted: Sequence[tuple[int, str]],
     index: Table | Directory | None,
     sizes: Mapping[str, int],
 ) -> Manifest:
     """Of some of the parts; an index that is a table is of all of them."""
     attempt, layout_of = commit.attempt, unpress if len(wanted) == len(commit.parts) else no_layout
 
-    async def load(row: tuple[int, int, str]) -> Part:
-        part, _ = await read_part(store, attempt, row[0], row[1], expected=row[2], layout_of=layout_of)
+    async def load(row: tuple[int, str]) -> Part:
+        part, _ = await read_part(store, attempt, row[0], expected=row[1], layout_of=layout_of)
         await check_sizes(store, part, sizes)
         return part
 
@@ -254,7 +254,7 @@ async def _manifest(
     np.maximum.at(ends, table.pack, table.offset + table.stored)
     for key, end in zip(table.packs, ends.tolist(), strict=True):
         if end > packs.get(key, -1):
-            raise CorruptError(f"{index_key(commit.attempt, commit.index)} points behind the end of {key}")
+            raise CorruptError(f"{index_key(commit.attempt)} points behind the end of {key}")
     return Manifest(commit, parts, table)
 
 

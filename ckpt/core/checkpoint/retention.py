@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Se
 from dataclasses import dataclass, replace
 
 from ckpt.core.checkpoint.read import packs_of
-from ckpt.core.format.manifest import Attempt, index_key, part_key
+from ckpt.core.format.manifest import STEPS, Attempt, in_deletion_order, index_key, manifest_key
 from ckpt.core.log.log import RunLog
 from ckpt.core.log.records import BY_HAND, LONGEST, MARK, Acquire, Commit, Record, RunState, live_packs, words_of
 from ckpt.errors import CheckpointError, CorruptError, NoCheckpointError, StoreError, UsageError
@@ -185,9 +185,8 @@ async def retire(
     """
     checked = set(verified)
     listed: list[str] = []
-    for prefix in ("packs/", "parts/", "index/") if orphans else ():
-        listed += [info.key async for info in log.store.list(prefix)]
     if orphans:  # The listing comes first: a file that appears later belongs to an attempt that is not in it.
+        listed = [info.key async for info in log.store.list(STEPS)]
         await log.refresh()
     used = await files_of(log, log.state.commits.values())
 
@@ -199,7 +198,10 @@ async def retire(
     landed = await land(log, mine, decide)
     if not landed:
         return set()
-    await (delete or log.store.delete_many)(landed.delete)
+    if delete is None:
+        await delete_in_order(log.store, landed.delete)
+    else:
+        await delete(landed.delete)
     point("sweep.deleted")
     return set(landed.retire)
 
@@ -241,7 +243,13 @@ async def delete_unused(log: RunLog, keys: Iterable[str]) -> None:
     used = await files_of(log, log.state.commits.values())
     if log.state.commits.keys() <= used.keys():
         needed = set[str]().union(*used.values())
-        await log.store.delete_many([key for key in keys if key not in needed])
+        await delete_in_order(log.store, [key for key in keys if key not in needed])
+
+
+async def delete_in_order(store: Store, keys: Iterable[str]) -> None:
+    """Delete files of checkpoints: indexes first, then manifests, then data files."""
+    for group in in_deletion_order(keys):
+        await store.delete_many(group)
 
 
 async def files_of(
@@ -251,8 +259,7 @@ async def files_of(
     left out, and `unread` gets why."""
     found: dict[Attempt, set[str]] = {}
     for commit in list(commits):
-        keys = {index_key(commit.attempt, commit.index)}
-        keys |= {part_key(commit.attempt, rank, number) for rank, number, _ in commit.parts}
+        keys = {index_key(commit.attempt), *(manifest_key(commit.attempt, rank) for rank, _ in commit.parts)}
         packs = _cache.get((log.store.url, commit.attempt))
         if packs is None:
             try:
@@ -294,7 +301,7 @@ async def set_keep(log: RunLog, attempt: Attempt, note: str | None, *, mine: Acq
         said = BY_HAND.join(one for one in (ours and MARK + ours, by_hand) if one)[:LONGEST]
         if said == before:
             return None
-        body = {"attempt": str(attempt), "note": said, "keep": bool(said)}
+        body = {"checkpoint": str(attempt), "note": said, "keep": bool(said)}
         return Record("KEEP", body, f"keep:{attempt}:{token}")
 
     await log.append(make, owner=mine)

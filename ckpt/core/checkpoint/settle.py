@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 from ckpt.core.checkpoint.commit import Role, abort, commit_or_end, given_up
 from ckpt.core.checkpoint.encode import Encoder
-from ckpt.core.checkpoint.parts import sound_parts, tries
+from ckpt.core.checkpoint.parts import ranks_in, sound_parts
 from ckpt.core.checkpoint.write import WrittenPart
-from ckpt.core.format.manifest import Attempt
+from ckpt.core.format.manifest import Attempt, folder_of
 from ckpt.core.log.log import RunLog
 from ckpt.core.log.records import Acquire, RunState
 from ckpt.errors import SaveError
@@ -85,8 +85,8 @@ async def _present(store: Store, attempt: Attempt, own: WrittenPart, role: Role)
     """The parts of all ranks that belong here, None while some are missing."""
     if role.ranks == (own.part.rank,):
         return [own]
-    keys = [info.key async for info in store.list("parts/") if info.key.startswith(f"parts/{attempt}.")]
-    ready = {rank for rank, _ in tries(keys)}
+    keys = [info.key async for info in store.list(folder_of(attempt))]
+    ready = ranks_in(keys)
     if not ready.issuperset(role.ranks):
         return None
     found = await sound_parts(store, attempt, keys, own, partial=role.partial)
@@ -95,7 +95,7 @@ async def _present(store: Store, attempt: Attempt, own: WrittenPart, role: Role)
 
 async def _missing(store: Store, attempt: Attempt, own: WrittenPart, role: Role) -> str:
     """Return the ranks whose parts are not there, as text."""
-    keys = [info.key async for info in store.list("parts/") if info.key.startswith(f"parts/{attempt}.")]
+    keys = [info.key async for info in store.list(folder_of(attempt))]
     ready = (await sound_parts(store, attempt, keys, own)).keys()  # a damaged one has not come
     return ", ".join(map(str, sorted(set(role.ranks) - ready)[:8]))
 

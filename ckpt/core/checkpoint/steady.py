@@ -139,8 +139,8 @@ def _unreadable(store: Store, key: str, why: object) -> UnreadableError:
 
 
 async def _is_there(store: Store, key: str) -> bool:
-    """Return whether the run and the folder of a file can be listed. A bucket has no folders: its run has to do."""
-    folder, has_folder = key.rpartition("/")[0], getattr(store, "has_folder", None)
+    """Return True if the run can be listed, and has the top folder of a file. Folders of checkpoints come and go."""
+    folder, has_folder = key.rpartition("/")[0].partition("/")[0], getattr(store, "has_folder", None)
     for prefix in ("log/", ""):
         async for _ in store.list(prefix):
             return not folder or has_folder is None or bool(await has_folder(folder))

@@ -8,21 +8,31 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import mmap
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from ckpt.core.checkpoint.incremental import Previous
+from ckpt.core.checkpoint.parts import WrittenPart as WrittenPart
+from ckpt.core.checkpoint.parts import load_part
 from ckpt.core.format.digest import DIGEST_SIZE, blob_digest, file_digest
 from ckpt.core.format.layout import Layout, pages
-from ckpt.core.format.manifest import MAX_JSON, Attempt, PackInfo, Part, owner, pack_key, part_key
+from ckpt.core.format.manifest import MAX_JSON, Attempt, PackInfo, Part, data_key, manifest_key, metadata_of, owner
 from ckpt.core.format.replicas import Replicas
 from ckpt.core.format.shards import SavedShards
-from ckpt.core.format.slim import RankPieces
 from ckpt.core.format.table import Table
-from ckpt.errors import FullError, SaveError, StoreError
+from ckpt.errors import (
+    CorruptError,
+    ExistsError,
+    FormatError,
+    FullError,
+    NotFoundError,
+    SaveError,
+    StoreError,
+    TruncatedError,
+)
 from ckpt.failpoints import point
 from ckpt.store import PAGE, Store
 
@@ -43,38 +53,23 @@ class RankSnapshot:
     replicas: Replicas = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class WrittenPart:
-    """What the committer needs to know of a stored part. `pieces`: in place of the table, of one of thousands."""
-
-    part: Part
-    digest: str
-    table: Table
-    pieces: RankPieces | None = None
-
-    @property
-    def packs(self) -> tuple[str, ...]:
-        """All that its table names."""
-        return self.table.packs if self.pieces is None else self.pieces.packs
-
-
 async def write_part(
     store: Store,
     snapshot: RankSnapshot,
     *,
-    number: int = 0,
+    numbers: Iterator[int] | None = None,
     reason: str = "due",
     on_bytes: Callable[[int], None] | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> WrittenPart:
-    """Store one rank's share of an attempt, all of it raw. After an error nothing of it counts; write again with a
-    higher `number`.
+    """Store the share of one rank, all of it raw. After an error nothing of it counts.
 
-    `check` raises if the snapshot has changed meanwhile; it is called before anything counts.
+    numbers: of data files, none of which was used before for this checkpoint and rank.
+    check: raises if the snapshot has changed meanwhile. It is called before anything counts.
     """
     layout, rank = snapshot.layout, snapshot.layout.rank
-    key = pack_key(snapshot.attempt, rank, number)
-    header = layout.arrangement.header
+    key = data_key(snapshot.attempt, rank, 0 if numbers is None else next(numbers))
+    header = layout.arrangement.header(metadata_of(key))
     digesting = asyncio.ensure_future(asyncio.to_thread(digest_blobs, layout, snapshot.data))  # meanwhile
     digesting.add_done_callback(lambda done: done.cancelled() or done.exception())  # what was written may fail first
     try:
@@ -89,7 +84,7 @@ async def write_part(
         raise
     pack = PackInfo(key, len(header) + len(snapshot.data), len(header), file_digest(header))
     table = build_table(layout, key, digests)
-    return await finish_part(store, snapshot, table, [pack], number=number, reason=reason, check=check)
+    return await finish_part(store, snapshot, table, [pack], reason=reason, check=check)
 
 
 async def finish_part(
@@ -98,21 +93,24 @@ async def finish_part(
     table: Table,
     packs: list[PackInfo],
     *,
-    number: int,
     reason: str,
     base: Previous | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> WrittenPart:
-    """Store the part, after its packs. If this fails before anybody can have seen the part, delete its own packs.
+    """Store the manifest, after the data files. If this fails before anybody can have seen it, delete the data files
+    that were written for it.
 
-    packs: all that the table names, also those of older attempts.
+    The manifest of a rank is created once. If it is there, a writer that died has stored it, or a request was repeated.
+    Then that manifest counts if it has the same content, and else this checkpoint fails.
+
+    packs: all that the table names, also those of older checkpoints.
     base: the checkpoint that it was built on.
     """
     attempt, rank = snapshot.attempt, snapshot.layout.rank
     own = [pack.key for pack in packs if owner(pack.key) == attempt]
     try:
         check()
-        part = _part(snapshot, table.to_bytes(), packs, number, reason, base)
+        part = _part(snapshot, table.to_bytes(), packs, reason, base)
         raw_part = part.to_bytes()
         if len(raw_part) > MAX_JSON:
             raise SaveError(f"step {attempt.step}: the manifest of rank {rank} has {len(raw_part)} bytes, too many")
@@ -120,24 +118,40 @@ async def finish_part(
         await drop(store, own)
         raise
     try:
-        await store.put(part_key(attempt, rank, number), raw_part, create=True)
+        await store.put(manifest_key(attempt, rank), raw_part, create=True)
     except FullError:
         await drop(store, own)
         raise
+    except ExistsError:
+        there = await _stored_before(store, part, table)
+        if there.digest != file_digest(raw_part):
+            await drop(store, [key for key in own if key not in there.packs])
+        return there
     # After any other error here the part may be there all the same, and others may have found it and the pack: only
     # the log can say that they do not count, and the clean-up takes them.
     point("part.stored")
     return WrittenPart(part, file_digest(raw_part), table)
 
 
-def _part(
-    snapshot: RankSnapshot, table: bytes, packs: list[PackInfo], number: int, reason: str, base: Previous | None
-) -> Part:
+async def _stored_before(store: Store, part: Part, table: Table) -> WrittenPart:
+    """Return the part of this rank that is in the store. SaveError unless it has the same content."""
+    attempt = Attempt.parse(part.attempt)
+    what = f"step {attempt.step}: {manifest_key(attempt, part.rank)} in {store.url}"
+    try:
+        there = await load_part(store, attempt, part.rank)
+    except (CorruptError, FormatError, NotFoundError, TruncatedError) as error:
+        raise SaveError(f"{what} is from an earlier writer and damaged: {error}") from None
+    same = (there.part.layout_digest, there.part.values) == (part.layout_digest, part.values)
+    if not same or not np.array_equal(there.table.digest[: there.table.owned], table.digest[: table.owned]):
+        raise SaveError(f"{what} is from an earlier writer, which saved other values")
+    return there
+
+
+def _part(snapshot: RankSnapshot, table: bytes, packs: list[PackInfo], reason: str, base: Previous | None) -> Part:
     layout = snapshot.layout
     return Part(
         attempt=str(snapshot.attempt),
         rank=layout.rank,
-        number=number,
         world=layout.world,
         layout=layout.as_json,
         layout_digest=layout.digest,
@@ -243,13 +257,15 @@ def build_table(layout: Layout, pack: str, digests: bytes | None, begin: int | N
     """The table of one rank's pieces in one raw pack. `digests`: None if nobody has digested them, then zeros. `begin`:
     where the data begins there, if not behind the header of the pack."""
     arrangement = layout.arrangement
+    if begin is None:
+        begin = len(arrangement.header(metadata_of(pack)))
     offset, length = arrangement.blob_columns
     raw = bytes(len(length) * DIGEST_SIZE) if digests is None else digests[: len(length) * DIGEST_SIZE]
     return Table(
         shards=SavedShards.of_layout(layout),
         starts=np.array(arrangement.blob_starts, np.int64),
         pack=np.zeros(len(length), np.int64),
-        offset=offset + (len(arrangement.header) if begin is None else begin),
+        offset=offset + begin,
         stored=length,
         length=length,
         codec=np.zeros(len(length), np.int64),

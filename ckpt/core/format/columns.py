@@ -17,7 +17,7 @@ import safetensors
 import zstandard
 
 from ckpt.core.format.digest import DIGEST_SIZE
-from ckpt.core.format.manifest import canonical, owner
+from ckpt.core.format.manifest import canonical, is_data
 from ckpt.errors import CorruptError
 
 if TYPE_CHECKING:
@@ -128,8 +128,8 @@ class Columns:
     def packs(self) -> tuple[str, ...]:
         """The keys of packs, as JSON."""
         found = json.loads(self._columns["packs"].tobytes())
-        if type(found) is not list or not all(type(k) is str and owner(k) and k.startswith("packs/") for k in found):
-            raise CorruptError(f"{self._what}: names impossible packs")
+        if type(found) is not list or not all(type(k) is str and is_data(k) for k in found):
+            raise CorruptError(f"{self._what}: names impossible data files")
         return tuple(found)
 
 

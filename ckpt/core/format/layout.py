@@ -16,7 +16,7 @@ import itertools
 import json
 import math
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -32,6 +32,7 @@ from ckpt.store import PAGE
 BLOB = 4 << 20
 LINE = 256  # bytes: nothing is aligned to more
 MAX_HEADER = 96 << 20  # safetensors refuses 100 MB
+METADATA, FOR_METADATA = "__metadata__", 1 << 10  # an entry that is not a tensor, and the most bytes that it takes
 MAX_DIMS = 64
 
 # Item size in bits. The second table: dtypes that the safetensors reader lacks, stored as plain bytes (U8).
@@ -259,9 +260,16 @@ class Arrangement:
         return offsets, np.minimum(np.repeat(ends, counts) - offsets, BLOB)
 
     @cached_property
-    def header(self) -> bytes:
-        """The pack's first bytes: everything before the tensor data, a whole number of pages."""
-        return _header(self)
+    def _entries(self) -> bytes:
+        """The entries of the header, as JSON without the first brace."""
+        return _entries(self)
+
+    def header(self, metadata: Mapping[str, str]) -> bytes:
+        """Return the first bytes of a data file: everything before the tensor data, a whole number of pages."""
+        text = b'{"%s":%s' % (METADATA.encode(), json.dumps(metadata, separators=(",", ":")).encode())
+        text += b"," * (len(self._entries) > 1) + self._entries
+        size = pages(8 + len(text))
+        return struct.pack("<Q", size - 8) + text.ljust(size - 8)
 
 
 def arrange(tensors: tuple[TensorSpec, ...]) -> Arrangement:
@@ -281,21 +289,21 @@ def _cut(arrangement: Arrangement) -> Iterator[Blob]:
             yield Blob(i, start + offset, min(BLOB, size - offset))
 
 
-def _header(arrangement: Arrangement) -> bytes:
+def _entries(arrangement: Arrangement) -> bytes:
     entries: dict[str, Any] = {}
     for i in arrangement.order:
         t, start = arrangement.tensors[i], arrangement.offsets[i]
         dtype, shape = (t.dtype, list(t.shape)) if t.dtype in NATIVE else ("U8", [t.nbytes])
-        if t.key in entries:
-            raise StateError(f"{t.key!r}: two pieces of the state get this name")
-        entries[t.key] = {"dtype": dtype, "shape": shape, "data_offsets": [start, start + t.nbytes]}
+        name = t.key + "'" if t.key == METADATA else t.key
+        if name in entries:
+            raise StateError(f"{name!r}: two pieces of the state get this name")
+        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, start + t.nbytes]}
     text = json.dumps(entries, separators=(",", ":")).encode()
-    if len(text) > MAX_HEADER:
+    if len(text) > MAX_HEADER - FOR_METADATA:
         raise StateError(
-            f"{len(arrangement.tensors)} tensors are too many for one pack: their header is {len(text)} bytes"
+            f"{len(arrangement.tensors)} tensors are too many for one data file: their header is {len(text)} bytes"
         )
-    size = pages(8 + len(text))
-    return struct.pack("<Q", size - 8) + text.ljust(size - 8)
+    return text[1:]
 
 
 def pages(size: int) -> int:

@@ -1,13 +1,18 @@
-"""What the small JSON files of a run say, and the names of all files.
+"""Name the files of a run, and read and write the small JSON files.
 
     FORMAT.json                                   this is a run of ours, version, root id
-    packs/<attempt>.<rank>.<try>.safetensors      tensor bytes
-    packs/<attempt>.<rank>.<try>-<n>.safetensors  the same of a part that has several packs: n = 0, 1, ...
-    parts/<attempt>.<rank>.<try>.json             the manifest of one rank, see `Part`
-    index/<attempt>-<digest>.safetensors          all tables of a checkpoint, merged; of many ranks the directory of
-                                                  them, see `ckpt.core.format.rank_index`. Named by content, so that two
-                                                  committers cannot disagree about one name
+    latest.json                                   a hint: the newest checkpoint
     log/<seq>.json                                records, see `ckpt.core.log.records`
+    steps/<checkpoint id>/                        the files of one checkpoint:
+      rank-00000.safetensors                      tensor bytes of rank 0, raw
+      rank-00000-00001.safetensors                further data files of rank 0, encoded
+      rank-00000.json                             the manifest of rank 0: `Part`
+      index.safetensors                           the chunk tables of all ranks, merged. With many ranks the directory
+                                                  of them, see `ckpt.core.format.rank_index`
+
+A writer never uses the name of a data file twice, and never a number of another writer. So no manifest names what a
+failed write has left. The manifest of a rank is created once: it decides which data files count. The index is a
+function of the manifests, so two committers write the same bytes.
 
 Every JSON file is written in one canonical form (sorted keys, no spaces) and carries the SHA-256 of itself without the
 `digest` field. A file whose bytes are not exactly the canonical form of what they parse to is damaged: one flipped bit
@@ -40,26 +45,27 @@ MAX_EPOCH = 10**12
 MAX_WORLD = 1 << 20
 MAX_HEADER = 100 << 20  # of a pack; safetensors refuses more
 MAX_NEEDS = 64  # older checkpoints that one is built on
-_ATTEMPT = re.compile(r"([1-9][0-9]{0,11})\.([0-9a-f]{8})-(0|[1-9][0-9]{0,17})")
+STEPS = "steps/"
+_ID = re.compile(r"([0-9]{9}|[1-9][0-9]{9,17})\.([1-9][0-9]{0,11})-([0-9a-f]{8})")
 
 
 @dataclass(frozen=True, order=True, slots=True)
 class Attempt:
-    """The saving of one step by one incarnation. Text form: `<epoch>.<nonce>-<step>`."""
+    """The id of a checkpoint: one step, saved by one job attempt. Text form: `<step, 9 digits>.<term>-<nonce>`."""
 
     epoch: int
     step: int
     nonce: str
 
     def __str__(self) -> str:
-        return f"{self.epoch}.{self.nonce}-{self.step}"
+        return f"{self.step:09d}.{self.epoch}-{self.nonce}"
 
     @classmethod
     def parse(cls, text: object) -> Attempt:
-        found = _ATTEMPT.fullmatch(text) if isinstance(text, str) else None
+        found = _ID.fullmatch(text) if isinstance(text, str) else None
         if found is None:
-            raise CorruptError(f"not an attempt: {text!r}")
-        return cls(int(found[1]), int(found[3]), found[2])
+            raise CorruptError(f"not a checkpoint id: {text!r}")
+        return cls(int(found[2]), int(found[1]), found[3])
 
 
 def new_nonce() -> str:
@@ -72,12 +78,12 @@ def nonce_of(job: str, turn: int) -> str:
 
 
 def read_needs(texts: Any, attempt: Attempt) -> tuple[Attempt, ...]:
-    """The attempts that one was built on. CorruptError unless all are older, in their order, and not too many."""
+    """Parse the ids that a checkpoint was built on. CorruptError unless all are older, sorted, and not too many."""
     if not isinstance(texts, list) or len(texts) > MAX_NEEDS:
-        raise CorruptError(f"attempt {attempt} needs an impossible number of others")
+        raise CorruptError(f"checkpoint {attempt} needs an impossible number of others")
     found = tuple(map(Attempt.parse, texts))
     if any(a >= b for a, b in itertools.pairwise((*found, attempt))):
-        raise CorruptError(f"attempt {attempt} needs one that is not older, or not in its place")
+        raise CorruptError(f"checkpoint {attempt} needs one that is not older, or not in its place")
     return found
 
 
@@ -86,36 +92,45 @@ def needs_texts(attempts: Iterable[Attempt]) -> list[str]:
     return [str(attempt) for attempt in sorted(set(attempts))]
 
 
-def pack_key(attempt: Attempt, rank: int, number: int, segment: int | None = None) -> str:
-    """`segment`: counts the packs of a part that has several; None if it has one."""
-    return f"packs/{attempt}.{rank}.{number}{'' if segment is None else f'-{segment}'}.safetensors"
+def folder_of(attempt: Attempt) -> str:
+    return f"{STEPS}{attempt}/"
 
 
-def part_key(attempt: Attempt, rank: int, number: int) -> str:
-    return f"parts/{attempt}.{rank}.{number}.json"
+def data_key(attempt: Attempt, rank: int, number: int = 0) -> str:
+    """Name a data file. `number`: 0 for the raw data that a rank writes first, more for all others."""
+    return f"{folder_of(attempt)}rank-{rank:05d}{f'-{number:05d}' if number else ''}.safetensors"
 
 
-def index_key(attempt: Attempt, digest: str) -> str:
-    return f"index/{attempt}-{digest[:16]}.safetensors"
+def manifest_key(attempt: Attempt, rank: int) -> str:
+    return f"{folder_of(attempt)}rank-{rank:05d}.json"
+
+
+def index_key(attempt: Attempt) -> str:
+    return f"{folder_of(attempt)}index.safetensors"
 
 
 _OWNED = re.compile(
-    r"(?:(packs)|parts|index)/([0-9]+\.[0-9a-f]{8}-[0-9]+)"
-    r"(?:\.([0-9]{1,9})\.([0-9]{1,9})(?(1)(?:-[0-9]{1,9})?)|-[0-9a-f]{16})\.(?:safetensors|json)"
+    r"steps/([0-9]+\.[0-9]+-[0-9a-f]{8})/"
+    r"(?:index\.safetensors|rank-([0-9]{5,7})(?:\.json|(-[0-9]{5,9})?(\.safetensors)))"
 )
 
 
-def owner(key: str) -> Attempt | None:
-    """The attempt that a pack, part or index file belongs to, by its name; None if it is not ours."""
+def _parsed(key: str) -> tuple[Attempt, re.Match[str]] | None:
     found = _OWNED.fullmatch(key)
     try:
-        return Attempt.parse(found[2]) if found else None
+        return (Attempt.parse(found[1]), found) if found else None
     except CorruptError:
         return None
 
 
+def owner(key: str) -> Attempt | None:
+    """Return the checkpoint id that a file belongs to, by its name; None if it is not ours."""
+    found = _parsed(key)
+    return found[0] if found else None
+
+
 def by_owner(keys: Iterable[str]) -> dict[Attempt, list[str]]:
-    """The files of each attempt."""
+    """Return the files of each checkpoint id."""
     found: dict[Attempt, list[str]] = {}
     for key in keys:
         if (attempt := owner(key)) is not None:
@@ -123,12 +138,44 @@ def by_owner(keys: Iterable[str]) -> dict[Attempt, list[str]]:
     return found
 
 
-def rank_and_try(key: str) -> tuple[int, int]:
-    """Return the rank and the try that a pack or a part belongs to. CorruptError if it is neither."""
-    found = _OWNED.fullmatch(key)
-    if found is None or found[3] is None:
-        raise CorruptError(f"not a part: {key}")
-    return int(found[3]), int(found[4])
+def is_data(key: str) -> bool:
+    """Return True for the name of a data file."""
+    found = _parsed(key)
+    return found is not None and found[1][4] is not None
+
+
+def is_manifest(key: str) -> bool:
+    """Return True for the name of the manifest of a rank."""
+    return key.endswith(".json") and _parsed(key) is not None
+
+
+def rank_of(key: str) -> int | None:
+    """Return the rank that wrote a file, None for an index or a name that is not ours."""
+    found = _parsed(key)
+    return int(found[1][2]) if found is not None and found[1][2] is not None else None
+
+
+def data_number(key: str) -> int:
+    """Return the number of a data file, see `data_key`."""
+    found = _parsed(key)
+    return int((found[1][3] or "-0")[1:]) if found is not None else 0
+
+
+def in_deletion_order(keys: Iterable[str]) -> list[list[str]]:
+    """Group files as they must be deleted: indexes, then manifests, then data files. A folder without an index is not a
+    checkpoint, so an interrupted deletion leaves nothing that looks like one."""
+    groups: tuple[list[str], list[str], list[str]] = ([], [], [])
+    for key in keys:
+        groups[2 if is_data(key) else 1 if is_manifest(key) else 0].append(key)
+    return [group for group in groups if group]
+
+
+def metadata_of(key: str) -> dict[str, str]:
+    """Return the safetensors metadata of a data file."""
+    found = _parsed(key)
+    if found is None:
+        return {}
+    return {"checkpoint": str(found[0]), "rank": str(int(found[1][2])), "step": str(found[0].step)}
 
 
 # -- canonical, self-digested JSON --
@@ -239,7 +286,7 @@ def read_format(raw: bytes | memoryview) -> str:
     return str(data["root"])
 
 
-# -- parts --
+# -- manifests --
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,8 +301,8 @@ class PackInfo:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One rank's share of one attempt. `layout` is as `ckpt.core.format.layout.Layout.to_json`, best `as_json`;
-    `values` tagged plain values.
+    """The manifest of one rank: its share of one checkpoint. `layout` is as `ckpt.core.format.layout.Layout.to_json`,
+    best `as_json`; `values` are tagged plain values.
 
     `table`: its chunk table, as `ckpt.core.format.table.Table.to_bytes` writes it. In the file it is base64.
     `packs`: all that the table names, also those of older attempts. `needs`: the older attempts that it was built on,
@@ -266,7 +313,6 @@ class Part:
 
     attempt: str
     rank: int
-    number: int
     world: int
     layout: dict[str, Any]
     values: list[Any]
@@ -282,7 +328,7 @@ class Part:
 
     def to_bytes(self) -> bytes:
         data = {one.name: getattr(self, one.name) for one in fields(self)}  # asdict() would copy the layout, row by row
-        data["packs"] = [asdict(pack) for pack in self.packs]
+        data["checkpoint"], data["files"] = data.pop("attempt"), [asdict(pack) for pack in data.pop("packs")]
         data["table"] = base64.b64encode(self.table).decode()
         data["layout"] = (self.layout if isinstance(self.layout, PressedObject) else PressedObject(self.layout)).text
         if not self.needs:  # a full one says what it has always said
@@ -294,9 +340,8 @@ class Part:
     def check(self, what: str) -> None:
         """CorruptError unless every field is of its type and every number plausible."""
         attempt = Attempt.parse(self.attempt)
-        numbers = (self.rank, self.number, self.world)
-        if any(type(n) is not int for n in numbers) or not 0 <= self.rank < self.world <= MAX_WORLD or self.number < 0:
-            raise CorruptError(f"{what} is of an impossible rank, try or world")
+        if (type(self.rank), type(self.world)) != (int, int) or not 0 <= self.rank < self.world <= MAX_WORLD:
+            raise CorruptError(f"{what} has an impossible rank or world")
         needs = read_needs(self.needs, attempt)
         if type(self.chain) is not int or not 0 <= self.chain < (10**9 if self.needs else 1):
             raise CorruptError(f"{what} lies at an impossible place behind a full one")
@@ -310,14 +355,14 @@ class Part:
             raise CorruptError(f"{what} has a field of the wrong type")
         for pack in self.packs:
             sizes = (pack.header_size, pack.size)
-            named = isinstance(pack.key, str) and pack.key.startswith("packs/")
+            named = isinstance(pack.key, str) and is_data(pack.key)
             if not named or any(type(n) is not int for n in sizes):
-                raise CorruptError(f"{what} names an impossible pack")
-            # A pack may be of an older attempt that `needs` does not name: what is named there has it from that one.
+                raise CorruptError(f"{what} names an impossible data file")
+            # It may be of an older checkpoint that `needs` does not name: one that is named there uses it too.
             if (of := owner(pack.key)) is None or not (of == attempt or (needs and of < attempt)):
-                raise CorruptError(f"{what} names a pack that it cannot have")
+                raise CorruptError(f"{what} names a data file that it cannot have")
             if not 0 <= pack.header_size <= min(pack.size, MAX_HEADER):
-                raise CorruptError(f"{what} names a pack of impossible size")
+                raise CorruptError(f"{what} names a data file of impossible size")
 
     @classmethod
     def from_bytes(
@@ -326,12 +371,12 @@ class Part:
         """`layout_of`: makes a layout of what stands for it."""
         data = unseal(raw, what)
         try:
-            packs, pressed = [PackInfo(**pack) for pack in data.pop("packs")], data.pop("layout")
+            packs, pressed = [PackInfo(**pack) for pack in data.pop("files")], data.pop("layout")
             if type(pressed) is not str:
                 raise ValueError("its layout is not one")
             table = base64.b64decode(data.pop("table"), validate=True)
-            part = cls(packs=packs, layout=layout_of(pressed), table=table, **data)
+            part = cls(attempt=data.pop("checkpoint"), packs=packs, layout=layout_of(pressed), table=table, **data)
             part.check(what)
         except (TypeError, KeyError, ValueError) as error:
-            raise CorruptError(f"{what} is not a part: {error}") from None
+            raise CorruptError(f"{what} is not a manifest: {error}") from None
         return part

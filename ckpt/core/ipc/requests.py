@@ -102,16 +102,16 @@ class OpenRunReply(Body, frozen=True):
 
 class OpenRun(Request[OpenRunReply], frozen=True):
     """Open the tiers (see `Tier.spec`), without changing anything in them. `check`: refuse if somebody trains the run;
-    `auto`: tiers whose cadence is to be found out; `first_try`: of all parts; `acquires`: the history of the memory;
-    `next_nonces`: an ACQUIRE with one of these is by the writer's own job;
-    `roots`: the ids that the runs in these tiers must have, "" for any."""
+    `auto`: tiers whose cadence is to be found out; `first_number`: of the data files of this writer; `acquires`: the
+    history of the memory; `next_nonces`: an ACQUIRE with one of these is by the writer's own job; `roots`: the ids that
+    the runs in these tiers must have, "" for any."""
 
     tiers: list[Json]
     linger_s: float
     commit_s: float
     acquires: list[Owner]
     auto: list[str]
-    first_try: int = 0
+    first_number: int = 0
     check: bool = False
     next_nonces: list[str] = field(default_factory=list)
     roots: list[str] = field(default_factory=list)

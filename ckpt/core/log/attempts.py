@@ -60,7 +60,7 @@ class Attempts(MutableSet[Attempt]):
         self._steps.get((value.epoch, value.nonce), set()).discard(value.step)
 
     def to_json(self) -> dict[str, list[list[int]]]:
-        """By `<epoch>.<nonce>`: rows of the first step, how far it is to the next one, and how many there are. The same
+        """By `<term>-<nonce>`: rows of the first step, how far it is to the next one, and how many there are. The same
         for the same set, however it came about."""
         for group, steps in self._steps.items():
             if group not in self._rows:
@@ -68,7 +68,7 @@ class Attempts(MutableSet[Attempt]):
                 for step in sorted(steps):
                     _extend(rows, step)
         found = sorted((group, rows) for group, rows in self._rows.items() if rows)
-        return {f"{epoch}.{nonce}": [list(row) for row in rows] for (epoch, nonce), rows in found}
+        return {f"{epoch}-{nonce}": [list(row) for row in rows] for (epoch, nonce), rows in found}
 
     @classmethod
     def from_json(cls, groups: dict[str, list[Any]], most: int = MOST) -> Attempts:
@@ -76,7 +76,7 @@ class Attempts(MutableSet[Attempt]):
         `most` steps. A number alone is a step."""
         found, left = cls(), min(most, MOST)
         for name, rows in groups.items():
-            any_one = Attempt.parse(f"{name}-0")
+            any_one = _at_step(name, 0)
             steps = found._steps.setdefault((any_one.epoch, any_one.nonce), set())
             for row in rows:
                 first, stride, count = (row, 1, 1) if type(row) is int else row
@@ -84,9 +84,13 @@ class Attempts(MutableSet[Attempt]):
                     raise CorruptError(f"impossible steps: {row!r}")
                 left -= count
                 for end in (first, first + stride * (count - 1)):
-                    Attempt.parse(f"{name}-{end}")
+                    _at_step(name, end)
                 steps.update(range(first, first + stride * count, stride))
         return found
+
+
+def _at_step(group: str, step: int) -> Attempt:
+    return Attempt.parse(f"{step:09d}.{group}")
 
 
 def _extend(rows: list[list[int]], step: int) -> None:

@@ -1,13 +1,13 @@
 """What the records of a run log say, by type, and the state of a run, which is a fold over all of them:
 
-ACQUIRE   term, nonce, restored       a job takes the run over, or goes back to `restored` (an attempt or null)
+ACQUIRE   term, nonce, restored       a job takes the run over, or goes back to `restored` (a checkpoint id or null)
 HELD      as COMMIT                   on a disk that only some ranks see: their parts are here
-COMMIT    attempt, world, parts, index, finite, reason    a checkpoint exists (there: its other parts do too);
+COMMIT    checkpoint, world, manifests, index, finite, reason    it exists (there: its other parts do too);
           time                        when it was committed, in seconds since 1970;
           needs                       which older checkpoints it was built on, if it was
-ABORT     attempt, reason             this attempt never will
+ABORT     checkpoint, reason          it never will
 PLAN      retire, delete, reason      checkpoints given up and the files that go with them; why, if not by retention
-KEEP      attempt, note, keep         never retire this one; `keep` false takes that back
+KEEP      checkpoint, note, keep      never retire this one; `keep` false takes that back
 SNAPSHOT  everything that follows from the records before it
 """
 
@@ -64,14 +64,14 @@ class Acquire:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """A checkpoint. `parts`: (rank, try, digest of the part) of every rank whose part is in this place, of `world`
+    """A checkpoint. `parts`: (rank, digest of its manifest) of every rank whose part is in this place, of `world`
     ranks that saved; `index`: digest of the merged table; `needs`: the older checkpoints that it was built on, in their
     order: it uses packs that they use. They may be retired since: what keeps the packs is that this one uses them;
     `time`: of the commit, in seconds since 1970."""
 
     attempt: Attempt
     world: int
-    parts: tuple[tuple[int, int, str], ...]
+    parts: tuple[tuple[int, str], ...]
     index: str
     finite: bool | None = None
     reason: str = "due"  # or "ring": persisted at a fault, besides the cadence; "late": after the trainer's death
@@ -183,7 +183,7 @@ def _commit(state: RunState, body: dict[str, Any]) -> None:
 
 
 def _abort(state: RunState, body: dict[str, Any]) -> None:
-    attempt = Attempt.parse(body["attempt"])
+    attempt = Attempt.parse(body["checkpoint"])
     if not state.ended(attempt):
         state.reasons[attempt] = str(body["reason"])[:500]
         state.aborted.add(attempt)
@@ -200,7 +200,7 @@ def _plan(state: RunState, body: dict[str, Any]) -> None:
 
 
 def _keep(state: RunState, body: dict[str, Any]) -> None:
-    attempt = Attempt.parse(body["attempt"])
+    attempt = Attempt.parse(body["checkpoint"])
     if body.get("keep", True) is False:
         state.kept.pop(attempt, None)
     else:
@@ -238,17 +238,17 @@ IN_WORDS = {  # for people
 
 def _checked(body: dict[str, Any]) -> Commit:
     """Of a COMMIT or HELD: parts are in the order of ranks, numbers and digests can be made into names."""
-    attempt = Attempt.parse(body["attempt"])
-    parts = tuple((rank, number, digest) for rank, number, digest in body["parts"])
+    attempt = Attempt.parse(body["checkpoint"])
+    parts = tuple((rank, digest) for rank, digest in body["manifests"])
     world, index, finite = body["world"], body["index"], body["finite"]
     if type(world) is not int or not 1 <= len(parts) <= world <= MAX_WORLD or not _is_digest(index):
-        raise CorruptError(f"attempt {attempt} is not whole")
+        raise CorruptError(f"checkpoint {attempt} is not whole")
     last = -1
-    for rank, number, digest in parts:
-        if (type(rank), type(number)) != (int, int) or not 0 <= number < 10**9 or not _is_digest(digest):
-            raise CorruptError(f"impossible part of attempt {attempt}")
+    for rank, digest in parts:
+        if type(rank) is not int or not _is_digest(digest):
+            raise CorruptError(f"impossible manifest of checkpoint {attempt}")
         if not last < rank < world:
-            raise CorruptError(f"impossible rank {rank} in attempt {attempt}")
+            raise CorruptError(f"impossible rank {rank} in checkpoint {attempt}")
         last = rank
     if finite is not None and type(finite) is not bool:
         raise CorruptError(f"impossible finite: {finite!r}")
@@ -261,9 +261,9 @@ def _checked(body: dict[str, Any]) -> Commit:
 def commit_body(commit: Commit) -> dict[str, Any]:
     """What a COMMIT or HELD record says. Of a full checkpoint it says no needs, as before there were increments."""
     body: dict[str, Any] = {
-        "attempt": str(commit.attempt),
+        "checkpoint": str(commit.attempt),
         "world": commit.world,
-        "parts": [list(part) for part in commit.parts],
+        "manifests": [list(part) for part in commit.parts],
         "index": commit.index,
         "finite": commit.finite,
         "reason": commit.reason,

@@ -160,4 +160,4 @@ def _commits(log: RunLog) -> list[Json]:
     """What a root has, whole or in part: attempt, ranks that saved, ranks whose part is here, whether it is finite."""
     state = log.state
     every: dict[Attempt, Commit] = {**state.held, **state.commits}
-    return [[str(a), c.world, [rank for rank, _, _ in c.parts], c.finite] for a, c in every.items()]
+    return [[str(a), c.world, [rank for rank, _ in c.parts], c.finite] for a, c in every.items()]

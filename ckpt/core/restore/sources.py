@@ -26,7 +26,7 @@ from ckpt.core.format.boxes import Box
 from ckpt.core.format.columns import I64
 from ckpt.core.format.digest import DIGEST_SIZE, blob_digest
 from ckpt.core.format.layout import Layout
-from ckpt.core.format.manifest import Attempt, pack_key, rank_and_try
+from ckpt.core.format.manifest import Attempt, data_key, rank_of
 from ckpt.core.format.rank_index import Directory
 from ckpt.core.format.saved_state import Key, SavedState
 from ckpt.core.format.table import Table, merge
@@ -175,7 +175,7 @@ class MemorySource(RestoreSource):
         if missing := sorted(set(range(world)) - seen.keys()):
             raise CorruptError(f"the snapshots of ranks {', '.join(map(str, missing[:8]))} are not in memory any more")
         ranks = [seen[rank] for rank in range(world)]
-        tables = [build_table(la, pack_key(self.attempt, la.rank, 0), digests, 0) for la, _, digests in ranks]
+        tables = [build_table(la, data_key(self.attempt, la.rank), digests, 0) for la, _, digests in ranks]
         self._digested = {la.rank for la, _, digests in ranks if digests is not None}
         digested = len(self._digested) == world
         layouts = [layout for layout, _, _ in ranks]
@@ -190,12 +190,12 @@ class MemorySource(RestoreSource):
 
     def readable(self) -> Mask:
         table = self.saved.table
-        here = np.array([rank_and_try(key)[0] in self._here for key in table.packs], np.bool_)
+        here = np.array([rank_of(key) in self._here for key in table.packs], np.bool_)
         return here[table.pack]
 
     def read(self, blobs: Sequence[int], sink: Sink, room: Room | None = None) -> None:
         numbers, table = np.array(blobs, np.int64), self.saved.table
-        ranks = np.array([rank_and_try(key)[0] for key in table.packs], np.int64)[table.pack[numbers]]
+        ranks = np.array([rank_of(key) for key in table.packs], np.int64)[table.pack[numbers]]
         with ThreadPoolExecutor(MEMORY_THREADS, "ckpt-restore") as pool:
             works = [
                 pool.submit(self._read, self._here[rank], part, sink, room)
@@ -350,8 +350,8 @@ class StoreSource(RestoreSource):
         table = self.saved.table
         if not self.partial:
             return np.ones(len(table.length), np.bool_)
-        mine = {rank for rank, _, _ in self._commit.parts} if self._commit is not None else set()
-        return np.array([rank_and_try(key)[0] in mine for key in table.packs], np.bool_)[table.pack]
+        mine = {rank for rank, _ in self._commit.parts} if self._commit is not None else set()
+        return np.array([rank_of(key) in mine for key in table.packs], np.bool_)[table.pack]
 
     def read(self, blobs: Sequence[int], sink: Sink, room: Room | None = None) -> None:
         read.run(self._read(blobs, sink, room))

@@ -139,7 +139,7 @@ class PresentTrainer:
 
 class HeldRun:
     """`tiers`: the nearest first. What the trainer said when it opened the run: `linger_s`, how long memory is kept
-    for the next one; `commit_s`, how long the parts of other ranks are waited for; `first_try`, of all parts."""
+    for the next one; `commit_s`, how long the parts of other ranks are waited for; `first_number`, of data files."""
 
     def __init__(self, trainer: PresentTrainer) -> None:
         self._trainer = trainer
@@ -148,7 +148,7 @@ class HeldRun:
         self.next_nonces: frozenset[str] = frozenset()  # an ACQUIRE with one of these is by our own job
         self.acquires: list[Acquire] = []  # the history that the snapshots in memory belong to
         self.taking = asyncio.Lock()  # held while the run is taken over by us
-        self.linger_s, self.commit_s, self.first_try = 600.0, 600.0, 0
+        self.linger_s, self.commit_s, self.first_number = 600.0, 600.0, 0
 
     # -- who owns it --
 

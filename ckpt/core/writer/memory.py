@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import threading
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from ckpt.core.checkpoint.write import digest_blobs
@@ -102,7 +103,7 @@ class HeldMemory:
         self.late: set[tuple[Attempt, int]] = set()  # of these they were computed by `digest_ring`, or after a death
         self.retracted: dict[Attempt, str] = {}  # what must not become a checkpoint, and why
         self.replicas: dict[Attempt, Replicas] = {}  # what the parts of our rank say of replicated tensors
-        self._tries: dict[Attempt, int] = {}
+        self._numbers: dict[tuple[str, Attempt], Iterator[int]] = {}
         self.copies: dict[int, Arena] = {}  # of the memory of other nodes, by rank; a plug-in fills them
 
     async def until_handed_over(self) -> None:
@@ -181,11 +182,9 @@ class HeldMemory:
                 "were computed before"
             )
 
-    def next_try(self, attempt: Attempt, first: int) -> int:
-        """The number of the next writing of a part of it."""
-        number = self._tries.get(attempt, first)
-        self._tries[attempt] = number + 1
-        return number
+    def numbers(self, url: str, attempt: Attempt, first: int) -> Iterator[int]:
+        """Return the numbers of data files that this writer may still use for a checkpoint in a tier."""
+        return self._numbers.setdefault((url, attempt), itertools.count(first))
 
     def take_back(self, attempt: Attempt, reason: str) -> None:
         """It must not become a checkpoint."""
@@ -197,7 +196,7 @@ class HeldMemory:
         self.digests = {(attempt, rank): d for (attempt, rank), d in self.digests.items() if attempt in held}
         self.late &= self.digests.keys()
         self.replicas = {attempt: said for attempt, said in self.replicas.items() if attempt in held}
-        self._tries = {attempt: number for attempt, number in self._tries.items() if attempt in held}
+        self._numbers = {key: numbers for key, numbers in self._numbers.items() if key[1] in held}
 
     def wanted(self, history: Sequence[Acquire], attempts: Collection[Attempt] | None = None) -> list[Attempt]:
         """What is here (of these, if they are given), belongs to this history and was not taken back, newest first."""

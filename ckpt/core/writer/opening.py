@@ -49,11 +49,11 @@ class TierOpener:
         """InUseError, with `check`, if somebody trains the run."""
         run, begun = self.run, self.trainer.adoptions
         run.linger_s, run.commit_s = request.linger_s, request.commit_s
-        run.first_try, run.next_nonces = request.first_try, frozenset(request.next_nonces)
+        run.first_number, run.next_nonces = request.first_number, frozenset(request.next_nonces)
         run.acquires = [acquire_of(one) for one in request.acquires]
         known = {tier.url: tier for tier in run.tiers}  # one of them may be writing the ring at this moment
         tiers: list[OpenTier] = []
-        again, roots = bool(run.first_try), [*request.roots, *[""] * len(request.tiers)]
+        again, roots = bool(run.first_number), [*request.roots, *[""] * len(request.tiers)]
         for spec, root in zip(request.tiers, roots, strict=False):
             # A writer that takes the place of a dead one must not fail for a bucket that is out of reach just now.
             try:
@@ -154,7 +154,7 @@ class TierOpener:
         if not tier.role.partial:
             return []
         held = {**tier.log.state.held, **tier.log.state.commits}
-        return [PartsHere(number, str(a), one.world, [rank for rank, _, _ in one.parts]) for a, one in held.items()]
+        return [PartsHere(number, str(a), one.world, [rank for rank, _ in one.parts]) for a, one in held.items()]
 
     # -- once it is open --
 

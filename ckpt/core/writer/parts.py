@@ -20,7 +20,7 @@ from ckpt.core.checkpoint.settle import settle
 from ckpt.core.checkpoint.write import RankSnapshot, WrittenPart
 from ckpt.core.format.digest import blob_digest
 from ckpt.core.format.layout import Layout
-from ckpt.core.format.manifest import Attempt, part_key
+from ckpt.core.format.manifest import Attempt, folder_of, manifest_key
 from ckpt.core.format.manifest import owner as owner_of
 from ckpt.core.format.table import Table
 from ckpt.core.ipc.arena import Arena, Label
@@ -121,8 +121,7 @@ class Settler:
         with contextlib.suppress(CheckpointError):
             await commit.abort(tier.log, self.run.mine(), attempt, "no space left")
             if attempt in tier.log.state.aborted:
-                prefixes = ("packs/", "parts/", "index/")
-                listed = [info.key for prefix in prefixes async for info in tier.log.store.list(prefix)]
+                listed = [info.key async for info in tier.log.store.list(folder_of(attempt))]
                 await retention.delete_unused(tier.log, [key for key in listed if owner_of(key) == attempt])
 
     async def _give_up(self, tier: OpenTier, written: WrittenPart, error: Exception) -> None:
@@ -133,7 +132,7 @@ class Settler:
                 await commit.abort(tier.log, self.run.mine(), attempt, f"rank {part.rank}: {error}")
             if attempt in tier.log.state.aborted:
                 own = [pack.key for pack in part.packs if owner_of(pack.key) == attempt]
-                await retention.delete_unused(tier.log, [part_key(attempt, part.rank, part.number), *own])
+                await retention.delete_unused(tier.log, [manifest_key(attempt, part.rank), *own])
 
     @handles(Retract)
     async def retract(self, request: Retract) -> None:
@@ -195,7 +194,7 @@ class PartWriter:
     ) -> WrittenPart | None:
         """Write this rank's part from memory; None if the attempt is a checkpoint already.
 
-        Alone, a failed attempt stays open: it may be written again by a higher try, and recovery ends what is left.
+        Alone, a failed attempt stays open: it may be written again to further files, and recovery ends what is left.
         With others it is given up at once, so that they need not wait; unless it is not tried for the `last` time.
         """
         attempt, layout = label.attempt, self.held_memory.layouts[label.layout]
@@ -238,7 +237,7 @@ class PartWriter:
             if attempt in tier.log.state.commits:
                 return None  # a predecessor did it, and could not say so
             check("is not in memory any more")
-            number = memory.next_try(attempt, run.first_try)
+            numbers = memory.numbers(tier.url, attempt, run.first_number)
             values = json.loads(bytes(arena.values(slot, label)))
             data = arena.data(slot, label.data_size)
 
@@ -247,7 +246,7 @@ class PartWriter:
                 run.succeed(tier.log)
                 tier.log.check_owner(run.mine())
             source = InMemory(layout, snapshot.data)
-            written = await self.encode(tier, snapshot, source, number, reason=reason, check=check)
+            written = await self.encode(tier, snapshot, source, numbers, reason=reason, check=check)
             if attempt in memory.retracted:
                 raise SaveError(f"step {attempt.step} was given up: {memory.retracted[attempt]}")
         digests = written.table.digest[: written.table.owned].tobytes()
@@ -259,7 +258,7 @@ class PartWriter:
         tier: OpenTier,
         snapshot: RankSnapshot,
         source: ByteSource,
-        number: int,
+        numbers: Iterator[int],
         *,
         reason: str,
         check: Callable[[], None] = lambda: None,
@@ -276,7 +275,7 @@ class PartWriter:
                 snapshot,
                 source,
                 previous,
-                number=number,
+                numbers=numbers,
                 reason=reason,
                 bases=_bases(tier, near, layout.rank, reason),
                 check=check,
@@ -318,6 +317,6 @@ async def _table_of(near: OpenTier, attempt: Attempt, rank: int) -> Table | None
     if mine is None:
         return None
     try:
-        return (await commit.load_part(near.store, attempt, rank, mine[1], expected=mine[2])).table
+        return (await commit.load_part(near.store, attempt, rank, expected=mine[1])).table
     except (CorruptError, StoreError):
         return None

@@ -15,7 +15,7 @@ from ckpt.core.checkpoint.byte_source import InStore
 from ckpt.core.checkpoint.open_tier import OpenTier
 from ckpt.core.checkpoint.write import RankSnapshot, WrittenPart
 from ckpt.core.format.layout import Layout
-from ckpt.core.format.manifest import Attempt, rank_and_try
+from ckpt.core.format.manifest import Attempt, data_number, folder_of, is_data, rank_of
 from ckpt.core.ipc.requests import Resume
 from ckpt.core.log.log import Commit
 from ckpt.core.writer.dispatch import Background, handles
@@ -137,20 +137,18 @@ class Promoter:
             return there
         layout, source = Layout.from_json(part.layout), InStore(near.store, here.table)
         previous = await tier.encoder.previous(tier.log, attempt, layout)
-        own = f"/{attempt}.{part.rank}."
-        tried = [info.key async for info in tier.store.list("packs/") if own in info.key]
+        listed = [info.key async for info in tier.store.list(folder_of(attempt))]
+        left = [key for key in listed if is_data(key) and rank_of(key) == part.rank]
         plain = not part.needs and not here.table.codec.any() and len(part.packs) == 1
-        if plain and set(tried) <= {part.packs[0].key} and not tier.encoder.worth(tier.store, source, layout, previous):
+        if plain and set(left) <= {part.packs[0].key} and not tier.encoder.worth(tier.store, source, layout, previous):
             with tier.flow.writing(attempt.step, part.packs[0].size):
-                written = await promote.copy_part(
-                    near.store, tier.store, attempt, part.rank, part.number, on_bytes=tier.flow.add
-                )
+                written = await promote.copy_part(near.store, tier.store, attempt, part.rank, on_bytes=tier.flow.add)
             tier.encoder.remember(written)
             return written
-        tried += [info.key async for info in tier.store.list("parts/") if own in info.key]
-        number = max([self.run.first_try, *(rank_and_try(key)[1] + 1 for key in tried)])
+        first = max([self.run.first_number, *(data_number(key) + 1 for key in left)])
+        numbers = self.held_memory.numbers(tier.url, attempt, first)
         snapshot = RankSnapshot(attempt, layout, memoryview(b""), part.values, part.finite, part.replicas)
-        return await self.parts.encode(tier, snapshot, source, number, reason=part.reason)
+        return await self.parts.encode(tier, snapshot, source, numbers, reason=part.reason)
 
     def _check_wanted(self, tier: OpenTier, attempt: Attempt) -> None:
         """Not if it was taken back, or another rank has given it up."""
@@ -209,10 +207,7 @@ class Promoter:
         tier.in_flight.add(one.attempt)
         try:
             async with tier.busy:
-                here = [
-                    await commit.load_part(near.store, one.attempt, rank, number, expected=digest)
-                    for rank, number, digest in mine
-                ]
+                here = [await commit.load_part(near.store, one.attempt, rank, expected=digest) for rank, digest in mine]
                 await tier.prepare()
                 try:
                     written = [await self._transfer(tier, near, part) for part in here]

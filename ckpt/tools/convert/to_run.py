@@ -18,7 +18,17 @@ from ckpt.core.checkpoint.write import RankSnapshot, WrittenPart, build_table, f
 from ckpt.core.format.boxes import Box, Dims
 from ckpt.core.format.digest import file_digest
 from ckpt.core.format.layout import Layout, TensorSpec
-from ckpt.core.format.manifest import MAX_WORLD, Attempt, PackInfo, canonical, new_format, pack_key
+from ckpt.core.format.manifest import (
+    MAX_WORLD,
+    STEPS,
+    Attempt,
+    PackInfo,
+    canonical,
+    data_key,
+    is_data,
+    metadata_of,
+    new_format,
+)
 from ckpt.core.format.partition import GLOBAL
 from ckpt.core.format.values import Json
 from ckpt.core.log.log import RunLog
@@ -99,15 +109,15 @@ def chunk(shape: Dims, rank: int, world: int) -> Box | None:
 
 
 def _pack(layout: Layout, labels: list[str], attempt: Attempt) -> OutFile:
-    arrangement = layout.arrangement
-    first = len(arrangement.header)
-    parts: list[Literal | TensorRun] = [Literal(0, arrangement.header)]
+    arrangement, key = layout.arrangement, data_key(attempt, layout.rank)
+    header = arrangement.header(metadata_of(key))
+    first = len(header)
+    parts: list[Literal | TensorRun] = [Literal(0, header)]
     for i in arrangement.order:
         spec = layout.tensors[i]
         if spec.nbytes:
             parts.append(TensorRun(first + arrangement.offsets[i], labels[i], (spec.at, spec.shape), spec.dtype))
     sums = ((first + b.offset, first + b.offset + b.length) for b in arrangement.blobs)
-    key = pack_key(attempt, layout.rank, 0)
     return OutFile(key, first + arrangement.data_size, tuple(parts), tuple(sums))
 
 
@@ -119,10 +129,11 @@ async def _finish(
     finite: bool | None,
     sums: Sums,
 ) -> None:
-    for name in ("log", "parts", "index"):  # of a call that was interrupted: nobody has seen it
-        await asyncio.to_thread(shutil.rmtree, folder / name, ignore_errors=True)
+    await asyncio.to_thread(shutil.rmtree, folder / "log", ignore_errors=True)  # of a call that was interrupted
     store = open_store(folder, writable=True)
     try:
+        listed = [info.key async for info in store.list(STEPS)]
+        await store.delete_many([key for key in listed if not is_data(key)])
         with contextlib.suppress(FileNotFoundError):
             (folder / "FORMAT.json").unlink()
         await store.put("FORMAT.json", new_format())
@@ -141,10 +152,10 @@ async def _finish(
 async def _part(
     store: Store, attempt: Attempt, layout: Layout, values: list[Json], finite: bool | None, sums: Sums
 ) -> WrittenPart:
-    key, arrangement = pack_key(attempt, layout.rank, 0), layout.arrangement
-    header = arrangement.header
+    key, arrangement = data_key(attempt, layout.rank), layout.arrangement
+    header = arrangement.header(metadata_of(key))
     pack = PackInfo(key, len(header) + arrangement.data_size, len(header), file_digest(header))
     digests = b"".join(sums[key][len(header) + blob.offset] for blob in arrangement.blobs)
     snapshot = RankSnapshot(attempt, layout, memoryview(b""), values, finite)
     table = build_table(layout, key, digests)
-    return await finish_part(store, snapshot, table, [pack], number=0, reason="exported")
+    return await finish_part(store, snapshot, table, [pack], reason="exported")

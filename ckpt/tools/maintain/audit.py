@@ -26,13 +26,15 @@ from ckpt.core.format.layout import Layout
 from ckpt.core.format.manifest import (
     MAX_FORMAT,
     MAX_JSON,
+    STEPS,
     Attempt,
     PackInfo,
     Part,
     index_key,
+    is_data,
+    manifest_key,
     new_format,
     owner,
-    part_key,
     read_format,
     unpress,
 )
@@ -76,7 +78,7 @@ class Audit:
         await self._format()
         for commit in self.commits:
             await self._structure(commit)
-        self.sizes = {info.key: info.size async for info in self.store.list("packs/")}
+        self.sizes = {info.key: info.size async for info in self.store.list(STEPS) if is_data(info.key)}
         await of_each([key for key in self._names if self._is_missized(key)], self._measure)
         headers = sum(self.infos[key].header_size for key in self._names if key in self.infos)
         return int(self._ranges["stored"].sum()) + headers
@@ -262,7 +264,7 @@ class Audit:
 
     async def _structure(self, commit: Commit) -> None:
         """Read the index and the manifests of a checkpoint, some ranks at a time, and note its tables."""
-        key, many = index_key(commit.attempt, commit.index), len(commit.parts) > MANY
+        key, many = index_key(commit.attempt), len(commit.parts) > MANY
         ((raw, damage),) = await self._files(commit, [(key, commit.index, MAX_TABLE)])
         index = None if raw is None or is_directory(raw) else self._parsed(raw, key, commit)
         again, sheets, columns = IndexOf(many=many, wanted=raw is None), list[AuditedTable](), [self._ranges]
@@ -288,11 +290,11 @@ class Audit:
         self._ranges = np.unique(np.concatenate(columns))
 
     async def _ranks(
-        self, commit: Commit, rows: Sequence[tuple[int, int, str]], layout_of: Callable[[str], dict[str, Any]]
-    ) -> list[tuple[tuple[int, int, str], Part, Table]]:
+        self, commit: Commit, rows: Sequence[tuple[int, str]], layout_of: Callable[[str], dict[str, Any]]
+    ) -> list[tuple[tuple[int, str], Part, Table]]:
         """Read the manifests of some ranks, as far as they can be had."""
-        keys = [(part_key(commit.attempt, rank, number), digest, MAX_JSON) for rank, number, digest in rows]
-        found = list[tuple[tuple[int, int, str], Part, Table]]()
+        keys = [(manifest_key(commit.attempt, rank), digest, MAX_JSON) for rank, digest in rows]
+        found = list[tuple[tuple[int, str], Part, Table]]()
         for row, (key, *_), (raw, _) in zip(rows, keys, await self._files(commit, keys), strict=True):
             if raw is not None:
                 try:
@@ -319,11 +321,10 @@ class Audit:
             sheet.layout = None if part is None else _layout(part)
 
     async def _part(
-        self, commit: Commit, row: tuple[int, int, str], layout_of: Callable[[str], dict[str, Any]]
+        self, commit: Commit, row: tuple[int, str], layout_of: Callable[[str], dict[str, Any]]
     ) -> Part | None:
-        rank, number, digest = row
-        key = part_key(commit.attempt, rank, number)
-        raw, _ = await self._file(commit, key, digest, MAX_JSON)
+        key = manifest_key(commit.attempt, row[0])
+        raw, _ = await self._file(commit, key, row[1], MAX_JSON)
         return None if raw is None else Part.from_bytes(raw, key, layout_of)
 
     def _parsed(self, raw: bytes | None, key: str, commit: Commit) -> Table | None:

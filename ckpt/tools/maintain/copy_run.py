@@ -17,7 +17,7 @@ from ckpt.core.checkpoint.parts import MANY, load_part
 from ckpt.core.checkpoint.retention import files_of
 from ckpt.core.checkpoint.store_trial import check_empty
 from ckpt.core.checkpoint.write import WrittenPart
-from ckpt.core.format.manifest import Attempt, new_nonce, owner
+from ckpt.core.format.manifest import Attempt, folder_of, new_nonce
 from ckpt.core.format.slim import Slim
 from ckpt.core.log.log import RunLog
 from ckpt.core.log.records import Acquire, Commit, RunState, in_history
@@ -173,8 +173,7 @@ async def _being_written(target: RunLog | None, attempt: Attempt, take_over: boo
     """Whether a job may be bringing an attempt to this folder right now: two who write one file spoil it."""
     if target is None or target.store.remote or take_over or nobodys(target.state):
         return ""
-    packs = [] if attempt.epoch < target.state.epoch else [info.key async for info in target.store.list("packs/")]
-    if attempt not in map(owner, packs):
+    if attempt.epoch < target.state.epoch or not [info async for info in target.store.list(folder_of(attempt))]:
         return ""
     return "a job may be writing it there right now: repeat this later, or with --take-over if no job trains there"
 
@@ -249,13 +248,11 @@ async def _copy_files(
 ) -> list[WrittenPart]:
     slim = Slim() if len(commit.parts) > MANY else None
 
-    async def one(part: tuple[int, int, str]) -> WrittenPart:
-        rank, number, digest = part
-        await promote.copy_part(
-            source, target, commit.attempt, rank, number, expected=digest, used=used, on_bytes=on_bytes
-        )
-        # With packs of their size.
-        return await load_part(target, commit.attempt, rank, number, expected=digest, slim=slim)
+    async def one(part: tuple[int, str]) -> WrittenPart:
+        rank, digest = part
+        await promote.copy_part(source, target, commit.attempt, rank, expected=digest, used=used, on_bytes=on_bytes)
+        # With data files of their size.
+        return await load_part(target, commit.attempt, rank, expected=digest, slim=slim)
 
     return await of_each(commit.parts, one, PARTS)
 

@@ -20,7 +20,7 @@ from ckpt.core.format.codec import DELTA, RAW, word_of
 from ckpt.core.format.codec import encode as encoded_as
 from ckpt.core.format.digest import blob_digest, file_digest
 from ckpt.core.format.layout import Layout
-from ckpt.core.format.manifest import Attempt, PackInfo, rank_and_try
+from ckpt.core.format.manifest import Attempt, PackInfo, metadata_of, rank_of
 from ckpt.core.format.table import Content, Table
 from ckpt.errors import CorruptError, FormatError, NotFoundError, StoreError, is_unreadable
 from ckpt.events import log as logger
@@ -136,12 +136,12 @@ class CopyFinder:
             get = partial(read_header, other.store, info)
             if await _works(get):
                 return SoundCopy(other.store.url, "the same bytes", get)
-        tiles, rank = self._tiles(info), rank_and_try(info.key)[0]
+        tiles, rank = self._tiles(info), rank_of(info.key)
         layouts = {s.layout.digest: s.layout for s in self.audit.sheets if s.layout is not None}
         for layout in layouts.values():
             if layout.rank != rank:
                 continue
-            for make in (partial(_raw_header, layout), partial(_blobs_header, info, layout, tiles)):
+            for make in (partial(_raw_header, info, layout), partial(_blobs_header, info, layout, tiles)):
                 header = make()
                 if header is not None and file_digest(header) == info.header:
                     return SoundCopy(self.audit.store.url, "made again", partial(_given, header))
@@ -149,7 +149,7 @@ class CopyFinder:
 
     def _tiles(self, info: PackInfo) -> dict[int, tuple[AuditedTable, int]]:
         """A row for each range of a pack; empty unless they leave nothing out. Only ranks that wrote it name it so."""
-        rank, rows = rank_and_try(info.key)[0], dict[int, tuple[AuditedTable, int]]()
+        rank, rows = rank_of(info.key), dict[int, tuple[AuditedTable, int]]()
         for sheet in self.audit.sheets:
             table = sheet.table
             if sheet.layout is None or sheet.layout.rank != rank or info.key not in table.packs:
@@ -206,8 +206,8 @@ async def _given(raw: bytes) -> bytes:
     return raw
 
 
-def _raw_header(layout: Layout) -> bytes:
-    return layout.arrangement.header
+def _raw_header(info: PackInfo, layout: Layout) -> bytes:
+    return layout.arrangement.header(metadata_of(info.key))
 
 
 def _blobs_header(info: PackInfo, layout: Layout, tiles: dict[int, tuple[AuditedTable, int]]) -> bytes | None:
@@ -219,4 +219,4 @@ def _blobs_header(info: PackInfo, layout: Layout, tiles: dict[int, tuple[Audited
         packs.Encoded(row, int(sheet.table.codec[row]), zeros[: int(sheet.table.stored[row])])
         for sheet, row in tiles.values()
     ]
-    return packs.pack_header(layout, items)
+    return packs.pack_header(layout, items, metadata_of(info.key))

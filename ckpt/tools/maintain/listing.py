@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from ckpt.core.format.manifest import owner, rank_and_try
+from ckpt.core.format.manifest import STEPS, Attempt, is_data, owner, rank_of
 from ckpt.core.log.log import Commit, RunLog
 
 
@@ -52,21 +52,21 @@ def created(commit: Commit) -> str:
 
 
 async def sizes_of(log: RunLog, commits: list[Commit]) -> tuple[list[int | None], int]:
-    """Bytes of the packs that each checkpoint wrote: not those of older ones that it uses, nor of tries that failed.
+    """Return the bytes of the data files in the folder of each checkpoint, and those of all data files.
 
-    None if a full one has no pack of some part any more. And the bytes of all packs there are.
+    None for a full checkpoint that has no data file of some rank any more.
     """
-    sizes = {(c.attempt, rank, number): 0 for c in commits for rank, number, _ in c.parts}
+    sizes: dict[tuple[Attempt | None, int | None], int] = {(c.attempt, rank): 0 for c in commits for rank, _ in c.parts}
     there, total = set(), 0
-    async for info in log.store.list("packs/"):
-        attempt = owner(info.key)
-        total += info.size
-        if attempt is not None and (key := (attempt, *rank_and_try(info.key))) in sizes:
-            sizes[key] += info.size
-            there.add(key)
+    async for info in log.store.list(STEPS):
+        if is_data(info.key):
+            key, total = (owner(info.key), rank_of(info.key)), total + info.size
+            if key in sizes:
+                sizes[key] += info.size
+                there.add(key)
     found: list[int | None] = []
     for commit in commits:
-        mine = [(commit.attempt, rank, number) for rank, number, _ in commit.parts]
+        mine = [(commit.attempt, rank) for rank, _ in commit.parts]
         gone = commit.full and not there.issuperset(mine)
         found.append(None if gone else sum(sizes[key] for key in mine))
     return found, total

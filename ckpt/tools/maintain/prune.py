@@ -321,5 +321,5 @@ async def gc(log: RunLog, stock: RunFiles, ending: Iterable[Attempt]) -> tuple[S
 
 
 def _end(attempt: Attempt, state: RunState) -> Record | None:
-    body = {"attempt": str(attempt), "reason": "ended by hand, long after its term"}
+    body = {"checkpoint": str(attempt), "reason": "ended by hand, long after its term"}
     return Record("ABORT", body, f"abort:{attempt}") if may_end(state, attempt) else None

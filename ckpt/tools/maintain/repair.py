@@ -24,7 +24,7 @@ from ckpt.core.checkpoint.concurrent import all_of
 from ckpt.core.checkpoint.parts import read_header
 from ckpt.core.checkpoint.write import CHUNK, page_aligned
 from ckpt.core.format.digest import RangeHasher
-from ckpt.core.format.manifest import PackInfo, owner
+from ckpt.core.format.manifest import PackInfo, is_data, owner
 from ckpt.errors import CorruptError, ExistsError, StoreError, is_unreadable
 from ckpt.failpoints import point
 from ckpt.store import Store
@@ -114,7 +114,7 @@ class Repair(Audit):
     async def _is_live(self, key: str) -> bool:
         """Whether a live checkpoint needs this file: a running job may have given it up."""
         live = (await self.log.refresh()).commits
-        if not key.startswith("packs/"):
+        if not is_data(key):
             attempt = owner(key)
             return attempt is None or attempt in live
         return any(sheet.commit.attempt in live for sheet in self.sheets if key in sheet.packs)

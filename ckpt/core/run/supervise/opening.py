@@ -17,6 +17,7 @@ from ckpt.core.run.supervise.writer_client import WriterClient
 from ckpt.tiers import Memory, Tier
 
 OPEN_S = 300.0
+NUMBERS_EACH = 10_000  # data files of one checkpoint that a writer may write; its successor begins behind them
 NEXT_NONCES = 64  # how often other jobs may take ownership while this one opens the run or restores
 
 
@@ -59,7 +60,7 @@ class RunOpener:
             tiers=[tier.spec() for tier in self.tiers],
             linger_s=self._memory.linger_s if self._memory is not None else 0.0,
             commit_s=self._commit_s,
-            first_try=1000 * writers,
+            first_number=NUMBERS_EACH * writers,
             check=not self._takeover and not self.owner.epoch and self._world.local_rank == 0,
             auto=[name for name, every in self._cadences() if isinstance(every, Auto)],
             next_nonces=self._next_nonces,

@@ -394,11 +394,11 @@ async def test_nothing_goes_before_something_that_stays_was_verified(
 
 
 @on_a_run
-async def test_leftovers_of_aborted_attempts_and_other_tries_are_swept(
+async def test_leftovers_of_aborted_checkpoints_and_dead_writers_are_swept(
     store: MemoryStore, log: RunLog, mine: Acquire
 ) -> None:
-    """Files of an ended attempt that no checkpoint uses go with the next clean-up; those of an open attempt never."""
-    await write_part(store, snapshot(mine, 2))  # a first try, written again below
+    """Files of an ended checkpoint that no checkpoint uses go with the next clean-up; those of an open one never."""
+    store.objects[data_key(Attempt(mine.epoch, 2, mine.nonce), 0)] = b"half"  # its writer died before the manifest
     await save(log, mine, 1)
     written = await write_part(store, snapshot(mine, 2), numbers=itertools.count(1))
     await commit.commit(log, mine, [written])

@@ -141,11 +141,8 @@ def questions(reads: Reads) -> int:
 
 def holders(root: Path, name: str, step: int) -> list[str]:
     """Return the manifests of the ranks that have something of a tensor."""
-    found = []
-    for path in run_files.manifests(root, step):
-        if name in table_in(path).columns.names:
-            found.append(str(path.relative_to(root)))
-    return found
+    paths = [path for path in run_files.manifests(root, step) if name in table_in(path).columns.names]
+    return sorted(str(path.relative_to(root)) for path in paths)
 
 
 def test_a_committer_asks_for_no_pack_by_itself(run: Path, reads: Reads) -> None:
@@ -247,7 +244,7 @@ def test_verify_names_damage_of_ranks_that_are_looked_at_one_after_the_other(cop
     assert call("verify", copy).code == 0
     for rank in (3, 250):
         hurt(copy, rank, STEPS[1])
-    gone = run_files.manifests(copy, STEPS[1], 100)[0]
+    (gone,) = run_files.manifests(copy, STEPS[1], rank=100)
     gone.unlink()
     flip(pack_of(copy, 200, STEPS[1]), 30)
     (found,) = call("verify", copy, "--json").json["checkpoints"]
@@ -292,7 +289,7 @@ def test_a_restore_looks_for_lost_bytes_where_they_are_likely(copy: Path, reads:
 
 
 def table_of(run: Path, rank: int, step: int) -> Table:
-    return table_in(run / run_files.manifest_key(run_files.checkpoint_id(step), rank))
+    return table_in(run_files.manifests(run, step, rank)[0])
 
 
 def table_in(path: Path) -> Table:

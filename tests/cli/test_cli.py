@@ -463,7 +463,7 @@ def test_a_newer_format_is_refused(run: Path, call: Any) -> None:
     any more, it says by its number what it is."""
     path = run / "FORMAT.json"
     fields = {k: v for k, v in json.loads(path.read_text()).items() if k != "digest"}
-    for major, words in ((MAJOR + 1, "upgrade"), (1, "format 1.0, this version reads 2.x: use the version that wrote")):
+    for major, words in ((MAJOR + 1, "upgrade"), (2, "format 2.0, this version reads 3.x: use the version that wrote")):
         path.write_bytes(seal({**fields, "major": major}))
         for command in COMMANDS:
             found = call(*arguments_of(command, run))

@@ -377,11 +377,6 @@ class SavedStep:
         found = {of[table.pack[table.base[b]]] for b in rows if of[table.pack[b]] == self.step}
         return {step for step in found if step is not None}
 
-    @property
-    def small_files(self) -> list[str]:
-        """Glob patterns of its small files, which contain the locations of its tensors."""
-        return [index_key(self._commit.attempt), manifest_key(self._commit.attempt, 0)]
-
 
 def history(url: str | Path) -> dict[int, SavedStep]:
     """Map each step of the present history to its checkpoint, newest first. The run may be in use meanwhile."""
@@ -1345,14 +1340,6 @@ def try_again_for(patch: pytest.MonkeyPatch, window_s: float, first_pause_s: flo
 # -- a run whose files are forged, digests and all --
 
 NOTHING = Contents(Layout((), {}, []))
-
-
-def names_of_files(of: Attempt, rank: int = 0) -> dict[str, str]:
-    """Return the names of the files of one rank: its manifest and its data."""
-    return {
-        "part": manifest_key(of, rank),
-        "pack": data_key(of, rank),
-    }
 
 
 name_of_record = record_key  # of a log, by its number

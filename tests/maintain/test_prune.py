@@ -394,11 +394,11 @@ async def test_nothing_goes_before_something_that_stays_was_verified(
 
 
 @on_a_run
-async def test_leftovers_of_aborted_attempts_and_other_tries_are_swept(
+async def test_leftovers_of_aborted_checkpoints_and_dead_writers_are_swept(
     store: MemoryStore, log: RunLog, mine: Acquire
 ) -> None:
-    """Files of an ended attempt that no checkpoint uses go with the next clean-up; those of an open attempt never."""
-    await write_part(store, snapshot(mine, 2))  # a first try, written again below
+    """Files of an ended checkpoint that no checkpoint uses go with the next clean-up; those of an open one never."""
+    store.objects[data_key(Attempt(mine.epoch, 2, mine.nonce), 0)] = b"half"  # its writer died before the manifest
     await save(log, mine, 1)
     written = await write_part(store, snapshot(mine, 2), numbers=itertools.count(1))
     await commit.commit(log, mine, [written])
@@ -503,21 +503,6 @@ def test_negative_control_a_missing_pack_of_an_older_one_is_seen(monkeypatch: py
     monkeypatch.setattr(retention, "files_of", own)
     with pytest.raises(AssertionError):
         check_shared_packs()
-
-
-@on_a_run
-async def test_an_increment_that_cannot_be_read_keeps_everything_while_it_stays(
-    store: MemoryStore, log: RunLog, mine: Acquire
-) -> None:
-    """Which packs of older ones it refers to is unknown, so none is deleted."""
-    attempts = await chain(log, mine, 1, 2)
-    later = await save(log, mine, 3, 4, 5)
-    (key,) = select(store.objects, MANIFEST, of=attempts[1])
-    store.objects[key] = b"damaged"
-    retention._cache.clear()
-    before = set(store.objects)
-    assert await retention.retire(log, mine, Keep(4), {later[-1]}) == set()
-    assert set(store.objects) == before
 
 
 # -- by hand --

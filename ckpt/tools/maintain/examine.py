@@ -12,7 +12,7 @@ from ckpt.errors import NotFoundError, StoreError
 from ckpt.store import Store
 
 UNREADABLE = "cannot be read now"
-NAMED = re.compile(r"\b(packs|parts|index)/[\w.-]+\.(safetensors|json)\b")  # a file of a checkpoint, in a message
+NAMED = re.compile(r"\bsteps/[\w.-]+/[\w-]+\.(safetensors|json)\b")  # a file of a checkpoint, in a message
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from ckpt.errors import CheckpointError, CorruptError, NoCheckpointError, StoreE
 from ckpt.failpoints import point
 from ckpt.store import Store, is_temporary
 
-OURS = ("FORMAT.json", "log/", "faults/", "ledger/")  # files of a run that belong to no attempt
+OURS = ("FORMAT.json", "latest.json", "log/", "faults/", "ledger/")  # files of a run that belong to no attempt
 TRIES = 10  # a job may commit between our look and our record, though not for ever
 BATCH, FAR_BATCH = 64, 1000  # files deleted between two words about it
 

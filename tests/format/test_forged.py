@@ -201,7 +201,7 @@ EVIL_PARTS: dict[str, Change] = {
     "negative header": first_pack(header_size=-1),
     "header beyond the pack": first_pack(header_size=2**40),
     "pack in arabic digits": lambda d: d["files"][0].update(key=d["files"][0]["key"].replace("1-", "\u0661-", 1)),
-    "pack that is not there": lambda d: d["files"][0].update(key=d["files"][0]["key"].replace("00000.safe", "00000-00007.safe")),
+    "pack that is not there": lambda d: d["files"][0].update(key=d["files"][0]["key"].replace("0.sa", "0-00007.sa")),
 }  # fmt: skip
 
 

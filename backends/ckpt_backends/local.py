@@ -51,7 +51,6 @@ RESERVE = 1 << 20
 _RECORD = re.compile(r"log/[0-9]{12}\.json")
 VANISHED_S = 0.2  # before a folder that vanished is made again: `rm -rf` may be about to delete the whole run
 STEPS = "steps/"  # names of its folders contain a random part: no other run uses the same name
-FRESH_S = 86_400  # a folder that has not changed for so long is durable: the kernel writes back within a minute
 TRIES = 3  # a temporary file may be taken for a leftover before it is locked
 _LEFTOVER = re.compile(r"\.(.+)\.[0-9a-f]{16}\.new")
 _TEMPORARY = re.compile(r"\.[0-9a-f]{16}\.tmp")
@@ -409,9 +408,9 @@ class LocalStore:
         pending = [self.root]
         while pending:
             folder = pending.pop()
-            if folder.startswith(self._steps) and os.stat(folder).st_mtime < time.time() - FRESH_S:
-                continue  # there may be thousands of these
             self.disk.fsync_dir(folder)
+            if f"{folder}/" == self._steps:
+                continue  # the put of its index syncs the folder of a checkpoint
             entries = list(os.scandir(folder))
             pending += [one.path for one in entries if one.is_dir(follow_symlinks=False) and one.name[0] != "."]
 

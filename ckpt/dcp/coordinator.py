@@ -401,7 +401,7 @@ async def _tidy(log: RunLog, mine: Acquire, tier: Tier, place: Known) -> None:
     now = time.monotonic()
     due = [key for when, keys in place.leaving if when <= now for key in keys]
     place.leaving = [(when, keys) for when, keys in place.leaving if when > now]
-    await log.store.delete_many(due)
+    await retention.delete_in_order(log.store, due)
     doomed = retention.choose(log.state, tier.keeping, place.verified)
     full = not log.store.remote or place.sweeps % LIST_EVERY == 0
     if not doomed and not (log.state.aborted and full):

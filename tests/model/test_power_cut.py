@@ -291,13 +291,10 @@ def test_kill_then_power_cut(tmp_path: Path, go_on: GoOn, draws: int) -> None:
     assert not wrong, wrong
 
 
-@pytest.mark.parametrize(("go_on", "first"), [(restart_and_recover, 16), (respawn_and_write_again, 28)])
-def test_negative_control_kill_then_power_cut(
-    tmp_path: Path, go_on: GoOn, first: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_negative_control_kill_then_power_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A successor that takes what it finds for durable loses it."""
     monkeypatch.setattr(LocalStore, "_sync_folders", lambda store: None)
-    assert killed_everywhere(tmp_path, go_on, 20, enough=1, first=first)
+    assert killed_everywhere(tmp_path, respawn_and_write_again, 20, enough=1, first=22)
 
 
 # -- real file systems --

@@ -221,7 +221,7 @@ def test_a_commit_may_hold_the_parts_of_some_ranks() -> None:
     """What is on the disk of one node says so; ranks ascend, and may leave others out."""
     body = committed(attempt(1, 1))["body"] | {"world": 8, "manifests": [[2, DIGEST], [5, DIGEST]]}
     (found,) = folded(record("COMMIT", body)).commits.values()
-    assert not found.whole and found.parts == ((2, 0, DIGEST), (5, 7, DIGEST))
+    assert not found.whole and found.parts == ((2, DIGEST), (5, DIGEST))
     (found,) = folded(committed(attempt(1, 1))).commits.values()
     assert found.whole
 
@@ -359,7 +359,8 @@ def test_files_are_deleted_from_the_index_to_the_data() -> None:
         record("ABORT", {"checkpoint": str(attempt(1, 1))}),
         record("COMMIT", committed(attempt(1, 1))["body"] | {"manifests": []}),
         record("COMMIT", committed(attempt(1, 1))["body"] | {"manifests": [[1, DIGEST]]}),
-        record("COMMIT", committed(attempt(1, 1))["body"] | {"manifests": [[0, DIGEST]]}),
+        record("COMMIT", committed(attempt(1, 1))["body"] | {"manifests": [[-1, DIGEST]]}),
+        record("COMMIT", committed(attempt(1, 1))["body"] | {"manifests": [[0, 0, DIGEST]]}),
         record("COMMIT", committed(attempt(1, 1))["body"] | {"index": "../../x"}),
         record("COMMIT", committed(attempt(1, 1))["body"] | {"finite": 0}),
         record("PLAN", {"retire": ["x"], "delete": []}),
@@ -1160,13 +1161,12 @@ def test_the_files_of_what_is_held_stay() -> None:
 
 @dataclass
 class Left:
-    """What a crash has left of an attempt: tries of each rank that wrote, and what became of it."""
+    """What a crash has left of a checkpoint: the ranks that wrote, and what became of it."""
 
     ranks: tuple[int, ...]
     shared: str  # in a place that all ranks see
     partial: str  # in one that only ranks 0 and 1 see
     damaged: tuple[int, ...] = ()
-    twice: bool = False
 
 
 LEFT: dict[str, Left] = {
@@ -1176,7 +1176,6 @@ LEFT: dict[str, Left] = {
     "all parts": Left((0, 1, 2), "COMMIT", "COMMIT"),
     "all parts, one damaged": Left((0, 1, 2), "ABORT", "HELD", damaged=(1,)),
     "all parts, all damaged": Left((0, 1, 2), "ABORT", "ABORT", damaged=(0, 1, 2)),
-    "all parts, one twice": Left((0, 1, 2), "COMMIT", "COMMIT", damaged=(1,), twice=True),
 }
 
 
@@ -1186,8 +1185,6 @@ async def leave(ranks: Ranks, step: int, left: Left) -> None:
         if rank in left.damaged:
             key = manifest_key(ranks.attempt(step), rank)
             ranks.store.objects[key] = ranks.store.objects[key][:-1]
-            if left.twice:
-                await ranks.write(rank, step, number=1)
     if not left.ranks:
         ranks.store.objects[data_key(ranks.attempt(step), 0)] = b"half"
 
@@ -1195,7 +1192,7 @@ async def leave(ranks: Ranks, step: int, left: Left) -> None:
 @pytest.mark.parametrize("partial", [False, True])
 @pytest.mark.parametrize("name", LEFT)
 def test_recovery_decides_about_everything_that_a_crash_left(name: str, partial: bool) -> None:
-    """Whole: COMMIT. Else ABORT; where other nodes may have the rest, HELD with what is sound. Twice is once."""
+    """Whole: COMMIT. Else ABORT; where other nodes may have the rest, HELD with what is sound."""
 
     async def scenario() -> None:
         ranks, left = await Ranks.open(), LEFT[name]
@@ -1539,7 +1536,7 @@ def test_a_table_that_names_other_packs_than_its_part_does_not_count() -> None:
         own = await chain.build(2)
         part = replace(own.part, packs=own.part.packs[:1])
         chain.store.objects[manifest_key(chain.attempt(2), 0)] = part.to_bytes()
-        with pytest.raises(CorruptError, match="names packs that its part does not"):
+        with pytest.raises(CorruptError, match="names data files that its manifest does not"):
             await commits.load_part(chain.store, chain.attempt(2), 0)
         await commits.recover(chain.log, chain.mine)
         assert await chain.sound() == [1]

@@ -18,7 +18,7 @@ from functools import partial
 from ckpt.core.checkpoint import read, retention
 from ckpt.core.checkpoint.retention import Sweep
 from ckpt.core.checkpoint.retention import default_grace_s as default_grace_s
-from ckpt.core.format.manifest import Attempt, by_owner, owner
+from ckpt.core.format.manifest import Attempt, by_owner, in_deletion_order, owner
 from ckpt.core.log.log import RunLog
 from ckpt.core.log.records import Commit, Record, RunState, live_packs
 from ckpt.errors import CheckpointError, CorruptError, NoCheckpointError, StoreError, UnreadableError, is_unreadable
@@ -140,12 +140,13 @@ async def delete(
     if files and grace_s > 0:
         on_wait(grace_s)
         await asyncio.sleep(grace_s)
-    batch = FAR_BATCH if store.remote else BATCH
-    for start in range(0, len(files), batch):
-        await store.delete_many([key for key, _ in files[start : start + batch]])
-        point("sweep.deleted")
-        if on_bytes is not None:
-            on_bytes(sum(size for _, size in files[start : start + batch]))
+    sizes, batch = dict(files), FAR_BATCH if store.remote else BATCH
+    for group in in_deletion_order(sizes):
+        for some in (group[start : start + batch] for start in range(0, len(group), batch)):
+            await store.delete_many(some)
+            point("sweep.deleted")
+            if on_bytes is not None:
+                on_bytes(sum(sizes[key] for key in some))
 
 
 Watch = Callable[[str, int], AbstractContextManager[OnBytes]]

@@ -226,8 +226,9 @@ class LocalStore:
         self.open_files.forget(path)  # or the disk space would stay taken
         with errors(self.url, path), contextlib.suppress(FileNotFoundError):
             await self.run(self.disk.unlink, path)
-        if path.startswith(self._steps):
-            await self.run(self._drop_folder, os.path.dirname(path))
+        folder = os.path.dirname(path)
+        if folder.startswith(self._steps):
+            await self.run(self._drop_folder, folder)
 
     def _drop_folder(self, folder: str) -> None:
         """Delete the folder of a checkpoint if it is empty."""

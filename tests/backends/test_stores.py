@@ -540,6 +540,43 @@ def test_a_folder_made_at_the_same_time(root: Path) -> None:
     asyncio.run(main())
 
 
+def test_folder_of_a_checkpoint_goes_with_its_last_file(root: Path) -> None:
+    """Another process may delete the folder at any moment while it is empty: whoever writes there makes it again."""
+    folder = root / "steps" / "000000001.1-0badcafe"
+
+    class Racing(Disk):
+        """Deletes the empty folder right before a file in it is created."""
+
+        armed = True
+
+        def open(self, path: str, flags: int, mode: int = 0o666) -> int:
+            if flags & os.O_CREAT and self.armed and folder.is_dir():
+                self.armed = False
+                folder.rmdir()
+            return super().open(path, flags, mode)
+
+    async def work() -> None:
+        disk = Racing()
+        store, other = (LocalStore(f"file://{root}", writable=True, disk=one) for one in (disk, Disk()))
+        keys = [f"steps/{folder.name}/{name}" for name in ("rank-00000.safetensors", "rank-00000.json")]
+        upload = await store.upload(keys[0], size=5)
+        await upload.write_at(0, memoryview(b"bytes"))
+        await upload.finish()
+        assert not disk.armed
+        await other.delete(keys[0])
+        assert not folder.exists() and folder.parent.is_dir()
+        disk.armed = True
+        await store.put(keys[1], b"{}", create=True)
+        assert not disk.armed and bytes(await other.get(keys[1])) == b"{}"
+        await store.put("steps/notes", b"mine")
+        await other.delete_many([keys[1], "steps/notes"])
+        assert not folder.exists() and folder.parent.is_dir()
+        for one in (store, other):
+            await one.aclose()
+
+    asyncio.run(work())
+
+
 def test_descriptors_are_given_back(root: Path) -> None:
     """After closing, the process has as many open files as before, also when calls failed on the way."""
 

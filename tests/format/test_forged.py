@@ -97,7 +97,7 @@ def of_layout(key: str, value: Json) -> Change:
 
 
 def first_pack(**changes: Json) -> Change:
-    return lambda document: document["packs"][0].update(changes)
+    return lambda document: document["files"][0].update(changes)
 
 
 def every_value(value: Json) -> Change:
@@ -179,30 +179,29 @@ EVIL_PARTS: dict[str, Change] = {
     "huge world": field("world", 10**12),
     "world is true": field("world", True),
     "another rank": field("rank", 1),
-    "another try": field("number", 5),
-    "attempt of another step": lambda d: d.update(attempt=d["attempt"].replace("-20", "-10")),
-    "attempt is a path": field("attempt", "../../etc"),
+    "id of another step": lambda d: d.update(checkpoint=d["checkpoint"].replace("020.", "010.")),
+    "id is a path": field("checkpoint", "../../etc"),
     "table is null": field("table", None),
     "reason is a list": field("reason", []),
-    "no packs field": lambda d: d.pop("packs"),
-    "packs are a dict": field("packs", {"key": 1}),
+    "no packs field": lambda d: d.pop("files"),
+    "packs are a dict": field("files", {"key": 1}),
     "unknown field": field("exec", "print()"),
     "missing field": lambda d: d.pop("world"),
     "pack with an unknown field": first_pack(exec=1),
     "pack outside": first_pack(key="../../outside"),
-    "pack outside by dots": first_pack(key="packs/../../outside"),
+    "pack outside by dots": first_pack(key="steps/../../outside"),
     "pack is absolute": first_pack(key="/etc/passwd"),
-    "pack with a newline": lambda d: d["packs"][0].update(key=d["packs"][0]["key"] + "\n"),
+    "pack with a newline": lambda d: d["files"][0].update(key=d["files"][0]["key"] + "\n"),
     "pack is a log record": first_pack(key="log/000000000000.json"),
-    "pack is a part": lambda d: d["packs"][0].update(key=d["packs"][0]["key"].replace("packs/", "parts/")),
+    "pack is a part": lambda d: d["files"][0].update(key=d["files"][0]["key"].replace(".safetensors", ".json")),
     "pack is a number": first_pack(key=5),
     "pack of another size": first_pack(size=10),
     "pack of a huge size": first_pack(size=2**70),
-    "pack of a fractional size": lambda d: d["packs"][0].update(size=float(d["packs"][0]["size"])),
+    "pack of a fractional size": lambda d: d["files"][0].update(size=float(d["files"][0]["size"])),
     "negative header": first_pack(header_size=-1),
     "header beyond the pack": first_pack(header_size=2**40),
-    "pack in arabic digits": lambda d: d["packs"][0].update(key=d["packs"][0]["key"].replace("1.", "\u0661.", 1)),
-    "pack that is not there": lambda d: d["packs"][0].update(key=d["packs"][0]["key"].replace(".0.0.", ".0.7.")),
+    "pack in arabic digits": lambda d: d["files"][0].update(key=d["files"][0]["key"].replace("1-", "\u0661-", 1)),
+    "pack that is not there": lambda d: d["files"][0].update(key=d["files"][0]["key"].replace("0.sa", "0-00007.sa")),
 }  # fmt: skip
 
 
@@ -275,14 +274,14 @@ EVIL_TABLES: dict[str, Change] = {
     "base beyond": column("base", put_at(0, 10**9)),
     "packs outside": column("packs", text('["../../outside"]')),
     "packs absolute": column("packs", text('["/etc/passwd"]')),
-    "packs with a newline": column("packs", text('["packs/1.00000000-1.0.0.safetensors\\n"]')),
-    "packs by dots": column("packs", text('["packs/../../x.safetensors"]')),
+    "packs with a newline": column("packs", text('["steps/000000001.1-00000000/rank-00000.safetensors\\n"]')),
+    "packs by dots": column("packs", text('["steps/../../x.safetensors"]')),
     "packs of numbers": column("packs", text("[5]")),
     "packs empty": column("packs", text("[]")),
     "packs not JSON": column("packs", text("\x00")),
     "packs nested": column("packs", text("[" * 10**6)),
     "packs a huge number": column("packs", text("[" + "9" * 10**5 + "]")),
-    "packs that are not there": column("packs", text('["packs/1.00000000-1.0.0.safetensors"]')),
+    "packs that are not there": column("packs", text('["steps/000000001.1-00000000/rank-00000.safetensors"]')),
     "names not UTF-8": column("names", put_at(0, 255)),
     "names too short": column("names", lambda a: a[:-1]),
     "name ends that fall": column("name_ends", put_at(0, 10**6)),
@@ -579,16 +578,15 @@ EVIL_WORLDS: dict[str, Change] = {
     "a world of one": in_body(world=1),
     "a world of three": in_body(world=3),
     "a world of a million": in_body(world=1 << 20),
-    "one part": lambda body: body.update(parts=body["parts"][:1]),
-    "the other part": lambda body: body.update(parts=body["parts"][1:]),
-    "one part in a world of one": lambda body: body.update(parts=body["parts"][:1], world=1),
-    "a part twice": lambda body: body.update(parts=[body["parts"][0]] * 2),
-    "a part three times": lambda body: body.update(parts=[*body["parts"], body["parts"][1]], world=3),
-    "parts in another order": lambda body: body["parts"].reverse(),
-    "parts swapped": lambda body: body.update(parts=[[0, 0, body["parts"][1][2]], [1, 0, body["parts"][0][2]]]),
-    "a part of a rank beyond": lambda body: body["parts"][1].__setitem__(0, 2),
-    "a part of rank true": lambda body: body["parts"][1].__setitem__(0, True),
-    "a part of another try": lambda body: body["parts"][1].__setitem__(1, 1),
+    "one part": lambda body: body.update(manifests=body["manifests"][:1]),
+    "the other part": lambda body: body.update(manifests=body["manifests"][1:]),
+    "one part in a world of one": lambda body: body.update(manifests=body["manifests"][:1], world=1),
+    "a part twice": lambda body: body.update(manifests=[body["manifests"][0]] * 2),
+    "a part three times": lambda body: body.update(manifests=[*body["manifests"], body["manifests"][1]], world=3),
+    "parts in another order": lambda body: body["manifests"].reverse(),
+    "parts swapped": lambda body: body.update(manifests=[[0, body["manifests"][1][1]], [1, body["manifests"][0][1]]]),
+    "a part of a rank beyond": lambda body: body["manifests"][1].__setitem__(0, 2),
+    "a part of rank true": lambda body: body["manifests"][1].__setitem__(0, True),
     "index of one part": lambda body: body.update(index="0" * 64),
 }
 
@@ -617,8 +615,8 @@ def test_records_of_other_ranks_parts_are_taken_at_their_word_only(of_two: Run, 
 
 def test_a_commit_of_a_hundred_thousand_parts_is_no_flood(of_two: Run, tmp_path: Path) -> None:
     """Parts that are not there are not all looked for at once, nor one after the other for ever."""
-    parts = [[rank, 0, "0" * 64] for rank in range(100_000)]
-    folder = put(forge(of_two, body=in_body(parts=parts, world=len(parts))), tmp_path / "run")
+    parts = [[rank, "0" * 64] for rank in range(100_000)]
+    folder = put(forge(of_two, body=in_body(manifests=parts, world=len(parts))), tmp_path / "run")
     before = resident()
     assert restored(folder) == 10
     assert resident() - before < 300 << 20
@@ -707,21 +705,19 @@ EVIL_COMMITS: dict[str, Change] = {
     "world of nobody": in_body(world=0),
     "negative world": in_body(world=-1),
     "huge world": in_body(world=10**12),
-    "no parts": in_body(parts=[]),
-    "parts are pairs": in_body(parts=[[0, 0]]),
-    "part of another rank": in_body(parts=[[5, 0, "0" * 64]]),
-    "part of a huge rank": in_body(parts=[[10**4000, 0, "0" * 64]]),
-    "part of a negative try": in_body(parts=[[0, -1, "0" * 64]]),
-    "part of a huge try": in_body(parts=[[0, 10**600, "0" * 64]]),
-    "part that is not there": in_body(parts=[[0, 7, "0" * 64]]),
-    "part of another digest": in_body(parts=[[0, 0, "0" * 64]]),
-    "part with a path for a digest": in_body(parts=[[0, 0, "../../outside"]]),
+    "no parts": in_body(manifests=[]),
+    "parts are triples": in_body(manifests=[[0, 0, "0" * 64]]),
+    "part of another rank": in_body(manifests=[[5, "0" * 64]]),
+    "part of a huge rank": in_body(manifests=[[10**4000, "0" * 64]]),
+    "part of a negative rank": in_body(manifests=[[-1, "0" * 64]]),
+    "part of another digest": in_body(manifests=[[0, "0" * 64]]),
+    "part with a path for a digest": in_body(manifests=[[0, "../../outside"]]),
     "index is a path": in_body(index="../../../../etc/passwd"),
     "index is null": in_body(index=None),
-    "attempt is a path": in_body(attempt="../../x"),
-    "attempt of a huge epoch": in_body(attempt="9" * 4000 + ".00000000-20"),
-    "attempt in arabic digits": in_body(attempt="1.00000000-\u0662\u0660"),
-    "attempt of nobody": in_body(attempt="1.00000000-20"),
+    "id is a path": in_body(checkpoint="../../x"),
+    "id of a huge term": in_body(checkpoint="000000020." + "9" * 4000 + "-00000000"),
+    "id in arabic digits": in_body(checkpoint="0000000\u0662\u0660.1-00000000"),
+    "id of nobody": in_body(checkpoint="000000020.1-00000000"),
     "finite is a number": in_body(finite=3),
     "missing": lambda body: body.clear(),
 }
@@ -747,7 +743,7 @@ def appended(run: Run, **fields: Json) -> Objects:
 
 def held(**changes: Json) -> Json:
     """The body of a record of one of two ranks' parts, of an attempt that has no files."""
-    body = {"checkpoint": "1.00000000-30", "world": 2, "manifests": [[0, "0" * 64]], "index": "0" * 64}
+    body = {"checkpoint": "000000030.1-00000000", "world": 2, "manifests": [[0, "0" * 64]], "index": "0" * 64}
     return {**body, "finite": None, "reason": "due", "time": 0.0, **changes}
 
 
@@ -769,8 +765,8 @@ EVIL_RECORDS: dict[str, dict[str, Json]] = {
     "retires a path": {"type": "PLAN", "body": {"retire": ["../x"], "delete": []}},
     "keeps null": {"type": "KEEP", "body": {"checkpoint": None}},
     "aborts a list": {"type": "ABORT", "body": {"checkpoint": []}},
-    "aborts without a reason": {"type": "ABORT", "body": {"checkpoint": "1.00000000-30"}},
-    "aborts for an odd reason": {"type": "ABORT", "body": {"checkpoint": "1.00000000-30", "reason": [{}]}},
+    "aborts without a reason": {"type": "ABORT", "body": {"checkpoint": "000000030.1-00000000"}},
+    "aborts for an odd reason": {"type": "ABORT", "body": {"checkpoint": "000000030.1-00000000", "reason": [{}]}},
     "holds of no time": {"type": "HELD", "body": held(time="now")},
     "holds of after the last year": {"type": "HELD", "body": held(time=1e300)},
     "holds nothing": {"type": "HELD", "body": {}},
@@ -803,9 +799,9 @@ def test_an_evil_record_does_not_hide_the_checkpoints(genuine: Run, name: str, t
 @pytest.mark.parametrize(
     "name",
     [
-        "parts/{0}-0123456789abcdef.json", "parts/{0}-0123456789abcdef.safetensors", "parts/{0}.0.json",
-        "parts/{0}.0.0.0.json", "parts/{0}.999999999.999999999.json", "parts/{0}.x.y.json", "parts/x.json",
-        "packs/{0}-0123456789abcdef.json", "packs/{0}.0.0.json", "packs/{0}", "index/{0}.0.0.json", "index/x",
+        "steps/{0}/rank-0.json", "steps/{0}/rank-0000000.json", "steps/{0}/rank-9999999.json", "steps/{0}/rank-x.json",
+        "steps/{0}/index.json", "steps/{0}/rank-00009.safetensors", "steps/{0}/rank-00000-99999.safetensors",
+        "steps/{0}/more/rank-00000.json", "steps/{0}/x", "steps/x", "steps/x/index.safetensors",
     ],
 )  # fmt: skip
 def test_a_stray_file_does_not_close_a_run(of_two: Run, name: str, tmp_path: Path) -> None:
@@ -844,7 +840,7 @@ def test_memory_is_bounded_by_what_is_checked_first(genuine: Run, tmp_path: Path
         "a part": manifest_key(attempt, 0),
         "a record": record_key(2),
         "the format": "FORMAT.json",
-        "a pack": data_key(attempt),
+        "a pack": data_key(attempt, 0),
     }
     for name, key in sparse.items():
         folder = put(forge(genuine), runs / f"1 TiB of {name}".replace(" ", "-"))

@@ -40,6 +40,7 @@ from ckpt_backends.disk import Disk
 from ckpt_backends.local import LocalStore
 from ckpt_backends.memory import MemoryStore
 from processes import eventually
+from run_files import DATA_FOLDER, kind_of
 
 SECTOR = 512  # what a disk writes as a whole
 LAYOUT = Layout(
@@ -306,14 +307,19 @@ class RecordingDisk(Disk):
 
 
 def kind_of_sync(ops: Iterable[Op]) -> dict[int, str]:
-    """For each file, by its number, what it is: pack, part, index, record or format."""
+    """Return the kind of each file, by its number, as `run_files.kind_of` has it."""
     kinds: dict[int, str] = {}
-    suffixes = {"packs": "pack", "index": "index", "log": "record"}
     for op in ops:
         if op.kind in ("name", "rename") and not op.name.startswith("."):
-            folder = os.path.basename(op.folder)
-            kinds[op.node] = suffixes.get(folder, "format" if op.name == "FORMAT.json" else "part")
+            key = f"{op.folder}/{op.name}".partition("/")[2]
+            kinds[op.node] = kind_of(key) or key
     return kinds
+
+
+def folder_of_sync(path: str) -> str:
+    """Return the kind of a folder of the run: its name, or "checkpoint"."""
+    above, name = os.path.split(path)
+    return f"folder {'checkpoint' if os.path.basename(above) == DATA_FOLDER else name}"
 
 
 # -- what a power cut leaves --

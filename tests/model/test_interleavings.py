@@ -22,7 +22,7 @@ from ckpt.core.checkpoint import commit_checks, parts, retention
 from ckpt.core.checkpoint import settle as settling
 from ckpt.core.checkpoint.commit import Recovery, Role
 from ckpt.core.checkpoint.write import RankSnapshot, WrittenPart
-from ckpt.core.format.manifest import Attempt, data_key, owner
+from ckpt.core.format.manifest import Attempt, data_key, is_manifest, owner
 from ckpt.core.log import files as log_files
 from ckpt.core.log import trimming
 from ckpt.core.log.files import Listed
@@ -104,6 +104,16 @@ def records_overwrite(patch: pytest.MonkeyPatch) -> None:
 
     async def plain(self: SimStore, key: str, data: Any, *, create: bool = False) -> None:
         await put(self, key, data, create=create and not key.startswith("log/"))
+
+    patch.setattr(SimStore, "put", plain)
+
+
+def manifests_overwrite(patch: pytest.MonkeyPatch) -> None:
+    """A writer puts its manifest in place of one that is there."""
+    put = SimStore.put
+
+    async def plain(self: SimStore, key: str, data: Any, *, create: bool = False) -> None:
+        await put(self, key, data, create=create and not is_manifest(key))
 
     patch.setattr(SimStore, "put", plain)
 
@@ -458,6 +468,7 @@ BROKEN = [
     one_snapshot_is_enough,
     who_comes_back_late_tries_again,
     records_overwrite,
+    manifests_overwrite,
     nobody_is_fenced,
     a_timeout_is_a_failure,
     hope_is_acknowledged,

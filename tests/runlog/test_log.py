@@ -62,7 +62,7 @@ from ckpt_backends.local import LocalStore
 from ckpt_backends.memory import MemoryStore
 from interleave import write_increment
 from logs import DIGEST, attempt, committed, folded, new_log, record, reopened
-from run_files import INDEX, kind_of
+from run_files import INDEX, checkpoint_id, kind_of
 
 LAYOUT = Layout(
     (TensorSpec("w", "F32", (4,)), TensorSpec("n", "I64", ())),
@@ -246,17 +246,16 @@ def test_what_a_checkpoint_was_built_on_is_in_its_record() -> None:
 
 
 OTHERS = {
-    "itself": ["1.00000001-5"],
-    "a newer one": ["2.00000002-1"],
-    "one twice": ["1.00000001-1", "1.00000001-1"],
-    "in no order": ["1.00000001-2", "1.00000001-1"],
-    "in the order of text": ["1.00000001-10", "1.00000001-9"],
-    "too many": [f"1.00000000-{step}" for step in range(MAX_NEEDS + 1)],
+    "itself": [checkpoint_id(5, 1, "00000001")],
+    "a newer one": [checkpoint_id(1, 2, "00000002")],
+    "one twice": [checkpoint_id(1), checkpoint_id(1)],
+    "in no order": [checkpoint_id(2), checkpoint_id(1)],
+    "too many": [checkpoint_id(step) for step in range(MAX_NEEDS + 1)],
     "a path": ["../../x"],
-    "a pack": [data_key("1.00000001-1")],
+    "a data file": [f"steps/{checkpoint_id(1)}/rank-00000.safetensors"],
     "numbers": 5,
-    "text": "1.00000001-1",
-    "a list of lists": [["1.00000001-1"]],
+    "text": checkpoint_id(1),
+    "a list of lists": [[checkpoint_id(1)]],
     "nothing": None,
 }
 
@@ -1190,7 +1189,7 @@ async def leave(ranks: Ranks, step: int, left: Left) -> None:
             if left.twice:
                 await ranks.write(rank, step, number=1)
     if not left.ranks:
-        ranks.store.objects[data_key(ranks.attempt(step))] = b"half"
+        ranks.store.objects[data_key(ranks.attempt(step), 0)] = b"half"
 
 
 @pytest.mark.parametrize("partial", [False, True])

@@ -627,7 +627,7 @@ class Faults:
         """Steps that were on disk with the parts of all ranks, those included that have been cleaned up since."""
         records = [json.loads(path.read_text()) for path in (self.run / "log").glob("*.json")]
         bodies = [record["body"] for record in records if record["type"] == "COMMIT"]
-        return {Attempt.parse(body["attempt"]).step for body in bodies if len(body["parts"]) == RANKS}
+        return {Attempt.parse(body["checkpoint"]).step for body in bodies if len(body["manifests"]) == RANKS}
 
     def accounts(self) -> list[Fault]:
         """What was written about faults; `ckpt faults` shows the same."""

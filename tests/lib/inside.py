@@ -187,7 +187,7 @@ class LogView:
 def log_at(folder: Path) -> LogView:
     """Read the log of one tier of a run."""
     state = _state(folder)
-    ranks = {str(attempt): tuple(rank for rank, _, _ in commit.parts) for attempt, commit in state.commits.items()}
+    ranks = {str(attempt): tuple(rank for rank, _ in commit.parts) for attempt, commit in state.commits.items()}
     steps = sorted(commit.step for commit in state.lineage())
     return LogView(steps, ranks, [str(attempt) for attempt in state.held])
 

@@ -456,13 +456,13 @@ def test_the_disk_fails_one_rank(told: dict[str, list[Any]]) -> None:
     was."""
     scene = told["disk of rank 1"]
     errors = [one["errors"] for one in scene]
-    assert all(mine[0] == mine[6] == "" for mine in errors)
-    for theirs, own in zip(errors[0][1:5], errors[1][1:5], strict=True):
+    assert all(mine[0] == mine[5] == "" for mine in errors)
+    for theirs, own in zip(errors[0][1:4], errors[1][1:4], strict=True):
         assert "was given up: rank 1: " in theirs
         assert own.startswith("SaveError: ")
-    for text in (errors[0][5], errors[1][5]):  # the part was whole: the others may have been quick enough
+    for text in (errors[0][4], errors[1][4]):  # the manifest was whole: the others may have been quick enough
         assert text == "" or "No space" in text or "Input/output error" in text
-    went_on(scene, 7)
+    went_on(scene, 6)
 
 
 def test_the_disk_fails_the_committer(told: dict[str, list[Any]]) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 
 from ckpt.core.cadence.ledger import TOGETHER_S
 from ckpt.core.format.typed_json import typed
-from ckpt.errors import MENDABLE, CheckpointError, CorruptError
+from ckpt.errors import USER_ERRORS, CheckpointError, CorruptError
 from ckpt.units import duration
 
 PREFIX = "faults/"
@@ -197,7 +197,7 @@ def tell_if_uncaught(error: CheckpointError, rank: int, world: int) -> None:
 
     def hook(kind: type[BaseException], found: BaseException, trace: TracebackType | None) -> None:
         if found is known():
-            at = trace if isinstance(found, MENDABLE) else None
+            at = trace if isinstance(found, USER_ERRORS) else None
             while at is not None:
                 if at.tb_next is not None and str(at.tb_next.tb_frame.f_globals.get("__name__")).startswith("ckpt."):
                     at.tb_next = None

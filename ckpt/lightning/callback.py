@@ -39,7 +39,7 @@ from ckpt.callbacks import check_keywords
 from ckpt.checkpointer import Checkpointer
 from ckpt.core.cadence.cadence import Auto
 from ckpt.core.checkpoint.retention import Keep
-from ckpt.errors import CheckpointError, UsageError, at_door
+from ckpt.errors import CheckpointError, UsageError, public_function
 from ckpt.lightning.checkpoint_io import CheckpointIO as CheckpointIO
 from ckpt.lightning.checkpoint_io import with_bases
 from ckpt.lightning.loop_hooks import LoopHooks, State, say
@@ -85,7 +85,7 @@ class CheckpointCallback(Base):
         found: CheckpointCallback = object.__new__(with_bases(cls, "", "Callback"))
         return found
 
-    @at_door
+    @public_function
     def __init__(
         self,
         tiers: object = None,

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from ckpt.errors import MENDABLE, UsageError
+from ckpt.errors import USER_ERRORS, UsageError
 from ckpt.lightning.loop_hooks import inform, say
 
 ITS_OWN = ("hpc_ckpt_", ".lr_find_", ".scale_batch_size_")  # files of a requeue, and of what looks for settings first
@@ -93,12 +93,13 @@ def _stops(one: Any, words: tuple[str, ...]) -> bool:
 
 
 def shorten(error: BaseException) -> None:
-    """An error of ours that is the user's to mend leaves `fit()` without our frames and Lightning's, as it leaves other
-    doors (`ckpt.errors.at_door`): unless it went through code of theirs on the way, whose line they want to see. An
-    error of theirs, or of Lightning's, leaves it without our frames: we only stood in between."""
+    """Remove our frames from an error that leaves `fit()`, and Lightning's too from one that a user can correct.
+
+    Such an error keeps all frames if it passed through the user's code, whose line they need to see.
+    """
     frames = [_package(frame) for frame, _ in traceback.walk_tb(error.__traceback__)]
     others = [package for package in frames if package != "ckpt"]
-    if isinstance(error, MENDABLE) and others and others[-1] in FRAMES:
+    if isinstance(error, USER_ERRORS) and others and others[-1] in FRAMES:
         logging.getLogger("ckpt").debug("an error in fit()", exc_info=error)
         error.__traceback__, error.__cause__, error.__suppress_context__ = None, None, True
         return

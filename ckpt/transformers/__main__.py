@@ -10,7 +10,7 @@ import click
 from ckpt.errors import CheckpointError
 from ckpt.tools.cli import STOPPED
 from ckpt.tools.cli.restore import so_far
-from ckpt.tools.cli.terminal import progress, say
+from ckpt.tools.cli.terminal import print_err, progress
 from ckpt.transformers.pretrained import export_pretrained
 from ckpt.units import duration
 
@@ -29,7 +29,7 @@ def command(run: str, folder: str, step: int | None, dtype: str | None) -> None:
         with progress("writing", 0) as on_bytes:
             done = export_pretrained(run, folder, step=step, dtype=dtype, on_bytes=on_bytes)
     except KeyboardInterrupt:
-        say(f"stopped. {so_far(Path(folder))}")
+        print_err(f"stopped. {so_far(Path(folder))}")
         raise click.exceptions.Exit(STOPPED) from None
     print(f"{folder}: {done.nbytes:,} bytes of weights, in {duration(done.seconds)}")
 

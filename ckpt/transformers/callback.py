@@ -36,7 +36,7 @@ from ckpt.core.checkpoint.retention import Keep
 from ckpt.core.restore.restore_first import Restored
 from ckpt.core.state.sharding import ModulePart, named_parameters, unwrap
 from ckpt.core.state.stateful import RNG
-from ckpt.errors import CheckpointError, UsageError, at_door
+from ckpt.errors import CheckpointError, UsageError, public_function
 from ckpt.save import Save
 from ckpt.tiers import Memory, Tier, as_tiers
 from ckpt.transformers import trainer_internals
@@ -78,7 +78,7 @@ class CheckpointCallback(TrainerCallback):
     UsageError if something else resumes the Trainer to a later step.
     """
 
-    @at_door
+    @public_function
     def __init__(
         self,
         tiers: object = None,
@@ -131,7 +131,7 @@ class CheckpointCallback(TrainerCallback):
 
     # -- the beginning --
 
-    @at_door
+    @public_function
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         trainer = trainer_internals.calling_trainer()
         if trainer is not None:
@@ -145,7 +145,7 @@ class CheckpointCallback(TrainerCallback):
             raise UsageError("this Trainer has two CheckpointCallbacks: use one, and give it all tiers, as a list")
         handler.callbacks = [self, *others, self._last]  # a new list: the old one is being gone through
 
-    @at_door
+    @public_function
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:

@@ -244,5 +244,5 @@ def test_a_command_that_there_is_not_is_told_from_one_that_is_meant(word: str, m
     """By what other programs call it, or by its letters; nothing is guessed of any other word."""
     found = call(word, "runs/exp1")
     assert found.code == 2
-    assert (f"there is no command '{word}': did you mean {meant}?" in found.err) is bool(meant)
+    assert (f"unknown command '{word}': did you mean {meant}?" in found.err) is bool(meant)
     assert app.MEANT.keys().isdisjoint(app.COMMANDS) and set(app.MEANT.values()) <= set(app.COMMANDS)

@@ -156,7 +156,7 @@ def test_verify_says_the_same_once(increments: Path, tmp_path: Path, call: Any) 
     (pack,) = (run / "packs").glob(f"{attempt_of(run, 2)}.*")
     pack.unlink()
     found = call("verify", run, "--all")
-    tail = [f"steps 4, 3, 2: packs/{pack.name} is gone", f"`ckpt repair file://{run}` may mend it"]
+    tail = [f"steps 4, 3, 2: packs/{pack.name} is gone", f"`ckpt repair file://{run}` may repair it"]
     assert found.code == 1 and found.out.splitlines()[-2:] == tail
     assert "ckpt repair" not in call("verify", increments, "--all").out
 
@@ -371,7 +371,7 @@ def test_diff_begins_with_what_it_comes_to(tmp_path: Path, call: Any) -> None:
     text = call("diff", tmp_path / "one", tmp_path / "two").out
     assert text.splitlines()[0] == "different: 14 tensors with other bytes, 1 plain value not alike"
     assert re.findall(r"^(t\d\d) ", text, re.MULTILINE) == [f"t{i:02}" for i in range(14, 4, -1)]
-    assert " 4.667 " in text and "and 4 more: --all shows them" in text
+    assert " 4.667 " in text and "4 more differences are shown by --all" in text
     everything = call("diff", tmp_path / "one", tmp_path / "two", "--all").out
     assert "t01" in everything and re.search(r"^value +v\.n ", everything, re.MULTILINE)
 
@@ -429,7 +429,7 @@ def test_help_cuts_nothing_off(call: Any) -> None:
     """Each command with a whole sentence, in 80 columns."""
     told = call("--help").out
     assert "..." not in told.partition("Commands:")[2] and max(map(len, told.splitlines())) <= 80
-    assert "Compare two checkpoints, each given as RUN or RUN@STEP" in " ".join(told.split())
+    assert "Compare two checkpoints. Each is a RUN, a RUN@STEP" in " ".join(told.split())
 
 
 @pytest.mark.parametrize("command", COMMANDS)

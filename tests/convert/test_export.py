@@ -301,7 +301,7 @@ def test_an_interrupt_is_one_line(made: Path, tmp_path: Path) -> None:
         "export._write = lambda *a, **k: (os.kill(os.getpid(), signal.SIGINT), real(*a, **k))\nsys.exit"
     )  # fmt: skip
     result = run_script(code, "restore", made, "--to", tmp_path / "a")
-    assert (result.returncode, len(result.stderr.splitlines())) == (130, 1) and "goes on from here" in result.stderr
+    assert (result.returncode, len(result.stderr.splitlines())) == (130, 1) and "continue from here" in result.stderr
     assert run_script(RESTORE, "restore", made, "--to", tmp_path / "a").returncode == 0
 
 
@@ -498,7 +498,7 @@ def test_a_dry_run_makes_nothing(made: Path, tmp_path: Path, call: Any) -> None:
     """It says what would be made, and in JSON the same keys as a real one."""
     found = call("restore", made, "--to", tmp_path / "a", "--dtype", "bf16", "--dry-run")
     assert found.code == 0 and "embed.weight" in found.out and "F32 -> BF16" in found.out
-    assert "Nothing was made" in found.out and left_in(tmp_path) == []
+    assert "Nothing was written" in found.out and left_in(tmp_path) == []
     dry = call("restore", made, "--to", tmp_path / "a", "--dry-run", "--json").json
     real = call("restore", made, "--to", tmp_path / "a", "--json").json
     assert dry.keys() == real.keys() and dry["files"] == real["files"] and dry["done"] is None
@@ -508,13 +508,13 @@ def test_wrong_words_are_refused(made: Path, tmp_path: Path, call: Any) -> None:
     """With what to do instead, and nothing is made."""
     for words, said in (
         (["--to", tmp_path / "a", "--dtype", "int3"], "bf16, fp16"),
-        (["--to", tmp_path / "a", "--only", "nosuch*"], "nothing matches"),
+        (["--to", tmp_path / "a", "--only", "nosuch*"], "no name matches"),
         (["--to", tmp_path / "a", "--only", "optim.*", "--dtype", "bf16"], "weights of modules"),
         (["--to", tmp_path / "a", "--only", "meta"], "no tensors"),
         (["--to", "s3://bucket/x"], "not on this machine"),
         (["--to", tmp_path / "a.pt", "--world-size", "2"], "--format run"),
         (["--to", tmp_path / "a.safetensors", "--shard-size", "1GB"], "--shard-size"),
-        (["--to", tmp_path / "a", "--shard-size", "much"], "no size"),
+        (["--to", tmp_path / "a", "--shard-size", "much"], "not a size"),
         (["--to", tmp_path / "a", "--step", "77"], "77"),
         (["--to", tmp_path / "a", "--world-size", "0"], "--world-size"),
         ([], "--to"),

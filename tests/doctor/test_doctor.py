@@ -538,7 +538,7 @@ def test_ranks_of_this_machine() -> None:
     assert cli_doctor.local_ranks(8, {"LOCAL_WORLD_SIZE": "2"}, 4) == (4, "")
     if not machine.gpu_count():
         assert cli_doctor.local_ranks(4, {}) == (4, "")
-        assert cli_doctor.local_ranks(64, {}) == (8, " (assumed: --per-node says how many)")
+        assert cli_doctor.local_ranks(64, {}) == (8, " (assumed: set --per-node)")
 
 
 # -- GPUs --

@@ -661,7 +661,7 @@ def test_the_command_says_where_the_time_went(run: Path) -> None:
         "1 out of memory",
         "1 from memory",
         "perceive",
-        "steps done once more",
+        "repeat lost steps",
         "wall-clock",
     ):
         assert text in result.stdout
@@ -715,10 +715,10 @@ def test_what_is_damaged_is_left_out_and_told(run: Path) -> None:
 def test_a_run_without_a_ledger_says_what_to_do(run: Path) -> None:
     """And what is no run at all is what every command says of it."""
     result = invoke(run)
-    assert isinstance(result.exception, FormatError) and "has no ledger" in str(result.exception)
+    assert isinstance(result.exception, FormatError) and "has no run metrics" in str(result.exception)
     (run / "empty").mkdir()
     result = invoke(run / "empty")
-    assert isinstance(result.exception, FormatError) and "no ledger" not in str(result.exception)
+    assert isinstance(result.exception, FormatError) and "no run metrics" not in str(result.exception)
 
 
 def test_control_characters_do_not_reach_a_terminal(run: Path) -> None:

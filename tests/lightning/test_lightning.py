@@ -412,11 +412,11 @@ def test_what_does_not_fit_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixt
         toy.fit(run=run, extra=1)
     assert toy.fit(run=run, extra=1, callback={"strict": False})["steps"] == 24
     for word, hint in (("on_bussy", "on_busy="), ("save_top_k", "top_k="), ("every_n_train_steps", "every=")):
-        with pytest.raises(ckpt.UsageError, match=f"no {word}= here: did you mean {hint}"):
+        with pytest.raises(ckpt.UsageError, match=f"unknown keyword {word}=: did you mean {hint}"):
             CheckpointCallback(run, **{word: 1})
-    with pytest.raises(ckpt.UsageError, match=r"no dirpath= here: did you mean the first argument"):
+    with pytest.raises(ckpt.UsageError, match=r"unknown keyword dirpath=: did you mean the first argument"):
         CheckpointCallback(dirpath=run)
-    with pytest.raises(ckpt.UsageError, match="given as a string"):
+    with pytest.raises(ckpt.UsageError, match="given as strings"):
         CheckpointCallback([ckpt.Tier(run)], every=5)
 
 

@@ -552,7 +552,7 @@ def test_save_and_handles(run_dir: str) -> None:
         saved = cp.save()
         assert saved.committed(60).step == 1
         assert saved.status == "committed" and saved.committed(0).tier == f"file://{run_dir}"
-        with pytest.raises(ckpt.SaveError, match="not being written"):
+        with pytest.raises(ckpt.SaveError, match="not written"):
             saved.committed(tier="file:///elsewhere")
         assert cp.save(1).attempt == saved.attempt, "a step that is safe is not saved again"
         toy.train_step(state)

@@ -304,5 +304,5 @@ def test_how_often_and_how_many_is_said_of_a_folder(run_dir: str) -> None:
                 save.committed(60)
         assert steps_of(run_dir)[-1] == 10
     assert steps_of(run_dir)[-2:] == [10, 11] and 6 not in steps_of(run_dir)
-    with pytest.raises(UsageError, match="given as a string"):
+    with pytest.raises(UsageError, match="given as strings"):
         ckpt.Checkpointer(state, ckpt.Tier(run_dir), every=2)

@@ -362,7 +362,7 @@ def test_the_command_writes_all_or_nothing(run: Path, tmp_path: Path) -> None:
     os.umask(mask)
     assert stat.S_IMODE(target.stat().st_mode) == 0o666 & ~mask
     target.write_text("mine")
-    with pytest.raises(click.UsageError, match="there already"):
+    with pytest.raises(click.UsageError, match="exists: give another name"):
         raise invoke(run, "-o", target).exception
     assert target.read_text() == "mine"
     assert invoke(run, "-o", target, "--force").return_value == 0 and "everystep" in target.read_text()
@@ -384,7 +384,7 @@ def test_what_is_no_file_is_never_replaced(run: Path, tmp_path: Path) -> None:
     file.write_text("mine")
     link.symlink_to(file)
     for target, more in ((pipe, ()), (pipe, ("--force",)), (link, ())):
-        with pytest.raises(click.UsageError, match="there already"):
+        with pytest.raises(click.UsageError, match="exists: give another name"):
             raise invoke(run, "-o", target, *more).exception
     assert stat.S_ISFIFO(pipe.lstat().st_mode) and file.read_text() == "mine"
     assert invoke(run, "-o", link, "--force").return_value == 0
@@ -397,7 +397,7 @@ def test_runs_that_are_damaged_have_a_page_that_says_so(run: Path, tmp_path: Pat
     none = tmp_path / "none.html"
     assert invoke(run, "-o", none).return_value == 0
     found = looked_at(none.read_text())
-    assert "has no ledger" in found.text and "1: step 1" in found.text
+    assert "has no run metrics" in found.text and "1: step 1" in found.text
 
     write(run, died(rich(1, 0.0)), rich(2, 90.0, 51))
     (cut,) = (run / "ledger").glob("2.*")
@@ -421,7 +421,7 @@ def test_runs_that_are_damaged_have_a_page_that_says_so(run: Path, tmp_path: Pat
     for path in (run / "ledger").iterdir():
         path.write_bytes(b"{}")
     assert invoke(run, "-o", tmp_path / "all.html").return_value == 1
-    assert "all of the ledger" in looked_at((tmp_path / "all.html").read_text()).text
+    assert "all run metrics" in looked_at((tmp_path / "all.html").read_text()).text
     with pytest.raises(FormatError):
         raise invoke(tmp_path / "nowhere", "-o", tmp_path / "no.html").exception
     assert not (tmp_path / "no.html").exists()

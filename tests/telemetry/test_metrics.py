@@ -179,17 +179,20 @@ def child(*arguments: object, **environment: str) -> Iterator[tuple[subprocess.P
 # -- what the user says --
 
 REFUSED: dict[str, tuple[Any, str]] = {
-    "nothing": (lambda: Metrics(), "say where they go"),
-    "port 0": (lambda: Metrics(0), "prometheus_port is a port from 1 to 65535, not 0"),
-    "port high": (lambda: Metrics(65536), "not 65536"),
-    "port text": (lambda: Metrics("9400"), "not '9400'"),  # type: ignore[arg-type]
-    "port true": (lambda: Metrics(True), "not True"),
-    "host": (lambda: Metrics(9400, host=""), "host is a name"),
-    "folder": (lambda: Metrics(tensorboard=3), "tensorboard is a folder, not 3"),  # type: ignore[arg-type]
+    "nothing": (lambda: Metrics(), "Metrics() has no destination"),
+    "port 0": (lambda: Metrics(0), "prometheus_port=0: it must be a port from 1 to 65535"),
+    "port high": (lambda: Metrics(65536), "prometheus_port=65536"),
+    "port text": (lambda: Metrics("9400"), "prometheus_port='9400'"),  # type: ignore[arg-type]
+    "port true": (lambda: Metrics(True), "prometheus_port=True"),
+    "host": (lambda: Metrics(9400, host=""), "host='': it must be a name"),
+    "folder": (lambda: Metrics(tensorboard=3), "tensorboard=3: it must be a folder"),  # type: ignore[arg-type]
     "bucket": (lambda: Metrics(tensorboard="s3://bucket/tb"), "a local folder"),
-    "every 0": (lambda: Metrics(9400, every_s=0), "every_s is a number above 0, not 0"),
+    "every 0": (lambda: Metrics(9400, every_s=0), "every_s=0: it must be a number above 0"),
     "every none": (lambda: Metrics(9400, every_s=None), "every_s"),  # type: ignore[arg-type]
-    "samples": (lambda: Metrics(9400, samples_per_step=float("nan")), "samples_per_step is a number above 0"),
+    "samples": (
+        lambda: Metrics(9400, samples_per_step=float("nan")),
+        "samples_per_step=nan: it must be a number above 0",
+    ),
     "flops": (lambda: Metrics(9400, flops_per_step=-1), "flops_per_step"),
     "peak alone": (lambda: Metrics(9400, peak_flops=1e15), "flops_per_step="),
     "no port left": (lambda: Metrics(65535).port(1), "leaves no port for local rank 1"),

@@ -515,7 +515,7 @@ def test_no_triggers_arm_nothing(run_dir: str) -> None:
         there = [name for name in threads() if name not in ("ckpt-stage", "ckpt-receive")]
         assert {**during, "threads": []} == before
         assert not [name for name in there if "sentinel" in name or "incident" in name]
-        with pytest.raises(ckpt.UsageError, match="made without triggers"):
+        with pytest.raises(ckpt.UsageError, match="has triggers=\\[\\]"):
             run.cp.request("no")
     assert eventually(lambda: descriptors() <= fds, 5.0)
     with pytest.raises(ValueError), training(run_dir, triggers=None) as run:
@@ -800,7 +800,7 @@ def test_a_request_after_going_back(run_dir: str) -> None:
 def test_a_shell_can_ask_for_a_save(run_dir: str) -> None:
     """`ckpt trigger` says whom it told; the account has its words, `ckpt ls` why it is there. No run: an error."""
     missing = cli("trigger", f"{run_dir}-elsewhere")
-    assert missing.returncode != 0 and "no writer of this run is on this machine" in missing.stderr
+    assert missing.returncode != 0 and "this run has no writer on this machine" in missing.stderr
     with training(run_dir) as run:
         run.go(2)
         command = [sys.executable, "-m", "ckpt", "trigger", run_dir, "--why", "before the upgrade", "--json"]

@@ -235,7 +235,7 @@ def test_what_has_changed_is_refused(run_dir: str, undisturbed: dict[str, Any]) 
         with pytest.raises(ckpt.MismatchError, match=words) as caught:
             hf_toy.run(run_dir, **changed)
         ours = [f.name for f in traceback.extract_tb(caught.value.__traceback__) if "/ckpt/" in f.filename]
-        assert ours == ["entered"], "none of our frames, but that of the door"
+        assert ours == ["entered"], "none of our frames except the wrapper's"
     assert same(hf_toy.run(run_dir), undisturbed)
     found = hf_toy.run(run_dir, examples=32, epochs=3, callback={"strict": False})
     assert (found["started_at"], found["step"]) == (16, 24)
@@ -249,7 +249,7 @@ def test_two_callbacks_and_wrong_arguments_are_refused(run_dir: str) -> None:
     other = ckpt.transformers.CheckpointCallback(run_dir)
     with pytest.raises(ckpt.UsageError, match="two CheckpointCallbacks"):
         hf_toy.run(run_dir, more=(other,))
-    with pytest.raises(ckpt.UsageError, match="Say Tier"):
+    with pytest.raises(ckpt.UsageError, match="use Tier"):
         ckpt.transformers.CheckpointCallback([ckpt.Tier(run_dir)], every=3)
     for word, hint in (
         ("save_total_limit", "keep="),
@@ -257,10 +257,10 @@ def test_two_callbacks_and_wrong_arguments_are_refused(run_dir: str) -> None:
         ("on_bussy", "on_busy="),
         ("monitor", "best="),
     ):
-        with pytest.raises(ckpt.UsageError, match=f"no {word}= here: did you mean {hint}"):
+        with pytest.raises(ckpt.UsageError, match=f"unknown keyword {word}=: did you mean {hint}"):
             ckpt.transformers.CheckpointCallback(run_dir, **{word: 3})
     for word in ("output_dir", "run"):
-        with pytest.raises(ckpt.UsageError, match=f"no {word}= here: did you mean the first argument"):
+        with pytest.raises(ckpt.UsageError, match=f"unknown keyword {word}=: did you mean the first argument"):
             ckpt.transformers.CheckpointCallback(**{word: run_dir})
     assert not Path(run_dir).exists()
 
@@ -386,7 +386,7 @@ def test_the_export_command(run_dir: str, tmp_path: Path) -> None:
         cp.step(1)
     target = ("--to", tmp_path / "bf16", "--dtype", "bf16", "--step", "8")
     line = stopped("export.window@1", run_dir, *target, main="ckpt.transformers.__main__")
-    assert line == "ckpt: stopped. Nothing has appeared yet: call the same again, and it goes on from here"
+    assert line == "ckpt: stopped. Nothing was written yet: repeat the command to continue from here"
     ended = start("-c", NO_TRANSFORMERS, run_dir, *target)
     assert (ended.returncode, ended.stderr) == (0, ""), ended.stderr
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "bf16")

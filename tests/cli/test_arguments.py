@@ -218,7 +218,7 @@ def test_of_a_folder_of_runs_commands_say_how_they_are_called(made: Path, tmp_pa
     shutil.copytree(made, tmp_path / "my runs" / "group" / "b")
     said = call("report", tmp_path / "my runs")
     (command,) = [line for line in said.out.splitlines() if line.startswith("ckpt report ")]
-    assert said.code == 0 and "has 1 run below it" in said.out
+    assert said.code == 0 and "contains 1 run" in said.out
     assert call(*shlex.split(command)[1:]).code == 0
     assert call("report", tmp_path / "my runs", "--json").json["runs"] == [f"file://{tmp_path}/my runs/group/b"]
     refused = call("show", tmp_path / "my runs")

@@ -197,7 +197,7 @@ def test_one_step_or_all_of_the_present_history(run: Path, call: Call, tmp_path:
     assert steps(tmp_path / "all") == [20, 3, 2, 1]
     assert steps(tmp_path / "undone") == [5]
     refused = call("copy", f"{run}@5", tmp_path / "all", "--yes")  # it would seem to lie between 20 and 3
-    assert refused.code == 2 and "a rollback has undone it" in refused.err
+    assert refused.code == 2 and "a rollback undid it" in refused.err
     refused = call("copy", f"{run}@3", tmp_path / "all", "--all")
     assert refused.code == 2 and "cannot be combined" in refused.err
 
@@ -297,7 +297,7 @@ def test_what_was_given_up_there_never_comes_back(run: Path, call: Call, tmp_pat
         end = Record("ABORT", {"attempt": str(gone), "reason": "by a test"}, "abort:x")
     work(there, lambda log: log.append(lambda state: end, owner=None))
     refused = call("copy", run, there, "--yes")
-    assert refused.code == 2 and "cannot come back" in refused.err
+    assert refused.code == 2 and "cannot return" in refused.err
     rest = call("copy", run, there, "--all", "--yes", "--json")
     assert rest.code == 1 and [one["step"] for one in rest.json["not_copied"]] == [6]
     assert steps(there) == [5, 4, 3, 2, 1]
@@ -430,7 +430,7 @@ def test_a_source_that_retires_it_meanwhile(
 
     monkeypatch.setattr(copy_run, "copy", late)
     refused = call("copy", f"{run}@2", real, "--yes")
-    assert refused.code == 2 and "was given up while it was copied" in refused.err
+    assert refused.code == 2 and "was deleted while it was copied" in refused.err
 
 
 def test_full_size_files_without_a_part_are_not_trusted(run: Path, call: Call, tmp_path: Path) -> None:
@@ -609,7 +609,7 @@ def test_a_damaged_log_forbids_it(run: Path, call: Call, words: Sequence[str]) -
     assert call("verify", f"{run}-new", "--all").code == 0
     break_log(Path(f"{run}-new"))
     refused = call("copy", run, f"{run}-new", "--yes")
-    assert refused.code == 2 and "given up there" in refused.err
+    assert refused.code == 2 and "deleted there" in refused.err
 
 
 def test_what_cannot_be_read_keeps_everything_while_it_stays(run: Path, call: Call) -> None:
@@ -768,7 +768,7 @@ def test_a_keep_that_comes_too_late_says_so(run: Path) -> None:
         first = min(log.state.commits)
         async with commit.written_run(run) as other:
             await retention.retire(other, None, Keep(1), {max(log.state.commits)})
-        with pytest.raises(NoCheckpointError, match="a moment ago"):
+        with pytest.raises(NoCheckpointError, match="was deleted since"):
             await retention.set_keep(log, first, "x")
 
     work(run, late)
@@ -807,7 +807,7 @@ def test_a_training_beside_it_is_not_hurt(tmp_path: Path, call: Call) -> None:
             assert copied.code == 0 or "retired" in copied.err
             newest = call("ls", run, "--json").json["checkpoints"][0]["step"]
             said = call("keep", f"{run}@{newest}", "--note", "seen", "--yes")
-            assert said.code == 0 or "does not hold" in said.err or "a moment ago" in said.err
+            assert said.code == 0 or "does not hold" in said.err or "was deleted since" in said.err
             kept = kept if said.code else newest  # it may be gone already
         assert job.poll() is None
         enough.touch()

@@ -82,10 +82,8 @@ def cli() -> None:
 
 
 def advice_of(error: CheckpointError, arguments: Sequence[str]) -> str:
-    """Return the advice of an error for a shell user, with the run in place of RUN.
-
-    Sentences about Python calls and about the command that failed are removed.
-    """
+    """Return the advice of an error for a shell user, with the run in place of RUN. Sentences about Python calls and
+    about the command that failed are removed."""
     unwanted = re.compile(rf"\w\(|`ckpt {re.escape(next(iter(arguments), ''))}\b")
     advice = " ".join(sentence for sentence in SENTENCE.split(error.advice) if not unwanted.search(sentence))
     return re.sub(r"\bRUN\b", lambda _: shlex.quote(run_of(arguments, str(error))), advice)

@@ -131,7 +131,7 @@ async def _existing(url: str) -> AsyncIterator[RunLog | None]:
 
     store = open_store(url)
     try:
-        yield await copy_run.look(store)
+        yield await copy_run.open_target(store)
     finally:
         await store.aclose()
 

@@ -66,10 +66,8 @@ async def open_run(url: str, step: Which, others: Sequence[str] = ()) -> AsyncIt
 async def open_files(
     src: str, at: tuple[str, ...], only: Sequence[str] = (), *, skip_objects: bool = False
 ) -> AsyncIterator[Origin]:
-    """Open files of another library.
-
-    Raises FormatError if their format is unknown, UsageError if the selected entries contain objects.
-    """
+    """Open files of another library. Raises FormatError if their format is unknown, UsageError if the selected entries
+    contain objects."""
     from ckpt.tools.convert import parse_dcp, parse_safetensors, parse_torch, parse_torch_dist
     from ckpt.tools.convert.source_files import FilesOrigin, admit, stamps_of
 

@@ -40,7 +40,7 @@ class Assumption(click.ParamType):  # type: ignore[type-arg]
     epilog=example(
         "ckpt plan --gpus 16384 --params 405B --step-s 5.9 --restart 60s",
         "ckpt plan --gpus 512 --state 980GB --step-s 2.1 --assume shared.cost_s=0.4s",
-        "ckpt plan --costs s3://bucket/run1 --gpus 4096   # with the costs it has measured",
+        "ckpt plan --costs s3://bucket/run1 --gpus 4096   # its measured costs",
     )
 )
 @click.option("--gpus", type=click.IntRange(1, 10**9), metavar="N", help="Number of ranks in the job.")

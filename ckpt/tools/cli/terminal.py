@@ -56,11 +56,9 @@ def example(*lines: str) -> str:
 
 
 def parse_options(context: click.Context, parameter: click.Parameter, given: Sequence[str]) -> dict[str, Any]:
-    """Parse KEY=VALUE options into fsspec's storage_options.
-
-    a.b=c sets an inner value. Values are parsed as JSON (true, null, numbers, ...), but keys and secrets are always
-    text. Errors do not repeat the value, because it may be a secret.
-    """
+    """Parse KEY=VALUE options into fsspec's storage_options. a.b=c sets an inner value. Values are parsed as JSON
+    (true, null, numbers, ...), but keys and secrets are always text. Errors do not repeat the value, because it may be
+    a secret."""
     found: dict[str, Any] = {}
     for one in given:
         name, equals, text = one.partition("=")
@@ -134,10 +132,8 @@ def act(work: Coroutine[Any, Any, T], so_far: Callable[[], str] = nothing_half) 
 
 @contextlib.asynccontextmanager
 async def opened(url: str, *, whole: bool = False) -> AsyncIterator[RunLog]:
-    """Open the log of a run, completely if `whole`.
-
-    Raises FormatError if there is none. Damaged records are printed on stderr.
-    """
+    """Open the log of a run, completely if `whole`. Raises FormatError if there is none. Damaged records are printed on
+    stderr."""
     log = RunLog(open_store(url, patience_s=PATIENCE_S), whole=whole)
     try:
         try:
@@ -221,10 +217,8 @@ def print_few(lines: Sequence[object], what: str = "") -> None:
 
 
 def wrapped(text: str, most: int, indent: str = "  ") -> list[str]:
-    """Wrap text to lines of at most `most` cells; further lines are indented.
-
-    A word is never split, so that names can be copied: one that is wider than a line gets its own.
-    """
+    """Wrap text to lines of at most `most` cells; further lines are indented. A word is never split, so that names can
+    be copied: one that is wider than a line gets its own."""
     from rich.cells import cell_len
 
     if cell_len(text) <= most:
@@ -241,11 +235,9 @@ def wrapped(text: str, most: int, indent: str = "  ") -> list[str]:
 
 
 def print_table(titles: Sequence[str], rows: Sequence[Sequence[object]], below: Sequence[str] = ()) -> None:
-    """Print a table. Rows that are too wide wrap their widest cells.
-
-    If that is not enough, a column is moved out of the table: the first one above the row, others below it. Empty
-    columns are omitted. `below`: a text under each row.
-    """
+    """Print a table. Rows that are too wide wrap their widest cells. If that is not enough, a column is moved out of
+    the table: the first one above the row, others below it. Empty columns are omitted. `below`: a text under each
+    row."""
     cells = [[safe(cell) for cell in row] for row in rows]
     there = [i for i in range(len(titles)) if not rows or any(row[i] for row in cells)]
     cells, names = [[row[i] for i in there] for row in cells], [titles[i] for i in there]

@@ -69,10 +69,8 @@ class RunWatch:
             os._exit(status)  # threads that wait for a hanging store cannot be ended
 
     def first(self, *, patient: bool) -> TopView:
-        """Return the first state. Raises an error if there is no such run.
-
-        `patient`: wait for the run's location even if writers replied.
-        """
+        """Return the first state. Raises an error if there is no such run. `patient`: wait for the run's location even
+        if writers replied."""
         self.ask()
         patient |= not (self._looks or self._silent)
         stored = None if self._there is None else self._there.wait(FIRST_S if patient else 0.0)
@@ -236,10 +234,8 @@ class StoreWatch(threading.Thread):
         self.stored = self._account(self.stored)
 
     async def _read(self, store: Store) -> None:
-        """Read the newest metrics and faults. Those of ended job attempts are not read again.
-
-        Damaged ones are skipped; `ckpt report` and `ckpt faults` list them.
-        """
+        """Read the newest metrics and faults. Those of ended job attempts are not read again. Damaged ones are skipped;
+        `ckpt report` and `ckpt faults` list them."""
         names = (await account_keys(store))[-MOST_STARTS:]
         ended = {key for key, one in self._accounts.items() if one.end is not None and key not in names[-2:]}
         some = await read_each(store, [key for key in names if key not in ended], ledger.MAX_SIZE, Account.from_bytes)

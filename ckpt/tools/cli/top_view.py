@@ -63,10 +63,8 @@ class RunStored:
 
 @dataclass(frozen=True)
 class TopView:
-    """The whole state. `silent`: reasons by local rank for writers that do not respond.
-
-    `stored`: None if the run has no location, or if it has not been read yet (`reading`).
-    """
+    """The whole state. `silent`: reasons by local rank for writers that do not respond. `stored`: None if the run has
+    no location, or if it has not been read yet (`reading`)."""
 
     run: str
     looks: Sequence[RankStatus] = ()

@@ -40,10 +40,7 @@ def show_end(found: Found, done: str) -> int:
 
 def printed_early(found: Found, as_json: bool, needed: str) -> bool:
     """Print the JSON document, or the problems of the checkpoint that was read back. Return True if it printed
-    anything.
-
-    `needed`: the checkpoints that may be needed if that one is damaged.
-    """
+    anything. `needed`: the checkpoints that may be needed if that one is damaged."""
     if as_json:
         print_json(found)
     elif found["problems"]:

@@ -131,11 +131,8 @@ def to_verify(log: RunLog, step: Which, every: bool) -> list[Commit]:
 
 
 async def bytes_to_read(log: RunLog, commits: list[Commit]) -> int:
-    """Return the bytes of tensors in all files that these checkpoints use.
-
-    For damaged checkpoints it is an estimate. For very many ranks it assumes raw data, because their tables are read
-    once.
-    """
+    """Return the bytes of tensors in all files that these checkpoints use. For damaged checkpoints it is an estimate.
+    For very many ranks it assumes raw data, because their tables are read once."""
     total = 0
     for commit in commits:
         with contextlib.suppress(CorruptError, StoreError):

@@ -1,4 +1,4 @@
-"""Small files of a checkpoint, made once more of others that say the same. Whether that is right, their digests say."""
+"""Make lost small files of a checkpoint again from its other files. Their digests prove that the result is right."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from ckpt.errors import CorruptError
 
 
 class IndexOf:
-    """The index of a checkpoint, out of all parts and tables. `many`: ranks, of whose files no more is kept than that
-    takes; `wanted`: the index is lost."""
+    """Makes the index of a checkpoint from all manifests and tables. `many`: keep less per rank. `wanted`: the index is
+    lost."""
 
     def __init__(self, *, many: bool, wanted: bool) -> None:
         self._slim = Slim() if many else None
@@ -31,13 +31,13 @@ class IndexOf:
 
     @property
     def layout_of(self) -> Callable[[str], dict[str, Any]]:
-        """How the layouts of parts are to be read."""
+        """Return the function that reads the layouts of manifests."""
         if self._slim is None:
             return unpress
         return self._slim.layout if self._wanted else no_layout
 
     def add(self, part: Part, table: Table) -> None:
-        """In rank order."""
+        """Add the files of one rank, in rank order."""
         if self._wanted and self._slim is not None:
             self._parts.append(self._slim.part(part))
             self._pieces.append(self._slim.pieces(table))
@@ -46,7 +46,7 @@ class IndexOf:
             self._tables.append(table)
 
     def made(self, commit: Commit) -> bytes | None:
-        """None if it is another."""
+        """Return the index, or None if its digest differs."""
         made = b"" if self._slim is not None else merge(self._tables).to_bytes()
         if file_digest(made) != commit.index and len(self._parts) == commit.world:
             with contextlib.suppress(CorruptError):
@@ -55,12 +55,11 @@ class IndexOf:
 
 
 def share_of(index: Table, part: Part) -> Table | None:
-    """One rank's table, taken out of that of all ranks, as `format.table.merge` put it in. Whether it is right,
-    its digest says."""
-    mine = [i for i, shard in enumerate(index.shards) if shard.rank == part.rank]
-    if not mine:
+    """Extract the table of one rank from the index, as `format.table.merge` put it in. The caller checks its digest."""
+    own = [i for i, shard in enumerate(index.shards) if shard.rank == part.rank]
+    if not own:
         return None
-    first, last = mine[0], mine[-1] + 1
+    first, last = own[0], own[-1] + 1
     low, high = int(index.starts[first]), int(index.starts[last])
     behind = np.unique(index.base[low:high][index.base[low:high] >= index.owned])
     bases = np.arange(behind[0], behind[-1] + 1) if behind.size else np.zeros(0, np.int64)

@@ -282,14 +282,14 @@ def test_an_unfinished_export_of_something_else_is_left_alone(made: Path, tmp_pa
     before = file.read_bytes()
     for words in (["--dtype", "bf16"], ["--step", "1"], ["--shard-size", "1MB"]):
         found = call("restore", made, "--to", tmp_path / "a", *words)
-        assert found.code == 2 and "unfinished export of something else" in found.err
+        assert found.code == 2 and "unfinished export from another source" in found.err
     with open(partial.partial_of(tmp_path / "a") / "lock") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         found = call("restore", made, "--to", tmp_path / "a")
     assert found.code == 2 and "another process" in found.err and file.read_bytes() == before
     (tmp_path / "b.partial").mkdir()
     (tmp_path / "b.partial" / "thesis.txt").write_text("years of work")
-    assert "not ours" in call("restore", made, "--to", tmp_path / "b").err
+    assert "is not from an export" in call("restore", made, "--to", tmp_path / "b").err
     assert left_in(tmp_path / "b.partial") == ["lock", "thesis.txt"]
 
 
@@ -388,7 +388,7 @@ def test_a_disk_that_is_too_small_for_what_torch_writes(made: Path, tmp_path: Pa
             patch.setattr(partial.Workshop, "note", filled)
             found = call(*words)
         assert found.code == 2 and not (disk / name).exists() and "Traceback" not in found.err
-        assert "goes on from there" in found.err
+        assert "continue from there" in found.err
         (disk / "filler").unlink()
         again = call(*words, "--json")
         assert again.json["done"]["resumed"] > 5 * MIB and call("import", disk / name, tmp_path / "run").code == 0
@@ -610,7 +610,7 @@ def test_errors_are_ours(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(export, "_write_all", failing)
     found = call("restore", made, "--to", tmp_path / "a", "--only", "*")
-    assert found.code == 2 and "goes on from there" in found.err and "Traceback" not in found.err
+    assert found.code == 2 and "continue from there" in found.err and "Traceback" not in found.err
     assert issubclass(FullError, StoreError) and issubclass(UsageError, CheckpointError)
     assert call("restore", made, "--to", tmp_path / "a", "--only", "*").code == 0
 

@@ -579,7 +579,7 @@ def test_exports_with_rare_plain_values_are_imported_unless_changed(form: Any, t
             state = torch.load(path, weights_only=True)
             state["cfg"][key] = value
             torch.save(state, tmp_path / "changed.pt")
-            with pytest.raises(UsageError, match="it was changed after it was exported"):
+            with pytest.raises(UsageError, match="it was changed after its export"):
                 parse(tmp_path / "changed.pt")
 
 

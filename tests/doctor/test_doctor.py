@@ -641,7 +641,7 @@ def test_the_line_to_paste_or_why_there_is_none(call: Any, tmp_path: Path) -> No
     code, wide, _ = call(run, *job, "--step-s", 1, "--world", 64, "--per-node", 16)
     out = " ".join(wide.split())
     assert code == 1 and "Once the problems above are fixed: tiers=[" in out and str(run) in out
-    assert "over 64 ranks, 16 of them here, at" in out
+    assert "over 64 ranks, 16 of them here, with" in out
     assert json.loads(call(run, *job, "--step-s", 1, "--json")[1])["tiers"] == ""
     assert "Give --step-s" in call(run, *job)[1] and "Give the folder or bucket" in call(*job)[1]
 

@@ -369,7 +369,7 @@ def test_from_pretrained_reads_an_export(run_dir: str, tmp_path: Path, tied: boo
         assert all(torch.equal(read[name], tensor) for name, tensor in wanted.items())
         assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
         assert AutoTokenizer.from_pretrained(folder)("w5 w7").input_ids == [5, 7]
-    with pytest.raises(ckpt.UsageError, match="exists: nothing is ever replaced"):
+    with pytest.raises(ckpt.UsageError, match="exists and is never replaced"):
         export_pretrained(run_dir, tmp_path / "export-5")
 
 
@@ -395,7 +395,7 @@ def test_the_export_command(run_dir: str, tmp_path: Path) -> None:
     assert torch.equal(model.lm_head.weight, wanted)
     for arguments, words in (
         ((f"{run_dir}-2", "--to", tmp_path / "no"), "was not saved by ckpt.transformers"),
-        ((run_dir, "--to", tmp_path / "bf16"), "nothing is ever replaced"),
+        ((run_dir, "--to", tmp_path / "bf16"), "is never replaced"),
         ((run_dir, "--to", tmp_path / "no", "--step", "4"), "step 4"),
     ):
         with pytest.raises(ckpt.CheckpointError, match=words):

@@ -86,7 +86,7 @@ async def open_files(
             )
         before = stamps_of(path)
         foreign = parser.parse(path, at)
-        with parse_torch.told(path):
+        with parse_torch.naming_file(path):
             return FilesOrigin(admit(foreign, only, skip=skip_objects), before)
 
     origin = await steady.files(parsed)

@@ -267,8 +267,8 @@ def test_saves_that_were_asked_for_are_no_faults() -> None:
     found = looked_at(page(one))
     rules = [each["class"] for each in found.every("line") if (each["class"] or "").startswith("rule")]
     assert rules.count("rule asked") == 3 + 1 and rules.count("rule fault") == 3 + 1  # and one of each in the legend
-    mine = found.text.partition("Saves that were asked for, newest first")[2].partition("Restores")[0]
-    others = found.text.partition("Faults, newest first")[2].partition("Saves that were asked for, newest")[0]
+    mine = found.text.partition("Requested saves, newest first")[2].partition("Restores")[0]
+    others = found.text.partition("Faults, newest first")[2].partition("Requested saves, newest")[0]
     for text in ("asked for at a shell: before the upgrade", "SIGUSR1 came", "before a time limit", "step 53 in file:"):
         assert text in mine and text not in others, text
     assert "SIGTERM came" in others and "out of memory" in others
@@ -303,7 +303,7 @@ def test_older_ledgers_and_damaged_ones() -> None:
         del data["restores"][0][name]
     old = Account.from_bytes(json.dumps(data).encode())
     assert (old.landed, old.stalls, old.versions, old.restores[0].why) == ([], {}, {}, "")
-    assert "an older version kept the ledger" in looked_at(page(subject([old]))).text
+    assert "an older version recorded the metrics" in looked_at(page(subject([old]))).text
     for name, value in (("landed", [1]), ("stalls", {"-3": 1.5}), ("versions", {"torch": 1}), ("landed", {"url": [1]})):
         with pytest.raises(CorruptError):
             Account.from_bytes(json.dumps({**data, name: value}).encode())
@@ -442,7 +442,7 @@ def test_a_real_run_has_a_page(run_dir: str, tmp_path: Path) -> None:
     found = looked_at((tmp_path / "page.html").read_text())
     for text in ("steps 10", f"file://{run_dir}2"):
         assert text in found.text, text
-    assert "Nothing is known of single saves" not in found.text and f"torch {torch.__version__}" in found.text
+    assert "No data about single saves" not in found.text and f"torch {torch.__version__}" in found.text
 
 
 # -- a browser --

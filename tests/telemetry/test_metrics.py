@@ -482,7 +482,7 @@ def test_a_port_that_is_taken_harms_nothing(monkeypatch: pytest.MonkeyPatch) -> 
         serving = exporter.Exporter(look, said.append, served.append)
         await serving.begin(Metrics(port), 0, 0)
         await until(lambda: bool(said))
-        assert f"127.0.0.1:{port}" in said[0] and "give another prometheus_port=" in said[0] and not any(served)
+        assert f"127.0.0.1:{port}" in said[0] and "use another prometheus_port=" in said[0] and not any(served)
         taken.close()
         await until(lambda: served[-1:] == [f"http://127.0.0.1:{port}/metrics"])
         assert (await asyncio.to_thread(scrape, port))["ckpt_step"] == {("3",): 120}
@@ -505,10 +505,10 @@ def test_a_folder_that_cannot_be_written_harms_nothing(
     metrics = Metrics(taken.getsockname()[1], tensorboard=blocked / "tb", every_s=0.05)
     with taken, training(run_dir, metrics=metrics) as (_, go), caplog.at_level(logging.WARNING, "ckpt"):
         go(10)
-        assert eventually(lambda: "no metrics are served" in caplog.text, PATIENCE_S)
+        assert eventually(lambda: "cannot serve metrics" in caplog.text, PATIENCE_S)
 
         def said() -> list[str]:
-            return [one.getMessage() for one in caplog.records if "no scalars are written" in one.getMessage()]
+            return [one.getMessage() for one in caplog.records if "cannot write scalars" in one.getMessage()]
 
         assert eventually(lambda: bool(said()), PATIENCE_S) and str(blocked) in said()[0]
         assert look_at(run_dir).tiers[0].committed == 10

@@ -35,7 +35,7 @@ from ckpt.core.snapshot.device import traced
 from ckpt.errors import CheckpointError, SkippedError, UsageError, public_class
 from ckpt.events import log
 from ckpt.guard.fault_handler import FaultHandler
-from ckpt.guard.report import Fault, tell_if_uncaught
+from ckpt.guard.report import Fault, explain_if_uncaught
 from ckpt.save import Save
 from ckpt.triggers import Trigger, as_triggers
 
@@ -104,7 +104,7 @@ class Checkpointer:
                 self._start(undo, Session(self._settings, state, takeover, undo), armed, on_fault)
                 undo.pop_all()
         except CheckpointError as error:
-            tell_if_uncaught(error, self._settings.world.rank, self._settings.world.size)
+            explain_if_uncaught(error, self._settings.world.rank, self._settings.world.size)
             raise
 
     def _reserve(self, undo: contextlib.ExitStack, takeover: bool) -> None:

@@ -649,7 +649,7 @@ def test_a_save_that_was_asked_for_is_no_fault(tmp_path: Path, call: Any) -> Non
     (incident,) = call("faults", run, "--json").json["incidents"]
     assert incident[0]["asked"] is True and incident[0]["kind"] == "request"
     told = call("faults", run).out
-    assert "no faults" in told and "asked for" in told and "before the upgrade" in told and "nothing to do" not in told
+    assert "no faults" in told and "requested" in told and "before the upgrade" in told and "nothing to do" not in told
     assert "last fault" not in call("top", run, "--once").out
     page = call("report", run, "-o", "-").out
     assert 'class="rule asked"' in page and 'class="rule fault"' not in page

@@ -296,7 +296,7 @@ def test_a_run_from_its_first_step_to_long_after_its_end(run_dir: str) -> None:
 
 def test_the_last_fault_is_not_what_came_of_it() -> None:
     """A rank is killed, and its peer's connection breaks, which its own writer knows best."""
-    killed = Fault("death", "rank 1 died without a word", time="2026-01-02T03:04:05+00:00", rank=1)
+    killed = Fault("death", "rank 1 was killed (SIGKILL or os._exit)", time="2026-01-02T03:04:05+00:00", rank=1)
     torn = Fault("exception", "rank 0 raised", time="2026-01-02T03:04:04+00:00", rank=0, advice="retry")
     place = top_data.StoreWatch(RUN)
     place._faults = {str(one.rank): one for one in (killed, torn)}

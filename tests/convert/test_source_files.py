@@ -354,7 +354,7 @@ def test_names_that_are_not_clear_are_not_guessed(tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
     torch.save({"model": model.state_dict(), "optim": optimizer.state_dict()}, path)
     foreign = parse_torch.parse(path)
-    assert foreign.entries[1].facts["params"] == [["0.0", "0.1"]] and "unclear" in foreign.notes[0]
+    assert foreign.entries[1].facts["params"] == [["0.0", "0.1"]] and "ambiguous" in foreign.notes[0]
     twice = tmp_path / "y.pt"  # two modules that fit
     torch.save({"a": nn.Linear(2, 2).state_dict(), "b": nn.Linear(2, 2).state_dict(),
                 "optim": torch.optim.SGD(nn.Linear(2, 2).parameters()).state_dict()}, twice)  # fmt: skip
@@ -523,7 +523,7 @@ def test_other_containers_are_refused_with_advice(tmp_path: Path) -> None:
         parse_torch.parse(path)
     path.write_bytes(b"hello")
     assert not parse_torch.sniff(path)
-    with pytest.raises(FormatError, match="not a torch.save file"):
+    with pytest.raises(FormatError, match=r"not a torch\.save file"):
         parse_torch.parse(path)
     with pytest.raises(UsageError, match="cannot be read"):
         parse_torch.parse(tmp_path / "none.pt")
@@ -877,7 +877,7 @@ def one(dtype: Any = "F32", shape: Any = (2,), at: Any = (0, 8)) -> dict[str, An
 
 
 BAD_HEADERS: dict[str, tuple[bytes, type[CheckpointError], str]] = {
-    "huge": (header({"a": one()}, b"0" * 8, 2**60), CorruptError, "no safetensors file"),
+    "huge": (header({"a": one()}, b"0" * 8, 2**60), CorruptError, "not a safetensors file"),
     "longer than the file": (header({"a": one()}, b"", 90_000_000), CorruptError, "header"),
     "dtype": (header({"a": one("F7")}, b"0" * 8), CorruptError, "unknown variant `F7`"),
     "dtype no text": (header({"a": one(["F32"])}, b"0" * 8), CorruptError, "header"),
@@ -895,7 +895,7 @@ BAD_HEADERS: dict[str, tuple[bytes, type[CheckpointError], str]] = {
     "list": (header(b"[]"), CorruptError, "damaged"),
     "metadata": (header({"__metadata__": {"a": 1}}), CorruptError, "damaged"),
     "sharding": (header({"__metadata__": {"DCP_SHARDING_INFO": "[1]"}}), CorruptError, "damaged"),
-    "empty": (b"", CorruptError, "no safetensors file"),
+    "empty": (b"", CorruptError, "not a safetensors file"),
 }
 
 
@@ -924,7 +924,7 @@ def test_an_index_points_into_its_folder_only(tmp_path: Path) -> None:
         with pytest.raises(CorruptError, match="outside"):
             parse_safetensors.parse(folder)
     index.write_text(json.dumps({"weight_map": {"a": "x.safetensors", "b": "x.safetensors"}}))
-    with pytest.raises(CorruptError, match="b is not in"):
+    with pytest.raises(CorruptError, match="lists b in"):
         parse_safetensors.parse(folder)
     for text in ("[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": 3}}', "[" * 90000):
         index.write_text(text)
@@ -1049,7 +1049,7 @@ def test_nothing_in_a_file_is_run(tmp_path: Path) -> None:
     dcp.save({"w": torch.ones(2), "bad": Shell(target)}, checkpoint_id=tmp_path / "object")
     with pytest.raises(FormatError, match=r"x\.pt.*references \w+\.system, .*not run"):
         parse_torch.parse(tmp_path / "x.pt")
-    with pytest.raises(FormatError, match=r"\.metadata.*references \w+\.system, .*not run"):
+    with pytest.raises(FormatError, match=r"\.metadata.*references \w+\.system, .*no code was run"):
         parse_dcp.parse(tmp_path / "meta")
     with pytest.raises(FormatError, match=r"bad.*references \w+\.system, .*not run"):
         parse_dcp.parse(tmp_path / "object")

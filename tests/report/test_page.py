@@ -258,7 +258,7 @@ def test_saves_that_were_asked_for_are_no_faults() -> None:
         SeenFault(begin + 18, "deadline", "the Slurm job ends in 60 s", 0, 55, by="fault handler"),
         SeenFault(begin + 27, "signal", "SIGTERM came to rank 0", 0, 58, by="writer"),
     ]
-    asked = Fault("request", "asked for at a shell: before the upgrade", world=4, attempt="2.abc", advice="none")
+    asked = Fault("request", "requested by ckpt trigger: before the upgrade", world=4, attempt="2.abc", advice="none")
     asked.time = time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime(WALL + begin + 3))
     asked.saved = [SavedStep(53, TIERS[0], "agreed", 0.1)]
     one = subject(accounts, [*faults, asked])
@@ -269,7 +269,12 @@ def test_saves_that_were_asked_for_are_no_faults() -> None:
     assert rules.count("rule asked") == 3 + 1 and rules.count("rule fault") == 3 + 1  # and one of each in the legend
     mine = found.text.partition("Requested saves, newest first")[2].partition("Restores")[0]
     others = found.text.partition("Faults, newest first")[2].partition("Requested saves, newest")[0]
-    for text in ("asked for at a shell: before the upgrade", "SIGUSR1 came", "before a time limit", "step 53 in file:"):
+    for text in (
+        "requested by ckpt trigger: before the upgrade",
+        "SIGUSR1 came",
+        "before a time limit",
+        "step 53 in file:",
+    ):
         assert text in mine and text not in others, text
     assert "SIGTERM came" in others and "out of memory" in others
 

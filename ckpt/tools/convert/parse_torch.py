@@ -66,7 +66,7 @@ class _Object:
 
 
 _KNOWN = ("torch._", "torch.distributed.")  # torch reports missing classes of these itself
-_AGAIN = "in a trusted environment, load it with torch.load(..., weights_only=True) and save it again"
+_AGAIN = "in a trusted environment, load it with torch.load(..., weights_only=True) and torch.save it again"
 
 
 def sniff(path: FilePath) -> bool:

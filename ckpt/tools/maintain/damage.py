@@ -25,13 +25,11 @@ class SoundCopy:
 @dataclass(eq=False)
 class AuditedTable:
     """A table of a live checkpoint, and the data files that it references. `layout`: that of its rank, for tables of
-    one rank. With thousands of ranks both are read again when needed: `part` names the rank, `digest` is the
-    table's."""
+    one rank. With thousands of ranks both are read again when needed. `part`: rank, retry, digest of the manifest."""
 
     commit: Commit
     packs: tuple[str, ...]
     part: tuple[int, int, str] | None = None
-    digest: str = ""
     content: Table | None = None
     layout: Layout | None = None
 

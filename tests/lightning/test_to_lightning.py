@@ -168,7 +168,7 @@ def test_a_last_file_that_is_newer_is_said(tmp_path: Path, caplog: pytest.LogCap
     model, found = Model(WIDTH), trainer(tmp_path, 3, ModelCheckpoint(save_last=True), CheckpointCallback(run, every=1))
     found.fit(model, loader(), ckpt_path="last")
     logger.removeHandler(caplog.handler)
-    assert f"last.ckpt has step {2 * BATCHES}, and everystep goes on at step {BATCHES}" in caplog.text
+    assert f"last.ckpt has step {2 * BATCHES}, but everystep continues at step {BATCHES}" in caplog.text
     wanted, _ = trained(tmp_path / "whole", 3)
     assert all(map(torch.equal, model.state_dict().values(), wanted.state_dict().values()))
 

@@ -97,7 +97,7 @@ def test_killed_at_a_step_in_accumulation_and_in_evaluation(run_dir: str, caplog
     again = hf_toy.run(run_dir, **setting)
     assert (again["read"], again["step"]) == (0, 20)
     assert torch.equal(again["weights"]["lm_head.weight"], found["weights"]["lm_head.weight"])
-    assert "everystep goes on at step 11 (from " in caplog.text and "finished at step 20" in caplog.text
+    assert "everystep continues at step 11 (from " in caplog.text and "finished at step 20" in caplog.text
 
 
 def test_sigterm_saves_and_leaves(run_dir: str) -> None:
@@ -283,7 +283,7 @@ def test_lora_stores_what_is_trained(run_dir: str, tmp_path: Path, capsys: pytes
     """An adapter's run is small, exact, refuses another base, and peft reads what is exported. `ckpt restore`, which
     makes no adapter_config.json, says how to have one."""
     assert hf_toy.run(run_dir, lora=True, kill=("stop", 11)) == {}
-    with pytest.raises(ckpt.MismatchError, match="frozen base model is another one"):
+    with pytest.raises(ckpt.MismatchError, match="frozen base model differs"):
         hf_toy.run(run_dir, lora=True, base=1)
     found = hf_toy.run(run_dir, lora=True)
     assert same(found, hf_toy.run(None, lora=True))
@@ -508,7 +508,7 @@ def test_a_learning_rate_that_is_overruled_is_said(run_dir: str, caplog: pytest.
     assert hf_toy.run(run_dir, kill=("stop", 9), learning_rate=1e-3, more=(NewRate(),)) == {}
     caplog.clear()
     found = hf_toy.run(run_dir, learning_rate=1e-3, more=(NewRate(),))
-    assert "everystep goes on at step 9" in caplog.text and "not the script's" not in caplog.text
+    assert "everystep continues at step 9" in caplog.text and "not the script's" not in caplog.text
     whole = hf_toy.run(None, learning_rate=1e-3)
     rates = [[one.get("learning_rate") for one in run["log"] if one["step"] > 7] for run in (found, whole)]
     assert rates[0] == pytest.approx(rates[1]) and len(rates[0]) > 4
@@ -517,7 +517,7 @@ def test_a_learning_rate_that_is_overruled_is_said(run_dir: str, caplog: pytest.
 def test_a_metric_that_nobody_measures(run_dir: str, caplog: pytest.LogCaptureFixture) -> None:
     """Is said once, with those that there are; the name may go without its eval_."""
     hf_toy.run(run_dir, best={"monitor": "accuracy"})
-    (said,) = (one for one in caplog.messages if "no evaluation has measured that" in one)
+    (said,) = (one for one in caplog.messages if "no evaluation has measured this" in one)
     assert said.startswith("best=Best('accuracy')") and "eval_loss" in said
     hf_toy.run(f"{run_dir}-2", best={"monitor": "loss"}, epochs=1)
     assert ckpt.load(f"{run_dir}-2", best=True).step > 0

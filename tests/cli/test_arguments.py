@@ -156,7 +156,7 @@ def test_a_file_in_the_place_of_a_run_is_named(call: Any, tmp_path: Path) -> Non
     """In words of folders and files, beside the system's own."""
     (tmp_path / "model.pt").write_bytes(b"")
     refused = call("ls", tmp_path / "model.pt")
-    assert refused.code == 2 and "a file is in the way of a folder" in refused.err
+    assert refused.code == 2 and "a file is in place of a folder" in refused.err
 
 
 def test_a_private_folder_is_a_row_and_hides_no_run(made: Path, call: Any) -> None:

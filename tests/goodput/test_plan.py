@@ -490,8 +490,8 @@ def test_units() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ((*LLAMA, "--assume", "open_s=5GB"), "no duration"),
-        ((*LLAMA, "--assume", "network=400Gb/s"), "no rate"),
+        ((*LLAMA, "--assume", "open_s=5GB"), "not a duration"),
+        ((*LLAMA, "--assume", "network=400Gb/s"), "not a rate"),
         ((*LLAMA, "--assume", "felt=2"), "felt"),
         ((*LLAMA, "--assume", "cores=0"), "cores"),
         ((*LLAMA, "--assume", "wheels=4"), "--assume"),

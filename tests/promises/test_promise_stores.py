@@ -255,7 +255,7 @@ def test_a_place_that_cannot_hold_a_run_is_refused_by_name(scheme: str) -> None:
     def refused() -> None:
         with pytest.raises(StoreError, match=MISFITS[scheme]) as caught:
             inside.open_place(f"{scheme}://bucket/run")
-        assert str(caught.value).startswith(f"{scheme}://bucket/run cannot hold a run: it does not guarantee ")
+        assert str(caught.value).startswith(f"{scheme}://bucket/run cannot store a run, because it does not guarantee ")
         assert "gs:// or az://" in str(caught.value) and not caught.value.retryable
 
     refused()

@@ -59,7 +59,7 @@ from ckpt.core.checkpoint import read, write
 from ckpt.core.format.boxes import Dims
 from ckpt.core.format.digest import file_digest
 from ckpt.core.format.layout import Layout
-from ckpt.core.format.manifest import Attempt, PackInfo, new_format, pack_key
+from ckpt.core.format.manifest import Attempt, PackInfo, new_format, pack_key, part_key
 from ckpt.core.format.partition import GLOBAL, Holding, Seat, share
 from ckpt.core.format.saved_state import SavedState
 from ckpt.core.log.log import RunLog
@@ -280,7 +280,7 @@ async def write_rank(world: World, root: Path, rank: int, like: Reading, rng: np
     store: Any = Folder(root)
     snapshot = write.RankSnapshot(ATTEMPT, layout, memoryview(b""), like.values, finite=True)
     await write.finish_part(store, snapshot, table, [pack], number=0, reason="due")
-    return (root / f"parts/{ATTEMPT}.{rank}.0.json").stat().st_size
+    return (root / part_key(ATTEMPT, rank, 0)).stat().st_size
 
 
 def write_all(world: World, root: Path) -> None:

@@ -120,12 +120,12 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Reads]:
 
 def manifests(reads: Reads) -> list[str]:
     """Return the manifests that were read, each as often as it was."""
-    return sorted(key for key in reads.elements() if key.startswith("parts/"))
+    return sorted(key for key in reads.elements() if run_files.kind_of(key) == run_files.MANIFEST)
 
 
 def first_part(step: int) -> str:
     """Return the manifest that has the plain values of all ranks that have the same."""
-    return f"parts/1.0badcafe-{step}.0.0.json"
+    return run_files.manifest_key(run_files.checkpoint_id(step))
 
 
 def questions(reads: Reads) -> int:
@@ -134,11 +134,8 @@ def questions(reads: Reads) -> int:
 
 def holders(root: Path, name: str, step: int) -> list[str]:
     """Return the manifests of the ranks that have something of a tensor."""
-    found = []
-    for path in sorted((root / "parts").glob(f"*-{step}.*.json")):
-        if name in table_in(path).columns.names:
-            found.append(f"parts/{path.name}")
-    return found
+    paths = [path for path in run_files.manifests(root, step) if name in table_in(path).columns.names]
+    return sorted(str(path.relative_to(root)) for path in paths)
 
 
 def test_a_committer_asks_for_no_pack_by_itself(run: Path, reads: Reads) -> None:
@@ -240,7 +237,7 @@ def test_verify_names_damage_of_ranks_that_are_looked_at_one_after_the_other(cop
     assert call("verify", copy).code == 0
     for rank in (3, 250):
         hurt(copy, rank, STEPS[1])
-    gone = next((copy / "parts").glob(f"*-{STEPS[1]}.100.*.json"))
+    (gone,) = run_files.manifests(copy, STEPS[1], rank=100)
     gone.unlink()
     flip(pack_of(copy, 200, STEPS[1]), 30)
     (found,) = call("verify", copy, "--json").json["checkpoints"]
@@ -259,7 +256,7 @@ def test_repair_reads_again_only_of_ranks_that_are_damaged(copy: Path, run: Path
         reads.clear()
         assert call("repair", copy, *source, "--yes").code == 0
         again = [key for key, n in reads.items() if n > 1 and run_files.kind_of(key) in SMALL]
-        mine = [f"parts/1.0badcafe-{STEPS[1]}.200.0.json"]
+        mine = [run_files.manifest_key(run_files.checkpoint_id(STEPS[1]), 200)]
         assert tree(copy) == before
         if source:
             assert sorted(again) == mine
@@ -280,12 +277,12 @@ def test_a_restore_looks_for_lost_bytes_where_they_are_likely(copy: Path, reads:
     hurt(copy, 200, STEPS[1])
     reads.clear()
     assert torch.equal(ckpt.load(copy)[name], clean)
-    there = [key for key in manifests(reads) if f"-{STEPS[0]}." in key]
+    there = [key for key in manifests(reads) if run_files.step_of(key) == STEPS[0]]
     assert there and len(there) < WORLD.size
 
 
 def table_of(run: Path, rank: int, step: int) -> Table:
-    return table_in(run / f"parts/1.0badcafe-{step}.{rank}.0.json")
+    return table_in(run_files.manifests(run, step, rank)[0])
 
 
 def table_in(path: Path) -> Table:

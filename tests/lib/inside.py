@@ -96,6 +96,7 @@ from ckpt.tiers import as_tiers
 from ckpt.tools.cli import app
 from ckpt.tools.convert import partial, source_files
 from ckpt_backends.memory import MemoryStore
+from run_files import checkpoint_id, data_key
 
 T = TypeVar("T")
 
@@ -376,11 +377,6 @@ class SavedStep:
         rows = [b for b in table.blobs(self._shard(name)) if table.base[b] >= table.owned]
         found = {of[table.pack[table.base[b]]] for b in rows if of[table.pack[b]] == self.step}
         return {step for step in found if step is not None}
-
-    @property
-    def small_files(self) -> list[str]:
-        """Glob patterns of its small files, which contain the locations of its tensors."""
-        return [f"index/{self.id}*", part_key(self._commit.attempt, 0, 0)]
 
 
 def history(url: str | Path) -> dict[int, SavedStep]:
@@ -1347,14 +1343,6 @@ def try_again_for(patch: pytest.MonkeyPatch, window_s: float, first_pause_s: flo
 NOTHING = Contents(Layout((), {}, []))
 
 
-def names_of_files(of: Attempt, rank: int = 0) -> dict[str, str]:
-    """Return the names of the files of one rank: its manifest and its data."""
-    return {
-        "part": part_key(of, rank, 0),
-        "pack": f"packs/{of}.{rank}.0.safetensors",
-    }
-
-
 name_of_record = record_key  # of a log, by its number
 
 
@@ -1660,7 +1648,7 @@ class Saved:
 
     def restore(self, state: dict[str, Any], *, strict: bool = True) -> None:
         layout = Layout.from_json(json.loads(self.layout))
-        table = write.build_table(layout, "packs/1.0badcafe-1.0.0.safetensors", None)
+        table = write.build_table(layout, data_key(checkpoint_id(1)), None)
         saved = SavedState([layout], [json.loads(self.values)], table, digested=False)
         placement = Capture(state).place(saved, strict=strict)
         placement.check()

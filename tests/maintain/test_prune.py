@@ -504,21 +504,6 @@ def test_negative_control_a_missing_pack_of_an_older_one_is_seen(monkeypatch: py
         check_shared_packs()
 
 
-@on_a_run
-async def test_an_increment_that_cannot_be_read_keeps_everything_while_it_stays(
-    store: MemoryStore, log: RunLog, mine: Acquire
-) -> None:
-    """Which packs of older ones it refers to is unknown, so none is deleted."""
-    attempts = await chain(log, mine, 1, 2)
-    later = await save(log, mine, 3, 4, 5)
-    (key,) = select(store.objects, MANIFEST, of=attempts[1])
-    store.objects[key] = b"damaged"
-    retention._cache.clear()
-    before = set(store.objects)
-    assert await retention.retire(log, mine, Keep(4), {later[-1]}) == set()
-    assert set(store.objects) == before
-
-
 # -- by hand --
 
 

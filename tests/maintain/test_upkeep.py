@@ -15,9 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import test_prune
 import torch
-from hypothesis import given, settings
 
 import ckpt
 import toy
@@ -578,18 +576,6 @@ def test_prune_keeps_what_it_is_told_and_says_why(run: Path, call: Call) -> None
     assert steps(run) == [8, 7, 6, 3, 2] and owners(run) == {8, 7, 6, 3, 2}
     assert call("verify", "--all", run).code == 0 and (run / DATA_FOLDER / "notes.txt").exists()
     assert call("prune", run, "--keep-last", 1, "--keep-every", 3, "--yes", "--json").json["done"] is None
-
-
-@given(test_prune.states())
-@settings(max_examples=50, deadline=None)
-def test_everything_that_stays_has_a_reason(drawn: tuple[RunState, Keep, set[Attempt]]) -> None:
-    """The reasons are those of the policy: exactly what it leaves has one."""
-    state, keep, _ = drawn
-    state.kept = dict.fromkeys(state.kept, "x")
-    for checked in list(state.commits)[:2]:
-        why = retention.why_kept(state, keep, {checked})
-        assert why.keys() == state.commits.keys() - retention.choose(state, keep, {checked})
-        assert all(why.values())
 
 
 def test_nothing_goes_while_the_newest_is_damaged(run: Path, call: Call) -> None:

@@ -28,12 +28,13 @@ import torch
 import ckpt
 import inside
 from ckpt.errors import CheckpointError, SaveError
+from commands import flip
 from inside import INCREMENT_POINTS, WRITER_POINTS, SavedStep
 from kills import Chain, Told, Trainer, kill_all, problems
 from model_disk import Volume, volume
 from parallel import free_port, launch
 from processes import eventually, killed, run_script, writers
-from run_files import DATA, MANIFEST, data_files, pattern, select
+from run_files import DATA, INDEX, MANIFEST, checkpoint_files, data_files, pattern, select
 from s3_server import FaultProxy, MotoServer, storage_options
 
 State = dict[str, Any]
@@ -142,14 +143,6 @@ def verified(url: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
     found = json.loads(capsys.readouterr().out)
     assert found["checkpoints"]
     return found["problems"] + [p for c in found["checkpoints"] for p in c["problems"]]
-
-
-def flip(path: Path, at: int) -> None:
-    with path.open("r+b", buffering=0) as file:
-        file.seek(at)
-        byte = file.read(1)[0]
-        file.seek(at)
-        file.write(bytes([byte ^ 1]))
 
 
 # -- every bit, at every step --
@@ -592,7 +585,7 @@ def injure(folder: str, what: str) -> None:
     the newest only, in its manifest and its index."""
     saved = newest(folder)
     if what == "manifest":
-        for path in (path for pattern in saved.small_files for path in Path(folder).glob(pattern)):
+        for path in checkpoint_files(folder, MANIFEST, INDEX, of=saved.id):
             flip(path, path.stat().st_size - 40)
         return
     if what == "shared":

@@ -28,6 +28,7 @@ import ckpt
 import inside
 import toy
 from ckpt.errors import CheckpointError, CorruptError
+from commands import flip
 from inside import Job
 from processes import eventually, run_script
 from run_files import DATA, MANIFEST, checkpoint_files, keys_in, kind_of
@@ -80,14 +81,6 @@ def left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Left]:
 
 def tier(folder: Path) -> ckpt.Tier:
     return ckpt.Tier(str(folder), every=EVERY, keep=4)
-
-
-def flip(path: str | Path, at: int, bit: int = 4) -> None:
-    with open(path, "r+b") as file:
-        file.seek(at)
-        byte = file.read(1)[0]
-        file.seek(at)
-        file.write(bytes([byte ^ bit]))
 
 
 def restored(folder: Path, state: Any = None) -> ckpt.Restored:

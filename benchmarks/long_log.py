@@ -36,7 +36,7 @@ def spoken() -> Iterator[Record]:
         attempt, base = Attempt(1, step, NONCE), Attempt(1, step - 1, NONCE)
         needs = (base,) if step % 10 != 1 else ()
         digest = f"{step:064x}"
-        yield Record("COMMIT", commit_body(Commit(attempt, 1, ((0, 0, digest),), digest, True, needs=needs)),
+        yield Record("COMMIT", commit_body(Commit(attempt, 1, ((0, digest),), digest, True, needs=needs)),
                      f"commit:{attempt}:0")  # fmt: skip
         if step > KEEP:
             old = Attempt(1, step - KEEP, NONCE)

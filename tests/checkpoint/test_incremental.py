@@ -549,7 +549,7 @@ def run_state(*commits_: tuple[int, bool]) -> RunState:
     last = None
     for step, full in commits_:
         attempt = Attempt(1, step, "0badcafe")
-        state.commits[attempt] = Commit(attempt, 1, ((0, 0, "0" * 64),), "0" * 64, needs=() if full else (last,))  # type: ignore[arg-type]
+        state.commits[attempt] = Commit(attempt, 1, ((0, "0" * 64),), "0" * 64, needs=() if full else (last,))  # type: ignore[arg-type]
         last = attempt
     return state
 

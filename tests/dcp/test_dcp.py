@@ -662,7 +662,7 @@ def test_a_failed_step_can_be_saved_again(run_dir: str, monkeypatch: pytest.Monk
     save(state | {"n": 2}, 2, writer)
     save(state | {"n": 3}, 3, writer)
     assert history(run_dir) == [3, 2, 1] and load(state, run_dir, 2)["n"] == 2
-    assert len(records(run_dir).state.aborted) == 5
+    assert len(records(run_dir).state.aborted) == 4
 
 
 def test_two_processes_of_one_job_do_not_fence_each_other(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,12 +88,12 @@ def test_negative_control_a_flipped_bit_is_seen(run_dir: str) -> None:
 
 def test_raw_checkpoint_of_one_rank_loads_with_safetensors(run_dir: str) -> None:
     """All tensors are in one file, which says of which checkpoint and rank it is."""
-    state = {"x": torch.randn(1000), "__metadata__": torch.arange(3)}
+    state = {"x": torch.randn(1000), "n": torch.arange(3)}
     with ckpt.Checkpointer(state, ckpt.Tier(run_dir, compression="none")) as cp:
         cp.save(120).committed()
     (path,) = checkpoint_files(run_dir, DATA)
     found = safetensors.torch.load_file(path)
-    assert torch.equal(found["x"], state["x"]) and torch.equal(found["__metadata__'"], state["__metadata__"])
+    assert torch.equal(found["x"], state["x"]) and torch.equal(found["n"], state["n"])
     with safetensors.safe_open(path, "pt") as file:
         assert file.metadata() == {"checkpoint": path.parent.name, "rank": "0", "step": "120"}
     assert path.parent.name.startswith("000000120.1-") and path.name == "rank-00000.safetensors"

@@ -200,7 +200,7 @@ async def test_one_that_cannot_be_resumed_does_not_hold_up_the_others(writer: Wr
     """What a crash interrupted is taken up one by one: a damaged one is passed over, and the other ranks are told."""
     steps = (30, 20, 10)
     writer.persister.promoter.pending = lambda near, tier: [  # type: ignore[method-assign]
-        Commit(writer.attempt(step), 2, ((0, 0, "0" * 64),), "0" * 64) for step in steps
+        Commit(writer.attempt(step), 2, ((0, "0" * 64),), "0" * 64) for step in steps
     ]
     resumed: list[int] = []
 
@@ -336,7 +336,7 @@ def test_not_being_let_in_is_not_damage() -> None:
         store = Shut()
         log, mine = await new_log(store)
         for step in range(1, 6):
-            one = Commit(Attempt(mine.epoch, step, mine.nonce), 1, ((0, 0, "0" * 64),), "0" * 64)
+            one = Commit(Attempt(mine.epoch, step, mine.nonce), 1, ((0, "0" * 64),), "0" * 64)
             body = commit_body(one)
             await log.append(lambda s, body=body, step=step: Record("COMMIT", body, f"c{step}"), owner=mine)  # type: ignore[misc]
         told: list[Any] = []

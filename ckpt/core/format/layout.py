@@ -294,10 +294,9 @@ def _entries(arrangement: Arrangement) -> bytes:
     for i in arrangement.order:
         t, start = arrangement.tensors[i], arrangement.offsets[i]
         dtype, shape = (t.dtype, list(t.shape)) if t.dtype in NATIVE else ("U8", [t.nbytes])
-        name = t.key + "'" if t.key == METADATA else t.key
-        if name in entries:
-            raise StateError(f"{name!r}: two pieces of the state get this name")
-        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, start + t.nbytes]}
+        if t.key in entries:
+            raise StateError(f"{t.key!r}: two pieces of the state get this name")
+        entries[t.key] = {"dtype": dtype, "shape": shape, "data_offsets": [start, start + t.nbytes]}
     text = json.dumps(entries, separators=(",", ":")).encode()
     if len(text) > MAX_HEADER - FOR_METADATA:
         raise StateError(

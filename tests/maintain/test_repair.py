@@ -17,14 +17,11 @@ import torch
 
 import ckpt
 from ckpt.core.checkpoint import blobs
-from ckpt.core.checkpoint.parts import load_table
-from ckpt.core.format.manifest import Part
-from ckpt.core.format.table import SavedShard, Table, merge
 from ckpt.core.log.log import Record, RunLog
 from ckpt.errors import StoreError
 from ckpt.store import Store, open_store, remember_options
 from ckpt.testing import StoreTests, keys, pieces, upload
-from ckpt.tools.maintain import audit, find_copies, remake, repair
+from ckpt.tools.maintain import audit, find_copies, repair
 from ckpt_backends.disk import Disk
 from ckpt_backends.local import LocalStore
 from ckpt_backends.memory import MemoryStore
@@ -40,14 +37,12 @@ from run_files import (
     DATA_FOLDER,
     INDEX,
     MANIFEST,
-    TABLE,
     checkpoint_files,
     data_file,
     indexes,
     kind_of,
     manifests,
     select,
-    tables,
     temporary_files,
 )
 from s3_server import FaultProxy, MotoServer, storage_options
@@ -150,15 +145,14 @@ INJURIES: dict[str, Callable[[Path], object]] = {
     "a pack that is short": lambda run: cut(data_file(run, 3), -5000),
     "a pack that is empty": lambda run: os.truncate(data_file(run, 1), 0),
     "a pack that is long": lambda run: cut(data_file(run, 3), 1),
-    "a table": lambda run: flip(tables(run, 3)[0], 500),
     "a part": lambda run: flip(manifests(run, 3)[0], 50),
     "a part that is gone": lambda run: manifests(run, 2)[0].unlink(),
     "an index": lambda run: flip(indexes(run, 4)[0], -1),
     "all indexes": lambda run: [path.unlink() for path in indexes(run)],
-    "index and table": lambda run: [path.unlink() for path in checkpoint_files(run, INDEX, TABLE, step=3)],
+    "index and part": lambda run: [path.unlink() for path in checkpoint_files(run, INDEX, MANIFEST, step=3)],
     "FORMAT.json": lambda run: flip(run / "FORMAT.json", 20),
     "some of everything": lambda run: [flip(path, -3) for step in (2, 4)
-                                        for path in checkpoint_files(run, DATA, MANIFEST, TABLE, step=step)],
+                                        for path in checkpoint_files(run, DATA, MANIFEST, step=step)],
 }  # fmt: skip
 
 
@@ -199,8 +193,6 @@ CURABLE: dict[str, Callable[[Path], object]] = {
     "a header": lambda run: [flip(data_file(run, step), 30) for step in (1, 2, 5)],
     "a header of an increment": lambda run: flip(data_file(run, 4), 30),
     "a pack that is long": lambda run: cut(data_file(run, 3), 1),
-    "a table": lambda run: flip(tables(run, 3)[0], 500),
-    "a table that is gone": lambda run: tables(run, 1)[0].unlink(),
     "an index": lambda run: indexes(run, 4)[0].unlink(),
     "FORMAT.json": lambda run: (run / "FORMAT.json").unlink(),
 }
@@ -209,8 +201,8 @@ CURABLE: dict[str, Callable[[Path], object]] = {
 @one_form
 @pytest.mark.parametrize("injury", CURABLE)
 def test_what_the_run_itself_still_knows(made: Path, run: Path, call: Call, injury: str) -> None:
-    """Equal contents of other checkpoints, encoded again where need be; headers by the code that made them; tables and
-    index out of each other; FORMAT.json out of the log."""
+    """Equal contents of other checkpoints, encoded again where need be; headers by the code that made them; the
+    index out of the manifests; FORMAT.json out of the log."""
     CURABLE[injury](run)
     check(call, run, made / "near")
 
@@ -229,7 +221,7 @@ LOST: dict[str, Callable[[Path], object]] = {
     "a pack that is gone": lambda run: data_file(run, 4).unlink(),
     "a pack that is empty": lambda run: os.truncate(data_file(run, 4), 0),
     "a part": lambda run: flip(manifests(run, 3)[0], 50),
-    "index and table": INJURIES["index and table"],
+    "index and part": INJURIES["index and part"],
     "a log record": lambda run: flip(sorted((run / "log").iterdir())[2], 40),
 }
 
@@ -681,36 +673,6 @@ def test_a_large_object_of_any_file_system_is_replaced_at_the_end(tmp_path: Path
         assert bytes(await store.get(KEY)) == new and await keys(store) == [KEY]
 
     asyncio.run(work())
-
-
-# -- parts of it --
-
-
-def test_a_rank_s_table_out_of_that_of_all(made: Path) -> None:
-    """Whatever `merge` has put together of tables with bases and older files: each comes out again, byte for byte."""
-
-    async def tables(log: RunLog) -> list[tuple[Part, Table]]:
-        found = []
-        for commit in sorted(log.state.commits.values(), key=lambda c: c.attempt):
-            keys = [info.key async for info in log.store.list()]
-            part = Part.from_bytes(await log.store.get(select(keys, MANIFEST, of=commit.attempt)[0]), "a manifest")
-            (key,) = select(keys, TABLE, of=commit.attempt)
-            found.append((part, await load_table(log.store, key, part.table)))
-        return found
-
-    def of_rank(table: Table, rank: int) -> Table:
-        shards = tuple(
-            SavedShard(s.name, s.dtype, s.global_shape, s.offsets, s.sizes, rank, rank) for s in table.shards
-        )
-        return Table(**{**{name: getattr(table, name) for name in Table.__dataclass_fields__}, "shards": shards})
-
-    found = logged(made / "near", tables)
-    ranks = [of_rank(table, rank) for rank, (_, table) in enumerate(found)]
-    index = Table.from_bytes(merge(ranks).to_bytes(), "an index")
-    for rank, (part, _) in enumerate(found):
-        object.__setattr__(part, "rank", rank)
-        share = remake.share_of(index, part)
-        assert share is not None and share.to_bytes() == ranks[rank].to_bytes()
 
 
 @one_form

@@ -466,20 +466,6 @@ def test_default_only_where_nothing_is(run_dir: str) -> None:
             cp.restore(default=0, step=77)
 
 
-def test_default_is_not_given_where_all_is_damaged(run_dir: str) -> None:
-    """A run whose only checkpoint is damaged is not begun anew."""
-    state = toy.build()
-    with ckpt.Checkpointer(state, run_dir) as cp:
-        train(cp, state, 1, 2)
-    (pack,) = data_files(run_dir)
-    pack.write_bytes(bytes(pack.stat().st_size))
-    with ckpt.Checkpointer(state, run_dir) as cp:
-        with pytest.raises(ckpt.CorruptError):
-            cp.restore(default=0)
-        with pytest.raises(ckpt.UsageError):
-            cp.step(1)
-
-
 def test_rollback_stays(run_dir: str, own_sockets: Path) -> None:
     """restore(step=N) goes back, and no later restart brings the undone steps back, saved anything or not."""
     code = f"""

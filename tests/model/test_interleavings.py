@@ -309,8 +309,8 @@ def the_pack_goes_though_its_part_may_be_there(patch: pytest.MonkeyPatch) -> Non
     """Whoever does not hear that his part is stored deletes the pack, though another rank may have found both."""
     write_part = interleave.write_part
 
-    async def rash(store: Store, snapshot: RankSnapshot, *, numbers: Iterator[int]) -> WrittenPart:
-        number = next(numbers)
+    async def rash(store: Store, snapshot: RankSnapshot, *, numbers: Iterator[int] | None = None) -> WrittenPart:
+        number = 0 if numbers is None else next(numbers)
         try:
             return await write_part(store, snapshot, numbers=iter([number]))
         except StoreError:

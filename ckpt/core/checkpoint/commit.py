@@ -188,8 +188,10 @@ async def commit(
     landed = state.commits.get(attempt) or (state.held.get(attempt) if kind == "HELD" else None)
     if landed is None:
         log.check_owner(mine)  # a newer job ended it
-        why = state.reasons.get(attempt, "newer ones are kept")
-        raise SaveError(f"step {attempt.step} was given up before it was committed: {why}")
+        if attempt in state.retired and attempt not in state.reasons:
+            return found  # another rank committed it, and retention has retired it since
+        why = state.reasons.get(attempt, "the reason is no longer recorded")
+        raise SaveError(f"step {attempt.step} was aborted before it was committed: {why}")
     if landed.parts == found.parts:
         remember_packs(log, attempt, packs)
     await _note_latest(log)

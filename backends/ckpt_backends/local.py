@@ -415,8 +415,8 @@ class LocalStore:
             time.sleep(VANISHED_S)
         self._check_again()
         above = os.path.dirname(folder)
-        if folder.startswith(self._steps) and above not in self._known_folders:
-            self._make_folders(above)
+        if folder.startswith(self._steps):
+            self._make_folders(above)  # it may have vanished too
         try:
             self.disk.mkdir(folder)
         except FileExistsError:

@@ -57,12 +57,12 @@ EXTRA = "_extra_state"
 class OwnState:
     """What modules do themselves, by prefix.
 
-    `speakers`: their state_dict() is called at every reading, and no tensor below them is read directly. `extras`:
-        their get_extra_state() is called. `loaders`: modules with their own loaders, which get their state when it is
-        restored.
-    `names`: names of tensors that differ from those in the module. `left_out`: tensors that are not saved. `unasked`:
-        loaders with only a load_state_dict(), inside of another module whose load_state_dict() does not call theirs. So
-        it does not matter what theirs would accept.
+    `speakers`: their state_dict() is called at every reading, and no tensor below them is read directly.
+    `extras`: their get_extra_state() is called.
+    `loaders`: modules with their own loaders, which get their state when it is restored.
+    `names`: names of tensors that differ from those in the module. `left_out`: tensors that are not saved.
+    `unasked`: loaders with only a load_state_dict(), inside of another module whose load_state_dict() does not call
+        theirs. So it does not matter what theirs would accept.
     """
 
     speakers: dict[str, nn.Module] = field(default_factory=dict)
@@ -111,16 +111,16 @@ def listen(module: nn.Module, path: Path) -> OwnState:
     for (verdict, kind), prefixes in words.notes.items():
         first = show((*path, prefixes[0].rstrip("."))) if prefixes[0] else show(path)
         more = f" and {len(prefixes) - 1} more" if len(prefixes) > 1 else ""
-        _say(f"{first}{more} ({kind.__name__}): {verdict}")
+        _warn_once(f"{first}{more} ({kind.__name__}): {verdict}")
     return words
 
 
-_said: set[str] = set()
+_warned: set[str] = set()
 
 
-def _say(text: str) -> None:
-    if text not in _said:
-        _said.add(text)
+def _warn_once(text: str) -> None:
+    if text not in _warned:
+        _warned.add(text)
         logger.warning("%s", text)
 
 

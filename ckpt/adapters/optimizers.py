@@ -377,7 +377,7 @@ class ObjectsOf:
         if self.early is not None and name not in self.early:
             raise StateError(
                 f"{show(path)}: the optimizer created this {type(value).__module__}.{type(value).__qualname__} during "
-                "the training, and a restarted process could not create it again. Create it together with the optimizer, "
+                "the training, and a restarted process could not create it again. Create it with the optimizer, "
                 "or before the Checkpointer"
             )
 

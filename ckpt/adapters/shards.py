@@ -32,11 +32,9 @@ class Shard:
     - `Shard(tensor, shape)`: all of it.
     - `Shard(tensor, shape, offsets)`: the box with the sizes of `tensor` that begins at these indices.
     - `Shard(tensor, shape, start=a)`: elements a, a + 1, … of the whole in row-major order, as in flat buffers;
-      `tensor` has
-      one dimension and no gaps. It may be empty: then this rank has no part of it.
+      `tensor` has one dimension and no gaps. It may be empty: then this rank has no part of it.
     - `Shard(tensor, shape, offsets, within=sizes, start=a)`: such a range of the elements of a box of these sizes, as
-      in
-      the flat buffer of a parameter that tensor parallelism has divided before.
+      in the flat buffer of a parameter that tensor parallelism has divided before.
 
     `replicas`: the ranks that have exactly this piece, including this one; each of them stages a part of it. None: only
         this one. Restored in place.
@@ -57,12 +55,10 @@ class Shards:
     """Named tensors of which every rank has some pieces: an entry of the state, `{"masters": ckpt.Shards(pieces)}`.
 
     pieces: this rank's parts of each tensor by its name: one `Shard` or several, or an empty list for none. Or a
-    function
-        that returns this; it is called at every step, so the memory may change (a dict that it returns again is assumed
-        to be
-        unchanged). All ranks name the same tensors, and their pieces together cover each exactly once, replicas counted
-        once; otherwise the save fails. A plain tensor belongs to this rank, as elsewhere in the state. Two names of one
-        `Shard` object are one tensor.
+        function that returns this; it is called at every step, so the memory may change (a dict that it returns again
+        is assumed to be unchanged). All ranks name the same tensors, and their pieces together cover each exactly once,
+        replicas counted once; otherwise the save fails. A plain tensor belongs to this rank, as elsewhere in the state.
+        Two names of one `Shard` object are one tensor.
     optimizer: the only one whose `step()` changes them: their copy may then overlap with the next forward and backward.
         None: they are copied before `cp.step()` returns.
     restored: called without arguments when all tensors of the state have been filled, to compute what depends on them.

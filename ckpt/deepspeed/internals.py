@@ -1,9 +1,8 @@
 """Everything that depends on DeepSpeed's internals: where fp32 weights and the optimizer's state of a parameter are.
 
-Each of its optimizers keeps an fp32 copy of what it trains, in flat buffers or as whole tensors. The functions
-`_fragments` and `_of_*` find, for one kind of optimizer each, which elements of each parameter this rank has, and
-where. This was written for the versions `KNOWN`. Other versions are refused at import, and so is one without a name
-used here.
+Each of its optimizers keeps an fp32 copy of what it trains, in flat buffers or as whole tensors. `_fragments` finds
+which elements of each parameter this rank has, and where: by `_of_*`, one for each kind of optimizer. This was written
+for the versions `KNOWN`. Other versions are refused at import, and so is one without a name used here.
 """
 
 from __future__ import annotations

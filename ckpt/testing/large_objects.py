@@ -76,7 +76,7 @@ class LargeObjectTests(OverStores):
             await shape(store, seed)
 
     async def test_upload_means_nothing_before_finish(self, store: Store, other: Store) -> None:
-        """Before `finish`, nobody reads the whole object: it does not exist, or does not have its bytes yet. Then the
+        """Before `finish`, the whole object cannot be read: it does not exist, or does not have its bytes yet. Then the
         name exists."""
         target = await store.upload("packs/p", size=len(BLOB))
         if target.part == 0:

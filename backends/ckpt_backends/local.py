@@ -415,7 +415,7 @@ class LocalStore:
             time.sleep(VANISHED_S)
         self._check_again()
         above = os.path.dirname(folder)
-        if folder.startswith(self._steps) and above not in self._known_folders:
+        if folder.startswith(self._steps) and not (above in self._known_folders and os.path.isdir(above)):
             self._make_folders(above)
         try:
             self.disk.mkdir(folder)

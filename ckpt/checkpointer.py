@@ -65,8 +65,8 @@ class Checkpointer:
     `on_fault`: called in a background thread with the account of each fault, those that ended earlier incarnations
     on this machine included; `faults` holds the latter.
     `metrics`: a port for Prometheus, or `ckpt.Metrics`, which has TensorBoard too.
-    `takeover`: open a run that another process trains. That one is told, and saves no more. Another Checkpointer of the
-    run in this process is closed.
+    `takeover`: open a run that another process trains, at its newest checkpoint in a tier. That process saves no more,
+    and its next call raises FencedError. Another Checkpointer of the run in this process is closed first.
 
     Raises StateError for a state that cannot be saved, FormatError or StoreError for a tier that cannot be used,
     InUseError for a run that another process trains.

@@ -106,7 +106,8 @@ class InUseError(CheckpointError):
     """Another process trains this run. It goes on, and nothing was changed."""
 
     advice = (
-        "Stop that process first, or pass takeover=True to end it and go on from its newest step. "
+        "Stop that process first, and go on from its newest step; or pass takeover=True, which fences that job and "
+        "goes on from its newest checkpoint in a tier. "
         "To look at what is stored, `ckpt show RUN` only reads, and so does ckpt.load."
     )
 

@@ -81,11 +81,11 @@ def jobs() -> Iterator[list[Job]]:
 
 
 def test_second_job_wins(run_dir: str, own_sockets: Path, jobs: list[Job]) -> None:
-    """The second goes on from the first one's memory; the first is fenced at its next durable save, and ever after."""
+    """The second starts from the newest checkpoint of the first, which is fenced at its next save, and ever after."""
     jobs.append(first := Job(run_dir))
     assert first.train(5) == "done 5"
     jobs.append(second := Job(run_dir))
-    assert second.start == ["5", "memory"], "the last step is in the first one's memory only"
+    assert second.start == ["4", f"file://{run_dir}"], "step 5 is in the first one's memory only"
     assert first.train(1) == "error FencedError"
     assert first.train(1) == "error FencedError"
     assert second.train(3) == "done 8"

@@ -181,19 +181,19 @@ def test_what_fails_after_a_close_is_tried_again(place: Place, own_sockets: Path
 # -- a trainer that has left, and lives --
 
 
-def test_memory_that_is_let_go_of_late_is_free_then(own_sockets: Path) -> None:
-    """A trainer leaves, and is still copying when the next one comes. That one waits until it has let go of its memory,
-    and not until it has died."""
+def test_memory_of_a_trainer_that_left_and_lives_is_only_read(own_sockets: Path) -> None:
+    """A trainer leaves, and its process lives and copies on. The next one restores that memory, and stages into memory
+    of its own, so that neither waits for the other."""
     late = "import inside; inside.do_before_it_lets_go_of_memory(cp, lambda: (print('leaving'), sys.stdin.readline()))"
     with Rank(4) as first:
         first.trained()
         assert first.do(late) == "done 4"
         assert first.do("inside.abandon(cp)") == "leaving"
         with Rank(4) as second:
-            assert eventually(lambda: inside.is_at_the_writer(RUN, second.process.pid))
-            assert first.do("") == "done 4"
             assert second.trained() == "start 4 4"
             assert [second.do("train()"), second.do("train()"), second.do("train()")] == ["done 5", "done 6", "done 7"]
+            assert first.do("") == "done 4"
+        assert start() == "start 7 7"
 
 
 def test_an_error_in_the_staging_thread_is_no_death() -> None:
@@ -242,14 +242,20 @@ def test_a_writer_goes_only_when_all_it_has_is_held_elsewhere(own_sockets: Path)
     assert start() == "start 4 4"
 
 
-def test_every_rank_that_loses_a_run_is_told(own_sockets: Path) -> None:
-    """Two ranks train, and one takes the run over: both are told at their next call, and the one has their newest
-    step. So it is if it dies right after."""
-    with two_ranks(4) as ranks:
-        with Rank(0, "takeover") as one:
+def test_takeover_by_fewer_ranks_fences_every_rank(own_sockets: Path, tmp_path: Path) -> None:
+    """Two ranks train, and a job of one rank takes over: it starts from their newest checkpoint, and both ranks get
+    FencedError at their next call."""
+    with two_ranks(4, patch=FOLDER, PLACE=str(tmp_path / "run")) as ranks:
+        for rank in ranks:
+            rank.say("cp.save().committed(60)")
+        assert [rank.line() for rank in ranks] == ["done 4"] * 2
+        for rank in ranks:
+            rank.say("train()")
+        assert [rank.line() for rank in ranks] == ["done 5"] * 2
+        with Rank(0, "takeover", patch=FOLDER, PLACE=str(tmp_path / "run")) as one:
             assert one.trained() == "start 4 4"
+            assert eventually(lambda: [writer.pid for writer in writers(own_sockets)] == [one.writer])
         assert [rank.do("train()").split()[0] for rank in ranks] == ["FencedError"] * 2
-    assert start() == "start 4 4"
 
 
 def test_a_takeover_that_fails_ends_no_training_of_any_rank(own_sockets: Path, tmp_path: Path) -> None:

@@ -21,17 +21,22 @@ Digest = tuple[str, int, str, bool]  # attempt, rank, the digests of its blobs i
 
 
 class GreetingReply(Body, frozen=True):
-    """What a writer holds, and who it is. `trainer`: its process, `alive`: it lives and is not dead to the writer,
-    `taken`: it lives and has lost the run just now, `gone`: nobody writes to the arenas any more. `lost`: tiers whose
-    run was removed; `losers`: who has lost the run, and lives; `foreign`: arenas that other ranks staged into;
-    `writing`: slots, by arena, that are being written. The descriptors of all `arenas` come with it."""
+    """What a writer holds, and for whom.
+
+    trainer: the process of its trainer; since: when that came, in seconds since 1970
+    alive: the trainer lives, so nobody inherits this memory
+    writing_on: processes (number and start time) whose devices may write to the arenas until they have ended
+    lost: tiers whose run was removed
+    arenas: their descriptors come with this reply; foreign: those of them that nobody writes to any more
+    writing: slots that are being written to a tier, by arena
+    faults: reports that no trainer has received yet
+    """
 
     pid: int
     alive: bool
-    taken: bool
     trainer: int
+    writing_on: list[tuple[int, int]]
     since: float
-    gone: bool
     lost: list[str]
     arenas: list[str]
     foreign: list[str]
@@ -40,30 +45,29 @@ class GreetingReply(Body, frozen=True):
     writing: list[tuple[str, int]]
     acquires: list[Owner]
     faults: list[Json]
-    losers: list[int]
     protocol: int = PROTOCOL
     library: str = VERSION
 
 
 class Greeting(Request[GreetingReply], frozen=True):
-    """A trainer comes, which is the writer's from now on: unless it only is on a `visit`, or the present one lives and
-    this is no `takeover`. `losers`: processes that have lost the run to it. (Not `hello`: writers of before there were
-    versions would give it their memory.)"""
+    """A trainer comes, which the writer serves from now on, unless its own lives, or this is only a `visit`.
+
+    takeover: the caller has fenced the job of the present trainer in the run log. The writer reads the log, and
+        replies with WriterError if it leaves; it sends no arenas
+    """
 
     takeover: bool = False
     visit: bool = False
-    losers: list[int] = field(default_factory=list)
     protocol: int = PROTOCOL
     library: str = VERSION
 
 
 class WhoseReply(Body, frozen=True):
-    """The trainer's process, epoch and nonce that were opened, and processes that have lost the run and are there.
-    `roots`: by URL, the ids of the runs that were opened; `sees`: whether the writer sees the file of the question."""
+    """The trainer's process, and the term and nonce that it opened. `roots`: by URL, the ids of the runs that were
+    opened; `sees`: whether the writer sees the file of the question."""
 
     trainer: int
     owner: tuple[int, str] | None
-    losers: list[int]
     roots: dict[str, str]
     sees: bool
 
@@ -73,10 +77,6 @@ class Whose(Request[WhoseReply], frozen=True):
     which the two find out whether they see the same folder; "" for none."""
 
     proof: str = ""
-
-
-class Lose(Request[None], frozen=True):
-    """Another job takes the run over: the trainer has lost it."""
 
 
 class Drop(Request[bool], frozen=True):

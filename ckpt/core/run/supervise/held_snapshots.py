@@ -15,7 +15,7 @@ from ckpt.core.log.log import in_history
 from ckpt.core.ranks.world import World
 from ckpt.core.restore.sources import HeldSnapshot
 from ckpt.core.run.supervise.current_writer import CurrentWriter
-from ckpt.core.run.supervise.find_writer import DYING_S, HELLO_S, PATIENT_S, in_use
+from ckpt.core.run.supervise.find_writer import DYING_S, HELLO_S, PATIENT_S, Intruder
 from ckpt.core.run.supervise.memory import HeldElsewhere, SnapshotMemory, as_digests
 from ckpt.core.run.supervise.opening import RunOpener
 from ckpt.core.run.supervise.writer_client import REQUEST_S, WriterClient
@@ -31,12 +31,10 @@ FORMER_S = 3.0  # for a writer to reply that probably holds another run
 
 @dataclass(frozen=True)
 class Visited:
-    """What another writer holds, and whether its trainer lives, which is `trainer`."""
+    """What another writer holds, and its reply."""
 
     held: HeldElsewhere
-    alive: bool
-    trainer: int
-    since: float
+    hello: requests.GreetingReply
 
 
 class HeldSnapshots:
@@ -53,10 +51,10 @@ class HeldSnapshots:
         memory: SnapshotMemory,
         layouts: KnownLayouts,
         run: RunOpener,
-        takeover: bool,
+        intruder: Intruder,
     ) -> None:
         self._key, self._writer, self._stager, self._world = key, writer, stager, world
-        self._memory, self._layouts, self._run, self._takeover = memory, layouts, run, takeover
+        self._memory, self._layouts, self._run, self._intruder = memory, layouts, run, intruder
         self.damage: list[Loss] = []  # of the snapshots that were looked for last
 
     def sealed(self) -> dict[Attempt, int]:
@@ -160,8 +158,8 @@ class HeldSnapshots:
         ]
 
     def check_orphans(self) -> None:
-        """Before anything is taken: InUseError if such a rank is still trained, and this is no takeover."""
-        for key in () if self._takeover else [*self._orphans(), *self._former_of_folder()]:
+        """Before anything is taken: wait until such a rank is not trained any more. See `Intruder`."""
+        for key in [*self._orphans(), *self._former_of_folder()]:
             found = self._visit_orphan(key)
             if found is not None:
                 found.held.close()
@@ -200,29 +198,19 @@ class HeldSnapshots:
                 client.close()
 
     def _visit_orphan(self, key: str) -> Visited | None:
-        """Once its trainer is dead, or has lost the run to us. InUseError if it lives, and this is no takeover."""
-        end, told = time.monotonic() + DYING_S, False
+        """Once its trainer is dead, or its job is fenced."""
+        end = time.monotonic() + DYING_S
         while True:
             found = self._visit(key)
-            if found is None or not found.alive:
+            if found is None or not found.hello.alive:
                 return found
             found.held.close()
-            if self._takeover and not told:
-                self._run.open(self._writer.client)  # who lost the run to us has lost it, even if we fail: fail before
-                self._take_from(key)
-                told = True
-            if time.monotonic() > end:
-                raise in_use(self._run.tiers, found.trainer, time.time() - found.since, "a rank of ")
+            if time.monotonic() > end and (client := WriterClient.find(key)) is not None:
+                try:
+                    self._intruder.make_way(client, found.hello, "a rank of ")
+                finally:
+                    client.close()
             time.sleep(0.1)
-
-    def _take_from(self, key: str) -> None:
-        """Tell a trainer that lives, by its writer, that it has lost the run."""
-        client = WriterClient.find(key)
-        if client is not None:
-            try:
-                client.ask(requests.Lose(), PATIENT_S)
-            finally:
-                client.close()
 
     def _visit(self, key: str) -> Visited | None:
         """What another writer of this run on this node holds; it keeps its trainer. None if it is gone. That it does
@@ -235,7 +223,7 @@ class HeldSnapshots:
             compare = self._layouts.differ_from(self._world.size)
             digests = client.ask(requests.AskDigests(all=True)) if compare else hello.digests
             held = HeldElsewhere.of(hello, fds, digests)
-            return Visited(held, hello.alive, hello.trainer, hello.since)
+            return Visited(held, hello)
         except WriterError as error:
             log.warning("a writer on this node is gone, with what it held: %s", error)
             return None

@@ -178,6 +178,55 @@ def test_what_fails_after_a_close_is_tried_again(place: Place, own_sockets: Path
     assert start(**place.options) == "start 3 3"
 
 
+# -- a writer that outlives its trainer --
+
+FAR = (
+    FOLDER
+    + "; options['tiers'][:1] = [ckpt.Memory(linger_s=float(os.environ['LINGER']))]"
+    + ("; options['tiers'].append(ckpt.Tier(os.environ['FAR'], every=1000))")
+)
+
+
+def far_options(tmp_path: Path, linger_s: float) -> dict[str, Any]:
+    return {"patch": FAR, "PLACE": str(tmp_path / "run"), "FAR": str(tmp_path / "far"), "LINGER": str(linger_s)}
+
+
+@pytest.mark.parametrize("reachable", [True, False], ids=["reachable", "moved away"])
+def test_newest_step_reaches_every_tier_after_the_death_of_all_ranks(
+    reachable: bool, own_sockets: Path, tmp_path: Path
+) -> None:
+    """Two ranks are killed long before the next scheduled checkpoint, and nobody restarts them. Their writers bring the
+    newest step to the nearest tier and to the one behind, also if that one comes back only later. Then they leave."""
+    far, aside = tmp_path / "far", tmp_path / "aside"
+    with two_ranks(4, **far_options(tmp_path, 0)) as ranks:
+        if not reachable:
+            far.rename(aside)
+        for rank in ranks:
+            rank.process.kill()
+    assert eventually(lambda: inside.steps_at(tmp_path / "run")[:1] == [4])
+    if not reachable:
+        assert len(writers(own_sockets)) == 2
+        aside.rename(far)
+    assert eventually(lambda: inside.steps_at(far) == [4])
+    assert eventually(lambda: not writers(own_sockets), 90.0)
+    assert inside.problems_at(far) == [] and ckpt.load(str(far))["w"].tolist() == [4.0] * 8
+
+
+@pytest.mark.parametrize("short", [True, False], ids=["short", "negative control"])
+def test_writer_keeps_memory_for_a_restart_unless_it_is_short(short: bool, own_sockets: Path, tmp_path: Path) -> None:
+    """When every tier has the newest step, memory only makes a restart faster, so it is released if memory is short."""
+    code = "import ckpt.core.writer.life as life; life.SHORT = 2.0"
+    patch = f"\nos.environ.pop('CKPT_TEST_WRITERS', 0)\nimport inside; inside.run_in_writers(inside.FOREVER, {code!r})"
+    options = far_options(tmp_path, 600)
+    with Rank(4, **{**options, "patch": FAR + (patch if short else "")}) as one:
+        assert one.trained() == "start 0 0"
+    assert eventually(lambda: inside.steps_at(tmp_path / "far") == [4])
+    if short:
+        assert eventually(lambda: not writers(own_sockets))
+    assert start(**options) == "start 4 4"
+    assert bool(one.writer in [writer.pid for writer in writers(own_sockets)]) != short
+
+
 # -- a trainer that has left, and lives --
 
 

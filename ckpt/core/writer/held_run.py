@@ -136,7 +136,8 @@ class HeldRun:
         self.successor = ""  # the nonce of the owner that our trainer is about to be
         self.acquires: list[Acquire] = []  # the history that the snapshots in memory belong to
         self.taking = asyncio.Lock()  # held while the run is taken over by us
-        self.linger_s, self.commit_s, self.first_try = 600.0, 600.0, 0
+        self.linger_s, self.commit_s, self.first_try = 120.0, 600.0, 0
+        self.leaves_at: float | None = None  # when memory is released, once all of it is durable (monotonic)
 
     # -- who owns it --
 

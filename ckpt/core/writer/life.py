@@ -2,15 +2,17 @@
 
     state       what it means                                          next
     SERVING     a trainer lives and may save                           DRAINING, FENCED, LEAVING
-    DRAINING    the trainer is gone; memory is made durable            LINGERING, SERVING, FENCED, LEAVING
-    LINGERING   all of it is durable; memory is kept for a restart     SERVING, FENCED, LEAVING
+    DRAINING    the trainer is gone; the nearest tier gets all of      LINGERING, SERVING, FENCED, LEAVING
+                memory, and every other tier its newest step
+    LINGERING   that is done; memory is kept for `linger_s`, or until  SERVING, FENCED, LEAVING
+                memory is short
     FENCED      another job owns the run; memory is released           LEAVING
     LEAVING     the socket name is free; writes that began are ended   -
 
 Who decides: the kernel says that a trainer is dead (its robust mutex, its pidfd), the run log says that a run has a new
 owner. No message does. A trainer that says that it leaves or closes decides that for itself only.
 
-    trainer dies        mutex or pidfd -> `died` -> DRAINING; `_outlive` writes the ring, lingers, leaves
+    trainer dies        mutex or pidfd -> `died` -> DRAINING; `_outlive` makes memory durable, lingers, leaves
     trainer leaves      `Leave` -> the same, though its process may live
     trainer closes      `Close` -> LEAVING; first DRAINING if something is unfinished, so that a restart finds it
     a trainer comes     `Greeting` -> refused while ours lives; else it inherits: memory, history, fault reports
@@ -54,6 +56,7 @@ from ckpt.core.ipc import channel as link
 from ckpt.core.ipc import requests
 from ckpt.core.ipc.arena import Arena
 from ckpt.core.ipc.channel import Channel
+from ckpt.core.ipc.free_memory import room
 from ckpt.core.ipc.mutex import Got
 from ckpt.core.ipc.process import Process
 from ckpt.core.writer.bookkeeper import Bookkeeper
@@ -66,9 +69,12 @@ from ckpt.core.writer.persist import Drain, Persister
 from ckpt.core.writer.server import Server
 from ckpt.core.writer.watch import TrainerWatch
 from ckpt.errors import FencedError, InUseError
+from ckpt.units import duration
 
 OWNER_S = 10.0  # between two checks of who owns the run
 RETRY_S = 5.0  # between two tries to make memory durable
+RETRY_FOR_S = 3600.0  # for a tier that fails all the time; not while it takes bytes
+SHORT = 0.05  # share of memory that is available, below which nothing is kept that every tier has
 POLL_S = 0.2  # between two checks of whether a trainer has come
 
 
@@ -180,14 +186,13 @@ class Life:
     async def _outlive(self, adoptions: int) -> None:
         """Make memory durable, keep it for the next trainer, and leave."""
         failpoints.point("drain.started")
-        deadline, drained = time.monotonic() + self.run.linger_s, asyncio.Event()
+        drained = asyncio.Event()
         self.watch.died(drained)
         await self._until_all_is_read(adoptions)
         await asyncio.to_thread(self.held_memory.digest_ring)
         try:
-            await self._drain_until(adoptions, deadline)
-            drained.set()
-            await self._linger(adoptions, deadline)
+            await self._make_durable(adoptions, drained)
+            await self._linger(adoptions)
         except FencedError as error:
             self._fence(error)
         finally:
@@ -203,28 +208,50 @@ class Life:
                 return
             await asyncio.sleep(0.01)
 
-    async def _drain_until(self, adoptions: int, deadline: float, owed: Collection[Attempt] | None = None) -> None:
-        """Write memory, or the `owed` part of it, to the nearest tier. Retry until the deadline, or until another
-        trainer or another run has come."""
-        while adoptions == self.trainer.adoptions:
-            attempts = None if owed is None else self.drain.wanted(owed)
-            if await self.drain.drain(adoptions, attempts) or time.monotonic() >= deadline:
-                return
-            if await self.run.replaced():
-                return
-            await asyncio.sleep(min(RETRY_S, self.run.linger_s))
+    async def _make_durable(
+        self, adoptions: int, drained: asyncio.Event, owed: Collection[Attempt] | None = None
+    ) -> None:
+        """Bring memory, or the `owed` part of it, to the nearest tier, and its newest step to every other tier. Retry
+        what fails, until another trainer or another run has come.
 
-    async def _linger(self, adoptions: int, deadline: float) -> None:
+        drained: set when the nearest tier has everything
+        """
+        began, missing = time.monotonic(), list(self.run.tiers)
+        while adoptions == self.trainer.adoptions:
+            for tier in list(missing):
+                if await self.drain.make_durable(adoptions, tier, owed):
+                    missing.remove(tier)
+                if self.run.tiers[0] not in missing:
+                    drained.set()
+            if not missing or await self.run.replaced():
+                break
+            await self.run.check_owner()
+            seconds = time.monotonic() - began
+            if seconds > max(RETRY_FOR_S, self.run.linger_s) or (seconds > self.run.linger_s and _memory_is_short()):
+                urls = ", ".join(tier.url for tier in missing)
+                events.log.warning("gave up bringing memory to %s after %s", urls, duration(seconds))
+                return
+            await asyncio.sleep(RETRY_S)
+        drained.set()
+
+    async def _linger(self, adoptions: int) -> None:
         """Keep memory as long as somebody may come for it. FencedError if another job owns the run."""
-        if adoptions == self.trainer.adoptions:
-            self._enter(State.LINGERING)
-        checked = float("-inf")
-        while adoptions == self.trainer.adoptions and time.monotonic() < deadline and self.held_memory.something():
-            if time.monotonic() > checked + RETRY_S:
-                checked = time.monotonic()
+        if adoptions != self.trainer.adoptions:
+            return
+        self._enter(State.LINGERING)
+        checked, self.run.leaves_at = float("-inf"), time.monotonic() + self.run.linger_s
+        while adoptions == self.trainer.adoptions and self.held_memory.something():
+            now = time.monotonic()
+            if now >= self.run.leaves_at:
+                return
+            if now > checked + RETRY_S:
+                checked = now
                 await self.run.check_owner()
                 if await self.run.replaced():
                     events.log.warning("another run has begun in place of this one: its memory is released")
+                    return
+                if self.run.tiers and _memory_is_short():
+                    events.log.warning("memory is short: released the snapshots, which every tier has")
                     return
             await asyncio.sleep(min(POLL_S, self.run.linger_s))
 
@@ -268,6 +295,7 @@ class Life:
         )
         if adopts:
             self._enter(State.SERVING)
+            self.run.leaves_at = None
             trainer.adopted_by(caller.channel, process)
             self._await_death()
         return Answer(reply, tuple(arena.fd for arena in shown))
@@ -399,11 +427,15 @@ class Life:
         while adoptions == self.trainer.adoptions and self.persister.unfinished:
             await asyncio.sleep(0.01)
         try:
-            await self._drain_until(adoptions, time.monotonic() + self.run.linger_s, owed)
+            await self._make_durable(adoptions, asyncio.Event(), owed)
         except FencedError as error:
             events.log.warning("%s", error)
         if adoptions == self.trainer.adoptions:
             await self.persister.finish_begun()
+
+
+def _memory_is_short() -> bool:
+    return room().share < SHORT
 
 
 def _process_of(channel: Channel, visit: bool) -> Process:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import ckpt
+import files_of_run
 from ckpt.core.checkpoint import read
 from ckpt.dcp import read as dcp_read
 from ckpt.tools.cli import app
@@ -43,10 +44,11 @@ def counting() -> Iterator[Counted]:
 
     async def counted(store: LocalStore, key: str, **options: Any) -> Any:
         data = await get(store, key, **options)
-        if not key.startswith("packs/"):
+        kind = files_of_run.kind_of(key)
+        if kind != files_of_run.DATA:
             found.requests, found.nbytes = found.requests + 1, found.nbytes + len(data)
-            found.parts += key.startswith("parts/") and key.endswith(".json")
-            found.tables += key.startswith("parts/") and key.endswith(".safetensors")
+            found.parts += kind == files_of_run.MANIFEST
+            found.tables += kind == files_of_run.TABLE
         return data
 
     async def asked(store: LocalStore, key: str) -> Any:

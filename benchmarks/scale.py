@@ -49,6 +49,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import files_of_run
 import growth
 import long_log
 import looks
@@ -272,7 +273,7 @@ async def write_rank(world: World, root: Path, rank: int, like: Reading, rng: np
     key, header = pack_key(ATTEMPT, rank, 0), arrangement.header
     table = write.build_table(layout, key, rng.bytes(16 * len(arrangement.blobs)))
     pack = PackInfo(key, len(header) + arrangement.data_size, len(header), file_digest(header))
-    (root / "packs").mkdir(parents=True, exist_ok=True)
+    (root / key).parent.mkdir(parents=True, exist_ok=True)
     with open(root / key, "wb") as file:
         file.write(header)
         file.truncate(pack.size)
@@ -345,7 +346,7 @@ def take_over(root: Path) -> Json:
         await log.open()
         mine = await commits.acquire(log, "0badcafe")
         clock, cpu = Clock(), time.process_time()
-        keys = [info.key async for info in store.list("parts/")]
+        keys = [info.key async for info in store.list()]
         parts = list((await parts_of.sound_parts(store, ATTEMPT, keys)).values())
         clock.lap("read_s")
         await commits.commit_or_end(log, mine, parts, kind="COMMIT")
@@ -358,10 +359,10 @@ def take_over(root: Path) -> Json:
 
 def sizes(root: Path) -> Json:
     """Bytes of what a restoring rank reads first, and of what each rank writes."""
-    index = next((root / "index").iterdir()).stat().st_size
+    index = files_of_run.size(root, files_of_run.INDEX)
     record = max(path.stat().st_size for path in (root / "log").iterdir())
-    parts = [path.stat().st_size for path in (root / "parts").iterdir() if path.suffix == ".json"]
-    tables = [path.stat().st_size for path in (root / "parts").iterdir() if path.suffix != ".json"]
+    parts = [path.stat().st_size for path in files_of_run.files(root, files_of_run.MANIFEST)]
+    tables = [path.stat().st_size for path in files_of_run.files(root, files_of_run.TABLE)]
     return {
         "record_bytes": record, "index_bytes": index, "record_mb": (record + index) / 1e6,
         "part_bytes": statistics.mean(parts), "table_bytes": statistics.mean(tables),

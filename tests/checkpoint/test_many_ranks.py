@@ -24,6 +24,7 @@ from processes import REPO
 sys.path.insert(0, str(REPO / "benchmarks"))
 
 import ckpt
+import run_files
 import scale
 from ckpt.core.checkpoint import commit as commits
 from ckpt.core.checkpoint import describe, read, write
@@ -59,7 +60,7 @@ def write_rank(root: Path, attempt: Attempt, rank: int, like: Any) -> None:
     tensors = [layout.tensors[i] for i in arrangement.order]
     data = b"".join(content(t.name, t.at, t.nbytes, attempt.step) for t in tensors)
     key, header = pack_key(attempt, rank, 0), arrangement.header
-    (root / "packs").mkdir(parents=True, exist_ok=True)
+    (root / key).parent.mkdir(parents=True, exist_ok=True)
     (root / key).write_bytes(header + data)
     snapshot = write.RankSnapshot(attempt, layout, memoryview(data), like.values, finite=True)
     table = write.build_table(layout, key, write.digest_blobs(layout, snapshot.data))
@@ -95,6 +96,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 Reads = Counter[str]
+SMALL = (run_files.MANIFEST, run_files.TABLE, run_files.INDEX)
 
 
 @pytest.fixture
@@ -144,8 +146,8 @@ def test_a_committer_asks_for_no_pack_by_itself(run: Path, reads: Reads) -> None
 
     async def look(ranks: int) -> None:
         async with read.opened(run.as_uri()) as store:
-            keys = [info.key async for info in store.list("parts/") if f"-{STEPS[0]}." in info.key]
-            some = [key for key in keys if int(key.split(".")[2]) < ranks]
+            keys = run_files.select([info.key async for info in store.list()], step=STEPS[0])
+            some = [key for key in keys if (run_files.rank_of(key) or 0) < ranks]
             assert len(await parts_of.sound_parts(store, Attempt(1, STEPS[0], "0badcafe"), some)) == ranks
 
     asyncio.run(look(WORLD.size))
@@ -184,9 +186,9 @@ def test_show_reads_the_index_and_one_part(run: Path, reads: Reads, call: Any) -
         if tensor["alias_of"] is None:
             assert {k: tensor[k] for k in stored} == asdict(storages.of(saved.labels[tensor["name"]]))
     assert everything["restore_bytes"] == sum(storages.used.values()) == sum(p["used"] for p in everything["packs"])
-    text = call("show", run).out
-    assert "is said with --all" in text and "packs/" not in text
-    assert "packs/" in call("show", run, "--all").out
+    text, pack = call("show", run).out, run_files.data_key(run_files.checkpoint_id(STEPS[1]))
+    assert "is said with --all" in text and pack not in text
+    assert pack in call("show", run, "--all").out
 
 
 def test_loading_one_tensor_reads_the_tables_that_have_it(run: Path, reads: Reads) -> None:
@@ -224,8 +226,7 @@ def copy(run: Path, tmp_path: Path) -> Path:
 
 
 def pack_of(run: Path, rank: int, step: int) -> Path:
-    (found,) = (run / "packs").glob(f"*-{step}.{rank}.*")
-    return found
+    return run_files.data_file(run, step, rank)
 
 
 def hurt(run: Path, rank: int, step: int) -> None:
@@ -245,7 +246,8 @@ def test_verify_names_damage_of_ranks_that_are_looked_at_one_after_the_other(cop
     (found,) = call("verify", copy, "--json").json["checkpoints"]
     text = "\n".join(found["problems"])
     assert found["verdict"] == "damaged" and len(found["problems"]) == 4
-    assert gone.name in text and all(f"-{STEPS[1]}.{rank}.0.safetensors" in text for rank in (3, 200, 250))
+    names = [run_files.data_key(run_files.checkpoint_id(STEPS[1]), rank) for rank in (3, 200, 250)]
+    assert gone.name in text and all(name in text for name in names)
 
 
 def test_repair_reads_again_only_of_ranks_that_are_damaged(copy: Path, run: Path, reads: Reads, call: Any) -> None:
@@ -256,7 +258,7 @@ def test_repair_reads_again_only_of_ranks_that_are_damaged(copy: Path, run: Path
         hurt(copy, 200, STEPS[1])
         reads.clear()
         assert call("repair", copy, *source, "--yes").code == 0
-        again = [key for key, n in reads.items() if n > 1 and key.startswith(("parts/", "index/"))]
+        again = [key for key, n in reads.items() if n > 1 and run_files.kind_of(key) in SMALL]
         mine = sorted(f"parts/1.0badcafe-{STEPS[1]}.200.0.{kind}" for kind in ("json", "safetensors"))
         assert tree(copy) == before
         if source:
@@ -266,7 +268,7 @@ def test_repair_reads_again_only_of_ranks_that_are_damaged(copy: Path, run: Path
 def test_repair_makes_lost_small_files_again(copy: Path, call: Any) -> None:
     """A directory, out of all parts and tables."""
     before = tree(copy)
-    for index in (copy / "index").iterdir():
+    for index in run_files.indexes(copy):
         index.unlink()
     assert call("repair", copy, "--yes").code == 0 and tree(copy) == before
 
@@ -316,7 +318,9 @@ def test_who_looks_at_everything_reads_each_small_file_once(
 ) -> None:
     """All parts and tables; the index too."""
     assert call(command[0], run, *command[1:]).code == 0
-    small = {key: n for key, n in reads.items() if key.startswith(("parts/", "index/"))}
+    small = {
+        key: n for key, n in reads.items() if run_files.kind_of(key) not in (run_files.DATA, "log", "format", None)
+    }
     checkpoints = 2 if command[0] == "repair" else 1
     assert set(small.values()) == {1} and len(small) == checkpoints * (2 * WORLD.size + 1)
     assert questions(reads) == 0

@@ -67,6 +67,7 @@ from forgery import (
 )
 from inside import forge, opened_part, resealed
 from processes import run_script
+from run_files import data_key, step_of
 
 __all__ = ["genuine", "of_two"]  # fixtures
 pytestmark = pytest.mark.timeout(60)  # a hang is a failure
@@ -552,7 +553,7 @@ def in_body(**changes: Json) -> Change:
 
 def cut_at(run: Run, byte: int) -> Change:
     """A blob of eight-byte numbers of the newest checkpoint becomes two; their digests are right."""
-    pack = run[0][f"packs/{run[1]}.0.0.safetensors"]
+    pack = run[0][data_key(run[1])]
 
     def change(columns: Json) -> None:
         at = columns["dtypes"].tolist().index(1)  # each tensor before it has one blob
@@ -798,7 +799,7 @@ def test_an_evil_record_does_not_hide_the_checkpoints(genuine: Run, name: str, t
     with confined(folder):
         deleted = inside.run(taken_over(folder))
     assert (tmp_path / "outside").exists()
-    assert all(key.startswith(("packs/", "parts/", "index/")) and "-10" in key for key in deleted)
+    assert all(step_of(key) == 10 for key in deleted)
 
 
 @pytest.mark.parametrize(
@@ -846,7 +847,7 @@ def test_memory_is_bounded_by_what_is_checked_first(genuine: Run, tmp_path: Path
         "a table": table_key(attempt, 0, 0),
         "a record": record_key(2),
         "the format": "FORMAT.json",
-        "a pack": f"packs/{attempt}.0.0.safetensors",
+        "a pack": data_key(attempt),
     }
     for name, key in sparse.items():
         folder = put(forge(genuine), runs / f"1 TiB of {name}".replace(" ", "-"))

@@ -15,6 +15,7 @@ import ckpt
 import stranger
 from commands import increments
 from processes import REPO
+from run_files import DATA, MANIFEST, TABLE, checkpoint_files
 
 __all__ = ["increments"]  # a fixture
 
@@ -72,8 +73,7 @@ def test_negative_control_a_flipped_bit_is_seen(run_dir: str) -> None:
     """In a pack, a table, a part, and a record of the log."""
     with ckpt.Checkpointer({"x": torch.randn(1000)}, run_dir) as cp:
         cp.save(1).committed()
-    files = [next(Path(run_dir, where).glob(f"*.{end}")) for where, end in
-             (("packs", "safetensors"), ("parts", "safetensors"), ("parts", "json"))]  # fmt: skip
+    files = checkpoint_files(run_dir, DATA, MANIFEST, TABLE)
     files.append(max(Path(run_dir, "log").iterdir()))
     for path in files:
         good = path.read_bytes()

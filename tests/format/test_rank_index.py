@@ -42,6 +42,7 @@ from ckpt.core.state.capture import Capture
 from ckpt.core.state.filler import Filler
 from ckpt.core.state.placement import Placement
 from ckpt.errors import CorruptError, SaveError
+from run_files import DATA, kind_of
 
 Json = dict[str, Any]
 WORLD = scale.World(stages=2, tensor=2, fsdp=8, layers=4, width=64)
@@ -194,7 +195,7 @@ def test_a_rank_reads_only_the_tables_that_it_needs(run: Path, got: list[str]) -
     assert {key for key in got if key.endswith(".json") and key.startswith("parts/")} == {
         part_key(commit.attempt, 0, 0)
     }
-    assert not any(key.startswith("packs/") for key in got)
+    assert not any(kind_of(key) == DATA for key in got)
     got.clear()
     whole(run)
     assert len({key for key in got if key.startswith("parts/")}) == 2 * WORLD.size

@@ -24,6 +24,7 @@ from ckpt.core.format.manifest import Part, canonical, press, unpress
 from ckpt.core.format.rank_index import Directory
 from ckpt.core.format.slim import Slim
 from ckpt.errors import CorruptError, SaveError
+from run_files import manifests
 
 Json = dict[str, Any]
 WORLD = scale.World(stages=2, tensor=2, fsdp=2, layers=2, width=32)
@@ -44,7 +45,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def found(root: Path, *, partial: bool = False) -> list[Any]:
     async def work() -> list[Any]:
         async with read.opened(root.as_uri()) as store:
-            keys = [info.key async for info in store.list("parts/")]
+            keys = [info.key async for info in store.list()]
             there = await parts.sound_parts(store, scale.ATTEMPT, keys, partial=partial)
             return [there[rank] for rank in sorted(there)]
 
@@ -90,7 +91,7 @@ def test_a_directory_says_whose_values_are_the_same(
     few_are_many(monkeypatch, many)
     copy = Path(shutil.copytree(root, tmp_path / "run"))
     for rank, value in ((1, True), (2, 1.0), (3, 1), (6, 1)):
-        (path,) = (copy / "parts").glob(f"*.{rank}.0.json")
+        (path,) = manifests(copy, rank=rank)
         part = Part.from_bytes(path.read_bytes(), "a part")
         said = zip(part.layout["components"], part.values, strict=True)
         values = [value if component["path"] == ["tokens"] else one for component, one in said]

@@ -105,10 +105,6 @@ def flip(path: Path, at: int) -> None:
     path.write_bytes(raw)
 
 
-def attempt_of(run: Path, step: int) -> str:
-    return next(p.name.split(f"-{step}.")[0] for p in (run / "packs").glob(f"*-{step}.*")) + f"-{step}"
-
-
 def stopped(point: str, *arguments: object, main: str = "ckpt.tools.cli") -> str:
     """What a command says on stderr that gets SIGINT at this point. `main`: where its main() is."""
     code = f"import sys\nfrom {main} import main\nsys.exit(main())"

@@ -478,11 +478,11 @@ def write_files(url: str, files: dict[str, bytes]) -> None:
     _with_store(url, put, writable=True)
 
 
-def delete_files(url: str, prefix: str = "") -> None:
-    """Delete the files of a folder or bucket whose names start with `prefix`."""
+def delete_files(url: str, keys: Sequence[str]) -> None:
+    """Delete files of a folder or bucket."""
 
     async def delete(store: Any) -> None:
-        await store.delete_many([info.key async for info in store.list() if info.key.startswith(prefix)])
+        await store.delete_many(list(keys))
 
     _with_store(url, delete, writable=True)
 

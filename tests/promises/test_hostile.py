@@ -50,6 +50,7 @@ from forgery import (
 )
 from inside import forge
 from processes import eventually, writers
+from run_files import indexes
 
 __all__ = ["genuine", "of_two"]  # fixtures
 
@@ -178,7 +179,8 @@ def test_what_is_no_file_is_passed_over(
     folder = put(forge(genuine), tmp_path / "run")
     key = inside.names_of_files(attempt)[kind]
     if kind == "table":  # of which the index is a copy
-        shutil.rmtree(folder / "index")
+        for index in indexes(folder):
+            index.unlink()
     replace(folder / key, tmp_path / "moved")
     live = state(1)
     newest = sources(folder)[0]
@@ -282,7 +284,7 @@ HOSTILE_MESSAGES: dict[str, bytes] = {
     "layout of nonsense": message(b'{"op":"know_layout","id":1,"layout":{"tensors":[["x","F32",[-1],false]]}}'),
     "rollback to nonsense": message(b'{"op":"acquire_run","id":1,"nonce":"x","restored":"../x","floor":0,"tiers":[0]}'),
     "acquire far places": message(b'{"op":"acquire_run","id":1,"nonce":"x","restored":null,"floor":0,"tiers":[99]}'),
-    "successor of nothing": message(b'{"op":"successor","id":1}'),
+    "no tier to distrust": message(b'{"op":"distrust","id":1}'),
     "own without fields": message(b'{"op":"own_run","id":1}'),
     "own of nonsense": message(b'{"op":"own_run","id":1,"owner":[1,"x","../x"],"roles":[],"recover":[]}'),
     "own of text": message(b'{"op":"own_run","id":1,"owner":"owner","roles":[]}'),

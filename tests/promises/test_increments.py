@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -32,6 +33,7 @@ from kills import Chain, Told, Trainer, kill_all, problems
 from model_disk import Volume, volume
 from parallel import free_port, launch
 from processes import eventually, killed, run_script, writers
+from run_files import DATA, MANIFEST, data_files, pattern, select
 from s3_server import FaultProxy, MotoServer, storage_options
 
 State = dict[str, Any]
@@ -121,11 +123,11 @@ def newest(url: str) -> SavedStep:
     return next(iter(inside.history(url).values()))
 
 
-def packs_in(folder: Path | str) -> dict[str, int]:
+def data_files_in(folder: Path | str) -> dict[str, int]:
     found: dict[str, int] = {}
-    for path in sorted(Path(folder, "packs").glob("*.safetensors")):
+    for path in data_files(folder):
         with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
-            found[f"packs/{path.name}"] = path.stat().st_size
+            found[str(path.relative_to(folder))] = path.stat().st_size
     return found
 
 
@@ -272,7 +274,7 @@ def test_what_is_needed_stays_and_nothing_else(keep: int, full_every: int, compr
                 continue
             while True:  # a clean-up may be under way while we look
                 with contextlib.suppress(CheckpointError):
-                    found, there = inside.history(run_dir), packs_in(run_dir)
+                    found, there = inside.history(run_dir), data_files_in(run_dir)
                     if found.keys() == inside.history(run_dir).keys():
                         break
             assert {key for saved in found.values() for key in saved.files} <= there.keys()
@@ -284,7 +286,7 @@ def test_what_is_needed_stays_and_nothing_else(keep: int, full_every: int, compr
             else:
                 assert own > 0.7 * (FROZEN + SLOW + MOVING)
             before = there
-    there = packs_in(run_dir)
+    there = data_files_in(run_dir)
     assert named(run_dir) == there.keys()
     full = FROZEN + SLOW + MOVING + 20_000
     wholes = sum(saved.full for saved in inside.history(run_dir).values())
@@ -304,10 +306,10 @@ def test_negative_control_a_pack_that_is_gone_is_seen(run_dir: str, capsys: pyte
     pack, _ = newest(run_dir).place_of("frozen.w")
     Path(run_dir, pack).unlink()
     assert any(pack in problem for problem in verified(run_dir, capsys))
-    assert not {pack} <= packs_in(run_dir).keys()
+    assert not {pack} <= data_files_in(run_dir).keys()
 
 
-@pytest.mark.parametrize("what, place", [("one pack", "folder"), ("earlier copy", "folder"), ("packs", "bucket")])
+@pytest.mark.parametrize("what, place", [("one pack", "folder"), ("earlier copy", "folder"), ("data files", "bucket")])
 def test_increment_fails_and_next_is_full_if_its_base_is_gone(
     what: str, place: str, moto: MotoServer, url: str, run_dir: str
 ) -> None:
@@ -319,7 +321,7 @@ def test_increment_fails_and_next_is_full_if_its_base_is_gone(
         for step in range(1, 8):
             state["moving"]["w"].fill_(step)
             if step == 6:
-                with pytest.raises(SaveError, match=r"builds on packs/.*, which is gone"):
+                with pytest.raises(SaveError, match=rf"builds on {pattern(DATA)}, which is gone"):
                     cp.save(step).committed(60)
                 continue
             cp.save(step).committed(60)
@@ -329,7 +331,9 @@ def test_increment_fails_and_next_is_full_if_its_base_is_gone(
                 saved = newest(tier.url)
                 assert not saved.full
                 pack = saved.place_of("frozen.w")[0]
-                inside.delete_files(tier.url, {"packs": "packs/", "one pack": pack, "earlier copy": ""}[what])
+                names = inside.file_names(tier.url)
+                gone = {"data files": select(names, DATA), "one pack": [pack], "earlier copy": names}
+                inside.delete_files(tier.url, gone[what])
                 inside.write_files(tier.url, copy if what == "earlier copy" else {})
     found = ckpt.load(tier.url)
     assert found.step == 7 and all(bool((found[f"{key}.w"] == state[key]["w"]).all()) for key in ("frozen", "moving"))
@@ -405,7 +409,7 @@ class Increments(Chain):
         assert problems(self.run) == []
         assert any(not saved.full for saved in inside.history(self.run).values()), "not a run of increments"
         inside.command("gc", self.run, "--yes", "--json")  # what a death left between PLAN and deletion
-        assert named(self.run) == packs_in(self.run).keys()
+        assert named(self.run) == data_files_in(self.run).keys()
         assert eventually(lambda: not writers(folder)), "a process is left"
 
 
@@ -562,7 +566,7 @@ def test_what_others_are_built_on_is_taken_back(run_dir: str, capsys: pytest.Cap
             cp.save(step).committed(60)
     assert inside.steps_at(run_dir)[:4] == [18, 17, 16, 14]
     assert verified(run_dir, capsys) == []
-    assert named(run_dir) == packs_in(run_dir).keys()
+    assert named(run_dir) == data_files_in(run_dir).keys()
 
 
 # -- damage --
@@ -727,7 +731,7 @@ def test_the_disk_is_full_in_the_middle_of_an_increment(little: Volume, capsys: 
         wanted, last = frozen_copy(state), next(numbers) - 1
         assert inside.lasting_problems_at(url) == []
     assert {step for step, saved in inside.history(url).items() if not saved.full} <= {last, last - 1}
-    assert named(url) == packs_in(url).keys()
+    assert named(url) == data_files_in(url).keys()
     other = build(seed=2, size=300)
     with ckpt.Checkpointer(other, url) as cp:
         assert cp.restore() == last
@@ -772,9 +776,9 @@ def test_an_upload_that_fails_costs_one_checkpoint(moto: MotoServer, proxy: Faul
         for step in range(1, 8):
             train(state, step)
             if step == 4:
-                proxy.fail("status", method="PUT", match="packs/", count=1000, code=403, s3_code="AccessDenied")
+                proxy.fail("status", method="PUT", match=pattern(DATA), count=1000, code=403, s3_code="AccessDenied")
             if step == 6:
-                proxy.fail("status", method="PUT", match="packs/", count=2, code=503)
+                proxy.fail("status", method="PUT", match=pattern(DATA), count=2, code=503)
             save = cp.save(step)
             if step == 4:
                 with pytest.raises(SaveError):
@@ -795,7 +799,7 @@ def test_an_upload_that_fails_costs_one_checkpoint(moto: MotoServer, proxy: Faul
 
 
 def pack_reads(proxy: FaultProxy) -> list[str]:
-    return [path for path in proxy.paths() if path.startswith("GET") and "/packs/" in path]
+    return [path for path in proxy.paths() if path.startswith("GET") and re.search(pattern(DATA), path)]
 
 
 def test_raw_here_small_there(moto: MotoServer, proxy: FaultProxy, url: str, run_dir: str) -> None:
@@ -879,7 +883,7 @@ time.sleep(600)
 
 
 @pytest.mark.parametrize(
-    "steps, match", [(4, "parts/.*-4[.]"), pytest.param(3, "packs/.*-3[.]", marks=pytest.mark.long)]
+    "steps, match", [(4, pattern(MANIFEST, 4)), pytest.param(3, pattern(DATA, 3), marks=pytest.mark.long)]
 )
 def test_a_promotion_that_was_cut_off_is_taken_up(
     steps: int, match: str, moto: MotoServer, proxy: FaultProxy, url: str, run_dir: str, own_sockets: Path

@@ -59,6 +59,7 @@ from ckpt_backends.local import LocalStore
 from ckpt_backends.memory import MemoryStore
 from interleave import write_increment
 from logs import DIGEST, attempt, committed, folded, new_log, record, reopened
+from run_files import INDEX, data_key, kind_of
 
 LAYOUT = Layout(
     (TensorSpec("w", "F32", (4,)), TensorSpec("n", "I64", ())),
@@ -250,7 +251,7 @@ OTHERS = {
     "in the order of text": ["1.00000001-10", "1.00000001-9"],
     "too many": [f"1.00000000-{step}" for step in range(MAX_NEEDS + 1)],
     "a path": ["../../x"],
-    "a pack": ["packs/1.00000001-1.0.0.safetensors"],
+    "a pack": [data_key("1.00000001-1")],
     "numbers": 5,
     "text": "1.00000001-1",
     "a list of lists": [["1.00000001-1"]],
@@ -814,7 +815,7 @@ def test_a_committer_that_dies_is_stood_in_for(where: str, monkeypatch: pytest.M
         parts = [await ranks.write(rank) for rank in range(WORLD)]
         others = [asyncio.create_task(ranks.settle(own)) for own in parts[1:]]
         if where != "before it looks":
-            ranks.logs[0].store = Dying(ranks.logs[0].store, "index/" if where == "after the index" else "log/")
+            ranks.logs[0].store = Dying(ranks.logs[0].store, INDEX if where == "after the index" else "log")
             with pytest.raises(asyncio.CancelledError):
                 await ranks.settle(parts[0])
         await asyncio.wait_for(asyncio.gather(*others), 30)
@@ -825,17 +826,17 @@ def test_a_committer_that_dies_is_stood_in_for(where: str, monkeypatch: pytest.M
 
 
 class Dying:
-    """A store of which the first put below a prefix is the last thing that happens."""
+    """Stores files until the first one of a kind, and is cancelled after that one."""
 
-    def __init__(self, inner: Any, prefix: str) -> None:
-        self.inner, self.prefix, self.url = inner, prefix, inner.url
+    def __init__(self, inner: Any, kind: str) -> None:
+        self.inner, self.kind, self.url = inner, kind, inner.url
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
     async def put(self, key: str, data: Any, *, create: bool = False) -> None:
         await self.inner.put(key, data, create=create)
-        if key.startswith(self.prefix):
+        if kind_of(key) == self.kind:
             raise asyncio.CancelledError
 
 
@@ -852,7 +853,7 @@ def test_what_is_no_part_of_this_attempt_does_not_count(wrong: str) -> None:
         await ranks.write(2, step=2)
         key = part_key(named, 2, 0)
         if wrong == "no pack":
-            del objects[f"packs/{named}.2.0.safetensors"]
+            del objects[data_key(named, rank=2)]
         else:
             sources = {"another attempt": (ranks.attempt(2), 2, 0), "another rank": (named, 1, 0)}
             at = sources.get(wrong, (named, 2, 1 if wrong == "another try" else 0))
@@ -1137,7 +1138,7 @@ async def leave(ranks: Ranks, step: int, left: Left) -> None:
             if left.twice:
                 await ranks.write(rank, step, number=1)
     if not left.ranks:
-        ranks.store.objects[f"packs/{ranks.attempt(step)}.0.0.safetensors"] = b"half"
+        ranks.store.objects[data_key(ranks.attempt(step))] = b"half"
 
 
 @pytest.mark.parametrize("partial", [False, True])
@@ -1320,7 +1321,7 @@ def test_what_was_built_on_is_looked_at_in_the_very_slot(late: str) -> None:
         then: Any = None
 
         async def put(self, key: str, data: Any, *, create: bool = False) -> None:
-            if self.then is not None and key.startswith("index/" if late == "before the index" else "log/"):
+            if self.then is not None and kind_of(key) == (INDEX if late == "before the index" else "log"):
                 work, self.then = self.then, None
                 await work()
             await super().put(key, data, create=create)

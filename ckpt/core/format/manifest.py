@@ -18,6 +18,7 @@ anywhere is noticed.
 from __future__ import annotations
 
 import base64
+import hashlib
 import itertools
 import json
 import re
@@ -64,6 +65,11 @@ class Attempt:
 
 def new_nonce() -> str:
     return secrets.token_hex(4)
+
+
+def nonce_of(job: str, turn: int) -> str:
+    """Return the nonce of a job's next term. turn: counts the terms that the job has asked for, from 0."""
+    return hashlib.sha256(f"{job}:{turn}".encode()).hexdigest()[:8]
 
 
 def read_needs(texts: Any, attempt: Attempt) -> tuple[Attempt, ...]:

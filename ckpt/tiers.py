@@ -28,9 +28,9 @@ class Memory:
     as 1 % of the training time allows.
     `keep`: snapshots held (each takes as much memory as the state; one more per durable tier is added for the write in
     flight; fewer where memory is short).
-    `linger_s`: how long the memory is held after the trainer has died and every tier has its newest step. `replicas`: 2 has a writer on another
-    node keep a copy of each snapshot, sent over the network in the background, so that memory survives the loss of a
-    node.
+    `linger_s`: how long the memory is held after the trainer has died and every tier has its newest step.
+    `replicas`: 2 has a writer on another node keep a copy of each snapshot, sent over the network in the background, so
+    that memory survives the loss of a node.
     """
 
     every: int | str | Auto = 1

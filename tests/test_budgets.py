@@ -24,23 +24,23 @@ BUDGETS = {
     "backends": (2_800, 1_960),
     "core/": (10, 10),
     "core/cadence": (1_040, 690),
-    "core/checkpoint": (5_280, 3_450),
+    "core/checkpoint": (5_300, 3_460),
     "core/format": (4_140, 2_760),
-    "core/ipc": (2_080, 1_380),
+    "core/ipc": (2_000, 1_320),
     "core/log": (1_090, 730),
     "core/ranks": (1_170, 820),
     "core/restore": (1_140, 740),
-    "core/run": (5_220, 3_900),
+    "core/run": (5_200, 3_880),
     "core/snapshot": (1_820, 1_350),
     "core/state": (4_620, 3_200),
-    "core/writer": (2_870, 2_070),
+    "core/writer": (2_890, 2_070),
     "dcp": (1_670, 1_150),
     "deepspeed": (480, 310),
     "guard": (2_910, 2_030),
     "lightning": (2_570, 1_770),
     "megatron": (540, 360),
     "plugins": (280, 220),
-    "public": (2_990, 1_730),
+    "public": (2_980, 1_730),
     "ray": (120, 70),
     "testing": (660, 500),
     "tools/": (10, 10),
@@ -52,7 +52,7 @@ BUDGETS = {
     "torchtitan": (370, 270),
     "transformers": (1_510, 990),
 }
-TOTAL = (64_250, 43_490)
+TOTAL = (64_190, 43_420)
 C_LINES = 150
 STEP_FILES, RESTORE_FILES = 88, 82
 

@@ -24,6 +24,7 @@ from ckpt.core.writer.parts import PartWriter, Settler
 from ckpt.errors import FencedError
 from ckpt_backends.memory import MemoryStore
 from logs import new_log
+from run_files import MANIFEST, kind_of
 
 SIZE = 4096
 
@@ -79,7 +80,7 @@ def test_write_fails_if_its_slot_is_released_meanwhile(checked: bool, monkeypatc
         else:
             await writing
         assert bytes(arena.data(0)[:SIZE]) == bytes(SIZE) and not memory.arenas
-        return [key for key in store.objects if key.startswith("parts/")]
+        return [key for key in store.objects if kind_of(key) == MANIFEST]
 
     assert bool(asyncio.run(main())) == (not checked)
 

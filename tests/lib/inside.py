@@ -53,7 +53,7 @@ from ckpt.core.format.table import PRESSED, Table, columns_of, merge
 from ckpt.core.ipc import channel, process
 from ckpt.core.ipc.arena import SEALED, Arena, Label
 from ckpt.core.ipc.protocol import MOST_BYTES
-from ckpt.core.ipc.requests import Close, Greeting, Taken
+from ckpt.core.ipc.requests import Close, Lend
 from ckpt.core.ipc.watch_requests import Look
 from ckpt.core.log.log import RunLog, record_key
 from ckpt.core.log.records import MARK, Acquire, Commit, RunState
@@ -696,19 +696,8 @@ def is_at_the_writer(run: str, pid: int) -> bool:
     key = name_of_writer(run)
     if (channel.ask_once(key, Look(), 10.0) or {}).get("pid") == pid:
         return True
-    there = channel.ask_once(key, Greeting(visit=True), 10.0)
+    there = channel.ask_once(key, Lend(), 10.0)
     return there is not None and there.trainer == pid
-
-
-def has_lost_its_trainer(run: str) -> bool:
-    """Return True if the writer of a run reports that its trainer has ended."""
-    there = channel.ask_once(name_of_writer(run), Greeting(visit=True), 10.0)
-    return there is not None and not there.alive
-
-
-def say_memory_was_taken(run: str, memories: list[str]) -> None:
-    """Notify the writer of a run that another writer has adopted these arenas."""
-    channel.ask_once(name_of_writer(run), Taken(memories), 10.0)
 
 
 class LateWriter:
@@ -754,7 +743,7 @@ MEMORY_IS_ADOPTED: Moment = (Stager, "use")
 MEMORY_IS_PREPARED: Moment = (SnapshotMemory, "take_prepared")
 COPIED_BESIDE_TRAINING: Moment = (SlotFiller, "fill_guarded")
 NEXT_WRITER_GETS_MEMORY: Moment = (SnapshotMemory, "on_new_writer")
-ORPHANS_ARE_TAKEN: Moment = (HeldSnapshots, "take_orphans")
+LEFT_OVER_MEMORY_IS_TAKEN: Moment = (HeldSnapshots, "take_left_over")
 FILE_IS_CONVERTED: Moment = (source_files.FilesOrigin, "_read")
 
 

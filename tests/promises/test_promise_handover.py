@@ -15,6 +15,7 @@ import pytest
 
 import ckpt
 import inside
+import run_files
 from kills import Trainer
 from parallel import free_port
 from processes import PYTHONPATH, eventually, start_python, writers
@@ -283,13 +284,18 @@ def test_a_writer_that_never_answers_is_no_older_step(own_sockets: Path) -> None
     assert start() == "start 4 4"
 
 
-def test_a_writer_goes_only_when_all_it_has_is_held_elsewhere(own_sockets: Path) -> None:
-    """Told that its memory has been taken, it looks whether that is all of its memory."""
-    with Rank(4) as first:
-        first.trained()
-    assert eventually(lambda: inside.has_lost_its_trainer(RUN))
-    inside.say_memory_was_taken(RUN, ["00" * 16])
-    assert start() == "start 4 4"
+def test_memory_of_ranks_that_are_gone_is_held_by_the_new_job(own_sockets: Path, tmp_path: Path) -> None:
+    """Two ranks die, one starts: it borrows the memory of the other rank, whose writer leaves then. Killed before its
+    first step, it leaves all of that to the next start."""
+    with two_ranks(4, patch=FOLDER, PLACE=str(tmp_path / "run")) as ranks:
+        left_over = inside.process_of(ranks[1].writer)
+    with Rank(patch=FOLDER, PLACE=str(tmp_path / "run")) as one:
+        assert one.trained() == "start 4 4"
+        assert eventually(lambda: not left_over.alive)
+        assert [writer.pid for writer in writers(own_sockets)] == [one.writer]
+    for file in run_files.data_files(tmp_path / "run"):
+        file.unlink()
+    assert start(patch=FOLDER, PLACE=str(tmp_path / "run")) == "start 4 4"
 
 
 def test_takeover_by_fewer_ranks_fences_every_rank(own_sockets: Path, tmp_path: Path) -> None:

@@ -192,7 +192,7 @@ def test_third_start_harms_no_takeover_under_way(third: str, run_dir: str) -> No
     refused, also with takeover=True, because the second has not read the log yet."""
     held = patched(
         "hold = lambda: (print('held', flush=True), sys.stdin.readline(), {})[-1]\n"
-        "inside.act_instead(inside.FOREVER, inside.ORPHANS_ARE_TAKEN, hold)"
+        "inside.act_instead(inside.FOREVER, inside.LEFT_OVER_MEMORY_IS_TAKEN, hold)"
     )
     with Life(run_dir, 4) as first:
         assert first.commit() == "4"

@@ -20,68 +20,68 @@ Digest = tuple[str, int, str, bool]  # attempt, rank, the digests of its blobs i
 # -- whose run it is --
 
 
-class GreetingReply(Body, frozen=True):
-    """What a writer holds, and for whom.
+class LendReply(Body, frozen=True):
+    """What a writer holds, for another job or another rank, which only reads it.
 
     trainer: the process of its trainer; since: when that came, in seconds since 1970
-    alive: the trainer lives, so nobody inherits this memory
-    writing_on: processes (number and start time) whose devices may write to the arenas until they have ended
-    lost: tiers whose run was removed
+    alive: the trainer lives, so nobody else may continue its run
     arenas: their descriptors come with this reply; foreign: those of them that nobody writes to any more
-    writing: slots that are being written to a tier, by arena
-    faults: reports that no trainer has received yet
+    digests: of the snapshots in them, as far as they are known
+    acquires: the history that the snapshots belong to, up to the present owner
+    roots: by URL, the ids of the runs that were opened; sees: whether the writer sees the file of the question
     """
 
     pid: int
     alive: bool
     trainer: int
-    writing_on: list[tuple[int, int]]
     since: float
-    lost: list[str]
     arenas: list[str]
     foreign: list[str]
     layouts: dict[str, Json]
     digests: list[Digest]
-    writing: list[tuple[str, int]]
     acquires: list[Owner]
-    faults: list[Json]
+    roots: dict[str, str]
+    sees: bool
     protocol: int = PROTOCOL
     library: str = VERSION
+
+
+class Lend(Request[LendReply], frozen=True):
+    """Lend memory to a trainer that only reads it: another rank of the same job, or of a new job that has no rank in
+    the place of this writer's trainer. It stays valid when this writer has left.
+
+    proof: name of a temporary file in the folder of the nearest tier, by which the two find out whether they see the
+        same folder; "" for none
+    fenced: the caller has fenced the job of the present trainer in the run log. The writer reads the log, and replies
+        with WriterError if it leaves; it sends no arenas
+    """
+
+    proof: str = ""
+    fenced: bool = False
+    protocol: int = PROTOCOL
+    library: str = VERSION
+
+
+class GreetingReply(LendReply, frozen=True, kw_only=True):
+    """What a writer hands over to its next trainer; while the present one lives, only what it would lend.
+
+    writing_on: processes (number and start time) whose devices may write to the arenas until they have ended
+    lost: tiers whose run was removed
+    writing: slots that are being written to a tier, by arena
+    faults: reports that no trainer has received yet
+    """
+
+    writing_on: list[tuple[int, int]]
+    lost: list[str]
+    writing: list[tuple[str, int]]
+    faults: list[Json]
 
 
 class Greeting(Request[GreetingReply], frozen=True):
-    """A trainer comes, which the writer serves from now on, unless its own lives, or this is only a `visit`.
+    """A trainer comes, which the writer serves from now on, unless its own lives."""
 
-    takeover: the caller has fenced the job of the present trainer in the run log. The writer reads the log, and
-        replies with WriterError if it leaves; it sends no arenas
-    """
-
-    takeover: bool = False
-    visit: bool = False
     protocol: int = PROTOCOL
     library: str = VERSION
-
-
-class WhoseReply(Body, frozen=True):
-    """The trainer's process, and the term and nonce that it opened. `roots`: by URL, the ids of the runs that were
-    opened; `sees`: whether the writer sees the file of the question."""
-
-    trainer: int
-    owner: tuple[int, str] | None
-    roots: dict[str, str]
-    sees: bool
-
-
-class Whose(Request[WhoseReply], frozen=True):
-    """Whose run is it, as far as the writer knows? `proof`: a temporary file in the folder of the nearest tier, by
-    which the two find out whether they see the same folder; "" for none."""
-
-    proof: str = ""
-
-
-class Drop(Request[bool], frozen=True):
-    """A new run has begun at this path or URL. The writer checks whether that is so in all of its tiers. If it is, and
-    its trainer is dead, the writer releases its memory and ends. Replied with whether it does."""
 
 
 class TierFound(Body, frozen=True):
@@ -161,12 +161,6 @@ class Distrust(Request[None], frozen=True):
     """A restore found damage in this tier: no checkpoint that is there now is built on."""
 
     url: str
-
-
-class Taken(Request[None], frozen=True):
-    """Another writer has these arenas as well, and goes on."""
-
-    arenas: list[str]
 
 
 class Leave(Request[None], frozen=True):

@@ -16,7 +16,7 @@ owner. No message does. A trainer that says that it leaves or closes decides tha
     trainer leaves      `Leave` -> the same, though its process may live
     trainer closes      `Close` -> LEAVING; first DRAINING if something is unfinished, so that a restart finds it
     a trainer comes     `Greeting` -> refused while ours lives; else it inherits: memory, history, fault reports
-    another job comes   it appends ACQUIRE to the log; `_check_owner_regularly`, or its `Greeting(takeover=True)`,
+    another job comes   it appends ACQUIRE to the log; `_check_owner_regularly`, or its `Lend(fenced=True)`,
                         makes us read that: `_fence` notifies the trainer, releases memory, frees the name
 
 Faults:
@@ -30,9 +30,11 @@ Faults:
 - A process number is used again: processes are compared by number and start time, and waited for by pidfd.
 - Another user's process: the socket accepts only connections of this user.
 - A trainer dies while it opens the run: it is ours since its `Greeting`, so that death is one like any other.
-- A restart has fewer or more ranks: see `supervise.held_snapshots`. Each writer has one trainer or none. Memory of a
-  dead trainer may be mapped by the new job, so `_fence` closes it; memory of a living trainer nobody else uses, so
-  `_fence` also returns its pages to the system.
+- A restart has fewer local ranks: its ranks share the writers that have no trainer any more. They borrow the memory
+  (`Lend`), and have their own writers hold it (`AttachArena`) before the new job becomes the owner. The old writers
+  read that in the log, and leave. With more local ranks, some find no writer, and start one.
+- Memory of a dead trainer may be mapped by the new job, so `_fence` closes it. Memory of a living trainer nobody else
+  uses, so `_fence` also returns its pages to the system.
 - The trainer writes on after its death was noticed: devices may copy until the process has ended. The new trainer waits
   for that before it overwrites a slot; `GreetingReply.writing_on` says for which processes.
 - A write is under way when memory is released: `PresentTrainer.check_not_fenced` fails it after its last read and
@@ -49,6 +51,7 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 from ckpt import events, failpoints
 from ckpt.core.format.manifest import Attempt
@@ -114,6 +117,7 @@ class Life:
     background: Background
     state: State = State.SERVING
     _checking: asyncio.Task[None] | None = None
+    _owned_for: int = -1  # the adoption whose trainer has become the owner
 
     def __post_init__(self) -> None:
         self._await_death()
@@ -259,38 +263,26 @@ class Life:
 
     @handles(requests.Greeting)
     async def greet(self, request: requests.Greeting, caller: Caller) -> Answer:
-        """Serve this trainer from now on, unless ours lives or this is a visit. Raises InUseError for a trainer that
-        this process cannot see, and WriterError if this writer leaves."""
+        """Serve this trainer from now on, unless ours lives. Raises InUseError for a trainer that this process cannot
+        see, and WriterError if this writer leaves."""
         check_version(request)
-        trainer, memory, visit = self.trainer, self.held_memory, request.visit
+        trainer, memory = self.trainer, self.held_memory
         if caller.channel is not trainer.channel:
             await memory.until_handed_over()
-        if request.takeover:
-            await self._check_owner(everywhere=True)
-            self.server.check_stays()
-        lost = [] if visit else await self.run.lost()  # before anything changes
-        if not visit:
-            self.server.check_stays()
-        process = _process_of(caller.channel, visit)
+        self.server.check_stays()
+        lost = await self.run.lost()  # before anything changes
+        self.server.check_stays()
+        process = _process_of(caller.channel)
         lives = process != trainer.process and trainer.process.alive
-        adopts = caller.channel is not trainer.channel and not visit and (not lives or trainer.dead)
-        copies = memory.copies.values() if visit else ()  # no trainer continues in these
-        shown = [] if request.takeover else [*memory.arenas.values(), *copies]
+        adopts = caller.channel is not trainer.channel and (not lives or trainer.dead)
         if trainer.left and lives:
             memory.foreign.update(memory.arenas)  # that process may copy into them until it ends
+        shown = list(memory.arenas.values())
         reply = requests.GreetingReply(
-            pid=os.getpid(),
-            alive=lives and not trainer.dead,
-            trainer=trainer.pid,
+            **self._held(shown, process),
             writing_on=[(one.pid, one.started) for one in trainer.writing_on if one != process],
-            since=trainer.since,
             lost=lost,
-            arenas=[arena.id.hex() for arena in shown],
-            foreign=list(memory.foreign),
-            layouts=memory.layouts_in_use(shown),
-            digests=memory.known_digests(),
             writing=list(self.parts.reads),
-            acquires=[(a.epoch, a.nonce, str(a.restored) if a.restored else None) for a in self.run.acquires],
             faults=self.watch.hand_over() if adopts else [],
         )
         if adopts:
@@ -300,23 +292,56 @@ class Life:
             self._await_death()
         return Answer(reply, tuple(arena.fd for arena in shown))
 
+    @handles(requests.Lend)
+    async def lend(self, request: requests.Lend, caller: Caller) -> Answer:
+        """Show another trainer what is here. It gets the arenas themselves, and may keep them."""
+        check_version(request)
+        await self.held_memory.until_handed_over()
+        if request.fenced:
+            await self._check_owner(everywhere=True)
+            self.server.check_stays()
+        shown = [] if request.fenced else self.held_memory.all()
+        held = self._held(shown, Process.of(link.peer_pid(caller.channel.sock)))
+        held["sees"] = bool(request.proof) and self.run.sees(request.proof)
+        return Answer(requests.LendReply(**held), tuple(arena.fd for arena in shown))
+
+    def _held(self, shown: list[Arena], process: Process) -> dict[str, Any]:
+        trainer, memory = self.trainer, self.held_memory
+        return {
+            "pid": os.getpid(),
+            "alive": process != trainer.process and trainer.process.alive and not trainer.dead,
+            "trainer": trainer.pid,
+            "since": trainer.since,
+            "arenas": [arena.id.hex() for arena in shown],
+            "foreign": list(memory.foreign),
+            "layouts": memory.layouts_in_use(shown),
+            "digests": memory.known_digests(),
+            "acquires": [(a.epoch, a.nonce, str(a.restored) if a.restored else None) for a in self.run.acquires],
+            "roots": self.run.roots,
+            "sees": False,
+        }
+
     # -- another job owns the run --
 
     @handles(requests.OwnRun)
     async def own(self, request: requests.OwnRun) -> list[requests.PartsHere]:
         if self._checking is None:
             self._checking = self.background.spawn(self._check_owner_regularly())
-        return await self.opener.own(request)
+        found = await self.opener.own(request)
+        self._owned_for = self.trainer.adoptions
+        return found
 
     async def _check_owner_regularly(self) -> None:
         while self.state not in (State.FENCED, State.LEAVING):
             await asyncio.sleep(OWNER_S)
-            if self.state is State.SERVING and not self.run.taking.locked():
+            if self.state is State.SERVING:
                 await self._check_owner()
 
     async def _check_owner(self, *, everywhere: bool = False) -> None:
         """Read the log, and let go of everything if another job owns the run. A rank checks the tiers that it speaks
         for: the others would ask a bucket as often as there are ranks."""
+        if self.state is State.SERVING and (self._owned_for != self.trainer.adoptions or self.run.taking.locked()):
+            return  # the newest owner in the log may be our trainer, which has fenced an earlier job
         try:
             await self.run.check_owner(None if everywhere else self.run.spoken_for())
         except FencedError as error:
@@ -338,44 +363,11 @@ class Life:
         self._leave()
         self.background.spawn(self._finish())
 
-    @handles(requests.Whose)
-    def whose(self, request: requests.Whose) -> requests.WhoseReply:
-        owner = self.run.owner
-        opened = None if owner is None else (owner.epoch, owner.nonce)
-        sees = bool(request.proof) and self.run.sees(request.proof)
-        return requests.WhoseReply(self.trainer.pid, opened, self.run.roots, sees)
-
-    @handles(requests.Drop)
-    async def drop(self, request: requests.Drop) -> bool:
-        """Release everything if another run has begun where ours was."""
-        begun = self.trainer.adoptions
-        if not self.trainer.dead or not await self.run.replaced() or begun != self.trainer.adoptions:
-            return False
-        self.trainer.closed = True
-        for arena in list(self.held_memory.arenas):
-            if not any(key == arena for key, _ in self.parts.reads):
-                self.held_memory.release(requests.ReleaseArena(arena))
-        events.log.warning("another run has begun in place of this one: its memory is released")
-        self._leave_soon()
-        return True
-
-    @handles(requests.Taken)
-    def taken(self, request: requests.Taken) -> None:
-        """Leave if another writer holds all of these arenas, and they are all that we have."""
-        if self.trainer.dead and {arena.id.hex() for arena in self.held_memory.all()} <= set(request.arenas):
-            self._leave_soon()
-
     # -- leaving --
 
     def _leave(self) -> None:
         self._enter(State.LEAVING)
         self.server.leave()
-
-    def _leave_soon(self) -> None:
-        """Nobody comes for what we have: whatever goes on for the dead trainer ends."""
-        self.trainer.disown()
-        self._leave()
-        self.background.spawn(self._finish())
 
     async def _finish(self) -> None:
         await self.books.finish()
@@ -438,9 +430,9 @@ def _memory_is_short() -> bool:
     return room().share < SHORT
 
 
-def _process_of(channel: Channel, visit: bool) -> Process:
+def _process_of(channel: Channel) -> Process:
     process = Process.of(link.peer_pid(channel.sock))
-    if process.started < 0 and not visit:
+    if process.started < 0:
         raise InUseError(
             "the memory of this run is held by a writer in another container, which cannot see this process"
         )

@@ -64,7 +64,7 @@ class Intruder:
     def __init__(self, tiers: list[Tier], takeover: bool) -> None:
         self._tiers, self._takeover, self._fenced = tiers, takeover, False
 
-    def make_way(self, found: WriterClient, hello: requests.GreetingReply, what: str = "") -> None:
+    def make_way(self, found: WriterClient, hello: requests.LendReply, what: str = "") -> None:
         """Return when the writer has let go, or is about to. `what`: of the run, for messages.
 
         Raises InUseError if the trainer lives on, and what keeps us from using the tiers.
@@ -81,8 +81,7 @@ class Intruder:
         end = time.monotonic() + FREED_S
         while time.monotonic() < end:
             try:
-                request = requests.Greeting(takeover=True, visit=True)
-                if not found.ask(request, max(0.1, end - time.monotonic())).alive:
+                if not found.ask(requests.Lend(fenced=True), max(0.1, end - time.monotonic())).alive:
                     return
             except WriterError:
                 return
@@ -256,8 +255,8 @@ class WriterFinder:
         """FencedError if the writer that has the name serves an owner that is none of ours."""
         found = None
         with contextlib.suppress(CheckpointError):
-            found = channel.ask_once(self._key, requests.Whose(), HELLO_S)
-        if found is not None and not self._run.is_ours(found.owner):
+            found = channel.ask_once(self._key, requests.Lend(fenced=True), HELLO_S)
+        if found is not None and found.acquires and not self._run.is_ours(found.acquires[-1]):
             raise FencedError(f"process {found.trainer} on this machine has opened this run")
 
 

@@ -51,7 +51,7 @@ class HeldElsewhere:
 
     @classmethod
     def of(
-        cls, hello: requests.GreetingReply, fds: list[int], digests: list[requests.Digest] | None = None
+        cls, hello: requests.LendReply, fds: list[int], digests: list[requests.Digest] | None = None
     ) -> HeldElsewhere:
         """As a writer says it of itself. `digests`: if more were asked for."""
         layouts = {digest: Layout.from_json(layout) for digest, layout in hello.layouts.items()}

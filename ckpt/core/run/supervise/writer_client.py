@@ -223,20 +223,21 @@ class WriterClient:
                 raise
             raise DeadlineError(f"the writer did not answer {type(request).__name__} within {timeout_s:g} s") from None
 
-    def greet(self, timeout_s: float, patient_s: float, *, visit: bool = False) -> tuple[GreetingReply, list[int]]:
-        """Introduce ourselves. A writer that was stopped is resumed after `timeout_s`, and answers within `patient_s`.
+    def greet(self, timeout_s: float, patient_s: float) -> tuple[GreetingReply, list[int]]:
+        """Become its trainer, and get what it holds, unless its own trainer lives. As `ask_patiently`."""
+        hello, fds = self.ask_patiently(Greeting(), timeout_s, patient_s)
+        self._process = self._found or Process.of(hello.pid)
+        return hello, fds
 
-        visit: only look at what it holds; it keeps its trainer
+    def ask_patiently(self, request: Request[R], timeout_s: float, patient_s: float) -> tuple[R, list[int]]:
+        """Ask a writer that was found. A stopped one is resumed after `timeout_s`, and has `patient_s` to reply.
 
         Raises ProtocolError for a writer of another version, which is left as it is, and DeadlineError.
         """
-        future, began = self.send(Greeting(visit=visit)), time.monotonic()
+        future, began = self.send(request), time.monotonic()
         while True:
             try:
-                hello, fds = future.result(timeout_s)
-                if not visit:
-                    self._process = self._found or Process.of(hello.pid)
-                return hello, fds
+                return future.result(timeout_s)
             except (ProtocolError, UsageError) as error:  # the latter of before there were versions
                 raise self._foreign(error) from None
             except TimeoutError as error:

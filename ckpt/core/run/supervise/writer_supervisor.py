@@ -71,15 +71,14 @@ class WriterSupervisor:
         self._begin()
 
     def _begin(self) -> None:
-        self.held.check_orphans()
+        self.held.check_left_over()
         self._meet()
         self._spares = SpareThreads()
         try:
-            taken = self.held.take_orphans()
+            self.held.take_left_over()
             self.opened = self.writer.insist(self.run.open)
-            if former := self.held.take_former():
-                self.opened = self.writer.insist(self.run.open)  # its writer must know the history of that memory
-            self.held.dismiss({**taken, **former})
+            if self.held.take_former():
+                self.opened = self.writer.insist(self.run.open)  # our writer must know the history of that memory
         except BaseException:
             self.give_up()
             raise

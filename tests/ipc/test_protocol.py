@@ -80,7 +80,7 @@ def values(kind: Any) -> st.SearchStrategy[Any]:
 
 def test_every_request_has_a_handler_that_answers_what_it_should() -> None:
     """By its type; what the method says that it returns is the reply of that type, or has descriptors."""
-    assert len(REQUESTS) > 40 and set(REQUESTS) == set(dispatch.HANDLERS)
+    assert len(REQUESTS) > 30 and set(REQUESTS) == set(dispatch.HANDLERS)
     for kind, handler in ((kind, handler) for kind, handlers in dispatch.HANDLERS.items() for handler in handlers):
         hints = get_type_hints(handler)
         assert hints["request"] is kind
@@ -180,7 +180,7 @@ def test_a_trainer_goes_on_after_replies_and_notes_that_it_does_not_understand(
         client.listen(heard.append, lambda: None)
         future = client.send(requests.Lend())
         writer.sock.sendall(framed({"op": "reply", "id": 1, "value": {"trainer": "x"}}))
-        with pytest.raises(ProtocolError, match="the reply to whose"):
+        with pytest.raises(ProtocolError, match="the reply to lend"):
             future.result(10)
         for fields in ({"op": "of_another_version"}, {"op": "said_note"}, {"op": "reply"}, {"op": "reply", "id": 99}):
             writer.sock.sendall(framed(fields))

@@ -566,6 +566,9 @@ def run_in_writers(patch: pytest.MonkeyPatch, code: str, *, instead: bool = Fals
     patch.setattr(writer_client, "_BOOT", code if instead else f"{code}; {writer_client._BOOT}")
 
 
+MEMORY_IS_SHORT = "import ckpt.core.writer.life as life; life.SHORT = 2.0"  # for `run_in_writers`
+
+
 def compare_no_replicas() -> None:
     """Turn off the comparison of replicas across ranks in this process."""
     ReplicaCheck.said_of = lambda self, attempt: {}  # type: ignore[method-assign]
@@ -615,16 +618,16 @@ def wait_for_release_for(seconds: float) -> None:
 
 def stop_writer_after_its_first_answer() -> None:
     """Stop the writer that this process finds as soon as it has answered once, and never resume it."""
-    greet = writer_client.WriterClient.greet
+    ask = writer_client.WriterClient.ask_patiently
 
-    def stopping(self: Any, *arguments: Any, **options: Any) -> Any:
-        found = greet(self, *arguments, **options)
+    def stopping(self: Any, *arguments: Any) -> Any:
+        found = ask(self, *arguments)
         if found[0].alive:
             os.kill(found[0].pid, signal.SIGSTOP)
             find_writer.DYING_S = 0.0
         return found
 
-    writer_client.WriterClient.greet = stopping  # type: ignore[method-assign]
+    writer_client.WriterClient.ask_patiently = stopping  # type: ignore[method-assign]
 
 
 def wake_no_writer() -> None:

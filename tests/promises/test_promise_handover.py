@@ -217,8 +217,8 @@ def test_newest_step_reaches_every_tier_after_the_death_of_all_ranks(
 @pytest.mark.parametrize("short", [True, False], ids=["short", "negative control"])
 def test_writer_keeps_memory_for_a_restart_unless_it_is_short(short: bool, own_sockets: Path, tmp_path: Path) -> None:
     """When every tier has the newest step, memory only makes a restart faster, so it is released if memory is short."""
-    code = "import ckpt.core.writer.life as life; life.SHORT = 2.0"
-    patch = f"\nos.environ.pop('CKPT_TEST_WRITERS', 0)\nimport inside; inside.run_in_writers(inside.FOREVER, {code!r})"
+    patch = "\nos.environ.pop('CKPT_TEST_WRITERS', 0)\nimport inside; inside.run_in_writers(inside.FOREVER, "
+    patch += "inside.MEMORY_IS_SHORT)"
     options = far_options(tmp_path, 600)
     with Rank(4, **{**options, "patch": FAR + (patch if short else "")}) as one:
         assert one.trained() == "start 0 0"

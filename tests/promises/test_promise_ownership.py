@@ -211,6 +211,7 @@ def test_a_trainer_whose_writer_has_died_is_seen(run_dir: str) -> None:
     place = run_dir
     with Life(place, 4) as first:
         writer = int(first.ask("cp.writer_pid"))
+        assert eventually(lambda: any((Path(run_dir) / "ledger").glob("*")))
         first.process.send_signal(signal.SIGSTOP)
         os.kill(writer, signal.SIGKILL)
         assert f"InUseError: process {first.process.pid}" in run_script(LIFE, place, 9).stderr
@@ -351,6 +352,7 @@ def test_a_fresh_folder_is_a_fresh_run(run_dir: str, own_sockets: Path) -> None:
     assert killed(run_script(LIFE, run_dir, 5, "kill"))
     remove(run_dir)
     assert start_of(run_dir, 3, "kill") == ["start", "0", "0", "None"]
+    assert eventually(lambda: len(writers(own_sockets)) == 1)
     assert start_of(run_dir) == ["start", "3", "3", "memory"]
     remove(run_dir)
     assert eventually(lambda: not writers(own_sockets))

@@ -21,15 +21,10 @@ Digest = tuple[str, int, str, bool]  # attempt, rank, the digests of its blobs i
 
 
 class LendReply(Body, frozen=True):
-    """What a writer holds, for another job or another rank, which only reads it.
-
-    trainer: the process of its trainer; since: when that came, in seconds since 1970
-    alive: the trainer lives, so nobody else may continue its run
-    arenas: their descriptors come with this reply; foreign: those of them that nobody writes to any more
-    digests: of the snapshots in them, as far as they are known
-    acquires: the history that the snapshots belong to, up to the present owner
-    roots: by URL, the ids of the runs that were opened; sees: whether the writer sees the file of the question
-    """
+    """What a writer holds. `trainer`: its process, `since`: when it came (seconds since 1970), `alive`: it lives, so
+    nobody else may continue its run. The descriptors of all `arenas` come with the reply; nobody writes to the
+    `foreign` ones. `acquires`: the history of the snapshots, up to the present owner. `roots`: the ids of the opened
+    runs, by URL. `sees`: whether the writer sees the file `Lend.proof`."""
 
     pid: int
     alive: bool
@@ -47,29 +42,22 @@ class LendReply(Body, frozen=True):
 
 
 class Lend(Request[LendReply], frozen=True):
-    """Lend memory to a trainer that only reads it: another rank of the same job, or of a new job that has no rank in
-    the place of this writer's trainer. It stays valid when this writer has left.
-
-    proof: name of a temporary file in the folder of the nearest tier, by which the two find out whether they see the
-        same folder; "" for none
-    fenced: the caller has fenced the job of the present trainer in the run log. The writer reads the log, and replies
-        with WriterError if it leaves; it sends no arenas
+    """Lend memory to another rank of this job, or of a new one, which only reads it. `look`: send no arenas. `fenced`:
+    the same, and read the log first, because the caller has fenced our job there; WriterError if this writer leaves.
+    `proof`: the name of a temporary file in the folder of the nearest tier, which only those see who see that folder.
     """
 
     proof: str = ""
+    look: bool = False
     fenced: bool = False
     protocol: int = PROTOCOL
     library: str = VERSION
 
 
 class GreetingReply(LendReply, frozen=True, kw_only=True):
-    """What a writer hands over to its next trainer; while the present one lives, only what it would lend.
-
-    writing_on: processes (number and start time) whose devices may write to the arenas until they have ended
-    lost: tiers whose run was removed
-    writing: slots that are being written to a tier, by arena
-    faults: reports that no trainer has received yet
-    """
+    """What a writer hands over. `writing_on`: processes (number and start time) whose devices may write to the arenas
+    until they have ended; `lost`: tiers whose run was removed; `writing`: slots that are being written to a tier, by
+    arena; `faults`: reports that no trainer has received yet."""
 
     writing_on: list[tuple[int, int]]
     lost: list[str]

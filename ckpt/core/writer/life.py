@@ -300,7 +300,7 @@ class Life:
         if request.fenced:
             await self._check_owner(everywhere=True)
             self.server.check_stays()
-        shown = [] if request.fenced else self.held_memory.all()
+        shown = [] if request.look or request.fenced else self.held_memory.all()
         held = self._held(shown, Process.of(link.peer_pid(caller.channel.sock)))
         held["sees"] = bool(request.proof) and self.run.sees(request.proof)
         return Answer(requests.LendReply(**held), tuple(arena.fd for arena in shown))

@@ -158,8 +158,13 @@ class WriterFinder:
     def _join(self, found: WriterClient) -> Found:
         """Become the trainer of a writer that holds memory. _Leaving if it had to go: the name is free, or will be."""
         try:
+            self._await_end_of_trainer(found)
             self._meanwhile()
-            hello, fds = self._greet(found)
+            hello, fds = found.greet(HELLO_S, PATIENT_S)
+            if hello.alive:  # another start was quicker
+                for fd in fds:
+                    os.close(fd)
+                raise in_use(self._tiers, hello.trainer, time.time() - hello.since)
         except _Ended:
             raise
         except WriterError as error:
@@ -176,23 +181,18 @@ class WriterFinder:
             raise RunGoneError.of(self._tiers[0].url)
         return found, (hello, fds)
 
-    def _greet(self, found: WriterClient) -> Greeted:
-        """Introduce ourselves. A trainer that was killed just now may take a moment to be seen as dead."""
+    def _await_end_of_trainer(self, found: WriterClient) -> None:
+        """A trainer that was killed just now may take a moment to be seen as dead. One that lives has to make way."""
         end = time.monotonic() + DYING_S
-        while True:
-            hello, fds = self._say_hello(found)
-            if not hello.alive:
-                return hello, fds
-            for fd in fds:
-                os.close(fd)
+        while (reply := self._look(found)).alive:
             if time.monotonic() > end:
-                self._intruder.make_way(found, hello)
+                self._intruder.make_way(found, reply)
             time.sleep(0.1)
 
-    def _say_hello(self, found: WriterClient) -> Greeted:
-        """Greet a writer. One that does not answer is killed if the tiers prove that nobody trains the run."""
+    def _look(self, found: WriterClient) -> requests.LendReply:
+        """Ask a writer whose it is. One that does not answer is killed if the tiers prove that nobody trains."""
         try:
-            return found.greet(HELLO_S, PATIENT_S)
+            return found.ask_patiently(requests.Lend(look=True), HELLO_S, PATIENT_S)[0]
         except DeadlineError as error:
             if not self._tiers:
                 raise InUseError(f"{found.described()}, does not answer: end it to start without its memory") from None
@@ -255,7 +255,7 @@ class WriterFinder:
         """FencedError if the writer that has the name serves an owner that is none of ours."""
         found = None
         with contextlib.suppress(CheckpointError):
-            found = channel.ask_once(self._key, requests.Lend(fenced=True), HELLO_S)
+            found = channel.ask_once(self._key, requests.Lend(look=True), HELLO_S)
         if found is not None and found.acquires and not self._run.is_ours(found.acquires[-1]):
             raise FencedError(f"process {found.trainer} on this machine has opened this run")
 

@@ -6,15 +6,15 @@ from pathlib import Path
 
 from ckpt.core.format.manifest import owner
 
-DATA, MANIFEST, TABLE, INDEX = "data", "manifest", "table", "index"
+DATA, MANIFEST, INDEX = "data", "manifest", "index"
 
 
 def kind_of(key: str) -> str | None:
     """Return the kind of a file of a checkpoint, or None for any other file."""
     if owner(key) is None:
         return None
-    folder, _, name = key.partition("/")
-    return {"packs": DATA, "index": INDEX}.get(folder, MANIFEST if name.endswith(".json") else TABLE)
+    folder = key.partition("/")[0]
+    return {"packs": DATA, "index": INDEX}.get(folder, MANIFEST)
 
 
 def files(run: Path, *kinds: str, of: object = None) -> list[Path]:

@@ -76,7 +76,7 @@ def trained(mib: float, tensors: int) -> tuple[nn.Module, torch.optim.Optimizer]
 def metadata(root: Path, attempt: str) -> int:
     """Bytes on disk of one checkpoint that are no tensors."""
     part = Part.from_bytes(files_of_run.files(root, files_of_run.MANIFEST, of=attempt)[0].read_bytes(), "a part")
-    small = files_of_run.size(root, files_of_run.MANIFEST, files_of_run.TABLE, files_of_run.INDEX, of=attempt)
+    small = files_of_run.size(root, files_of_run.MANIFEST, files_of_run.INDEX, of=attempt)
     return small + sum(pack.header_size for pack in part.packs)
 
 

@@ -59,7 +59,7 @@ from ckpt.core.writer.parts import Settler
 from ckpt.errors import CheckpointError, CorruptError, FormatError, FullError, SaveError
 from ckpt.tools.maintain import copy_run
 from ckpt_backends.memory import MemoryStore
-from run_files import DATA, MANIFEST, TABLE, checkpoint_id, data_key, kind_of, manifest_key, select
+from run_files import DATA, MANIFEST, checkpoint_id, data_key, kind_of, manifest_key, select
 
 BLOB = 8192
 QUICK = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
@@ -421,7 +421,7 @@ def previous_of(layout: Layout, digests: Any, *, step: int = 1, size: int | None
 
 
 def part_of(attempt: Attempt, packs: list[PackInfo]) -> Part:
-    return Part(str(attempt), 0, 0, 1, {}, [], "", packs)
+    return Part(str(attempt), 0, 0, 1, {}, [], b"", packs)
 
 
 @PURE
@@ -1127,7 +1127,7 @@ def test_every_operation_of_an_increment_may_fail(compression: str, stuck: bool)
         if failed:
             attempt = Attempt(job.mine.epoch, 4, job.mine.nonce)
             left = [key for key in store.objects if owner(key) == attempt]
-            assert not left or any(kind_of(key) in (MANIFEST, TABLE) for key in left), left
+            assert not left or any(kind_of(key) == MANIFEST for key in left), left
             written = await job.write(4, state, number=1)
             commit = await commits.commit(job.log, job.mine, [written])
             job.saved[commit.attempt] = dict(state)

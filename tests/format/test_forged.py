@@ -12,7 +12,6 @@ import io
 import json
 import os
 import random
-import shutil
 import struct
 import time
 import zipfile
@@ -37,7 +36,6 @@ from ckpt.core.format.manifest import (
     Part,
     canonical,
     part_key,
-    table_key,
 )
 from ckpt.core.format.saved_state import SavedState
 from ckpt.core.format.table import COLUMNS as COLUMNS_OF
@@ -341,7 +339,7 @@ def test_a_column_of_another_kind_is_an_error_of_ours(genuine: Run, name: str, t
     """Missing, of another dtype, shape or length: CorruptError, or a table with the same meaning. The file does not say
     what its numbers are, so those of another kind that fill the same bytes are just other numbers."""
     objects, attempt = genuine
-    raw = objects[table_key(attempt, 0, 0)]
+    raw = inside.table_in(objects[part_key(attempt, 0, 0)])
     whole = Table.from_bytes(raw, "the table")
     for kind, change in {"missing": None, **WRONG_KINDS}.items():
         columns = columns_of(raw, "a table")
@@ -844,15 +842,12 @@ def test_memory_is_bounded_by_what_is_checked_first(genuine: Run, tmp_path: Path
     objects, attempt = genuine
     sparse = {
         "a part": part_key(attempt, 0, 0),
-        "a table": table_key(attempt, 0, 0),
         "a record": record_key(2),
         "the format": "FORMAT.json",
         "a pack": data_key(attempt),
     }
     for name, key in sparse.items():
         folder = put(forge(genuine), runs / f"1 TiB of {name}".replace(" ", "-"))
-        if "table" in name:
-            shutil.rmtree(folder / "index")
         os.truncate(folder / key, 1 << 40)
     lies = {
         "shape": forge(genuine, part=tensor(2, [2**40])),
@@ -973,7 +968,7 @@ def odd_tables(raw: bytes) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def test_a_file_of_odd_columns_is_no_table(genuine: Run) -> None:
     """CorruptError, before anything is made by what it declares. The genuine one is read."""
-    raw = genuine[0][table_key(genuine[1], 0, 0)]
+    raw = inside.table_in(genuine[0][part_key(genuine[1], 0, 0)])
     assert len(Table.from_bytes(raw, "the table").shards)
     for name, files in odd_tables(raw):
         with pytest.raises(CorruptError):

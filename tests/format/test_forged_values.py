@@ -25,7 +25,7 @@ import forgery
 import inside
 from ckpt.core.format import codec, join_ranks, rank_index
 from ckpt.core.format.digest import blob_digest, file_digest
-from ckpt.core.format.manifest import Part, index_key, part_key, table_key
+from ckpt.core.format.manifest import Part, index_key, part_key
 from ckpt.core.format.table import DTYPES, Table
 from ckpt.core.log.log import record_key
 from ckpt.core.state.capture import Capture
@@ -185,7 +185,7 @@ def crowded(run: forgery.Run) -> forgery.Objects:
     """A directory of two ranks whose few compressed bytes are hundreds of megabytes of empty lists."""
     objects, attempt = run
     parts = [Part.from_bytes(objects[part_key(attempt, rank, 0)], "a part") for rank in range(2)]
-    tables = [Table.from_bytes(objects[table_key(attempt, rank, 0)], "a table") for rank in range(2)]
+    tables = [Table.from_bytes(part.table, "a table") for part in parts]
     columns = dict(join_ranks.build(parts, tables).columns)
     lists = b'{"aliases":[{}],"components":[],"instances":[{}],"values":[' + b"[]," * (80 << 20)
     columns["views"] = np.frombuffer(lists + b'0],"views":[[0,[],0,0]]}', np.uint8)

@@ -14,13 +14,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-DATA, MANIFEST, TABLE, INDEX = "data", "manifest", "table", "index"
-KINDS = (DATA, MANIFEST, TABLE, INDEX)  # of files that belong to a checkpoint
+DATA, MANIFEST, INDEX = "data", "manifest", "index"
+KINDS = (DATA, MANIFEST, INDEX)  # of files that belong to a checkpoint
 DATA_FOLDER = "packs"  # in which a writer creates data files. A file under this name makes every save fail
 
-_FOLDERS = {DATA: "packs", MANIFEST: "parts", TABLE: "parts", INDEX: "index"}
+_FOLDERS = {DATA: "packs", MANIFEST: "parts", INDEX: "index"}
 _KEY = re.compile(
-    r"(packs|parts|index)/((\d+)\.[0-9a-f]{8}-(\d+))(?:\.(\d+)\.\d+(?:-(\d+))?|-[0-9a-f]{16})\.(safetensors|json)"
+    r"(packs|parts|index)/((\d+)\.[0-9a-f]{8}-(\d+))(?:\.(\d+)\.\d+(?:-(\d+))?|-[0-9a-f]{16})\.(?:safetensors|json)"
 )
 
 
@@ -39,8 +39,8 @@ def _parse(key: str) -> _Name | None:
     found = _KEY.fullmatch(key)
     if found is None:
         return None
-    folder, checkpoint, term, step, rank, number, suffix = found.groups()
-    kind = {"packs": DATA, "index": INDEX}.get(folder, MANIFEST if suffix == "json" else TABLE)
+    folder, checkpoint, term, step, rank, number = found.groups()
+    kind = {"packs": DATA, "index": INDEX}.get(folder, MANIFEST)
     return _Name(int(step), int(term), checkpoint, int(rank or -1), int(number or 0), kind)
 
 
@@ -102,10 +102,6 @@ def manifest_key(checkpoint: object, rank: int = 0) -> str:
     return f"parts/{checkpoint}.{rank}.0.json"
 
 
-def table_key(checkpoint: object, rank: int = 0) -> str:
-    return f"parts/{checkpoint}.{rank}.0.safetensors"
-
-
 def pattern(kind: str, step: int | None = None, rank: int | None = None) -> str:
     """Return a regular expression for keys, for paths and for the paths of requests to a bucket."""
     of = r"\d+\.[0-9a-f]{8}-" + (r"\d+" if step is None else str(step))
@@ -139,10 +135,6 @@ def data_files(run: Path | str, step: int | None = None, rank: int | None = None
 
 def manifests(run: Path | str, step: int | None = None, rank: int | None = None) -> list[Path]:
     return checkpoint_files(run, MANIFEST, step=step, rank=rank)
-
-
-def tables(run: Path | str, step: int | None = None, rank: int | None = None) -> list[Path]:
-    return checkpoint_files(run, TABLE, step=step, rank=rank)
 
 
 def indexes(run: Path | str, step: int | None = None) -> list[Path]:

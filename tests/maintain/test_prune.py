@@ -303,14 +303,14 @@ async def sound(store: MemoryStore) -> list[int]:
     return [c.step for c in log.state.lineage()]
 
 
-WHOLE = 4  # files of a checkpoint: pack, part, table, index
+WHOLE = 3  # files of a checkpoint: pack, part, index
 
 
 @on_a_run
 async def test_retire_deletes_the_files_of_what_it_gives_up_and_no_others(
     store: MemoryStore, log: RunLog, mine: Acquire
 ) -> None:
-    """All four files of each goes; the rest can still be read; a second call finds nothing to do."""
+    """All files of each go; the rest can still be read; a second call finds nothing to do."""
     attempts = await save(log, mine, 1, 2, 3, 4, 5)
     store.objects["notes/mine.txt"] = b"the user's"
     store.objects[f"{DATA_FOLDER}/notes.txt"] = b"the user's"
@@ -502,21 +502,6 @@ def test_negative_control_a_missing_pack_of_an_older_one_is_seen(monkeypatch: py
     monkeypatch.setattr(retention, "files_of", own)
     with pytest.raises(AssertionError):
         check_shared_packs()
-
-
-@on_a_run
-async def test_an_increment_that_cannot_be_read_keeps_everything_while_it_stays(
-    store: MemoryStore, log: RunLog, mine: Acquire
-) -> None:
-    """Which packs of older ones it refers to is unknown, so none is deleted."""
-    attempts = await chain(log, mine, 1, 2)
-    later = await save(log, mine, 3, 4, 5)
-    (key,) = select(store.objects, MANIFEST, of=attempts[1])
-    store.objects[key] = b"damaged"
-    retention._cache.clear()
-    before = set(store.objects)
-    assert await retention.retire(log, mine, Keep(4), {later[-1]}) == set()
-    assert set(store.objects) == before
 
 
 # -- by hand --

@@ -17,14 +17,11 @@ import torch
 
 import ckpt
 from ckpt.core.checkpoint import blobs
-from ckpt.core.checkpoint.parts import load_table
-from ckpt.core.format.manifest import Part
-from ckpt.core.format.table import SavedShard, Table, merge
 from ckpt.core.log.log import Record, RunLog
 from ckpt.errors import StoreError
 from ckpt.store import Store, open_store, remember_options
 from ckpt.testing import StoreTests, keys, pieces, upload
-from ckpt.tools.maintain import audit, find_copies, remake, repair
+from ckpt.tools.maintain import audit, find_copies, repair
 from ckpt_backends.disk import Disk
 from ckpt_backends.local import LocalStore
 from ckpt_backends.memory import MemoryStore
@@ -40,14 +37,12 @@ from run_files import (
     DATA_FOLDER,
     INDEX,
     MANIFEST,
-    TABLE,
     checkpoint_files,
     data_file,
     indexes,
     kind_of,
     manifests,
     select,
-    tables,
     temporary_files,
 )
 from s3_server import FaultProxy, MotoServer, storage_options
@@ -120,7 +115,7 @@ def check(call: Call, run: Path, pristine: Path, *sources: Path) -> None:
     shown, told = call("repair", run, *words), call("repair", run, *words, "--json")
     assert (shown.code, told.code) == (1, 1), shown.out + shown.err
     assert told.json["damaged"] and told.json["done"] is None and not told.json["remains"], told.out
-    assert "--yes does it" in shown.out and "LOST" not in shown.out
+    assert "Add --yes" in shown.out and "LOST" not in shown.out
     assert tree(run) == before
     done = call("repair", run, *words, "--yes", "--json")
     assert (done.code, done.json["remains"], done.json["done"]["failed"]) == (0, False, []), done.out
@@ -150,15 +145,14 @@ INJURIES: dict[str, Callable[[Path], object]] = {
     "a pack that is short": lambda run: cut(data_file(run, 3), -5000),
     "a pack that is empty": lambda run: os.truncate(data_file(run, 1), 0),
     "a pack that is long": lambda run: cut(data_file(run, 3), 1),
-    "a table": lambda run: flip(tables(run, 3)[0], 500),
     "a part": lambda run: flip(manifests(run, 3)[0], 50),
     "a part that is gone": lambda run: manifests(run, 2)[0].unlink(),
     "an index": lambda run: flip(indexes(run, 4)[0], -1),
     "all indexes": lambda run: [path.unlink() for path in indexes(run)],
-    "index and table": lambda run: [path.unlink() for path in checkpoint_files(run, INDEX, TABLE, step=3)],
+    "index and part": lambda run: [path.unlink() for path in checkpoint_files(run, INDEX, MANIFEST, step=3)],
     "FORMAT.json": lambda run: flip(run / "FORMAT.json", 20),
     "some of everything": lambda run: [flip(path, -3) for step in (2, 4)
-                                        for path in checkpoint_files(run, DATA, MANIFEST, TABLE, step=step)],
+                                        for path in checkpoint_files(run, DATA, MANIFEST, step=step)],
 }  # fmt: skip
 
 
@@ -199,8 +193,6 @@ CURABLE: dict[str, Callable[[Path], object]] = {
     "a header": lambda run: [flip(data_file(run, step), 30) for step in (1, 2, 5)],
     "a header of an increment": lambda run: flip(data_file(run, 4), 30),
     "a pack that is long": lambda run: cut(data_file(run, 3), 1),
-    "a table": lambda run: flip(tables(run, 3)[0], 500),
-    "a table that is gone": lambda run: tables(run, 1)[0].unlink(),
     "an index": lambda run: indexes(run, 4)[0].unlink(),
     "FORMAT.json": lambda run: (run / "FORMAT.json").unlink(),
 }
@@ -209,8 +201,8 @@ CURABLE: dict[str, Callable[[Path], object]] = {
 @one_form
 @pytest.mark.parametrize("injury", CURABLE)
 def test_what_the_run_itself_still_knows(made: Path, run: Path, call: Call, injury: str) -> None:
-    """Equal contents of other checkpoints, encoded again where need be; headers by the code that made them; tables and
-    index out of each other; FORMAT.json out of the log."""
+    """Equal contents of other checkpoints, encoded again where need be; headers by the code that made them; the
+    index out of the manifests; FORMAT.json out of the log."""
     CURABLE[injury](run)
     check(call, run, made / "near")
 
@@ -229,7 +221,7 @@ LOST: dict[str, Callable[[Path], object]] = {
     "a pack that is gone": lambda run: data_file(run, 4).unlink(),
     "a pack that is empty": lambda run: os.truncate(data_file(run, 4), 0),
     "a part": lambda run: flip(manifests(run, 3)[0], 50),
-    "index and table": INJURIES["index and table"],
+    "index and part": INJURIES["index and part"],
     "a log record": lambda run: flip(sorted((run / "log").iterdir())[2], 40),
 }
 
@@ -254,7 +246,7 @@ def test_what_can_be_had_comes_back_beside_what_cannot(made: Path, run: Path, ca
     wanted = bytearray(data_file(made / "near", 2).read_bytes())
     wanted[place_of(data_file(run, 2), "noise") + 11] ^= 1
     found = call("repair", run, "--yes")
-    assert found.code == 1 and "LOST: nobody has its content" in found.out and "Damage remains" in found.out
+    assert found.code == 1 and "LOST: its content is nowhere else" in found.out and "Damage remains" in found.out
     assert data_file(run, 2).read_bytes() == bytes(wanted)
     problems = [p for c in call("verify", run, "--all", "--json").json["checkpoints"] for p in c["problems"]]
     assert problems and all(p.startswith("noise") for p in problems)
@@ -271,7 +263,7 @@ def test_repair_writes_no_file_that_lacks_bytes_everywhere(made: Path, run: Path
     assert lines[0].endswith("5 checkpoints read") and "step 2: lost" in lines and lines[4] == "steps 5, 1: sound"
     assert {verdicts[3], verdicts[4]} == {"stays damaged" if made.name.startswith("none") else "lost"}
     assert "header is damaged" not in shown.out and "is gone" in shown.out and "to write again: 0 files, " in shown.out
-    assert "LOST: no location has" in shown.out
+    assert "are in no location" in shown.out
     assert call("repair", run, "--yes").code == 1 and not pack.exists()
     damaged = [c["step"] for c in call("verify", run, "--all", "--json").json["checkpoints"] if c["problems"]]
     assert damaged == [4, 3, 2] and call("verify", run, "--all", "--no-data").code == 1
@@ -359,7 +351,7 @@ def test_a_disk_that_fails(made: Path, run: Path, call: Call, monkeypatch: pytes
     with monkeypatch.context() as patch:
         patch.setattr(Disk, what, fail)
         found = call("repair", run, "--from", made / "near", "--yes")
-    assert found.code == 1 and "failed, and is as it was" in found.out
+    assert found.code == 1 and "failed and unchanged" in found.out
     assert tree(run) == before and not temporary_files(run)
     check(call, run, made / "near", made / "near")
 
@@ -418,7 +410,9 @@ def test_negative_control_unverified_bytes_would_be_taken(
     before = tree(run)
     monkeypatch.setattr(find_copies, "_matching", lambda view, piece: view)
     found = call("repair", run, "--from", other, "--yes")
-    assert found.code == 1 and "came out wrong" in found.out and tree(run) == before and not temporary_files(run)
+    assert (
+        found.code == 1 and "changed while they were" in found.out and tree(run) == before and not temporary_files(run)
+    )
     monkeypatch.setattr(repair.RangeHasher, "feed", lambda self, start, view: ())
     assert call("repair", run, "--from", other, "--yes").code == 0
     assert tree(run) != before and not same(run, made / "near") and call("verify", run, "--all").code == 1
@@ -681,36 +675,6 @@ def test_a_large_object_of_any_file_system_is_replaced_at_the_end(tmp_path: Path
         assert bytes(await store.get(KEY)) == new and await keys(store) == [KEY]
 
     asyncio.run(work())
-
-
-# -- parts of it --
-
-
-def test_a_rank_s_table_out_of_that_of_all(made: Path) -> None:
-    """Whatever `merge` has put together of tables with bases and older files: each comes out again, byte for byte."""
-
-    async def tables(log: RunLog) -> list[tuple[Part, Table]]:
-        found = []
-        for commit in sorted(log.state.commits.values(), key=lambda c: c.attempt):
-            keys = [info.key async for info in log.store.list()]
-            part = Part.from_bytes(await log.store.get(select(keys, MANIFEST, of=commit.attempt)[0]), "a manifest")
-            (key,) = select(keys, TABLE, of=commit.attempt)
-            found.append((part, await load_table(log.store, key, part.table)))
-        return found
-
-    def of_rank(table: Table, rank: int) -> Table:
-        shards = tuple(
-            SavedShard(s.name, s.dtype, s.global_shape, s.offsets, s.sizes, rank, rank) for s in table.shards
-        )
-        return Table(**{**{name: getattr(table, name) for name in Table.__dataclass_fields__}, "shards": shards})
-
-    found = logged(made / "near", tables)
-    ranks = [of_rank(table, rank) for rank, (_, table) in enumerate(found)]
-    index = Table.from_bytes(merge(ranks).to_bytes(), "an index")
-    for rank, (part, _) in enumerate(found):
-        object.__setattr__(part, "rank", rank)
-        share = remake.share_of(index, part)
-        assert share is not None and share.to_bytes() == ranks[rank].to_bytes()
 
 
 @one_form

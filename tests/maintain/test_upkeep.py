@@ -15,9 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import test_prune
 import torch
-from hypothesis import given, settings
 
 import ckpt
 import toy
@@ -143,7 +141,7 @@ def test_a_plan_is_shown_and_nothing_is_done(run: Path, call: Call, words: Seque
     words = [word.format(run=run) for word in words]
     before = tree(run)
     shown, told = call(*words), call(*words, "--json")
-    assert shown.code == 0 and "--yes does it" in shown.out and told.json["done"] is None
+    assert shown.code == 0 and "Add --yes" in shown.out and told.json["done"] is None
     assert tree(run) == before and not Path(f"{run}-copy").exists()
     assert call(*words, "--yes", "--json").json["done"]
     assert tree(run) != before or Path(f"{run}-copy").exists()
@@ -175,7 +173,7 @@ def test_a_copy_is_a_run_of_its_own(run: Path, call: Call, tmp_path: Path) -> No
     there = tmp_path / "there"
     found = call("copy", run, there, "--yes", "--json").json
     assert (found["new_run"] and found["bytes"] == len(DATA) + 80) or found["bytes"] > len(DATA)
-    assert found["files"] == 4 == len([key for key in tree(there) if owner(key)])
+    assert found["files"] == 3 == len([key for key in tree(there) if owner(key)])
     assert steps(there) == [6] and call("verify", there).code == 0
     assert {k: v for k, v in tree(run).items() if k in tree(there) and owner(k)} == {
         k: v for k, v in tree(there).items() if owner(k)
@@ -208,9 +206,9 @@ def test_one_step_or_all_of_the_present_history(run: Path, call: Call, tmp_path:
     assert steps(tmp_path / "all") == [20, 3, 2, 1]
     assert steps(tmp_path / "undone") == [5]
     refused = call("copy", f"{run}@5", tmp_path / "all", "--yes")  # it would seem to lie between 20 and 3
-    assert refused.code == 2 and "a rollback has undone it" in refused.err
+    assert refused.code == 2 and "a rollback undid it" in refused.err
     refused = call("copy", f"{run}@3", tmp_path / "all", "--all")
-    assert refused.code == 2 and "exclude each other" in refused.err
+    assert refused.code == 2 and "cannot be combined" in refused.err
 
 
 def test_copying_day_by_day_needs_no_take_over(run: Path, call: Call, tmp_path: Path) -> None:
@@ -270,7 +268,7 @@ def test_what_would_hide_a_jobs_checkpoints_needs_take_over(run: Path, call: Cal
     refused = call("copy", run, there, "--yes")
     assert refused.code == 2 and "--take-over" in refused.err and tree(there) == before
     shown = call("copy", run, there, "--take-over", "--yes")
-    assert shown.code == 0 and "can save no more" in shown.out
+    assert shown.code == 0 and "can no longer save" in shown.out
     with pytest.raises(FencedError):
         work(there, lambda log: save(log, job, 51))
     assert steps(there)[0] == 7
@@ -308,7 +306,7 @@ def test_what_was_given_up_there_never_comes_back(run: Path, call: Call, tmp_pat
         end = Record("ABORT", {"attempt": str(gone), "reason": "by a test"}, "abort:x")
     work(there, lambda log: log.append(lambda state: end, owner=None))
     refused = call("copy", run, there, "--yes")
-    assert refused.code == 2 and "cannot come back" in refused.err
+    assert refused.code == 2 and "cannot return" in refused.err
     rest = call("copy", run, there, "--all", "--yes", "--json")
     assert rest.code == 1 and [one["step"] for one in rest.json["not_copied"]] == [6]
     assert steps(there) == [5, 4, 3, 2, 1]
@@ -335,7 +333,7 @@ def test_the_disk_of_one_node_is_no_whole_source(call: Call, tmp_path: Path) -> 
 
     work(tmp_path / "node", half)
     refused = call("copy", tmp_path / "node", tmp_path / "there", "--yes")
-    assert refused.code == 2 and "1 of its 2 parts" in refused.err and not (tmp_path / "there").exists()
+    assert refused.code == 2 and "only 1 of its 2 ranks" in refused.err and not (tmp_path / "there").exists()
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != INDEX])
@@ -362,9 +360,9 @@ def test_all_but_what_turns_out_damaged(run: Path, call: Call, tmp_path: Path, d
     there, rest = tmp_path / "there", [step for step in (6, 5, 4, 3, 2, 1) if step not in damaged]
     packs = [hurt(run, step) for step in damaged]
     found = call("copy", run, there, "--all", "--yes")
-    assert found.code == 1 and f"copied {len(rest)}, verified" in found.out and steps(there) == rest
+    assert found.code == 1 and f"copied {len(rest)}, every byte verified" in found.out and steps(there) == rest
     for pack, step in zip(packs, damaged, strict=True):
-        pattern = rf"^left out: step {step} of .*{pack.relative_to(run)}.* `ckpt repair file://{run}` may"
+        pattern = rf"^skipped: step {step} of .*{pack.relative_to(run)}.* `ckpt repair file://{run}` may"
         assert re.search(pattern, found.out, re.M)
     assert call("copy", f"{run}@{damaged[0]}", tmp_path / "one", "--yes").code == 2
     for pack in packs:
@@ -439,7 +437,7 @@ def test_a_source_that_retires_it_meanwhile(
 
     monkeypatch.setattr(copy_run, "copy", late)
     refused = call("copy", f"{run}@2", real, "--yes")
-    assert refused.code == 2 and "was given up while it was copied" in refused.err
+    assert refused.code == 2 and "was deleted while it was copied" in refused.err
 
 
 def test_full_size_files_without_a_part_are_not_trusted(run: Path, call: Call, tmp_path: Path) -> None:
@@ -541,7 +539,7 @@ def test_ctrl_c_leaves_nothing_half_done(trained: Path, tmp_path: Path, call: Ca
         process.send_signal(signal.SIGINT)
         process.send_signal(signal.SIGCONT)
         said = process.communicate(timeout=30)[1].decode()
-    assert process.returncode == 130 and "goes on from here" in said and "Traceback" not in said
+    assert process.returncode == 130 and "continue from here" in said and "Traceback" not in said
     assert not data_files(there) and not temporary_files(there)
     assert call("copy", trained, there, "--yes").code == 0
     assert differences(trained, there, call) == []
@@ -574,22 +572,10 @@ def test_prune_keeps_what_it_is_told_and_says_why(run: Path, call: Call) -> None
     assert plan["check"] == 6  # not what nobody would restore
     done = call("prune", run, "--keep-last", 1, "--keep-every", 3, "--yes", "--json").json["done"]
     assert sorted(Attempt.parse(a).step for a in done["given_up"]) == [1, 4, 5]
-    assert done["files"] == plan["files"] == 12 and done["bytes"] == plan["bytes"]
+    assert done["files"] == plan["files"] == 9 and done["bytes"] == plan["bytes"]
     assert steps(run) == [8, 7, 6, 3, 2] and owners(run) == {8, 7, 6, 3, 2}
     assert call("verify", "--all", run).code == 0 and (run / DATA_FOLDER / "notes.txt").exists()
     assert call("prune", run, "--keep-last", 1, "--keep-every", 3, "--yes", "--json").json["done"] is None
-
-
-@given(test_prune.states())
-@settings(max_examples=50, deadline=None)
-def test_everything_that_stays_has_a_reason(drawn: tuple[RunState, Keep, set[Attempt]]) -> None:
-    """The reasons are those of the policy: exactly what it leaves has one."""
-    state, keep, _ = drawn
-    state.kept = dict.fromkeys(state.kept, "x")
-    for checked in list(state.commits)[:2]:
-        why = retention.why_kept(state, keep, {checked})
-        assert why.keys() == state.commits.keys() - retention.choose(state, keep, {checked})
-        assert all(why.values())
 
 
 def test_nothing_goes_while_the_newest_is_damaged(run: Path, call: Call) -> None:
@@ -598,7 +584,7 @@ def test_nothing_goes_while_the_newest_is_damaged(run: Path, call: Call) -> None
     flip(pack, pack.stat().st_size - 9)
     before = tree(run)
     refused = call("prune", run, "--keep-last", 1, "--yes")
-    assert refused.code == 1 and str(pack.relative_to(run)) in refused.out and "Nothing was done" in refused.out
+    assert refused.code == 1 and str(pack.relative_to(run)) in refused.out and "Nothing was deleted" in refused.out
     assert tree(run) == before
     assert call("prune", run, "--keep-last", 1, "--yes", "--json").json["problems"]
     flip(pack, pack.stat().st_size - 9)  # control
@@ -619,7 +605,7 @@ def test_a_damaged_log_forbids_it(run: Path, call: Call, words: Sequence[str]) -
     assert call("verify", f"{run}-new", "--all").code == 0
     break_log(Path(f"{run}-new"))
     refused = call("copy", run, f"{run}-new", "--yes")
-    assert refused.code == 2 and "given up there" in refused.err
+    assert refused.code == 2 and "deleted there" in refused.err
 
 
 def test_what_cannot_be_read_keeps_everything_while_it_stays(run: Path, call: Call) -> None:
@@ -683,11 +669,11 @@ def test_gc_deletes_what_nobody_needs(run: Path, call: Call) -> None:
     (run / DATA_FOLDER / "notes.txt").write_text("mine")
     (run / "todo").write_text("mine")
     found = call("gc", run, "--yes", "--json").json
-    assert [(one["step"], one["files"]) for one in found["delete"]] == [(10, 3)]
+    assert [(one["step"], one["files"]) for one in found["delete"]] == [(10, 2)]
     assert "for the test" in found["delete"][0]["why"]
     assert {one["step"]: one["ending"] for one in found["open"]} == {11: False, 12: False, 13: False}
     assert found["foreign"] == [f"{DATA_FOLDER}/notes.txt", "todo"]
-    assert found["done"] == {"files": 3, "bytes": found["bytes"], "uploads": 0, "ended": []}
+    assert found["done"] == {"files": 2, "bytes": found["bytes"], "uploads": 0, "ended": []}
     assert owners(run) == {1, 2, 3, 4, 5, 6, 11, 12, 13} and (run / "todo").exists()
     assert call("verify", "--all", run).code == 0
     assert "stays, open" in call("gc", run).out
@@ -720,7 +706,7 @@ def test_readers_have_their_time(run: Path, call: Call, monkeypatch: pytest.Monk
         waited.append(seconds)
         assert 10 in owners(run)
         record = json.loads(sorted((run / "log").iterdir())[-1].read_bytes())
-        assert record["type"] == "PLAN" and len(record["body"]["delete"]) == 3
+        assert record["type"] == "PLAN" and len(record["body"]["delete"]) == 2
 
     monkeypatch.setattr(prune.asyncio, "sleep", sleep)
     assert "waiting 7 s" in call("gc", run, "--yes", "--grace", "7").err.lower()
@@ -766,7 +752,7 @@ def test_keep_is_said_and_taken_back(run: Path, call: Call) -> None:
 
 def test_yes_alone_keeps(run: Path, call: Call) -> None:
     """Nobody has to find words: then it says that it was by hand. Without --yes nothing is kept."""
-    assert "to be kept for ever, with the note: by hand" in call("keep", f"{run}@2").out and not state_of(run).kept
+    assert "to protect from deletion, with the note: by hand" in call("keep", f"{run}@2").out and not state_of(run).kept
     assert call("keep", run, "--step", 2, "--yes").code == 0
     assert list(state_of(run).kept.values()) == ["by hand"]
 
@@ -817,7 +803,7 @@ def test_a_training_beside_it_is_not_hurt(tmp_path: Path, call: Call) -> None:
             assert copied.code == 0 or "retired" in copied.err
             newest = call("ls", run, "--json").json["checkpoints"][0]["step"]
             said = call("keep", f"{run}@{newest}", "--note", "seen", "--yes")
-            assert said.code == 0 or "does not hold" in said.err or "a moment ago" in said.err
+            assert said.code == 0 or "does not hold" in said.err or "was deleted since" in said.err
             kept = kept if said.code else newest  # it may be gone already
         assert job.poll() is None
         enough.touch()

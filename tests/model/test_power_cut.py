@@ -163,7 +163,7 @@ def unlinked_before_plan(ops: list[Op]) -> list[Op]:
 
 
 SYNCS = [
-    "pack", "table", "part", "index", "record", "format",
+    "pack", "part", "index", "record", "format",
     "folder packs", "folder parts", "folder index", "folder log", "folder run",
 ]  # fmt: skip
 

@@ -20,7 +20,7 @@ import inside
 from ckpt.errors import CheckpointError, CorruptError
 from ckpt_backends.memory import MemoryStore
 from inside import PAGE, PIECE, Contents, Job, ReadBack, Snapshot
-from run_files import DATA, INDEX, KINDS, MANIFEST, TABLE, kind_of, select
+from run_files import DATA, INDEX, KINDS, MANIFEST, kind_of, select
 
 STEPS = (10, 20, 30)
 TENSORS: inside.Tensors = {
@@ -145,7 +145,7 @@ def test_the_undamaged_run_comes_back(small: Objects, large: Objects) -> None:
     assert outcome(large, LARGE) == 20
 
 
-@pytest.mark.parametrize("kind", ["format", "log", MANIFEST, TABLE, INDEX])
+@pytest.mark.parametrize("kind", ["format", "log", MANIFEST, INDEX])
 def test_a_flip_in_any_structure_byte(small: Objects, kind: str) -> None:
     """One random bit of every seventh byte of the small files; of older checkpoints, of some. See `every bit` below."""
     dice, count = random.Random(kind), 0
@@ -253,8 +253,8 @@ def test_everything_damaged_at_once_is_an_error_of_ours(small: Objects) -> None:
     for kind in ("format", "log", *KINDS):
         noise = {k: dice.randbytes(len(v)) if kind_of(k) == kind else v for k, v in small.items()}
         step = outcome(noise, SMALL)
-        # The log contains the identity of the run. Manifests with their tables, and the index, replace each other.
-        assert (step == 30) == (kind in ("format", TABLE, INDEX)), kind
+        # The log contains the identity of the run. The manifests have all that the index has.
+        assert (step == 30) == (kind in ("format", INDEX)), kind
 
 
 # -- the log --

@@ -28,12 +28,13 @@ import torch
 import ckpt
 import inside
 from ckpt.errors import CheckpointError, SaveError
+from commands import flip
 from inside import INCREMENT_POINTS, WRITER_POINTS, SavedStep
 from kills import Chain, Told, Trainer, kill_all, problems
 from model_disk import Volume, volume
 from parallel import free_port, launch
 from processes import eventually, killed, run_script, writers
-from run_files import DATA, MANIFEST, data_files, pattern, select
+from run_files import DATA, INDEX, MANIFEST, checkpoint_files, data_files, pattern, select
 from s3_server import FaultProxy, MotoServer, storage_options
 
 State = dict[str, Any]
@@ -142,14 +143,6 @@ def verified(url: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
     found = json.loads(capsys.readouterr().out)
     assert found["checkpoints"]
     return found["problems"] + [p for c in found["checkpoints"] for p in c["problems"]]
-
-
-def flip(path: Path, at: int) -> None:
-    with path.open("r+b", buffering=0) as file:
-        file.seek(at)
-        byte = file.read(1)[0]
-        file.seek(at)
-        file.write(bytes([byte ^ 1]))
 
 
 # -- every bit, at every step --
@@ -589,10 +582,10 @@ def built(folder: str, *, steps: int = 7, second: ckpt.Tier | None = None, **set
 
 def injure(folder: str, what: str) -> None:
     """One bit: in the frozen layer that all increments share, in what deltas of all of them are based on, in a delta of
-    the newest only, in its table."""
+    the newest only, in its manifest and its index."""
     saved = newest(folder)
-    if what == "table":
-        for path in (path for pattern in saved.small_files for path in Path(folder).glob(pattern)):
+    if what == "manifest":
+        for path in checkpoint_files(folder, MANIFEST, INDEX, of=saved.id):
             flip(path, path.stat().st_size - 40)
         return
     if what == "shared":
@@ -604,9 +597,9 @@ def injure(folder: str, what: str) -> None:
     flip(Path(folder, key), offset + 20)
 
 
-@pytest.mark.parametrize("what, step", [("shared", 7), ("base", 2), ("delta", 6), ("table", 6)])
+@pytest.mark.parametrize("what, step", [("shared", 7), ("base", 2), ("delta", 6), ("manifest", 6)])
 def test_damage_costs_what_shares_it(what: str, step: int, run_dir: str) -> None:
-    """A flipped bit in what all increments are based on, in a delta, or in a table: a restore passes over what needs
+    """A flipped bit in what all increments are based on, in a delta, or in a manifest: a restore passes over what needs
     it, says which, and takes the newest that does not. In what another full checkpoint has as well: nothing is lost, it
     comes from there. What is saved then can be read, though more damage is there."""
     wanted = built(run_dir, compression="zstd")
@@ -618,7 +611,7 @@ def test_damage_costs_what_shares_it(what: str, step: int, run_dir: str) -> None
         assert differing(other, wanted[step]) == []
         assert cp.last_restore is not None
         skipped = [s for s in cp.last_restore.skipped if "damaged" in s.reason]
-        assert len(skipped) == {"shared": 0, "base": 4, "delta": 1, "table": 1}[what]
+        assert len(skipped) == {"shared": 0, "base": 4, "delta": 1, "manifest": 1}[what]
         assert ["step 2" in text for text in cp.last_restore.repaired] == ([True] if what == "shared" else [])
         for more in (step + 1, step + 2):
             train(other, more)

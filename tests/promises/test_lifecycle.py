@@ -466,20 +466,6 @@ def test_default_only_where_nothing_is(run_dir: str) -> None:
             cp.restore(default=0, step=77)
 
 
-def test_default_is_not_given_where_all_is_damaged(run_dir: str) -> None:
-    """A run whose only checkpoint is damaged is not begun anew."""
-    state = toy.build()
-    with ckpt.Checkpointer(state, run_dir) as cp:
-        train(cp, state, 1, 2)
-    (pack,) = data_files(run_dir)
-    pack.write_bytes(bytes(pack.stat().st_size))
-    with ckpt.Checkpointer(state, run_dir) as cp:
-        with pytest.raises(ckpt.CorruptError):
-            cp.restore(default=0)
-        with pytest.raises(ckpt.UsageError):
-            cp.step(1)
-
-
 def test_rollback_stays(run_dir: str, own_sockets: Path) -> None:
     """restore(step=N) goes back, and no later restart brings the undone steps back, saved anything or not."""
     code = f"""
@@ -554,7 +540,7 @@ def test_save_and_handles(run_dir: str) -> None:
         saved = cp.save()
         assert saved.committed(60).step == 1
         assert saved.status == "committed" and saved.committed(0).tier == f"file://{run_dir}"
-        with pytest.raises(ckpt.SaveError, match="not being written"):
+        with pytest.raises(ckpt.SaveError, match="not written"):
             saved.committed(tier="file:///elsewhere")
         assert cp.save(1).attempt == saved.attempt, "a step that is safe is not saved again"
         toy.train_step(state)
@@ -936,7 +922,7 @@ def test_memory_that_ends_with_the_trainer_is_not_said_to_hold_a_step(run_dir: s
     """Its last words, when no writer starts any more: why, and that nothing was saved."""
     done = run_script(REMOVED, run_dir)
     assert done.returncode == 1 and "No module named 'everystep_was_removed'" in done.stderr, done.stderr
-    assert "and not durable yet" not in done.stderr and "nothing new was saved" in done.stderr, done.stderr
+    assert "not durable yet" not in done.stderr and "nothing new was saved" in done.stderr, done.stderr
 
 
 CLOSED = """

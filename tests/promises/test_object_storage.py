@@ -20,6 +20,7 @@ import ckpt
 import inside
 import toy
 from ckpt.errors import AccessError, CorruptError, SaveError, UsageError
+from commands import flip
 from kills import Trainer, kill_all
 from parallel import free_port
 from processes import eventually, run_script, writers
@@ -177,12 +178,6 @@ save.committed(60)
 print("committed", flush=True)
 time.sleep(600)
 """
-
-
-def flip(path: Path, offset: int) -> None:
-    raw = bytearray(path.read_bytes())
-    raw[offset] ^= 1
-    path.write_bytes(raw)
 
 
 def test_a_damaged_piece_comes_from_the_bucket(moto: MotoServer, url: str, tmp_path: Path) -> None:

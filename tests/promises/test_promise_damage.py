@@ -28,9 +28,10 @@ import ckpt
 import inside
 import toy
 from ckpt.errors import CheckpointError, CorruptError
+from commands import flip
 from inside import Job
 from processes import eventually, run_script
-from run_files import DATA, MANIFEST, TABLE, checkpoint_files, keys_in, kind_of
+from run_files import DATA, MANIFEST, checkpoint_files, keys_in, kind_of
 from run_files import KINDS as FILE_KINDS
 from test_damage import SMALL, VALUES, save
 from threads import together as on_ranks
@@ -80,14 +81,6 @@ def left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Left]:
 
 def tier(folder: Path) -> ckpt.Tier:
     return ckpt.Tier(str(folder), every=EVERY, keep=4)
-
-
-def flip(path: str | Path, at: int, bit: int = 4) -> None:
-    with open(path, "r+b") as file:
-        file.seek(at)
-        byte = file.read(1)[0]
-        file.seek(at)
-        file.write(bytes([byte ^ bit]))
 
 
 def restored(folder: Path, state: Any = None) -> ckpt.Restored:
@@ -265,7 +258,7 @@ def test_ranks_all_hear_of_damage_that_one_has_seen(
 def test_nothing_but_damage(left: Left, tmp_path: Path) -> None:
     """Where damage has left nothing to go on from, a job does not begin anew in silence."""
     folder = left.copy(tmp_path / "run")
-    for path in checkpoint_files(folder, DATA, MANIFEST, TABLE):
+    for path in checkpoint_files(folder, DATA, MANIFEST):
         path.unlink()
     done = restored(folder)
     assert done.step is None and STEPS in [one.step for one in done.skipped]

@@ -228,7 +228,7 @@ def run(tmp_path: Path) -> Run:
 # -- deaths --
 
 VISITS = {"run.taken": 1, "restore.chosen": 1, "restore.filled": 1, "save.requested": 2}
-WRITES = ("pack.opened", "pack.written", "pack.synced", "table.stored", "part.stored")  # what every writer does
+WRITES = ("pack.opened", "pack.written", "pack.synced", "part.stored")  # what every writer does
 COMMITS = [p for p in AFTER_START if p not in WRITES and p != "mirror.taken"]  # and what one does for all
 
 
@@ -334,8 +334,8 @@ SCENES: dict[str, tuple[str, dict[str, Any]]] = {
             "victim": 1,
             # Each time one step further: what fails early is not visited later.
             "fail": "writer/pack.opened:enospc:2,writer/pack.written:eio:2,writer/pack.synced:eio:2,"
-            "writer/table.stored:enospc:2,writer/part.stored:eio:2",
-            "steps": 7,
+            "writer/part.stored:eio:2",
+            "steps": 6,
         },
     ),
     "committer": ("disk_fails", {"victim": 0, "fail": "writer/log.linked:eio:3,writer/index.stored:eio:3", "steps": 4}),

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Se
 from dataclasses import dataclass, replace
 
 from ckpt.core.checkpoint.read import packs_of
-from ckpt.core.format.manifest import Attempt, index_key, part_key, table_key
+from ckpt.core.format.manifest import Attempt, index_key, part_key
 from ckpt.core.log.log import RunLog
 from ckpt.core.log.records import BY_HAND, LONGEST, MARK, Acquire, Commit, Record, RunState, live_packs, words_of
 from ckpt.errors import CheckpointError, CorruptError, NoCheckpointError, StoreError, UsageError
@@ -252,8 +252,7 @@ async def files_of(
     found: dict[Attempt, set[str]] = {}
     for commit in list(commits):
         keys = {index_key(commit.attempt, commit.index)}
-        for rank, number, _ in commit.parts:
-            keys |= {part_key(commit.attempt, rank, number), table_key(commit.attempt, rank, number)}
+        keys |= {part_key(commit.attempt, rank, number) for rank, number, _ in commit.parts}
         packs = _cache.get((log.store.url, commit.attempt))
         if packs is None:
             try:

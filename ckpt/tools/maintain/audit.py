@@ -1,10 +1,10 @@
-"""What is damaged among all that live checkpoints name, as `ckpt repair` needs to know it. Every pack is read once.
+"""Find damage in everything that live checkpoints reference, for `ckpt repair`. Every data file is read once.
 
-    look      the small files of every checkpoint, and which ranges of which packs they name
-    survey    those ranges, read and compared
+    look      the small files of every checkpoint, and the ranges of data files that they reference
+    survey    these ranges, read and compared
 
-What is retired while somebody looks is no damage. A small file is put right at once, in memory, if what is left of its
-checkpoint or another location can say what it was.
+Files retired during the audit are not damage. A small file is restored in memory immediately if the rest of its
+checkpoint or another location determines its content.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import numpy as np
 from ckpt.core.checkpoint import steady
 from ckpt.core.checkpoint.blobs import FAR_READ, PARALLEL, READ, near
 from ckpt.core.checkpoint.concurrent import all_of, of_each
-from ckpt.core.checkpoint.parts import MANY, read_exact, read_header
-from ckpt.core.format.digest import blob_digest, file_digest
+from ckpt.core.checkpoint.parts import MANY, no_layout, read_exact, read_header, table_of
+from ckpt.core.format.digest import blob_digest
 from ckpt.core.format.layout import Layout
 from ckpt.core.format.manifest import (
     MAX_FORMAT,
@@ -34,7 +34,7 @@ from ckpt.core.format.manifest import (
     owner,
     part_key,
     read_format,
-    table_key,
+    unpress,
 )
 from ckpt.core.format.rank_index import is_directory
 from ckpt.core.format.table import MAX_TABLE, Table
@@ -43,7 +43,7 @@ from ckpt.core.log.records import Commit
 from ckpt.errors import CorruptError, FormatError, NotFoundError, StoreError, is_unreadable
 from ckpt.events import log as logger
 from ckpt.tools.maintain.damage import AuditedTable, AuditResult, DamagedRange, FileDamage, PackDamage
-from ckpt.tools.maintain.remake import IndexOf, share_of
+from ckpt.tools.maintain.remake import IndexOf
 
 OnBytes = Callable[[int], None] | None
 Ranges = np.ndarray[Any, Any]
@@ -52,10 +52,8 @@ _RANGE = np.dtype([("pack", "<i4"), ("offset", "<i8"), ("stored", "<i8"), ("low"
 
 
 class Audit:
-    """Of the run behind `log`; `others`: runs in other places that may know more.
-
-    `commits`: the checkpoints that matter, by default all that are live.
-    """
+    """The damage of the run behind `log`. `others`: the same run in other locations, which may have intact copies.
+    `commits`: checkpoints to audit, default all live ones."""
 
     def __init__(self, log: RunLog, others: Sequence[RunLog] = (), commits: Sequence[Commit] | None = None) -> None:
         self.log, self.others, self.store = log, list(others), log.store
@@ -66,13 +64,13 @@ class Audit:
         self.sheets: list[AuditedTable] = []
         self.infos: dict[str, PackInfo] = {}
         self.sizes: dict[str, int] = {}
-        self._names: dict[str, int] = {}  # of packs, and their number in `_ranges`
+        self._names: dict[str, int] = {}  # names of data files with their numbers in `_ranges`
         self._ranges: Ranges = np.zeros(0, _RANGE)
 
     # -- what is damaged --
 
     async def look(self) -> int:
-        """Everything but tensors; how many bytes `survey` will read."""
+        """Read everything except tensors. Return how many bytes `survey` will read."""
         await self._format()
         for commit in self.commits:
             await self._structure(commit)
@@ -86,23 +84,23 @@ class Audit:
         return there is None or (info is not None and there != info.size)
 
     async def _measure(self, key: str) -> None:
-        """Read the size of one pack again. A listing may have been made while the folder was away for a moment."""
+        """Read the size of a file again, because a listing may have been made while the folder was unavailable."""
         self.sizes.pop(key, None)
         with contextlib.suppress(NotFoundError):
             self.sizes[key] = (await steady.head(self.store, key)).size
 
     def _ranges_of(self, table: Table) -> Ranges:
-        """All that it names."""
+        """Return all ranges that a table references."""
         rows = np.flatnonzero(table.stored > 0)
         numbers = np.array([self._names.setdefault(key, len(self._names)) for key in table.packs], np.int32)
-        found = np.zeros(len(rows), _RANGE)
+        ranges = np.zeros(len(rows), _RANGE)
         digests = np.ascontiguousarray(table.stored_digest[rows]).view("<u8").reshape(-1, 2)
-        found["pack"], found["offset"] = numbers[table.pack[rows]], table.offset[rows]
-        found["stored"], found["low"], found["high"] = table.stored[rows], digests[:, 0], digests[:, 1]
-        return found
+        ranges["pack"], ranges["offset"] = numbers[table.pack[rows]], table.offset[rows]
+        ranges["stored"], ranges["low"], ranges["high"] = table.stored[rows], digests[:, 0], digests[:, 1]
+        return ranges
 
     async def audit(self, on_bytes: OnBytes = None) -> AuditResult:
-        """Read everything that was found by `look`, a few batches at a time, and note what is damaged."""
+        """Read every range that `look` found, a few batches at a time, and record the damage."""
         damaged: dict[str, PackDamage] = {}
 
         def of(key: str) -> PackDamage:
@@ -143,7 +141,7 @@ class Audit:
         return self.found
 
     def _jobs(self) -> Iterator[tuple[str, list[DamagedRange] | None]]:
-        """Headers (None), and near ranges together."""
+        """Yield headers (None), and ranges that are close together in one batch."""
         most = FAR_READ if self.store.remote else READ
         for key in self._names:
             if key in self.infos:
@@ -152,14 +150,14 @@ class Audit:
                 yield key, group
 
     def named(self, key: str) -> Iterator[DamagedRange]:
-        """The ranges of a pack that live checkpoints name, in their order."""
+        """Yield the ranges of a data file that live checkpoints reference, in order."""
         low, high = np.searchsorted(self._ranges["pack"], [self._names[key], self._names[key] + 1])
         for row in self._ranges[low:high]:
             digest = np.array([row["low"], row["high"]], "<u8").tobytes()
             yield DamagedRange(key, int(row["offset"]), int(row["stored"]), digest)
 
     async def _damaged(self, pool: ThreadPoolExecutor, pieces: list[DamagedRange]) -> list[DamagedRange]:
-        """Those of near ranges that are not what they have to be. What lies behind the end is not asked for."""
+        """Return the ranges of a batch that are damaged. Nothing is read beyond the end of the file."""
         there = self.sizes.get(pieces[0].pack, 0)
         missing = [p for p in pieces if p.offset + p.stored > there]
         pieces = [p for p in pieces if p.offset + p.stored <= there]
@@ -190,7 +188,7 @@ class Audit:
         return True
 
     async def _forget_retired(self, damaged: dict[str, PackDamage]) -> None:
-        """A running job may have given checkpoints up while we looked: what only they name is no damage."""
+        """Remove damage that only checkpoints retired during the audit reference."""
         if not (damaged or self.found.files or self.found.unread):
             return
         live = (await self.log.refresh()).commits.keys()
@@ -206,7 +204,7 @@ class Audit:
         self.found.unread = [one for one in self.found.unread if one[0] not in gone]
 
     async def _name_rows(self, damaged: dict[str, PackDamage]) -> None:
-        """Which rows of which tables name each damaged piece. What names a damaged file is in memory from here on."""
+        """Find which table rows reference each damaged range. These tables stay in memory from here on."""
         by_place = {(p.pack, p.offset, p.stored): p for pack in damaged.values() for p in pack.pieces}
         concerned = [sheet for sheet in self.sheets if not damaged.keys().isdisjoint(sheet.packs)]
         await of_each(concerned, self._keep)
@@ -222,8 +220,8 @@ class Audit:
             pack.pieces = [piece for piece in pack.pieces if piece.rows]
 
     def verdicts(self) -> list[tuple[Attempt, str]]:
-        """Of every checkpoint, newest first: "sound", what a repair makes of it, "sound after this", "stays damaged",
-        or "lost", if bytes that it needs cannot be had."""
+        """Return a verdict for each checkpoint, newest first. "sound"; or the result of a repair: "sound after this",
+        "stays damaged", or "lost" if bytes that it needs are nowhere."""
         found: dict[Attempt, int] = {commit.attempt: 0 for commit in self.commits}
 
         def worse(attempts: Iterable[Attempt | None], much: int) -> None:
@@ -261,16 +259,16 @@ class Audit:
             )
 
     async def _structure(self, commit: Commit) -> None:
-        """Parts, tables and index of a checkpoint; as far as they can be had, its sheets. Some ranks at a time."""
+        """Read the index and the manifests of a checkpoint, some ranks at a time, and note its tables."""
         key, many = index_key(commit.attempt, commit.index), len(commit.parts) > MANY
         ((raw, damage),) = await self._files(commit, [(key, commit.index, MAX_TABLE)])
         index = None if raw is None or is_directory(raw) else self._parsed(raw, key, commit)
         again, sheets, columns = IndexOf(many=many, wanted=raw is None), list[AuditedTable](), [self._ranges]
         for start in range(0, len(commit.parts), MANY):
             wanted = commit.parts[start : start + MANY]
-            for row, part, table in await self._ranks(commit, wanted, index, again.layout_of):
+            for row, part, table in await self._ranks(commit, wanted, again.layout_of):
                 again.add(part, table)
-                sheet = AuditedTable(commit, table.packs, row, part.table)
+                sheet = AuditedTable(commit, table.packs, row)
                 if not many:
                     sheet.content, sheet.layout = table, _layout(part)
                 sheets.append(sheet)
@@ -278,62 +276,53 @@ class Audit:
         if len(sheets) == len(commit.parts):
             self.sheets += sheets
             if damage is not None and raw is None and (made := again.made(commit)) is not None:
-                damage.raw, damage.source = made, "the tables of its parts"
+                damage.raw, damage.source = made, "the manifests of its ranks"
         elif index is not None:
             self.sheets.append(AuditedTable(commit, index.packs, content=index))
             columns = [self._ranges, self._ranges_of(index)]
         else:
-            self.found.unread.append((commit.attempt, "neither its index nor all of its tables can be had"))
+            self.found.unread.append((commit.attempt, "its index and some of its manifests are lost"))
             return
         self._ranges = np.unique(np.concatenate(columns))
 
     async def _ranks(
-        self,
-        commit: Commit,
-        rows: Sequence[tuple[int, int, str]],
-        index: Table | None,
-        layout_of: Callable[[str], dict[str, Any]],
+        self, commit: Commit, rows: Sequence[tuple[int, int, str]], layout_of: Callable[[str], dict[str, Any]]
     ) -> list[tuple[tuple[int, int, str], Part, Table]]:
-        """What some ranks have stored, as far as it can be had."""
-        attempt, there = commit.attempt, list[tuple[tuple[int, int, str], Part]]()
-        keys = [(part_key(attempt, rank, number), digest, MAX_JSON) for rank, number, digest in rows]
+        """Read the manifests of some ranks, as far as intact copies exist."""
+        keys = [(part_key(commit.attempt, rank, number), digest, MAX_JSON) for rank, number, digest in rows]
+        found = list[tuple[tuple[int, int, str], Part, Table]]()
         for row, (key, *_), (raw, _) in zip(rows, keys, await self._files(commit, keys), strict=True):
             if raw is not None:
                 try:
-                    there.append((row, Part.from_bytes(raw, key, layout_of)))
-                except CorruptError as error:
-                    self.found.unread.append((attempt, str(error)))
-        self.infos.update({pack.key: pack for _, part in there for pack in part.packs})
-        named = [(table_key(attempt, row[0], part.number), part.table, MAX_TABLE) for row, part in there]
-        found = list[tuple[tuple[int, int, str], Part, Table]]()
-        for (row, part), (key, *_), (raw, damage) in zip(there, named, await self._files(commit, named), strict=True):
-            table = self._parsed(raw, key, commit)
-            if damage is not None and table is None and index is not None:
-                table = share_of(index, part)
-                made = b"" if table is None else table.to_bytes()
-                if file_digest(made) != part.table:
-                    continue
-                damage.raw, damage.source = made, "its index"
-            if table is not None:
-                found.append((row, part, table))
+                    part = Part.from_bytes(raw, key, layout_of)
+                    found.append((row, part, table_of(part)))
+                except (CorruptError, FormatError) as error:
+                    self.found.unread.append((commit.attempt, str(error)))
+                else:
+                    self.infos.update({pack.key: pack for pack in part.packs})
         return found
 
     async def load(self, sheet: AuditedTable) -> Table | None:
-        """What is not kept of thousands of ranks. None if it cannot be had any more."""
+        """Return the table of a sheet, read again if it is not in memory. None if it is lost now."""
         if sheet.content is None and sheet.part is not None:
-            key = table_key(sheet.commit.attempt, *sheet.part[:2])
-            raw, _ = await self._file(sheet.commit, key, sheet.digest, MAX_TABLE)
-            return self._parsed(raw, key, sheet.commit)
+            part = await self._part(sheet.commit, sheet.part, no_layout)
+            return None if part is None else table_of(part)
         return sheet.content
 
     async def _keep(self, sheet: AuditedTable) -> None:
-        """With its layout, from here on."""
+        """Keep the table and the layout of a sheet in memory from here on."""
         sheet.content = await self.load(sheet)
         if sheet.layout is None and sheet.part is not None:
-            rank, number, digest = sheet.part
-            key = part_key(sheet.commit.attempt, rank, number)
-            raw, _ = await self._file(sheet.commit, key, digest, MAX_JSON)
-            sheet.layout = None if raw is None else _layout(Part.from_bytes(raw, key))
+            part = await self._part(sheet.commit, sheet.part, unpress)
+            sheet.layout = None if part is None else _layout(part)
+
+    async def _part(
+        self, commit: Commit, row: tuple[int, int, str], layout_of: Callable[[str], dict[str, Any]]
+    ) -> Part | None:
+        rank, number, digest = row
+        key = part_key(commit.attempt, rank, number)
+        raw, _ = await self._file(commit, key, digest, MAX_JSON)
+        return None if raw is None else Part.from_bytes(raw, key, layout_of)
 
     def _parsed(self, raw: bytes | None, key: str, commit: Commit) -> Table | None:
         try:
@@ -345,13 +334,13 @@ class Audit:
     async def _files(
         self, commit: Commit, wanted: Sequence[tuple[str, str, int]]
     ) -> list[tuple[bytes | None, FileDamage | None]]:
-        """Small files by their keys, digests and limits."""
+        """Read small files, given their keys, digests and limits."""
         found = await of_each(wanted, lambda one: self._file(commit, *one))
         self.found.files += [damage for _, damage in found if damage is not None]
         return found
 
     async def _file(self, commit: Commit, key: str, digest: str, limit: int) -> tuple[bytes | None, FileDamage | None]:
-        """The right content, from here or elsewhere; and what is wrong with it here."""
+        """Return the correct content, from here or another location, and what is wrong with the file here."""
         damage: FileDamage | None = None
         for store in (self.store, *(other.store for other in self.others)):
             try:

@@ -211,7 +211,7 @@ def test_a_trainer_whose_writer_has_died_is_seen(run_dir: str) -> None:
     place = run_dir
     with Life(place, 4) as first:
         writer = int(first.ask("cp.writer_pid"))
-        assert eventually(lambda: any((Path(run_dir) / "ledger").glob("*")))
+        assert eventually(lambda: any((Path(run_dir) / "ledger").glob("[0-9]*.json")))
         first.process.send_signal(signal.SIGSTOP)
         os.kill(writer, signal.SIGKILL)
         assert f"InUseError: process {first.process.pid}" in run_script(LIFE, place, 9).stderr

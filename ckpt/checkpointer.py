@@ -143,6 +143,7 @@ class Checkpointer:
         self._closing = Closing(
             session, progress, self._staged, self._writes, self._keeper, self._fault_handler, departures
         )
+        session.orders.start()
         undo.callback(self._fault_handler.stop, STOP_S)
         self._fault_handler.start()
         for fault in self.faults:
@@ -186,19 +187,17 @@ class Checkpointer:
     def _step(self, step: int, finite: bool | None) -> Save | None:
         self._progress.check_usable()
         self._progress.check_next(step)
-        asked = self._out_of_turn.due(step)
-        tiers = self._saves.tiers_due(step, asked)
+        tiers, due, ordered = self._saves.decide(step)
         save = None
         try:
             with self._progress.saving(step):
                 self._progress.begin(step, finite)
-                if tiers or asked or self._saves.memory_due(step):
-                    save = self._saves.begin(step, tiers, explicit=asked, asked=asked)
+                if due:
+                    save = self._saves.begin(step, tiers, explicit=ordered, asked=ordered)
         except SkippedError as error:  # there is no memory for it
-            self._saves.on_refused(step, error, self._saves.tiers_due(step, asked=False))
-        finally:
-            if asked:
-                self._out_of_turn.answer(save)
+            self._saves.on_refused(step, error)
+        if save is not None and ordered:
+            self._out_of_turn.answer(save)
         self._session.errors.raise_pending()
         return save
 
@@ -312,6 +311,7 @@ class Checkpointer:
                 return found
             finally:
                 self._out_of_turn.went_back()
+                self._session.orders.resume()
 
     # -- the end --
 

@@ -319,7 +319,7 @@ def test_what_is_no_message_of_ours_is_told(store: Any, rubbish: bytes) -> None:
 
     def posted(world: World) -> Any:
         if world.rank == 1:
-            store.set(f"{world._prefix}1/1", rubbish)
+            store.set(f"{world.prefix}1/1", rubbish)
             return OWN
         return world.agree("x", 0)
 

@@ -122,7 +122,7 @@ class Rank:
 
     def post_save(self) -> None:
         step = self.at + self.sim.random.choice([1, 2, 2, 4])
-        self.orders.post("save", step, {"restores": self.restores}, join=self.sim.random.random() < 0.5)
+        self.orders.post("save", step, {"restores": self.restores}, join=self.sim.random.choice([None, self.at + 1]))
 
     def post_interval(self) -> None:
         some = [self.sim.random.choice(INTERVALS) for _ in range(3)]
@@ -318,7 +318,7 @@ class ReadsOn(Orders):
 class ExecutesItsOwn(Orders):
     """Executes what it has posted, whether it is in the store or not."""
 
-    def post(self, kind: str, step: int, body: Any, *, join: bool = False) -> Order:
+    def post(self, kind: str, step: int, body: Any, *, join: int | None = None) -> Order:
         try:
             return super().post(kind, step, body, join=join)
         except PeerError:

@@ -120,7 +120,7 @@ def test_a_late_rank_joins_an_order_of_its_kind_only(ranks: Ranks) -> None:
     ranks.stop()  # nobody reads
     first = ranks.orders[0].post("interval", 5, {})
     second = ranks.orders[0].post("save", 6, {})
-    assert ranks.orders[1].post("save", 7, {}, join=True) == second
+    assert ranks.orders[1].post("save", 7, {}, join=6) == second
     assert ranks.executed[1] == [first, second]
     third = ranks.orders[2].post("save", 8, {})
     assert (third.rank, third.number) == (2, 2) and ranks.executed[2] == [first, second, third]

@@ -6,7 +6,6 @@ the rest. Any rank posts one, and every rank executes it, the one that posted it
     save       save the first step that is not below `step`, to every tier     `ckpt.core.run.out_of_turn`
     persist    some training loop stands still: make durable what memory has   `ckpt.core.run.out_of_turn`
     interval   from `step` on, save at other intervals                         `ckpt.core.run.intervals`
-    score      rank 0 has decided whether `step` is one of the best            `ckpt.core.run.kept_steps`
 
 **Types.** `Order` is one order. `Orders` is this rank's end of the channel. `ckpt.core.run.save_plan.SavePlan` holds
 what save and interval orders change, and is all that the training loop reads.
@@ -19,7 +18,7 @@ what save and interval orders change, and is all that the training loop reads.
     execute (under a lock) skip a number that was executed already -> call the handler
     restore (main thread)  suspend -> the ranks agree -> begin(generation) -> resume when the state is restored
 
-The training loop calls none of these, and never waits for a thread that does. `score()` waits for its verdict.
+The training loop calls none of these, and never waits for a thread that does.
 
 **Invariants.** The tests are in `tests/model/test_orders_at_random.py` unless another file is named.
 
@@ -52,7 +51,9 @@ The training loop calls none of these, and never waits for a thread that does. `
 - *A restart with another number of ranks*: keys begin with the name of the meeting (`ckpt.core.ranks.world`), which is
   new, so orders of an earlier job attempt are never read.
 
-Orders stay in the store. There are few: one for each request, changed interval and score.
+Orders stay in the store. There are few: one for each request and each changed interval. Two things are not orders,
+because ranks post or wait at the same moment: scores (`ckpt.core.run.kept_steps`), and what a rank posts when it leaves
+(`ckpt.core.run.departures`); with orders, closing N ranks would make N x N requests to the store.
 """
 
 from __future__ import annotations
@@ -118,11 +119,12 @@ class Orders:
         if self._thread is not None:
             self._thread.join(STOP_S)
 
-    def post(self, kind: str, step: int, body: Json, *, join: bool = False) -> Order:
+    def post(self, kind: str, step: int, body: Json, *, join: int | None = None) -> Order:
         """Post an order, and return it when this rank has executed it.
 
         step: at least two ahead of what this rank has seen, if the kind is about a later step
-        join: an order of this kind that another rank posts at the same time will do; it is returned instead
+        join: an order of this kind for that step or a later one, which another rank posts at the same time, will do;
+            it is returned instead
 
         Raises PeerError if the store does not answer, or during a restore. The order may be in the store all the same.
         """
@@ -137,7 +139,7 @@ class Orders:
             there = self._execute(order.generation, order.number, found)
             if found == ours:
                 return order
-            if join and there is not None and there.kind == kind:
+            if join is not None and there is not None and there.kind == kind and there.step >= join:
                 return there
 
     def _create(self, key: str, body: bytes) -> bytes:

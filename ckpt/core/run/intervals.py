@@ -10,7 +10,6 @@ what only the old ones wanted. At a restore all ranks agree on the change that w
 from __future__ import annotations
 
 import math
-import threading
 from dataclasses import asdict
 from typing import Any
 
@@ -58,7 +57,6 @@ class Intervals:
         self.plan = SavePlan(steps, first)
         self.began = known if auto and known else None
         self._number = -1  # of the order that changed the plan last
-        self._proposing = threading.Lock()
 
     def places(self) -> list[CadenceOf]:
         """Return what the writer decides about, see `ckpt.core.writer.bookkeeper`."""
@@ -75,16 +73,12 @@ class Intervals:
         start_thread(lambda: self._propose(note.decision), "ckpt-intervals")
 
     def _propose(self, data: dict[str, Any]) -> None:
-        if not self._proposing.acquire(blocking=False):
-            return  # the writer proposes again
         try:
             fastest_s = (Decision(**data).step_s or self._heartbeat.usual_s) / 2
             ahead = AHEAD + (math.ceil(AHEAD_S / fastest_s) if fastest_s > 0 else 0)
             self._orders.post("interval", self._heartbeat.step + (ahead if self._world.size > 1 else 1), data)
-        except CheckpointError as error:
+        except CheckpointError as error:  # the writer proposes it again
             log.info("the save intervals stay as they are: %s", error)
-        finally:
-            self._proposing.release()
 
     def change(self, order: Order) -> list[Late]:
         """Execute an interval order. Return the steps that this rank has decided by the old intervals."""

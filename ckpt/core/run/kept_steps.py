@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
 from ckpt.core.ipc.requests import AskKept, KeptReply
 from ckpt.core.log.records import THE_BEST
-from ckpt.core.ranks.board import PAUSE_S
-from ckpt.core.ranks.orders import Order
 from ckpt.core.ranks.world import together
 from ckpt.core.run.progress import Progress
 from ckpt.core.run.saves import TierWrites
@@ -22,15 +19,14 @@ from ckpt.events import log
 
 
 class KeptSteps:
-    """Of one Checkpointer. Rank 0 decides which are the best and waits for nobody. The others wait for its order, one
-    for each call. What earlier incarnations have scored, the run logs say, which the writer has read."""
+    """Keeps steps for one Checkpointer. Rank 0 decides which are the best and waits for no other rank. The others wait
+    for its verdict in `score`. The run logs, which the writer has read, contain the scores of earlier starts."""
 
     def __init__(self, session: Session, progress: Progress, keeper: StepKeeper, writes: TierWrites) -> None:
         self._session, self._progress, self._keeper, self._writes = session, progress, keeper, writes
         self._best = session.settings.best
         self._asked: dict[int, str] | None = None  # what the user has named, or had at an earlier start
-        self._verdicts = deque[Order]()  # of rank 0, that no call of score() has taken yet
-        session.orders.hear("score", self._verdicts.append)
+        self._scored = 0  # calls since the last restore
         if self._best is not None:
             self._best.scores = []  # it may have been another run's
 
@@ -75,18 +71,26 @@ class KeptSteps:
         assert best is not None
         if world.size == 1:
             return self._decide(step, value)
+        epoch = self._session.supervisor.owner.epoch  # so that ranks agree again after a restore
+        key, self._scored = f"score/{epoch}/{self._scored}", self._scored + 1
+        mailbox = self._session.ownership.mailbox()
         if world.rank > 0:
-            verdict = self._await_verdict(step)
-            if verdict.step != step:
+            try:
+                (word,) = mailbox.wait([key], world.timeout_s, lambda: mailbox.poll(["left/0"]))
+            except DeadlineError:
+                if not mailbox.poll(["left/0"]):
+                    raise
+                how = mailbox.wait(["left/0"], world.timeout_s)[0]["how"]
+                raise PeerError(f"rank 0 {how}, so nobody decides whether step {step} is among the best") from None
+            if word["step"] != step:
                 raise PeerError(
-                    f"rank 0 scored step {verdict.step}, and this rank step {step}: all ranks must score alike"
+                    f"rank 0 scored step {word['step']}, and this rank step {step}: all ranks must score alike"
                 )
-            word = verdict.body
             if "error" in word:
                 raise from_wire(word["error"])
             best.scores = [(score, at) for score, at in word["scores"]]
             return word["among"], word["saved"]
-        word = {}
+        word = {"step": step}
         try:
             word["among"], word["saved"] = among, saved = self._decide(step, value)
             word["scores"] = best.scores
@@ -95,26 +99,7 @@ class KeptSteps:
             word["error"] = to_wire(error)
             raise
         finally:
-            self._session.orders.post("score", step, word)
-            self._verdicts.clear()
-
-    def _await_verdict(self, step: int) -> Order:
-        """Return what rank 0 decided at its next call. PeerError if it has left without one."""
-        world, orders, left = self._session.world, self._session.orders, ""
-        mailbox = self._session.ownership.mailbox()
-        end, pause_s = time.monotonic() + world.timeout_s, 0.001
-        while True:
-            orders.catch_up()
-            if self._verdicts:
-                return self._verdicts.popleft()
-            if left:
-                raise PeerError(f"rank 0 {left}, so nobody decides whether step {step} is among the best")
-            if time.monotonic() > end:
-                raise DeadlineError(f"rank 0 did not score step {step} within {world.timeout_s:g} s")
-            if mailbox.poll(["left/0"]):  # then its last orders are in the store
-                left = mailbox.wait(["left/0"], world.timeout_s)[0]["how"]
-            time.sleep(pause_s)
-            pause_s = min(1.2 * pause_s, PAUSE_S)
+            mailbox.put(key, word)
 
     def _decide(self, step: int, value: object) -> tuple[bool, bool]:
         best, last = self._best, self._progress.step
@@ -141,7 +126,7 @@ class KeptSteps:
     def went_back(self) -> None:
         """After a restore, on all ranks: what was scored in the history that it leads to, and is there."""
         best, step = self._best, self._progress.step
-        self._verdicts.clear()
+        self._scored = 0
         if best is None:
             return
 

@@ -140,7 +140,7 @@ class OutOfTurn:
                 outcome.add("live", step, "memory", outcome.passed_s)
             outcome.staged_s = outcome.passed_s
             if not alone and not blocked:
-                self._order("persist", -1, why, end)
+                self._order("persist", -1, why, end, 0, join=-1)
             if blocked and leaving and self._supervisor.memory.outlives_us:
                 self._note_memory(outcome)  # the writer makes it durable while the launcher starts the next trainer
             else:
@@ -201,11 +201,7 @@ class OutOfTurn:
         step = self._heartbeat.step
         pauses = math.ceil(2 * self._orders.pause_s / usual_s) if usual_s > 0 else 0
         ahead = 1 if self._world.size == 1 else AHEAD + pauses
-        for _ in range(TRIES):  # other ranks' orders may be too early for us
-            order = self._order("save", step + ahead, why, end, tries)
-            if order is None or order.step > step:
-                return order
-        return None
+        return self._order("save", step + ahead, why, end, tries, join=step + 1)
 
     def _usual_s(self) -> float:
         """How long a step takes; as long as nobody has learnt that, a guess from what happens now."""
@@ -215,11 +211,11 @@ class OutOfTurn:
         time.sleep(GUESS_S)
         return GUESS_S / max(1, self._heartbeat.step - before)
 
-    def _order(self, kind: str, step: int, why: str, end: float, tries: int = 0) -> Order | None:
+    def _order(self, kind: str, step: int, why: str, end: float, tries: int, *, join: int) -> Order | None:
         """Post an order, or join one of another rank. None if the store does not answer, and ranks cannot be told."""
         try:
             body = {"why": why[:MOST_WHY], "grace_s": _left(end), "tries": tries}
-            return self._orders.post(kind, step, body, join=True)
+            return self._orders.post(kind, step, body, join=join)
         except PeerError as error:
             log.warning("%s", error)
             return None

@@ -75,11 +75,6 @@ class TierWrites:
                 except TimeoutError:
                     raise DeadlineError(f"saves are not finished after {timeout_s:g} s; they go on") from None
 
-    def followed(self, step: int) -> Save | None:
-        """Return the save of a step if it is followed, and was for a tier."""
-        with self._lock:
-            return next((save for save in reversed(self._active) if save.step == step and save.tiers), None)
-
     def is_under_way(self, step: int) -> bool:
         """Whether it may yet come to a tier."""
         with self._lock:
@@ -234,15 +229,11 @@ class Saves:
         all ranks, unless it is in some tier already, and return None."""
         owner = self._session.supervisor.owner
         attempt = Attempt(owner.epoch, late.step, owner.nonce)
-        if late.has <= late.wants:
-            if late.has == late.wants and (save := self._writes.followed(late.step)) is not None:
-                return save
-            if (staged := self._staged.held(attempt)) is not None:  # if a later step takes the slot, the write fails
-                self._writes.write_missing(staged, sorted(late.wants - late.has))
-                return staged.save
-        if not (late.has and late.has <= late.wants):
-            reason = f"rank {self._session.world.rank} {why}"
-            self._session.supervisor.writes.retract(attempt, reason)
+        if late.has <= late.wants and (staged := self._staged.held(attempt)) is not None:
+            self._writes.write_missing(staged, sorted(late.wants - late.has))  # fails if a later step takes the slot
+            return staged.save
+        if not late.has or late.has - late.wants:
+            self._session.supervisor.writes.retract(attempt, f"rank {self._session.world.rank} {why}")
         return None
 
     def write_again(self, save: Save, job: PendingSnapshot) -> None:

@@ -48,6 +48,7 @@ from rich.console import Console
 from rich.table import Table
 
 import ckpt
+import files_of_run
 import states
 from ckpt.core.format import codec
 from ckpt.core.format.layout import BLOB
@@ -487,15 +488,10 @@ def opened(state: Json, tiers: list[Any]) -> Iterator[ckpt.Checkpointer]:
     gc.collect()  # the memory that snapshots lay in goes with the last reference: dozens of them would not fit
 
 
-def packs_of(folder: Path, attempt: str) -> int:
-    """Bytes of all packs of an attempt."""
-    return sum(p.stat().st_size for p in (folder / "packs").glob(f"{attempt}.*"))
-
-
 def save(cp: ckpt.Checkpointer, step: int, folder: Path) -> Json:
     began = time.perf_counter()
     attempt = cp.save(step).committed(LIMIT_S).attempt
-    return {"seconds": time.perf_counter() - began, "packs": packs_of(folder, attempt)}
+    return {"seconds": time.perf_counter() - began, "packs": files_of_run.size(folder, files_of_run.DATA, of=attempt)}
 
 
 def changed_bytes(base: Tensors, now: Tensors) -> int:
@@ -616,7 +612,9 @@ def window(training: states.Training, way: str, plan: Plan, place: Path) -> Json
             with_save, one = half(training, cp, start, plan.half)
             late += one is not None and one.status != "committed"
             lost.append(with_save - half(training, cp, start + plan.half, plan.half)[0])
-            packs.append(packs_of(place, one.committed(LIMIT_S).attempt) if one is not None else 0)
+            packs.append(
+                files_of_run.size(place, files_of_run.DATA, of=one.committed(LIMIT_S).attempt) if one is not None else 0
+            )
         stalls, writer_s = list(cp.stats.stalls)[first:] or [0.0], (cpu_of(writers) - before) / plan.periods
     return {"lost_s": lost, "stall_s": stalls, "packs": packs, "late": late, "writer_s": [writer_s]}
 

@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 import ckpt
+import files_of_run
 from ckpt.core.checkpoint import commit as commits
 from ckpt.core.checkpoint import parts as parts_of
 from ckpt.core.checkpoint import read
@@ -74,9 +75,9 @@ def trained(mib: float, tensors: int) -> tuple[nn.Module, torch.optim.Optimizer]
 
 def metadata(root: Path, attempt: str) -> int:
     """Bytes on disk of one checkpoint that are no tensors."""
-    part = Part.from_bytes(next((root / "parts").glob(f"{attempt}.0.*.json")).read_bytes(), "a part")
-    files = [path for folder in ("parts", "index") for path in (root / folder).glob(f"{attempt}[.-]*")]
-    return sum(path.stat().st_size for path in files) + sum(pack.header_size for pack in part.packs)
+    part = Part.from_bytes(files_of_run.files(root, files_of_run.MANIFEST, of=attempt)[0].read_bytes(), "a part")
+    small = files_of_run.size(root, files_of_run.MANIFEST, files_of_run.INDEX, of=attempt)
+    return small + sum(pack.header_size for pack in part.packs)
 
 
 def save(mib: float, tensors: int) -> Json:
@@ -183,14 +184,14 @@ def ranks(world: int, tensors: int) -> Json:
             plans.append(time.perf_counter() - began)
             data = memoryview(bytearray(layout.arrangement.data_size))
             await write_part(store, RankSnapshot(attempt, layout, data, values, finite=True))
-        keys = [info.key async for info in store.list("parts/")]
+        keys = [info.key async for info in store.list()]
         began = time.perf_counter()
         parts = list((await parts_of.sound_parts(store, attempt, keys)).values())
         await commits.commit_or_end(log, mine, parts, kind="COMMIT")
         committed_s = time.perf_counter() - began
         await store.aclose()
         looked = await looked_at(root)
-        index = next((root / "index").iterdir()).stat().st_size
+        index = files_of_run.size(root, files_of_run.INDEX)
         return {
             "plan_s": statistics.median(plans), "commit_s": committed_s, "index_bytes": index,
             "newest_s": looked["newest_s"],

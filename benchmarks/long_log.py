@@ -16,7 +16,7 @@ from typing import Any
 
 from ckpt.core.checkpoint import commit as commits
 from ckpt.core.format.digest import file_digest
-from ckpt.core.format.manifest import Attempt, new_format, read_format
+from ckpt.core.format.manifest import Attempt, index_key, new_format, pack_key, part_key, read_format
 from ckpt.core.log.log import RunLog, record_key
 from ckpt.core.log.records import KEPT_REQUESTS, SNAPSHOT_EVERY, Commit, Record, commit_body, fold, summary
 from ckpt.core.log.trimming import Trimmer
@@ -40,7 +40,7 @@ def spoken() -> Iterator[Record]:
                      f"commit:{attempt}:0")  # fmt: skip
         if step > KEEP:
             old = Attempt(1, step - KEEP, NONCE)
-            files = [f"packs/{old}.0.0.safetensors", f"parts/{old}.0.0.json", f"index/{old}-{digest[:16]}.safetensors"]
+            files = [pack_key(old, 0, 0), part_key(old, 0, 0), index_key(old, digest)]
             yield Record("PLAN", {"retire": [str(old)], "delete": files}, f"plan:{NONCE}:{step}")
 
 

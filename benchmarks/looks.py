@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import ckpt
+import files_of_run
 from ckpt.core.checkpoint import read
 from ckpt.dcp import read as dcp_read
 from ckpt.tools.cli import app
@@ -33,8 +34,7 @@ class Counted:
 
     requests: int = 0
     nbytes: int = 0
-    parts: int = 0
-    tables: int = 0
+    manifests: int = 0
 
 
 @contextlib.contextmanager
@@ -43,10 +43,10 @@ def counting() -> Iterator[Counted]:
 
     async def counted(store: LocalStore, key: str, **options: Any) -> Any:
         data = await get(store, key, **options)
-        if not key.startswith("packs/"):
+        kind = files_of_run.kind_of(key)
+        if kind != files_of_run.DATA:
             found.requests, found.nbytes = found.requests + 1, found.nbytes + len(data)
-            found.parts += key.startswith("parts/") and key.endswith(".json")
-            found.tables += key.startswith("parts/") and key.endswith(".safetensors")
+            found.manifests += kind == files_of_run.MANIFEST
         return data
 
     async def asked(store: LocalStore, key: str) -> Any:
@@ -77,7 +77,7 @@ def one_tensor(url: str) -> None:
 
 
 def through_dcp(url: str) -> None:
-    """What a rank asks for before its plan, and the tables of one tensor."""
+    """Measure what a rank reads before its plan, and for one tensor."""
     found = asyncio.run(dcp_read.find([url], None))
     dcp_read.metadata_of(found.saved)
     found.saved.narrowed({found.key(ONE): [((0,), found.saved.tensors[found.key(ONE)].spec.shape)]})
@@ -119,7 +119,7 @@ def look(root: Path, what: str) -> Json:
         LOOKS[what](str(root))
     return {
         "seconds": time.perf_counter() - began, "cpu_s": time.process_time() - cpu, "requests": counted.requests,
-        "read_mb": counted.nbytes / 1e6, "parts": counted.parts, "tables": counted.tables,
+        "read_mb": counted.nbytes / 1e6, "manifests": counted.manifests,
     }  # fmt: skip
 
 
@@ -130,7 +130,7 @@ def measure(task: Callable[..., Json], root: Path) -> dict[str, Json]:
 def rows(found: dict[str, dict[str, Json]]) -> list[list[str]]:
     return [
         [f"{size} ranks: {what}", f"{one['cpu_s']:.1f} s", f"{one['peak_mb']:.0f} MB", str(one["requests"]),
-         f"{one['read_mb']:.1f} MB", str(one["parts"]), str(one["tables"])]
+         f"{one['read_mb']:.1f} MB", str(one["manifests"])]
         for size, looks in found.items()
         for what, one in looks.items()
     ]  # fmt: skip

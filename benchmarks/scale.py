@@ -49,6 +49,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import files_of_run
 import growth
 import long_log
 import looks
@@ -58,7 +59,7 @@ from ckpt.core.checkpoint import read, write
 from ckpt.core.format.boxes import Dims
 from ckpt.core.format.digest import file_digest
 from ckpt.core.format.layout import Layout
-from ckpt.core.format.manifest import Attempt, PackInfo, new_format, pack_key
+from ckpt.core.format.manifest import Attempt, PackInfo, new_format, pack_key, part_key
 from ckpt.core.format.partition import GLOBAL, Holding, Seat, share
 from ckpt.core.format.saved_state import SavedState
 from ckpt.core.log.log import RunLog
@@ -257,7 +258,7 @@ class Folder:
 
 
 def write_ranks(world: World, root: str, first: int, last: int) -> int:
-    """The parts of some ranks of one stage. The bytes of parts and tables."""
+    """Write the parts of some ranks of one stage. Return their bytes."""
     with as_rank(first, world.size):
         reading = Capture(state_of(world, first), Seat(first, world.size)).read()
     rng, total = np.random.default_rng(first), 0
@@ -272,14 +273,14 @@ async def write_rank(world: World, root: Path, rank: int, like: Reading, rng: np
     key, header = pack_key(ATTEMPT, rank, 0), arrangement.header
     table = write.build_table(layout, key, rng.bytes(16 * len(arrangement.blobs)))
     pack = PackInfo(key, len(header) + arrangement.data_size, len(header), file_digest(header))
-    (root / "packs").mkdir(parents=True, exist_ok=True)
+    (root / key).parent.mkdir(parents=True, exist_ok=True)
     with open(root / key, "wb") as file:
         file.write(header)
         file.truncate(pack.size)
     store: Any = Folder(root)
     snapshot = write.RankSnapshot(ATTEMPT, layout, memoryview(b""), like.values, finite=True)
     await write.finish_part(store, snapshot, table, [pack], number=0, reason="due")
-    return sum((root / f"parts/{ATTEMPT}.{rank}.0.{kind}").stat().st_size for kind in ("json", "safetensors"))
+    return (root / part_key(ATTEMPT, rank, 0)).stat().st_size
 
 
 def write_all(world: World, root: Path) -> None:
@@ -345,7 +346,7 @@ def take_over(root: Path) -> Json:
         await log.open()
         mine = await commits.acquire(log, "0badcafe")
         clock, cpu = Clock(), time.process_time()
-        keys = [info.key async for info in store.list("parts/")]
+        keys = [info.key async for info in store.list()]
         parts = list((await parts_of.sound_parts(store, ATTEMPT, keys)).values())
         clock.lap("read_s")
         await commits.commit_or_end(log, mine, parts, kind="COMMIT")
@@ -358,13 +359,12 @@ def take_over(root: Path) -> Json:
 
 def sizes(root: Path) -> Json:
     """Bytes of what a restoring rank reads first, and of what each rank writes."""
-    index = next((root / "index").iterdir()).stat().st_size
+    index = files_of_run.size(root, files_of_run.INDEX)
     record = max(path.stat().st_size for path in (root / "log").iterdir())
-    parts = [path.stat().st_size for path in (root / "parts").iterdir() if path.suffix == ".json"]
-    tables = [path.stat().st_size for path in (root / "parts").iterdir() if path.suffix != ".json"]
+    parts = [path.stat().st_size for path in files_of_run.files(root, files_of_run.MANIFEST)]
     return {
         "record_bytes": record, "index_bytes": index, "record_mb": (record + index) / 1e6,
-        "part_bytes": statistics.mean(parts), "table_bytes": statistics.mean(tables),
+        "part_bytes": statistics.mean(parts),
     }  # fmt: skip
 
 
@@ -565,7 +565,7 @@ def show_all(found: Json) -> None:
                 str(plan_["pieces"]),
                 f"{plan_['cold_s']:.3f} s",
                 f"{1000 * plan_['cached_s']:.2f} ms",
-                f"{sizes_['part_bytes'] / 1e3:.0f} + {sizes_['table_bytes'] / 1e3:.0f} kB",
+                f"{sizes_['part_bytes'] / 1e3:.0f} kB",
                 f"{sizes_['record_bytes'] / 1e6:.2f} + {sizes_['index_bytes'] / 1e6:.2f} MB",
                 f"{commit['read_s']:.1f} + {commit['merge_s']:.1f} ({commit['cpu_s']:.1f}) s",
                 f"{commit['peak_mb']:.0f} MB",
@@ -583,7 +583,7 @@ def show_all(found: Json) -> None:
         "pieces",
         "plan, cold",
         "cached",
-        "part + table",
+        "manifest",
         "COMMIT + index",
         "read + merge",
         "peak",

@@ -33,7 +33,6 @@ WRITER_POINTS = (
     "pack.opened",
     "pack.written",
     "pack.synced",
-    "table.stored",
     "part.stored",
     "index.stored",
     "log.synced",  # the record's temporary file is durable

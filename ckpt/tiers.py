@@ -6,7 +6,7 @@ import json
 import os
 import reprlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -110,8 +110,7 @@ class Tier:
         """What the writer needs to know of it: the environment too, since one that is there may be of another."""
         return {
             "url": self.url,
-            "last": self.keeping.last,
-            "every": self.keeping.every,
+            "keep": asdict(self.keeping),
             "cadence": FIRST_DURABLE if isinstance(self.every, Auto) else self.every,
             "options": None if self.storage_options is None else dict(self.storage_options),
             "max_mib_s": self.max_mib_s,

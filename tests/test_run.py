@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 import ckpt
 from ckpt.core.checkpoint import retention
 from ckpt.errors import CorruptError, FormatError, NoCheckpointError, UsageError
-from commands import attempt_of, call, flip, increments
+from commands import call, flip, increments
+from run_files import data_file
 from trees import tree
 
 __all__ = ["call", "increments"]  # fixtures
@@ -60,7 +61,7 @@ def test_keep_prune_and_delete(run: ckpt.Run) -> None:
 
 
 def test_nothing_goes_while_what_stays_is_damaged(run: ckpt.Run) -> None:
-    pack = next((folder(run) / "packs").glob(f"{attempt_of(folder(run), 5)}.*"))
+    pack = data_file(folder(run), 5)
     flip(pack, pack.stat().st_size // 2)
     before = tree(folder(run))
     for work in (lambda: run.prune(2), lambda: run.delete(3)):

@@ -120,7 +120,7 @@ def empty(limit: Limit) -> bool:
 
 
 async def puts(store: Store, number: int, size: int) -> None:
-    await asyncio.gather(*(store.put(f"packs/{i}", bytes(size)) for i in range(number)))
+    await asyncio.gather(*(store.put(f"data/{i}", bytes(size)) for i in range(number)))
 
 
 # -- bytes a second --
@@ -133,8 +133,8 @@ def keeps_the_rate(limited: Callable[[Store], Store]) -> None:
         store = Slow(seconds=0.3)
         limit = limited(store)
         sizes = [100, 300, 50, 1000, 1, 200, 600]
-        calls: list[Awaitable[object]] = [limit.put(f"packs/{i}", bytes(size)) for i, size in enumerate(sizes)]
-        calls += [limit.get("packs/x", start=0, length=size) for size in sizes]
+        calls: list[Awaitable[object]] = [limit.put(f"data/{i}", bytes(size)) for i, size in enumerate(sizes)]
+        calls += [limit.get("data/x", start=0, length=size) for size in sizes]
         await asyncio.gather(*calls)
         before = 0
         for at, _, size in store.began:
@@ -217,10 +217,10 @@ def keeps_the_bytes(limited: Callable[[Store], Limit], most: int = 1000) -> None
     async def main() -> None:
         store = Slow()
         limit = limited(store)
-        target = await limit.upload("packs/p", size=9000)
+        target = await limit.upload("data/p", size=9000)
         sizes = [300, 300, 500, 100, 1000, 400, 700, 1, 900]
-        calls: list[Awaitable[object]] = [limit.put(f"packs/{i}", bytes(size)) for i, size in enumerate(sizes)]
-        calls += [limit.get("packs/x", start=0, length=size) for size in sizes]
+        calls: list[Awaitable[object]] = [limit.put(f"data/{i}", bytes(size)) for i, size in enumerate(sizes)]
+        calls += [limit.get("data/x", start=0, length=size) for size in sizes]
         calls += [target.write_at(0, memoryview(bytes(size))) for size in sizes]
         await asyncio.gather(*calls)
         await target.finish()
@@ -249,7 +249,7 @@ def test_a_range_larger_than_the_bound_goes_alone() -> None:
     async def main() -> None:
         store = Slow()
         limit = Limit(store, in_flight=1000)
-        await asyncio.gather(*(limit.put(f"packs/{i}", bytes(size)) for i, size in enumerate((10, 5000, 20, 3000))))
+        await asyncio.gather(*(limit.put(f"data/{i}", bytes(size)) for i, size in enumerate((10, 5000, 20, 3000))))
         assert [at for at, _, _ in store.began] == [0.0, 1.0, 2.0, 3.0]
         assert limit.most_in_flight == store.most_bytes == 5000
         assert empty(limit)
@@ -267,7 +267,7 @@ def test_requests_at_once(requests: int) -> None:
         calls: list[Awaitable[object]] = []
         for i in range(10):
             calls += [limit.put(f"log/{i}", b"x"), limit.get("x", start=0, length=1), limit.head("x"), keys(limit)]
-            calls += [limit.delete("x"), limit.upload(f"packs/{i}", size=1)]
+            calls += [limit.delete("x"), limit.upload(f"data/{i}", size=1)]
         await asyncio.gather(*calls)
         assert store.most_requests == min(requests, 60)
         assert empty(limit)
@@ -322,7 +322,7 @@ def test_kept_bytes_count_until_the_end() -> None:
         store = Slow(keeps=True)
         limit = Limit(store, in_flight=1000)
         for end in ("finish", "abort"):
-            target = await limit.upload(f"packs/{end}", size=800)
+            target = await limit.upload(f"data/{end}", size=800)
             await target.write_at(0, memoryview(bytes(400)))
             await target.write_at(400, memoryview(bytes(400)))
             ending = asyncio.ensure_future(getattr(target, end)())
@@ -348,7 +348,7 @@ def test_kept_bytes_beyond_the_bound_do_not_wait_for_ever() -> None:
             await limit.get("x", start=0, length=500)
             await target.finish()
 
-        await asyncio.gather(one("packs/a"), one("packs/b"))
+        await asyncio.gather(one("data/a"), one("data/b"))
         assert limit.most_in_flight > 1000 and empty(limit)
 
     run(main())
@@ -367,7 +367,7 @@ def parts_out_of_order(limited: Callable[[Store], Store]) -> None:
 
         store = Ordered()
         limit = limited(store)
-        target = await limit.upload("packs/p", size=1000)
+        target = await limit.upload("data/p", size=1000)
         order = [3, 1, 2, 4, 5, 0, 7, 6, 9, 8]
         await asyncio.gather(*(target.write_at(i * 100, memoryview(bytes(100))) for i in order))
         await target.finish()
@@ -401,11 +401,11 @@ def test_parts_may_be_written_again() -> None:
     async def main() -> None:
         store = Slow()
         limit = Limit(store, requests=1)
-        target = await limit.upload("packs/p", size=400)
+        target = await limit.upload("data/p", size=400)
         target.part = 100
         for i in (0, 1, 0, 1, 2, 0):
             await target.write_at(i * 100, memoryview(bytes(100)))
-        other = await limit.upload("packs/q", size=400)
+        other = await limit.upload("data/q", size=400)
         other.part = 100
         waiting = asyncio.ensure_future(other.write_at(300, memoryview(bytes(100))))
         await asyncio.sleep(100.0)

@@ -108,7 +108,7 @@ class ScriptedUpload:
 
 
 async def upload(store: Store) -> None:
-    target = await store.upload("packs/p", size=4)
+    target = await store.upload("data/p", size=4)
     await target.write_at(0, memoryview(b"data"))
     await target.finish()
 
@@ -123,7 +123,7 @@ CALLS: dict[str, Callable[[Store], Awaitable[object]]] = {
     "delete": lambda store: store.delete("log/0"),
     "delete_many": lambda store: store.delete_many(["log/0", "none"]),
     "drop_uploads": lambda store: store.drop_uploads(lambda key: False),
-    "upload": lambda store: store.upload("packs/p", size=4),
+    "upload": lambda store: store.upload("data/p", size=4),
 }
 
 
@@ -224,7 +224,7 @@ def test_the_rest_is_passed_through() -> None:
         inner = Scripted(resumable=True)
         retry = Retry(inner)
         assert (retry.url, retry.remote) == (inner.url, True)
-        target = await retry.upload("packs/p", size=4)
+        target = await retry.upload("data/p", size=4)
         assert (target.part, target.resumable, target.keeps) == (512, True, False)
         await retry.aclose()
         assert inner.closed
@@ -369,7 +369,7 @@ def test_only_some_uploads_go_on(resumable: bool) -> None:
         store = Scripted(*script, resumable=resumable)
         if resumable:
             run(store, upload)
-            assert store.objects["packs/p"] == b"data" and len(store.calls) == 4
+            assert store.objects["data/p"] == b"data" and len(store.calls) == 4
         else:
             with pytest.raises(StoreError, match=r"(?m)slow down$"):
                 run(store, upload)
@@ -382,7 +382,7 @@ def test_abort_never_raises() -> None:
     async def main() -> None:
         for error in (busy(), AccessError("no"), NotFoundError("no such upload")):
             store = Scripted(None, error)
-            target = await Retry(store).upload("packs/p", size=4)
+            target = await Retry(store).upload("data/p", size=4)
             await target.abort()
             assert asyncio.get_running_loop().time() == 0.0
 

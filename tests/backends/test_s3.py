@@ -141,11 +141,11 @@ def test_parts_are_put_together_bit_for_bit(run: Using) -> None:
     data = random.Random(1).randbytes(SIZE)
 
     async def work(store: S3Store) -> None:
-        await upload(store, "packs/p", data)
-        assert (await store.head("packs/p")).size == SIZE
-        assert await store.get("packs/p") == data
+        await upload(store, "data/p", data)
+        assert (await store.head("data/p")).size == SIZE
+        assert await store.get("data/p") == data
         for start, length in ((PART - 1, 2), (1, SIZE - 1), (SIZE - 5, 5), (12_345, 10 << 20)):
-            assert await store.get("packs/p", start=start, length=length) == data[start : start + length]
+            assert await store.get("data/p", start=start, length=length) == data[start : start + length]
         assert await store.unfinished() == []
 
     run(work)
@@ -163,7 +163,7 @@ def test_ranges_out_of_turn_and_wrong_ones(run: Using) -> None:
 
     async def work(store: S3Store) -> None:
         data = memoryview(bytes(SIZE))
-        target = await store.upload("packs/p", size=SIZE)
+        target = await store.upload("data/p", size=SIZE)
         for offset, length in ((1, 5), (0, 5), (2 * PART, PART), (3 * PART, 1)):
             assert isinstance(await raised(target.write_at(offset, data[:length])), StoreError)
         with pytest.raises(StoreError, match="incomplete"):
@@ -171,7 +171,7 @@ def test_ranges_out_of_turn_and_wrong_ones(run: Using) -> None:
         ranges = pieces(target.part, SIZE)[::-1]
         await asyncio.gather(*(target.write_at(a, data[a:b]) for a, b in ranges))
         await target.finish()
-        assert (await store.head("packs/p")).size == SIZE
+        assert (await store.head("data/p")).size == SIZE
 
     run(work)
 
@@ -179,21 +179,21 @@ def test_ranges_out_of_turn_and_wrong_ones(run: Using) -> None:
 def test_unfinished_uploads_are_dropped(run: Using, moto: MotoServer) -> None:
     """Those of a dead process below our root, unless they are wanted; those of run10 beside it are not seen."""
     client = admin(moto)
-    for key in ("a/run1/packs/old", "a/run1/packs/wanted", "a/run10/packs/x", "a/run1"):
+    for key in ("a/run1/data/old", "a/run1/data/wanted", "a/run10/data/x", "a/run1"):
         client.create_multipart_upload(Bucket="bucket", Key=key)
 
     async def work(store: S3Store) -> None:
-        target = await store.upload("packs/now", size=SIZE)
+        target = await store.upload("data/now", size=SIZE)
         await target.write_at(0, memoryview(bytes(PART)))
         seen: list[str] = []
-        wanted = {"packs/wanted", "packs/now"}
+        wanted = {"data/wanted", "data/now"}
         assert await store.drop_uploads(lambda key: seen.append(key) or key in wanted) == 1  # type: ignore[func-returns-value]
-        assert set(seen) <= {"packs/old", *wanted} and {"packs/old", "packs/wanted"} <= set(seen)
+        assert set(seen) <= {"data/old", *wanted} and {"data/old", "data/wanted"} <= set(seen)
         await target.abort()
 
     run(work)
     left = {found["Key"] for found in client.list_multipart_uploads(Bucket="bucket")["Uploads"]}
-    assert left == {"a/run1/packs/wanted", "a/run10/packs/x", "a/run1"}
+    assert left == {"a/run1/data/wanted", "a/run10/data/x", "a/run1"}
 
 
 def test_an_aborted_upload_leaves_nothing_to_pay_for(run: Using, moto: MotoServer) -> None:
@@ -202,11 +202,11 @@ def test_an_aborted_upload_leaves_nothing_to_pay_for(run: Using, moto: MotoServe
     async def work(store: S3Store) -> None:
         data = memoryview(bytes(SIZE))
         for written in (0, 1, 2):
-            target = await store.upload(f"packs/{written}", size=SIZE)
+            target = await store.upload(f"data/{written}", size=SIZE)
             for i in range(written):
                 await target.write_at(i * PART, data[i * PART : (i + 1) * PART])
             await target.abort()
-        target = await store.upload("packs/cancelled", size=SIZE)
+        target = await store.upload("data/cancelled", size=SIZE)
         writing = asyncio.ensure_future(target.write_at(0, data[:PART]))
         await asyncio.sleep(0.01)
         writing.cancel()
@@ -217,7 +217,7 @@ def test_an_aborted_upload_leaves_nothing_to_pay_for(run: Using, moto: MotoServe
     run(work)
     client = admin(moto)
     assert "Uploads" not in client.list_multipart_uploads(Bucket="bucket")
-    client.create_multipart_upload(Bucket="bucket", Key="a/run1/packs/forgotten")
+    client.create_multipart_upload(Bucket="bucket", Key="a/run1/data/forgotten")
     assert "Uploads" in client.list_multipart_uploads(Bucket="bucket")
 
 
@@ -230,7 +230,7 @@ def test_giving_up_beside_a_part_that_hangs(
 
     async def work(store: S3Store) -> None:
         proxy.fail("hang", method="PUT", match="partNumber=1", count=9)
-        target = await store.upload("packs/p", size=SIZE)
+        target = await store.upload("data/p", size=SIZE)
         data = memoryview(bytes(SIZE))
         writing = [asyncio.ensure_future(target.write_at(a, data[a:b])) for a, b in pieces(target.part, SIZE)]
         while not proxy.hits():
@@ -251,10 +251,10 @@ def test_a_lost_answer_to_the_last_request_is_no_failure(run: Using, proxy: Faul
 
     async def work(store: S3Store) -> None:
         data = random.Random(2).randbytes(size)
-        last = {"method": "POST", "match": "uploadId="} if size > PART else {"method": "PUT", "match": "packs/p"}
+        last = {"method": "POST", "match": "uploadId="} if size > PART else {"method": "PUT", "match": "data/p"}
         proxy.fail("lost_reply", **last)
-        await upload(Retry(store, base_s=0.01), "packs/p", data)
-        assert await store.get("packs/p") == data
+        await upload(Retry(store, base_s=0.01), "data/p", data)
+        assert await store.get("data/p") == data
         assert [kind for _, _, kind in proxy.hits()] == ["lost_reply"]
 
     run(work)
@@ -265,14 +265,14 @@ def test_success_with_an_error_in_it_is_an_error(proxy: FaultProxy) -> None:
 
     async def work(store: S3Store) -> None:
         proxy.fail("error_body", method="POST", match="uploadId=", s3_code="InternalError")
-        target = await store.upload("packs/p", size=SIZE)
+        target = await store.upload("data/p", size=SIZE)
         for a, b in pieces(target.part, SIZE):
             await target.write_at(a, memoryview(bytes(b - a)))
         error = await raised(target.finish())
         assert isinstance(error, StoreError) and error.retryable
         assert await keys(store) == []
         await target.finish()
-        assert await keys(store) == ["packs/p"]
+        assert await keys(store) == ["data/p"]
 
     using(RUN, work, storage_options(proxy.url) | {"engine": "s3fs"})
 
@@ -284,8 +284,8 @@ def test_a_part_that_failed_is_sent_again(run: Using, proxy: FaultProxy, kind: s
     async def work(store: S3Store) -> None:
         data = random.Random(3).randbytes(SIZE)
         proxy.fail(kind, method="PUT", match="partNumber=2")
-        await upload(Retry(store, base_s=0.01), "packs/p", data)
-        assert await store.get("packs/p") == data
+        await upload(Retry(store, base_s=0.01), "data/p", data)
+        assert await store.get("data/p") == data
         assert len(proxy.hits()) == 1
 
     run(work)
@@ -296,7 +296,7 @@ def test_an_upload_that_cannot_go_on_ends(run: Using, proxy: FaultProxy) -> None
 
     async def work(store: S3Store) -> None:
         proxy.fail("status", method="PUT", match="partNumber=", count=1000, code=403, s3_code="AccessDenied")
-        error = await raised(upload(store, "packs/p", bytes(SIZE)))
+        error = await raised(upload(store, "data/p", bytes(SIZE)))
         assert isinstance(error, AccessError) and "AccessDenied" in str(error)
         assert await keys(store) == [] and await store.unfinished() == []
 
@@ -440,7 +440,7 @@ async def each_call(store: S3Store) -> list[Exception]:
         store.get("log/x", start=0, length=5),
         keys(store),
         store.delete_many(["log/x"]),
-        upload(store, "packs/small", b"x"),
+        upload(store, "data/small", b"x"),
     )
     return [await raised(call) for call in calls]
 
@@ -469,7 +469,7 @@ def test_errors_have_their_meaning(
 
     async def work(store: S3Store) -> None:
         proxy.fail("status", method="PUT", count=1000, code=status, s3_code=code)
-        for call in (store.put("log/x", b"x", create=True), upload(store, "packs/small", b"x")):
+        for call in (store.put("log/x", b"x", create=True), upload(store, "data/small", b"x")):
             error = await raised(call)
             assert isinstance(error, kind) and error.retryable is retryable
         assert len(proxy.hits()) == 2
@@ -609,14 +609,14 @@ def test_encryption_reaches_every_request(proxy: FaultProxy, moto: MotoServer) -
     async def work(store: S3Store) -> None:
         assert store.engine == "s3fs"
         await store.put("small", b"x")
-        await upload(store, "packs/one", b"x")
-        await upload(store, "packs/many", bytes(SIZE))
-        assert await store.get("packs/many", start=PART, length=9) == bytes(9)
+        await upload(store, "data/one", b"x")
+        await upload(store, "data/many", bytes(SIZE))
+        assert await store.get("data/many", start=PART, length=9) == bytes(9)
         await store.delete_many(["small"])
 
     using(RUN, work, storage_options(proxy.url) | {"s3_additional_kwargs": extra, "requester_pays": True})
     client = admin(moto)
-    for key in ("packs/one", "packs/many"):
+    for key in ("data/one", "data/many"):
         assert client.head_object(Bucket="bucket", Key=f"a/run1/{key}")["ServerSideEncryption"] == "aws:kms"
 
     async def plain(store: S3Store) -> None:
@@ -665,8 +665,8 @@ def test_the_environment_says_where(
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
 
     async def work(store: S3Store) -> None:
-        await upload(store, "packs/p", bytes(SIZE))
-        assert await store.get("packs/p", start=5, length=9) == bytes(9)
+        await upload(store, "data/p", bytes(SIZE))
+        assert await store.get("data/p", start=5, length=9) == bytes(9)
 
     using(RUN, work, {"engine": engine})
     assert proxy.requests()["PUT"] == 3
@@ -712,7 +712,7 @@ def test_credentials_are_renewed_while_packs_are_written(proxy: FaultProxy) -> N
         given, store._data._credentials = store._data._credentials, Credentials()
         await store.get("x", start=0, length=5)
         assert asked == 1
-        await upload(store, "packs/p", bytes(SIZE))
+        await upload(store, "data/p", bytes(SIZE))
         assert asked >= 4
 
     using(RUN, work, storage_options(proxy.url) | {"engine": "obstore"})
@@ -735,8 +735,8 @@ def test_ranges_with_the_wrong_status(proxy: FaultProxy, monkeypatch: pytest.Mon
         for _ in range(3):
             assert bytes(await store.get("x", start=2, length=3)) == b"234"
         assert asked == 1
-        await upload(store, "packs/p", bytes(SIZE))
-        assert (await store.head("packs/p")).size == SIZE
+        await upload(store, "data/p", bytes(SIZE))
+        assert (await store.head("data/p")).size == SIZE
 
     using(RUN, work, storage_options(proxy.url) | {"engine": "obstore"})
 
@@ -788,14 +788,14 @@ def test_any_file_system_of_fsspec(tmp_path: Path) -> None:
         other = open_store(f"memory://{tmp_path.name}/a/run10", writable=True)
         assert isinstance(store, Retry) and type(store.store) is RemoteStore
         data = random.Random(4).randbytes(SIZE)
-        await upload(store, "packs/p", data)
+        await upload(store, "data/p", data)
         await other.put("log/0", b"theirs", create=True)
-        assert await store.get("packs/p", start=PART - 1, length=9) == data[PART - 1 : PART + 8]
-        assert await keys(store) == ["packs/p"] and await keys(other) == ["log/0"]
-        target = await store.upload("packs/q", size=SIZE)
+        assert await store.get("data/p", start=PART - 1, length=9) == data[PART - 1 : PART + 8]
+        assert await keys(store) == ["data/p"] and await keys(other) == ["log/0"]
+        target = await store.upload("data/q", size=SIZE)
         await target.write_at(0, memoryview(data)[:PART])
         await target.abort()
-        assert await keys(store) == ["packs/p"]
+        assert await keys(store) == ["data/p"]
         for place in (store, other):
             await place.aclose()
 

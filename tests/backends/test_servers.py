@@ -40,6 +40,7 @@ from ckpt.testing import StoreTests, keys
 from ckpt_backends.remote import RemoteStore
 from ckpt_backends.s3 import S3Store
 from processes import PYTHONPATH, eventually, killed, run_script, start_python
+from run_files import DATA, MANIFEST, checkpoint_id, data_key, pattern, select
 from s3_server import FaultProxy, MotoServer, storage_options
 
 pytestmark = pytest.mark.s3
@@ -317,14 +318,14 @@ from ckpt_backends.s3 import S3Store
 async def main(url, options):
     remember_options(url, json.loads(options))
     store = S3Store(url, writable=True)
-    target = await store.upload("packs/9.00000000-50.0.0.safetensors", size=64 << 20)
+    target = await store.upload("KEY", size=64 << 20)
     await target.write_at(0, memoryview(bytes(target.part)))
     while not await store.unfinished():
         await asyncio.sleep(0.01)
     os.kill(os.getpid(), signal.SIGKILL)
 
 asyncio.run(main(sys.argv[1], sys.argv[2]))
-"""
+""".replace("KEY", data_key(checkpoint_id(50, 9)))
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -413,15 +414,15 @@ def test_faults_before_a_real_server(rgw: Rgw, engine: str) -> None:
 
         async def work(store: Store) -> None:
             log, mine = await opened_run(store)
-            proxy.fail("status", method="PUT", match="packs/", skip=1, count=1)
-            proxy.fail("reset", method="PUT", match="packs/", skip=1, count=1)
+            proxy.fail("status", method="PUT", match=pattern(DATA), skip=1, count=1)
+            proxy.fail("reset", method="PUT", match=pattern(DATA), skip=1, count=1)
             proxy.fail("lost_reply", method="PUT", match="log/", count=1)
-            proxy.fail("lost_reply", method="PUT", match="parts/", count=1)
+            proxy.fail("lost_reply", method="PUT", match=pattern(MANIFEST), count=1)
             await save(log, mine, 1, of)
             assert {kind for _, _, kind in proxy.hits()} == {"status", "reset", "lost_reply"}
             assert len(log.state.commits) == 1
-            proxy.fail("truncate", method="GET", match="packs/", count=1, after=1000)
-            proxy.fail("status", method="GET", match="packs/", count=1)
+            proxy.fail("truncate", method="GET", match=pattern(DATA), count=1, after=1000)
+            proxy.fail("status", method="GET", match=pattern(DATA), count=1)
             assert await restored(store, log, 1) == content(of, 1)
 
         using(place, work)
@@ -449,7 +450,7 @@ def test_training_comes_back_from_the_bucket_alone(rgw: Rgw, engine: str, tmp_pa
         assert cp.last_restore is not None and cp.last_restore.tier == place
         assert toy.digest(again) == expected
     assert unfinished(rgw, place) == 0
-    assert len(read.run(keys_of(place, "packs/"))) <= 3
+    assert len(select(read.run(keys_of(place, "")), DATA)) <= 3
 
 
 async def keys_of(place: str, prefix: str) -> list[str]:

@@ -397,9 +397,9 @@ def test_nothing_temporary_is_left(root: Path) -> None:
     async def work(store: Store) -> None:
         for _ in range(2):
             with contextlib.suppress(ExistsError):
-                await store.put("parts/p.json", b"x", create=True)
-        await store.put("parts/p.json", b"y")
-        assert os.listdir(root / "parts") == ["p.json"]
+                await store.put("data/p.json", b"x", create=True)
+        await store.put("data/p.json", b"y")
+        assert os.listdir(root / "data") == ["p.json"]
 
     using(writable(root), work)
 
@@ -410,16 +410,16 @@ def test_links_are_not_followed(root: Path, tmp_path: Path) -> None:
     secret.write_bytes(b"secret" * 1000)
 
     async def work(store: Store) -> None:
-        await store.put("packs/other", b"x")
-        (root / "packs" / "p").symlink_to(secret)
-        for call in (store.get("packs/p"), store.get("packs/p", start=0, length=6), store.upload("packs/p", size=1)):
+        await store.put("data/other", b"x")
+        (root / "data" / "p").symlink_to(secret)
+        for call in (store.get("data/p"), store.get("data/p", start=0, length=6), store.upload("data/p", size=1)):
             with pytest.raises(StoreError):
                 await call
         with pytest.raises(ExistsError):
-            await store.put("packs/p", b"x", create=True)
-        await store.put("packs/p", b"mine")  # replaces the link itself
+            await store.put("data/p", b"x", create=True)
+        await store.put("data/p", b"mine")  # replaces the link itself
         assert secret.read_bytes() == b"secret" * 1000
-        assert bytes(await store.get("packs/p")) == b"mine"
+        assert bytes(await store.get("data/p")) == b"mine"
 
     using(writable(root), work)
 
@@ -428,13 +428,13 @@ def test_a_linked_folder_is_not_written_into(root: Path, tmp_path: Path) -> None
     """A folder of the run that is a link to somewhere else takes no files."""
     (tmp_path / "elsewhere").mkdir()
     root.mkdir()
-    (root / "packs").symlink_to(tmp_path / "elsewhere")
+    (root / "data").symlink_to(tmp_path / "elsewhere")
 
     async def work(store: Store) -> None:
         with pytest.raises(StoreError):
-            await store.put("packs/p", b"x")
+            await store.put("data/p", b"x")
         with pytest.raises(StoreError):
-            await store.upload("packs/p", size=1)
+            await store.upload("data/p", size=1)
 
     using(writable(root), work)
     assert os.listdir(tmp_path / "elsewhere") == []
@@ -447,8 +447,8 @@ def test_the_umask_says_who_may_look(tmp_path: Path, umask: int) -> None:
 
     async def work(store: Store) -> None:
         await store.put("log/0.json", b"x", create=True)
-        await store.put("index/i", b"x")
-        await upload(store, "packs/p", BLOB)
+        await store.put("other/i", b"x")
+        await upload(store, "data/p", BLOB)
 
     before = os.umask(umask)
     try:
@@ -456,7 +456,7 @@ def test_the_umask_says_who_may_look(tmp_path: Path, umask: int) -> None:
     finally:
         os.umask(before)
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in [root.parent, root, *root.rglob("*")]}
-    folders = {"new", "run", "log", "index", "packs"}
+    folders = {"new", "run", "log", "other", "data"}
     assert modes == {name: (0o777 if name in folders else 0o666) & ~umask for name in modes}
     assert folders | {"0.json", "i", "p"} <= modes.keys()
 
@@ -492,7 +492,7 @@ async def _refused(store: Store) -> None:
     assert bytes(await store.get("log/0.json")) == b"x"
     calls: list[Awaitable[object]] = [
         store.put("log/1.json", b"x", create=True),
-        store.put("packs/p", b"x"),
+        store.put("data/p", b"x"),
         store.upload("log/p", size=1),
         store.delete("log/0.json"),
     ]
@@ -545,17 +545,17 @@ def test_descriptors_are_given_back(root: Path) -> None:
 
     async def work(store: Store) -> None:
         for i in range(30):
-            await upload(store, f"packs/{i}", BLOB)
-            await store.get(f"packs/{i}", start=0, length=len(BLOB))
+            await upload(store, f"data/{i}", BLOB)
+            await store.get(f"data/{i}", start=0, length=len(BLOB))
             with pytest.raises(StoreError):
-                await store.get(f"packs/{i}", start=0, length=len(BLOB) + 1)
+                await store.get(f"data/{i}", start=0, length=len(BLOB) + 1)
             with pytest.raises(ExistsError):
-                await store.upload(f"packs/{i}", size=1)
-            target = await store.upload(f"packs/{i}x", size=10)
+                await store.upload(f"data/{i}", size=1)
+            target = await store.upload(f"data/{i}x", size=10)
             await target.abort()
 
     using(writable(root), work)  # imports and pools first
-    for path in (root / "packs").iterdir():
+    for path in (root / "data").iterdir():
         path.unlink()
     before = len(os.listdir("/proc/self/fd"))
     using(writable(root), work)

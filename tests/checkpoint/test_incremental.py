@@ -59,6 +59,7 @@ from ckpt.core.writer.parts import Settler
 from ckpt.errors import CheckpointError, CorruptError, FormatError, FullError, SaveError
 from ckpt.tools.maintain import copy_run
 from ckpt_backends.memory import MemoryStore
+from run_files import DATA, MANIFEST, checkpoint_id, data_key, kind_of, manifest_key, select
 
 BLOB = 8192
 QUICK = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
@@ -185,7 +186,7 @@ async def check(job: Job, pick: Callable[[int], list[int]]) -> None:
 async def check_files(job: Job) -> None:
     """Every pack that a live table names is there, and after a clean-up no other is."""
     named = {key for commit in job.log.state.commits.values() for key in (await job.table(commit)).packs}
-    there = {info.key async for info in job.log.store.list("packs/")}
+    there = set(select([info.key async for info in job.log.store.list()], DATA))
     assert named <= there, f"gone: {named - there}"
     assert there <= named, f"nobody needs {there - named}"
 
@@ -414,13 +415,13 @@ def digests_of(layout: Layout, data: bytes) -> Any:
 def previous_of(layout: Layout, digests: Any, *, step: int = 1, size: int | None = None) -> Previous:
     """As if it had been stored raw in one pack; `size`: what the pack is said to hold."""
     attempt = Attempt(1, step, "0badcafe")
-    key = f"packs/{attempt}.{layout.rank}.0.safetensors"
+    key = data_key(attempt, layout.rank)
     table = write.build_table(layout, key, np.ascontiguousarray(digests).tobytes())
     return Previous(part_of(attempt, [PackInfo(key, size or 8192 + layout.arrangement.data_size, 8192, "")]), table)
 
 
 def part_of(attempt: Attempt, packs: list[PackInfo]) -> Part:
-    return Part(str(attempt), 0, 0, 1, {}, [], "", packs)
+    return Part(str(attempt), 0, 0, 1, {}, [], b"", packs)
 
 
 @PURE
@@ -506,7 +507,7 @@ def test_a_delta_keeps_its_base_or_goes_with_it() -> None:
     """A blob that is a delta is not taken if the pack of its base is left."""
     layout = Layout((TensorSpec("t", "U8", (1000,)),), {}, [])
     now = digests_of(layout, noise(layout, 0))
-    keys = ["packs/1.0badcafe-1.0.0.safetensors", "packs/1.0badcafe-2.0.0-0.safetensors"]
+    keys = [data_key(checkpoint_id(1)), data_key(checkpoint_id(2), number=0)]
     whole = previous_of(layout, now).table
     table = replace(
         whole,
@@ -534,7 +535,7 @@ def test_old_owners_are_left_when_they_are_too_many() -> None:
     count = incremental.MAX_OWNERS + 5
     layout = Layout(tuple(TensorSpec(f"t{i:02}", "U8", (100,)) for i in range(count)), {}, [])
     now = digests_of(layout, noise(layout, 0))
-    keys = [f"packs/1.0badcafe-{i + 1}.0.0.safetensors" for i in range(count)]
+    keys = [data_key(checkpoint_id(i + 1)) for i in range(count)]
     table = replace(previous_of(layout, now).table, pack=np.arange(count), offset=np.full(count, 64), packs=tuple(keys))
     previous = Previous(part_of(Attempt(1, 99, "0badcafe"), [PackInfo(k, 164, 64, "") for k in keys]), table)
     taken = plan_blobs(layout, now, previous).taken
@@ -648,7 +649,7 @@ def test_names_that_look_like_blobs_do_not_collide() -> None:
 
 # -- what a table may say --
 
-KEY = "packs/1.0badcafe-1.0.0-0.safetensors"
+KEY = data_key(checkpoint_id(1), number=0)
 COUNT, HALF = 1024, 2048  # elements of a tensor, bytes of half of one in fp32
 
 
@@ -916,7 +917,7 @@ def test_a_part_that_is_built_on_says_so_in_its_file() -> None:
             assert part.chain == max(0, step - 2)
             owners = {owner(pack.key) for pack in part.packs}
             assert {a.step for a in owners if a} == ({step, 2} if step > 2 else {step})
-            raw = json.loads(job.log.store.objects[f"parts/{commit.attempt}.0.0.json"])  # type: ignore[attr-defined]
+            raw = json.loads(job.log.store.objects[manifest_key(commit.attempt)])  # type: ignore[attr-defined]
             assert len(raw["packs"]) == len(part.packs)
 
     asyncio.run(run())
@@ -935,7 +936,7 @@ def test_an_increment_of_adapters_stores_what_changed(compression: str) -> None:
                 state[f"lora{i}"] = ("F32", 20_000, dice.bytes(80_000))
             commit = await job.save(step, state)
         objects = job.log.store.objects  # type: ignore[attr-defined]
-        stored = sum(len(objects[key]) for key in objects if key.startswith(f"packs/{commit.attempt}."))
+        stored = sum(len(objects[key]) for key in select(objects, DATA, of=commit.attempt))
         assert not commit.full and 4 * 80_000 <= stored <= 1.02 * 4 * 80_000
 
     asyncio.run(run())
@@ -1126,7 +1127,7 @@ def test_every_operation_of_an_increment_may_fail(compression: str, stuck: bool)
         if failed:
             attempt = Attempt(job.mine.epoch, 4, job.mine.nonce)
             left = [key for key in store.objects if owner(key) == attempt]
-            assert not left or any("parts/" in key for key in left), left
+            assert not left or any(kind_of(key) == MANIFEST for key in left), left
             written = await job.write(4, state, number=1)
             commit = await commits.commit(job.log, job.mine, [written])
             job.saved[commit.attempt] = dict(state)

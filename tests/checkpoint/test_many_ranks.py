@@ -24,12 +24,13 @@ from processes import REPO
 sys.path.insert(0, str(REPO / "benchmarks"))
 
 import ckpt
+import run_files
 import scale
 from ckpt.core.checkpoint import commit as commits
 from ckpt.core.checkpoint import describe, read, write
 from ckpt.core.checkpoint import parts as parts_of
 from ckpt.core.format.digest import file_digest
-from ckpt.core.format.manifest import Attempt, PackInfo, pack_key
+from ckpt.core.format.manifest import Attempt, PackInfo, Part, pack_key
 from ckpt.core.format.partition import Seat
 from ckpt.core.format.table import Table
 from ckpt.core.log.log import RunLog
@@ -59,7 +60,7 @@ def write_rank(root: Path, attempt: Attempt, rank: int, like: Any) -> None:
     tensors = [layout.tensors[i] for i in arrangement.order]
     data = b"".join(content(t.name, t.at, t.nbytes, attempt.step) for t in tensors)
     key, header = pack_key(attempt, rank, 0), arrangement.header
-    (root / "packs").mkdir(parents=True, exist_ok=True)
+    (root / key).parent.mkdir(parents=True, exist_ok=True)
     (root / key).write_bytes(header + data)
     snapshot = write.RankSnapshot(attempt, layout, memoryview(data), like.values, finite=True)
     table = write.build_table(layout, key, write.digest_blobs(layout, snapshot.data))
@@ -95,6 +96,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 Reads = Counter[str]
+SMALL = (run_files.MANIFEST, run_files.INDEX)
 
 
 @pytest.fixture
@@ -116,14 +118,14 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Reads]:
     yield seen
 
 
-def parts(reads: Reads) -> int:
-    """How many parts were read."""
-    return sum(n for key, n in reads.items() if key.startswith("parts/") and key.endswith(".json"))
+def manifests(reads: Reads) -> list[str]:
+    """Return the manifests that were read, each as often as it was."""
+    return sorted(key for key in reads.elements() if run_files.kind_of(key) == run_files.MANIFEST)
 
 
-def tables(reads: Reads) -> list[str]:
-    """Each as often as it was read."""
-    return sorted(key for key in reads.elements() if key.startswith("parts/") and key.endswith(".safetensors"))
+def first_part(step: int) -> str:
+    """Return the manifest that has the plain values of all ranks that have the same."""
+    return run_files.manifest_key(run_files.checkpoint_id(step))
 
 
 def questions(reads: Reads) -> int:
@@ -131,12 +133,9 @@ def questions(reads: Reads) -> int:
 
 
 def holders(root: Path, name: str, step: int) -> list[str]:
-    """The tables of the ranks that have something of a tensor, as the tables themselves say."""
-    found = []
-    for path in sorted((root / "parts").glob(f"*-{step}.*.safetensors")):
-        if name in Table.from_bytes(path.read_bytes(), "a table").columns.names:
-            found.append(f"parts/{path.name}")
-    return found
+    """Return the manifests of the ranks that have something of a tensor."""
+    paths = [path for path in run_files.manifests(root, step) if name in table_in(path).columns.names]
+    return sorted(str(path.relative_to(root)) for path in paths)
 
 
 def test_a_committer_asks_for_no_pack_by_itself(run: Path, reads: Reads) -> None:
@@ -144,12 +143,12 @@ def test_a_committer_asks_for_no_pack_by_itself(run: Path, reads: Reads) -> None
 
     async def look(ranks: int) -> None:
         async with read.opened(run.as_uri()) as store:
-            keys = [info.key async for info in store.list("parts/") if f"-{STEPS[0]}." in info.key]
-            some = [key for key in keys if int(key.split(".")[2]) < ranks]
+            keys = run_files.select([info.key async for info in store.list()], step=STEPS[0])
+            some = [key for key in keys if (run_files.rank_of(key) or 0) < ranks]
             assert len(await parts_of.sound_parts(store, Attempt(1, STEPS[0], "0badcafe"), some)) == ranks
 
     asyncio.run(look(WORLD.size))
-    assert questions(reads) == 0 and parts(reads) == len(tables(reads)) == WORLD.size
+    assert questions(reads) == 0 and len(manifests(reads)) == WORLD.size
     reads.clear()
     asyncio.run(look(8))
     assert questions(reads) == 8
@@ -159,16 +158,16 @@ def test_diff_reads_the_tables_of_what_differs(run: Path, reads: Reads, call: An
     """Of plain values one part of all ranks that have the same; of tables, those of one norm's ranks."""
     found = call("diff", f"{run}@{STEPS[0]}", f"{run}@{STEPS[1]}", "--json")
     assert found.code == 1 and [t["name"] for t in found.json["tensors"]] == [CHANGED]
-    expected = sorted(holders(run, CHANGED, STEPS[0]) + holders(run, CHANGED, STEPS[1]))
-    assert tables(reads) == expected and 0 < len(expected) < WORLD.size // 2
-    assert parts(reads) == 2 and questions(reads) <= 2
+    expected = [key for step in STEPS for key in (*holders(run, CHANGED, step), first_part(step))]
+    assert manifests(reads) == sorted(expected) and 2 < len(expected) < WORLD.size // 2
+    assert questions(reads) <= 2
 
 
 def test_show_reads_the_index_and_one_part(run: Path, reads: Reads, call: Any) -> None:
     """Names, forms and sizes are in the directory. What it says of these is what --all says, which reads each small
     file once; how tensors are stored is said by --all as one table of all ranks has it."""
     few = call("show", run, "--json").json
-    assert not tables(reads) and parts(reads) == 1 and questions(reads) <= 1
+    assert manifests(reads) == [first_part(STEPS[1])] and questions(reads) <= 1
     everything = call("show", run, "--all", "--json").json
     stored = ("stored", "held", "depth", "reads")
     plain = [{k: None if k in stored else v for k, v in t.items()} for t in everything["tensors"]]
@@ -184,18 +183,18 @@ def test_show_reads_the_index_and_one_part(run: Path, reads: Reads, call: Any) -
         if tensor["alias_of"] is None:
             assert {k: tensor[k] for k in stored} == asdict(storages.of(saved.labels[tensor["name"]]))
     assert everything["restore_bytes"] == sum(storages.used.values()) == sum(p["used"] for p in everything["packs"])
-    text = call("show", run).out
-    assert "is said with --all" in text and "packs/" not in text
-    assert "packs/" in call("show", run, "--all").out
+    text, pack = call("show", run).out, run_files.data_key(run_files.checkpoint_id(STEPS[1]))
+    assert "is said with --all" in text and pack not in text
+    assert pack in call("show", run, "--all").out
 
 
 def test_loading_one_tensor_reads_the_tables_that_have_it(run: Path, reads: Reads) -> None:
     """Once each, and no part; the next one of the same ranks reads none."""
     found = ckpt.load(run)
     assert found[CHANGED].numpy().tobytes() == whole(run, CHANGED)
-    assert tables(reads) == holders(run, CHANGED, STEPS[1]) and not parts(reads)
+    assert manifests(reads) == holders(run, CHANGED, STEPS[1])
     assert found.slice(CHANGED, slice(0, 8)).numpy().tobytes() == whole(run, CHANGED)[:32]
-    assert tables(reads) == holders(run, CHANGED, STEPS[1])
+    assert manifests(reads) == holders(run, CHANGED, STEPS[1])
 
 
 def test_few_ranks_are_looked_at_at_once(run: Path, monkeypatch: pytest.MonkeyPatch, call: Any) -> None:
@@ -224,8 +223,7 @@ def copy(run: Path, tmp_path: Path) -> Path:
 
 
 def pack_of(run: Path, rank: int, step: int) -> Path:
-    (found,) = (run / "packs").glob(f"*-{step}.{rank}.*")
-    return found
+    return run_files.data_file(run, step, rank)
 
 
 def hurt(run: Path, rank: int, step: int) -> None:
@@ -235,38 +233,39 @@ def hurt(run: Path, rank: int, step: int) -> None:
 
 
 def test_verify_names_damage_of_ranks_that_are_looked_at_one_after_the_other(copy: Path, call: Any) -> None:
-    """Both ends of 256, a table that is gone between them, and a header. Control: the copy is sound before."""
+    """Both ends of 256, a manifest that is gone between them, and a header. Control: the copy is sound before."""
     assert call("verify", copy).code == 0
     for rank in (3, 250):
         hurt(copy, rank, STEPS[1])
-    gone = next((copy / "parts").glob(f"*-{STEPS[1]}.100.*.safetensors"))
+    (gone,) = run_files.manifests(copy, STEPS[1], rank=100)
     gone.unlink()
     flip(pack_of(copy, 200, STEPS[1]), 30)
     (found,) = call("verify", copy, "--json").json["checkpoints"]
     text = "\n".join(found["problems"])
     assert found["verdict"] == "damaged" and len(found["problems"]) == 4
-    assert gone.name in text and all(f"-{STEPS[1]}.{rank}.0.safetensors" in text for rank in (3, 200, 250))
+    names = [run_files.data_key(run_files.checkpoint_id(STEPS[1]), rank) for rank in (3, 200, 250)]
+    assert gone.name in text and all(name in text for name in names)
 
 
 def test_repair_reads_again_only_of_ranks_that_are_damaged(copy: Path, run: Path, reads: Reads, call: Any) -> None:
-    """With a sound copy: the part and table of one rank twice, all others once, and all is as it was. Without one: the
+    """With a sound copy: the manifest of one rank twice, all others once, and all is as it was. Without one: the
     other step has the same bytes."""
     before = tree(copy)
     for source in (["--from", run], []):
         hurt(copy, 200, STEPS[1])
         reads.clear()
         assert call("repair", copy, *source, "--yes").code == 0
-        again = [key for key, n in reads.items() if n > 1 and key.startswith(("parts/", "index/"))]
-        mine = sorted(f"parts/1.0badcafe-{STEPS[1]}.200.0.{kind}" for kind in ("json", "safetensors"))
+        again = [key for key, n in reads.items() if n > 1 and run_files.kind_of(key) in SMALL]
+        mine = [run_files.manifest_key(run_files.checkpoint_id(STEPS[1]), 200)]
         assert tree(copy) == before
         if source:
             assert sorted(again) == mine
 
 
 def test_repair_makes_lost_small_files_again(copy: Path, call: Any) -> None:
-    """A directory, out of all parts and tables."""
+    """A directory, out of all manifests."""
     before = tree(copy)
-    for index in (copy / "index").iterdir():
+    for index in run_files.indexes(copy):
         index.unlink()
     assert call("repair", copy, "--yes").code == 0 and tree(copy) == before
 
@@ -278,19 +277,24 @@ def test_a_restore_looks_for_lost_bytes_where_they_are_likely(copy: Path, reads:
     hurt(copy, 200, STEPS[1])
     reads.clear()
     assert torch.equal(ckpt.load(copy)[name], clean)
-    there = [key for key in tables(reads) if f"-{STEPS[0]}." in key]
-    assert there and len(there) < WORLD.size and not parts(reads)
+    there = [key for key in manifests(reads) if run_files.step_of(key) == STEPS[0]]
+    assert there and len(there) < WORLD.size
 
 
 def table_of(run: Path, rank: int, step: int) -> Table:
-    (path,) = (run / "parts").glob(f"*-{step}.{rank}.*.safetensors")
-    return Table.from_bytes(path.read_bytes(), "a table")
+    return table_in(run_files.manifests(run, step, rank)[0])
+
+
+def table_in(path: Path) -> Table:
+    return parts_of.table_of(Part.from_bytes(path.read_bytes(), "a part"))
 
 
 def test_cut_for_another_number_of_ranks_it_is_the_same(run: Path, reads: Reads, call: Any, tmp_path: Path) -> None:
-    """Every table is read once, though tensors pass by in windows; and every tensor is what it was."""
+    """Every manifest is read once, and that with the plain values twice, though tensors pass by in windows. Every
+    tensor is what it was."""
     assert call("restore", run, "--to", tmp_path / "two", "--world-size", 2).code == 0
-    assert len(tables(reads)) == len(set(tables(reads))) == WORLD.size
+    read_again = [key for key, n in Counter(manifests(reads)).items() if n > 1]
+    assert len(set(manifests(reads))) == WORLD.size and read_again == [first_part(STEPS[1])]
     found = call("diff", run, tmp_path / "two", "--json").json
     assert not (found["tensors"] or found["changed"] or found["only_in_a"] or found["only_in_b"])
 
@@ -302,7 +306,7 @@ def whole(run: Path, name: str) -> bytes:
     """A tensor of one dimension, put together of what each rank wrote."""
     found = np.zeros(64 * 4, np.uint8)
     for key in holders(run, name, STEPS[1]):
-        table = Table.from_bytes((run / key).read_bytes(), key)
+        table = table_in(run / key)
         for shard in table.shards:
             if shard.name == name:
                 raw = content(name, shard.offsets, shard.nbytes, STEPS[1])
@@ -316,9 +320,11 @@ def test_who_looks_at_everything_reads_each_small_file_once(
 ) -> None:
     """All parts and tables; the index too."""
     assert call(command[0], run, *command[1:]).code == 0
-    small = {key: n for key, n in reads.items() if key.startswith(("parts/", "index/"))}
+    small = {
+        key: n for key, n in reads.items() if run_files.kind_of(key) not in (run_files.DATA, "log", "format", None)
+    }
     checkpoints = 2 if command[0] == "repair" else 1
-    assert set(small.values()) == {1} and len(small) == checkpoints * (2 * WORLD.size + 1)
+    assert set(small.values()) == {1} and len(small) == checkpoints * (WORLD.size + 1)
     assert questions(reads) == 0
 
 
@@ -326,7 +332,7 @@ def test_dcp_reads_what_its_plan_wants(run: Path, reads: Reads) -> None:
     """What there is, and how it is divided, is in the directory; what a plan wants is in few tables."""
     found = asyncio.run(dcp_read.find([run.as_uri()], None))
     metadata = dcp_read.metadata_of(found.saved)
-    assert found.attempt.step == STEPS[1] and not parts(reads) and not tables(reads)
+    assert found.attempt.step == STEPS[1] and not manifests(reads)
     there, everything = metadata.state_dict_metadata, asyncio.run(manifest_of(run)).saved()
     assert there == dcp_read.metadata_of(everything).state_dict_metadata
     alike = [there[f"model.layers.0.attention.{one}.weight"].chunks for one in ("wq", "wk")]  # type: ignore[union-attr]
@@ -335,7 +341,7 @@ def test_dcp_reads_what_its_plan_wants(run: Path, reads: Reads) -> None:
     into = torch.empty(64)
     dcp_read._read(found, {found.key(CHANGED): [Target.whole(into)]})
     assert into.numpy().tobytes() == whole(run, CHANGED)
-    assert tables(reads) == holders(run, CHANGED, STEPS[1]) and not parts(reads)
+    assert manifests(reads) == holders(run, CHANGED, STEPS[1])
 
 
 async def manifest_of(run: Path) -> read.Manifest:

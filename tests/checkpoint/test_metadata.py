@@ -13,6 +13,7 @@ from ckpt.core.checkpoint.write import build_table
 from ckpt.core.format.layout import Layout, TensorSpec
 from ckpt.core.format.manifest import Part, canonical, press, unpress
 from ckpt.core.format.table import Table
+from run_files import checkpoint_id, data_key
 
 TENSORS, MOST = 4_000, 200  # bytes a tensor and checkpoint
 KINDS = ("model.transformer.h.{}.mlp.c_fc{}.weight", "optim.state.transformer.h.{}.mlp.c_fc{}.weight.exp_avg_sq")
@@ -25,11 +26,10 @@ def a_layout(count: int = TENSORS, shape: tuple[int, ...] = (16, 4)) -> Layout:
 
 
 def sizes_of(layout: Layout) -> dict[str, int]:
-    table = build_table(layout, "packs/1.0badcafe-1.0.0.safetensors", os.urandom(16 * len(layout.arrangement.blobs)))
-    part = Part("1.0badcafe-1", 0, 0, 1, layout.as_json, [None], "", [])
-    table_size = len(table.to_bytes())  # the index of one rank is the same once more
+    table = build_table(layout, data_key(checkpoint_id(1)), os.urandom(16 * len(layout.arrangement.blobs)))
+    part = Part("1.0badcafe-1", 0, 0, 1, layout.as_json, [None], table.to_bytes(), [])
     return {
-        "header": len(layout.arrangement.header), "table": table_size, "index": table_size, "part": len(part.to_bytes())
+        "header": len(layout.arrangement.header), "index": len(part.table), "part": len(part.to_bytes())
     }  # fmt: skip
 
 
@@ -46,7 +46,7 @@ def test_a_checkpoint_takes_little_beside_its_tensors() -> None:
 def plain_columns(layout: Layout) -> dict[str, np.ndarray]:  # type: ignore[type-arg]
     from ckpt.core.format.table import columns_of
 
-    return dict(columns_of(build_table(layout, "packs/1.0badcafe-1.0.0.safetensors", None).to_bytes(), "a table"))
+    return dict(columns_of(build_table(layout, data_key(checkpoint_id(1)), None).to_bytes(), "a table"))
 
 
 def test_a_layout_is_worked_out_once() -> None:
@@ -54,7 +54,7 @@ def test_a_layout_is_worked_out_once() -> None:
     one gets what he has read already."""
     layout = a_layout(10)
     assert layout.as_json is layout.as_json
-    first, second = (Part(f"1.0badcafe-{step}", 0, 0, 1, layout.as_json, [None], "", []).to_bytes() for step in (1, 2))
+    first, second = (Part(f"1.0badcafe-{step}", 0, 0, 1, layout.as_json, [None], b"", []).to_bytes() for step in (1, 2))
     a, b = Part.from_bytes(first, "a part"), Part.from_bytes(second, "a part")
     assert a.layout is b.layout and Layout.from_json(a.layout) == layout
     assert Layout.from_json(a.layout).digest == layout.digest
@@ -68,7 +68,7 @@ def test_what_is_written_is_read(count: int) -> None:
     """Also where nearly all bytes are alike, and a file says more than may be said without a look at its size (16 MiB),
     and is much smaller: tensors without any."""
     layout = a_layout(count, shape=(0,))
-    table = build_table(layout, "packs/1.0badcafe-1.0.0.safetensors", b"")
+    table = build_table(layout, data_key(checkpoint_id(1)), b"")
     again = Table.from_bytes(table.to_bytes(), "a table")
     assert again.shards == table.shards and len(again.length) == 0
     assert unpress(press(canonical(layout.as_json))) == layout.as_json
@@ -77,7 +77,7 @@ def test_what_is_written_is_read(count: int) -> None:
 def test_equal_digests_take_no_less_than_others(tmp_path: Path) -> None:
     """Blobs of zeros, as of fresh moments: their rows are counted by their digests, which stand there as they are."""
     layout = a_layout(20_000, shape=(1,))
-    table = build_table(layout, "packs/1.0badcafe-1.0.0.safetensors", None)
+    table = build_table(layout, data_key(checkpoint_id(1)), None)
     raw = table.to_bytes()
     assert len(raw) > 16 * 20_000
     assert np.array_equal(Table.from_bytes(raw, "a table").digest, table.digest)

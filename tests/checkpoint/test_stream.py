@@ -203,7 +203,7 @@ def test_a_file_that_ends_early_or_is_gone_loses_what_is_behind_it(tmp_path: Pat
     store = LocalStore(f"file://{tmp_path}", writable=True)
     whole = memory.objects[KEY]
     for size in (0, 1, len(whole) // 2, len(whole) - HALF - 1):  # the last base is not needed
-        (tmp_path / "packs").mkdir(exist_ok=True)
+        (tmp_path / KEY).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / KEY).write_bytes(whole[:size])
         taken = read_all(LocalStore(f"file://{tmp_path}"), table, [0, 1, 2])
         assert taken.lost and taken.lost.keys() | taken.all().keys() == set(EVERY)
@@ -216,8 +216,8 @@ def test_scatter_fills_views_of_any_number_and_size(tmp_path: Path) -> None:
     dice = random.Random(0)
     data = dice.randbytes(300_000)
     folder = LocalStore(f"file://{tmp_path}", writable=True)
-    asyncio.run(folder.put("packs/x", data))
-    pure = MemoryStore(objects={"packs/x": data})
+    asyncio.run(folder.put("data/x", data))
+    pure = MemoryStore(objects={"data/x": data})
 
     class Short(type(folder.disk)):  # type: ignore[misc]
         def scatter(self, fd: int, views: Sequence[memoryview], offset: int) -> int:
@@ -229,9 +229,9 @@ def test_scatter_fills_views_of_any_number_and_size(tmp_path: Path) -> None:
             sizes = [dice.randrange(60) for _ in range(count)]
             views = [memoryview(bytearray(size)) for size in sizes]
             start = dice.randrange(1000)
-            store.scatter("packs/x", start, views)
+            store.scatter("data/x", start, views)
             assert b"".join(views) == data[start : start + sum(sizes)]
         with pytest.raises(CheckpointError):
-            store.scatter("packs/x", len(data) - 5, [memoryview(bytearray(3)), memoryview(bytearray(3))])
+            store.scatter("data/x", len(data) - 5, [memoryview(bytearray(3)), memoryview(bytearray(3))])
         with pytest.raises(CheckpointError):
-            store.scatter("packs/y", 0, [memoryview(bytearray(3))])
+            store.scatter("data/y", 0, [memoryview(bytearray(3))])

@@ -25,6 +25,7 @@ from ckpt.tools.cli import app
 from ckpt.tools.cli.terminal import human
 from commands import call, save
 from processes import PYTHONPATH, REPO
+from run_files import data_bytes, data_files
 
 __all__ = ["call"]  # a fixture
 
@@ -177,7 +178,7 @@ def test_a_private_folder_is_a_row_and_hides_no_run(made: Path, call: Any) -> No
         ("group/mine", 6, False), ("group/x/deep", None, True), ("theirs", None, True),
     ]  # fmt: skip
     assert said.code == 0 and "theirs cannot be read: permission denied" in said.out
-    size = sum(path.stat().st_size for path in (made / "packs").iterdir())
+    size = data_bytes(made)
     assert rows[0]["bytes_in_files"] == size and f"1 run, {human(size)} in files" in said.out
 
 
@@ -195,7 +196,7 @@ def test_the_nightly_loop_of_the_guide_finds_the_damaged_run(made: Path, tmp_pat
         shutil.copytree(made, tmp_path / name)
     good = subprocess.run(words, capture_output=True, text=True, env=environment)
     assert (good.returncode, good.stdout) == (0, "")
-    pack = max((tmp_path / "hurt" / "packs").iterdir())
+    pack = data_files(tmp_path / "hurt")[-1]
     pack.write_bytes(pack.read_bytes()[:-1])
     bad = subprocess.run(words, capture_output=True, text=True, env=environment)
     assert (bad.returncode, bad.stdout) == (1, f"file://{tmp_path}/hurt: exit code 1\n")

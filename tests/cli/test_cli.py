@@ -29,8 +29,9 @@ from ckpt.guard.report import Fault, SavedStep
 from ckpt.store import open_store
 from ckpt.tools.cli import app, show, terminal, verify
 from ckpt.tools.maintain.examine import examine
-from commands import attempt_of, call, flip, increments, save
+from commands import call, flip, increments, save
 from processes import REPO, eventually, run_script
+from run_files import KINDS, checkpoint_files, data_bytes, data_file, data_files, data_key, id_at, manifests
 
 __all__ = ["call", "increments"]  # fixtures
 
@@ -74,8 +75,8 @@ def test_ls_lists_newest_first(made: Path, call: Any) -> None:
     times = {one["body"]["attempt"]: one["body"]["time"] for one in records if one["type"] == "COMMIT"}
     assert all(0 < time.time() - when < 3600 for when in times.values())
     for row in rows:
-        own = sum(pack.stat().st_size for pack in (made / "packs").glob(f"{row['attempt']}.*"))
-        part = json.loads((made / "parts" / f"{row['attempt']}.0.0.json").read_text())
+        own = data_bytes(made, of=row["attempt"])
+        part = json.loads(manifests(made, row["step"])[0].read_text())
         assert (row["bytes"], row["ranks"], row["reason"]) == (own, 1, "due")
         assert row["full"] == (not part.get("needs"))
         assert datetime.fromisoformat(row["created"]).timestamp() == int(times[row["attempt"]])
@@ -85,7 +86,7 @@ def test_ls_lists_newest_first(made: Path, call: Any) -> None:
 
 def test_ls_tells_undone_from_present_and_leaves_out_retired(run: Path, call: Any) -> None:
     """After a rollback to step 4, step 6 is said to be undone; what a PLAN retired is not shown."""
-    two, four = (Attempt.parse(attempt_of(run, step)) for step in (2, 4))
+    two, four = (Attempt.parse(id_at(run, step)) for step in (2, 4))
 
     async def roll_back() -> None:
         log = RunLog(open_store(run))
@@ -131,8 +132,7 @@ def test_ls_says_which_are_increments(increments: Path, call: Any) -> None:
     rows = {row["step"]: row for row in call("ls", increments, "--json").json["checkpoints"]}
     assert {step: row["full"] for step, row in rows.items()} == {1: True, 2: True, 3: False, 4: False, 5: True}
     for row in rows.values():
-        own = [pack.stat().st_size for pack in (increments / "packs").glob(f"{row['attempt']}.*")]
-        assert row["bytes"] == sum(own) > 0
+        assert row["bytes"] == data_bytes(increments, of=row["attempt"]) > 0
     assert max(rows[3]["bytes"], rows[4]["bytes"]) < 0.7 * rows[5]["bytes"]
     lines = call("ls", increments).out.splitlines()
     assert [line.split()[5] for line in lines[2:7]] == ["full", "increment", "increment", "full", "full"]
@@ -142,8 +142,7 @@ def test_ls_says_which_are_increments(increments: Path, call: Any) -> None:
 def test_ls_says_where_a_full_one_has_lost_its_file(increments: Path, tmp_path: Path, call: Any) -> None:
     """Instead of a size that is none. Control: in a sound run nothing is gone."""
     run = Path(shutil.copytree(increments, tmp_path / "copy"))
-    for pack in (run / "packs").glob(f"{attempt_of(run, 2)}.*"):
-        pack.unlink()
+    data_file(run, 2).unlink()
     rows = {row["step"]: row for row in call("ls", run, "--json").json["checkpoints"]}
     assert {step for step, row in rows.items() if row["gone"]} == {2} and rows[2]["bytes"] == 0
     assert [line.split()[3] == "gone" for line in call("ls", run).out.splitlines()[2:7]] == [False] * 3 + [True, False]
@@ -153,10 +152,10 @@ def test_ls_says_where_a_full_one_has_lost_its_file(increments: Path, tmp_path: 
 def test_verify_says_the_same_once(increments: Path, tmp_path: Path, call: Any) -> None:
     """What several checkpoints suffer from, for all of them; and what may be done. A sound run has no such line."""
     run = Path(shutil.copytree(increments, tmp_path / "copy"))
-    (pack,) = (run / "packs").glob(f"{attempt_of(run, 2)}.*")
+    pack = data_file(run, 2)
     pack.unlink()
     found = call("verify", run, "--all")
-    tail = [f"steps 4, 3, 2: packs/{pack.name} is gone", f"`ckpt repair file://{run}` may mend it"]
+    tail = [f"steps 4, 3, 2: {pack.relative_to(run)} is gone", f"`ckpt repair file://{run}` may mend it"]
     assert found.code == 1 and found.out.splitlines()[-2:] == tail
     assert "ckpt repair" not in call("verify", increments, "--all").out
 
@@ -209,9 +208,9 @@ def test_verify_reads_older_files_too_unless_it_is_told_not_to(increments: Path,
     is told beforehand is what is read then."""
     run = Path(shutil.copytree(increments, tmp_path / "copy"))
     assert call("verify", run, "--all", "--no-data", "--json").json["data"] is False
-    (pack,) = (run / "packs").glob(f"{attempt_of(run, 2)}.*")
+    pack = data_file(run, 2)
     found = json.loads(call("show", run, "--step", 3, "--json").out)
-    assert pack.name in {Path(p["key"]).name for p in found["packs"]}
+    assert pack in {run / p["key"] for p in found["packs"]}
     size = int.from_bytes(pack.read_bytes()[:8], "little") + 8
     entries = json.loads(pack.read_bytes()[8:size])
     flip(pack, size + next(e for n, e in entries.items() if n.startswith("frozen"))["data_offsets"][0] + 9)
@@ -254,7 +253,7 @@ def test_verify_of_a_sound_run(made: Path, call: Any) -> None:
 
 def test_verify_names_the_damaged_tensor(run: Path, call: Any) -> None:
     """One flipped byte in a pack: exit code 1, and the tensor it lies in; the other checkpoints stay sound."""
-    pack = run / "packs" / f"{attempt_of(run, 4)}.0.0.safetensors"
+    pack = data_file(run, 4)
     header = json.loads(pack.read_bytes()[8:4096])
     flip(pack, 4096 + header["model.3.bias"]["data_offsets"][0] + 5)
     found = call("verify", run, "--all", "--json")
@@ -266,13 +265,10 @@ def test_verify_names_the_damaged_tensor(run: Path, call: Any) -> None:
     assert call("verify", run).code == 0
 
 
-@pytest.mark.parametrize(
-    "file",
-    ["packs/*-6.0*", "parts/*-6.0*.json", "parts/*-6.0*.safetensors", "index/*-6-*", "log/*2.json", "FORMAT.json"],
-)
+@pytest.mark.parametrize("file", [*KINDS, "log/*2.json", "FORMAT.json"])
 def test_verify_notices_one_flipped_bit_in_any_kind_of_file(run: Path, call: Any, file: str) -> None:
-    """In the first, a middle and the last byte of packs, parts, tables, the index, the log and FORMAT.json."""
-    (path,) = run.glob(file)
+    """Flip a bit in the first byte, in a middle one and in the last byte."""
+    (path,) = checkpoint_files(run, file, step=6) if file in KINDS else run.glob(file)
     for at in (0, path.stat().st_size // 2, -1):
         flip(path, at)
         found = call("verify", run, "--all", "--json")
@@ -320,7 +316,7 @@ def test_what_is_retired_meanwhile_is_not_called_damaged(run: Path) -> None:
         if plan:
             record = Record("PLAN", {"retire": [str(commit.attempt)], "delete": []}, "plan")
             await other.append(lambda _: record, owner=other.state.acquires[-1])
-        await other.store.delete(f"packs/{commit.attempt}.0.0.safetensors")
+        await other.store.delete(data_key(commit.attempt))
         verdict = (await examine(log, commit)).verdict
         await log.store.aclose()
         await other.store.aclose()
@@ -335,7 +331,7 @@ def test_what_is_retired_meanwhile_is_not_called_damaged(run: Path) -> None:
 
 def test_diff_of_equal_checkpoints_reads_no_tensor(run: Path, call: Any) -> None:
     """A copy of a run is equal, which the digests alone can tell: even with the packs' bytes gone."""
-    for pack in (run / "packs").iterdir():
+    for pack in data_files(run):
         size = pack.stat().st_size
         os.truncate(pack, 0)
         os.truncate(pack, size)
@@ -476,7 +472,7 @@ def test_a_newer_format_is_refused(run: Path, call: Any) -> None:
 
 def test_a_damaged_checkpoint_is_code_2_where_it_is_needed(run: Path, call: Any) -> None:
     """`show` and `diff` say what is damaged; `ls` reads the log alone, and lists all of them."""
-    flip(run / "parts" / f"{attempt_of(run, 6)}.0.0.json", 100)
+    flip(manifests(run, 6)[0], 100)
     for words in (["show", run], ["diff", f"{run}@4", run]):
         found = call(*words)
         assert (found.code, found.out) == (2, "") and "step 6 is damaged" in found.err
@@ -508,7 +504,7 @@ def test_hostile_names_stay_text(tmp_path: Path, call: Any) -> None:
         save(tmp_path / name, {HOSTILE: weight, "v": {HOSTILE: HOSTILE + name}}, range(1, 2), every=1)
     one, two = tmp_path / "one", tmp_path / "two"
     outputs = [call("show", one), call("diff", one, two), call("show", one, "--json"), call("diff", one, two, "--json")]
-    (pack,) = (one / "packs").iterdir()
+    (pack,) = data_files(one)
     flip(pack, -1)
     outputs += [call("verify", one), call("diff", one, two)]
     for found in outputs:
@@ -529,7 +525,7 @@ def test_negative_control_raw_names_would_reach_the_terminal(
 
 def test_hostile_parts_raise_no_traceback(run: Path, call: Any) -> None:
     """Parts that are sealed well and say nonsense are damaged, not a crash."""
-    path = run / "parts" / f"{attempt_of(run, 6)}.0.0.json"
+    (path,) = manifests(run, 6)
     log = sorted((run / "log").iterdir())[-1]
     whole = {k: v for k, v in json.loads(path.read_text()).items() if k != "digest"}
     layout = whole["layout"] = unpress(whole["layout"])

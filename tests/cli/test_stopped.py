@@ -18,6 +18,7 @@ from torch import nn
 import ckpt
 from commands import call, save, stopped
 from processes import PYTHONPATH
+from run_files import data_files
 
 __all__ = ["call"]  # a fixture
 
@@ -94,7 +95,7 @@ def test_giving_up_that_is_stopped(made: Path, tmp_path: Path, call: Any, point:
     assert call("verify", run, "--all").code == 0
     assert [one["step"] for one in call("ls", run, "--json").json["checkpoints"]] == [6, 4]
     assert call("gc", run, "--yes").code == 0
-    left = [path.name for path in (run / "packs").iterdir()]
+    left = data_files(run)
     assert call("gc", run, "--json").json["files"] == 0 and len(left) == 2, left
     assert call("verify", run, "--all").code == 0
 

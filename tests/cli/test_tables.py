@@ -14,6 +14,7 @@ from rich.cells import cell_len
 import toy
 from ckpt.tools.cli import terminal
 from commands import call, flip, save
+from run_files import data_files
 
 __all__ = ["call"]  # a fixture
 
@@ -32,7 +33,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     save(folder / "run", toy.build(), range(1, 7))
     patch.undo()
     hurt = Path(shutil.copytree(folder / "run", folder / "hurt"))
-    for pack in (hurt / "packs").iterdir():
+    for pack in data_files(hurt):
         flip(pack, pack.stat().st_size // 2)
     return folder / "run", hurt
 

@@ -29,6 +29,7 @@ from commands import call, flip, increments
 from memory_origin import MemoryOrigin
 from peak import PEAK
 from processes import killed, run_script
+from run_files import data_files
 
 __all__ = ["call", "increments"]  # fixtures
 
@@ -419,13 +420,9 @@ def test_a_disk_that_fills_up_at_the_end(made: Path, tmp_path: Path, call: Any) 
 # -- sources --
 
 
-def packs_of(run: Path) -> list[Path]:
-    return sorted((run / "packs").iterdir())
-
-
 def test_damage_is_mended_from_another_place(run: Path, made: Path, tmp_path: Path, call: Any) -> None:
     """With --from, what is damaged comes from a copy, and this is said."""
-    for pack in packs_of(run):
+    for pack in data_files(run):
         flip(pack, -5 * MIB)
     words = ["--only", "*"]
     found = call("restore", run, "--to", tmp_path / "a", "--from", made, "--json", *words)
@@ -436,7 +433,7 @@ def test_damage_is_mended_from_another_place(run: Path, made: Path, tmp_path: Pa
 
 def test_damage_that_cannot_be_mended_names_the_tensor(run: Path, made: Path, tmp_path: Path, call: Any) -> None:
     """Nothing appears; once the run is whole again, the same call goes on."""
-    for pack in packs_of(run):  # of both steps: one would mend the other
+    for pack in data_files(run):  # of both steps: one would mend the other
         raw = bytearray(pack.read_bytes())
         first = 8 + int.from_bytes(raw[:8], "little")
         raw[first : first + 64] = bytes(64)

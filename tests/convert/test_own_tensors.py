@@ -11,6 +11,7 @@ from ckpt.core.format.manifest import Attempt
 from ckpt.core.format.saved_state import SavedState
 from ckpt.core.format.table import merge
 from ckpt.tools.convert.source_run import RunOrigin
+from run_files import checkpoint_id, data_key
 
 
 def two_ranks(*own: str) -> SavedState:
@@ -22,7 +23,7 @@ def two_ranks(*own: str) -> SavedState:
         layout = Layout(specs, {}, [component], rank, 2, dict.fromkeys(own, rank))
         layouts.append(layout)
         digests = b"".join(bytes([rank + 1] * 16) for _ in own)
-        tables.append(build_table(layout, f"packs/1.aaaaaaaa-1.{rank}.0.safetensors", digests))
+        tables.append(build_table(layout, data_key(checkpoint_id(1), rank), digests))
     return SavedState(layouts, [[None], [None]], merge(tables))
 
 

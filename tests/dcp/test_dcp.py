@@ -42,7 +42,7 @@ import ckpt
 import ckpt.dcp
 from ckpt import failpoints
 from ckpt.core.checkpoint import read
-from ckpt.core.format.manifest import Attempt
+from ckpt.core.format.manifest import owner
 from ckpt.core.log.log import RunLog
 from ckpt.dcp import coordinator, in_flight, incarnation, objects, rank_write
 from ckpt.dcp import read as dcp_source
@@ -51,6 +51,7 @@ from ckpt.tools.cli.app import cli
 from commands import flip
 from parallel import build, free_port, gathered, launch, train_step
 from processes import REPO, run_python
+from run_files import data_files, indexes, keys_in, manifests
 from s3_server import MotoServer, storage_options
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -586,7 +587,7 @@ def test_each_place_has_its_cadence_and_keeps_what_it_should(tmp_path: Path) -> 
         save(state | {"n": step}, step, writer)
     save(state | {"n": 23}, 23, writer)
     assert history(str(near)) == [23, 22] and history(str(far)) == [20, 16, 8]
-    assert len(list((near / "packs").iterdir())) == 2 and len(list((far / "packs").iterdir())) == 3
+    assert (len(data_files(near)), len(data_files(far))) == (2, 3)
     assert {a.epoch for a in records(str(near)).state.commits} == {a.epoch for a in records(str(far)).state.commits}
     assert load(state, tiers)["n"] == 23 and load(state, tiers, 8)["n"] == 8
     assert load(state, str(far))["n"] == 20
@@ -602,7 +603,7 @@ def test_a_bucket_takes_its_steps_and_its_outage_is_said(tmp_path: Path, monkeyp
         for step in range(1, 9):
             save(state | {"n": step}, step, writer)
         assert history(far) == [8, 6]
-        flip(sorted(Path(near, "packs").iterdir())[-1], 5_000_000)
+        flip(data_files(near)[-1], 5_000_000)
         found = load(emptied(state), tiers, resume=False)
         assert found["n"] == 8 and same(found["w"], state["w"])
         writer = pickle.loads(pickle.dumps(writer))  # as for the process of dcp.async_save
@@ -618,11 +619,11 @@ def test_the_reader_grace_is_kept(run_dir: str, monkeypatch: pytest.MonkeyPatch)
     tier, state = ckpt.Tier(run_dir, every=1, keep=1, reader_grace_s=1000), {"w": torch.randn(10)}
     for step in range(1, 5):
         save(state, step, tier)
-    assert history(run_dir) == [4, 3] and len(list(Path(run_dir, "packs").iterdir())) == 4
+    assert history(run_dir) == [4, 3] and len(data_files(run_dir)) == 4
     clock = time.monotonic
     monkeypatch.setattr(time, "monotonic", lambda: clock() + 2000)
     save(state, 5, tier)
-    assert len(list(Path(run_dir, "packs").iterdir())) == 3
+    assert len(data_files(run_dir)) == 3
 
 
 def test_what_a_full_place_refuses_is_in_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -653,7 +654,7 @@ def test_a_failed_step_can_be_saved_again(run_dir: str, monkeypatch: pytest.Monk
     """Under another name, of another epoch; what was saved before stays in the history."""
     state, writer = {"w": torch.randn(10), "n": 1}, ckpt.dcp.StorageWriter(run_dir)
     save(state, 1, writer)
-    for point in ("pack.opened", "pack.written", "table.stored", "part.stored", "index.stored"):
+    for point in ("pack.opened", "pack.written", "part.stored", "index.stored"):
         monkeypatch.setattr(failpoints, "_armed", failpoints._parse(f"{point}:eio"))
         refused(lambda: save(state | {"n": 2}, 2, writer))
         monkeypatch.setattr(failpoints, "_armed", None)
@@ -691,7 +692,7 @@ def test_what_was_whole_when_the_job_died_is_no_obstacle(run_dir: str, monkeypat
     save(state | {"n": 22}, 2, tier)
     assert history(run_dir) == [2, 1] and load(state, tier)["n"] == 22
     left = records(run_dir).state
-    assert all(left.ended(Attempt.parse(path.name.split(".0.0")[0])) for path in Path(run_dir, "packs").iterdir())
+    assert all(left.ended(attempt) for key in keys_in(run_dir) if (attempt := owner(key)) is not None)
 
 
 def test_a_state_that_changes_while_it_is_written_is_refused(tmp_path: Path) -> None:
@@ -752,13 +753,12 @@ def test_what_failed_saves_have_left_goes_before_the_next(
     if first:
         save(state, 1, writer)
     aborted_twice(monkeypatch, run_dir, writer)
-    assert len(list(Path(run_dir, "packs").iterdir())) == first + 1  # that of step 2 went before step 3
+    assert len(data_files(run_dir)) == first + 1  # that of step 2 went before step 3
     another_job()
     with monkeypatch.context() as patch:
         patch.setattr(rank_write, "write", full)
         assert "no space left. `ckpt gc" in str(refused(lambda: save(state, 4, writer)))
-    names = [path.name for path in Path(run_dir, "packs").iterdir()]
-    assert [name for name in names if "-3." in name or "-2." in name] == []
+    assert data_files(run_dir, 2) == data_files(run_dir, 3) == []
     save(state, 5, writer)
     assert history(run_dir) == ([5, 1] if first else [5]) and same(load(emptied(state), run_dir)["w"], state["w"])
 
@@ -815,7 +815,7 @@ def test_a_place_that_ranks_do_not_share_is_named(run_dir: str, monkeypatch: pyt
 
     async def elsewhere(store: Any, *args: Any, **kwargs: Any) -> Any:
         written = await real(store, *args, **kwargs)
-        for path in Path(run_dir, "parts").iterdir():
+        for path in manifests(run_dir):
             path.unlink()
         return written
 
@@ -834,7 +834,7 @@ def test_an_empty_state_is_a_checkpoint(run_dir: str) -> None:
 
 
 def pack_of(run: str | Path) -> Path:
-    return next(Path(run, "packs").iterdir())
+    return data_files(run)[0]
 
 
 def test_damage_is_repaired_from_the_second_place_or_named(tmp_path: Path) -> None:
@@ -876,7 +876,7 @@ def test_a_checkpoint_whose_small_files_are_damaged_is_not_the_end(run_dir: str)
     state = {"w": torch.zeros(3), "n": 0}
     for step in (1, 2):
         save(state | {"n": step}, step, run_dir)
-    flip(next(Path(run_dir, "parts").glob("*-2.*.json")), 40)
+    flip(manifests(run_dir, 2)[0], 40)
     with pytest.raises(CheckpointException, match=r"damaged|digest"):
         load(state, run_dir, 2)
     assert load(state, run_dir)["n"] == 1
@@ -941,7 +941,7 @@ def test_an_index_of_another_name_is_not_believed(run_dir: str) -> None:
     state = {"some_weights": torch.zeros(3), "n": 0}
     for step in (1, 2):
         save(state | {"n": step}, step, run_dir)
-    one, two = sorted(Path(run_dir, "index").iterdir())
+    one, two = indexes(run_dir)
     whole = two.read_bytes()
     for hostile in (one.read_bytes(), whole.replace(b"some_weights", b"sham_weights"), b"", b"x" * 1000):
         assert hostile != whole

@@ -44,6 +44,7 @@ from ckpt.tools.doctor.promises import Bounds
 from ckpt_backends.memory import MemoryStore, MemoryUpload
 from model_disk import Run, local, volume
 from processes import REPO, eventually
+from run_files import DATA_FOLDER
 from s3_server import KEY, MotoServer, environment, storage_options
 
 SMALL = Bounds(size=4 * MIB, measure_s=5.0, check_s=20.0)
@@ -292,7 +293,7 @@ def test_negative_control_without_the_clean_up(given: Any, monkeypatch: pytest.M
 
 def test_nothing_but_its_own_prefix_is_removed() -> None:
     """The clean-up refuses any prefix that is not one of its own."""
-    for prefix in ("", "packs/", "doctor-1"):
+    for prefix in ("", f"{DATA_FOLDER}/", "doctor-1"):
         with pytest.raises(AssertionError):
             asyncio.run(doctor.remove(MemoryStore(), prefix))
 
@@ -431,7 +432,7 @@ def test_s3(server: MotoServer) -> None:
     """A sound bucket has no problem and keeps nothing; uploads lying about and a missing rule are said."""
     remember_options("s3://bucket/run", storage_options(server.url))
     s3 = client(server)
-    s3.create_multipart_upload(Bucket="bucket", Key="run/packs/left")
+    s3.create_multipart_upload(Bucket="bucket", Key=f"run/{DATA_FOLDER}/left")
     before = contents(server)
     place = examine("s3://bucket/run", Bounds(size=24 * MIB))
     assert place.usable and place.options and contents(server) == before
@@ -462,6 +463,7 @@ def test_a_bucket_that_is_missing(server: MotoServer) -> None:
 
 
 ABORTS = {"Status": "Enabled", "Filter": {"Prefix": ""}, "AbortIncompleteMultipartUpload": {"DaysAfterInitiation": 1}}
+EXPIRES = {"Status": "Enabled", "Expiration": {"Days": 9}}
 
 
 @pytest.mark.parametrize(
@@ -475,8 +477,8 @@ ABORTS = {"Status": "Enabled", "Filter": {"Prefix": ""}, "AbortIncompleteMultipa
         ([{**ABORTS, "Filter": {"And": {"Prefix": "run1/", "Tags": []}}}], [ADVICE, OK]),
         ([{**ABORTS, "Status": "Disabled"}], [ADVICE, OK]),
         ([{**ABORTS, "Expiration": {"Days": 30}}], [OK, PROBLEM, OK]),
-        ([ABORTS, {"Status": "Enabled", "Prefix": "run1/packs/", "Expiration": {"Days": 9}}], [OK, PROBLEM, OK]),
-        ([ABORTS, {"Status": "Enabled", "Prefix": "run2/", "Expiration": {"Days": 9}}], [OK, OK]),
+        ([ABORTS, {**EXPIRES, "Prefix": f"run1/{DATA_FOLDER}/"}], [OK, PROBLEM, OK]),
+        ([ABORTS, {**EXPIRES, "Prefix": "run2/"}], [OK, OK]),
         ([{**ABORTS, "Transitions": [{"Days": 1, "StorageClass": "GLACIER"}]}], [OK, ADVICE, OK]),
     ],
 )

@@ -12,7 +12,6 @@ import io
 import json
 import os
 import random
-import shutil
 import struct
 import time
 import zipfile
@@ -37,7 +36,6 @@ from ckpt.core.format.manifest import (
     Part,
     canonical,
     part_key,
-    table_key,
 )
 from ckpt.core.format.saved_state import SavedState
 from ckpt.core.format.table import COLUMNS as COLUMNS_OF
@@ -67,6 +65,7 @@ from forgery import (
 )
 from inside import forge, opened_part, resealed
 from processes import run_script
+from run_files import data_key, step_of
 
 __all__ = ["genuine", "of_two"]  # fixtures
 pytestmark = pytest.mark.timeout(60)  # a hang is a failure
@@ -340,7 +339,7 @@ def test_a_column_of_another_kind_is_an_error_of_ours(genuine: Run, name: str, t
     """Missing, of another dtype, shape or length: CorruptError, or a table with the same meaning. The file does not say
     what its numbers are, so those of another kind that fill the same bytes are just other numbers."""
     objects, attempt = genuine
-    raw = objects[table_key(attempt, 0, 0)]
+    raw = inside.table_in(objects[part_key(attempt, 0, 0)])
     whole = Table.from_bytes(raw, "the table")
     for kind, change in {"missing": None, **WRONG_KINDS}.items():
         columns = columns_of(raw, "a table")
@@ -552,7 +551,7 @@ def in_body(**changes: Json) -> Change:
 
 def cut_at(run: Run, byte: int) -> Change:
     """A blob of eight-byte numbers of the newest checkpoint becomes two; their digests are right."""
-    pack = run[0][f"packs/{run[1]}.0.0.safetensors"]
+    pack = run[0][data_key(run[1])]
 
     def change(columns: Json) -> None:
         at = columns["dtypes"].tolist().index(1)  # each tensor before it has one blob
@@ -798,7 +797,7 @@ def test_an_evil_record_does_not_hide_the_checkpoints(genuine: Run, name: str, t
     with confined(folder):
         deleted = inside.run(taken_over(folder))
     assert (tmp_path / "outside").exists()
-    assert all(key.startswith(("packs/", "parts/", "index/")) and "-10" in key for key in deleted)
+    assert all(step_of(key) == 10 for key in deleted)
 
 
 @pytest.mark.parametrize(
@@ -843,15 +842,12 @@ def test_memory_is_bounded_by_what_is_checked_first(genuine: Run, tmp_path: Path
     objects, attempt = genuine
     sparse = {
         "a part": part_key(attempt, 0, 0),
-        "a table": table_key(attempt, 0, 0),
         "a record": record_key(2),
         "the format": "FORMAT.json",
-        "a pack": f"packs/{attempt}.0.0.safetensors",
+        "a pack": data_key(attempt),
     }
     for name, key in sparse.items():
         folder = put(forge(genuine), runs / f"1 TiB of {name}".replace(" ", "-"))
-        if "table" in name:
-            shutil.rmtree(folder / "index")
         os.truncate(folder / key, 1 << 40)
     lies = {
         "shape": forge(genuine, part=tensor(2, [2**40])),
@@ -972,7 +968,7 @@ def odd_tables(raw: bytes) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def test_a_file_of_odd_columns_is_no_table(genuine: Run) -> None:
     """CorruptError, before anything is made by what it declares. The genuine one is read."""
-    raw = genuine[0][table_key(genuine[1], 0, 0)]
+    raw = inside.table_in(genuine[0][part_key(genuine[1], 0, 0)])
     assert len(Table.from_bytes(raw, "the table").shards)
     for name, files in odd_tables(raw):
         with pytest.raises(CorruptError):

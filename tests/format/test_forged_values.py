@@ -25,12 +25,13 @@ import forgery
 import inside
 from ckpt.core.format import codec, join_ranks, rank_index
 from ckpt.core.format.digest import blob_digest, file_digest
-from ckpt.core.format.manifest import Part, index_key, part_key, table_key
+from ckpt.core.format.manifest import Part, index_key, part_key
 from ckpt.core.format.table import DTYPES, Table
 from ckpt.core.log.log import record_key
 from ckpt.core.state.capture import Capture
 from ckpt.errors import CheckpointError, MismatchError
 from processes import run_script
+from run_files import data_key, step_of
 from test_promise_state import WIDTH, Counter, Scaled, State, numbers
 
 
@@ -110,7 +111,7 @@ def test_values_of_another_kind_are_errors_of_ours(tmp_path: Path, caplog: pytes
     live = everything(3)
     for name, change in forged():
         objects = inside.forge(run, part=change)
-        folder = forgery.put({k: v for k, v in objects.items() if "-10." not in k}, tmp_path / "run")
+        folder = forgery.put({k: v for k, v in objects.items() if step_of(k) != 10}, tmp_path / "run")
         before = trained(live)
         try:
             forgery.restore_from(forgery.sources(folder)[0], live)
@@ -157,7 +158,7 @@ def swollen(run: forgery.Run) -> forgery.Objects:
     """A tensor of 256 GiB, every blob of it the same few hundred bytes."""
     count, size = 4000, 64 << 20
     plain = bytes(size)
-    frame, pack = codec.encode(1, plain, 4), f"packs/{run[1]}.0.0.safetensors"
+    frame, pack = codec.encode(1, plain, 4), data_key(run[1])
     digest, stored = (np.frombuffer(blob_digest(one), np.uint8) for one in (plain, frame))
 
     def change(columns: Any) -> None:
@@ -184,7 +185,7 @@ def crowded(run: forgery.Run) -> forgery.Objects:
     """A directory of two ranks whose few compressed bytes are hundreds of megabytes of empty lists."""
     objects, attempt = run
     parts = [Part.from_bytes(objects[part_key(attempt, rank, 0)], "a part") for rank in range(2)]
-    tables = [Table.from_bytes(objects[table_key(attempt, rank, 0)], "a table") for rank in range(2)]
+    tables = [Table.from_bytes(part.table, "a table") for part in parts]
     columns = dict(join_ranks.build(parts, tables).columns)
     lists = b'{"aliases":[{}],"components":[],"instances":[{}],"values":[' + b"[]," * (80 << 20)
     columns["views"] = np.frombuffer(lists + b'0],"views":[[0,[],0,0]]}', np.uint8)

@@ -15,6 +15,7 @@ import ckpt
 import stranger
 from commands import increments
 from processes import REPO
+from run_files import DATA, MANIFEST, checkpoint_files
 
 __all__ = ["increments"]  # a fixture
 
@@ -69,11 +70,10 @@ def test_a_stranger_takes_the_newest_of_the_history(run_dir: str) -> None:
 
 
 def test_negative_control_a_flipped_bit_is_seen(run_dir: str) -> None:
-    """In a pack, a table, a part, and a record of the log."""
+    """In a pack, a part, and a record of the log."""
     with ckpt.Checkpointer({"x": torch.randn(1000)}, run_dir) as cp:
         cp.save(1).committed()
-    files = [next(Path(run_dir, where).glob(f"*.{end}")) for where, end in
-             (("packs", "safetensors"), ("parts", "safetensors"), ("parts", "json"))]  # fmt: skip
+    files = checkpoint_files(run_dir, DATA, MANIFEST)
     files.append(max(Path(run_dir, "log").iterdir()))
     for path in files:
         good = path.read_bytes()

@@ -29,8 +29,7 @@ from ckpt.core.checkpoint import commit as commits
 from ckpt.core.checkpoint import commit_checks, read
 from ckpt.core.format import join_ranks, rank_index
 from ckpt.core.format.boxes import Box
-from ckpt.core.format.digest import file_digest
-from ckpt.core.format.manifest import Attempt, Part, index_key, pack_key, part_key, table_key
+from ckpt.core.format.manifest import Attempt, Part, index_key, pack_key, part_key
 from ckpt.core.format.partition import GLOBAL, Seat
 from ckpt.core.format.rank_index import Directory
 from ckpt.core.format.saved_state import SavedState
@@ -42,6 +41,7 @@ from ckpt.core.state.capture import Capture
 from ckpt.core.state.filler import Filler
 from ckpt.core.state.placement import Placement
 from ckpt.errors import CorruptError, SaveError
+from run_files import DATA, MANIFEST, kind_of
 
 Json = dict[str, Any]
 WORLD = scale.World(stages=2, tensor=2, fsdp=8, layers=4, width=64)
@@ -179,9 +179,9 @@ def got(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     yield seen
 
 
-def test_a_rank_reads_only_the_tables_that_it_needs(run: Path, got: list[str]) -> None:
-    """Its own tensors on the same ranks: few tables, and the part of the first of all ranks that have the same plain
-    values. Negative control: everything is read without the directory."""
+def test_restore_reads_only_the_manifests_it_needs(run: Path, got: list[str]) -> None:
+    """A rank that restores its own tensors reads few manifests: those of ranks that have its tensors, and that of the
+    first rank with the same plain values. Negative control: without the directory it reads all of them."""
     commit, rank = committed(run), 21
     needed = {r for r, rest in enumerate(ranks_with(run, rank)) if rest}
     got.clear()
@@ -189,15 +189,12 @@ def test_a_rank_reads_only_the_tables_that_it_needs(run: Path, got: list[str]) -
     source.open([])
     placement = place(WORLD, rank, source.saved)
     source.narrow(boxes(placement))
-    read_tables = {key for key in got if key.startswith("parts/") and key.endswith(".safetensors")}
-    assert read_tables == {table_key(commit.attempt, r, 0) for r in needed} and len(needed) < 6
-    assert {key for key in got if key.endswith(".json") and key.startswith("parts/")} == {
-        part_key(commit.attempt, 0, 0)
-    }
-    assert not any(key.startswith("packs/") for key in got)
+    read_parts = {key for key in got if kind_of(key) == MANIFEST}
+    assert read_parts == {part_key(commit.attempt, r, 0) for r in {0, *needed}} and len(needed) < 6
+    assert not any(kind_of(key) == DATA for key in got)
     got.clear()
     whole(run)
-    assert len({key for key in got if key.startswith("parts/")}) == 2 * WORLD.size
+    assert len({key for key in got if kind_of(key) == MANIFEST}) == WORLD.size
 
 
 def ranks_with(root: Path, rank: int) -> list[bool]:
@@ -209,7 +206,7 @@ def ranks_with(root: Path, rank: int) -> list[bool]:
 
 
 def test_a_lost_or_damaged_index_is_made_up_for(run: Path, tmp_path: Path) -> None:
-    """By the parts and tables: the same blobs are wanted."""
+    """By the manifests: the same blobs are wanted."""
     expected = Filler(whole(run), place(WORLD, 3, whole(run)).fills).blobs
     for damage in (lambda path: path.unlink(), lambda path: path.write_bytes(path.read_bytes()[:-9] + bytes(9))):
         root = tmp_path / f"run-{len(list(tmp_path.iterdir()))}"
@@ -220,12 +217,12 @@ def test_a_lost_or_damaged_index_is_made_up_for(run: Path, tmp_path: Path) -> No
         assert Filler(saved, place(WORLD, 3, saved).fills).blobs == expected
 
 
-def test_a_lost_table_comes_from_another_place_or_is_an_error(run: Path, tmp_path: Path) -> None:
+def test_lost_manifest_comes_from_another_tier_or_is_an_error(run: Path, tmp_path: Path) -> None:
     """It is named; ranks that do not need it do not notice."""
     root = tmp_path / "run"
     shutil.copytree(run, root)
     commit = committed(root)
-    key = table_key(commit.attempt, 3, 0)
+    key = part_key(commit.attempt, 3, 0)
     (root / key).write_bytes((root / key).read_bytes()[:-1] + b"\0")
     for others in ((), (run.as_uri(),)):
         source = StoreSource(root.as_uri(), commit.attempt, commit, others=others)
@@ -322,8 +319,7 @@ def part_of(table: Table, rank: int, world: int) -> Part:
         "instances": {s.name: s.instance for s in table.shards if s.instance != GLOBAL},
         "elsewhere": {},
     }
-    digest = file_digest(table.to_bytes())
-    return Part(str(ATTEMPT), rank, 0, world, layout, [None], digest, [], True)
+    return Part(str(ATTEMPT), rank, 0, world, layout, [None], table.to_bytes(), [], True)
 
 
 def built(state: list[list[SavedShard]]) -> tuple[Directory, list[Table]]:
@@ -349,7 +345,6 @@ def test_a_directory_says_what_the_tables_say(state: list[list[SavedShard]]) -> 
         assert said == {
             (s.name, s.instance, s.dtype, s.global_shape, s.rank, s.box) for table in tables for s in table.shards
         }
-        assert [found.table_digest(r) for r in range(len(tables))] == [file_digest(t.to_bytes()) for t in tables]
         assert found.columns["owned"].tolist() == [table.owned for table in tables]
         assert found.packs == tuple(sorted(key for table in tables for key in table.packs))
     assert made.to_bytes() == built(state)[0].to_bytes()
@@ -528,7 +523,7 @@ def lying(run: Path, edit: Callable[[dict[str, Any], Directory], str]) -> tuple[
     commit = committed(run)
     found = Directory.from_bytes(forged(columns), "an index", WORLD.size)
     saved = listed(run)
-    tables = read.run(with_store(run, lambda store: read.load_tables(store, commit, found, range(WORLD.size))))
+    tables = read.run(with_store(run, lambda store: read.load_tables(store, commit, range(WORLD.size))))
     return SavedState.listed(found, saved._fetch_values, lambda ranks: {rank: tables[rank] for rank in ranks}), name
 
 

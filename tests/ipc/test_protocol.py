@@ -140,15 +140,15 @@ def test_an_error_is_a_reply_too() -> None:
 def test_what_is_too_long_is_not_sent(caplog: pytest.LogCaptureFixture) -> None:
     """The request fails at once, by name, which is said to those who do not look, and the connection goes on."""
     with pair() as (client, writer):
-        future = client.send(requests.Successor("x" * (9 * MIB)))
-        with pytest.raises(ProtocolError, match="'successor' has 9 MiB"):
+        future = client.send(requests.Distrust("x" * (9 * MIB)))
+        with pytest.raises(ProtocolError, match="'distrust' has 9 MiB"):
             future.result(10)
         later = client.send(requests.Resume())
         incoming = writer.receive()
         assert incoming is not None and incoming.id is not None
         writer.reply(incoming.id, None)
         assert later.result(10) == (None, [])
-    assert "'successor' has 9 MiB" in caplog.text
+    assert "'distrust' has 9 MiB" in caplog.text
 
 
 # -- a trainer that hears nonsense --
@@ -202,7 +202,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     ),
     "missing field": ({"op": "write_slot", "tier": 0}, "'write_slot' is malformed: Object missing required field"),
     "missing descriptor": ({"op": "attach_arena"}, "'attach_arena' comes with 1 descriptors, not 0"),
-    "too long": ({"op": "successor", "nonce": "x" * (10 * MIB)}, "'successor' has 10 MiB, where 8 MiB are the most"),
+    "too long": ({"op": "distrust", "url": "x" * (10 * MIB)}, "'distrust' has 10 MiB, where 8 MiB are the most"),
     "a long name": ({"op": "x" * 5000}, "'" + "x" * 60 + "' is not known here"),
 }
 

@@ -99,14 +99,13 @@ def spawn(*arguments: object, code: str = "") -> subprocess.CompletedProcess[str
 
 
 def flip(path: Path, at: int) -> None:
-    raw = bytearray(path.read_bytes())
-    raw[at] ^= 1
+    """Flip a bit of a byte in a file, in place. A negative position counts from the end."""
     path.chmod(0o600)
-    path.write_bytes(raw)
-
-
-def attempt_of(run: Path, step: int) -> str:
-    return next(p.name.split(f"-{step}.")[0] for p in (run / "packs").glob(f"*-{step}.*")) + f"-{step}"
+    with path.open("r+b", buffering=0) as file:
+        file.seek(at, os.SEEK_SET if at >= 0 else os.SEEK_END)
+        (byte,) = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 1]))
 
 
 def stopped(point: str, *arguments: object, main: str = "ckpt.tools.cli") -> str:

@@ -9,6 +9,7 @@ public.
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import json
 import os
@@ -46,7 +47,7 @@ from ckpt.core.checkpoint import commit as commits
 from ckpt.core.format import codec, manifest
 from ckpt.core.format.digest import blob_digest, file_digest
 from ckpt.core.format.layout import BLOB, Layout, TensorSpec, pages
-from ckpt.core.format.manifest import Attempt, index_key, owner, part_key, table_key
+from ckpt.core.format.manifest import Attempt, Part, index_key, owner, part_key
 from ckpt.core.format.saved_state import SavedState
 from ckpt.core.format.table import PRESSED, Table, columns_of, merge
 from ckpt.core.ipc import channel, process
@@ -95,6 +96,7 @@ from ckpt.tiers import as_tiers
 from ckpt.tools.cli import app
 from ckpt.tools.convert import partial, source_files
 from ckpt_backends.memory import MemoryStore
+from run_files import checkpoint_id, data_key
 
 T = TypeVar("T")
 
@@ -376,11 +378,6 @@ class SavedStep:
         found = {of[table.pack[table.base[b]]] for b in rows if of[table.pack[b]] == self.step}
         return {step for step in found if step is not None}
 
-    @property
-    def small_files(self) -> list[str]:
-        """Glob patterns of its small files, which contain the locations of its tensors."""
-        return [f"index/{self.id}*", table_key(self._commit.attempt, 0, 0)]
-
 
 def history(url: str | Path) -> dict[int, SavedStep]:
     """Map each step of the present history to its checkpoint, newest first. The run may be in use meanwhile."""
@@ -402,8 +399,9 @@ def newest(url: str | Path) -> SavedStep:
 
     async def look(log: RunLog) -> SavedStep:
         commit = log.state.lineage()[0]
-        index = index_key(commit.attempt, commit.index)
-        return SavedStep(commit, await parts.load_table(log.store, index, commit.index))
+        index = await parts.load_index(log.store, commit)
+        assert isinstance(index, Table)
+        return SavedStep(commit, index)
 
     return _with_log(url, look)
 
@@ -478,11 +476,11 @@ def write_files(url: str, files: dict[str, bytes]) -> None:
     _with_store(url, put, writable=True)
 
 
-def delete_files(url: str, prefix: str = "") -> None:
-    """Delete the files of a folder or bucket whose names start with `prefix`."""
+def delete_files(url: str, keys: Sequence[str]) -> None:
+    """Delete files of a folder or bucket."""
 
     async def delete(store: Any) -> None:
-        await store.delete_many([info.key async for info in store.list() if info.key.startswith(prefix)])
+        await store.delete_many(list(keys))
 
     _with_store(url, delete, writable=True)
 
@@ -1345,15 +1343,6 @@ def try_again_for(patch: pytest.MonkeyPatch, window_s: float, first_pause_s: flo
 NOTHING = Contents(Layout((), {}, []))
 
 
-def names_of_files(of: Attempt, rank: int = 0) -> dict[str, str]:
-    """Return the names of the files of one rank: its manifest, its chunk table, its data."""
-    return {
-        "part": part_key(of, rank, 0),
-        "table": table_key(of, rank, 0),
-        "pack": f"packs/{of}.{rank}.0.safetensors",
-    }
-
-
 name_of_record = record_key  # of a log, by its number
 
 
@@ -1403,6 +1392,11 @@ def opened_part(raw: bytes) -> Any:
     return document | {"layout": json.loads(manifest.canonical(manifest.unpress(document["layout"])))}
 
 
+def table_in(raw_part: bytes) -> bytes:
+    """Return the chunk table in the manifest of a rank."""
+    return Part.from_bytes(raw_part, "a part").table
+
+
 def _indexed(tables: list[bytes]) -> bytes:
     """Return the index for these chunk tables, or the last table if they do not fit together."""
     try:
@@ -1424,25 +1418,25 @@ def forge(
 ) -> dict[str, bytes]:
     """Change the files of one rank in the newest checkpoint, and recompute all digests. Return the files of the run."""
     objects, attempt = dict(run[0]), run[1]
-    keys = part_key(attempt, rank, 0), table_key(attempt, rank, 0)
-    found = {k: v.copy() for k, v in columns_of(objects[keys[1]], "a table").items()}
+    key, last = part_key(attempt, rank, 0), max(k for k in objects if k.startswith("log/"))
+    log_record = json.loads(objects[last])
+    tables = [table_in(objects[part_key(attempt, r, 0)]) for r, _, _ in log_record["body"]["parts"]]
+    found = {k: v.copy() for k, v in columns_of(tables[rank], "a table").items()}
     columns(found)
     if table is None:
         table = PRESSED.to_bytes(found)
-    document = opened_part(objects[keys[0]])
+    document = opened_part(objects[key])
     before = document["layout_digest"]
-    document["table"] = file_digest(table)
+    document["table"] = base64.b64encode(table).decode()
     part(document)
     if document.get("layout_digest") == before:
         with contextlib.suppress(Exception):  # not a layout at all
             document["layout_digest"] = Layout.from_json(document["layout"]).digest
     raw_part = raw_part or resealed(document)
-    last = max(k for k in objects if k.startswith("log/"))
-    log_record = json.loads(objects[last])
-    objects |= {keys[0]: raw_part, keys[1]: table}
-    parts = log_record["body"]["parts"]
-    parts[rank] = [rank, 0, file_digest(raw_part)]
-    index = _indexed([objects[table_key(attempt, r, 0)] for r, _, _ in parts])
+    objects[key] = raw_part
+    log_record["body"]["parts"][rank] = [rank, 0, file_digest(raw_part)]
+    tables[rank] = table
+    index = _indexed(tables)
     log_record["body"] |= {"index": file_digest(index)}
     body(log_record["body"])
     record(log_record)
@@ -1654,7 +1648,7 @@ class Saved:
 
     def restore(self, state: dict[str, Any], *, strict: bool = True) -> None:
         layout = Layout.from_json(json.loads(self.layout))
-        table = write.build_table(layout, "packs/1.0badcafe-1.0.0.safetensors", None)
+        table = write.build_table(layout, data_key(checkpoint_id(1)), None)
         saved = SavedState([layout], [json.loads(self.values)], table, digested=False)
         placement = Capture(state).place(saved, strict=strict)
         placement.check()

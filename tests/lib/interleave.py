@@ -22,6 +22,7 @@ The oracle looks at each change of the store, by its own plain reading of the re
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import functools
 import hashlib
@@ -47,7 +48,7 @@ from ckpt.core.checkpoint.write import RankSnapshot, WrittenPart, write_part
 from ckpt.core.format import manifest
 from ckpt.core.format.digest import file_digest
 from ckpt.core.format.layout import Layout, TensorSpec
-from ckpt.core.format.manifest import Attempt, PackInfo, new_format, owner, pack_key, part_key, table_key
+from ckpt.core.format.manifest import Attempt, PackInfo, new_format, owner, pack_key, part_key
 from ckpt.core.format.table import Table
 from ckpt.core.log import files, records, trimming
 from ckpt.core.log import log as run_log
@@ -660,10 +661,10 @@ class Oracle:
         index = f"index/{attempt}-{body['index'][:16]}.safetensors"
         self.files[attempt] = {index: self.must_be(index, attempt, body["index"])}
         for rank, number, digest in body["parts"]:
-            key, table = part_key(attempt, rank, number), table_key(attempt, rank, number)
+            key = part_key(attempt, rank, number)
             part = json.loads(self.must_be(key, attempt, digest))
-            rows = Table.from_bytes(self.must_be(table, attempt, part["table"]), table)
-            for name in (key, table, *(pack["key"] for pack in part["packs"]), *rows.packs):
+            rows = Table.from_bytes(base64.b64decode(part["table"]), key)
+            for name in (key, *(pack["key"] for pack in part["packs"]), *rows.packs):
                 self.files[attempt][name] = self.must_be(name, attempt)
                 if name in self.doomed:
                     raise Violation(f"{attempt} is live, and {name} was up for deletion before")
@@ -792,16 +793,9 @@ async def write_increment(
     places |= {name: (packs.index(pack), int(base.table.offset[rows[name]])) for name, pack in taken.items()}
     pack, offset = zip(*(places[shard.name] for shard in whole.shards), strict=True)
     table = replace(whole, pack=np.array(pack), offset=np.array(offset), packs=tuple(packs))
-    raw = table.to_bytes()
     upload = await store.upload(key, size=len(header) + len(data))
     await upload.write_at(0, memoryview(header + data))
     await upload.finish()
-    try:
-        await store.put(table_key(attempt, rank, number), raw, create=True)
-    except StoreError:
-        with contextlib.suppress(StoreError):
-            await store.delete(key)
-        raise
     known = {info.key: info for info in base.part.packs}
     known[key] = PackInfo(key, len(header) + len(data), len(header), file_digest(header))
     part = replace(
@@ -812,7 +806,7 @@ async def write_increment(
         world=layout.world,
         layout=layout.to_json(),
         layout_digest=layout.digest,
-        table=file_digest(raw),
+        table=table.to_bytes(),
         packs=[known[one] for one in packs],
         needs=[base.part.attempt],
         chain=base.part.chain + 1,
@@ -1011,7 +1005,7 @@ def given_up(attempt: Attempt, written: WrittenPart) -> list[str]:
     """The files that go with an attempt that was aborted: not those that it only refers to."""
     rank, number = written.part.rank, written.part.number
     packs = [pack.key for pack in written.part.packs if owner(pack.key) == attempt]
-    return [*packs, part_key(attempt, rank, number), table_key(attempt, rank, number)]
+    return [part_key(attempt, rank, number), *packs]
 
 
 async def tidy(log: RunLog, mine: Acquire | None, keep: Keep, trimmer: Trimmer, actor: Actor) -> None:

@@ -305,14 +305,13 @@ class RecordingDisk(Disk):
 
 
 def kind_of_sync(ops: Iterable[Op]) -> dict[int, str]:
-    """For each file, by its number, what it is: pack, table, part, index, record or format."""
+    """For each file, by its number, what it is: pack, part, index, record or format."""
     kinds: dict[int, str] = {}
     suffixes = {"packs": "pack", "index": "index", "log": "record"}
     for op in ops:
         if op.kind in ("name", "rename") and not op.name.startswith("."):
             folder = os.path.basename(op.folder)
-            other = {"FORMAT.json": "format"}.get(op.name, "table" if op.name.endswith(".safetensors") else "part")
-            kinds[op.node] = suffixes.get(folder, other)
+            kinds[op.node] = suffixes.get(folder, "format" if op.name == "FORMAT.json" else "part")
     return kinds
 
 

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 
 import ckpt
 import parallel
+from run_files import DATA, ranks_in
 
 MODES = ("ddp", "fsdp")
 LOCAL, SHARED = "local", "shared"
@@ -107,14 +108,13 @@ class Rank:
         self.step = self.cp.restore(step=int(step)) if step else self.cp.restore(default=0)
         done = self.cp.last_restore
         assert done is not None
-        packs = (self.folder / LOCAL / "run" / "packs").glob("*")
         self.say(
             "started",
             **asdict(done),
             start=self.step,
             node=socket.gethostname(),
             nodes=self.cp._session.world.nodes,
-            local_ranks=sorted({int(path.name.split(".")[-3]) for path in packs}),
+            local_ranks=sorted(ranks_in(self.folder / LOCAL / "run", DATA)),
             mine=mine(self.state),
             whole=whole(self.state),
         )

@@ -34,6 +34,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import ckpt
 import inside
+from run_files import DATA, MANIFEST, checkpoint_files, data_files
 
 SHAPES: dict[str, tuple[int, ...]] = {"wide": (40, 1024), "odd": (7, 3), "single": (1,), "empty": (0, 4)}
 
@@ -396,19 +397,17 @@ def other_restore(root: str) -> dict[str, Any]:
 
 DAMAGE: dict[str, Callable[[Path, Path], object]] = {
     "nothing": lambda newer, older: None,
-    "part missing": lambda newer, older: of(newer, "parts", "json").unlink(),
-    "part damaged": lambda newer, older: flip(of(newer, "parts", "json")),
-    "pack of another attempt": lambda newer, older: shutil.copy(
-        of(older, "packs", "safetensors"), of(newer, "packs", "safetensors")
-    ),
-    "pack damaged": lambda newer, older: flip(of(newer, "packs", "safetensors")),
-    "pack cut short": lambda newer, older: os.truncate(of(newer, "packs", "safetensors"), 5000),
+    "part missing": lambda newer, older: of(newer, MANIFEST).unlink(),
+    "part damaged": lambda newer, older: flip(of(newer, MANIFEST)),
+    "pack of another attempt": lambda newer, older: shutil.copy(of(older, DATA), of(newer, DATA)),
+    "pack damaged": lambda newer, older: flip(of(newer, DATA)),
+    "pack cut short": lambda newer, older: os.truncate(of(newer, DATA), 5000),
 }
 
 
-def of(attempt: Path, folder: str, ending: str) -> Path:
-    """A file of rank 1 of an attempt; that is written like a path, <root>/<attempt>."""
-    (found,) = attempt.parent.glob(f"{folder}/{attempt.name}.1.*.{ending}")
+def of(checkpoint: Path, kind: str) -> Path:
+    """Return a file of rank 1. `checkpoint`: the folder of the run, followed by the checkpoint id."""
+    (found,) = checkpoint_files(checkpoint.parent, kind, rank=1, of=checkpoint.name)
     return found
 
 
@@ -515,7 +514,7 @@ def disk_fills(root: str) -> dict[str, Any]:
             together()
             if rank == 0 and step == 4:
                 filler.unlink()
-        packs = len(list(Path(root, "packs").iterdir())) // 2
+        packs = len(data_files(root)) // 2
     return {"errors": errors, "packs": packs}
 
 

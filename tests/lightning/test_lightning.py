@@ -38,6 +38,7 @@ import lightning_toy as toy
 from ckpt.best import END, Best, kept
 from ckpt.lightning import CheckpointCallback, CheckpointIO
 from ckpt.lightning.loop_hooks import BatchFeed
+from run_files import data_files
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -492,7 +493,7 @@ def test_lightnings_own_checkpoints_in_our_files(tmp_path: Path) -> None:
     whole = toy.fit(epochs=4)
     again = toy.fit(epochs=4, ckpt_path=str(folder / "last.ckpt"), limits=limits)
     assert again["steps"] == whole["steps"] == 32
-    for pack in ((folder / "last.ckpt").resolve() / "packs").rglob("*.safetensors"):
+    for pack in data_files((folder / "last.ckpt").resolve()):
         raw = bytearray(pack.read_bytes())
         raw[-1] ^= 1
         pack.write_bytes(raw)

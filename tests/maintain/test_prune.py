@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import replace
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -25,7 +27,9 @@ from ckpt.errors import FencedError, SaveError, StoreError, UsageError
 from ckpt.tools.maintain import prune
 from ckpt_backends.memory import MemoryStore
 from interleave import write_increment
+from run_files import DATA_FOLDER, INDEX, MANIFEST, kind_of, manifest_key, select
 
+DAY_S = 86_400
 LAYOUT = Layout((TensorSpec("w", "F32", (4,)),), {}, [])
 
 
@@ -45,13 +49,20 @@ def states(draw: st.DrawFn) -> tuple[RunState, Keep, set[Attempt]]:
             attempt = Attempt(epoch, step, f"{epoch:08x}")
             finite, reason = draw(st.sampled_from([None, True, False])), draw(st.sampled_from(["due", "ring"]))
             needs = draw(st.sampled_from([(), *((one,) for one in state.commits if one < attempt)]))
-            state.commits[attempt] = Commit(attempt, 1, (), "", finite, reason, needs)
+            at = draw(st.floats(0, 40)) * DAY_S
+            state.commits[attempt] = Commit(attempt, 1, (), "", finite, reason, needs, at)
     known = sorted(state.commits)
     some = st.sets(st.sampled_from(known)) if known else st.just(set[Attempt]())
     state.kept = dict.fromkeys(draw(some), "")
     if known and draw(st.booleans()):
         state.held = dict(holding(draw(st.sampled_from(known)), step=step) for step in range(2))
-    keep = Keep(last=draw(st.integers(1, 4)), every=draw(st.sampled_from([None, 1, 5])))
+    keep = Keep(
+        last=draw(st.integers(1, 4)),
+        every=draw(st.sampled_from([None, 1, 5])),
+        hours=draw(st.sampled_from([None, 0.5, 48, 480])),
+        daily=draw(st.integers(0, 3)),
+        weekly=draw(st.integers(0, 3)),
+    )
     return state, keep, draw(some)
 
 
@@ -78,6 +89,18 @@ def wrongly_given_up(state: RunState, keep: Keep, verified: Iterable[Attempt], g
     lost("a KEEP", [c for c in every if c.attempt in state.kept])
     lost("one of the last", [c for c in every if c.reason == "due"][: keep.last])
     lost("one of every", [c for c in every if keep.every and c.step % keep.every == 0])
+    scheduled = [c for c in every if c.reason == "due"]
+    if keep.hours is not None:
+        since = max((c.time for c in scheduled), default=0) - keep.hours * 3600
+        lost("one of the last hours", [c for c in scheduled if c.time >= since])
+    for name, count, form in (("day", keep.daily, "%Y-%m-%d"), ("week", keep.weekly, "%G-%V")):
+        newest: dict[str, Commit] = {}
+        for one in reversed([c for c in scheduled if c.finite is not False]):
+            newest[datetime.fromtimestamp(one.time, UTC).strftime(form)] = one
+        lost(
+            f"the newest of a {name}",
+            [newest[period] for period in sorted(newest)[len(newest) - min(count, len(newest)) :]],
+        )
     due = [c.attempt for c in state.lineage() if c.reason == "due"]
     newer = [c for c in state.lineage() if c.reason == "ring" and (not due or c.attempt > due[0])]
     lost("one of the last that a death persisted after the newest regular one", newer[: max(keep.last, ALWAYS)])
@@ -192,10 +215,28 @@ def test_it_is_said_why_each_stays(full: set[int]) -> None:
     ]
 
 
-@pytest.mark.parametrize("numbers", [{"last": 0}, {"last": -1}, {"every": 0}])
-def test_a_senseless_policy_is_refused(numbers: dict[str, int]) -> None:
-    """Keeping nothing is not a policy."""
-    with pytest.raises(UsageError):
+def test_days_weeks_and_hours_keep_old_checkpoints() -> None:
+    """A run of 30 days that commits every 6 hours, from a Thursday on: the last two days, 4 days and 3 weeks."""
+    state = RunState(acquires=[Acquire(1, "0" * 8, None)])
+    for step in range(120):
+        attempt = Attempt(1, step, "0" * 8)
+        state.commits[attempt] = Commit(attempt, 1, (), "", time=step * DAY_S / 4)
+    hours = list(range(111, 120))  # 48 hours before the newest, at 18:00 of day 29
+    assert left_by(state, Keep(1, hours=48)) == hours
+    assert left_by(state, Keep(1, daily=4)) == [107, 111, 115, 118, 119]
+    assert left_by(state, Keep(1, weekly=3)) == [71, 99, 118, 119]  # Sundays at 18:00, day 17 and 24, and the newest
+    bad = Attempt(1, 99, "0" * 8)
+    state.commits[bad] = replace(state.commits[bad], finite=False)
+    assert left_by(state, Keep(1, weekly=3)) == [71, 98, 118, 119], "a step that had diverged stands for no week"
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [{"last": 0}, {"last": -1}, {"every": 0}, {"hours": 0}, {"hours": math.nan}, {"daily": -1}, {"weekly": 1.5}],
+)
+def test_keep_raises_naming_the_wrong_argument(numbers: dict[str, Any]) -> None:
+    ((name, number),) = numbers.items()
+    with pytest.raises(UsageError, match=rf"Keep\({name}={number}\): {name} must be"):
         Keep(**numbers)
 
 
@@ -262,22 +303,22 @@ async def sound(store: MemoryStore) -> list[int]:
     return [c.step for c in log.state.lineage()]
 
 
-WHOLE = 4  # files of a checkpoint: pack, part, table, index
+WHOLE = 3  # files of a checkpoint: pack, part, index
 
 
 @on_a_run
 async def test_retire_deletes_the_files_of_what_it_gives_up_and_no_others(
     store: MemoryStore, log: RunLog, mine: Acquire
 ) -> None:
-    """All four files of each goes; the rest can still be read; a second call finds nothing to do."""
+    """All files of each go; the rest can still be read; a second call finds nothing to do."""
     attempts = await save(log, mine, 1, 2, 3, 4, 5)
     store.objects["notes/mine.txt"] = b"the user's"
-    store.objects["packs/notes.txt"] = b"the user's"
+    store.objects[f"{DATA_FOLDER}/notes.txt"] = b"the user's"
     gone = await retention.retire(log, mine, Keep(2), {attempts[-1]})
     assert gone == set(attempts[:3])
     assert await files(store) == {4: WHOLE, 5: WHOLE}
     assert await sound(store) == [5, 4]
-    assert {"notes/mine.txt", "packs/notes.txt"} <= store.objects.keys()
+    assert {"notes/mine.txt", f"{DATA_FOLDER}/notes.txt"} <= store.objects.keys()
     records = log.state.next_seq
     assert await retention.retire(log, mine, Keep(2), {attempts[-1]}) == set()
     assert log.state.next_seq == records
@@ -304,7 +345,7 @@ def test_what_another_retires_meanwhile_is_not_called_damage() -> None:
             await place._warn(told.append)
         (said,) = told
         assert isinstance(said, SaidNote) and f"step 2 of {store.url} cannot be read" in said.text
-        assert f"parts/{attempts[1]}" in said.text  # by name, with what is wrong with it
+        assert manifest_key(attempts[1]) in said.text  # by name, with what is wrong with it
 
     asyncio.run(scenario())
 
@@ -316,7 +357,7 @@ def test_what_is_committed_meanwhile_is_not_called_damage() -> None:
         meanwhile: Callable[[], Coroutine[Any, Any, None]] | None = None
 
         async def get(self, key: str, **where: Any) -> memoryview:
-            if key.startswith("index/") and self.meanwhile is not None:
+            if kind_of(key) == INDEX and self.meanwhile is not None:
                 work, self.meanwhile = self.meanwhile, None
                 await work()
             return await super().get(key, **where)
@@ -463,21 +504,6 @@ def test_negative_control_a_missing_pack_of_an_older_one_is_seen(monkeypatch: py
         check_shared_packs()
 
 
-@on_a_run
-async def test_an_increment_that_cannot_be_read_keeps_everything_while_it_stays(
-    store: MemoryStore, log: RunLog, mine: Acquire
-) -> None:
-    """Which packs of older ones it refers to is unknown, so none is deleted."""
-    attempts = await chain(log, mine, 1, 2)
-    later = await save(log, mine, 3, 4, 5)
-    key = next(k for k in store.objects if k.startswith("parts/") and str(attempts[1]) in k and k.endswith("json"))
-    store.objects[key] = b"damaged"
-    retention._cache.clear()
-    before = set(store.objects)
-    assert await retention.retire(log, mine, Keep(4), {later[-1]}) == set()
-    assert set(store.objects) == before
-
-
 # -- by hand --
 
 
@@ -593,7 +619,7 @@ async def test_a_checkpoint_that_cannot_be_read_keeps_everything_while_it_stays(
 ) -> None:
     """Which packs it needs is unknown, so none is deleted; once it is given up itself, clean-up goes on."""
     attempts = await save(log, mine, 1, 2, 3, 4)
-    part = next(k for k in store.objects if k.startswith("parts/") and str(attempts[2]) in k and k.endswith("json"))
+    (part,) = select(store.objects, MANIFEST, of=attempts[2])
     whole, store.objects[part] = store.objects[part], b"damaged"
     retention._cache.clear()  # as after a restart
     assert await retention.retire(log, mine, Keep(1), {attempts[-1]}) == set()

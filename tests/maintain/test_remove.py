@@ -17,7 +17,8 @@ from ckpt.core.log.log import RunLog
 from ckpt.errors import UnreadableError
 from ckpt.store import open_store
 from ckpt.tools.maintain import prune, remove
-from commands import attempt_of, call, flip, increments
+from commands import call, flip, increments
+from run_files import checkpoint_files, data_file
 from trees import tree
 
 __all__ = ["call", "increments"]  # fixtures
@@ -66,7 +67,7 @@ def test_the_last_one_stays(run: Path, call: Any) -> None:
 
 
 def test_nothing_goes_while_the_one_to_stay_is_damaged(run: Path, call: Any) -> None:
-    pack = next((run / "packs").glob(f"{attempt_of(run, 5)}.*"))
+    pack = data_file(run, 5)
     flip(pack, pack.stat().st_size // 2)
     before = tree(run)
     refused = call("rm", f"{run}@4", "--yes")
@@ -77,8 +78,7 @@ def test_nothing_goes_while_the_one_to_stay_is_damaged(run: Path, call: Any) -> 
 
 def test_two_that_cannot_be_read_do_not_hold_each_other(run: Path, call: Any) -> None:
     """Each of two can be given up, also the newest; what the rest needs stays, and the last takes all files along."""
-    both = [attempt_of(run, step) for step in (1, 5)]  # full ones that no other is built on
-    for path in [path for attempt in both for path in run.glob(f"*/{attempt}[.-]*")]:
+    for path in checkpoint_files(run, step=1) + checkpoint_files(run, step=5):  # full ones that no other is built on
         path.unlink()
     retention._cache.clear()
     rest = {n: ckpt.load(run, step=n).all() for n in (4, 3, 2)}

@@ -17,14 +17,11 @@ import torch
 
 import ckpt
 from ckpt.core.checkpoint import blobs
-from ckpt.core.checkpoint.parts import load_table
-from ckpt.core.format.manifest import Part
-from ckpt.core.format.table import SavedShard, Table, merge
 from ckpt.core.log.log import Record, RunLog
 from ckpt.errors import StoreError
 from ckpt.store import Store, open_store, remember_options
 from ckpt.testing import StoreTests, keys, pieces, upload
-from ckpt.tools.maintain import audit, find_copies, remake, repair
+from ckpt.tools.maintain import audit, find_copies, repair
 from ckpt_backends.disk import Disk
 from ckpt_backends.local import LocalStore
 from ckpt_backends.memory import MemoryStore
@@ -32,9 +29,22 @@ from ckpt_backends.remote import RemoteStore
 from ckpt_backends.remote_upload import PART
 from ckpt_backends.retry import Retry
 from ckpt_backends.s3 import S3Store
-from commands import Result, attempt_of, call, flip, save, save_increments, spawn
+from commands import Result, call, flip, save, save_increments, spawn
 from model_disk import Op, RecordingDisk, after, local
 from processes import killed, run_script
+from run_files import (
+    DATA,
+    DATA_FOLDER,
+    INDEX,
+    MANIFEST,
+    checkpoint_files,
+    data_file,
+    indexes,
+    kind_of,
+    manifests,
+    select,
+    temporary_files,
+)
 from s3_server import FaultProxy, MotoServer, storage_options
 from trees import tree
 
@@ -66,11 +76,6 @@ def run(made: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(made / "near", tmp_path / "run"))
 
 
-def pack_of(run: Path, step: int) -> Path:
-    (found,) = (run / "packs").glob(f"{attempt_of(run, step)}.*")
-    return found
-
-
 def header_of(pack: Path) -> tuple[int, dict[str, Any]]:
     raw = pack.read_bytes()
     size = int.from_bytes(raw[:8], "little") + 8
@@ -84,7 +89,7 @@ def place_of(pack: Path, tensor: str) -> int:
 
 
 def hurt(run: Path, step: int, tensor: str) -> None:
-    pack = pack_of(run, step)
+    pack = data_file(run, step)
     flip(pack, place_of(pack, tensor) + 11)
 
 
@@ -102,10 +107,6 @@ def holds(run: Path, pristine: Path) -> bool:
     return True
 
 
-def temporary(run: Path) -> list[str]:
-    return [path.name for path in (run / "packs").iterdir() if path.name.startswith(".")]
-
-
 def check(call: Call, run: Path, pristine: Path, *sources: Path) -> None:
     """Damage is said and nothing is done; then all of it is repaired, and all is as it was."""
     before = tree(run)
@@ -119,7 +120,7 @@ def check(call: Call, run: Path, pristine: Path, *sources: Path) -> None:
     done = call("repair", run, *words, "--yes", "--json")
     assert (done.code, done.json["remains"], done.json["done"]["failed"]) == (0, False, []), done.out
     assert same(run, pristine)
-    assert call("verify", run, "--all").code == 0 and not temporary(run)
+    assert call("verify", run, "--all").code == 0 and not temporary_files(run)
     again = call("repair", run, *words)
     assert again.code == 0 and "nothing is damaged" in again.out
 
@@ -136,23 +137,22 @@ INJURIES: dict[str, Callable[[Path], object]] = {
     "data of an increment": lambda run: hurt(run, 4, "noise"),
     "what others are based on": lambda run: [hurt(run, 2, "master"), hurt(run, 2, "frozen")],
     "the difference itself": lambda run: hurt(run, 3, "master"),
-    "a header": lambda run: flip(pack_of(run, 1), 30),
-    "the length in a header": lambda run: flip(pack_of(run, 4), 0),
-    "a page of zeros": lambda run: zero(pack_of(run, 5), 4096),
-    "a pack that is gone": lambda run: pack_of(run, 2).unlink(),
-    "two packs that are gone": lambda run: [pack_of(run, 2).unlink(), pack_of(run, 3).unlink()],
-    "a pack that is short": lambda run: cut(pack_of(run, 3), -5000),
-    "a pack that is empty": lambda run: os.truncate(pack_of(run, 1), 0),
-    "a pack that is long": lambda run: cut(pack_of(run, 3), 1),
-    "a table": lambda run: flip(next((run / "parts").glob("*-3.0*.safetensors")), 500),
-    "a part": lambda run: flip(next((run / "parts").glob("*-3.0*.json")), 50),
-    "a part that is gone": lambda run: next((run / "parts").glob("*-2.0*.json")).unlink(),
-    "an index": lambda run: flip(next((run / "index").glob("*-4-*")), -1),
-    "all indexes": lambda run: [path.unlink() for path in (run / "index").iterdir()],
-    "index and table": lambda run: [path.unlink() for path in run.glob("*/*-3[.-]*") if path.parent.name != "packs"
-                                    and path.suffix == ".safetensors"],
+    "a header": lambda run: flip(data_file(run, 1), 30),
+    "the length in a header": lambda run: flip(data_file(run, 4), 0),
+    "a page of zeros": lambda run: zero(data_file(run, 5), 4096),
+    "a pack that is gone": lambda run: data_file(run, 2).unlink(),
+    "two packs that are gone": lambda run: [data_file(run, 2).unlink(), data_file(run, 3).unlink()],
+    "a pack that is short": lambda run: cut(data_file(run, 3), -5000),
+    "a pack that is empty": lambda run: os.truncate(data_file(run, 1), 0),
+    "a pack that is long": lambda run: cut(data_file(run, 3), 1),
+    "a part": lambda run: flip(manifests(run, 3)[0], 50),
+    "a part that is gone": lambda run: manifests(run, 2)[0].unlink(),
+    "an index": lambda run: flip(indexes(run, 4)[0], -1),
+    "all indexes": lambda run: [path.unlink() for path in indexes(run)],
+    "index and part": lambda run: [path.unlink() for path in checkpoint_files(run, INDEX, MANIFEST, step=3)],
     "FORMAT.json": lambda run: flip(run / "FORMAT.json", 20),
-    "some of everything": lambda run: [flip(path, -3) for path in run.glob("[pi]*/*-[24].*")],
+    "some of everything": lambda run: [flip(path, -3) for step in (2, 4)
+                                        for path in checkpoint_files(run, DATA, MANIFEST, step=step)],
 }  # fmt: skip
 
 
@@ -180,7 +180,7 @@ def test_what_is_repaired_is_restored(made: Path, run: Path, call: Call) -> None
     (pack,) = call("repair", run, "--from", made / "near", "--yes", "--json").json["packs"]
     (piece,) = pack["pieces"]
     assert (piece["tensors"], piece["from"]) == (["frozen"], f"file://{made / 'near'}")
-    assert piece["steps"] == [4, 3, 2] and pack["key"].endswith(pack_of(run, 2).name)
+    assert piece["steps"] == [4, 3, 2] and run / pack["key"] == data_file(run, 2)
     assert holds(run, made / "near")
 
 
@@ -190,12 +190,10 @@ def test_what_is_repaired_is_restored(made: Path, run: Path, call: Call) -> None
 CURABLE: dict[str, Callable[[Path], object]] = {
     "what an older full one has too": lambda run: hurt(run, 2, "frozen"),
     "the same the other way round": lambda run: hurt(run, 5, "frozen"),
-    "a header": lambda run: [flip(pack_of(run, step), 30) for step in (1, 2, 5)],
-    "a header of an increment": lambda run: flip(pack_of(run, 4), 30),
-    "a pack that is long": lambda run: cut(pack_of(run, 3), 1),
-    "a table": lambda run: flip(next((run / "parts").glob("*-3.0*.safetensors")), 500),
-    "a table that is gone": lambda run: next((run / "parts").glob("*-1.0*.safetensors")).unlink(),
-    "an index": lambda run: next((run / "index").glob("*-4-*")).unlink(),
+    "a header": lambda run: [flip(data_file(run, step), 30) for step in (1, 2, 5)],
+    "a header of an increment": lambda run: flip(data_file(run, 4), 30),
+    "a pack that is long": lambda run: cut(data_file(run, 3), 1),
+    "an index": lambda run: indexes(run, 4)[0].unlink(),
     "FORMAT.json": lambda run: (run / "FORMAT.json").unlink(),
 }
 
@@ -203,8 +201,8 @@ CURABLE: dict[str, Callable[[Path], object]] = {
 @one_form
 @pytest.mark.parametrize("injury", CURABLE)
 def test_what_the_run_itself_still_knows(made: Path, run: Path, call: Call, injury: str) -> None:
-    """Equal contents of other checkpoints, encoded again where need be; headers by the code that made them; tables and
-    index out of each other; FORMAT.json out of the log."""
+    """Equal contents of other checkpoints, encoded again where need be; headers by the code that made them; the
+    index out of the manifests; FORMAT.json out of the log."""
     CURABLE[injury](run)
     check(call, run, made / "near")
 
@@ -220,10 +218,10 @@ def test_what_another_place_has_encoded_by_itself(made: Path, run: Path, call: C
 
 LOST: dict[str, Callable[[Path], object]] = {
     "a tensor": lambda run: hurt(run, 4, "noise"),
-    "a pack that is gone": lambda run: pack_of(run, 4).unlink(),
-    "a pack that is empty": lambda run: os.truncate(pack_of(run, 4), 0),
-    "a part": lambda run: flip(next((run / "parts").glob("*-3.0*.json")), 50),
-    "index and table": INJURIES["index and table"],
+    "a pack that is gone": lambda run: data_file(run, 4).unlink(),
+    "a pack that is empty": lambda run: os.truncate(data_file(run, 4), 0),
+    "a part": lambda run: flip(manifests(run, 3)[0], 50),
+    "index and part": INJURIES["index and part"],
     "a log record": lambda run: flip(sorted((run / "log").iterdir())[2], 40),
 }
 
@@ -245,11 +243,11 @@ def test_what_can_be_had_comes_back_beside_what_cannot(made: Path, run: Path, ca
     """Of two damaged pieces of one file one is repaired; the other is as it was, and is said to be lost."""
     hurt(run, 2, "frozen")
     hurt(run, 2, "noise")
-    wanted = bytearray((made / "near" / "packs" / pack_of(run, 2).name).read_bytes())
-    wanted[place_of(pack_of(run, 2), "noise") + 11] ^= 1
+    wanted = bytearray(data_file(made / "near", 2).read_bytes())
+    wanted[place_of(data_file(run, 2), "noise") + 11] ^= 1
     found = call("repair", run, "--yes")
     assert found.code == 1 and "LOST: nobody has its content" in found.out and "Damage remains" in found.out
-    assert pack_of(run, 2).read_bytes() == bytes(wanted)
+    assert data_file(run, 2).read_bytes() == bytes(wanted)
     problems = [p for c in call("verify", run, "--all", "--json").json["checkpoints"] for p in c["problems"]]
     assert problems and all(p.startswith("noise") for p in problems)
 
@@ -257,7 +255,7 @@ def test_what_can_be_had_comes_back_beside_what_cannot(made: Path, run: Path, ca
 def test_repair_writes_no_file_that_lacks_bytes_everywhere(made: Path, run: Path, call: Call) -> None:
     """A file that is gone is not written from the pieces that other files have: the rest of it would be zeros. Control:
     the file is written if another location has all of it."""
-    pack = pack_of(run, 2)
+    pack = data_file(run, 2)
     pack.unlink()
     shown = call("repair", run)
     lines = shown.out.splitlines()
@@ -282,7 +280,7 @@ def test_bytes_that_no_checkpoint_names_are_copied_as_they_are(made: Path, run: 
         await log.append(lambda _: Record("PLAN", {"retire": gone, "delete": []}, "plan"), owner=None)
 
     logged(run, retire)
-    pack = pack_of(run, 2)
+    pack = data_file(run, 2)
     hurt(run, 2, "frozen")
     flip(pack, place_of(pack, "noise") + 5)  # nobody's now
     before = bytearray(pack.read_bytes())
@@ -318,7 +316,7 @@ def test_one_step_only(made: Path, run: Path, call: Call) -> None:
     hurt(run, 2, "frozen")
     found = call("repair", run, "--step", 3, "--from", made / "near", "--yes", "--json")
     assert found.code == 0 and found.json["steps"] == [3]
-    assert [p["key"] for p in found.json["packs"]] == [f"packs/{pack_of(run, 2).name}"]
+    assert [run / p["key"] for p in found.json["packs"]] == [data_file(run, 2)]
     verdicts = {c["step"]: c["verdict"] for c in call("verify", run, "--all", "--json").json["checkpoints"]}
     assert verdicts == {5: "sound", 4: "sound", 3: "sound", 2: "sound", 1: "damaged"}
 
@@ -336,7 +334,7 @@ def test_killed_in_the_middle(made: Path, run: Path, call: Call, moment: str) ->
     assert killed(run_script(COMMAND, "repair", run, "--from", made / "near", "--yes", fail=f"{moment}:kill"))
     after = tree(run)
     assert all(after[key] in (before[key], pristine[key]) for key in before) and after.keys() == before.keys()
-    assert (after == before) == (moment != "pack.synced") and bool(temporary(run)) == (after == before)
+    assert (after == before) == (moment != "pack.synced") and bool(temporary_files(run)) == (after == before)
     check(call, run, made / "near", made / "near")
 
 
@@ -354,7 +352,7 @@ def test_a_disk_that_fails(made: Path, run: Path, call: Call, monkeypatch: pytes
         patch.setattr(Disk, what, fail)
         found = call("repair", run, "--from", made / "near", "--yes")
     assert found.code == 1 and "failed, and is as it was" in found.out
-    assert tree(run) == before and not temporary(run)
+    assert tree(run) == before and not temporary_files(run)
     check(call, run, made / "near", made / "near")
 
 
@@ -407,12 +405,12 @@ def test_negative_control_unverified_bytes_would_be_taken(
     """Without the comparison of what a source gives, the check on the way stops it; without both, the file is wrong."""
     other = Path(shutil.copytree(made / "near", tmp_path / "other"))
     hurt(run, 4, "noise")
-    pack = pack_of(other, 4)
+    pack = data_file(other, 4)
     flip(pack, place_of(pack, "noise") + 12)
     before = tree(run)
     monkeypatch.setattr(find_copies, "_matching", lambda view, piece: view)
     found = call("repair", run, "--from", other, "--yes")
-    assert found.code == 1 and "came out wrong" in found.out and tree(run) == before and not temporary(run)
+    assert found.code == 1 and "came out wrong" in found.out and tree(run) == before and not temporary_files(run)
     monkeypatch.setattr(repair.RangeHasher, "feed", lambda self, start, view: ())
     assert call("repair", run, "--from", other, "--yes").code == 0
     assert tree(run) != before and not same(run, made / "near") and call("verify", run, "--all").code == 1
@@ -430,7 +428,7 @@ def retiring(run: Path, step: int) -> None:
         await log.append(lambda _: record, owner=None)
 
     logged(run, work)
-    for path in run.glob(f"*/*-{step}[.-]*"):
+    for path in checkpoint_files(run, step=step):
         path.unlink()
 
 
@@ -452,7 +450,7 @@ def test_what_is_retired_meanwhile_is_left_out(
     monkeypatch.setattr(repair.Repair, moment, late)
     found = call("repair", run, "--from", made / "near", "--yes", "--json")
     assert found.code == 0, found.out + found.err
-    assert len(found.json["done"]["packs"]) == 1 and not list(run.glob("*/*-1.*"))
+    assert len(found.json["done"]["packs"]) == 1 and not checkpoint_files(run, step=1)
     assert bool(found.json["done"]["given_up_meanwhile"]) == (moment != "look")
     assert call("verify", run, "--all").code == 0
 
@@ -495,7 +493,7 @@ def test_in_a_bucket(made: Path, call: Call, moto: MotoServer, tmp_path: Path, e
 
     async def injure() -> str:
         store = open_store(url, writable=True)
-        (key,) = [info.key async for info in store.list("packs/")]
+        (key,) = select([info.key async for info in store.list()], DATA)
         raw = bytearray(await store.get(key))
         raw[-5] ^= 1
         await store.put(key, bytes(raw))
@@ -513,13 +511,15 @@ def test_in_a_bucket(made: Path, call: Call, moto: MotoServer, tmp_path: Path, e
 
 # -- what stores do for it --
 
+KEY = f"{DATA_FOLDER}/p"
+
 
 async def replace(disk: RecordingDisk, root: Path, old: bytes, new: bytes) -> int:
     """How many operations there were before the replacement began."""
     async with local(root, disk) as store:
-        await upload(store, "packs/p", old)
+        await upload(store, KEY, old)
         began = len(disk.ops)
-        await upload(store, "packs/p", new, replace=True)
+        await upload(store, KEY, new, replace=True)
     return began
 
 
@@ -530,9 +530,9 @@ def torn(ops: list[Op], began: int, old: bytes, new: bytes) -> list[str]:
         cut.apply(op)
         for i in range(40):
             found = cut.draw(rng, ordered=i % 2 == 1)
-            if list(found) != ["packs/p"] or found["packs/p"] not in (old, new):
+            if list(found) != [KEY] or found[KEY] not in (old, new):
                 wrong.append(f"after {op.kind} of {op.name}")
-    last = [cut.draw(rng, ordered=i % 2 == 1)["packs/p"] for i in range(40)]
+    last = [cut.draw(rng, ordered=i % 2 == 1)[KEY] for i in range(40)]
     return wrong + ["at the end"] * (set(last) != {new})
 
 
@@ -550,20 +550,20 @@ def test_a_power_cut_leaves_the_old_file_or_the_new_one(tmp_path: Path) -> None:
 def test_leftovers_of_the_dead_go_and_those_of_the_living_stay(tmp_path: Path) -> None:
     """`drop_uploads` takes what nobody is writing any more, unless it is wanted; so does the next one of that name."""
     root = tmp_path / "run"
-    left = root / "packs" / ".p.0123456789abcdef.new"
+    left = root / DATA_FOLDER / ".p.0123456789abcdef.new"
 
     async def work() -> None:
         store, other = (LocalStore(f"file://{root}", writable=True) for _ in range(2))
-        await upload(store, "packs/p", b"old")
+        await upload(store, KEY, b"old")
         left.write_bytes(b"half")
-        writing = await store.upload("packs/p", size=3, replace=True)
+        writing = await store.upload(KEY, size=3, replace=True)
         await writing.write_at(0, memoryview(b"new"))
         assert not left.exists()
         left.write_bytes(b"half")
-        assert await other.drop_uploads(lambda key: key == "packs/p") == 0 and left.exists()
+        assert await other.drop_uploads(lambda key: key == KEY) == 0 and left.exists()
         assert await other.drop_uploads(lambda key: False) == 1 and not left.exists()
         await writing.finish()
-        assert bytes(await other.get("packs/p")) == b"new" and os.listdir(root / "packs") == ["p"]
+        assert bytes(await other.get(KEY)) == b"new" and os.listdir(root / DATA_FOLDER) == ["p"]
         for one in (store, other):
             await one.aclose()
 
@@ -573,7 +573,8 @@ def test_leftovers_of_the_dead_go_and_those_of_the_living_stay(tmp_path: Path) -
 @one_form
 def test_gc_takes_leftovers(run: Path, call: Call) -> None:
     """Of a repair that was killed and never called again."""
-    left = run / "packs" / f".{pack_of(run, 1).name}.0123456789abcdef.new"
+    pack = data_file(run, 1)
+    left = pack.with_name(f".{pack.name}.0123456789abcdef.new")
     left.write_bytes(bytes(100))
     before = tree(run)
     assert call("gc", run, "--yes").code == 0
@@ -623,7 +624,7 @@ def test_a_bucket_keeps_the_old_object_whatever_happens_to_a_request(moto: MotoS
     """Refused, broken off, or carried out without an answer: there is the old object or the new one, and the new one if
     that was said."""
     old, new = bytes(size), random.Random(4).randbytes(size)
-    last = {"method": "POST", "match": "uploadId="} if size > PART else {"method": "PUT", "match": "packs/p"}
+    last = {"method": "POST", "match": "uploadId="} if size > PART else {"method": "PUT", "match": KEY}
     url = f"s3://{moto.make_bucket(f'kept-{engine}-{size}')}/run"
     with FaultProxy(moto.url) as proxy:
         remember_options(url, storage_options(proxy.url) | {"engine": engine})
@@ -635,20 +636,20 @@ def test_a_bucket_keeps_the_old_object_whatever_happens_to_a_request(moto: MotoS
                 {"kind": "status", "code": 403, "s3_code": "AccessDenied", "count": 99},
             ):
                 proxy.clear()
-                await upload(store, "packs/p", old, replace=True)
+                await upload(store, KEY, old, replace=True)
                 proxy.fail(**fault, **last)
                 try:
-                    await upload(store, "packs/p", new, replace=True)
+                    await upload(store, KEY, new, replace=True)
                     said = True
                 except StoreError:
                     said = False
                 proxy.clear()
-                found = bytes(await store.get("packs/p"))
+                found = bytes(await store.get(KEY))
                 assert found in ((new,) if said else (old, new)), fault
                 assert fault["kind"] == "lost_reply" or not said
                 assert await store.drop_uploads(lambda key: False) == 0
-                await upload(store, "packs/p", new, replace=True)
-                assert bytes(await store.get("packs/p")) == new
+                await upload(store, KEY, new, replace=True)
+                assert bytes(await store.get(KEY)) == new
             await store.aclose()
 
         asyncio.run(work())
@@ -660,48 +661,18 @@ def test_a_large_object_of_any_file_system_is_replaced_at_the_end(tmp_path: Path
     async def work() -> None:
         store = RemoteStore(f"memory://{tmp_path.name}")
         old, new = bytes(LARGE), random.Random(5).randbytes(LARGE)
-        await upload(store, "packs/p", old)
-        target = await store.upload("packs/p", size=LARGE, replace=True)
+        await upload(store, KEY, old)
+        target = await store.upload(KEY, size=LARGE, replace=True)
         for a, b in pieces(target.part, LARGE):
             await target.write_at(a, memoryview(new)[a:b])
-        assert bytes(await store.get("packs/p")) == old and await keys(store) == ["packs/p"]
-        given_up = await store.upload("packs/q", size=LARGE, replace=True)
+        assert bytes(await store.get(KEY)) == old and await keys(store) == [KEY]
+        given_up = await store.upload(f"{DATA_FOLDER}/q", size=LARGE, replace=True)
         await given_up.write_at(0, memoryview(new)[: given_up.part])
         await given_up.abort()
         await target.finish()
-        assert bytes(await store.get("packs/p")) == new and await keys(store) == ["packs/p"]
+        assert bytes(await store.get(KEY)) == new and await keys(store) == [KEY]
 
     asyncio.run(work())
-
-
-# -- parts of it --
-
-
-def test_a_rank_s_table_out_of_that_of_all(made: Path) -> None:
-    """Whatever `merge` has put together of tables with bases and older files: each comes out again, byte for byte."""
-
-    async def tables(log: RunLog) -> list[tuple[Part, Table]]:
-        found = []
-        for commit in sorted(log.state.commits.values(), key=lambda c: c.attempt):
-            rank, number, _ = commit.parts[0]  # on a busy machine it may not have been the first try
-            name = f"parts/{commit.attempt}.{rank}.{number}"
-            part = Part.from_bytes(await log.store.get(f"{name}.json"), "a part")
-            found.append((part, await load_table(log.store, f"{name}.safetensors", part.table)))
-        return found
-
-    def of_rank(table: Table, rank: int) -> Table:
-        shards = tuple(
-            SavedShard(s.name, s.dtype, s.global_shape, s.offsets, s.sizes, rank, rank) for s in table.shards
-        )
-        return Table(**{**{name: getattr(table, name) for name in Table.__dataclass_fields__}, "shards": shards})
-
-    found = logged(made / "near", tables)
-    ranks = [of_rank(table, rank) for rank, (_, table) in enumerate(found)]
-    index = Table.from_bytes(merge(ranks).to_bytes(), "an index")
-    for rank, (part, _) in enumerate(found):
-        object.__setattr__(part, "rank", rank)
-        share = remake.share_of(index, part)
-        assert share is not None and share.to_bytes() == ranks[rank].to_bytes()
 
 
 @one_form
@@ -712,7 +683,7 @@ def test_it_reads_no_more_at_once_than_it_should(made: Path, run: Path, monkeypa
 
     class Counting(MemoryStore):
         async def get(self, key: str, *, start: int = 0, length: int | None = None, **more: Any) -> memoryview:
-            if key.startswith("packs/"):
+            if kind_of(key) == DATA:
                 asked.append((key, start, length or 0))
             return await super().get(key, start=start, length=length, **more)
 

@@ -15,9 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import test_prune
 import torch
-from hypothesis import given, settings
 
 import ckpt
 import toy
@@ -30,8 +28,19 @@ from ckpt.core.log.log import Acquire, Record, RunLog, RunState
 from ckpt.errors import FencedError, NoCheckpointError
 from ckpt.store import open_store, options_of, remember_options
 from ckpt.tools.maintain import copy_run, prune
-from commands import Result, attempt_of, call, flip, save_increments
+from commands import Result, call, flip, save_increments
 from processes import PYTHONPATH, REPO, eventually, killed, run_script, start_python
+from run_files import (
+    DATA_FOLDER,
+    INDEX,
+    KINDS,
+    checkpoint_files,
+    data_bytes,
+    data_file,
+    data_files,
+    manifests,
+    temporary_files,
+)
 from s3_server import MotoServer, storage_options
 from trees import tree
 
@@ -164,7 +173,7 @@ def test_a_copy_is_a_run_of_its_own(run: Path, call: Call, tmp_path: Path) -> No
     there = tmp_path / "there"
     found = call("copy", run, there, "--yes", "--json").json
     assert (found["new_run"] and found["bytes"] == len(DATA) + 80) or found["bytes"] > len(DATA)
-    assert found["files"] == 4 == len([key for key in tree(there) if owner(key)])
+    assert found["files"] == 3 == len([key for key in tree(there) if owner(key)])
     assert steps(there) == [6] and call("verify", there).code == 0
     assert {k: v for k, v in tree(run).items() if k in tree(there) and owner(k)} == {
         k: v for k, v in tree(there).items() if owner(k)
@@ -182,7 +191,7 @@ def test_a_second_copy_does_nothing(run: Path, call: Call, tmp_path: Path) -> No
     before = tree(there)
     again = call("copy", run, there, "--yes")
     assert again.code == 0 and "already there" in again.out and tree(there) == before
-    next((there / "packs").iterdir()).unlink()
+    data_files(there)[0].unlink()
     again = call("copy", run, there, "--yes")
     assert again.code == 2 and "damaged there" in again.err
 
@@ -327,20 +336,19 @@ def test_the_disk_of_one_node_is_no_whole_source(call: Call, tmp_path: Path) -> 
     assert refused.code == 2 and "1 of its 2 parts" in refused.err and not (tmp_path / "there").exists()
 
 
-@pytest.mark.parametrize("what", ["packs", "parts", "parts table"])
-def test_a_damaged_source_is_named(run: Path, call: Call, tmp_path: Path, what: str) -> None:
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != INDEX])
+def test_a_damaged_source_is_named(run: Path, call: Call, tmp_path: Path, kind: str) -> None:
     """And never becomes a checkpoint of the target."""
-    folder, suffix = what.split()[0], ".json" if what == "parts" else ".safetensors"
-    path = run / folder / (attempt_of(run, 6) + f".0.0{suffix}")
+    (path,) = checkpoint_files(run, kind, step=6)
     flip(path, path.stat().st_size // 2)
     refused = call("copy", run, tmp_path / "there", "--yes")
-    assert refused.code == 2 and path.name in refused.err
+    assert refused.code == 2 and str(path.relative_to(run)) in refused.err
     assert not (tmp_path / "there" / "log").exists() or steps(tmp_path / "there") == []
     assert call("copy", f"{run}@5", tmp_path / "there", "--yes").code == 0  # control: the others can be had
 
 
 def hurt(run: Path, step: int) -> Path:
-    pack = run / "packs" / (attempt_of(run, step) + ".0.0.safetensors")
+    pack = data_file(run, step)
     flip(pack, pack.stat().st_size // 2)
     return pack
 
@@ -354,7 +362,8 @@ def test_all_but_what_turns_out_damaged(run: Path, call: Call, tmp_path: Path, d
     found = call("copy", run, there, "--all", "--yes")
     assert found.code == 1 and f"copied {len(rest)}, verified" in found.out and steps(there) == rest
     for pack, step in zip(packs, damaged, strict=True):
-        assert re.search(rf"^left out: step {step} of .*{pack.name}.* `ckpt repair file://{run}` may", found.out, re.M)
+        pattern = rf"^left out: step {step} of .*{pack.relative_to(run)}.* `ckpt repair file://{run}` may"
+        assert re.search(pattern, found.out, re.M)
     assert call("copy", f"{run}@{damaged[0]}", tmp_path / "one", "--yes").code == 2
     for pack in packs:
         flip(pack, pack.stat().st_size // 2)
@@ -400,10 +409,8 @@ def test_files_of_several_count_once(call: Call, tmp_path: Path, monkeypatch: py
     run, there = tmp_path / "run", tmp_path / "there"
     save_increments([run], range(1, 6))
     plan = call("copy", run, there, "--all", "--json").json
-    packs = {key: len(data) for key, data in tree(run).items() if key.startswith("packs/")}
-    assert plan["bytes"] == sum(row["bytes"] for row in plan["copy"]) == sum(packs.values())
-    files = [key for key in tree(run) if key.startswith(("packs/", "parts/", "index/"))]
-    assert plan["files"] == sum(row["files"] for row in plan["copy"]) == len(files)
+    assert plan["bytes"] == sum(row["bytes"] for row in plan["copy"]) == data_bytes(run)
+    assert plan["files"] == sum(row["files"] for row in plan["copy"]) == len(checkpoint_files(run))
     assert len(plan["copy"]) == 5 and plan["copy"][0]["bytes"] > max(row["bytes"] for row in plan["copy"][1:4])
     assert " kB" in call("copy", run, there, "--all").out
     seen = list[int]()
@@ -437,9 +444,10 @@ def test_full_size_files_without_a_part_are_not_trusted(run: Path, call: Call, t
     """In a folder, a killed copy leaves a pack of the right size with anything in it."""
     there = tmp_path / "there"
     work(there, lambda log: asyncio.sleep(0))
-    pack = next((run / "packs").glob("*-6.*"))
-    (there / "packs").mkdir()
-    (there / "packs" / pack.name).write_bytes(bytes(pack.stat().st_size))
+    pack = data_file(run, 6)
+    target = there / pack.relative_to(run)
+    target.parent.mkdir(parents=True)
+    target.write_bytes(bytes(pack.stat().st_size))
     assert call("copy", run, there, "--yes").code == 0
     assert call("verify", there).code == 0
 
@@ -515,7 +523,7 @@ def test_negative_control_a_wrong_copy_is_seen(trained: Path, tmp_path: Path, ca
     there = tmp_path / "there"
     call("copy", f"{trained}@4", there, "--yes")
     assert differences(trained, there, call) == ["diff", "load"]
-    pack = next((there / "packs").iterdir())
+    (pack,) = data_files(there)
     flip(pack, pack.stat().st_size // 2)
     assert differences(trained, there, call) == ["verify"]
 
@@ -532,7 +540,7 @@ def test_ctrl_c_leaves_nothing_half_done(trained: Path, tmp_path: Path, call: Ca
         process.send_signal(signal.SIGCONT)
         said = process.communicate(timeout=30)[1].decode()
     assert process.returncode == 130 and "goes on from here" in said and "Traceback" not in said
-    assert not list((there / "packs").iterdir())
+    assert not data_files(there) and not temporary_files(there)
     assert call("copy", trained, there, "--yes").code == 0
     assert differences(trained, there, call) == []
 
@@ -557,38 +565,26 @@ def test_prune_keeps_what_it_is_told_and_says_why(run: Path, call: Call) -> None
     """The last ones, every third, the kept one and the newest finite; files go with the rest, and no others."""
     work(run, lambda log: save(log, log.state.acquires[-1], 7, 8, finite=False))
     call("keep", f"{run}@2", "--note", "as published", "--yes")
-    (run / "packs" / "notes.txt").write_text("mine")
+    (run / DATA_FOLDER / "notes.txt").write_text("mine")
     plan = call("prune", run, "--keep-last", 1, "--keep-every", 3, "--json").json
     why = {one["step"]: one["why"] for one in plan["keep"]}
     assert why.keys() == {8, 7, 6, 3, 2} and "as published" in why[2] and "every 3" in why[3] and "finite" in why[6]
     assert plan["check"] == 6  # not what nobody would restore
     done = call("prune", run, "--keep-last", 1, "--keep-every", 3, "--yes", "--json").json["done"]
     assert sorted(Attempt.parse(a).step for a in done["given_up"]) == [1, 4, 5]
-    assert done["files"] == plan["files"] == 12 and done["bytes"] == plan["bytes"]
+    assert done["files"] == plan["files"] == 9 and done["bytes"] == plan["bytes"]
     assert steps(run) == [8, 7, 6, 3, 2] and owners(run) == {8, 7, 6, 3, 2}
-    assert call("verify", "--all", run).code == 0 and (run / "packs" / "notes.txt").exists()
+    assert call("verify", "--all", run).code == 0 and (run / DATA_FOLDER / "notes.txt").exists()
     assert call("prune", run, "--keep-last", 1, "--keep-every", 3, "--yes", "--json").json["done"] is None
-
-
-@given(test_prune.states())
-@settings(max_examples=50, deadline=None)
-def test_everything_that_stays_has_a_reason(drawn: tuple[RunState, Keep, set[Attempt]]) -> None:
-    """The reasons are those of the policy: exactly what it leaves has one."""
-    state, keep, _ = drawn
-    state.kept = dict.fromkeys(state.kept, "x")
-    for checked in list(state.commits)[:2]:
-        why = retention.why_kept(state, keep, {checked})
-        assert why.keys() == state.commits.keys() - retention.choose(state, keep, {checked})
-        assert all(why.values())
 
 
 def test_nothing_goes_while_the_newest_is_damaged(run: Path, call: Call) -> None:
     """One flipped bit in it: exit code 1, what is damaged is named, and every file stays."""
-    pack = run / "packs" / f"{attempt_of(run, 6)}.0.0.safetensors"
+    pack = data_file(run, 6)
     flip(pack, pack.stat().st_size - 9)
     before = tree(run)
     refused = call("prune", run, "--keep-last", 1, "--yes")
-    assert refused.code == 1 and pack.name in refused.out and "Nothing was done" in refused.out
+    assert refused.code == 1 and str(pack.relative_to(run)) in refused.out and "Nothing was done" in refused.out
     assert tree(run) == before
     assert call("prune", run, "--keep-last", 1, "--yes", "--json").json["problems"]
     flip(pack, pack.stat().st_size - 9)  # control
@@ -614,7 +610,7 @@ def test_a_damaged_log_forbids_it(run: Path, call: Call, words: Sequence[str]) -
 
 def test_what_cannot_be_read_keeps_everything_while_it_stays(run: Path, call: Call) -> None:
     """Nobody knows which files it needs. Given up itself, it stands in nobody's way."""
-    (run / "parts" / f"{attempt_of(run, 5)}.0.0.json").unlink()
+    manifests(run, 5)[0].unlink()
     before = tree(run)
     for words in (("prune", run, "--keep-last", 1), ("gc", run)):
         refused = call(*words, "--yes")
@@ -670,14 +666,14 @@ def with_leftovers(run: Path) -> dict[str, Acquire]:
 def test_gc_deletes_what_nobody_needs(run: Path, call: Call) -> None:
     """Files of attempts that have ended; open and held ones stay, and what is not ours; all of it is said."""
     with_leftovers(run)
-    (run / "packs" / "notes.txt").write_text("mine")
+    (run / DATA_FOLDER / "notes.txt").write_text("mine")
     (run / "todo").write_text("mine")
     found = call("gc", run, "--yes", "--json").json
-    assert [(one["step"], one["files"]) for one in found["delete"]] == [(10, 3)]
+    assert [(one["step"], one["files"]) for one in found["delete"]] == [(10, 2)]
     assert "for the test" in found["delete"][0]["why"]
     assert {one["step"]: one["ending"] for one in found["open"]} == {11: False, 12: False, 13: False}
-    assert found["foreign"] == ["packs/notes.txt", "todo"]
-    assert found["done"] == {"files": 3, "bytes": found["bytes"], "uploads": 0, "ended": []}
+    assert found["foreign"] == [f"{DATA_FOLDER}/notes.txt", "todo"]
+    assert found["done"] == {"files": 2, "bytes": found["bytes"], "uploads": 0, "ended": []}
     assert owners(run) == {1, 2, 3, 4, 5, 6, 11, 12, 13} and (run / "todo").exists()
     assert call("verify", "--all", run).code == 0
     assert "stays, open" in call("gc", run).out
@@ -710,7 +706,7 @@ def test_readers_have_their_time(run: Path, call: Call, monkeypatch: pytest.Monk
         waited.append(seconds)
         assert 10 in owners(run)
         record = json.loads(sorted((run / "log").iterdir())[-1].read_bytes())
-        assert record["type"] == "PLAN" and len(record["body"]["delete"]) == 3
+        assert record["type"] == "PLAN" and len(record["body"]["delete"]) == 2
 
     monkeypatch.setattr(prune.asyncio, "sleep", sleep)
     assert "waiting 7 s" in call("gc", run, "--yes", "--grace", "7").err.lower()

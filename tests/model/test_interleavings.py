@@ -30,6 +30,7 @@ from ckpt.core.log.log import Acquire, Commit, RunLog, RunState
 from ckpt.errors import FullError, OutcomeUnknownError, SaveError, StoreError
 from ckpt.store import Store
 from interleave import Failure, Rank, Sim, SimStore, schedule
+from run_files import INDEX, kind_of
 
 QUICK = 200  # schedules that are always tried, and half as many others that are drawn anew each time
 LONG = int(os.environ.get("CKPT_SCHEDULES", "1000000"))
@@ -244,7 +245,7 @@ def whoever_is_there_will_do(patch: pytest.MonkeyPatch) -> None:
     """The parts of other ranks are not waited for."""
 
     async def present(store: Store, attempt: Attempt, own: WrittenPart, role: Role) -> list[WrittenPart]:
-        keys = [info.key async for info in store.list("parts/") if owner(info.key) == attempt]
+        keys = [info.key async for info in store.list() if owner(info.key) == attempt]
         return list((await parts.sound_parts(store, attempt, keys, own)).values())
 
     patch.setattr(settling, "_present", present)
@@ -262,7 +263,7 @@ def the_index_comes_last(patch: pytest.MonkeyPatch) -> None:
                 return getattr(store, name)
 
             async def put(self, key: str, data: Any, *, create: bool = False) -> None:
-                if key.startswith("index/"):
+                if kind_of(key) == INDEX:
                     kept[key] = data
                 else:
                     await store.put(key, data, create=create)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from ckpt.core.ranks.orders import Order, Orders
-from ckpt.core.run.save_plan import Change, Decision, Late, SavePlan
+from ckpt.core.run.save_plan import Change, Late, SavePlan, StepDecision
 from ckpt.errors import PeerError
 
 SEEDS = 1500
@@ -341,7 +341,7 @@ class NextStep(Rank):
 class WithoutLock(SavePlan):
     """Decides first, and notes later that it has."""
 
-    def decide(self, step: int) -> Decision:
+    def decide(self, step: int) -> StepDecision:
         before = list(self._decided), list(self._ordered), list(self._on_purpose)
         found = super().decide(step)
         decided, ordered, on_purpose = list(self._decided), list(self._ordered), list(self._on_purpose)

@@ -40,6 +40,7 @@ from model_disk import (
     violation,
     volume,
 )
+from run_files import DATA_FOLDER, data_key
 
 
 class AtOnce(ThreadPoolExecutor):
@@ -73,7 +74,7 @@ async def workload(root: Path, disk: RecordingDisk) -> None:
         await first.retire()
         disk.ack(await first.save(4))
         await first.write(5)  # whole, and never committed
-        torn = await store.upload(f"packs/{first.attempt(6)}.0.0.safetensors", size=9000)
+        torn = await store.upload(data_key(first.attempt(6)), size=9000)
         await torn.write_at(0, memoryview(b"x" * 5000))  # the job ends here
     async with local(root, disk) as store:
         second = await Run.open(store)
@@ -149,7 +150,7 @@ def unlinked_before_plan(ops: list[Op]) -> list[Op]:
     """The recording of a program that deletes files first, and says so in the log afterwards."""
     moved: list[Op] = []
     for op in ops:
-        if op.kind == "unname" and op.folder == "run/packs":
+        if op.kind == "unname" and op.folder == f"run/{DATA_FOLDER}":
             plan = max(
                 i for i, o in enumerate(moved) if o.kind == "name" and o.folder == "run/log" and o.name[0] == "."
             )
@@ -162,7 +163,7 @@ def unlinked_before_plan(ops: list[Op]) -> list[Op]:
 
 
 SYNCS = [
-    "pack", "table", "part", "index", "record", "format",
+    "pack", "part", "index", "record", "format",
     "folder packs", "folder parts", "folder index", "folder log", "folder run",
 ]  # fmt: skip
 

@@ -20,6 +20,7 @@ import inside
 from ckpt.errors import CheckpointError, CorruptError
 from ckpt_backends.memory import MemoryStore
 from inside import PAGE, PIECE, Contents, Job, ReadBack, Snapshot
+from run_files import DATA, INDEX, KINDS, MANIFEST, kind_of, select
 
 STEPS = (10, 20, 30)
 TENSORS: inside.Tensors = {
@@ -105,9 +106,7 @@ def injuries(raw: bytes, other: bytes, dice: random.Random) -> Iterator[tuple[st
 
 def counterpart(key: str, others: Objects) -> bytes:
     """The file of another run that is most like this one."""
-    folder = key.split("/")[0]
-    ending = key.rpartition(".")[2]
-    return others.get(key) or next(v for k, v in sorted(others.items()) if k.startswith(folder) and k.endswith(ending))
+    return others.get(key) or next(v for k, v in sorted(others.items()) if kind_of(k) == kind_of(key))
 
 
 def injured(objects: Objects, key: str, raw: bytes | None) -> Objects:
@@ -118,7 +117,7 @@ def injured(objects: Objects, key: str, raw: bytes | None) -> Objects:
 
 
 def structure(objects: Objects) -> list[str]:
-    return [key for key in sorted(objects) if not key.startswith("packs/")]
+    return [key for key in sorted(objects) if kind_of(key) != DATA]
 
 
 def header_size(pack: bytes) -> int:
@@ -146,11 +145,11 @@ def test_the_undamaged_run_comes_back(small: Objects, large: Objects) -> None:
     assert outcome(large, LARGE) == 20
 
 
-@pytest.mark.parametrize("kind", ["FORMAT", "log", "parts", "index"])
+@pytest.mark.parametrize("kind", ["format", "log", MANIFEST, INDEX])
 def test_a_flip_in_any_structure_byte(small: Objects, kind: str) -> None:
     """One random bit of every seventh byte of the small files; of older checkpoints, of some. See `every bit` below."""
     dice, count = random.Random(kind), 0
-    for key in [k for k in structure(small) if k.startswith(kind) and inside.step_of_file(k) in (None, 20, 30)]:
+    for key in [k for k in structure(small) if kind_of(k) == kind and inside.step_of_file(k) in (None, 20, 30)]:
         where = range(dice.randrange(7), len(small[key]), 7)
         some = dice.sample(where, 13) if inside.step_of_file(key) == 20 else list(where)
         count += check_flips(small, SMALL, key, some, lambda: [dice.randrange(8)])
@@ -163,7 +162,7 @@ def test_a_flip_in_a_pack_header_is_harmless_and_noticed(small: Objects) -> None
 
 
 def check_header_flips(small: Objects, every: int) -> None:
-    key = next(k for k in small if k.startswith("packs/") and inside.step_of_file(k) == 30)
+    (key,) = select(small, DATA, step=30)
     dice = random.Random(4)
     for position in range(0, header_size(small[key]), every):
         changed = injured(small, key, flipped(small[key], position, dice.randrange(8)))
@@ -172,7 +171,7 @@ def check_header_flips(small: Objects, every: int) -> None:
 
 
 def check_tensor_flips(objects: Objects, of: Contents, count: int) -> None:
-    key = max(k for k in objects if k.startswith("packs/"))
+    key = select(objects, DATA)[-1]
     start, dice = header_size(objects[key]), random.Random(5)
     assert count == 0 or len(objects[key]) > start
     for _ in range(count):
@@ -220,7 +219,7 @@ def test_other_injuries_of_any_one_file(small: Objects) -> None:
 
 def test_injuries_of_a_pack_of_several_blobs(large: Objects) -> None:
     """The same for the newest pack of the larger run: the older checkpoint comes back."""
-    key, dice = max(k for k in large if k.startswith("packs/")), random.Random(7)
+    key, dice = select(large, DATA)[-1], random.Random(7)
     raw = large[key]
     last = (len(raw) - 1) // PAGE * PAGE
     for start in (PAGE, PIECE, last):
@@ -251,12 +250,11 @@ def test_any_two_files_swapped(small: Objects) -> None:
 def test_everything_damaged_at_once_is_an_error_of_ours(small: Objects) -> None:
     """Noise in every file of a kind."""
     dice = random.Random(8)
-    for kind in ("FORMAT", "log/", "parts/", "index/", "packs/"):
-        noise = {k: dice.randbytes(len(v)) if k.startswith(kind) else v for k, v in small.items()}
+    for kind in ("format", "log", *KINDS):
+        noise = {k: dice.randbytes(len(v)) if kind_of(k) == kind else v for k, v in small.items()}
         step = outcome(noise, SMALL)
-        assert (step == 30) == (
-            kind in ("FORMAT", "index/")
-        )  # the log says whose it is, the parts what is in the index
+        # The log contains the identity of the run. The manifests have all that the index has.
+        assert (step == 30) == (kind in ("format", INDEX)), kind
 
 
 # -- the log --
@@ -315,7 +313,7 @@ def test_verify_notices_every_flip_in_the_files_of_a_checkpoint(small: Objects, 
     for key in [k for k in sorted(small) if inside.step_of_file(k) == 20]:
         raw = small[key]
         positions = list(range(len(raw)))
-        if key.startswith("packs/"):
+        if kind_of(key) == DATA:
             positions = [*range(0, header_size(raw), 7), *range(header_size(raw), len(raw))]
         for position in positions[::every]:
             assert problems_of(injured(small, key, flipped(raw, position, dice.randrange(8))), 20), (key, position)
@@ -342,7 +340,7 @@ def test_negative_control_without_digests_of_blobs(small: Objects, monkeypatch: 
 
 def test_negative_control_without_digests_of_small_files(small: Objects, monkeypatch: pytest.MonkeyPatch) -> None:
     """If parts were not checked, a changed value would come back, and the oracle says so."""
-    key = next(k for k in small if k.startswith("parts/") and k.endswith("30.0.0.json"))
+    (key,) = select(small, MANIFEST, step=30)
     at = small[key].index(b'"epoch":3') + 8
 
     damaged = injured(small, key, flipped(small[key], at, 0))

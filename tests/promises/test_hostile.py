@@ -50,6 +50,7 @@ from forgery import (
 )
 from inside import forge
 from processes import eventually, writers
+from run_files import data_key, manifest_key
 
 __all__ = ["genuine", "of_two"]  # fixtures
 
@@ -145,7 +146,7 @@ def test_rubbish_in_place_of_json(genuine: Run, raw: bytes, tmp_path: Path) -> N
     """In FORMAT.json, in a record, in a part."""
     objects, attempt = genuine
     assert restored(put({**objects, "FORMAT.json": raw}, tmp_path / "run")) == 20
-    assert restored(put({**objects, inside.names_of_files(attempt)["part"]: raw}, tmp_path / "run")) == 10
+    assert restored(put({**objects, manifest_key(attempt): raw}, tmp_path / "run")) == 10
     assert restored(put({**objects, inside.name_of_record(2): raw}, tmp_path / "run")) == 10
     survives(put(dict.fromkeys(objects, raw), tmp_path / "run"))
 
@@ -169,17 +170,14 @@ def replace_by_pipe(path: Path, outside: Path) -> None:
 
 
 @pytest.mark.parametrize("replace", [replace_by_link, replace_by_folder, replace_by_pipe])
-@pytest.mark.parametrize("kind", ["part", "table", "pack"])
+@pytest.mark.parametrize("key_of", [manifest_key, data_key], ids=["manifest", "data"])
 def test_what_is_no_file_is_passed_over(
-    genuine: Run, replace: Callable[[Path, Path], None], kind: str, tmp_path: Path
+    genuine: Run, replace: Callable[[Path, Path], None], key_of: Callable[[Any], str], tmp_path: Path
 ) -> None:
     """Links are not followed, folders not read, pipes not waited for."""
     attempt = genuine[1]
     folder = put(forge(genuine), tmp_path / "run")
-    key = inside.names_of_files(attempt)[kind]
-    if kind == "table":  # of which the index is a copy
-        shutil.rmtree(folder / "index")
-    replace(folder / key, tmp_path / "moved")
+    replace(folder / key_of(attempt), tmp_path / "moved")
     live = state(1)
     newest = sources(folder)[0]
     with pytest.raises((CorruptError, StoreError)):
@@ -282,7 +280,7 @@ HOSTILE_MESSAGES: dict[str, bytes] = {
     "layout of nonsense": message(b'{"op":"know_layout","id":1,"layout":{"tensors":[["x","F32",[-1],false]]}}'),
     "rollback to nonsense": message(b'{"op":"acquire_run","id":1,"nonce":"x","restored":"../x","floor":0,"tiers":[0]}'),
     "acquire far places": message(b'{"op":"acquire_run","id":1,"nonce":"x","restored":null,"floor":0,"tiers":[99]}'),
-    "successor of nothing": message(b'{"op":"successor","id":1}'),
+    "no tier to distrust": message(b'{"op":"distrust","id":1}'),
     "own without fields": message(b'{"op":"own_run","id":1}'),
     "own of nonsense": message(b'{"op":"own_run","id":1,"owner":[1,"x","../x"],"roles":[],"recover":[]}'),
     "own of text": message(b'{"op":"own_run","id":1,"owner":"owner","roles":[]}'),

@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -27,11 +28,13 @@ import torch
 import ckpt
 import inside
 from ckpt.errors import CheckpointError, SaveError
+from commands import flip
 from inside import INCREMENT_POINTS, WRITER_POINTS, SavedStep
 from kills import Chain, Told, Trainer, kill_all, problems
 from model_disk import Volume, volume
 from parallel import free_port, launch
 from processes import eventually, killed, run_script, writers
+from run_files import DATA, INDEX, MANIFEST, checkpoint_files, data_files, pattern, select
 from s3_server import FaultProxy, MotoServer, storage_options
 
 State = dict[str, Any]
@@ -121,11 +124,11 @@ def newest(url: str) -> SavedStep:
     return next(iter(inside.history(url).values()))
 
 
-def packs_in(folder: Path | str) -> dict[str, int]:
+def data_files_in(folder: Path | str) -> dict[str, int]:
     found: dict[str, int] = {}
-    for path in sorted(Path(folder, "packs").glob("*.safetensors")):
+    for path in data_files(folder):
         with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
-            found[f"packs/{path.name}"] = path.stat().st_size
+            found[str(path.relative_to(folder))] = path.stat().st_size
     return found
 
 
@@ -140,14 +143,6 @@ def verified(url: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
     found = json.loads(capsys.readouterr().out)
     assert found["checkpoints"]
     return found["problems"] + [p for c in found["checkpoints"] for p in c["problems"]]
-
-
-def flip(path: Path, at: int) -> None:
-    with path.open("r+b", buffering=0) as file:
-        file.seek(at)
-        byte = file.read(1)[0]
-        file.seek(at)
-        file.write(bytes([byte ^ 1]))
 
 
 # -- every bit, at every step --
@@ -272,7 +267,7 @@ def test_what_is_needed_stays_and_nothing_else(keep: int, full_every: int, compr
                 continue
             while True:  # a clean-up may be under way while we look
                 with contextlib.suppress(CheckpointError):
-                    found, there = inside.history(run_dir), packs_in(run_dir)
+                    found, there = inside.history(run_dir), data_files_in(run_dir)
                     if found.keys() == inside.history(run_dir).keys():
                         break
             assert {key for saved in found.values() for key in saved.files} <= there.keys()
@@ -284,7 +279,7 @@ def test_what_is_needed_stays_and_nothing_else(keep: int, full_every: int, compr
             else:
                 assert own > 0.7 * (FROZEN + SLOW + MOVING)
             before = there
-    there = packs_in(run_dir)
+    there = data_files_in(run_dir)
     assert named(run_dir) == there.keys()
     full = FROZEN + SLOW + MOVING + 20_000
     wholes = sum(saved.full for saved in inside.history(run_dir).values())
@@ -304,10 +299,10 @@ def test_negative_control_a_pack_that_is_gone_is_seen(run_dir: str, capsys: pyte
     pack, _ = newest(run_dir).place_of("frozen.w")
     Path(run_dir, pack).unlink()
     assert any(pack in problem for problem in verified(run_dir, capsys))
-    assert not {pack} <= packs_in(run_dir).keys()
+    assert not {pack} <= data_files_in(run_dir).keys()
 
 
-@pytest.mark.parametrize("what, place", [("one pack", "folder"), ("earlier copy", "folder"), ("packs", "bucket")])
+@pytest.mark.parametrize("what, place", [("one pack", "folder"), ("earlier copy", "folder"), ("data files", "bucket")])
 def test_increment_fails_and_next_is_full_if_its_base_is_gone(
     what: str, place: str, moto: MotoServer, url: str, run_dir: str
 ) -> None:
@@ -319,7 +314,7 @@ def test_increment_fails_and_next_is_full_if_its_base_is_gone(
         for step in range(1, 8):
             state["moving"]["w"].fill_(step)
             if step == 6:
-                with pytest.raises(SaveError, match=r"builds on packs/.*, which is gone"):
+                with pytest.raises(SaveError, match=rf"builds on {pattern(DATA)}, which is gone"):
                     cp.save(step).committed(60)
                 continue
             cp.save(step).committed(60)
@@ -329,7 +324,9 @@ def test_increment_fails_and_next_is_full_if_its_base_is_gone(
                 saved = newest(tier.url)
                 assert not saved.full
                 pack = saved.place_of("frozen.w")[0]
-                inside.delete_files(tier.url, {"packs": "packs/", "one pack": pack, "earlier copy": ""}[what])
+                names = inside.file_names(tier.url)
+                gone = {"data files": select(names, DATA), "one pack": [pack], "earlier copy": names}
+                inside.delete_files(tier.url, gone[what])
                 inside.write_files(tier.url, copy if what == "earlier copy" else {})
     found = ckpt.load(tier.url)
     assert found.step == 7 and all(bool((found[f"{key}.w"] == state[key]["w"]).all()) for key in ("frozen", "moving"))
@@ -405,7 +402,7 @@ class Increments(Chain):
         assert problems(self.run) == []
         assert any(not saved.full for saved in inside.history(self.run).values()), "not a run of increments"
         inside.command("gc", self.run, "--yes", "--json")  # what a death left between PLAN and deletion
-        assert named(self.run) == packs_in(self.run).keys()
+        assert named(self.run) == data_files_in(self.run).keys()
         assert eventually(lambda: not writers(folder)), "a process is left"
 
 
@@ -562,7 +559,7 @@ def test_what_others_are_built_on_is_taken_back(run_dir: str, capsys: pytest.Cap
             cp.save(step).committed(60)
     assert inside.steps_at(run_dir)[:4] == [18, 17, 16, 14]
     assert verified(run_dir, capsys) == []
-    assert named(run_dir) == packs_in(run_dir).keys()
+    assert named(run_dir) == data_files_in(run_dir).keys()
 
 
 # -- damage --
@@ -585,10 +582,10 @@ def built(folder: str, *, steps: int = 7, second: ckpt.Tier | None = None, **set
 
 def injure(folder: str, what: str) -> None:
     """One bit: in the frozen layer that all increments share, in what deltas of all of them are based on, in a delta of
-    the newest only, in its table."""
+    the newest only, in its manifest and its index."""
     saved = newest(folder)
-    if what == "table":
-        for path in (path for pattern in saved.small_files for path in Path(folder).glob(pattern)):
+    if what == "manifest":
+        for path in checkpoint_files(folder, MANIFEST, INDEX, of=saved.id):
             flip(path, path.stat().st_size - 40)
         return
     if what == "shared":
@@ -600,9 +597,9 @@ def injure(folder: str, what: str) -> None:
     flip(Path(folder, key), offset + 20)
 
 
-@pytest.mark.parametrize("what, step", [("shared", 7), ("base", 2), ("delta", 6), ("table", 6)])
+@pytest.mark.parametrize("what, step", [("shared", 7), ("base", 2), ("delta", 6), ("manifest", 6)])
 def test_damage_costs_what_shares_it(what: str, step: int, run_dir: str) -> None:
-    """A flipped bit in what all increments are based on, in a delta, or in a table: a restore passes over what needs
+    """A flipped bit in what all increments are based on, in a delta, or in a manifest: a restore passes over what needs
     it, says which, and takes the newest that does not. In what another full checkpoint has as well: nothing is lost, it
     comes from there. What is saved then can be read, though more damage is there."""
     wanted = built(run_dir, compression="zstd")
@@ -614,7 +611,7 @@ def test_damage_costs_what_shares_it(what: str, step: int, run_dir: str) -> None
         assert differing(other, wanted[step]) == []
         assert cp.last_restore is not None
         skipped = [s for s in cp.last_restore.skipped if "damaged" in s.reason]
-        assert len(skipped) == {"shared": 0, "base": 4, "delta": 1, "table": 1}[what]
+        assert len(skipped) == {"shared": 0, "base": 4, "delta": 1, "manifest": 1}[what]
         assert ["step 2" in text for text in cp.last_restore.repaired] == ([True] if what == "shared" else [])
         for more in (step + 1, step + 2):
             train(other, more)
@@ -727,7 +724,7 @@ def test_the_disk_is_full_in_the_middle_of_an_increment(little: Volume, capsys: 
         wanted, last = frozen_copy(state), next(numbers) - 1
         assert inside.lasting_problems_at(url) == []
     assert {step for step, saved in inside.history(url).items() if not saved.full} <= {last, last - 1}
-    assert named(url) == packs_in(url).keys()
+    assert named(url) == data_files_in(url).keys()
     other = build(seed=2, size=300)
     with ckpt.Checkpointer(other, url) as cp:
         assert cp.restore() == last
@@ -772,9 +769,9 @@ def test_an_upload_that_fails_costs_one_checkpoint(moto: MotoServer, proxy: Faul
         for step in range(1, 8):
             train(state, step)
             if step == 4:
-                proxy.fail("status", method="PUT", match="packs/", count=1000, code=403, s3_code="AccessDenied")
+                proxy.fail("status", method="PUT", match=pattern(DATA), count=1000, code=403, s3_code="AccessDenied")
             if step == 6:
-                proxy.fail("status", method="PUT", match="packs/", count=2, code=503)
+                proxy.fail("status", method="PUT", match=pattern(DATA), count=2, code=503)
             save = cp.save(step)
             if step == 4:
                 with pytest.raises(SaveError):
@@ -795,7 +792,7 @@ def test_an_upload_that_fails_costs_one_checkpoint(moto: MotoServer, proxy: Faul
 
 
 def pack_reads(proxy: FaultProxy) -> list[str]:
-    return [path for path in proxy.paths() if path.startswith("GET") and "/packs/" in path]
+    return [path for path in proxy.paths() if path.startswith("GET") and re.search(pattern(DATA), path)]
 
 
 def test_raw_here_small_there(moto: MotoServer, proxy: FaultProxy, url: str, run_dir: str) -> None:
@@ -879,7 +876,7 @@ time.sleep(600)
 
 
 @pytest.mark.parametrize(
-    "steps, match", [(4, "parts/.*-4[.]"), pytest.param(3, "packs/.*-3[.]", marks=pytest.mark.long)]
+    "steps, match", [(4, pattern(MANIFEST, 4)), pytest.param(3, pattern(DATA, 3), marks=pytest.mark.long)]
 )
 def test_a_promotion_that_was_cut_off_is_taken_up(
     steps: int, match: str, moto: MotoServer, proxy: FaultProxy, url: str, run_dir: str, own_sockets: Path

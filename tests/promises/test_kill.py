@@ -20,6 +20,7 @@ import toy
 from inside import POINTS, TRAINER_POINTS, WRITER_POINTS
 from kills import DISK, EVERY, MEMORY, STEPS, TRAIN, Chain, Told, Trainer, kill_all, lost, problems, steps_on_disk
 from processes import REPO, eventually, killed, run_script, writers
+from run_files import checkpoint_files, data_files
 
 OPENING = ("acquire.done", "recover.done")  # where a writer is before training starts
 TRAINING = [p for p in WRITER_POINTS if p not in (*OPENING, "drain.started", "mirror.taken")]
@@ -294,7 +295,7 @@ def test_negative_control_a_lost_commit_is_seen(chain: Chain, own_sockets: Path)
         record = json.loads(path.read_text())
         if str(record["body"].get("attempt")).endswith(f"-{2 * EVERY}"):
             path.unlink()
-    for path in Path(chain.run).rglob(f"*-{2 * EVERY}.*.*"):
+    for path in checkpoint_files(chain.run, step=2 * EVERY):
         path.unlink()  # or recovery would make the checkpoint again
     with pytest.raises(AssertionError, match=f"{2 * EVERY} was safe, went on at {EVERY}"):
         chain.train(steps=2 * EVERY)
@@ -304,7 +305,7 @@ def test_negative_control_a_wrong_byte_is_seen(chain: Chain) -> None:
     """O2 goes red when one byte of a live checkpoint changes, and when a file of it is gone."""
     assert chain.train(steps=2 * EVERY).returncode == 0
     assert problems(chain.run) == []
-    first, second = sorted(Path(chain.run, "packs").iterdir())
+    first, second = data_files(chain.run)
     content = bytearray(first.read_bytes())
     content[len(content) // 2] ^= 1
     first.write_bytes(content)

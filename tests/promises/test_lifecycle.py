@@ -8,6 +8,7 @@ import json
 import logging
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import threading
@@ -27,6 +28,7 @@ import toy
 import writer_zygote
 from kills import kill_all, problems, steps_on_disk
 from processes import eventually, run_script, writers
+from run_files import DATA_FOLDER, data_files
 
 State = dict[str, Any]
 
@@ -109,7 +111,7 @@ def test_exception_in_the_loop_is_not_replaced_by_a_failing_close(run_dir: str) 
     with pytest.raises(ZeroDivisionError) as raised:
         with ckpt.Checkpointer(state, rare(run_dir)) as cp:
             train(cp, state, 1, 3)
-            Path(run_dir, "packs").write_text("in the way")
+            Path(run_dir, DATA_FOLDER).write_text("in the way")
             _ = 1 / 0
     assert "closing the Checkpointer failed" in raised.value.__notes__[0]
 
@@ -134,16 +136,16 @@ def test_close_keeps_the_newest_staged_step_though_a_later_one_was_dropped(run_d
 
 def test_close_keeps_what_was_restored_from_memory_alone(run_dir: str) -> None:
     """A step that was brought back from memory, with nothing trained after it, is durable after close()."""
-    packs = Path(run_dir, "packs")
+    folder = Path(run_dir, DATA_FOLDER)
     Path(run_dir).mkdir()
     ckpt.Checkpointer(toy.build(), rare(run_dir)).close()
-    packs.write_text("in the way")  # so that the writer cannot persist the ring at the death
+    folder.write_text("in the way")  # so that the writer cannot persist the ring at the death
     abandon(run_dir, 5)
     assert steps_on_disk(run_dir) == []
     with ckpt.Checkpointer(toy.build(), rare(run_dir)) as cp:
         assert cp.restore() == 5
         assert cp.last_restore is not None and cp.last_restore.tier == "memory"
-        packs.unlink()
+        folder.unlink()
     assert steps_on_disk(run_dir)[0] == 5
 
 
@@ -366,7 +368,7 @@ def test_damaged_format_file_loses_nothing(run_dir: str) -> None:
         with contextlib.suppress(ckpt.FormatError, ckpt.CorruptError):
             with ckpt.Checkpointer(toy.build(1), run_dir) as cp:
                 assert cp.restore(default=0) == 2
-        assert len(list(Path(run_dir, "packs").iterdir())) == 1
+        assert len(data_files(run_dir)) == 1
 
 
 # -- steps --
@@ -389,7 +391,7 @@ def test_step_without_restore(run_dir: str) -> None:
 def test_step_without_restore_beside_memory_alone(run_dir: str) -> None:
     """The same where only memory holds steps, with and without a durable tier."""
     ckpt.Checkpointer(toy.build(), rare(run_dir)).close()
-    Path(run_dir, "packs").write_text("in the way")
+    Path(run_dir, DATA_FOLDER).write_text("in the way")
     abandon(run_dir, 3)
     cp = ckpt.Checkpointer(toy.build(), rare(run_dir))
     try:
@@ -397,7 +399,7 @@ def test_step_without_restore_beside_memory_alone(run_dir: str) -> None:
             cp.step(1)
         assert cp.restore(default=0) == 3
     finally:
-        Path(run_dir, "packs").unlink()
+        Path(run_dir, DATA_FOLDER).unlink()
         cp.close()
 
 
@@ -462,20 +464,6 @@ def test_default_only_where_nothing_is(run_dir: str) -> None:
         assert cp.restore(default=0) == 2
         with pytest.raises(ckpt.NoCheckpointError):
             cp.restore(default=0, step=77)
-
-
-def test_default_is_not_given_where_all_is_damaged(run_dir: str) -> None:
-    """A run whose only checkpoint is damaged is not begun anew."""
-    state = toy.build()
-    with ckpt.Checkpointer(state, run_dir) as cp:
-        train(cp, state, 1, 2)
-    (pack,) = Path(run_dir, "packs").iterdir()
-    pack.write_bytes(bytes(pack.stat().st_size))
-    with ckpt.Checkpointer(state, run_dir) as cp:
-        with pytest.raises(ckpt.CorruptError):
-            cp.restore(default=0)
-        with pytest.raises(ckpt.UsageError):
-            cp.step(1)
 
 
 def test_rollback_stays(run_dir: str, own_sockets: Path) -> None:
@@ -754,9 +742,9 @@ with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier({run_dir!r}, every=1)]) 
 def test_failure_is_raised_at_the_next_call_and_later_saves_succeed(run_dir: str) -> None:
     """A write that fails is told once, by the next call; once the place is mended, saving works as before."""
     state = toy.build()
-    packs = Path(run_dir, "packs")
+    folder = Path(run_dir, DATA_FOLDER)
     with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run_dir, every=1, keep=50)]) as cp:
-        packs.write_text("in the way")
+        folder.write_text("in the way")
         told: list[str] = []
         for step in (1, 2):
             toy.train_step(state)
@@ -766,7 +754,7 @@ def test_failure_is_raised_at_the_next_call_and_later_saves_succeed(run_dir: str
                 told += [str(error), *getattr(error, "__notes__", ())]
             inside.wait_for_writes(cp, 60)  # as wait() does, but raises nothing
         assert sum("step 1 was not written" in one for one in told) == 1, told
-        packs.unlink()
+        folder.unlink()
         if not any("step 2 was not written" in one for one in told):
             with pytest.raises(ckpt.SaveError, match="step 2 was not written"):  # it failed after that call
                 cp.save()
@@ -786,13 +774,13 @@ def committed(save: ckpt.Save | None) -> None:
 def test_failed_step_can_be_saved_again(run_dir: str) -> None:
     """save() of a step whose write failed writes it once more."""
     state = toy.build()
-    packs = Path(run_dir, "packs")
+    folder = Path(run_dir, DATA_FOLDER)
     with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run_dir, every=1)]) as cp:
-        packs.write_text("in the way")
+        folder.write_text("in the way")
         toy.train_step(state)
         with pytest.raises(ckpt.SaveError):
             committed(cp.step(1))
-        packs.unlink()
+        folder.unlink()
         assert cp.save().committed(60).step == 1
     assert steps_on_disk(run_dir) == [1]
 
@@ -800,30 +788,30 @@ def test_failed_step_can_be_saved_again(run_dir: str) -> None:
 def test_failure_that_was_told_is_not_told_again(run_dir: str) -> None:
     """An error that its handle has raised does not come out of the next call as well."""
     state = toy.build()
-    packs = Path(run_dir, "packs")
+    folder = Path(run_dir, DATA_FOLDER)
     with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run_dir, every=1)]) as cp:
-        packs.write_text("in the way")
+        folder.write_text("in the way")
         toy.train_step(state)
         with pytest.raises(ckpt.SaveError):
             committed(cp.step(1))
-        packs.unlink()
+        folder.unlink()
         train(cp, state, 2, 2)
 
 
 def test_failures_can_be_warnings(run_dir: str, caplog: pytest.LogCaptureFixture) -> None:
     """With on_error="warn" they are logged and never raised."""
     state = toy.build()
-    packs = Path(run_dir, "packs")
+    folder = Path(run_dir, DATA_FOLDER)
     with caplog.at_level(logging.WARNING, "ckpt"):
         with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run_dir, every=1)], on_error="warn") as cp:
-            packs.write_text("in the way")
+            folder.write_text("in the way")
             toy.train_step(state)
             cp.step(1)
             cp.wait(60)
             toy.train_step(state)
             cp.step(2)
             cp.wait(60)
-            packs.unlink()
+            folder.unlink()
             train(cp, state, 3, 3)
     assert "step 1 was not written" in caplog.text
     assert steps_on_disk(run_dir)[0] == 3
@@ -834,22 +822,20 @@ def test_close_logs_an_error_if_every_save_failed(run_dir: str, caplog: pytest.L
     state = toy.build()
     with caplog.at_level(logging.ERROR, "ckpt"):
         with ckpt.Checkpointer(state, ckpt.Tier(run_dir, every=1), on_error="warn") as cp:
-            Path(run_dir, "packs").write_text("in the way")
+            Path(run_dir, DATA_FOLDER).write_text("in the way")
             train(cp, state, 1, 2)
     assert [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR] == [
         "step 2 was the last one, and no step of this start is in any tier"
     ]
 
 
-def test_packs_folder_that_vanishes(run_dir: str) -> None:
+def test_saving_recovers_after_the_folder_of_data_files_is_removed(run_dir: str) -> None:
     """A folder of the run that is removed beneath us is an error of the saves, or mended; saving recovers."""
     state = toy.build()
     with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run_dir, every=1)], on_error="warn") as cp:
         saved = train(cp, state, 1, 1)
         assert saved is not None and saved.committed(60)
-        for path in Path(run_dir, "packs").iterdir():
-            path.unlink()
-        Path(run_dir, "packs").rmdir()
+        shutil.rmtree(Path(run_dir, DATA_FOLDER))
         with contextlib.suppress(ckpt.SaveError):
             train(cp, state, 2, 2)
             cp.save().committed(60)

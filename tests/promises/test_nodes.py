@@ -25,6 +25,7 @@ import pytest
 
 import inside
 from processes import PYTHONPATH, REPO, eventually, nsenter, start_python
+from run_files import data_files, manifests, ranks_in
 
 TOY = REPO / "tests" / "lib" / "node_toy.py"
 ADDRESSES = {"a": "10.77.0.1", "b": "10.77.0.2"}
@@ -280,12 +281,6 @@ def records(root: Path) -> list[tuple[str, str]]:
     return [(one["type"], one["body"]["attempt"]) for one in found if "attempt" in one["body"]]
 
 
-def ranks_in(root: Path) -> set[int]:
-    """Of which ranks there are files in a place."""
-    paths = [path for folder in ("packs", "parts") for path in (root / "run" / folder).iterdir()]
-    return {int(path.name.split(".")[-3]) for path in paths}
-
-
 def check_saved(job: Job, steps: set[int]) -> None:
     """All ranks were told that these steps are committed in the local root."""
     for rank, found in enumerate(job.all("saved")):
@@ -305,7 +300,7 @@ def check_started(job: Job, step: int, tier: str, before: Job, *, resharded: boo
 
 def data_size(root: Path, step: int) -> int:
     """Bytes of tensors of a step in a place."""
-    parts = [json.loads(path.read_text()) for path in (root / "run" / "parts").glob(f"*-{step}.*.json")]
+    parts = [json.loads(path.read_text()) for path in manifests(root / "run", step)]
     return sum(pack["size"] - pack["header_size"] for part in parts for pack in part["packs"])
 
 
@@ -317,7 +312,7 @@ def check_local_disks(cluster: Cluster, job: Job, steps: list[int]) -> None:
     for node, ranks in ((cluster.a, (0, 1)), (cluster.b, (2, 3))):
         state, said = roots[node.name], records(node.disk)
         assert set(state.ranks.values()) == {ranks}
-        assert ranks_in(node.disk) == set(ranks)
+        assert ranks_in(node.disk / "run") == set(ranks)
         committed = [text for kind, text in said if kind == "COMMIT"]
         assert all(said.index(("HELD", text)) < said.index(("COMMIT", text)) for text in committed)
         assert {text for kind, text in said if kind == "HELD"} == set(committed) and not state.held
@@ -327,7 +322,8 @@ def check_local_disks(cluster: Cluster, job: Job, steps: list[int]) -> None:
 def test_two_nodes_lose_one_thing_after_another(cluster: Cluster) -> None:
     """After a clean end, a kill and the loss of a node, all ranks go on from the nearest tier that has all parts.
 
-    These are the disks of both nodes, each byte read once and passed on; their memory; and the place that they share.
+    These are the disks of both nodes, where ranks read what their node has and receive the rest; their memory; and the
+    shared folder.
     """
     a, b = cluster.a, cluster.b
     first = cluster.start("train 4", "close")
@@ -344,7 +340,7 @@ def test_two_nodes_lose_one_thing_after_another(cluster: Cluster) -> None:
     check_started(second, 4, "local", first)
     check_local_disks(cluster, second, [5, 6, 7])
     assert [one["local_ranks"] for one in second.started()] == [[0, 1], [0, 1], [2, 3], [2, 3]]
-    assert sum(one["nbytes"] for one in second.started()) == size, "a byte was read twice, or not at all"
+    assert sum(one["nbytes"] for one in second.started()) >= size, "a byte was not read at all"
     assert all(one["nbytes_received"] for one in second.started()), "the other node's disk has what is missing here"
     second.kill()
 
@@ -585,7 +581,7 @@ def test_a_full_disk_does_not_fill_the_other(cluster: Cluster) -> None:
     state = cluster.roots()["a"]
     assert state.steps == [1, 2] and state.held[-4:] == [7, 8, 9, 10]
     assert len(state.held) <= 5
-    assert eventually(lambda: len(list((cluster.a.disk / "run" / "packs").iterdir())) <= 2 * 7)
+    assert eventually(lambda: len(data_files(cluster.a.disk / "run")) <= 2 * 7)
     cluster.b.do("rm", full)
     (cluster.folder / "empty").touch()
     job.end()
@@ -684,7 +680,7 @@ def test_negative_control_a_disk_that_all_see_is_not_held(cluster: Cluster) -> N
     job = cluster.start("train 2", "close")
     job.end()
     assert [kind for kind, _ in records(cluster.a.disk)] == ["COMMIT", "COMMIT"]
-    assert ranks_in(cluster.a.disk) == {0, 1, 2, 3}
+    assert ranks_in(cluster.a.disk / "run") == {0, 1, 2, 3}
     with pytest.raises(AssertionError):
         check_local_disks(cluster, job, [1, 2])
 

@@ -20,9 +20,11 @@ import ckpt
 import inside
 import toy
 from ckpt.errors import AccessError, CorruptError, SaveError, UsageError
+from commands import flip
 from kills import Trainer, kill_all
 from parallel import free_port
 from processes import eventually, run_script, writers
+from run_files import DATA, DATA_FOLDER, checkpoint_id, data_file, data_files, data_key, pattern, select
 from s3_server import FaultProxy, MotoServer, environment, storage_options
 
 QUICK = {"connect_timeout": 2, "read_timeout": 2}
@@ -140,7 +142,7 @@ def test_directory_bucket_keeps_a_run(moto: MotoServer, tmp_path: Path, monkeypa
 def test_what_a_crash_interrupted_is_taken_up(moto: MotoServer, proxy: FaultProxy, url: str, tmp_path: Path) -> None:
     """Trainer and writer are killed while a checkpoint that is safe in the folder is on its way to the bucket: the next
     start takes it there, and aborts nothing that it still needs. Control: before that it is not there."""
-    proxy.fail("hang", method="PUT", match="packs/", count=1000)
+    proxy.fail("hang", method="PUT", match=pattern(DATA), count=1000)
     folder = str(tmp_path / "run")
     code = TWO_PLACES.format(options=storage_options(proxy.url, **QUICK))
     trainer = Trainer(code, folder, url)
@@ -178,12 +180,6 @@ time.sleep(600)
 """
 
 
-def flip(path: Path, offset: int) -> None:
-    raw = bytearray(path.read_bytes())
-    raw[offset] ^= 1
-    path.write_bytes(raw)
-
-
 def test_a_damaged_piece_comes_from_the_bucket(moto: MotoServer, url: str, tmp_path: Path) -> None:
     """A flipped bit in the folder: that piece comes from the bucket, all else from the folder, bit-exactly, and the
     restore says so. Control: without the bucket the step before it is all there is."""
@@ -193,7 +189,7 @@ def test_a_damaged_piece_comes_from_the_bucket(moto: MotoServer, url: str, tmp_p
         cp.restore(default=0)
         train(cp, state, range(1, 5))
         cp.wait(60)
-    pack = next(path for path in (folder / "packs").iterdir() if "-4." in path.name)
+    pack = data_file(folder, 4)
     size = int.from_bytes(pack.read_bytes()[:8], "little")
     header = json.loads(pack.read_bytes()[8 : 8 + size])
     trained = next(name for name in header if name.startswith("model."))  # else step 2 has the same piece
@@ -220,7 +216,7 @@ def test_both_places_damaged_in_different_pieces(moto: MotoServer, url: str, tmp
         train(cp, state, range(1, 3))
         cp.wait(60)
     for home, offset in ((folder, 100), (second, 9000)):
-        pack = next((home / "packs").iterdir())
+        (pack,) = data_files(home)
         flip(pack, pack.stat().st_size - offset)
     other = toy.build(seed=4)
     with ckpt.Checkpointer(other, places[:3]) as cp:
@@ -259,7 +255,7 @@ def test_a_bucket_that_refuses_is_told_of(proxy: FaultProxy, url: str, tmp_path:
     places = [ckpt.Memory(), ckpt.Tier(str(tmp_path / "run"), every=1), tier(url, proxy)]
     with ckpt.Checkpointer(state, places) as cp:
         cp.restore(default=0)
-        proxy.fail("delay", method="PUT", match="packs/", s=3.0)  # the folder has the step by then
+        proxy.fail("delay", method="PUT", match=pattern(DATA), s=3.0)  # the folder has the step by then
         proxy.fail("status", method="PUT", count=100_000, code=code, s3_code=s3_code)
         proxy.fail("status", method="POST", count=100_000, code=code, s3_code=s3_code)
         toy.train_step(state)
@@ -296,17 +292,17 @@ def test_somebody_elses_files_are_not_touched(moto: MotoServer, url: str) -> Non
     with pytest.raises(ckpt.FormatError, match="not empty"):
         ckpt.Checkpointer(toy.build(), [ckpt.Memory(), tier(url, moto)])
     assert inside.file_names(url) == ["notes/mine.txt"]
-    other = f"{url}-other"
+    other, theirs = f"{url}-other", {f"{DATA_FOLDER}/mine.txt", "mine.txt", "log/mine.txt"}
     state = toy.build()
     with ckpt.Checkpointer(state, [ckpt.Memory(), tier(other, moto, keep=2, reader_grace_s=0)]) as cp:
         cp.restore(default=0)
         train(cp, state, range(1, 3), wait=True)
         inside.use_options(other, storage_options(moto.url))
-        inside.write_files(other, dict.fromkeys(("packs/mine.txt", "mine.txt", "log/mine.txt"), b"mine"))
+        inside.write_files(other, dict.fromkeys(theirs, b"mine"))
         train(cp, state, range(3, 8), wait=True)
         eventually(lambda: len(inside.steps_at(other)) <= 3, 30)
     assert inside.steps_at(other)[0] == 7 and len(inside.steps_at(other)) <= 3
-    assert {"packs/mine.txt", "mine.txt", "log/mine.txt"} <= set(inside.file_names(other))
+    assert theirs <= set(inside.file_names(other))
 
 
 def test_retention_in_a_bucket(moto: MotoServer, url: str) -> None:
@@ -315,17 +311,17 @@ def test_retention_in_a_bucket(moto: MotoServer, url: str) -> None:
     with ckpt.Checkpointer(state, [ckpt.Memory(), tier(url, moto, keep=2, reader_grace_s=0)]) as cp:
         cp.restore(default=0)
         train(cp, state, range(1, 9), wait=True)
-        eventually(lambda: len(inside.file_names(url, "packs/")) == len(inside.steps_at(url)) <= 3, 30)
+        eventually(lambda: len(select(inside.file_names(url), DATA)) == len(inside.steps_at(url)) <= 3, 30)
     steps = inside.steps_at(url)
     assert steps[:2] == [8, 7] and len(steps) <= 3  # besides, the newest that was read back
-    assert len(inside.file_names(url, "packs/")) == len(steps)
+    assert len(select(inside.file_names(url), DATA)) == len(steps)
     patient = f"{url}-patient"
     with ckpt.Checkpointer(state, [ckpt.Memory(), tier(patient, moto, keep=2, reader_grace_s=3600)]) as cp:
         cp.restore(default=0)
         train(cp, state, range(11, 17), wait=True)
         eventually(lambda: len(inside.steps_at(patient)) <= 3, 30)
     assert len(inside.steps_at(patient)) <= 3
-    assert len(inside.file_names(patient, "packs/")) == 6
+    assert len(select(inside.file_names(patient), DATA)) == 6
 
 
 def quiet(proxy: FaultProxy) -> int:
@@ -356,7 +352,7 @@ def test_a_bucket_that_is_too_slow_is_left_behind(proxy: FaultProxy, url: str, t
     places = [ckpt.Memory(), ckpt.Tier(str(tmp_path / "run"), every=1, keep=20), tier(url, proxy, keep=20)]
     with ckpt.Checkpointer(state, places) as cp:
         cp.restore(default=0)
-        proxy.fail("delay", method="PUT", match="packs/", count=100, s=0.7)
+        proxy.fail("delay", method="PUT", match=pattern(DATA), count=100, s=0.7)
         saves = train(cp, state, range(1, 11))
         for save in saves:
             save.committed(60)
@@ -410,7 +406,7 @@ def test_unfinished_uploads_are_aborted_at_the_next_start(moto: MotoServer, url:
         region_name="us-east-1",
     )
     prefix = url.removeprefix("s3://bucket/")
-    ours, others = f"{prefix}/packs/1.0f3a9c21-50.0.0.safetensors", f"{prefix}/packs/mine"
+    ours, others = f"{prefix}/{data_key(checkpoint_id(50))}", f"{prefix}/{DATA_FOLDER}/mine"
     state = toy.build()
     with ckpt.Checkpointer(state, [ckpt.Memory(), tier(url, moto)]) as cp:
         cp.restore(default=0)
@@ -459,7 +455,8 @@ for step in range(start, steps):
     save = cp.step(step + 1)
     if folder:
         save.committed(60)
-print("trained", start, cp.last_restore.tier, toy.digest({**state, "meta": {}}), flush=True)
+done = cp.last_restore
+print("trained", start, done.tier, toy.digest({**state, "meta": {}}), done.nbytes, done.nbytes_received, flush=True)
 sys.stdin.readline()
 cp.close()
 os._exit(0)  # gloo's threads may abort an interpreter that ends
@@ -495,7 +492,7 @@ def test_two_ranks_lose_everything_while_they_upload(
     """All trainers and writers are killed while the bucket takes nothing. The next two ranks take what is due from the
     folder there; then one rank, with nothing but the URL, has every bit."""
     folder = str(tmp_path / "run")
-    proxy.fail("hang", method="PUT", match="packs/", count=1000)
+    proxy.fail("hang", method="PUT", match=pattern(DATA), count=1000)
     job = Ranks(2, folder, url, 4, proxy)
     job.kill()
     inside.use_options(url, storage_options(moto.url))
@@ -505,8 +502,21 @@ def test_two_ranks_lose_everything_while_they_upload(
     eventually(lambda: inside.steps_at(url)[:1] == [4], 60)
     again.end()
     alone = Ranks(1, "", url, 0, moto)
-    assert alone.said == [["4", url, job.said[0][2]]]
+    assert [said[:3] for said in alone.said] == [["4", url, job.said[0][2]]]
     alone.end()
+
+
+def test_two_ranks_download_replicated_tensors_once(moto: MotoServer, url: str) -> None:
+    """Each rank downloads a part of what both hold, and gets the rest from the other."""
+    first = Ranks(2, "", url, 2, moto)
+    first.end()
+    inside.use_options(url, storage_options(moto.url))
+    size = sum(inside.bytes_by_rank(url))
+    again = Ranks(2, "", url, 2, moto)
+    assert [said[:3] for said in again.said] == [["2", url, first.said[0][2]]] * 2
+    downloaded, received = ([int(said[i]) for said in again.said] for i in (3, 4))
+    again.end()
+    assert sum(downloaded) <= size and all(received)
 
 
 def test_a_bucket_alone_that_is_down_does_not_stop_the_training(proxy: FaultProxy, url: str) -> None:
@@ -527,7 +537,7 @@ def test_a_bucket_alone_that_is_down_does_not_stop_the_training(proxy: FaultProx
 def test_two_ranks_bring_the_last_step_to_a_bucket_that_was_down(proxy: FaultProxy, url: str) -> None:
     """There is no folder, and the bucket answers nothing but 503 while steps go on, so that most are left out by one
     rank or the other. When it is back, both bring the last one there at the end."""
-    proxy.fail("status", count=100_000, code=503, method="PUT", match="packs/")
+    proxy.fail("status", count=100_000, code=503, method="PUT", match=pattern(DATA))
     job = Ranks(2, "", url, 24, proxy)
     proxy.clear()
     job.end()

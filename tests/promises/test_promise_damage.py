@@ -28,8 +28,11 @@ import ckpt
 import inside
 import toy
 from ckpt.errors import CheckpointError, CorruptError
+from commands import flip
 from inside import Job
 from processes import eventually, run_script
+from run_files import DATA, MANIFEST, checkpoint_files, keys_in, kind_of
+from run_files import KINDS as FILE_KINDS
 from test_damage import SMALL, VALUES, save
 from threads import together as on_ranks
 
@@ -67,7 +70,7 @@ def left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Left]:
                     done.committed(60)
                 digests[step] = toy.digest(state)
             step = cp.restore(step=BACK) if until == 20 else step
-        assert eventually(lambda: not list((base / "run").glob("*/*-8[.-]*"))), "the first checkpoint is deleted"
+        assert eventually(lambda: not checkpoint_files(base / "run", step=8)), "the first checkpoint is deleted"
         # Without the ledger, in which this process, that lives on, may have said that it trains this run.
         shutil.copytree(base / "run", base / "copy", ignore=shutil.ignore_patterns("ledger"))
     shutil.copytree(base / "run" / "ledger", base / "ledger")
@@ -78,14 +81,6 @@ def left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Left]:
 
 def tier(folder: Path) -> ckpt.Tier:
     return ckpt.Tier(str(folder), every=EVERY, keep=4)
-
-
-def flip(path: str | Path, at: int, bit: int = 4) -> None:
-    with open(path, "r+b") as file:
-        file.seek(at)
-        byte = file.read(1)[0]
-        file.seek(at)
-        file.write(bytes([byte ^ bit]))
 
 
 def restored(folder: Path, state: Any = None) -> ckpt.Restored:
@@ -263,10 +258,8 @@ def test_ranks_all_hear_of_damage_that_one_has_seen(
 def test_nothing_but_damage(left: Left, tmp_path: Path) -> None:
     """Where damage has left nothing to go on from, a job does not begin anew in silence."""
     folder = left.copy(tmp_path / "run")
-    for name in ("packs", "parts", "log"):
-        shutil.rmtree(folder / name)
-        (folder / name).mkdir()
-    shutil.copytree(left.folder / "log", folder / "log", dirs_exist_ok=True)
+    for path in checkpoint_files(folder, DATA, MANIFEST):
+        path.unlink()
     done = restored(folder)
     assert done.step is None and STEPS in [one.step for one in done.skipped]
     with ckpt.Checkpointer(toy.build(), [tier(folder)]) as cp, pytest.raises(CorruptError, match="step 40"):
@@ -318,9 +311,9 @@ KINDS: dict[str, Callable[[Path], object]] = {
 def victims(folder: Path) -> list[Path]:
     """One file of every kind that a run consists of, the first and the last where the order matters."""
     found = [folder / "FORMAT.json"]
-    for pattern in ("log/*", "packs/*", "parts/*.json", "parts/*.safetensors", "index/*", "ledger/*", "faults/*"):
-        paths = sorted(folder.glob(pattern))
-        assert paths, pattern
+    for kind in (*FILE_KINDS, "log", "ledger", "faults"):
+        paths = [folder / key for key in keys_in(folder) if kind_of(key) == kind]
+        assert paths, kind
         found += [paths[0], paths[-1]] if len(paths) > 1 else paths
     return list(dict.fromkeys(found))
 

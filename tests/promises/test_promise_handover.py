@@ -18,6 +18,7 @@ import inside
 from kills import Trainer
 from parallel import free_port
 from processes import PYTHONPATH, eventually, start_python, writers
+from run_files import DATA_FOLDER
 
 NAME = "handover"
 RUN = f"memory:{NAME}"
@@ -57,7 +58,7 @@ HELD = """
 import os, time
 def held(real):
     def sync(fd):
-        while "/packs/" in os.readlink(f"/proc/self/fd/{fd}") and os.path.exists(os.environ["HELD"]):
+        while "FOLDER" in os.readlink(f"/proc/self/fd/{fd}") and os.path.exists(os.environ["HELD"]):
             if os.path.getsize(os.environ["HELD"]):
                 with open(os.environ["HELD"] + ".failed", "a") as file:
                     file.write("x")
@@ -124,7 +125,7 @@ class Place:
     def __init__(self, tmp_path: Path) -> None:
         self.run, self.held = tmp_path / "run", tmp_path / "held"
         self.held.touch()
-        (tmp_path / "sitecustomize.py").write_text(HELD)
+        (tmp_path / "sitecustomize.py").write_text(HELD.replace("FOLDER", f"/{DATA_FOLDER}/"))
         self.options: dict[str, Any] = {
             "patch": FOLDER,
             "PLACE": str(self.run),

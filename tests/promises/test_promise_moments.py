@@ -42,14 +42,6 @@ def halve(state: dict[str, Any]) -> None:
 # -- how training ends --
 
 
-def test_close_stages_the_last_step(run_dir: str) -> None:
-    """It is in the folder, bit for bit, though memory has every tenth step only."""
-    state = toy.build()
-    with ckpt.Checkpointer(state, rare(run_dir)) as cp:
-        train(cp, state)
-    assert restored(run_dir) == (STEPS, toy.reference(STEPS))
-
-
 @pytest.mark.parametrize("triggers", ["auto", None])
 def test_an_exception_leaves_the_newest_step_in_memory(
     run_dir: str, caplog: pytest.LogCaptureFixture, triggers: Any

@@ -17,6 +17,7 @@ import toy
 from ckpt.errors import SaveError, StoreError, UsageError
 from model_disk import volume
 from processes import REPO, eventually, killed, run_script
+from run_files import KINDS, keys_in, kind_of
 
 # -- who may read a run --
 
@@ -60,8 +61,7 @@ def test_a_run_is_as_readable_as_the_umask_says(tmp_path: Path, umask: int) -> N
         result = run_script(COMMAND, text, *words)
         assert result.returncode == 0, result.stderr
     made = [home, *home.rglob("*")]
-    kinds = {path.relative_to(home).parts[-2] for path in made[1:] if path.is_file() and run in path.parents}
-    assert {"run", "log", "packs", "parts", "index", "faults", "ledger"} <= kinds
+    assert {kind_of(key) for key in keys_in(run)} >= {*KINDS, "format", "log", "faults", "ledger"}
     wrong = {str(path): f"{mode:o}" for path in made if (mode := mode_of(path)) != usual(path) & ~umask}
     assert not wrong
 

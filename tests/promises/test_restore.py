@@ -20,6 +20,7 @@ from ckpt.errors import CorruptError, MismatchError, NoCheckpointError, UsageErr
 from inside import Bench
 from plain_values import values as plain_values
 from processes import run_script
+from run_files import data_file
 from toy_states import Loader, State, differences, fill, freeze, raw
 
 
@@ -352,9 +353,9 @@ def saved_run(tiers: Any, steps: int) -> list[Any]:
     return frozen
 
 
-def flip(folder: str, attempt_step: int) -> None:
+def flip(folder: str, step: int) -> None:
     """One bit, in the pack of a step, of weights that are others at each step: nothing else has the same bytes."""
-    (pack,) = [p for p in Path(folder, "packs").iterdir() if f"-{attempt_step}.0." in p.name]
+    pack = data_file(folder, step)
     data = bytearray(pack.read_bytes())
     size = int.from_bytes(data[:8], "little")
     entries = json.loads(data[8 : 8 + size])

@@ -26,6 +26,7 @@ import inside
 from ckpt.errors import RunGoneError, StoreError
 from kills import Trainer, kill_all
 from processes import REPO, eventually, start_python, writers
+from run_files import select
 from s3_server import MotoServer, storage_options
 
 JOB = """
@@ -264,7 +265,7 @@ def keys_at(url: str, server: MotoServer, *, delete: bool = False) -> list[str]:
     inside.use_options(url, storage_options(server.url))
     keys = inside.file_names(url)
     if delete:
-        inside.delete_files(url)
+        inside.delete_files(url, keys)
     return keys
 
 
@@ -309,7 +310,7 @@ def test_memory_is_kept_until_the_new_run_has_begun(servers: list[MotoServer], u
         assert job.go("commit", 2) == "done 2" and job.go("step", 5) == "done 5"
         job.process.kill()
         job.process.wait()
-    assert eventually(lambda: len([key for key in keys_at(url, servers[0]) if "-5." in key]) > 0)
+    assert eventually(lambda: bool(select(keys_at(url, servers[0]), step=5)))
 
     saved = inside.read_files(url)
     keys_at(url, servers[0], delete=True)

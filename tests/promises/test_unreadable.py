@@ -7,6 +7,7 @@ import errno
 import hashlib
 import importlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -29,6 +30,7 @@ from ckpt.errors import CorruptError, StoreError, UnreadableError, is_unreadable
 from ckpt_backends.disk import Disk
 from commands import Result, call
 from processes import PYTHONPATH, eventually, run_script
+from run_files import DATA, DATA_FOLDER, INDEX, KINDS, MANIFEST, data_file, data_files, keys_in, kind_of, pattern
 from s3_server import FaultProxy, MotoServer, storage_options
 from threads import together as on_ranks
 
@@ -51,7 +53,7 @@ class Fault:
     def _faulty(self, real: Any, place: int) -> Any:
         def call_or_fail(*arguments: Any, **more: Any) -> Any:
             path = str(arguments[place])
-            if self.left and self.match in path:
+            if self.left and re.search(self.match, path):
                 self.left -= 1
                 raise OSError(self.number, os.strerror(self.number), path)
             return real(*arguments, **more)
@@ -96,15 +98,14 @@ def fault(monkeypatch: pytest.MonkeyPatch) -> Fault:
 
 
 def pack(run: Path, step: int) -> Path:
-    (found,) = (run / "packs").glob(f"*-{step}.*")
-    return found
+    return data_file(run, step)
 
 
 def digests(run: Path) -> dict[str, str]:
     return {
-        str(path.relative_to(run)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(run.rglob("*"))
-        if path.is_file() and path.parts[-2] in ("packs", "parts", "index", "log")
+        key: hashlib.sha256((run / key).read_bytes()).hexdigest()
+        for key in keys_in(run)
+        if kind_of(key) in (*KINDS, "log")
     }
 
 
@@ -128,7 +129,7 @@ def test_repair_and_verify_write_nothing_while_data_files_cannot_be_read(
     name: str,
 ) -> None:
     before = digests(run)
-    fault.on(name, "/packs/")
+    fault.on(name, pattern(DATA))
     for extra in ((), ("--from", saved / "near")):
         repaired = call("repair", run, "--yes", *extra)
         assert repaired.code == 3 and "cannot be read now" in repaired.err and "nothing was written" in repaired.err
@@ -156,7 +157,7 @@ def test_restore_raises_and_skips_nothing_while_the_newest_step_cannot_be_read(
     assert (step, value) == (2, 2.0) and cp.last_restore is not None and not cp.last_restore.skipped
 
 
-@pytest.mark.parametrize("match", ["/parts/", "/index/", "/packs/"])
+@pytest.mark.parametrize("match", [pattern(MANIFEST), pattern(INDEX), pattern(DATA)], ids=[MANIFEST, INDEX, DATA])
 def test_restore_raises_whichever_file_of_the_newest_step_cannot_be_read(run: Path, fault: Fault, match: str) -> None:
     name = "EACCES"
     fault.on(name, match)  # before it is opened, where the newest checkpoint is read ahead
@@ -176,7 +177,7 @@ def test_restore_takes_the_step_from_another_tier_that_has_it(saved: Path, tmp_p
         shutil.copytree(saved / place, tmp_path / place)
     state = {"w": torch.zeros(50_000)}
     with ckpt.Checkpointer(state, [ckpt.Tier(str(tmp_path / place), every=1) for place in ("run", "near")]) as cp:
-        fault.on("ESTALE", str(tmp_path / "run" / "packs"))
+        fault.on("ESTALE", f"{tmp_path}/run/{pattern(DATA)}")
         assert cp.restore() == 2 and float(state["w"][0]) == 2.0
         assert cp.last_restore is not None and not cp.last_restore.skipped
 
@@ -220,8 +221,8 @@ def test_commands_delete_and_write_nothing_while_checkpoints_cannot_be_read(
     name, *options = command
     before, target = digests(run), [tmp_path / "other"] if name == "copy" else []
     given = f"{run}@1" if name == "rm" else run
-    for match in ("/index/", "/parts/"):
-        fault.on("ESTALE", match)
+    for kind in (MANIFEST,) if name == "copy" else (INDEX, MANIFEST):  # a copy does not read the index
+        fault.on("ESTALE", pattern(kind))
         found = call(name, given, *target, *options, "--yes")
         assert found.code == 3 and "`ckpt repair" not in found.err + found.out, found.out + found.err
         fault.off()
@@ -484,7 +485,7 @@ def test_dcp_raises_while_the_newest_step_cannot_be_read(tmp_path: Path, fault: 
     for step in (1, 2):
         dcp.save({"w": torch.full((1000,), float(step))}, storage_writer=ckpt.dcp.StorageWriter(str(run), step=step))
     state = {"w": torch.zeros(1000)}
-    for match in ("/packs/", "/parts/"):
+    for match in (pattern(DATA), pattern(MANIFEST)):
         fault.on("EACCES", match)
         with pytest.raises(dcp.api.CheckpointException, match=r"step 2 cannot be read now: .*Permission denied"):
             dcp.load(state, storage_reader=ckpt.dcp.StorageReader(str(run)))
@@ -534,7 +535,7 @@ def test_readers_survive_errors_that_last_a_moment(
     assert float(ckpt.load(str(run))["w"][0]) == 2.0 and fault.left == 0
 
 
-@pytest.mark.parametrize("folder", ["", "packs"])
+@pytest.mark.parametrize("folder", ["", DATA_FOLDER])
 def test_restore_waits_for_a_folder_that_is_away_for_a_moment(
     run: Path, monkeypatch: pytest.MonkeyPatch, folder: str
 ) -> None:
@@ -551,7 +552,7 @@ def test_restore_waits_for_a_folder_that_is_away_for_a_moment(
     assert cp.last_restore is not None and not cp.last_restore.skipped
 
 
-@pytest.mark.parametrize("folder", ["", "packs"])
+@pytest.mark.parametrize("folder", ["", DATA_FOLDER])
 def test_commands_take_a_folder_that_is_away_for_unreadable(
     run: Path,
     saved: Path,
@@ -584,7 +585,7 @@ def test_a_listing_made_while_a_mount_is_away_does_not_make_files_lost(
     scan, before, lists = LocalStore._scan, digests(run), []
 
     def empty(self: LocalStore, prefix: str) -> Any:
-        if prefix == "packs/":
+        if prefix == f"{DATA_FOLDER}/":
             lists.append(prefix)
             return []
         return scan(self, prefix)
@@ -620,12 +621,12 @@ def test_repair_as_another_user_changes_nothing_without_permission(saved: Path) 
         for folder in (saved.parent, saved.parent.parent):
             os.chmod(folder, folder.stat().st_mode | 0o055)
         user = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
-    for path in (run / "packs").iterdir():
+    for path in data_files(run):
         path.chmod(0)
     environment = {**os.environ, "PYTHONPATH": PYTHONPATH, "HOME": str(run.parent)}
     words = [*user, sys.executable, "-m", "ckpt", "repair", str(run), "--yes"]
     found = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    for path in (run / "packs").iterdir():
+    for path in data_files(run):
         path.chmod(0o600)
     assert found.returncode == 3 and "Permission denied" in found.stderr, found.stderr
     assert digests(run) == before
@@ -787,8 +788,9 @@ def test_object_storage_that_refuses_reads_is_unreadable(
             state["w"].fill_(step)
             cp.save(step).committed(60)
     with ckpt.Checkpointer(state, [tier]) as cp:
+        match = f"{pattern(MANIFEST, 2)}|{pattern(DATA, 2)}"
         for method in ("GET", "HEAD"):
-            proxy.fail("status", method=method, match="-2\\.0\\.0", code=code, s3_code=s3_code, count=10_000)
+            proxy.fail("status", method=method, match=match, code=code, s3_code=s3_code, count=10_000)
         with pytest.raises(UnreadableError):
             cp.restore()
         assert call("verify", f"{url}@2").code == 3
@@ -796,7 +798,7 @@ def test_object_storage_that_refuses_reads_is_unreadable(
         assert not [one for one in proxy.hits() if one[0] not in ("GET", "HEAD")]
         proxy.clear()
         inside.try_again_for(monkeypatch, 20.0)
-        proxy.fail("status", method="GET", match="-2\\.0\\.0", code=code, s3_code=s3_code, count=2)
+        proxy.fail("status", method="GET", match=match, code=code, s3_code=s3_code, count=2)
         assert cp.restore() == 2 and cp.last_restore is not None and not cp.last_restore.skipped
         assert len(proxy.hits()) == 2
         proxy.clear()

@@ -18,6 +18,7 @@ import ckpt
 import inside
 from parallel import free_port, launch
 from processes import REPO
+from run_files import data_files
 from s3_server import MotoServer, environment
 from toy_states import differences, freeze
 
@@ -141,7 +142,7 @@ def test_negative_control_a_flipped_byte_is_not_accepted(place: Place, kind: str
     """The last one of each pack; of what all ranks have, each has stored a copy."""
 
     def flip(run: Path) -> None:
-        for pack in (run / "packs").iterdir():
+        for pack in data_files(run):
             data = bytearray(pack.read_bytes())
             data[-1] ^= 1
             pack.write_bytes(data)

@@ -46,6 +46,7 @@ from ckpt.tools.observe.report.chronicle import Chronicle, chronicle
 from ckpt.tools.observe.report.page import Subject, page
 from ckpt.units import decimal
 from processes import REPO, eventually
+from run_files import INDEX, MANIFEST, checkpoint_files
 
 __all__ = ["run"]  # a fixture
 
@@ -402,10 +403,8 @@ def test_runs_that_are_damaged_have_a_page_that_says_so(run: Path, tmp_path: Pat
     write(run, died(rich(1, 0.0)), rich(2, 90.0, 51))
     (cut,) = (run / "ledger").glob("2.*")
     cut.write_bytes(cut.read_bytes()[:-40])
-    for part in (run / "parts").iterdir():
-        part.unlink()
-    for index in (run / "index").glob("*"):
-        index.unlink()
+    for path in checkpoint_files(run, MANIFEST, INDEX):
+        path.unlink()
     (run / "faults").mkdir(exist_ok=True)
     (run / "faults" / "20300101T000000000000.0.json").write_text("{")
     damaged = tmp_path / "damaged.html"

@@ -22,6 +22,7 @@ from ckpt.core.restore.early_look import EarlyLook
 from ckpt.core.restore.restore_first import Restored, restore_first
 from ckpt.core.state.capture import Capture
 from ckpt_backends.local import LocalStore
+from run_files import DATA, INDEX, MANIFEST, keys_in, kind_of
 
 SIZE = 3000
 
@@ -89,14 +90,14 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 def small(reads: Counter[str]) -> dict[str, int]:
     """Of all but the bytes of tensors."""
-    return {key: count for key, count in reads.items() if not key.startswith("packs/")}
+    return {key: count for key, count in reads.items() if kind_of(key) != DATA}
 
 
 def test_nothing_is_read_twice(left: tuple[Path, Path], reads: Counter[str]) -> None:
     """What was seen early is not read again; without it all of it is."""
     early = looked(left[0])
     before = small(reads)
-    assert {key.partition("/")[0] for key in before} == {"FORMAT.json", "log", "index", "parts"}
+    assert {kind_of(key) for key in before} == {"format", "log", INDEX, MANIFEST}
     assert restored(left[0], early).step == 2
     assert small(reads) == before and set(before.values()) == {1}
     assert restored(left[0], None).step == 2
@@ -145,10 +146,10 @@ def test_negative_control_what_was_seen_early_is_believed(
 def test_what_was_damaged_early_is_read_again(left: tuple[Path, Path], tmp_path: Path) -> None:
     """A record, or the index and the part of the newest checkpoint, that are mended before the restore are no loss; if
     they are not, it is told as ever."""
-    for kind in ("log", "index", "parts"):
+    for kind in ("log", INDEX, MANIFEST):
         for mended in (True, False):
             folder = shutil.copytree(left[0], tmp_path / f"{kind}-{mended}")
-            path = max((folder / kind).glob("*"), key=lambda one: (one.suffix == ".json", one.name))
+            path = folder / max(key for key in keys_in(folder) if kind_of(key) == kind)
             sound = path.read_bytes()
             path.write_bytes(sound[:-9] + bytes([sound[-9] ^ 4]) + sound[-8:])
             early = looked(folder)

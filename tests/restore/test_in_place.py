@@ -13,6 +13,7 @@ from torch import nn
 
 import ckpt
 from ckpt.core.state.filler import Filler
+from run_files import data_files
 
 State = dict[str, Any]
 Open = Callable[..., ckpt.Checkpointer]
@@ -70,7 +71,7 @@ def test_equal_tensors_that_are_stored_once_both_come_back(open_at: Open, compre
 
 def damage(folder: Path, wanted: bytes) -> None:
     """Overwrite the bytes of a tensor in whichever file has them."""
-    for pack in (folder / "run" / "packs").iterdir():
+    for pack in data_files(folder / "run"):
         raw = bytearray(pack.read_bytes())
         at = raw.find(wanted)
         if at >= 0:

@@ -39,7 +39,6 @@ from ckpt.core.format.manifest import (
     part_key,
     rank_and_try,
     seal,
-    table_key,
 )
 from ckpt.core.log.log import MAX_GAP, RunLog, record_key
 from ckpt.core.log.records import Acquire, Commit, Record, RunState, commit_body, expand, fold, in_history, summary
@@ -59,6 +58,7 @@ from ckpt_backends.local import LocalStore
 from ckpt_backends.memory import MemoryStore
 from interleave import write_increment
 from logs import DIGEST, attempt, committed, folded, new_log, record, reopened
+from run_files import INDEX, data_key, kind_of
 
 LAYOUT = Layout(
     (TensorSpec("w", "F32", (4,)), TensorSpec("n", "I64", ())),
@@ -250,7 +250,7 @@ OTHERS = {
     "in the order of text": ["1.00000001-10", "1.00000001-9"],
     "too many": [f"1.00000000-{step}" for step in range(MAX_NEEDS + 1)],
     "a path": ["../../x"],
-    "a pack": ["packs/1.00000001-1.0.0.safetensors"],
+    "a pack": [data_key("1.00000001-1")],
     "numbers": 5,
     "text": "1.00000001-1",
     "a list of lists": [["1.00000001-1"]],
@@ -275,7 +275,7 @@ def test_what_cannot_be_built_on_is_an_impossible_record(kind: str, name: str) -
 
 def part_of(of: Attempt, packs: Sequence[str] = (), **fields: Any) -> Part:
     infos = [PackInfo(key, 100, 10, DIGEST) for key in packs]
-    return Part(str(of), 0, 0, 1, {}, [], DIGEST, infos, **fields)
+    return Part(str(of), 0, 0, 1, {}, [], b"", infos, **fields)
 
 
 def test_what_a_part_may_say_about_older_ones() -> None:
@@ -814,7 +814,7 @@ def test_a_committer_that_dies_is_stood_in_for(where: str, monkeypatch: pytest.M
         parts = [await ranks.write(rank) for rank in range(WORLD)]
         others = [asyncio.create_task(ranks.settle(own)) for own in parts[1:]]
         if where != "before it looks":
-            ranks.logs[0].store = Dying(ranks.logs[0].store, "index/" if where == "after the index" else "log/")
+            ranks.logs[0].store = Dying(ranks.logs[0].store, INDEX if where == "after the index" else "log")
             with pytest.raises(asyncio.CancelledError):
                 await ranks.settle(parts[0])
         await asyncio.wait_for(asyncio.gather(*others), 30)
@@ -825,17 +825,17 @@ def test_a_committer_that_dies_is_stood_in_for(where: str, monkeypatch: pytest.M
 
 
 class Dying:
-    """A store of which the first put below a prefix is the last thing that happens."""
+    """Stores files until the first one of a kind, and is cancelled after that one."""
 
-    def __init__(self, inner: Any, prefix: str) -> None:
-        self.inner, self.prefix, self.url = inner, prefix, inner.url
+    def __init__(self, inner: Any, kind: str) -> None:
+        self.inner, self.kind, self.url = inner, kind, inner.url
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
     async def put(self, key: str, data: Any, *, create: bool = False) -> None:
         await self.inner.put(key, data, create=create)
-        if key.startswith(self.prefix):
+        if kind_of(key) == self.kind:
             raise asyncio.CancelledError
 
 
@@ -852,7 +852,7 @@ def test_what_is_no_part_of_this_attempt_does_not_count(wrong: str) -> None:
         await ranks.write(2, step=2)
         key = part_key(named, 2, 0)
         if wrong == "no pack":
-            del objects[f"packs/{named}.2.0.safetensors"]
+            del objects[data_key(named, rank=2)]
         else:
             sources = {"another attempt": (ranks.attempt(2), 2, 0), "another rank": (named, 1, 0)}
             at = sources.get(wrong, (named, 2, 1 if wrong == "another try" else 0))
@@ -879,7 +879,8 @@ def test_of_several_tries_the_highest_that_is_sound_counts() -> None:
         await ranks.write(1)
         for number in (0, 1000, 2000):
             await ranks.write(2, number=number)
-        del ranks.store.objects[table_key(ranks.attempt(), 2, 2000)]
+        key = part_key(ranks.attempt(), 2, 2000)
+        ranks.store.objects[key] = ranks.store.objects[key][:-1]
         await ranks.settle(first)
         assert [number for _, number, _ in (await ranks.check()).parts] == [0, 0, 1000]
 
@@ -1095,7 +1096,7 @@ def test_the_files_of_what_is_held_stay() -> None:
             return sum(str(ranks.attempt()) in key for key in ranks.store.objects)
 
         assert await retention.retire(log, mine, Keep(last=1), checked) == {ranks.attempt(2)}
-        assert files() == 7  # a pack, a table and a part a rank, and the index
+        assert files() == 5  # a pack and a part of each rank, and the index
         await commits.abort(log, mine, ranks.attempt(), "other nodes do not hold their parts", held=True)
         await retention.retire(log, mine, Keep(last=1), checked)
         assert files() == 0
@@ -1137,7 +1138,7 @@ async def leave(ranks: Ranks, step: int, left: Left) -> None:
             if left.twice:
                 await ranks.write(rank, step, number=1)
     if not left.ranks:
-        ranks.store.objects[f"packs/{ranks.attempt(step)}.0.0.safetensors"] = b"half"
+        ranks.store.objects[data_key(ranks.attempt(step))] = b"half"
 
 
 @pytest.mark.parametrize("partial", [False, True])
@@ -1320,7 +1321,7 @@ def test_what_was_built_on_is_looked_at_in_the_very_slot(late: str) -> None:
         then: Any = None
 
         async def put(self, key: str, data: Any, *, create: bool = False) -> None:
-            if self.then is not None and key.startswith("index/" if late == "before the index" else "log/"):
+            if self.then is not None and kind_of(key) == (INDEX if late == "before the index" else "log"):
                 work, self.then = self.then, None
                 await work()
             await super().put(key, data, create=create)

@@ -27,6 +27,7 @@ from ckpt.core.format.table import merge
 from ckpt.core.state.capture import Capture
 from ckpt.errors import MismatchError, StateError
 from inside import Saved
+from run_files import checkpoint_id, data_key
 from toy_states import Loader, State, differences, freeze
 
 
@@ -526,7 +527,7 @@ def of_two_ranks(module: nn.Module) -> SavedState:
     readings = [Capture({"m": module}, Seat(rank, 2)).read() for rank in range(2)]
     layouts = [Layout.from_json(json.loads(json.dumps(reading.layout.to_json()))) for reading in readings]
     tables = [
-        build_table(layout, f"packs/1.0badcafe-1.{rank}.0.safetensors", bytes([rank + 1]) * (16 * 1000))
+        build_table(layout, data_key(checkpoint_id(1), rank), bytes([rank + 1]) * (16 * 1000))
         for rank, layout in enumerate(layouts)
     ]
     return SavedState(layouts, [reading.values for reading in readings], merge(tables))

@@ -23,9 +23,8 @@ from ckpt.core.ipc.watch_requests import SetCadence
 from ckpt.core.ranks import orders as channel
 from ckpt.core.ranks.orders import Order, Orders
 from ckpt.core.ranks.world import World, together
-from ckpt.core.run import intervals as module
-from ckpt.core.run.intervals import Intervals
-from ckpt.core.run.save_plan import Change, Late
+from ckpt.core.run import save_plan as module
+from ckpt.core.run.save_plan import Change, Intervals, Late
 from processes import eventually
 
 URL = "file:///tmp/x"

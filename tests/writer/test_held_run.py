@@ -29,8 +29,8 @@ def test_what_was_begun_goes_on_as_our_next_epoch_and_as_nobody_elses(ours: bool
             run.mine()
         log, mine = await new_log(MemoryStore("file:///near"))
         run.become(mine)
-        run.successor = "5" * 8
-        await commit.acquire(log, run.successor if ours else "6" * 8)
+        run.next_nonces = frozenset({"4" * 8, "5" * 8})
+        await commit.acquire(log, "5" * 8 if ours else "6" * 8)
 
         async def act(owner: Acquire) -> str:
             acted.append(owner)

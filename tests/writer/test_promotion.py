@@ -34,6 +34,7 @@ from ckpt.store import options_of
 from ckpt_backends.memory import MemoryStore
 from ckpt_backends.retry import Retry
 from logs import attempt, committed, folded, new_log, reopened
+from run_files import MANIFEST, kind_of
 
 
 class Far(MemoryStore):
@@ -325,7 +326,7 @@ def test_not_being_let_in_is_not_damage() -> None:
         error: Exception | None = AccessError("ExpiredToken. Renew the credentials")
 
         async def get(self, key: str, **where: Any) -> memoryview:
-            if self.error and key.startswith("parts/"):
+            if self.error and kind_of(key) == MANIFEST:
                 raise self.error
             return await super().get(key, **where)
 
@@ -360,7 +361,7 @@ def test_new_credentials_reach_a_writer_that_is_there(monkeypatch: pytest.Monkey
     monkeypatch.setattr(open_tier, "open_store", open_store)
 
     def message(key: str) -> OpenRun:
-        return OpenRun([{"url": "s3://b/r", "last": 3, "every": None, "options": {"key": key}}], 1.0, 1.0, [], [])
+        return OpenRun([{"url": "s3://b/r", "keep": {"last": 3}, "options": {"key": key}}], 1.0, 1.0, [], [])
 
     async def main() -> None:
         writer = Writer()
@@ -381,7 +382,7 @@ def test_what_is_known_without_a_bucket_is_said(monkeypatch: pytest.MonkeyPatch)
 
     stores: dict[str, Any] = {"near": MemoryStore("near"), "s3://far": Down("s3://far")}
     monkeypatch.setattr(open_tier, "open_store", lambda url, **settings: stores[url])
-    message = OpenRun([{"url": url, "last": 3, "every": None} for url in stores], 1.0, 1.0, [], [])
+    message = OpenRun([{"url": url, "keep": {"last": 3}} for url in stores], 1.0, 1.0, [], [])
 
     async def main() -> None:
         with pytest.raises(AccessError) as empty:
@@ -411,7 +412,7 @@ def test_a_new_writer_does_not_need_every_bucket(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(open_tier, "open_store", lambda url, **settings: stores[url])
 
     async def main() -> None:
-        specs = [{"url": url, "last": 3, "every": None} for url in stores]
+        specs = [{"url": url, "keep": {"last": 3}} for url in stores]
         message = OpenRun(specs, 1.0, 1.0, [], [])
         with pytest.raises(StoreError):
             await Writer().opener.open(message)

@@ -1,7 +1,7 @@
 """How often to save: `every="auto"`.
 
     what steps took (ckpt.core.writer.bookkeeper) -> Costs -> decide() -> Decision
-        -> ordered for all ranks (ckpt.core.run.intervals) -> SavePlan
+        -> ordered for all ranks (ckpt.core.run.save_plan) -> SavePlan
 
 - **Memory** is saved as often as a budget allows: every step, if a snapshot takes at most 1 % of it from training. And
   more often where faults come so thick that doing their steps again costs more than the snapshots would.

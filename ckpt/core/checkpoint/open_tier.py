@@ -307,7 +307,7 @@ async def open_place(spec: dict[str, Any], *, later: bool = False, root: str = "
     """
     store = store_of(spec)
     log = RunLog(store)
-    place = OpenTier(str(spec["url"]), retention.Keep(spec["last"], spec["every"]), log, spec=spec)
+    place = OpenTier(str(spec["url"]), retention.Keep(**spec["keep"]), log, spec=spec)
     _settings(place, spec)
     try:
         if root:
@@ -348,7 +348,7 @@ async def renew(place: OpenTier, spec: dict[str, Any]) -> None:
 
 def _settings(place: OpenTier, spec: dict[str, Any]) -> None:
     grace_s = spec.get("grace_s")
-    place.keep = retention.Keep(spec["last"], spec["every"])
+    place.keep = retention.Keep(**spec["keep"])
     place.encoder.policy = Policy(
         bool(spec.get("incremental", True)), str(spec.get("compression", "auto")), int(spec.get("full_every", 10))
     )

@@ -1,4 +1,4 @@
-"""Parts, tables and the index of a checkpoint, read back: each is what its digest says it is, or CorruptError."""
+"""Read the parts and the index of a checkpoint. Each must match its digest, else CorruptError is raised."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from ckpt.core.format.manifest import (
     index_key,
     part_key,
     rank_and_try,
-    table_key,
     unpress,
 )
 from ckpt.core.format.rank_index import MAX_DIRECTORY, Directory, is_directory
@@ -32,7 +31,7 @@ from ckpt.events import log as logger
 from ckpt.store import Store
 
 FEW = 4  # packs, each of which is asked for by itself
-AT_ONCE = 16  # parts with their tables
+AT_ONCE = 16  # parts
 NO_SIZES: Mapping[str, int] = MappingProxyType({})
 MANY = 64  # ranks: what their parts say alike is kept once
 
@@ -62,16 +61,15 @@ async def load_part(
     sizes: Mapping[str, int] = NO_SIZES,
     slim: Slim | None = None,
 ) -> WrittenPart:
-    """A part and its table, checked against their digests, and its packs against their sizes.
+    """Read a part, check it against its digest, and its packs against their sizes.
 
-    `sizes`: of packs, as far as they are known. `slim`: of both only what a directory needs.
+    sizes: of packs, as far as they are known.
+    slim: keep only what a directory needs.
     """
     layout_of = unpress if slim is None else slim.layout
-    part, digest = await read_part(store, attempt, rank, number, expected=expected, sizes=sizes, layout_of=layout_of)
-    key = table_key(attempt, rank, number)
-    table = await load_table(store, key, part.table)
-    if not {pack.key for pack in part.packs}.issuperset(table.packs):
-        raise CorruptError(f"{key} names packs that its part does not")
+    part, digest = await read_part(store, attempt, rank, number, expected=expected, layout_of=layout_of)
+    await check_sizes(store, part, sizes)
+    table = table_of(part)
     if slim is not None:
         return WrittenPart(slim.part(part), digest, empty(), slim.pieces(table))
     return WrittenPart(part, digest, table)
@@ -96,23 +94,35 @@ async def read_part(
     number: int,
     *,
     expected: str | None = None,
-    sizes: Mapping[str, int] = NO_SIZES,
     layout_of: Callable[[str], dict[str, Any]] = unpress,
 ) -> tuple[Part, str]:
-    """A part and its digest, without its table. `layout_of`: see `Part.from_bytes`."""
+    """Read a part. Return it and its digest. `layout_of`: see `Part.from_bytes`."""
     raw = await steady.get(store, part_key(attempt, rank, number), limit=MAX_JSON)
     digest = file_digest(raw)
     what = part_key(attempt, rank, number)
     if expected is not None and digest != expected:
-        raise CorruptError(f"{what} is not the part that was committed: its digest differs")
+        raise CorruptError(f"{what} is damaged: its digest is not the committed one")
     part = Part.from_bytes(raw, what, layout_of)
     if (part.attempt, part.rank, part.number) != (str(attempt), rank, number):
         raise CorruptError(f"{what} says it is a part of {part.attempt}")
-    there = await _sizes(store, part, sizes)
+    return part, digest
+
+
+def table_of(part: Part) -> Table:
+    """Return the chunk table of a part. CorruptError if it is damaged, or names packs that the part does not."""
+    what = f"the table of {part_key(Attempt.parse(part.attempt), part.rank, part.number)}"
+    table = Table.from_bytes(part.table, what)
+    if not {pack.key for pack in part.packs}.issuperset(table.packs):
+        raise CorruptError(f"{what} names packs that its part does not")
+    return table
+
+
+async def check_sizes(store: Store, part: Part, known: Mapping[str, int] = NO_SIZES) -> None:
+    """Raise CorruptError unless each pack of a part has its size, NotFoundError if one is missing."""
+    there = await _sizes(store, part, known)
     for pack in part.packs:
         if there[pack.key] != pack.size:
             raise CorruptError(f"{pack.key} holds {there[pack.key]} bytes, not {pack.size}")
-    return part, digest
 
 
 async def sizes_of_many(store: Store, attempt: Attempt, ranks: int) -> Mapping[str, int]:
@@ -133,10 +143,6 @@ async def _sizes(store: Store, part: Part, known: Mapping[str, int]) -> dict[str
     return found | {info.key: info.size for info in infos}
 
 
-async def load_table(store: Store, key: str, digest: str) -> Table:
-    return Table.from_bytes(await read_exact(store, key, digest, MAX_TABLE), key)
-
-
 async def load_index(store: Store, commit: Commit) -> Table | Directory:
     """All tables as one, or the directory of them. CorruptError or NotFoundError if it is damaged or gone."""
     key = index_key(commit.attempt, commit.index)
@@ -144,11 +150,9 @@ async def load_index(store: Store, commit: Commit) -> Table | Directory:
     return Directory.from_bytes(raw, key, commit.world) if is_directory(raw) else Table.from_bytes(raw, key)
 
 
-async def load_tables(store: Store, commit: Commit, directory: Directory, ranks: Sequence[int]) -> dict[int, Table]:
-    """The tables of some ranks, verified by what the directory says of them."""
-    numbers = {rank: number for rank, number, _ in commit.parts}
-    keys = [(table_key(commit.attempt, rank, numbers[rank]), directory.table_digest(rank)) for rank in ranks]
-    return dict(zip(ranks, await of_each(keys, lambda key: load_table(store, *key)), strict=True))
+async def load_tables(store: Store, commit: Commit, ranks: Sequence[int]) -> dict[int, Table]:
+    """Read the tables of some ranks, out of their parts."""
+    return {part.rank: table_of(part) for part in await _parts_of(store, commit, ranks)}
 
 
 def no_layout(text: str) -> dict[str, Any]:
@@ -156,21 +160,22 @@ def no_layout(text: str) -> dict[str, Any]:
     return {}
 
 
-async def load_values(store: Store, commit: Commit, directory: Directory, ranks: Sequence[int]) -> dict[int, list[Any]]:
-    """The plain values of some ranks, out of their parts."""
+async def load_values(store: Store, commit: Commit, ranks: Sequence[int]) -> dict[int, list[Any]]:
+    """Read the plain values of some ranks, out of their parts."""
+    return {part.rank: part.values for part in await _parts_of(store, commit, ranks)}
+
+
+async def _parts_of(store: Store, commit: Commit, ranks: Sequence[int]) -> list[Part]:
     known = {rank: (number, digest) for rank, number, digest in commit.parts}
-    sizes = await sizes_of_many(store, commit.attempt, len(ranks))
 
-    async def values(rank: int) -> list[Any]:
+    async def one(rank: int) -> Part:
         number, digest = known[rank]
-        part, _ = await read_part(
-            store, commit.attempt, rank, number, expected=digest, sizes=sizes, layout_of=no_layout
-        )
-        if part.world != commit.world or part.table != directory.table_digest(rank):
-            raise CorruptError(f"the part of rank {rank} at step {commit.step} is not what its index says")
-        return part.values
+        part, _ = await read_part(store, commit.attempt, rank, number, expected=digest, layout_of=no_layout)
+        if part.world != commit.world:
+            raise CorruptError(f"the part of rank {rank} at step {commit.step} is of another number of ranks")
+        return part
 
-    return dict(zip(ranks, await of_each(ranks, values), strict=True))
+    return await of_each(ranks, one)
 
 
 # -- of attempts that no record names --

@@ -20,7 +20,7 @@ from ckpt.core.checkpoint import steady
 from ckpt.core.checkpoint.parts import load_part
 from ckpt.core.checkpoint.write import CHUNK, WrittenPart, upload_from
 from ckpt.core.format.digest import blob_digest, file_digest
-from ckpt.core.format.manifest import MAX_JSON, Attempt, PackInfo, part_key, table_key
+from ckpt.core.format.manifest import MAX_JSON, Attempt, PackInfo, part_key
 from ckpt.core.format.table import Table
 from ckpt.core.log.log import RunLog
 from ckpt.core.log.records import Commit, RunState
@@ -59,22 +59,23 @@ async def copy_part(
     used: Set[str] = frozenset(),
     on_bytes: OnBytes = None,
 ) -> WrittenPart:
-    """One rank's part with its table and packs, those of older attempts too that it uses. `expected`: the digest of the
-    part, where it is known. `used`: packs that checkpoints in the target use.
+    """Copy the part of one rank and the packs that it uses, also those of older attempts.
 
-    What is there already, whole, is left as it is. CorruptError if the source is damaged, or what the target uses is
-    something else.
+    What is complete in the target stays as it is. CorruptError if the source is damaged, or if a pack that the target
+    uses has other bytes.
+
+    expected: the digest of the part, if it is known.
+    used: packs that checkpoints in the target use.
     """
     written = await load_part(source, attempt, rank, number, expected=expected)
-    keys = part_key(attempt, rank, number), table_key(attempt, rank, number)
-    if await _holds(target, keys[0], written.digest):
+    key = part_key(attempt, rank, number)
+    if await _holds(target, key, written.digest):
         if on_bytes is not None:
             on_bytes(sum(pack.size for pack in written.part.packs))
-        return written  # it comes last, so all of it is there
+        return written  # the part comes last, so its packs are there
     for pack in written.part.packs:
         await _copy_pack(source, target, pack, written.table, pack.key in used, on_bytes)
-    for key in reversed(keys):
-        await _put_once(target, key, await steady.get(source, key, limit=MAX_JSON))
+    await _put_once(target, key, await steady.get(source, key, limit=MAX_JSON))
     return written
 
 
@@ -180,4 +181,4 @@ async def measure(log: RunLog, commit: Commit, counted: set[str] | None = None) 
     if counted is not None:
         packs = {key: size for key, size in packs.items() if key not in counted}
         counted.update(packs)
-    return Size(len(packs) + 2 * len(commit.parts) + 1, sum(packs.values()))
+    return Size(len(packs) + len(commit.parts) + 1, sum(packs.values()))

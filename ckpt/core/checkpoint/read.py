@@ -24,19 +24,20 @@ from ckpt.core.checkpoint.concurrent import of_each
 from ckpt.core.checkpoint.concurrent import run as run
 from ckpt.core.checkpoint.parts import (
     MANY,
+    check_sizes,
     load_index,
-    load_table,
     load_tables,
     load_values,
     no_layout,
     read_header,
     read_part,
     sizes_of_many,
+    table_of,
 )
 from ckpt.core.checkpoint.spelling import BEST, Which, number
 from ckpt.core.format.codec import RAW
 from ckpt.core.format.layout import Layout
-from ckpt.core.format.manifest import Attempt, Part, index_key, owner, table_key, unpress
+from ckpt.core.format.manifest import Attempt, Part, index_key, owner, unpress
 from ckpt.core.format.rank_index import Directory
 from ckpt.core.format.saved_state import SavedState
 from ckpt.core.format.table import Table, merge
@@ -168,7 +169,7 @@ def saved_by(
     directory = found
 
     def values(ranks: Sequence[int]) -> dict[int, list[Any]]:
-        return run(_from_any(urls, lambda place: load_values(place, commit, directory, ranks), note)) if ranks else {}
+        return run(_from_any(urls, lambda place: load_values(place, commit, ranks), note)) if ranks else {}
 
     kept: dict[int, Table] = {}
 
@@ -176,7 +177,7 @@ def saved_by(
         nonlocal kept
         new, found = [rank for rank in ranks if rank not in kept], kept
         if new:
-            found = kept | run(_from_any(urls, lambda place: load_tables(place, commit, directory, new), note))
+            found = kept | run(_from_any(urls, lambda place: load_tables(place, commit, new), note))
         found = {rank: found[rank] for rank in ranks}
         kept = found if keep and sum(table.owned for table in found.values()) <= KEPT else {}
         return found
@@ -199,22 +200,21 @@ async def _from_any(
             continue
         if failure is not None:
             logger.warning("%s; %s has what is needed", failure, url)
-            note(f"parts or tables came from {url}")
+            note(f"manifests of ranks came from {url}")
         return found
     assert failure is not None
     raise failure
 
 
 async def load_manifest(store: Store, commit: Commit, index: Table | Directory | None = None) -> Manifest:
-    """Parts and tables of a checkpoint, all verified. CorruptError or NotFoundError if one is damaged or gone.
+    """Read the parts of a checkpoint, all verified. CorruptError or NotFoundError if one is damaged or gone.
 
-    An index of all tables says again what the parts' tables say, so a damaged one is made up for by them. `index`: if
-    it has been read already.
+    A damaged index is no problem, because the parts have all that it has. `index`: if it has been read already.
     """
     try:
         index = await load_index(store, commit) if index is None else index
     except (CorruptError, NotFoundError) as error:
-        logger.warning("%s; the tables of the parts are used instead", error)
+        logger.warning("%s; the manifests of the ranks are used instead", error)
     sizes = await sizes_of_many(store, commit.attempt, len(commit.parts))
     return await _manifest(store, commit, commit.parts, index, sizes)
 
@@ -239,16 +239,16 @@ async def _manifest(
 ) -> Manifest:
     """Of some of the parts; an index that is a table is of all of them."""
     attempt, layout_of = commit.attempt, unpress if len(wanted) == len(commit.parts) else no_layout
-    read = await of_each(
-        wanted, lambda p: read_part(store, attempt, p[0], p[1], expected=p[2], sizes=sizes, layout_of=layout_of)
-    )
-    parts = tuple(part for part, _ in read)
+
+    async def load(row: tuple[int, int, str]) -> Part:
+        part, _ = await read_part(store, attempt, row[0], row[1], expected=row[2], layout_of=layout_of)
+        await check_sizes(store, part, sizes)
+        return part
+
+    parts = tuple(await of_each(wanted, load))
     if any(part.world != commit.world for part in parts):
         raise CorruptError(f"the parts of step {commit.step} are of another number of ranks than its record says")
-    table = index
-    if not isinstance(table, Table):
-        keys = [(table_key(attempt, part.rank, part.number), part.table) for part in parts]
-        table = merge(await of_each(keys, lambda key: load_table(store, *key)))
+    table = index if isinstance(index, Table) else merge([table_of(part) for part in parts])
     packs = {pack.key: pack.size for part in parts for pack in part.packs}
     ends = np.zeros(len(table.packs), np.int64)
     np.maximum.at(ends, table.pack, table.offset + table.stored)
@@ -259,7 +259,7 @@ async def _manifest(
 
 
 async def index_or_none(store: Store, commit: Commit) -> Table | Directory | None:
-    """None if it is damaged or gone: the parts and their tables make up for it."""
+    """Return None if it is damaged or gone. The parts have all that it has."""
     try:
         return await load_index(store, commit)
     except (CorruptError, NotFoundError):
@@ -277,17 +277,15 @@ async def tables_of(store: Store, commit: Commit, names: Collection[str] = froze
             yield (await share).table
     else:
         likely = [index.holders(number).tolist() for number, (name, _) in enumerate(index.keys) if name in names]
-        async for table in tables_in_turn(store, commit, index, [*chain(*likely), *range(index.world)]):
+        async for table in tables_in_turn(store, commit, [*chain(*likely), *range(index.world)]):
             yield table
 
 
-async def tables_in_turn(
-    store: Store, commit: Commit, directory: Directory, ranks: Iterable[int]
-) -> AsyncIterator[Table]:
+async def tables_in_turn(store: Store, commit: Commit, ranks: Iterable[int]) -> AsyncIterator[Table]:
     """Those of these ranks, of which so few are in memory that it does not matter how many there are."""
     wanted = list(dict.fromkeys(ranks))
     for start in range(0, len(wanted), MANY):
-        for table in (await load_tables(store, commit, directory, wanted[start : start + MANY])).values():
+        for table in (await load_tables(store, commit, wanted[start : start + MANY])).values():
             yield table
 
 
@@ -362,8 +360,8 @@ async def verify(
     async for share in in_turn(store, commit, index):
         manifest = await check(share)
         for part in manifest.parts if manifest else ():
-            if isinstance(index, Table):  # else it was made of these
-                await check(load_table(store, table_key(commit.attempt, part.rank, part.number), part.table))
+            if isinstance(index, Table):  # else the manifest was made of these
+                await check(asyncio.to_thread(table_of, part))
             for pack in part.packs:
                 if not new or owner(pack.key) == commit.attempt:
                     await check(read_header(store, pack))

@@ -6,12 +6,13 @@ next record, and only delete what the landed PLAN names. A run with a damaged lo
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from ckpt.core.checkpoint.read import packs_of
-from ckpt.core.format.manifest import Attempt, index_key, part_key, table_key
+from ckpt.core.format.manifest import Attempt, index_key, part_key
 from ckpt.core.log.log import RunLog
 from ckpt.core.log.records import BY_HAND, LONGEST, MARK, Acquire, Commit, Record, RunState, live_packs, words_of
 from ckpt.errors import CheckpointError, CorruptError, NoCheckpointError, StoreError, UsageError
@@ -25,18 +26,30 @@ READER_GRACE_S = 600.0  # in a remote place, between a PLAN and its deletions: t
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """Keep the newest `last` checkpoints, and every one whose step is a multiple of `every`: with `every=1`, all.
+    """Choose the checkpoints that stay. A checkpoint stays if one of these rules keeps it.
 
-    The two newest are kept in any case, and so are the two newest full ones.
+    last: number of the newest checkpoints, default 3
+    every: keep each step that is a multiple of this number; 1 keeps all
+    hours: keep all that were committed at most this many hours before the newest one
+    daily, weekly: for this many of the newest days or weeks that have a checkpoint, keep the newest one of each. Days
+        and weeks are in UTC; a week begins on Monday. Steps whose loss was not finite do not count.
+
+    The two newest checkpoints and the two newest full ones always stay.
     """
 
     last: int = 3
     every: int | None = None
+    hours: float | None = None
+    daily: int = 0
+    weekly: int = 0
 
     def __post_init__(self) -> None:
-        given = (self.last,) if self.every is None else (self.last, self.every)
-        if not all(type(number) is int and number >= 1 for number in given):
-            raise UsageError(f"{self} makes no sense: both numbers count from 1")
+        for name, least in (("last", 1), ("every", 1), ("daily", 0), ("weekly", 0)):
+            number = getattr(self, name)
+            if not (type(number) is int and number >= least) and (name, number) != ("every", None):
+                raise UsageError(f"Keep({name}={number!r}): {name} must be a whole number from {least}")
+        if self.hours is not None and not (type(self.hours) in (int, float) and 0 < self.hours < math.inf):
+            raise UsageError(f"Keep(hours={self.hours!r}): hours must be a number above 0")
 
     @property
     def all(self) -> bool:
@@ -82,6 +95,9 @@ def why_kept(state: RunState, keep: Keep, verified: Iterable[Attempt]) -> dict[A
             "all stay" if keep.all else f"every {keep.every}",
             [c for c in ordered if keep.every and not c.step % keep.every],
         ),
+        (f"committed within {keep.hours} hours of the newest", _within(due, keep.hours)),
+        ("the newest of its day", _newest_of_each(due, keep.daily, lambda day: day)),
+        ("the newest of its week", _newest_of_each(due, keep.weekly, lambda day: (day + 3) // 7)),  # day 0: a Thursday
     ]
     found: dict[Attempt, list[str]] = {}
     for reason, commits in rules:
@@ -95,6 +111,21 @@ def why_kept(state: RunState, keep: Keep, verified: Iterable[Attempt]) -> dict[A
     for commit in ring[: max(keep.last, ALWAYS)]:
         found.setdefault(commit.attempt, ["persisted at a death, after the regular ones"])
     return {attempt: "; ".join(reasons) for attempt, reasons in found.items()}
+
+
+def _within(commits: Sequence[Commit], hours: float | None) -> list[Commit]:
+    """Return those committed at most `hours` before the newest. A run that paused for a month loses nothing by it."""
+    newest = max((c.time for c in commits), default=0.0)
+    return [] if hours is None else [c for c in commits if newest - c.time <= hours * 3600]
+
+
+def _newest_of_each(commits: Sequence[Commit], count: int, period: Callable[[int], int]) -> list[Commit]:
+    """Return the first commit of each of the `count` latest periods. period: numbers the period of a day since 1970."""
+    first: dict[int, Commit] = {}
+    for commit in commits:
+        if commit.finite is not False:
+            first.setdefault(period(int(commit.time // 86400)), commit)
+    return [first[number] for number in sorted(first, reverse=True)[:count]]
 
 
 def choose(state: RunState, keep: Keep, verified: Iterable[Attempt]) -> set[Attempt]:
@@ -221,8 +252,7 @@ async def files_of(
     found: dict[Attempt, set[str]] = {}
     for commit in list(commits):
         keys = {index_key(commit.attempt, commit.index)}
-        for rank, number, _ in commit.parts:
-            keys |= {part_key(commit.attempt, rank, number), table_key(commit.attempt, rank, number)}
+        keys |= {part_key(commit.attempt, rank, number) for rank, number, _ in commit.parts}
         packs = _cache.get((log.store.url, commit.attempt))
         if packs is None:
             try:

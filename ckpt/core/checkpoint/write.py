@@ -1,4 +1,4 @@
-"""A snapshot in memory becomes files in a store: pack, table, part, in this order, each durable before the next.
+"""Write a snapshot from memory to a store: first its packs, then its part. The packs are durable before the part.
 
 Nothing here makes a checkpoint exist; that is one record in the log (`ckpt.core.checkpoint.commit`).
 """
@@ -17,12 +17,12 @@ import numpy as np
 from ckpt.core.checkpoint.incremental import Previous
 from ckpt.core.format.digest import DIGEST_SIZE, blob_digest, file_digest
 from ckpt.core.format.layout import Layout, pages
-from ckpt.core.format.manifest import Attempt, PackInfo, Part, owner, pack_key, part_key, table_key
+from ckpt.core.format.manifest import MAX_JSON, Attempt, PackInfo, Part, owner, pack_key, part_key
 from ckpt.core.format.replicas import Replicas
 from ckpt.core.format.shards import SavedShards
 from ckpt.core.format.slim import RankPieces
 from ckpt.core.format.table import Table
-from ckpt.errors import FullError, StoreError
+from ckpt.errors import FullError, SaveError, StoreError
 from ckpt.failpoints import point
 from ckpt.store import PAGE, Store
 
@@ -103,20 +103,22 @@ async def finish_part(
     base: Previous | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> WrittenPart:
-    """Table and part, when the packs are there. `packs`: all that the table names; those of this attempt are taken
-    away again if it fails before anybody can have seen the part. `base`: the checkpoint that it was built on."""
+    """Store the part, after its packs. If this fails before anybody can have seen the part, delete its own packs.
+
+    packs: all that the table names, also those of older attempts.
+    base: the checkpoint that it was built on.
+    """
     attempt, rank = snapshot.attempt, snapshot.layout.rank
     own = [pack.key for pack in packs if owner(pack.key) == attempt]
     try:
         check()
-        raw_table = table.to_bytes()
-        await store.put(table_key(attempt, rank, number), raw_table, create=True)
-        point("table.stored")
+        part = _part(snapshot, table.to_bytes(), packs, number, reason, base)
+        raw_part = part.to_bytes()
+        if len(raw_part) > MAX_JSON:
+            raise SaveError(f"step {attempt.step}: the manifest of rank {rank} has {len(raw_part)} bytes, too many")
     except BaseException:
         await drop(store, own)
         raise
-    part = _part(snapshot, file_digest(raw_table), packs, number, reason, base)
-    raw_part = part.to_bytes()
     try:
         await store.put(part_key(attempt, rank, number), raw_part, create=True)
     except FullError:
@@ -129,9 +131,8 @@ async def finish_part(
 
 
 def _part(
-    snapshot: RankSnapshot, table: str, packs: list[PackInfo], number: int, reason: str, base: Previous | None
+    snapshot: RankSnapshot, table: bytes, packs: list[PackInfo], number: int, reason: str, base: Previous | None
 ) -> Part:
-    """`table`: its digest."""
     layout = snapshot.layout
     return Part(
         attempt=str(snapshot.attempt),

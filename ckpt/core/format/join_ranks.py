@@ -61,7 +61,6 @@ def _build(parts: Sequence[Part], tables: Sequence[RankPieces]) -> Directory:
     pool = _Pool()
     view_of = [pool.add(part) for part in parts]
     _check_views(pool, view_of, divided)
-    digests = b"".join(bytes.fromhex(part.table) for part in parts)
     packs = sorted({key for table in tables for key in table.packs})
     text = [name.encode() for name in names]
     columns: dict[str, npt.NDArray[Any]] = {
@@ -69,7 +68,6 @@ def _build(parts: Sequence[Part], tables: Sequence[RankPieces]) -> Directory:
         "name_ends": np.cumsum([len(one) for one in text], dtype=np.int64),
         **divided.columns,
         "tensor_accelerator": _accelerated(parts, number),
-        "tables": np.frombuffer(digests, np.uint8),
         "owned": np.array([table.owned for table in tables], np.int64),
         "view": np.array(view_of, np.int32),
         "packs": np.frombuffer(canonical(packs), np.uint8),

@@ -3,8 +3,7 @@
     FORMAT.json                                   this is a run of ours, version, root id
     packs/<attempt>.<rank>.<try>.safetensors      tensor bytes
     packs/<attempt>.<rank>.<try>-<n>.safetensors  the same of a part that has several packs: n = 0, 1, ...
-    parts/<attempt>.<rank>.<try>.json             one rank's manifest: `Part`
-    parts/<attempt>.<rank>.<try>.safetensors      its table: shards and blobs, see `ckpt.core.format.table`
+    parts/<attempt>.<rank>.<try>.json             the manifest of one rank, see `Part`
     index/<attempt>-<digest>.safetensors          all tables of a checkpoint, merged; of many ranks the directory of
                                                   them, see `ckpt.core.format.rank_index`. Named by content, so that two
                                                   committers cannot disagree about one name
@@ -18,6 +17,7 @@ anywhere is noticed.
 from __future__ import annotations
 
 import base64
+import hashlib
 import itertools
 import json
 import re
@@ -32,7 +32,7 @@ import zstandard
 from ckpt.core.format.digest import file_digest
 from ckpt.errors import CorruptError, FormatError
 
-MAJOR, MINOR = 2, 0
+MAJOR, MINOR = 3, 0
 MAX_JSON = 256 << 20  # bytes; refused before parsing
 FEW_BYTES, MOST_FOLDS = 16 << 20, 500  # what is pressed may say so much, and more only so many times its size
 MAX_FORMAT = 1 << 20
@@ -66,6 +66,11 @@ def new_nonce() -> str:
     return secrets.token_hex(4)
 
 
+def nonce_of(job: str, turn: int) -> str:
+    """Return the nonce of a job's next term. turn: counts the terms that the job has asked for, from 0."""
+    return hashlib.sha256(f"{job}:{turn}".encode()).hexdigest()[:8]
+
+
 def read_needs(texts: Any, attempt: Attempt) -> tuple[Attempt, ...]:
     """The attempts that one was built on. CorruptError unless all are older, in their order, and not too many."""
     if not isinstance(texts, list) or len(texts) > MAX_NEEDS:
@@ -88,10 +93,6 @@ def pack_key(attempt: Attempt, rank: int, number: int, segment: int | None = Non
 
 def part_key(attempt: Attempt, rank: int, number: int) -> str:
     return f"parts/{attempt}.{rank}.{number}.json"
-
-
-def table_key(attempt: Attempt, rank: int, number: int) -> str:
-    return f"parts/{attempt}.{rank}.{number}.safetensors"
 
 
 def index_key(attempt: Attempt, digest: str) -> str:
@@ -123,7 +124,7 @@ def by_owner(keys: Iterable[str]) -> dict[Attempt, list[str]]:
 
 
 def rank_and_try(key: str) -> tuple[int, int]:
-    """Of a pack, a part or its table."""
+    """Return the rank and the try that a pack or a part belongs to. CorruptError if it is neither."""
     found = _OWNED.fullmatch(key)
     if found is None or found[3] is None:
         raise CorruptError(f"not a part: {key}")
@@ -256,7 +257,8 @@ class Part:
     """One rank's share of one attempt. `layout` is as `ckpt.core.format.layout.Layout.to_json`, best `as_json`;
     `values` tagged plain values.
 
-    `packs`: all that its table names, also those of older attempts. `needs`: the older attempts that it was built on,
+    `table`: its chunk table, as `ckpt.core.format.table.Table.to_bytes` writes it. In the file it is base64.
+    `packs`: all that the table names, also those of older attempts. `needs`: the older attempts that it was built on,
     in their order: what it uses of still older ones, these used too. `chain`: how many increments lie between it and
     the last full one; 0 for a part that needs nothing. `full`: which that is; empty for a part that needs nothing.
     `replicas`: see `ckpt.core.format.replicas`.
@@ -268,7 +270,7 @@ class Part:
     world: int
     layout: dict[str, Any]
     values: list[Any]
-    table: str
+    table: bytes
     packs: list[PackInfo]
     finite: bool | None = None
     layout_digest: str = ""
@@ -281,6 +283,7 @@ class Part:
     def to_bytes(self) -> bytes:
         data = {one.name: getattr(self, one.name) for one in fields(self)}  # asdict() would copy the layout, row by row
         data["packs"] = [asdict(pack) for pack in self.packs]
+        data["table"] = base64.b64encode(self.table).decode()
         data["layout"] = (self.layout if isinstance(self.layout, PressedObject) else PressedObject(self.layout)).text
         if not self.needs:  # a full one says what it has always said
             del data["needs"], data["chain"], data["full"]
@@ -300,8 +303,8 @@ class Part:
         if self.full != "" and not (needs and Attempt.parse(self.full) < attempt):
             raise CorruptError(f"{what} builds on an impossible full one")
         kinds = (
-            (self.layout, dict), (self.values, list), (self.table, str), (self.layout_digest, str), (self.reason, str),
-            (self.finite, (bool, type(None))), (self.replicas, dict),
+            (self.layout, dict), (self.values, list), (self.table, bytes), (self.layout_digest, str),
+            (self.reason, str), (self.finite, (bool, type(None))), (self.replicas, dict),
         )  # fmt: skip
         if not all(isinstance(value, kind) for value, kind in kinds):
             raise CorruptError(f"{what} has a field of the wrong type")
@@ -326,7 +329,8 @@ class Part:
             packs, pressed = [PackInfo(**pack) for pack in data.pop("packs")], data.pop("layout")
             if type(pressed) is not str:
                 raise ValueError("its layout is not one")
-            part = cls(packs=packs, layout=layout_of(pressed), **data)
+            table = base64.b64decode(data.pop("table"), validate=True)
+            part = cls(packs=packs, layout=layout_of(pressed), table=table, **data)
             part.check(what)
         except (TypeError, KeyError, ValueError) as error:
             raise CorruptError(f"{what} is not a part: {error}") from None

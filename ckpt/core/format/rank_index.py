@@ -1,8 +1,8 @@
 """The directory of a checkpoint of many ranks: who has which box of which tensor, and where to read on.
 
 It is the index where all tables together would be large (`checkpoint.commit_checks`): a rank that restores reads
-the COMMIT record, this, and then only the tables of the ranks that hold what it wants. Digests go on without a gap: the
-record names the directory, the directory names the tables, the tables name the blobs.
+the COMMIT record, this, and then only the manifests of the ranks that hold what it wants. The chain of digests has no
+gap: the record names the directory and the manifests, and a manifest names its blobs.
 
 Kept as columns in a file, see `ckpt.core.format.columns`.
 
@@ -15,7 +15,7 @@ Kept as columns in a file, see `ckpt.core.format.columns`.
     pattern_ends                      pattern i has pieces pattern_ends[i-1] .. pattern_ends[i]
     piece_rank                        who has it; counted from the tensor's instance, where that is a rank
     piece_dims                        offsets and sizes of each piece
-    tables, owned, view               of each rank: digest of its table, how many blobs its shards own, what it sees
+    owned, view                       of each rank: how many blobs its shards own, what it sees
     packs                             JSON list of the keys of all packs that the tables name
     views                             JSON: components, aliases and instances, each different one once; and `alike`: of
                                       each rank the lowest that has the same plain values
@@ -49,7 +49,6 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 OWN = -1  # in a view: the instance is the rank itself
-TABLE_DIGEST = 32
 MAX_DIRECTORY = 1 << 29  # bytes, decompressed
 MAX_DIRECTORY_HEADER = 1 << 16
 
@@ -57,8 +56,7 @@ COLUMNS = {
     "names": "uint8", "name_ends": "int64", "tensor_name": "int32", "tensor_instance": "int32",
     "tensor_dtype": "uint8", "tensor_pattern": "int32", "tensor_accelerator": "uint8", "tensor_content": "uint8",
     "pattern_shape": "int64", "pattern_dim_ends": "int64", "pattern_ends": "int64", "piece_rank": "int32",
-    "piece_dims": "int64", "tables": "uint8", "owned": "int64", "view": "int32", "packs": "uint8",
-    "views": "uint8",
+    "piece_dims": "int64", "owned": "int64", "view": "int32", "packs": "uint8", "views": "uint8",
 }  # fmt: skip
 PRESSED = Pressed(COLUMNS, 9, MAX_DIRECTORY, ("name_ends", "tensor_name", "pattern_ends"), ("packs", "views"))
 
@@ -178,9 +176,6 @@ class Directory:
     def content(self, tensor: int) -> bytes:
         return self.columns["tensor_content"][tensor * DIGEST_SIZE : (tensor + 1) * DIGEST_SIZE].tobytes()
 
-    def table_digest(self, rank: int) -> str:
-        return self.columns["tables"][rank * TABLE_DIGEST : (rank + 1) * TABLE_DIGEST].tobytes().hex()
-
     def view_of(self, rank: int) -> RanksView:
         return self.views[int(self.columns["view"][rank])]
 
@@ -271,7 +266,6 @@ def _checked(raw: dict[str, npt.NDArray[Any]], what: str, world: int) -> Directo
     columns.numbers("tensor_accelerator", tensors, 0, 1)
     columns.numbers("tensor_content", tensors * DIGEST_SIZE, 0, 255)
     _check_patterns(raw, columns, what, world)
-    columns.numbers("tables", world * TABLE_DIGEST, 0, 255)
     columns.numbers("owned", world, 0, 2**40)
     packs = columns.packs()
     views, alike = read_views(raw, frozenset(names), what, world)

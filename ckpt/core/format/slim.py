@@ -117,7 +117,7 @@ class Slim:
         if len(values) == len(components):  # else whoever joins them says so
             values = [v if c["kind"] == JOINED_KIND else words(v) for v, c in zip(values, components, strict=True)]
         key = ("values", repr(values).encode())
-        return replace(part, values=self._known.setdefault(key, values), packs=[])
+        return replace(part, values=self._known.setdefault(key, values), packs=[], table=b"")
 
     def pieces(self, table: Table) -> RankPieces:
         return RankPieces.of(table, self._names)

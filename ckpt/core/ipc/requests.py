@@ -103,6 +103,7 @@ class OpenRunReply(Body, frozen=True):
 class OpenRun(Request[OpenRunReply], frozen=True):
     """Open the tiers (see `Tier.spec`), without changing anything in them. `check`: refuse if somebody trains the run;
     `auto`: tiers whose cadence is to be found out; `first_try`: of all parts; `acquires`: the history of the memory;
+    `next_nonces`: an ACQUIRE with one of these is by the writer's own job;
     `roots`: the ids that the runs in these tiers must have, "" for any."""
 
     tiers: list[Json]
@@ -112,14 +113,8 @@ class OpenRun(Request[OpenRunReply], frozen=True):
     auto: list[str]
     first_try: int = 0
     check: bool = False
-    successor: str = ""
+    next_nonces: list[str] = field(default_factory=list)
     roots: list[str] = field(default_factory=list)
-
-
-class Successor(Request[None], frozen=True):
-    """By this nonce our own job is about to take the run over."""
-
-    nonce: str
 
 
 class AcquireRun(Request[list[int]], frozen=True):
@@ -148,6 +143,7 @@ class OwnRun(Request[list[PartsHere]], frozen=True):
     owner: Owner
     roles: list[tuple[list[int], int, int]]
     recover: list[int]
+    next_nonces: list[str] = field(default_factory=list)
 
 
 class Resume(Request[None], frozen=True):

@@ -5,7 +5,7 @@ the rest. Any rank posts one, and every rank executes it, the one that posted it
 
     save       save the first step that is not below `step`, to every tier     `ckpt.core.run.out_of_turn`
     persist    some training loop stands still: make durable what memory has   `ckpt.core.run.out_of_turn`
-    interval   from `step` on, save at other intervals                         `ckpt.core.run.intervals`
+    interval   from `step` on, save at other intervals                         `ckpt.core.run.save_plan`
 
 **Types.** `Order` is one order. `Orders` is this rank's end of the channel. `ckpt.core.run.save_plan.SavePlan` holds
 what save and interval orders change, and is all that the training loop reads.
@@ -20,40 +20,37 @@ what save and interval orders change, and is all that the training loop reads.
 
 The training loop calls none of these, and never waits for a thread that does.
 
-**Invariants.** The tests are in `tests/model/test_orders_at_random.py` unless another file is named.
+**Invariants.** `test_negative_control_the_model_finds_if` in `tests/model/test_orders_at_random.py` takes each rule
+away. The names of its cases are in parentheses.
 
-1. One number has one order, and every rank executes the numbers in order, each once. (`compare_set` creates number and
-   body together. Two threads of one rank may fetch the same number.) Seen by `..._if_a_number_is_executed_twice`.
-2. One save order saves one step: each rank saves the first step that is not below the ordered one, or, if it has passed
-   that step and memory has lost it, fails the save of exactly that step by name. Seen by
-   `..._if_a_rank_saves_the_next_step_instead`, `..._if_the_loop_decides_without_the_lock` and
-   `..._if_one_order_displaces_another`.
-3. After an interval order each step has the same tiers on all ranks, or fails by name. Seen by
-   `..._if_a_late_rank_keeps_the_steps_of_the_old_interval`.
+1. One number has one order, and every rank executes the numbers in order, each once (a number is executed twice).
+2. One save order saves one step: each rank saves the first step that is not below the ordered one. If it has passed
+   that step and memory has lost it, it fails the save of exactly that step by name (a rank saves the next step instead;
+   the loop decides without the lock; one order displaces another).
+3. After an interval order each step has the same tiers on all ranks, or fails by name (a late rank keeps the steps of
+   the old interval).
 4. An order from before a restore is never executed after it. Keys carry a generation, which the restore's first
-   agreement raises; from then until the state is restored a rank neither posts nor executes. Seen by
-   `..._if_a_restore_keeps_the_generation`, `..._if_orders_are_read_during_a_restore`.
-5. An order whose post failed is either in the store, and all ranks execute it, or it is not, and none does. Seen by
-   `..._if_a_rank_executes_what_it_could_not_post`.
+   agreement raises. From then until the state is restored a rank neither posts nor executes (a restore keeps the
+   generation; orders are read during a restore).
+5. An order whose post failed is either in the store, and all ranks execute it, or none does (a rank executes what it
+   could not post).
 
 **Faults.**
 
-- *The poster dies*: the order is in the store, or it is not. There is no number without a body.
-- *Two post at once*: one gets the number. The other executes that order, and posts the next number or joins it.
-- *A rank is far ahead*: it has passed the step. It uses the slot if memory has it. Otherwise it fails that save by
-  name, and orders a later step itself. *Far behind*: the order waits in the plan until the loop comes to the step.
-- *A rank hangs*: its reader thread still executes orders. Any rank can post, so nobody depends on rank 0. What cannot
-  come is noticed by the requester, which orders `persist` instead.
-- *A rank's reader stands still* (a stopped process, a held GIL): then its training loop stands still too.
+- *The poster dies*: the order is in the store, or it is not. `compare_set` creates number and body together.
+- *Two post at the same time*: one gets the number. The other executes that order, then joins it or posts the next.
+- *A rank is far ahead*: it uses the slot if memory still holds the step. Otherwise it fails that save by name and
+  orders a later step. *Far behind*: the order waits in the plan until the loop comes to the step.
+- *A rank hangs*: its reader still executes orders, and any other rank can post. The requester notices that no save
+  comes, and orders `persist`.
 - *The store is slow*: ranks read less often. *It does not answer*: `post` raises `PeerError` after `POST_S`, and the
-  caller saves what its own memory has. The reader tries again over a new connection, for as long as the run is open.
-- *One rank only*: the channel is the same, over a dict, without a reader thread.
+  caller saves what its own memory has. The reader connects again for as long as the run is open.
+- *One rank only*: the channel is the same, over a dict, without a reader.
 - *A restart with another number of ranks*: keys begin with the name of the meeting (`ckpt.core.ranks.world`), which is
-  new, so orders of an earlier job attempt are never read.
+  new.
 
-Orders stay in the store. There are few: one for each request and each changed interval. Two things are not orders,
-because ranks post or wait at the same moment: scores (`ckpt.core.run.kept_steps`), and what a rank posts when it leaves
-(`ckpt.core.run.departures`); with orders, closing N ranks would make N x N requests to the store.
+Orders stay in the store. There are few. Scores (`ckpt.core.run.kept_steps`) are not orders, because all ranks wait for
+them. Nor are the posts of ranks that leave (`ckpt.core.run.departures`): N ranks that close would make N x N requests.
 """
 
 from __future__ import annotations

@@ -38,9 +38,9 @@ SHOWN = 8  # names in a message; of the rest, the count
 class World:
     """The ranks of a job. Calls may come from one thread at a time; a background thread takes a `mailbox`.
 
-    `rank` of `size`; `nodes`: the node index of every rank; `node`: this rank's; `local_rank`: its place among the
-    `local_size` ranks of its node, in rank order. Nodes are numbered in the order of their lowest ranks. `prefix`: of
-    all keys of this meeting.
+    `rank` of `size`; `job`: identifies this start of the job; `nodes`: the node index of every rank; `node`: this
+    rank's; `local_rank`: its place among the `local_size` ranks of its node, in rank order. Nodes are numbered in the
+    order of their lowest ranks.
     """
 
     def __init__(
@@ -52,7 +52,8 @@ class World:
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
         self._store = Alone() if size == 1 else store  # kept: a TCPStore lives as long as its object
         self._board = Board(self._store).another()
-        self.prefix = f"everystep/{self._meet()}/"
+        self.job = self._meet()  # the same on all ranks, and new for each start of the job
+        self.prefix = f"everystep/{self.job}/"  # of all keys
         self._turn = 0
         self._done: list[str] = []  # keys that nobody needs any more
         self._stale: list[str] = []  # keys that nobody needs once all have come to the next turn

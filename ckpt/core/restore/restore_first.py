@@ -2,9 +2,9 @@
 
     candidates -> for each, newest first: describe -> open -> place -> share the reading -> fill -> all agree
 
-Every rank restores the same checkpoint or none does. Ranks agree through `World`, with deadlines; bytes that several
-ranks want are read once per node and passed on (`ranks.exchange`). One rank alone does the same without any of
-that.
+Every rank restores the same checkpoint or none does. Ranks agree through `World`, with deadlines. Each rank reads the
+bytes that it wants from the memory and the folders of its node. What a node cannot read comes from a rank of another
+node, and what several ranks of a node want of a bucket is downloaded once and passed on (`ranks.exchange`).
 """
 
 from __future__ import annotations
@@ -244,8 +244,10 @@ class _Try:
             self._source.read(self._filler.blobs, self._filler.add, self._filler.places)
             result.nbytes = int(lengths[self._filler.blobs].sum())
             return
-        # With `direct` nobody passes anything on that all can read: the network between the ranks did not work.
-        work = divided(self._world.rank, told, range(self._world.size) if direct else self._world.nodes)
+        # What the page cache or shared memory holds, each rank reads faster than it receives. `direct`: the network
+        # between the ranks has failed.
+        alone = direct or not self._source.remote
+        work = divided(self._world.rank, told, range(self._world.size) if alone else self._world.nodes)
         try:
             reads, expects = known(self._source.saved, work.reads), known(self._source.saved, work.expects)
             self._share(exchange, work, reads.tolist(), [one["contact"] for one in told])

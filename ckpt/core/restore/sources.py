@@ -35,6 +35,7 @@ from ckpt.core.ipc.arena import LOCK, Arena, Label
 from ckpt.core.log.log import Commit
 from ckpt.core.state.filler import Filler, Target
 from ckpt.errors import CorruptError
+from ckpt.store import folder_of
 
 MEMORY_THREADS = max(2, min(8, len(os.sched_getaffinity(0))))
 
@@ -86,6 +87,11 @@ class RestoreSource(ABC):
     @abstractmethod
     def read(self, blobs: Sequence[int], sink: Sink, room: Room | None = None) -> None:
         """Read, verify, hand over; or put where there is room. If that fails, what lies there is not to be used."""
+
+    @property
+    def remote(self) -> bool:
+        """Return True if a read costs a request over a network: ranks of one node then share what they read."""
+        return False
 
     def close(self) -> None:
         self._saved = None
@@ -313,6 +319,10 @@ class StoreSource(RestoreSource):
     @property
     def verified(self) -> bool:
         return self.saved.digested and (self._commit is None or self._commit.reason != "late")
+
+    @property
+    def remote(self) -> bool:
+        return folder_of(self.tier) is None
 
     async def _load(self, commit: Commit) -> read.Manifest:
         async with read.opened(self.tier) as store:

@@ -19,6 +19,7 @@ from functools import partial
 
 from ckpt.core.ipc.heartbeat import OPENING, RESTORING
 from ckpt.core.ipc.requests import Persist, SavedInTier
+from ckpt.core.log.log import Acquire
 from ckpt.core.ranks.orders import Order
 from ckpt.core.run.progress import Progress, Staged
 from ckpt.core.run.save_plan import Late
@@ -244,12 +245,15 @@ class OutOfTurn:
             log.info("rank %d requests a save: %s", order.rank, order.body["why"])
         late = self._session.intervals.plan.order(order.step)
         if late is not None:
-            start_thread(partial(self._save_late, order, late, time.monotonic()), "ckpt-late-save")
+            work = partial(self._save_late, order, late, self._supervisor.owner, time.monotonic())
+            start_thread(work, "ckpt-late-save")
 
-    def _save_late(self, order: Order, late: Late, began: float) -> None:
+    def _save_late(self, order: Order, late: Late, owner: Acquire, began: float) -> None:
         """Save from memory a step that this rank had passed. If memory has lost it, order a later step."""
         self._staged.newest_step(COPYING_S)
-        save = self._saves.save_late(late, f"had passed step {late.step} when it was ordered")
+        if owner != self._supervisor.owner:
+            return  # a restore came between, and the same number is another step
+        save = self._saves.save_late(late, owner, f"had passed step {late.step} when it was ordered")
         if save is not None:
             self.answer(save)
         elif order.body["tries"] > 1 and not (self._session.intervals.plan.awaits_step or self._stopped):
@@ -269,7 +273,7 @@ class OutOfTurn:
 
     def _on_interval(self, order: Order) -> None:
         for late in self._session.intervals.change(order):
-            self._saves.save_late(late, TOO_LATE)
+            self._saves.save_late(late, self._supervisor.owner, TOO_LATE)
 
     # -- what is in memory --
 

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from ckpt.core.checkpoint.commit import Role
-from ckpt.core.format.manifest import Attempt, new_nonce
+from ckpt.core.format.manifest import Attempt
 from ckpt.core.format.partition import partner
 from ckpt.core.ipc.notes import HeldNote
 from ckpt.core.ipc.requests import Partner, Serve
@@ -94,22 +94,15 @@ class Ownership:
         self.supervisor.memory.push_copies()
         self.supervisor.standing.tell(Partner(contacts[other], world.rank))
 
-    def _agree_nonce(self) -> str:
-        """Of the incarnation to be. All writers know it before any log does."""
-        nonce: str = together(self._world, "nonce", new_nonce, lambda nonces: nonces[0])
-        together(self._world, "successor", partial(self.supervisor.run.announce, nonce))
-        return nonce
-
     def take_over(self, floor: int, restored: Attempt | None) -> None:
         """Open an epoch, the same in all tiers; with `restored` one that continues from there."""
         world, run = self._world, self.supervisor.run
-        nonce = self._agree_nonce()
         while True:
+            nonce = run.next_nonce()
             epochs = together(world, "acquire", partial(run.acquire, nonce, floor, restored), _union)
             if len(epochs) == 1:
                 break
             floor = max(epochs)  # another job came between: one epoch for all tiers
-            nonce = self._agree_nonce()
         point("run.taken")
         owner = Acquire(epochs[0], nonce, restored)
 

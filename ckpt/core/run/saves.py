@@ -13,6 +13,7 @@ from functools import partial
 from ckpt.core.format.manifest import Attempt
 from ckpt.core.format.replicas import DIFFER, Replicas
 from ckpt.core.ipc.arena import Arena
+from ckpt.core.log.log import Acquire
 from ckpt.core.run.progress import Progress, Staged, StagedStep
 from ckpt.core.run.replica_check import ReplicaCheck
 from ckpt.core.run.save_plan import Late
@@ -224,10 +225,9 @@ class Saves:
         """Return True if the intervals want this step in some tier."""
         return bool(self._plan.at(step).tiers_due(step))
 
-    def save_late(self, late: Late, why: str) -> Save | None:
+    def save_late(self, late: Late, owner: Acquire, why: str) -> Save | None:
         """Save a step that has passed, from memory. Return its save. If memory has lost the step, fail it by name on
-        all ranks, unless it is in some tier already, and return None."""
-        owner = self._session.supervisor.owner
+        all ranks, unless it is in some tier already, and return None. `owner`: when the step was done."""
         attempt = Attempt(owner.epoch, late.step, owner.nonce)
         if late.has <= late.wants and (staged := self._staged.held(attempt)) is not None:
             self._writes.write_missing(staged, sorted(late.wants - late.has))  # fails if a later step takes the slot

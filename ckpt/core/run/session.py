@@ -27,8 +27,8 @@ from ckpt.core.ipc.watch_requests import KeepBooks, Show
 from ckpt.core.ranks.orders import Orders
 from ckpt.core.ranks.world import World
 from ckpt.core.restore.early_look import EarlyLook
-from ckpt.core.run.intervals import Intervals
 from ckpt.core.run.ownership import Ownership
+from ckpt.core.run.save_plan import Intervals
 from ckpt.core.run.supervise.writer_supervisor import WriterSupervisor
 from ckpt.core.run.unsaved_optimizers import UnsavedOptimizers
 from ckpt.core.snapshot.device import memory_node, traced

@@ -22,7 +22,7 @@ from ckpt.core.ipc.channel import Channel
 from ckpt.core.ipc.notes import FencedNote, SaidNote
 from ckpt.core.ipc.process import Process, number_in_proc
 from ckpt.core.ipc.protocol import Note
-from ckpt.core.ipc.requests import AskKept, KeepSteps, KeptReply, Owner, Successor
+from ckpt.core.ipc.requests import AskKept, KeepSteps, KeptReply, Owner
 from ckpt.core.log.log import Acquire, RunLog
 from ckpt.core.writer.dispatch import handles
 from ckpt.errors import CheckpointError, FencedError, StoreError, UsageError
@@ -145,7 +145,7 @@ class HeldRun:
         self._trainer = trainer
         self.tiers: list[OpenTier] = []
         self.owner: Acquire | None = None
-        self.successor = ""  # the nonce of the owner that our trainer is about to be
+        self.next_nonces: frozenset[str] = frozenset()  # an ACQUIRE with one of these is by our own job
         self.acquires: list[Acquire] = []  # the history that the snapshots in memory belong to
         self.taking = asyncio.Lock()  # held while the run is taken over by us
         self.linger_s, self.commit_s, self.first_try = 600.0, 600.0, 0
@@ -164,13 +164,9 @@ class HeldRun:
             self.owner = owner
             self.acquires.append(owner)
 
-    @handles(Successor)
-    def know_successor(self, request: Successor) -> None:
-        self.successor = request.nonce
-
     def succeed(self, log: RunLog) -> None:
-        """Go on as the owner that the log names, if it is the successor: the trainer may die before it can say so."""
-        if log.state.acquires and log.state.acquires[-1].nonce == self.successor:
+        """Write with the newest term of the log if our own job took it: the trainer may die before it sends OwnRun."""
+        if log.state.acquires and log.state.acquires[-1].nonce in self.next_nonces:
             self.become(log.state.acquires[-1])
 
     async def as_owner(self, log: RunLog, act: Callable[[Acquire], Awaitable[T]]) -> T:

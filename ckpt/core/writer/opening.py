@@ -49,7 +49,7 @@ class TierOpener:
         """InUseError, with `check`, if somebody trains the run."""
         run, begun = self.run, self.trainer.adoptions
         run.linger_s, run.commit_s = request.linger_s, request.commit_s
-        run.first_try, run.successor = request.first_try, request.successor
+        run.first_try, run.next_nonces = request.first_try, frozenset(request.next_nonces)
         run.acquires = [acquire_of(one) for one in request.acquires]
         known = {tier.url: tier for tier in run.tiers}  # one of them may be writing the ring at this moment
         tiers: list[OpenTier] = []
@@ -141,6 +141,7 @@ class TierOpener:
                 await tier.log.refresh()  # the writer of another rank appended it: by an older log we would be fenced
             run.check_still(begun)
             run.become(owner)
+            run.next_nonces = frozenset(request.next_nonces)
         for tier, (ranks, place, world) in zip(run.tiers, request.roles, strict=True):
             tier.role = commit.Role(tuple(ranks), place, world)
         return [parts for i in request.recover for parts in await self._recover(i, run.tiers[i])]

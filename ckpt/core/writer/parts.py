@@ -20,7 +20,7 @@ from ckpt.core.checkpoint.settle import settle
 from ckpt.core.checkpoint.write import RankSnapshot, WrittenPart
 from ckpt.core.format.digest import blob_digest
 from ckpt.core.format.layout import Layout
-from ckpt.core.format.manifest import Attempt, part_key, table_key
+from ckpt.core.format.manifest import Attempt, part_key
 from ckpt.core.format.manifest import owner as owner_of
 from ckpt.core.format.table import Table
 from ckpt.core.ipc.arena import Arena, Label
@@ -133,8 +133,7 @@ class Settler:
                 await commit.abort(tier.log, self.run.mine(), attempt, f"rank {part.rank}: {error}")
             if attempt in tier.log.state.aborted:
                 own = [pack.key for pack in part.packs if owner_of(pack.key) == attempt]
-                named = [part_key(attempt, part.rank, part.number), table_key(attempt, part.rank, part.number)]
-                await retention.delete_unused(tier.log, [*own, *named])
+                await retention.delete_unused(tier.log, [part_key(attempt, part.rank, part.number), *own])
 
     @handles(Retract)
     async def retract(self, request: Retract) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -25,6 +25,7 @@ from ckpt.tools.cli.upkeep import (
 )
 
 if TYPE_CHECKING:  # what `ls` need not wait for is imported where it is used
+    from ckpt.core.checkpoint.retention import Keep
     from ckpt.tools.maintain.prune import PrunePlan, Watch
 
 
@@ -33,7 +34,7 @@ def number_or_all(context: click.Context, parameter: click.Parameter, text: str)
 
 
 @click.command(
-    epilog=example("ckpt prune runs/exp1 --keep-last 3", "ckpt prune runs/exp1 --keep-last 2 --keep-every 1000 --yes")
+    epilog=example("ckpt prune runs/exp1 --keep-last 3", "ckpt prune runs/exp1 --keep-last 2 --keep-daily 7 --yes")
 )
 @run_argument
 @click.option(
@@ -43,8 +44,18 @@ def number_or_all(context: click.Context, parameter: click.Parameter, text: str)
     required=True,
     help='So many of the newest stay, two at least; "all": only files of attempts that have ended go.',
 )
+@click.option("--keep-every", type=click.IntRange(min=1), metavar="N", help="Keep each step that is a multiple of N.")
 @click.option(
-    "--keep-every", type=click.IntRange(min=1), metavar="N", help="And every one whose step is a multiple of this."
+    "--keep-hours",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="H",
+    help="Keep all that were committed at most H hours before the newest.",
+)
+@click.option(
+    "--keep-daily", type=click.IntRange(min=0), default=0, metavar="N", help="Keep the newest of each of N days (UTC)."
+)
+@click.option(
+    "--keep-weekly", type=click.IntRange(min=0), default=0, metavar="N", help="Keep the newest of each of N weeks."
 )
 @grace_option
 @plan_options
@@ -52,6 +63,9 @@ def prune(
     url: str,
     keep_last: int | str,
     keep_every: int | None,
+    keep_hours: float | None,
+    keep_daily: int,
+    keep_weekly: int,
     grace_s: float | None,
     yes: bool,
     as_json: bool,
@@ -64,7 +78,13 @@ def prune(
     files, size: what is deleted with it.
     """
     deletion = Deletion()
-    found = act(_prune(url, keep_last, keep_every, grace_s, yes, as_json, deletion.watch), deletion.so_far)
+    from ckpt.core.checkpoint.retention import Keep, as_keep
+
+    if isinstance(keep_last, int):
+        keep = Keep(keep_last, keep_every, keep_hours, keep_daily, keep_weekly)
+    else:
+        keep = as_keep(keep_last)
+    found = act(_prune(url, keep, grace_s, yes, as_json, deletion.watch), deletion.so_far)
     if said_all(found, as_json, "what is older"):
         return 1 if found["problems"] else 0
     if not (found["files"] or found["give_up"]):
@@ -89,14 +109,10 @@ def show_prune(found: Found) -> None:
         show_order(found)
 
 
-async def _prune(
-    url: str, last: int | str, every: int | None, grace_s: float | None, yes: bool, as_json: bool, watch: Watch
-) -> Found:
-    from ckpt.core.checkpoint import retention
+async def _prune(url: str, keep: Keep, grace_s: float | None, yes: bool, as_json: bool, watch: Watch) -> Found:
     from ckpt.tools.maintain import prune as upkeep
 
     async with opened(url) as log:
-        keep = retention.Keep(last, every) if isinstance(last, int) else retention.as_keep(last)
         patience = upkeep.default_grace_s(log.store) if grace_s is None else grace_s
         stock = await upkeep.take_stock(log)
         plan = upkeep.plan_prune(log, stock, keep)
@@ -115,11 +131,14 @@ async def _prune(
         return {**found, "done": {"given_up": given_up, **sum_of(landed.delete, stock.sizes)}}
 
 
-def _prune_json(url: str, plan: PrunePlan, keep: Any, grace_s: float) -> Found:
+def _prune_json(url: str, plan: PrunePlan, keep: Keep, grace_s: float) -> Found:
     return {
         "url": url,
         "keep_last": "all" if keep.all else keep.last,
         "keep_every": keep.every,
+        "keep_hours": keep.hours,
+        "keep_daily": keep.daily,
+        "keep_weekly": keep.weekly,
         "check": plan.check.step,
         "give_up": list(map(item_json, plan.give_up)),
         "keep": list(map(item_json, plan.keep)),

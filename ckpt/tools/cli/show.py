@@ -154,7 +154,7 @@ async def _contents(store: Store, commit: Commit, only: str | None, every: bool)
         saved.told({part.rank: part.values for part in parts})
     elif only is not None and directory is not None:
         ranks = {rank for key in keys.values() for rank in saved.holders(key).tolist()}
-        async for table in read.tables_in_turn(store, commit, directory, sorted(ranks)):
+        async for table in read.tables_in_turn(store, commit, sorted(ranks)):
             storages.add(table)
     known = bool(parts) or only is not None
     return {

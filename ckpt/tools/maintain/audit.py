@@ -20,8 +20,8 @@ import numpy as np
 from ckpt.core.checkpoint import steady
 from ckpt.core.checkpoint.blobs import FAR_READ, PARALLEL, READ, near
 from ckpt.core.checkpoint.concurrent import all_of, of_each
-from ckpt.core.checkpoint.parts import MANY, read_exact, read_header
-from ckpt.core.format.digest import blob_digest, file_digest
+from ckpt.core.checkpoint.parts import MANY, no_layout, read_exact, read_header, table_of
+from ckpt.core.format.digest import blob_digest
 from ckpt.core.format.layout import Layout
 from ckpt.core.format.manifest import (
     MAX_FORMAT,
@@ -34,7 +34,7 @@ from ckpt.core.format.manifest import (
     owner,
     part_key,
     read_format,
-    table_key,
+    unpress,
 )
 from ckpt.core.format.rank_index import is_directory
 from ckpt.core.format.table import MAX_TABLE, Table
@@ -43,7 +43,7 @@ from ckpt.core.log.records import Commit
 from ckpt.errors import CorruptError, FormatError, NotFoundError, StoreError, is_unreadable
 from ckpt.events import log as logger
 from ckpt.tools.maintain.damage import AuditedTable, AuditResult, DamagedRange, FileDamage, PackDamage
-from ckpt.tools.maintain.remake import IndexOf, share_of
+from ckpt.tools.maintain.remake import IndexOf
 
 OnBytes = Callable[[int], None] | None
 Ranges = np.ndarray[Any, Any]
@@ -261,16 +261,16 @@ class Audit:
             )
 
     async def _structure(self, commit: Commit) -> None:
-        """Parts, tables and index of a checkpoint; as far as they can be had, its sheets. Some ranks at a time."""
+        """Read the index and the manifests of a checkpoint, some ranks at a time, and note its tables."""
         key, many = index_key(commit.attempt, commit.index), len(commit.parts) > MANY
         ((raw, damage),) = await self._files(commit, [(key, commit.index, MAX_TABLE)])
         index = None if raw is None or is_directory(raw) else self._parsed(raw, key, commit)
         again, sheets, columns = IndexOf(many=many, wanted=raw is None), list[AuditedTable](), [self._ranges]
         for start in range(0, len(commit.parts), MANY):
             wanted = commit.parts[start : start + MANY]
-            for row, part, table in await self._ranks(commit, wanted, index, again.layout_of):
+            for row, part, table in await self._ranks(commit, wanted, again.layout_of):
                 again.add(part, table)
-                sheet = AuditedTable(commit, table.packs, row, part.table)
+                sheet = AuditedTable(commit, table.packs, row)
                 if not many:
                     sheet.content, sheet.layout = table, _layout(part)
                 sheets.append(sheet)
@@ -278,62 +278,53 @@ class Audit:
         if len(sheets) == len(commit.parts):
             self.sheets += sheets
             if damage is not None and raw is None and (made := again.made(commit)) is not None:
-                damage.raw, damage.source = made, "the tables of its parts"
+                damage.raw, damage.source = made, "the manifests of its ranks"
         elif index is not None:
             self.sheets.append(AuditedTable(commit, index.packs, content=index))
             columns = [self._ranges, self._ranges_of(index)]
         else:
-            self.found.unread.append((commit.attempt, "neither its index nor all of its tables can be had"))
+            self.found.unread.append((commit.attempt, "neither its index nor all of its manifests can be had"))
             return
         self._ranges = np.unique(np.concatenate(columns))
 
     async def _ranks(
-        self,
-        commit: Commit,
-        rows: Sequence[tuple[int, int, str]],
-        index: Table | None,
-        layout_of: Callable[[str], dict[str, Any]],
+        self, commit: Commit, rows: Sequence[tuple[int, int, str]], layout_of: Callable[[str], dict[str, Any]]
     ) -> list[tuple[tuple[int, int, str], Part, Table]]:
-        """What some ranks have stored, as far as it can be had."""
-        attempt, there = commit.attempt, list[tuple[tuple[int, int, str], Part]]()
-        keys = [(part_key(attempt, rank, number), digest, MAX_JSON) for rank, number, digest in rows]
+        """Read the manifests of some ranks, as far as they can be had."""
+        keys = [(part_key(commit.attempt, rank, number), digest, MAX_JSON) for rank, number, digest in rows]
+        found = list[tuple[tuple[int, int, str], Part, Table]]()
         for row, (key, *_), (raw, _) in zip(rows, keys, await self._files(commit, keys), strict=True):
             if raw is not None:
                 try:
-                    there.append((row, Part.from_bytes(raw, key, layout_of)))
-                except CorruptError as error:
-                    self.found.unread.append((attempt, str(error)))
-        self.infos.update({pack.key: pack for _, part in there for pack in part.packs})
-        named = [(table_key(attempt, row[0], part.number), part.table, MAX_TABLE) for row, part in there]
-        found = list[tuple[tuple[int, int, str], Part, Table]]()
-        for (row, part), (key, *_), (raw, damage) in zip(there, named, await self._files(commit, named), strict=True):
-            table = self._parsed(raw, key, commit)
-            if damage is not None and table is None and index is not None:
-                table = share_of(index, part)
-                made = b"" if table is None else table.to_bytes()
-                if file_digest(made) != part.table:
-                    continue
-                damage.raw, damage.source = made, "its index"
-            if table is not None:
-                found.append((row, part, table))
+                    part = Part.from_bytes(raw, key, layout_of)
+                    found.append((row, part, table_of(part)))
+                except (CorruptError, FormatError) as error:
+                    self.found.unread.append((commit.attempt, str(error)))
+                else:
+                    self.infos.update({pack.key: pack for pack in part.packs})
         return found
 
     async def load(self, sheet: AuditedTable) -> Table | None:
-        """What is not kept of thousands of ranks. None if it cannot be had any more."""
+        """Return the table of a sheet, read again if it is not in memory. None if it cannot be had any more."""
         if sheet.content is None and sheet.part is not None:
-            key = table_key(sheet.commit.attempt, *sheet.part[:2])
-            raw, _ = await self._file(sheet.commit, key, sheet.digest, MAX_TABLE)
-            return self._parsed(raw, key, sheet.commit)
+            part = await self._part(sheet.commit, sheet.part, no_layout)
+            return None if part is None else table_of(part)
         return sheet.content
 
     async def _keep(self, sheet: AuditedTable) -> None:
-        """With its layout, from here on."""
+        """Keep the table and the layout of a sheet in memory from here on."""
         sheet.content = await self.load(sheet)
         if sheet.layout is None and sheet.part is not None:
-            rank, number, digest = sheet.part
-            key = part_key(sheet.commit.attempt, rank, number)
-            raw, _ = await self._file(sheet.commit, key, digest, MAX_JSON)
-            sheet.layout = None if raw is None else _layout(Part.from_bytes(raw, key))
+            part = await self._part(sheet.commit, sheet.part, unpress)
+            sheet.layout = None if part is None else _layout(part)
+
+    async def _part(
+        self, commit: Commit, row: tuple[int, int, str], layout_of: Callable[[str], dict[str, Any]]
+    ) -> Part | None:
+        rank, number, digest = row
+        key = part_key(commit.attempt, rank, number)
+        raw, _ = await self._file(commit, key, digest, MAX_JSON)
+        return None if raw is None else Part.from_bytes(raw, key, layout_of)
 
     def _parsed(self, raw: bytes | None, key: str, commit: Commit) -> Table | None:
         try:

@@ -27,13 +27,12 @@ class AuditedTable:
     """A table that a live checkpoint consists of, and the packs that it names. `layout`: of the rank that wrote it, if
     it is of one rank.
 
-    Of thousands of ranks both are read again when they are wanted: `part` says of which, `digest` is the table's.
+    With thousands of ranks both are read again when they are needed. `part`: rank, try and digest of the manifest.
     """
 
     commit: Commit
     packs: tuple[str, ...]
     part: tuple[int, int, str] | None = None
-    digest: str = ""
     content: Table | None = None
     layout: Layout | None = None
 

@@ -1,12 +1,10 @@
-"""Small files of a checkpoint, made once more of others that say the same. Whether that is right, their digests say."""
+"""Make the index of a checkpoint again, out of the manifests of all ranks."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
 from typing import Any
-
-import numpy as np
 
 from ckpt.core.checkpoint.parts import no_layout
 from ckpt.core.format.digest import file_digest
@@ -19,8 +17,11 @@ from ckpt.errors import CorruptError
 
 
 class IndexOf:
-    """The index of a checkpoint, out of all parts and tables. `many`: ranks, of whose files no more is kept than that
-    takes; `wanted`: the index is lost."""
+    """Makes the index out of the manifests of all ranks.
+
+    many: with very many ranks, only what the index needs is kept of each manifest.
+    wanted: the index is lost.
+    """
 
     def __init__(self, *, many: bool, wanted: bool) -> None:
         self._slim = Slim() if many else None
@@ -52,34 +53,3 @@ class IndexOf:
             with contextlib.suppress(CorruptError):
                 made = build(self._parts, self._pieces or self._tables).to_bytes()
         return made if file_digest(made) == commit.index else None
-
-
-def share_of(index: Table, part: Part) -> Table | None:
-    """One rank's table, taken out of that of all ranks, as `format.table.merge` put it in. Whether it is right,
-    its digest says."""
-    mine = [i for i, shard in enumerate(index.shards) if shard.rank == part.rank]
-    if not mine:
-        return None
-    first, last = mine[0], mine[-1] + 1
-    low, high = int(index.starts[first]), int(index.starts[last])
-    behind = np.unique(index.base[low:high][index.base[low:high] >= index.owned])
-    bases = np.arange(behind[0], behind[-1] + 1) if behind.size else np.zeros(0, np.int64)
-    rows = np.concatenate([np.arange(low, high), bases])
-    packs = tuple(pack.key for pack in part.packs)
-    place = {key: i for i, key in enumerate(packs)}
-    if any(index.packs[n] not in place for n in np.unique(index.pack[rows]).tolist()):
-        return None
-    numbers = np.array([place.get(key, 0) for key in index.packs], np.int64)
-    base = index.base[rows]
-    shifted = np.where(base >= index.owned, base - (bases[0] if bases.size else 0) + high - low, base - low)
-    columns = {name: getattr(index, name)[rows] for name in ("offset", "stored", "length", "codec")}
-    return Table(
-        shards=index.shards[first:last],
-        starts=index.starts[first : last + 1] - low,
-        pack=numbers[index.pack[rows]],
-        base=np.where(base < 0, -1, shifted),
-        digest=index.digest[rows],
-        stored_digest=index.stored_digest[rows],
-        packs=packs,
-        **columns,
-    )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ckpt.core.cadence.cadence import MEMORY, Auto
 from ckpt.core.checkpoint.commit import Role
-from ckpt.core.format.manifest import Attempt
+from ckpt.core.format.manifest import Attempt, nonce_of
 from ckpt.core.ipc import requests
 from ckpt.core.ipc.requests import Json
 from ckpt.core.log.log import Acquire
@@ -17,6 +17,7 @@ from ckpt.core.run.supervise.writer_client import WriterClient
 from ckpt.tiers import Memory, Tier
 
 OPEN_S = 300.0
+NEXT_NONCES = 64  # how often other jobs may take ownership while this one opens the run or restores
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class RunOpener:
         self.owner = Acquire(0, "", None)
         self.found: list[str] = []  # the ids of the runs in all tiers
         self.roles = [Role((world.rank,), 0, world.size) for _ in tiers]
-        self._successor = ""
+        self._nonces: list[str] = []  # those that this job has asked for a term with
 
     def open(self, client: WriterClient, *, writers: int = 0) -> Opened:
         """Have the durable places opened; nothing in them is changed. `writers`: of ours that have died before."""
@@ -61,7 +62,7 @@ class RunOpener:
             first_try=1000 * writers,
             check=not self._takeover and not self.owner.epoch and self._world.local_rank == 0,
             auto=[name for name, every in self._cadences() if isinstance(every, Auto)],
-            successor=self._successor,
+            next_nonces=self._next_nonces,
             acquires=[_row(acquire) for acquire in self._held.inherited.acquires],
             roots=self._roots,
         )
@@ -94,10 +95,16 @@ class RunOpener:
         """The ids of the runs in all tiers, by URL, once they are open."""
         return dict(zip([tier.url for tier in self.tiers], self.found, strict=True))
 
-    def announce(self, nonce: str) -> None:
-        """Before any rank takes the run over by this nonce: our writer must not take us for another job."""
-        self._successor = nonce
-        self._writer.insist(lambda client: client.ask(requests.Successor(nonce)))
+    def next_nonce(self) -> str:
+        """Return the nonce of the next term. All ranks compute the same, so that no writer takes it for another job."""
+        self._nonces.append(nonce_of(self._world.job, len(self._nonces)))
+        return self._nonces[-1]
+
+    @property
+    def _next_nonces(self) -> list[str]:
+        """List the nonces by which a writer recognizes that its own job has taken ownership."""
+        first = max(0, len(self._nonces) - 1)  # a new writer may have to ask again with the last one
+        return [nonce_of(self._world.job, turn) for turn in range(first, first + NEXT_NONCES)]
 
     def acquire(self, nonce: str, floor: int, restored: Attempt | None) -> list[int]:
         """Take over the places that this rank speaks for; the epochs that they gave. All have to be the same."""
@@ -118,7 +125,8 @@ class RunOpener:
 
     def _own(self, client: WriterClient, *, recover: bool) -> list[requests.PartsHere]:
         roles = [(list(role.ranks), role.place, role.world) for role in self.roles]
-        return client.ask(requests.OwnRun(_row(self.owner), roles, self._spoken_for() if recover else []), OPEN_S)
+        recovered = self._spoken_for() if recover else []
+        return client.ask(requests.OwnRun(_row(self.owner), roles, recovered, self._next_nonces), OPEN_S)
 
     def _spoken_for(self) -> list[int]:
         return [i for i, role in enumerate(self.roles) if role.place == 0]
@@ -126,7 +134,7 @@ class RunOpener:
     def is_ours(self, owner: tuple[int, str] | None) -> bool:
         """Whether this is an owner of our history, or will be."""
         ours = {(one.epoch, one.nonce) for one in (*self._held.inherited.acquires, self.owner)}
-        return owner is None or owner in ours or owner[1] == self._successor
+        return owner is None or owner in ours or owner[1] in self._nonces
 
     def resume(self) -> None:
         """All ranks have taken the run over: what was on its way to further tiers can go on."""

@@ -1,4 +1,4 @@
-"""`python -m ckpt` is the command `ckpt`, also where another program has that name."""
+"""Run the command line as `python -m ckpt`, also if another program is called `ckpt`."""
 
 import sys
 

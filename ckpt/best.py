@@ -1,7 +1,7 @@
-"""The best checkpoints of a run by some score, kept in it however old they get: `ckpt.Best`.
+"""`ckpt.Best`: keep the checkpoints of a run with the best scores, regardless of their age.
 
-What is best is a value (`Best`), which a `Checkpointer` or a callback is given. That they stay is said by KEEP records
-of the run's own log, which the writer appends, so `ckpt ls` shows them and every retention respects them.
+A `Checkpointer` or a callback receives a `Best`. The writer appends KEEP records to the run's log for these
+checkpoints, so `ckpt ls` shows them and no retention rule deletes them.
 """
 
 from __future__ import annotations
@@ -21,14 +21,18 @@ END = "its end"
 
 @dataclass
 class Best:
-    """The `keep` best of the steps that were scored stay in every tier. `monitor`: what the score is called; `mode`:
-    "min" if a smaller one is better, or "max". `ckpt.load(run, best=True)` and RUN@best are the very best.
+    """Keeps the checkpoints with the best scores in every tier.
+
+    - `monitor`: name of the score.
+    - `mode`: "min" (default) if a smaller score is better, or "max".
+    - `keep`: number of checkpoints to keep, default 1.
+    - `scores`: list of (score, step), best first, after the last `score()`.
 
         cp = ckpt.Checkpointer(state, run, best=ckpt.Best("val_loss", keep=3))
         ...
         cp.score(step, validate())
 
-    `scores`: (score, step) of each of them, the best first, as the last `score()` has found them.
+    `ckpt.load(run, best=True)` and RUN@best open the checkpoint with the best score.
     """
 
     monitor: str
@@ -38,12 +42,13 @@ class Best:
 
     def __post_init__(self) -> None:
         if self.mode not in ("min", "max"):
-            raise UsageError(f'mode is "min" or "max", not {self.mode!r}')
+            raise UsageError(f'mode={self.mode!r}: it must be "min" or "max"')
         if type(self.keep) is not int or self.keep < 1:
-            raise UsageError(f"so many of the best are kept: a number from 1, not {self.keep!r}")
+            raise UsageError(f"keep={self.keep!r}: it must be a whole number of at least 1")
 
     def add(self, score: float, step: int) -> bool:
-        """Whether the step is among the best now. Of equal scores the older stays; what is no number is never good."""
+        """Add a score. Return True if the step is now among the best. With equal scores the older stays; NaN never
+        counts."""
         if math.isnan(score):
             return False
         rest = [(s, at) for s, at in self.scores if at != step]
@@ -52,7 +57,7 @@ class Best:
         return any(at == step for _, at in self.scores)
 
     def take(self, notes: Mapping[int, str]) -> dict[int, str]:
-        """Be what such notes say; what else they say."""
+        """Take over the scores in these notes. Return the notes, or parts of them, that are not ours."""
         others = {}
         for step, note in notes.items():
             ours, _, more = note.removeprefix(THE_BEST).partition(", ")
@@ -60,22 +65,22 @@ class Best:
             try:
                 self.add(float(score) if name == self.monitor else math.nan, step)
                 more = more if name == self.monitor else note
-            except ValueError:  # somebody's words
+            except ValueError:  # a note written by a user
                 more = note
             if more:
                 others[step] = more
         return others
 
     def notes(self) -> dict[int, str]:
-        """What to write beside each of them."""
+        """Return the note for the KEEP record of each step."""
         first = self.scores[0][1] if self.scores else None
         return {step: f"{THE_BEST * (step == first)}{self.monitor}={score!r}" for score, step in self.scores}
 
 
 def kept(url: str) -> dict[int, str]:
-    """What is kept by us in a place, with the notes; nothing if it cannot be read."""
+    """Return the steps with our notes that are kept in a run, or nothing if the run cannot be read."""
 
-    async def look() -> dict[int, str]:
+    async def read_notes() -> dict[int, str]:
         log: RunLog = await read.open_run(url)
         try:
             return {a.step: ours for a, note in log.state.kept.items() if (ours := words_of(note)[0])}
@@ -83,7 +88,7 @@ def kept(url: str) -> dict[int, str]:
             await log.store.aclose()
 
     try:
-        return read.run(look())
+        return read.run(read_notes())
     except CheckpointError as error:
-        logger.warning("which checkpoints of %s are kept cannot be read: %s", url, error)
+        logger.warning("cannot read which checkpoints of %s are kept: %s", url, error)
         return {}

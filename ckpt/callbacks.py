@@ -1,4 +1,4 @@
-"""What the callbacks of several trainers share: keywords that are looked at when a callback is made."""
+"""Check the keyword arguments of callbacks when they are created."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ckpt.checkpointer import Checkpointer
 from ckpt.errors import UsageError
 
 PLACE = "the first argument, a folder or URL"
-MEANT = {  # how trainers call it
+MEANT = {  # names that other trainers use
     "save_total_limit": "keep=",
     "save_steps": "every=",
     "every_n_train_steps": "every=",
@@ -20,12 +20,14 @@ MEANT = {  # how trainers call it
 
 
 def check_keywords(callback: type, arguments: Mapping[str, object], meant: Mapping[str, str]) -> None:
-    """UsageError that says what is meant, if neither the callback nor a Checkpointer has a keyword. `meant`: further
-    names that trainers have, and ours."""
+    """Raise UsageError with a suggestion if neither the callback nor Checkpointer has one of the keywords.
+
+    `meant`: more names that trainers use, with ours.
+    """
     known: set[str] = set()
     for kind in (callback, Checkpointer):
         known |= inspect.signature(kind.__init__).parameters.keys() - {"self", "state", "arguments"}  # type: ignore[misc]
     for word in arguments.keys() - known:
         near = [f"{one}=" for one in difflib.get_close_matches(word, known, 1)]
         hint = {**MEANT, **meant}.get(word) or next(iter(near), None)
-        raise UsageError(f"there is no {word}= here" + (f": did you mean {hint}?" if hint else ""))
+        raise UsageError(f"unknown keyword {word}=" + (f": did you mean {hint}?" if hint else ""))

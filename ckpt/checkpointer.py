@@ -1,10 +1,10 @@
-"""What the user holds: `Checkpointer`.
+"""The class that users create: `Checkpointer`.
 
-    step() -> read the state -> stage it -> (sealed) -> have it written to the tiers that are due
-    restore() -> newest source in the history -> fill -> open a new epoch that continues from it
+    step() -> capture the state -> stage it in memory -> seal the slot -> the writer stores it in the scheduled tiers
+    restore() -> choose the newest checkpoint -> fill the state -> open a new term that continues from it
 
-Nothing here waits for a disk, unless asked to. Errors of the background are raised by the next call, once. What is done
-in these calls stands in `ckpt.core.run`: saves, step_keeper, restoring, closing, all over one session.
+No call waits for a disk unless the caller requests it. An error in the background is raised once, by the next call. The
+modules of `ckpt.core.run` (saves, step_keeper, restoring, closing) implement these calls over one session.
 """
 
 from __future__ import annotations
@@ -32,45 +32,49 @@ from ckpt.core.run.saves import Saves, TierWrites
 from ckpt.core.run.session import Session, Settings, Stats
 from ckpt.core.run.step_keeper import StepKeeper
 from ckpt.core.snapshot.device import traced
-from ckpt.errors import CheckpointError, SkippedError, UsageError, door
+from ckpt.errors import CheckpointError, SkippedError, UsageError, public_class
 from ckpt.events import log
 from ckpt.guard.fault_handler import FaultHandler
-from ckpt.guard.report import Fault, tell_if_uncaught
+from ckpt.guard.report import Fault, explain_if_uncaught
 from ckpt.save import Save
 from ckpt.triggers import Trigger, as_triggers
 
-STOP_S = 30.0  # for an incident that is being dealt with
+STOP_S = 30.0  # how long to wait for a fault that is being handled
 T = TypeVar("T")
 
-# Until they are closed: also one that nobody holds any more is closed when the interpreter ends.
+# Open Checkpointers by URL. The interpreter closes those that are still open when it exits.
 _open: dict[str, Checkpointer] = {}
 _opening = threading.Lock()
 
 
-@door
+@public_class
 class Checkpointer:
-    """Saves a training run as it goes, and brings it back.
+    """Saves a training run while it trains and restores it after a restart.
 
-    `state`: a dict of modules, optimizers, anything with state_dict and load_state_dict, tensors and plain values. What
-    an object's state_dict() does not say, though its load_state_dict() needs it, is not saved: nobody else can know it.
-    `tiers`: a folder or URL, or a list of them, with memory before them; or a list of `Memory` and `Tier`, which has
-    memory only if it names it; None keeps snapshots in memory only, found again by `name`. `every` and `keep` are of a
-    tier that is given as a string: steps between checkpoints (100), a time such as "10min", or "auto", see `ckpt.Auto`;
-    and how many stay ("all"), see `ckpt.Tier`. Memory is saved at every step.
-    `best`: by which score some of them stay however old they get, see `ckpt.Best` and `score()`.
-    `on_busy`: whether a step waits for a free slot ("wait", at most `busy_timeout_s`) or is not saved ("skip").
-    `on_error`: "raise" lets the next call raise what went wrong in the background, "warn" only logs it.
-    `agree_timeout_s`: how long the other ranks are waited for where all must come: here, in restore() and in close().
-    `triggers`: when to save out of turn, see `ckpt.triggers`: "auto", or a list such as [ckpt.on_signal("SIGTERM")].
-    `on_fault`: called in a background thread with the account of each fault, those that ended earlier incarnations
-    on this machine included; `faults` holds the latter.
-    `metrics`: a port for Prometheus, or `ckpt.Metrics`, which has TensorBoard too.
-    `takeover`: open a run that another process trains. That one is told, and saves no more. Another Checkpointer of the
-    run in this process is closed.
+    - `state`: dict of modules, optimizers, objects with state_dict and load_state_dict, tensors and plain values. Only
+      what state_dict() returns is saved, even if load_state_dict() needs more.
+    - `tiers`: folder, URL or a list of them, with memory in front; or a list of `Memory` and `Tier`, which has memory
+      only if it contains a `Memory`. Default None: snapshots stay in memory only and are found by `name`.
+    - `name`: name of a run without a folder or URL.
+    - `every`: save interval of a tier given as a string: steps (default 100), a time ("10min"), or "auto" (see
+      `ckpt.Auto`). Memory saves every step.
+    - `keep`: how many checkpoints a tier given as a string keeps, default "all"; see `ckpt.Tier`.
+    - `best`: score whose best checkpoints are kept regardless of age; see `ckpt.Best` and `score()`.
+    - `on_busy`: when every slot is busy, "wait" (default) blocks the step for at most `busy_timeout_s`; "skip" skips
+      the save.
+    - `on_error`: "raise" (default) raises a background error in the next call; "warn" only logs it.
+    - `busy_timeout_s`, `close_timeout_s`: longest wait for a slot (default 600) and in close() (default 300), seconds.
+    - `agree_timeout_s`: longest wait for the other ranks when opening, restoring and closing, seconds, default 300.
+    - `triggers`: events that request an emergency save: "auto" (default) or a list like [ckpt.on_signal("SIGTERM")];
+      see `ckpt.triggers`.
+    - `on_fault`: function called in a background thread with each `Fault`, including faults that ended earlier job
+      attempts on this machine. `faults` lists the latter.
+    - `metrics`: port for Prometheus, or `ckpt.Metrics`, which also supports TensorBoard.
+    - `takeover`: take the run from the process that trains it. That process is fenced: it saves nothing more. An older
+      Checkpointer of the run in this process is closed.
 
-    Raises StateError for a state that cannot be saved, FormatError or StoreError for a tier that cannot be used,
-    InUseError for a run that another process trains.
-    Use it as a context manager, or call `close()`.
+    Raises StateError if the state cannot be saved, FormatError or StoreError if a tier cannot be used, and InUseError
+    if another process trains the run. Use it as a context manager, or call `close()`.
     """
 
     def __init__(
@@ -92,27 +96,29 @@ class Checkpointer:
         metrics: object = None,
         takeover: bool = False,
     ) -> None:
-        wanted, timeouts_s = as_triggers(triggers), (busy_timeout_s, close_timeout_s, agree_timeout_s)
+        armed, timeouts_s = as_triggers(triggers), (busy_timeout_s, close_timeout_s, agree_timeout_s)
         self._settings = Settings.checked(tiers, name, every, keep, best, (on_busy, on_error), timeouts_s, metrics)
         try:
-            with contextlib.ExitStack() as undo:  # whatever comes in between, Ctrl-C too
+            with contextlib.ExitStack() as undo:  # undo every step if any of them fails, including on Ctrl-C
                 self._reserve(undo, takeover)
-                self._start(undo, Session(self._settings, state, takeover, undo), wanted, on_fault)
+                self._start(undo, Session(self._settings, state, takeover, undo), armed, on_fault)
                 undo.pop_all()
         except CheckpointError as error:
-            tell_if_uncaught(error, self._settings.world.rank, self._settings.world.size)
+            explain_if_uncaught(error, self._settings.world.rank, self._settings.world.size)
             raise
 
     def _reserve(self, undo: contextlib.ExitStack, takeover: bool) -> None:
-        """UsageError if there is another one of this run in this process, also one that is just being made. To take
-        over is to close it: in a notebook its name may be lost."""
+        """Register this Checkpointer as the only one of its run in this process; otherwise raise UsageError.
+
+        With `takeover`, close the older one first: a notebook may have lost the variable that referred to it.
+        """
         url = self._settings.url
         if takeover and (older := _open.get(url)) is not None and hasattr(older, "_closing"):
             older.close()
         with _opening:
             if url in _open:
                 raise UsageError(
-                    f"another Checkpointer in this process uses {url}: close() it first, or give takeover=True"
+                    f"another Checkpointer in this process uses {url}: close() it first, or pass takeover=True"
                 )
             undo.callback(_open.pop, url, None)
             _open[url] = self
@@ -121,10 +127,10 @@ class Checkpointer:
         self,
         undo: contextlib.ExitStack,
         session: Session,
-        wanted: tuple[Trigger, ...],
+        triggers: tuple[Trigger, ...],
         on_fault: Callable[[Fault], None] | None,
     ) -> None:
-        """Put together what works on a session. `undo`: what ends it all again if something fails."""
+        """Create the parts that work on the session, and start them. `undo`: rolls everything back if one fails."""
         progress = self._progress = Progress(session)
         undo.callback(setattr, progress, "closed", True)
         self._session, self._staged, self._writes = session, Staged(session, progress), TierWrites(session)
@@ -138,7 +144,7 @@ class Checkpointer:
                 self.faults.append(Fault.from_json(data))
         reached = max((step for fault in self.faults for step in fault.steps.values()), default=0)
         self._restoring = Restoring(session, progress, self._staged, self._writes, reached)
-        self._fault_handler = FaultHandler(wanted, session, self._out_of_turn, on_fault)
+        self._fault_handler = FaultHandler(triggers, session, self._out_of_turn, on_fault)
         departures = Departures(session, progress, self._staged, self._writes)
         self._closing = Closing(
             session, progress, self._staged, self._writes, self._keeper, self._fault_handler, departures
@@ -147,7 +153,7 @@ class Checkpointer:
         undo.callback(self._fault_handler.stop, STOP_S)
         self._fault_handler.start()
         for fault in self.faults:
-            log.warning("before this start: %s", fault.line)
+            log.warning("an earlier job attempt failed: %s", fault.line)
             self._fault_handler.tell(fault)
         session.ends.callback(_open.pop, self._settings.url, None)
         session.ends.callback(ProcessEnd(self._closing.close_at_exit, self._after_fork).cancel)
@@ -155,31 +161,33 @@ class Checkpointer:
 
     @property
     def writer_pid(self) -> int:
-        """The process that holds this one's snapshots, writes them, and outlives it; 0 if there is none just now."""
+        """The process id of the writer, which holds the snapshots and outlives this process; 0 if none is running."""
         client = self._session.supervisor.client
         return client.pid if client.alive else 0
 
     @property
     def stats(self) -> Stats:
-        """What saving has cost this process so far."""
+        """What saving has cost this process so far: stalls, copies and counts."""
         return self._session.stalls.stats
 
     @property
     def last_restore(self) -> Restored | None:
-        """What the last restore() brought back, and what it passed over."""
+        """What the last restore() restored and which checkpoints it skipped."""
         return self._restoring.last
 
     # -- saving --
 
     @traced("ckpt.step")
     def step(self, step: int, *, finite: bool | torch.Tensor | None = None) -> Save | None:
-        """Call once after every optimizer step with the number of steps done. Saves what is due; returns at once.
+        """Save this step if a save is scheduled. Call once after each optimizer step with the number of steps done.
 
-        `finite`: False if the training has gone wrong, as `torch.isfinite(loss)` says. Such a step is saved to be
-        looked at, never displaces the last one that was not, and is only restored by its number. (On an accelerator,
-        to look at a tensor waits for it.) The handle says when the step is staged and committed; None if nothing was
-        due. Memory is made in the background: a step that is due in no tier may be left out until it is there, and
-        `staged()` of its handle raises SkippedError then; what is due makes the next update wait.
+        Returns without waiting for a disk. The handle reports when the step is staged and committed; None if no save
+        was scheduled. Memory is allocated in the background. Until it is ready, a step that no tier has scheduled may
+        be skipped (`staged()` of its handle raises SkippedError); a scheduled step makes the next update wait.
+
+        - `finite`: False if training has diverged, for example `torch.isfinite(loss)`. Such a step is saved for
+          inspection. It never replaces the last finite step and is only restored by number. A tensor on an accelerator
+          makes the call wait for it.
         """
         with self._progress.in_turn():
             return self._step(step, None if finite is None else bool(finite))
@@ -194,7 +202,7 @@ class Checkpointer:
                 self._progress.begin(step, finite)
                 if due:
                     save = self._saves.begin(step, tiers, explicit=ordered, asked=ordered)
-        except SkippedError as error:  # there is no memory for it
+        except SkippedError as error:  # no memory is available for it
             self._saves.on_refused(step, error)
         if save is not None and ordered:
             self._out_of_turn.answer(save)
@@ -202,19 +210,23 @@ class Checkpointer:
         return save
 
     def request(self, why: str = "no reason given") -> None:
-        """Have all ranks save one of the next steps to every tier; for any thread of any rank. Returns at once."""
+        """Request a save of a coming step to every tier on all ranks. Any thread of any rank may call it; returns
+        immediately."""
         self._progress.check_usable()
         if not self._fault_handler.armed:
-            raise UsageError("this Checkpointer was made without triggers: call save() at the same step on all ranks")
+            raise UsageError(
+                "this Checkpointer has triggers=[], so it cannot save on request: call save() at the same step on "
+                "all ranks"
+            )
         self._fault_handler.request(why)
 
     def fence(self) -> None:
-        """Call right before weights or moments are changed in a way that torch tells nobody: a CUDA graph of yours is
-        replayed, or `.data` is written to. It counts as the beginning of an optimizer's step.
+        """Call before modifying weights or optimizer state in a way that PyTorch cannot track (`.data`, CUDA graph
+        replay).
 
-        What is queued from now on, on the current streams, comes after the copies under way; the host waits only for
-        those that it makes itself. Nothing is torn without it either, but what changes unsaid is copied within
-        `step()`. UsageError while a graph is captured.
+        The call counts as the start of an optimizer step. Work queued afterwards on the current streams runs after the
+        copies in progress; the host waits only for copies that it makes itself. Without the call no snapshot is torn
+        either, but such tensors are then copied inside `step()`. Raises UsageError while a graph is being captured.
         """
         self._progress.check_not_forked()
         self._session.capture.guard_again()
@@ -222,9 +234,10 @@ class Checkpointer:
 
     @contextlib.contextmanager
     def pause(self, *, changes_state: bool = False) -> Iterator[None]:
-        """Around what is no training, such as an evaluation: it is not taken for a hang.
+        """Suspend hang detection during work that is not training, for example an evaluation.
 
-        `changes_state`: weights are exchanged meanwhile, as for averages; at a fault in it nothing is copied any more.
+        - `changes_state`: True if the block swaps the weights, for example for averaged ones. A fault inside the block
+          then saves no new copy. Default False.
         """
         self._progress.check_not_forked()
         with self._progress.pause(changes_state):
@@ -232,11 +245,11 @@ class Checkpointer:
 
     @traced("ckpt.step")
     def save(self, step: int | None = None) -> Save:
-        """Save now, to every tier: the step given, or the one that the last `step()` named.
+        """Save now to every tier: the given step, by default the one that the last `step()` named.
 
-        Without a durable tier it is staged only. If memory does not have the step that `step()` named, it is saved as
-        it is now: call this right after `step()`. Raises UsageError if an optimizer has begun a further step, or if
-        weights are exchanged (see `pause`).
+        Without a durable tier the step is only staged. If memory does not have that step, the current state is saved
+        under its number: call this right after `step()`. Raises UsageError if an optimizer has begun a further step, or
+        if the weights are swapped (see `pause`).
         """
         with self._progress.in_turn():
             self._progress.check_usable()
@@ -251,32 +264,31 @@ class Checkpointer:
             return self._saves.begin(step, self._settings.everywhere, explicit=True)
 
     def stage(self) -> Save:
-        """Have the step that the last `step()` named in memory, due there or not, so that `save()` may write it later.
+        """Copy the last step into memory even if memory has not scheduled it, so that a later `save()` can write it.
 
-        Returns when it is copied; what goes wrong then is raised by the next call.
+        Returns when the copy is made; a later failure is raised by the next call.
         """
         with self._progress.in_turn():
             self._progress.check_usable()
             return self._keeper.stage_again()
 
     def keep_steps(self, notes: Mapping[int, str]) -> None:
-        """The checkpoints of these steps stay in every tier, however old they get: `{step: why}`, as `ckpt ls` shows.
+        """Keep the checkpoints of these steps in every tier regardless of age: `{step: why}`, as `ckpt ls` shows.
 
-        What an earlier call has named and this one does not may go again. Say it before the `save()` of such a step
-        and no later checkpoint pushes it out. All ranks call this alike; it returns at once.
+        Steps named by an earlier call but not by this one may expire again. Call this before the `save()` of a step, so
+        that no later checkpoint can expire it. All ranks must make the same call; it returns immediately.
         """
         with self._progress.in_turn():
             self._progress.check_usable()
             self._kept.keep(notes)
 
     def score(self, step: int, value: float | torch.Tensor) -> bool:
-        """Say what a step scored, now or long after it; whether it is among the `best`, which stay in every tier.
+        """Record the score of a step, now or later. Return True if it is among the `best`, which stay in every tier.
 
-        The step that the last `step()` named is saved to every tier if it is one of them; an older one stays where it
-        is saved. All ranks call this alike, and the first one's value decides. A score is as durable as its step once
-        `wait()` returns; until then a process that is killed may lose it. A value that is no number is none of the
-        best, says a warning. UsageError, and nothing has changed, for a step that was not made yet, or is saved nowhere
-        and past.
+        If the last `step()` is among the best, it is saved to every tier; an older step stays where it is stored. All
+        ranks must make the same call, and rank 0's value decides. A score is as durable as its step once `wait()`
+        returns; before that, a killed process may lose it. NaN never counts as best and logs a warning. Raises
+        UsageError and changes nothing if the step is in the future, or if it is past and stored nowhere.
         """
         with self._progress.in_turn():
             self._progress.check_usable()
@@ -293,15 +305,16 @@ class Checkpointer:
 
     @traced("ckpt.restore")
     def restore(self, default: Any = MISSING, *, step: int | None = None, strict: bool = True) -> Any:
-        """Bring the state back to the newest step there is, from the nearest tier, and return the step.
+        """Restore the state to the newest step from the nearest tier that has it, and return the step.
 
-        Tensors are filled in place. A damaged checkpoint is passed over, loudly: `last_restore` says which and why.
-        `default` is returned only if every tier was read and none holds a checkpoint. `step` asks for that one, also
-        to go back: what was saved after it is not restored by itself any more. `strict=False` takes what fits, and
-        casts what has another dtype.
+        Tensors are filled in place. Damaged checkpoints are skipped with a warning and listed in `last_restore`.
 
-        Raises NoCheckpointError, CorruptError if none of the checkpoints is sound, or MismatchError, after which
-        nothing has been changed.
+        - `default`: value to return if every tier was read and none has a checkpoint; without it, NoCheckpointError.
+        - `step`: restore this step, which may be an older one. Later steps are then no longer restored automatically.
+        - `strict`: False restores the entries that fit and casts those of another dtype. Default True.
+
+        Raises NoCheckpointError, CorruptError if no checkpoint is intact, or MismatchError; the state is then
+        unchanged.
         """
         with self._progress.in_turn(alone=True):
             self._progress.check_usable(restoring=True)
@@ -316,28 +329,32 @@ class Checkpointer:
     # -- the end --
 
     def wait(self, timeout_s: float | None = None, *, step: int | None = None) -> None:
-        """Until every save begun so far, or that of one step, is staged and written, or has failed, and what stays is
-        noted. DeadlineError past `timeout_s`."""
+        """Wait until every save begun so far, or that of `step`, has been staged and written or has failed.
+
+        Also waits until kept and scored steps are recorded. Raises DeadlineError after `timeout_s` seconds, default no
+        limit.
+        """
         self._progress.check_not_forked()
         self._kept.wait(timeout_s, step)
         self._writes.note_owed()
         self._session.errors.raise_pending()
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Make the last step durable in every tier, wait for all saves, let the writer leave. Harmless when called
-        again. A step that memory does not have is saved as it is now. If an optimizer has begun a further step, an
-        exception is on its way, or another thread closes, it is the newest step that memory holds; a warning says so.
+        """Make the last step durable in every tier, wait for all saves and end the writer. Further calls do nothing.
 
-        DeadlineError if that takes longer than `timeout_s` (default: `close_timeout_s`); the writer finishes by itself.
-        DeadlineError or PeerError if other ranks do not come to close: memory stays with the writer as after a death.
-        A run in memory alone is let go of, unless an exception is on its way: then a restart finds it.
+        If memory does not have the last step, the current state is saved. If an optimizer has begun a further step, an
+        exception is propagating, or another thread closes, the newest step in memory is saved and a warning is logged.
+        A run in memory only is released, unless an exception is propagating: then a restart finds it.
+
+        Raises DeadlineError after `timeout_s` seconds (default: `close_timeout_s`); the writer still finishes. Raises
+        DeadlineError or PeerError if other ranks do not close: the writer then keeps the memory as after a crash.
         """
         self._closing.close_as_asked(timeout_s)
 
     def _after_fork(self) -> None:
         if not self._progress.closed:
             self._progress.forked = True
-            _open.pop(self._settings.url, None)  # the child may open the run itself, once its parent is gone
+            _open.pop(self._settings.url, None)  # the child may open the run itself after its parent has ended
             self._session.hook.silence()
             self._fault_handler.forget()
             self._session.supervisor.forget()

@@ -1,4 +1,4 @@
-"""Every error this library raises.
+"""The exceptions of this library.
 
     CheckpointError
     ├── UsageError            the call is wrong; nothing was done
@@ -11,27 +11,27 @@
     ├── SaveError             one save failed; training and later saves are unaffected
     │   └── SkippedError      a save was skipped because every slot was busy
     ├── WriterError           the writer process cannot be started
-    │   └── NameTakenError    another writer of this run has started meanwhile
-    ├── ProtocolError         a message between two processes was not understood, or a writer is of another version
+    │   └── NameTakenError    another writer of this run has started
+    ├── ProtocolError         a message between processes was not understood, or the versions differ
     ├── PeerError             another rank of the job failed, is gone, or disagrees
-    ├── DeadlineError         a wait ran past its deadline (also a TimeoutError)
+    ├── DeadlineError         a wait exceeded its timeout (also a TimeoutError)
     ├── CorruptError          stored bytes do not match their digest
-    ├── FormatError           not a run of ours, or written by a newer version
-    └── StoreError            the place where bytes are kept refused
+    ├── FormatError           not a run of this library, or written by a newer version
+    └── StoreError            a folder or bucket refused an operation
         ├── NotFoundError     no such object
         ├── TruncatedError    an object is shorter than it must be
         ├── UnreadableError   a checkpoint cannot be read now, so nothing is known about its bytes
-        ├── ExistsError       create-if-absent found it present
+        ├── ExistsError       create-if-absent found the object present
         ├── FullError         no space left
-        ├── AccessError       no such bucket, no permission, or credentials that do not hold
-        ├── RunGoneError      the folder or bucket is no longer the run that was opened there
-        ├── TransferError     bytes did not get from one rank to another
-        └── OutcomeUnknownError   a commit may or may not have landed
+        ├── AccessError       no such bucket, no permission, or invalid credentials
+        ├── RunGoneError      the folder or bucket no longer contains the run that was opened
+        ├── TransferError     bytes were not transferred from one rank to another
+        └── OutcomeUnknownError   a commit may or may not have been recorded
 
-Two questions matter to a program: is it the user's to fix (`UsageError`), and is it worth a retry (`retryable`)? A
-person asks what is safe, and what to do next: the message says what is particular to it, and each class but UsageError
-has `advice`, which a traceback shows below the message (as a note, PEP 678) and commands print after it, with the run
-that they were given in place of RUN.
+A program checks two things: whether the user must fix the call (`UsageError`), and whether a retry may help
+(`retryable`). A person needs to know what is safe and what to do next. The message states the details; `advice` of the
+class states the rest. A traceback shows the advice below the message (as a note, PEP 678). Commands print it after the
+message, with the run they were given in place of RUN.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ C = TypeVar("C", bound=type)
 
 
 class CheckpointError(Exception):
-    """Base of every error here. `advice`: what is safe, and what to do next."""
+    """Base class of all errors of this library. `advice`: what is safe and what to do next."""
 
     retryable = False
     advice = ""
@@ -60,149 +60,145 @@ class CheckpointError(Exception):
 
 
 class UsageError(CheckpointError):
-    """The call is wrong, and the message says how; nothing was done."""
+    """The call is wrong. The message explains how to correct it; nothing was done."""
 
 
 class StateError(UsageError):
-    """Something in the state cannot be saved safely."""
+    """An entry of the state cannot be saved safely."""
 
     advice = (
-        "Nothing was saved of this step; what was saved before is untouched. Change that entry, or leave it "
-        "out of the state."
+        "This step was not saved; earlier checkpoints are unchanged. Change that entry, or leave it out of the state."
     )
 
 
 class MismatchError(UsageError):
-    """The checkpoint does not fit the state it is restored into; nothing was changed."""
+    """The checkpoint does not fit the state that it is restored into. Nothing was changed."""
 
     advice = "Neither the state nor the checkpoint was changed. `ckpt show RUN` lists what is stored."
 
 
 class ClosedError(UsageError):
-    """The Checkpointer is closed, or this is a forked child of the process that made it."""
+    """The Checkpointer was closed, or this process was forked from the one that created it."""
 
-    advice = "Nothing was done; what was saved before is untouched."
+    advice = "Nothing was done; earlier checkpoints are unchanged."
 
 
 class NoCheckpointError(CheckpointError):
-    """There is nothing to restore."""
+    """No checkpoint to restore was found."""
 
     advice = (
-        "Nothing was changed. `ckpt ls RUN` lists what a run has. restore(default=0) begins anew where "
-        "there is nothing."
+        "Nothing was changed. `ckpt ls RUN` lists the checkpoints of a run. restore(default=0) starts from zero if "
+        "there is none."
     )
 
 
 class FencedError(CheckpointError):
-    """Another, newer job has taken this run over."""
+    """A newer job has taken ownership of this run."""
 
     advice = (
-        "What this job committed stays part of the run. Only the newer job saves from now on: end this one, "
-        "or give it a location of its own."
+        "Checkpoints that this job committed stay in the run. Only the newer job can save from now on: end this one, "
+        "or give it its own location."
     )
 
 
 class InUseError(CheckpointError):
-    """Another process trains this run. It goes on, and nothing was changed."""
+    """Another process trains this run. It continues, and nothing was changed."""
 
     advice = (
-        "Stop that process first, or pass takeover=True to end it and go on from its newest step. "
-        "To look at what is stored, `ckpt show RUN` only reads, and so does ckpt.load."
+        "Stop that process first, or pass takeover=True to fence it and continue from its newest step. "
+        "`ckpt show RUN` and ckpt.load only read, so they work while it trains."
     )
 
 
 class SaveError(CheckpointError):
-    """One save failed. The training state is unaffected, and later saves are tried as ever."""
+    """One save failed. The training state is unaffected, and later saves are attempted normally."""
 
     advice = (
-        "The training state is untouched, and later saves are tried as ever. `ckpt doctor RUN` tries out what a store "
-        "can do."
+        "The training state is unchanged, and later saves are attempted normally. `ckpt doctor RUN` tests whether the "
+        "store works."
     )
 
 
 class SkippedError(SaveError):
-    """This step was not saved, because every slot was busy, or memory was not ready or is short."""
+    """This step was not saved, because every slot was busy or memory was not available."""
 
     advice = (
-        "Older checkpoints are untouched, and later steps are tried as ever. Saving less often "
-        '(every="auto") leaves out fewer.'
+        "Older checkpoints are unchanged, and later saves are attempted normally. Saving less often "
+        '(every="auto") skips fewer steps.'
     )
 
 
 class WriterError(CheckpointError):
-    """The writer process cannot be started or keeps dying."""
+    """The writer process cannot be started, or ends repeatedly."""
 
     advice = (
-        "Checkpoints in folders and buckets are untouched. Start the training again once the cause is gone: "
-        "it goes on from them."
+        "Checkpoints in folders and buckets are unchanged. Fix the cause and start the training again: "
+        "it continues from them."
     )
 
 
 class NameTakenError(WriterError):
-    """Another writer of this run has started on this machine meanwhile."""
+    """Another writer of this run has started on this machine."""
 
 
 class ProtocolError(CheckpointError):
     """A message was not understood, or the writer that holds a run's memory is of another version of this library."""
 
     advice = (
-        "Nothing was changed, and nobody was ended: a writer goes on with what it holds. Start with the version of "
-        "everystep that it has."
+        "Nothing was changed. A writer of the other version keeps running and keeps its memory. Use its version of "
+        "everystep to continue from it."
     )
 
 
 class PeerError(CheckpointError):
-    """Another rank of the job failed, is gone, or wants something else than this one."""
+    """Another rank of the job failed, is gone, or requested something different."""
 
     advice = (
-        "Committed checkpoints are untouched. Look at the log of the rank that is named, and start all ranks "
+        "Committed checkpoints are unchanged. Check the log of the rank that is named, and start all ranks "
         "again together."
     )
 
 
 class DeadlineError(CheckpointError, TimeoutError):
-    """A wait ran past its deadline."""
+    """A wait exceeded its timeout."""
 
     advice = (
-        "Nothing that was committed is lost. `ckpt top RUN` shows what the run is doing; `ckpt doctor RUN` "
-        "whether a store answers."
+        "Committed checkpoints are not affected. `ckpt top RUN` shows what the run is doing; `ckpt doctor RUN` "
+        "tests whether the store responds."
     )
 
     retryable = True
 
 
 class CorruptError(CheckpointError):
-    """Stored bytes do not match their digest, or a file is not what it says it is."""
+    """Stored bytes do not match their digest, or a file is not of the expected kind."""
 
     advice = (
-        "Nothing was taken from the damaged bytes. `ckpt verify RUN` says what is whole. `ckpt repair RUN "
-        "--from OTHER` mends."
+        "No damaged bytes were used. `ckpt verify RUN` lists which checkpoints are intact. `ckpt repair RUN "
+        "--from OTHER` repairs them from another copy."
     )
 
 
 class FormatError(CheckpointError):
-    """Not a run of this library, or written by a newer version of it."""
+    """The location contains no run of this library, or a newer version wrote it."""
 
-    advice = "Nothing was changed there. `ckpt import` makes a run of other programs' files."
+    advice = "Nothing was changed there. `ckpt import` converts files of other programs into a run."
 
 
 class StoreError(CheckpointError):
-    """A store could not do what was asked."""
+    """A store could not complete an operation."""
 
-    advice = (
-        "What was committed before is untouched. `ckpt doctor RUN` tries out what a store can do, and says "
-        "what is wrong."
-    )
+    advice = "Earlier checkpoints are unchanged. `ckpt doctor RUN` tests the store and reports what is wrong."
 
     def __init__(self, message: str, *, retryable: bool = False, advice: str | None = None) -> None:
         if advice is not None:
-            self.advice = advice  # where it is no run that refused
+            self.advice = advice  # for stores that do not contain a run
         super().__init__(message)
         self.retryable = retryable
 
 
 class NotFoundError(StoreError):
-    """No such object."""
+    """The store has no such object."""
 
 
 class TruncatedError(StoreError):
@@ -210,7 +206,7 @@ class TruncatedError(StoreError):
 
 
 class UnreadableError(StoreError):
-    """A checkpoint cannot be read at the moment, so nothing is known about its bytes. No other one is used instead."""
+    """A checkpoint cannot be read now, so nothing is known about its bytes. No other checkpoint is used instead."""
 
     advice = (
         "Nothing was changed, and the checkpoint may be intact. Restore access to its files (mount, permissions, open "
@@ -219,28 +215,29 @@ class UnreadableError(StoreError):
 
 
 class ExistsError(StoreError):
-    """Create-if-absent found the object present."""
+    """Create-if-absent found that the object exists."""
 
 
 class FullError(StoreError):
-    """No space left."""
+    """The store has no space left."""
 
     advice = (
-        "What was committed before is untouched. `ckpt prune RUN --keep-last 3` and `ckpt gc RUN` make room; "
-        "both show a plan first. A tier keeps all checkpoints unless its Tier says otherwise: keep=3 keeps three."
+        "Earlier checkpoints are unchanged. `ckpt prune RUN --keep-last 3` and `ckpt gc RUN` free space; "
+        "both show a plan first. By default a tier keeps all checkpoints; a Tier with keep=3 keeps the newest three."
     )
 
 
 class AccessError(StoreError):
-    """The place is not there, or refuses us: no such bucket, no permission, expired or wrong credentials."""
+    """The bucket or folder does not exist, or access is denied: no permission, expired or wrong credentials."""
 
 
 class RunGoneError(StoreError):
-    """The folder or bucket is no longer the run that was opened there."""
+    """The folder or bucket no longer contains the run that was opened there."""
 
     advice = (
-        "Put the run back, and later saves go there again; or start the training again. Steps in memory stay there "
-        "until a new run begins."
+        "Restore the run at its location, and later saves go there again; or restart the training. Steps in memory "
+        "stay "
+        "there until a new run begins."
     )
 
     @classmethod
@@ -252,15 +249,15 @@ class RunGoneError(StoreError):
 
 
 class TransferError(StoreError):
-    """Bytes that one rank had read did not get to another that wants them."""
+    """Bytes that one rank had read could not be sent to another rank that needs them."""
 
 
 class OutcomeUnknownError(StoreError):
-    """A commit was sent and no answer came in time: it may or may not have landed. Nothing was deleted."""
+    """A commit was sent, but no response arrived in time: it may or may not be recorded. Nothing was deleted."""
 
     advice = (
-        "What was to be recorded is there as a whole, or not at all: `ckpt ls RUN` says which. Later saves find out by "
-        "themselves."
+        "The checkpoint is recorded completely or not at all: `ckpt ls RUN` shows which. Later saves detect it "
+        "automatically."
     )
 
 
@@ -272,7 +269,7 @@ def is_unreadable(error: BaseException) -> bool:
     return isinstance(error, StoreError) and not isinstance(error, (NotFoundError, TruncatedError))
 
 
-MENDABLE = (
+USER_ERRORS = (
     UsageError,
     NoCheckpointError,
     FencedError,
@@ -280,18 +277,20 @@ MENDABLE = (
     SaveError,
     FormatError,
     StoreError,
-)  # by who reads them
+)  # the user can correct the cause
 
 
-def at_door(function: Callable[P, R]) -> Callable[P, R]:
-    """What is the user's to mend comes out of this function without our frames and causes: the last line is the
-    caller's. The logger "ckpt" has all of them, at DEBUG."""
+def public_function(function: Callable[P, R]) -> Callable[P, R]:
+    """Raise errors that a user can correct without our frames and causes, so that the last line shown is the caller's.
+
+    The logger "ckpt" records the full traceback at DEBUG.
+    """
 
     @functools.wraps(function)
     def entered(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return function(*args, **kwargs)
-        except MENDABLE as error:
+        except USER_ERRORS as error:
             logging.getLogger("ckpt").debug("an error in %s", function.__qualname__, exc_info=True)
             raise error.with_traceback(None) from None
 
@@ -301,16 +300,16 @@ def at_door(function: Callable[P, R]) -> Callable[P, R]:
 SPECIAL = ("__init__", "__exit__", "__getitem__")
 
 
-def door(kind: C) -> C:
-    """The same for a class that people hold: of all its public methods."""
-    for name, one in list(vars(kind).items()):
-        if isinstance(one, FunctionType) and (name in SPECIAL or not name.startswith("_")):
-            setattr(kind, name, at_door(one))
+def public_class(kind: C) -> C:
+    """Apply `public_function` to all public methods of a class."""
+    for name, method in list(vars(kind).items()):
+        if isinstance(method, FunctionType) and (name in SPECIAL or not name.startswith("_")):
+            setattr(kind, name, public_function(method))
     return kind
 
 
 def to_wire(error: BaseException) -> dict[str, Any]:
-    """The error as JSON, to cross from the writer to the trainer, or to another rank."""
+    """Convert an error to JSON, to send it from the writer to the trainer or to another rank."""
     message = str(error) or type(error).__name__
     if not isinstance(error, CheckpointError):
         message = f"{type(error).__name__}: {message}"
@@ -318,9 +317,9 @@ def to_wire(error: BaseException) -> dict[str, Any]:
 
 
 def from_wire(message: dict[str, Any]) -> CheckpointError:
-    """The other end of `to_wire`; an unknown class becomes a plain CheckpointError."""
-    found = globals().get(message["error"])
-    known = isinstance(found, type) and issubclass(found, CheckpointError)
-    error: CheckpointError = (found if known else CheckpointError)(message["message"])  # type: ignore[misc]
+    """Convert JSON of `to_wire` to an error. An unknown class becomes CheckpointError."""
+    kind = globals().get(message["error"])
+    known = isinstance(kind, type) and issubclass(kind, CheckpointError)
+    error: CheckpointError = (kind if known else CheckpointError)(message["message"])  # type: ignore[misc]
     error.retryable = bool(message.get("retryable", False))
     return error

@@ -1,4 +1,4 @@
-"""What happened, for people (`log`) and for other programs (`subscribe`)."""
+"""Events of this process, for people (`log`) and for other programs (`subscribe`)."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from ckpt.subscribers import Event, subscribe
 
 __all__ = ["Event", "log", "subscribe"]
 
-log = logging.getLogger("ckpt")  # no handler: what is shown is up to the program, and warnings are without its doing
+log = logging.getLogger("ckpt")  # no handler: the program configures logging, and Python prints warnings by default
 
 
 def tell(text: str) -> None:
-    """Log at INFO; and as long as nobody has set up logging, show it to who sits at a terminal.
-    `logging.getLogger("ckpt").setLevel(logging.WARNING)` keeps it quiet."""
+    """Log at INFO. If logging is not configured and stderr is a terminal, also print it there.
+
+    `logging.getLogger("ckpt").setLevel(logging.WARNING)` turns this off.
+    """
     log.info("%s", text)
     unset = log.level <= logging.INFO and not log.hasHandlers() and log.manager.disable < logging.INFO
     if unset and sys.stderr is not None and sys.stderr.isatty():

@@ -1,14 +1,13 @@
-"""The named points at which a test may make something fail.
+"""Named points at which a test can inject a failure.
 
-`point("pack.written")` marks a moment that matters for safety. In normal runs it is one comparison with None. Under
-test, the environment variable `CKPT_FAIL` arms points, each as `[process/]name:action[:nth]`, several separated by
-commas:
+`point("pack.written")` marks a moment that matters for safety. In normal runs it costs one comparison with None. In
+tests, the environment variable `CKPT_FAIL` arms points, each as `[process/]name:action[:nth]`, separated by commas:
 
-    CKPT_FAIL=writer/pack.written:kill:2        SIGKILL the writer the second time it gets there
+    CKPT_FAIL=writer/pack.written:kill:2        SIGKILL the writer when it reaches the point the second time
     CKPT_FAIL=trainer/stage.copied:stop         SIGSTOP the trainer
     CKPT_FAIL=writer/log.linked:eio             raise OSError(EIO)
 
-`POINTS` lists every name, so that tests can visit them all and a misspelt one is refused.
+`POINTS` lists all names, so that tests can visit each one. An unknown name is rejected.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ TRAINER_POINTS = (
     "stage.claimed",  # a slot is marked FILLING
     "stage.eager",  # buffers and plain values are in the slot
     "stage.copied",  # every byte is in the slot, not sealed yet
-    "stage.sealed",  # the slot says SEALED
-    "save.requested",  # the writer was told to write
-    "restore.chosen",  # a checkpoint was chosen, nothing written to the state
-    "restore.filled",  # tensors are filled, values not yet
-    "run.taken",  # the log says that the run is ours, the writers have not been told
+    "stage.sealed",  # the slot's state is SEALED
+    "save.requested",  # the writer has received the request
+    "restore.chosen",  # a checkpoint was chosen, the state is unchanged
+    "restore.filled",  # tensors are filled, plain values are not
+    "run.taken",  # the log names us as owner, the writers are not notified
 )
 WRITER_POINTS = (
     "pack.opened",
@@ -46,13 +45,13 @@ WRITER_POINTS = (
     "drain.started",
     "mirror.taken",  # another rank's snapshot is in our memory, not sealed yet
 )
-INCREMENT_POINTS = (  # of a writer that stores an increment, or compresses
+INCREMENT_POINTS = (  # in a writer that stores an increment or compresses
     "packs.stored",  # all of its packs are durable
 )
-OFFLINE_POINTS = (  # of a command that makes something new of a checkpoint
+OFFLINE_POINTS = (  # in a command that converts a checkpoint
     "export.window",  # some bytes are about to be written
-    "export.whole",  # all is there, and nothing has its name yet
-    "export.appeared",  # it has, and what it was made in is still there
+    "export.whole",  # all files are complete and still have temporary names
+    "export.appeared",  # the files have their names, the temporary folder still exists
 )
 POINTS = (
     *TRAINER_POINTS,
@@ -79,7 +78,7 @@ _armed = _parse(os.environ["CKPT_FAIL"]) if os.environ.get("CKPT_FAIL") else Non
 
 
 def point(name: str) -> None:
-    """Mark a moment that matters; does nothing unless a test armed it."""
+    """Mark a moment that matters for safety. Does nothing unless a test armed it."""
     if _armed is None:
         return
     rule = _armed.get(f"{process}/{name}") or _armed.get(name)

@@ -1,7 +1,6 @@
-"""A module that is imported when something of it is used first: for a process that somebody waits for.
+"""Import a module when it is first used, to shorten the start of a process.
 
-later("numpy")
-import numpy as np  # costs nothing yet
+later("numpy") import numpy as np  # costs nothing yet
 """
 
 from __future__ import annotations
@@ -16,23 +15,23 @@ _importing = threading.RLock()
 
 
 class _Later(ModuleType):
-    """What has this in its hands has all of the module by it, from the first use on."""
+    """A stand-in that imports the real module at the first attribute access and then has all of its attributes."""
 
     def __getattr__(self, name: str) -> Any:
         bring(self.__name__)
         try:
             return self.__dict__[name]
         except KeyError:
-            return getattr(sys.modules[self.__name__], name)  # it may make some when they are asked for, or say no
+            return getattr(sys.modules[self.__name__], name)  # the module may define its own __getattr__
 
 
 def later(name: str) -> None:
-    """Import this module later, unless that was done before. Nobody may import a module in it meanwhile."""
+    """Import this module later, unless it is imported already. During the call no thread may import it."""
     sys.modules.setdefault(name, _Later(name))
 
 
 def bring(name: str) -> None:
-    """Import it now, if that was put off. For any thread: the others wait."""
+    """Import a postponed module now. Any thread may call this; the others wait."""
     with _importing:
         module = sys.modules.get(name)
         if isinstance(module, _Later):

@@ -1,4 +1,5 @@
-"""`ckpt.Loader`: batches that go on where they stopped, on any number of ranks: no sample repeated, none left out.
+"""`ckpt.Loader`: a data loader that continues at its position on any number of ranks, without repeating or losing
+samples.
 
     loader = ckpt.Loader(dataset, batch_size=8, seed=0, num_workers=4)
     state = {"model": model, "optim": optim, "loader": loader, "rng": ckpt.RNG()}
@@ -7,14 +8,14 @@
         for batch in loader:
             ...
 
-A data loader that counts for each rank what that rank was given cannot go on with another number of ranks. This one
-keeps one position for the whole job: every epoch has one order of the dataset, made of the seed and the number of the
-epoch alone; from the position on, rank r of w takes every w-th sample. So the position after a step is a number that
-does not depend on who asks, and the rest of the epoch can be divided over any number of ranks.
+A loader that counts batches per rank cannot continue with another number of ranks. This one keeps a single position for
+the whole job. Each epoch has one order of the dataset, computed from the seed and the number of the epoch. From the
+position on, rank r of w takes every w-th sample. The position after a step is therefore the same on every rank, and the
+rest of the epoch can be divided over any number of ranks.
 
-What a sample looks like must not depend on that either: where the dataset draws random numbers (augmentation), they
-come from streams seeded with the epoch and the number of the sample, in whichever worker it is made. And nothing here
-draws from the global generators, whose state belongs to the training.
+Samples must not depend on the number of ranks either. If the dataset draws random numbers (augmentation), they come
+from streams seeded with the epoch and the number of the sample, in whichever worker it is made. The loader never draws
+from the global generators, whose state belongs to the training.
 """
 
 from __future__ import annotations
@@ -33,17 +34,19 @@ OURS = ("sampler", "batch_sampler", "generator", "shuffle")
 
 
 class Loader:
-    """A DataLoader over a map-style dataset that is part of the state. Iterating it gives the rest of its epoch.
+    """A DataLoader over a map-style dataset that can be part of the state. Iterating it yields the rest of its epoch.
 
-    `batch_size`: samples of a rank in a batch. `shuffle`, `seed`: the order of an epoch. `drop_last=False` ends an
-    epoch as torch's DistributedSampler does: the last ranks may see a sample of the beginning once more, so that
-    all have equally many; True leaves out the last, incomplete round of batches. `rank`, `world`: of
-    torch.distributed, unless given. `seed_samples=False` saves about 0.1 ms a sample where the dataset draws no
-    random numbers. `make`: what makes the loader, torchdata's StatefulDataLoader for example. Everything else goes
-    to it as it is.
+    - `batch_size`: samples per batch on one rank, default 1.
+    - `shuffle`, `seed`: order of the samples in an epoch, default True and 0.
+    - `drop_last`: False (default) ends an epoch like torch's DistributedSampler: the last ranks may repeat samples from
+      the beginning, so that all have equally many. True drops the last, incomplete round of batches.
+    - `rank`, `world`: default those of torch.distributed.
+    - `seed_samples`: False saves about 0.1 ms per sample if the dataset draws no random numbers. Default True.
+    - `make`: function that makes the loader, for example torchdata's StatefulDataLoader. Default DataLoader.
+    - `options`: passed to `make`.
 
-    `epoch` is the one that the next iteration gives the rest of. An iteration that is left early counts as stopped
-    there: the next one goes on. Raises UsageError for what cannot be continued, such as an IterableDataset.
+    `epoch` is the epoch of the next iteration. If an iteration is left early, the next one continues there. Raises
+    UsageError for a dataset that cannot be continued, for example an IterableDataset.
     """
 
     def __init__(
@@ -62,19 +65,19 @@ class Loader:
     ) -> None:
         _check(dataset, batch_size, options)
         if (rank is None) != (world is None):
-            raise UsageError("give rank and world both, or neither")
+            raise UsageError("pass both rank and world, or neither")
         self._asked = rank is None
         self._rank, self._world = (rank, world) if rank is not None and world is not None else _who()
         if not 0 <= self._rank < self._world:
-            raise UsageError(f"rank {self._rank} of {self._world}: ranks are counted from 0")
+            raise UsageError(f"rank={self._rank} with world={self._world}: rank must be between 0 and world - 1")
         self._order = _Order(len(dataset), shuffle, seed)  # type: ignore[arg-type]
         self.batch_size, self.drop_last = batch_size, drop_last
         self.epoch = 0
-        self._from = 0  # samples of the epoch that all ranks had been given when this division began
-        self._batches = 0  # given to this rank since
+        self._from = 0  # samples of the epoch consumed by all ranks before this division
+        self._batches = 0  # batches yielded by this rank since then
         self._sampler = _Numbers(self)
         inner = _Seeded(dataset, seed) if seed_samples else _Plain(dataset)
-        generator = torch.Generator()  # else every iteration would draw from the global one
+        generator = torch.Generator()  # otherwise every iteration would draw from the global one
         self._loader = make(
             inner, batch_size=batch_size, sampler=self._sampler, drop_last=False, generator=generator, **options
         )
@@ -82,15 +85,16 @@ class Loader:
     def __iter__(self) -> Iterator[Any]:
         if self._asked and (now := _who()) != (self._rank, self._world):
             raise UsageError(
-                f"this loader was made by rank {self._rank} of {self._world}, which is rank {now[0]} of {now[1]} now: "
-                "make it after torch.distributed.init_process_group(), or every rank would be given all samples"
+                f"this loader was created as rank {self._rank} of {self._world}, but this is now rank {now[0]} of "
+                f"{now[1]}: "
+                "create it after torch.distributed.init_process_group(), or every rank would see all samples"
             )
-        if self._batches:  # left in the middle, or restored: divide what remains
+        if self._batches:  # iteration stopped early, or state restored: divide the remaining samples
             self._from, self._batches = self._position(), 0
         epoch = self.epoch
         for batch in self._loader:
             if self.epoch != epoch:
-                raise UsageError("this loader was given another position: begin a new iteration")
+                raise UsageError("the position of this loader was changed during the iteration: begin a new one")
             self._batches += 1
             yield batch
         self.epoch, self._from, self._batches = epoch + 1, 0, 0
@@ -101,39 +105,43 @@ class Loader:
 
     @property
     def remaining(self) -> int:
-        """Batches that the next iteration gives."""
+        """Batches of the next iteration on this rank."""
         return self._rounds(self._position())
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the whole job is, after the last batch that came out; what workers fetched ahead does not count."""
+        """Return the position of the whole job after the last batch yielded; batches prefetched by workers do not
+        count."""
         return {"epoch": self.epoch, "position": self._position(), "order": self._order.facts()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.load_state_dicts([state], self._rank, self._world)
 
     def load_state_dicts(self, states: list[dict[str, Any]], rank: int, world: int) -> None:
-        """Go on where `states`, of any number of ranks, stopped."""
+        """Continue at the position in `states`, which any number of ranks saved."""
         try:
-            places = {(int(state["epoch"]), int(state["position"])) for state in states}
+            positions = {(int(state["epoch"]), int(state["position"])) for state in states}
             orders = [dict(state["order"]) for state in states]
         except (LookupError, TypeError, ValueError, ArithmeticError) as error:
             raise CorruptError(f"not the state of a ckpt.Loader: {error!r}") from error
-        if any(epoch < 0 or position < 0 for epoch, position in places):
-            raise CorruptError(f"not places that a ckpt.Loader can have been at: {sorted(places)}")
+        if any(epoch < 0 or position < 0 for epoch, position in positions):
+            raise CorruptError(f"not positions that a ckpt.Loader can have been at: {sorted(positions)}")
         if any(order != self._order.facts() for order in orders):
             changed = [
                 f"{k} was {orders[0].get(k)}, is {v}" for k, v in self._order.facts().items() if orders[0].get(k) != v
             ]
-            raise UsageError(f"the data is not the data that was saved: {'; '.join(changed)}; nothing was changed")
-        if len(places) > 1:
             raise UsageError(
-                f"the ranks had been given different numbers of batches ({sorted(places)}): all take one for every step"
+                f"the dataset or its order differs from the saved one: {'; '.join(changed)}; nothing was changed"
             )
-        ((self.epoch, self._from),) = places
+        if len(positions) > 1:
+            raise UsageError(
+                f"the ranks had consumed different numbers of batches ({sorted(positions)}): take one batch per step "
+                "on every rank"
+            )
+        ((self.epoch, self._from),) = positions
         self._batches = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin this epoch, unless the loader is in it already."""
+        """Begin this epoch, unless the loader is already in it."""
         if epoch != self.epoch:
             self.epoch, self._from, self._batches = epoch, 0, 0
 
@@ -141,12 +149,12 @@ class Loader:
         return min(self._from + self._batches * self.batch_size * self._world, self._order.size)
 
     def _rounds(self, start: int) -> int:
-        """Batches that each rank is given of what comes after `start`."""
+        """Batches per rank after the position `start`."""
         left, round_ = self._order.size - start, self.batch_size * self._world
         return left // round_ if self.drop_last else -(-left // round_)
 
     def _mine(self) -> list[int]:
-        """Numbers of this rank's samples, each with its epoch, from the position on."""
+        """Numbers of this rank's samples from the position on, including the epoch."""
         order, size = self._order.of(self.epoch), self._order.size
         rest = order[self._from :]
         if self.drop_last:
@@ -157,7 +165,7 @@ class Loader:
 
 
 class _Order:
-    """The order of an epoch: of the seed and its number alone."""
+    """The order of the samples in each epoch, computed from the seed and the number of the epoch."""
 
     def __init__(self, size: int, shuffle: bool, seed: int) -> None:
         self.size, self._shuffle, self._seed = size, shuffle, seed
@@ -172,7 +180,7 @@ class _Order:
 
 
 class _Numbers(Sampler[int]):
-    """Asked by the loader once an iteration. Each number is epoch * size + sample, so that workers know the epoch."""
+    """The sampler of one rank. Each number is epoch * size + sample, so that workers know the epoch."""
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
@@ -185,7 +193,7 @@ class _Numbers(Sampler[int]):
 
 
 class _Plain(Dataset[Any]):
-    """The dataset, asked by numbers of `_Numbers`."""
+    """The dataset, indexed by numbers of `_Numbers`."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -200,7 +208,7 @@ class _Plain(Dataset[Any]):
 
 
 class _Seeded(Dataset[Any]):
-    """The same, and the random numbers that a sample is made with depend on the sample and the epoch alone."""
+    """Like `_Plain`, but seeds the random generators from the sample and the epoch before making each sample."""
 
     def __init__(self, dataset: Any, seed: int) -> None:
         self.dataset, self._seed = dataset, seed
@@ -211,7 +219,7 @@ class _Seeded(Dataset[Any]):
         before = random.getstate(), np.random.get_state(), torch.get_rng_state()
         try:
             return self._make(number)
-        finally:  # in the trainer itself: its streams are not ours
+        finally:  # in the trainer process: its generators must stay unchanged
             random.setstate(before[0])
             np.random.set_state(before[1])
             torch.set_rng_state(before[2])
@@ -220,21 +228,21 @@ class _Seeded(Dataset[Any]):
         first, second = np.random.SeedSequence([self._seed, number]).generate_state(2).tolist()
         random.seed(first)
         np.random.seed(second)
-        torch.default_generator.manual_seed(first << 31 ^ second)  # the processor's alone
+        torch.default_generator.manual_seed(first << 31 ^ second)  # only the CPU generator
         return self.dataset[number % len(self.dataset)]
 
 
 def _check(dataset: Any, batch_size: object, options: dict[str, Any]) -> None:
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise UsageError(
-            "ckpt.Loader needs a dataset with a length whose samples have numbers; for a stream use torchdata's "
-            "StatefulDataLoader itself, which goes on with the same number of ranks"
+            "ckpt.Loader needs a map-style dataset with a length; for a stream use torchdata's "
+            "StatefulDataLoader, which continues on the same number of ranks"
         )
     if type(batch_size) is not int or batch_size < 1:
-        raise UsageError(f"batch_size is a number of samples, not {batch_size!r}")
+        raise UsageError(f"batch_size={batch_size!r}: it must be a whole number of at least 1")
     for name in OURS:
         if options.get(name) is not None:
-            raise UsageError(f"ckpt.Loader decides itself about {name!r}: leave it out")
+            raise UsageError(f"ckpt.Loader sets {name!r} itself: remove this argument")
 
 
 def _who() -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""`ckpt.load`: whole tensors of a checkpoint, in one process, read when they are asked for."""
+"""`ckpt.load`: read whole tensors of a checkpoint in one process, each when it is first used."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from ckpt.core.restore.sources import fill_from_store
 from ckpt.core.state.filler import Target
 from ckpt.core.state.special_values import as_plain
 from ckpt.core.state.tensors import empty, of_kind, to_array
-from ckpt.errors import CorruptError, NoCheckpointError, UsageError, at_door, door
+from ckpt.errors import CorruptError, NoCheckpointError, UsageError, public_class, public_function
 from ckpt.events import log as logger
 from ckpt.store import normalise, remember_options
 
 
-@door
+@public_class
 class Loaded(Mapping[str, Tensor]):
-    """Tensors by name. Each is read, verified and put on the CPU when it is first used, and kept.
+    """The tensors of a checkpoint by name. Each is read and verified on first use, kept, and stays on the CPU.
 
-    `step` and `url` say what it is; `skipped`: what was newer, and is lost with a damaged record of the log.
-    `values(…)` is the Mapping's; plain values are under `plain(path)`.
+    `step` and `url` identify the checkpoint. `skipped` lists newer checkpoints that were lost with a damaged log
+    record. `values()` is the method of Mapping; plain values are returned by `plain(path)`.
     """
 
     def __init__(
@@ -62,14 +62,15 @@ class Loaded(Mapping[str, Tensor]):
         return self._read([self._names[name]])[self._names[name]]
 
     def all(self) -> dict[str, Tensor]:
-        """Every tensor, read in one go; names that shared memory when they were saved share it again."""
+        """Read all tensors together. Names that shared memory when they were saved share it again."""
         tensors = self._read(list(dict.fromkeys(self._names.values())))
         return {name: tensors[key] for name, key in self._names.items()}
 
     def slice(self, name: str, *index: builtins.slice | int) -> Tensor:
-        """A part of a tensor, of which only the blobs that hold some of it are read: `loaded.slice("w", slice(0, 8))`.
+        """Read a part of a tensor: `loaded.slice("w", slice(0, 8))`. Only chunks that overlap the part are read.
 
-        One index a dimension, from the first on; those left out are taken whole. Steps other than 1 are refused.
+        Give one index per dimension, starting with the first; missing ones mean all. A step other than 1 raises
+        UsageError.
         """
         key = self._names[name]
         spec = self._saved.tensors[key].spec
@@ -79,7 +80,7 @@ class Loaded(Mapping[str, Tensor]):
         return tensor[tuple(0 if d in dropped else builtins.slice(None) for d in range(len(spec.shape)))]
 
     def sub(self, prefix: str) -> Loaded:
-        """What lies under a prefix, without it: `load(url).sub("model")` suits `model.load_state_dict`."""
+        """Return the tensors under a prefix, with it removed: `load(url).sub("model")` fits `model.load_state_dict`."""
         start = prefix.rstrip(".") + "."
         names = {name.removeprefix(start): key for name, key in self._names.items() if name.startswith(start)}
         if not names:
@@ -87,10 +88,12 @@ class Loaded(Mapping[str, Tensor]):
         return Loaded(self.url, self._attempt, self._saved, names, self.skipped)
 
     def plain(self, path: str, *, rank: int = 0) -> Any:
-        """The plain values that a rank had under one entry of the state, such as `plain("epoch")`. KeyError if none.
+        """Return the plain values that one rank saved under an entry of the state, for example `plain("epoch")`.
 
-        A tensor subclass that is made of others comes as a dict of these, and an object of an optimizer as a dict of
-        its attributes, since their classes may not be there. Members of enums come as their names."""
+        Tensor subclasses made of other tensors are returned as dicts of those, objects of optimizers as dicts of their
+        attributes, and enum members as names, because their classes may not be installed. Raises KeyError if nothing is
+        there.
+        """
         if not 0 <= rank < self._saved.world:
             raise UsageError(f"step {self.step} was saved by ranks 0 to {self._saved.world - 1}, not by rank {rank}")
         for node in self._saved.nodes(rank):
@@ -100,7 +103,7 @@ class Loaded(Mapping[str, Tensor]):
 
     def _extern(self, reference: Json, rank: int) -> object:
         if reference["$"] == "wrapper":
-            return {attribute: self._extern(one, rank) for attribute, one in reference["tensors"]}
+            return {attribute: self._extern(inner, rank) for attribute, inner in reference["tensors"]}
         if reference["$"] not in ("tensor", "ndarray"):
             return as_plain(reference)
         key = self._saved.resolve(reference["name"], rank, self._saved.world, None, lenient=True)
@@ -122,7 +125,7 @@ class Loaded(Mapping[str, Tensor]):
 
 
 def _box(name: str, shape: tuple[int, ...], index: tuple[builtins.slice | int, ...]) -> tuple[Box, set[int]]:
-    """An index as a box, and the dimensions that an int takes away."""
+    """Convert an index to a box, and to the set of dimensions that an int removes."""
     if len(index) > len(shape):
         raise UsageError(f"{name} has {len(shape)} dimensions, not {len(index)}")
     starts, sizes, dropped = [], [], set()
@@ -130,18 +133,18 @@ def _box(name: str, shape: tuple[int, ...], index: tuple[builtins.slice | int, .
         at: builtins.slice | int = index[dim] if dim < len(index) else builtins.slice(None)
         if isinstance(at, int):
             if not -size <= at < size:
-                raise UsageError(f"{name}: index {at} is outside dimension {dim}, which has {size}")
+                raise UsageError(f"{name}: index {at} is out of range for dimension {dim} of size {size}")
             dropped.add(dim)
             at = builtins.slice(at % size, at % size + 1)
         start, stop, step = at.indices(size)
         if step != 1:
-            raise UsageError(f"{name}: only slices with step 1 can be read, not {at}")
+            raise UsageError(f"{name}: {at} has step {step}, but only step 1 can be read")
         starts.append(start)
         sizes.append(max(0, stop - start))
     return (tuple(starts), tuple(sizes)), dropped
 
 
-@at_door
+@public_function
 def load(
     url: str | Path,
     *,
@@ -150,31 +153,36 @@ def load(
     only: str | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Loaded:
-    """The newest checkpoint of a run, or that of `step`, as tensors by name, however many ranks saved it.
+    """Open the newest checkpoint of a run, or that of `step`, as whole tensors by name, whatever number of ranks saved
+    it.
 
-    `url`: the run, or one checkpoint of it as `RUN@STEP`, as commands take it; `best`: as `ckpt.Best` scored.
-    `only`: a shell pattern such as "model.*". A tensor that ranks have for themselves, and not alike, is called
-    `name#rank`. `storage_options`: as of `ckpt.Tier`. Raises FormatError if there is no run, NoCheckpointError if there
-    is no such checkpoint, CorruptError if what is read is damaged. What damage has taken away that was newer is said,
-    and in `skipped`.
+    - `url`: the run, or one of its checkpoints as `RUN@STEP`.
+    - `step`: number of the step, default the newest.
+    - `best`: True opens the checkpoint with the best score; see `ckpt.Best`.
+    - `only`: shell pattern of tensor names, for example "model.*".
+    - `storage_options`: as in `ckpt.Tier`.
+
+    A tensor that ranks hold separately, with different values, is called `name#rank`. Newer checkpoints lost to damage
+    are logged and listed in `skipped`. Raises FormatError if there is no run, NoCheckpointError if there is no such
+    checkpoint, and CorruptError if the bytes read are damaged.
     """
     url, which = spelling.split(url, step)
     if best and which not in (None, spelling.BEST):
-        raise UsageError("best=True or a step: one of them")
+        raise UsageError("pass best=True or a step, not both")
     which = spelling.BEST if best else which
-    place = normalise(url)
-    remember_options(place, storage_options)
-    commit, saved, skipped = read.run(_open(place, which))
+    location = normalise(url)
+    remember_options(location, storage_options)
+    commit, saved, skipped = read.run(_open(location, which))
     if skipped:
         logger.warning("%s", losses.in_words(skipped, commit.step))
     names = {n: key for n, key in sorted(saved.labels.items()) if only is None or fnmatch.fnmatchcase(n, only)}
     if not names and only is not None:
-        raise UsageError(f"no tensor of step {commit.step} in {place} matches {only!r}")
-    return Loaded(place, commit.attempt, saved, names, skipped)
+        raise UsageError(f"no tensor of step {commit.step} in {location} matches {only!r}")
+    return Loaded(location, commit.attempt, saved, names, skipped)
 
 
-async def _open(place: str, which: Which) -> tuple[Commit, SavedState, list[Skipped]]:
-    log, step = await read.open_run(place), spelling.number(which)
+async def _open(location: str, which: Which) -> tuple[Commit, SavedState, list[Skipped]]:
+    log, step = await read.open_run(location), spelling.number(which)
     try:
         damage, acquires = await losses.of_log(log), log.state.acquires
         try:

@@ -1,4 +1,4 @@
-"""What the user says about metrics: `Checkpointer(..., metrics=ckpt.Metrics(...))`."""
+"""The metrics that users configure: `Checkpointer(..., metrics=ckpt.Metrics(...))`."""
 
 from __future__ import annotations
 
@@ -16,17 +16,20 @@ INSTALL = "pip install 'everystep[metrics]'"
 
 @dataclass(frozen=True, slots=True)
 class Metrics:
-    """What to tell about a run while it goes on, and where. All of it is done by the writer process, which outlives the
-    trainer: it costs the training loop nothing.
+    """Publishes metrics of a run while it trains. The writer process does all the work, so training is not slowed down.
 
-    `prometheus_port`: each rank's writer answers at http://HOST:PORT/metrics, with `prometheus_port` plus the rank's
-    number on its node as PORT: 8 ranks take 8 ports. `host`: by default 127.0.0.1, which only this machine reaches;
-    "0.0.0.0" lets everybody in who can reach the machine, there is no password. `tensorboard`: a local folder, into
-    which each rank writes scalars by step, in a folder rank0, rank1, ... of its own, every `every_s` seconds.
+    - `prometheus_port`: each rank's writer serves http://HOST:PORT/metrics, where PORT is `prometheus_port` plus the
+      local rank: 8 ranks use 8 ports. Default None: no server.
+    - `host`: address to listen on, default 127.0.0.1 (this machine only). "0.0.0.0" admits the whole network, without a
+      password.
+    - `tensorboard`: local folder in which each rank writes scalars by step, in its own subfolder rank0, rank1, ...
+    - `every_s`: interval between writes, seconds, default 10.
+    - `samples_per_step`: samples per step on this rank, for samples per second.
+    - `flops_per_step`: floating point operations per step on this rank (forward and backward, all micro-batches).
+    - `peak_flops`: peak of its device, floating point operations per second. Together with `flops_per_step` it gives
+      the MFU.
 
-    `samples_per_step`: of this rank, for samples a second. `flops_per_step`: floating point operations that one step
-    takes on this rank (forward and backward, all its micro-batches); `peak_flops`: what its device can do a second
-    at most; both together give the MFU. A plain number stands for `Metrics(prometheus_port=...)`.
+    Instead of `Metrics(prometheus_port=N)`, the number N alone is accepted. Raises UsageError for wrong values.
     """
 
     prometheus_port: int | None = None
@@ -40,33 +43,33 @@ class Metrics:
     def __post_init__(self) -> None:
         port = self.prometheus_port
         if port is not None and (type(port) is not int or not 1 <= port <= 65535):
-            raise UsageError(f"prometheus_port is a port from 1 to 65535, not {port!r}")
+            raise UsageError(f"prometheus_port={port!r}: it must be a port from 1 to 65535")
         if type(self.host) is not str or not self.host:
-            raise UsageError(f'host is a name or an address such as "127.0.0.1", not {self.host!r}')
+            raise UsageError(f'host={self.host!r}: it must be a name or an address, for example "127.0.0.1"')
         for name in ("every_s", "samples_per_step", "flops_per_step", "peak_flops"):
             value = getattr(self, name)
-            right = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
-            if not right and (value is not None or name == "every_s"):
-                raise UsageError(f"{name} is a number above 0, not {value!r}")
+            valid = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
+            if not valid and (value is not None or name == "every_s"):
+                raise UsageError(f"{name}={value!r}: it must be a number above 0")
         if self.peak_flops is not None and self.flops_per_step is None:
-            raise UsageError("peak_flops= is for the MFU, which needs flops_per_step= as well")
+            raise UsageError("peak_flops= without flops_per_step=: the MFU needs both")
         object.__setattr__(self, "tensorboard", self._folder())
         if port is None and self.tensorboard is None:
-            raise UsageError("Metrics(): say where they go: prometheus_port=9400, tensorboard='runs/tb', or both")
+            raise UsageError("Metrics() has no destination: pass prometheus_port=9400, tensorboard='runs/tb', or both")
 
     def _folder(self) -> str | None:
-        """Absolute: the writer works elsewhere."""
+        """Return the absolute path of the folder: the writer process has another working directory."""
         if self.tensorboard is None:
             return None
         if not isinstance(self.tensorboard, (str, os.PathLike)) or not os.fspath(self.tensorboard):
-            raise UsageError(f"tensorboard is a folder, not {self.tensorboard!r}")
+            raise UsageError(f"tensorboard={self.tensorboard!r}: it must be a folder")
         text = os.fspath(self.tensorboard)
         if "://" in text:
-            raise UsageError(f"tensorboard={text!r}: events go to a local folder; copy them from there")
+            raise UsageError(f"tensorboard={text!r}: it must be a local folder; copy the events from there")
         return str(Path(text).expanduser().resolve())
 
     def port(self, local_rank: int) -> int | None:
-        """Of a rank, by its number on its node. UsageError if there is no such port."""
+        """Return the port of a rank by its local rank. Raises UsageError if that exceeds 65535."""
         if self.prometheus_port is None:
             return None
         port = self.prometheus_port + local_rank
@@ -75,9 +78,9 @@ class Metrics:
         return port
 
     def check(self) -> None:
-        """UsageError if a package that this needs is not installed."""
-        for wanted, package in ((self.prometheus_port, "prometheus_client"), (self.tensorboard, "tensorboard")):
-            if wanted is not None and importlib.util.find_spec(package) is None:
+        """Raise UsageError if a required package is not installed."""
+        for enabled, package in ((self.prometheus_port, "prometheus_client"), (self.tensorboard, "tensorboard")):
+            if enabled is not None and importlib.util.find_spec(package) is None:
                 raise UsageError(f"metrics= needs {package}, which is not installed: {INSTALL}")
 
     def to_json(self) -> dict[str, Any]:
@@ -85,12 +88,12 @@ class Metrics:
 
 
 def as_metrics(given: object) -> Metrics | None:
-    """What a Checkpointer was given. UsageError if it is wrong, or needs a package that is not installed."""
+    """Convert the argument `metrics=` of a Checkpointer. Raises UsageError if it is wrong or a package is missing."""
     if given is None:
         return None
     if type(given) is int:
         given = Metrics(prometheus_port=given)
     if not isinstance(given, Metrics):
-        raise UsageError(f"metrics= is a port or ckpt.Metrics(...), not {given!r}")
+        raise UsageError(f"metrics={given!r}: it must be a port or ckpt.Metrics(...)")
     given.check()
     return given

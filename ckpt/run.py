@@ -1,4 +1,4 @@
-"""`ckpt.Run`: look after a run from Python, as the commands do from a shell, over the same functions."""
+"""`ckpt.Run`: manage a run from Python with the functions that the commands use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ckpt.core.checkpoint import losses, read, retention, spelling
 from ckpt.core.checkpoint.retention import Keep, as_keep
 from ckpt.core.checkpoint.spelling import Which
 from ckpt.core.log.log import Commit, RunLog
-from ckpt.errors import CorruptError, UsageError, door
+from ckpt.errors import CorruptError, UsageError, public_class
 from ckpt.store import normalise, remember_options
 from ckpt.tools.convert.export import Exported, export
 from ckpt.tools.convert.forms import Wanted, form_for, plan_output
@@ -26,23 +26,29 @@ from ckpt.tools.maintain.remove import plan_removal, remove
 
 T = TypeVar("T")
 BY_HAND = "by hand"
-WINDOW = 16 << 20  # bytes of a tensor that pass by at once
+WINDOW = 16 << 20  # bytes of a tensor in memory at a time
 
 
-@door
+@public_class
 class Run:
-    """A run in one tier: `Run("runs/exp1")`, or a URL. A job may be training there; nothing is held between calls.
+    """A run in one tier: `Run("runs/exp1")`, or a URL. A job may be training there. Nothing is locked between calls.
 
-    A step is a number or "latest". Raises FormatError where there is no run, NoCheckpointError where there is no such
-    checkpoint, CorruptError for what is damaged, UsageError for what may not be done. `storage_options`: as of
-    `ckpt.Tier`. What deletes says the names in the run's log first, and waits `grace_s` for those who are reading (by
-    default 600 in object stores, 0 in folders).
+    - `url`: folder or URL of the run.
+    - `storage_options`: as in `ckpt.Tier`.
+
+    A step is a number or "latest". Deleting methods first record the names in the run's log, then wait `grace_s`
+    seconds for readers (default 600 in object stores, 0 in folders).
+
+    Raises FormatError if there is no run, NoCheckpointError if there is no such checkpoint, CorruptError if it is
+    damaged, and UsageError if the operation is not allowed.
     """
 
     def __init__(self, url: str | Path, *, storage_options: Mapping[str, Any] | None = None) -> None:
         text, which = spelling.split(url)
         if which is not None:
-            raise UsageError(f"{url} is one checkpoint, and this is about a whole run: give {text}, and the step there")
+            raise UsageError(
+                f"{url} names one checkpoint, but Run takes a whole run: pass {text}, and give the step to its methods"
+            )
         self.url = normalise(text)
         remember_options(self.url, storage_options)
 
@@ -50,37 +56,43 @@ class Run:
         return f"<run {self.url}>"
 
     def list(self) -> list[CheckpointInfo]:
-        """All checkpoints, newest first, with what `ckpt ls` says of each."""
+        """List all checkpoints, newest first, with the fields of `ckpt ls`."""
         return self._do(_checkpoints)
 
     def keep(self, step: int | str, note: str = BY_HAND) -> None:
-        """No retention and no clean-up takes this one, until `let_go`."""
+        """Protect this checkpoint from retention and clean-up until `let_go`. `note`: reason that `ckpt ls` shows."""
         self._set_keep(step, note)
 
     def let_go(self, step: int | str) -> None:
-        """It may go again, as its age demands."""
+        """Remove the protection of `keep`: retention applies to this checkpoint again."""
         self._set_keep(step, None)
 
     def prune(self, keep: Keep | int | str, *, grace_s: float | None = None) -> tuple[int, ...]:
-        """Delete older checkpoints than these: so many of the newest, or a `Keep`. The steps that went.
+        """Delete the checkpoints that `keep` does not retain, and return their steps.
 
-        The newest one is read back first: CorruptError, and nothing goes, if that is damaged.
+        - `keep`: a number of newest checkpoints, or a `Keep`.
+
+        The newest checkpoint is read back first. If it is damaged, CorruptError is raised and nothing is deleted.
         """
-        wanted = as_keep(keep)
+        retention_rule = as_keep(keep)
 
         async def do(log: RunLog) -> tuple[int, ...]:
             stock = await upkeep.take_stock(log)
-            plan = upkeep.plan_prune(log, stock, wanted)
+            plan = upkeep.plan_prune(log, stock, retention_rule)
             if not (plan.give_up or plan.delete):
                 return ()
-            land = partial(upkeep.prune, log, stock, wanted, plan.check.attempt)
+            land = partial(upkeep.prune, log, stock, retention_rule, plan.check.attempt)
             return await _carry_out(log, stock, plan.check, land, grace_s)
 
         return self._do(do)
 
     def delete(self, step: int | str, *, grace_s: float | None = None) -> None:
-        """Delete this checkpoint. UsageError for one that is kept, the last one that can be restored, or one that a
-        save under way builds on. The newest other one is read back first: CorruptError if that is damaged."""
+        """Delete this checkpoint.
+
+        The newest other checkpoint is read back first; if that is damaged, CorruptError is raised and nothing is
+        deleted. Raises UsageError if this one is protected, is the last that can be restored, or is the base of a save
+        in progress.
+        """
 
         async def do(log: RunLog) -> None:
             stock = await upkeep.take_stock(log)
@@ -92,11 +104,11 @@ class Run:
         self._do(do)
 
     def verify(self, step: int | str | None = None, *, data: bool = True) -> tuple[Verdict, ...]:
-        """Read every byte of one checkpoint, or of all, newest first. Without `data`, only what describes them."""
+        """Read every byte of one checkpoint, or of all, newest first. `data=False` reads only their metadata."""
 
         async def do(log: RunLog) -> tuple[Verdict, ...]:
-            found = log.state.commits.values() if step is None else [read.choose(log, step)]
-            ordered = sorted(found, key=lambda commit: commit.attempt, reverse=True)
+            commits = log.state.commits.values() if step is None else [read.choose(log, step)]
+            ordered = sorted(commits, key=lambda commit: commit.attempt, reverse=True)
             return tuple([await examine(log, commit, data=data) for commit in ordered])
 
         return self._do(do)
@@ -111,10 +123,13 @@ class Run:
         dtype: str | None = None,
         world: int | None = None,
     ) -> Exported:
-        """Write a checkpoint in another form: "safetensors", "torch", "lightning", "dcp", or "run" for `world` ranks;
-        by default what `to` ends in, and else a folder of safetensors. Every byte is verified; what appears is whole.
+        """Write a checkpoint in another format. Every byte is verified; the output appears only when complete.
 
-        `only`: shell patterns of names; `dtype`: "bf16", "fp16", "fp32" or "fp64", for weights.
+        - `form`: "safetensors", "torch", "lightning", "dcp" or "run". Default: by the ending of `to`, otherwise a
+          folder of safetensors files.
+        - `only`: shell patterns of tensor names, default all.
+        - `dtype`: "bf16", "fp16", "fp32" or "fp64" for weights, default unchanged.
+        - `world`: number of ranks for the form "run", default 1.
         """
         path = local_path(str(to))
         wanted = Wanted(path, form_for(path, form, world), world or 1, tuple(only), dtype)
@@ -154,6 +169,7 @@ async def _carry_out(
     problems, landed = await upkeep.carry_out(log, stock, check, land, grace_s=patience)
     if problems:
         raise CorruptError(
-            f"nothing was done: step {check.step} of {log.store.url}, which would stay, is damaged: {problems[0]}"
+            f"nothing was deleted, because step {check.step} of {log.store.url}, which would remain, is damaged: "
+            f"{problems[0]}"
         )
     return tuple(sorted(attempt.step for attempt in landed.retire))

@@ -1,7 +1,7 @@
-"""The byte interface of a place, and how a URL becomes one.
+"""The interface of a store (a folder or bucket), and the function that opens the store of a URL.
 
-A store keeps objects under keys such as `packs/1.0f3a9c21-50.0.0.safetensors`. The contract below is all the rest of
-the library knows about any place; the classes live in `ckpt_backends`.
+A store keeps objects under keys, for example `packs/1.0f3a9c21-50.0.0.safetensors`. The library uses folders and
+buckets only through this interface. The implementations are in `ckpt_backends`.
 """
 
 from __future__ import annotations
@@ -18,65 +18,74 @@ from ckpt.errors import NotFoundError, UsageError
 
 Buffer = bytes | bytearray | memoryview
 PAGE = 4096
-UNLOCKABLE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL)  # errors of flock where nothing is locked
+UNLOCKABLE = (
+    errno.EOPNOTSUPP,
+    errno.ENOSYS,
+    errno.ENOLCK,
+    errno.EINVAL,
+)  # flock fails with these on file systems without locks
 _NEARLY = re.compile(r"(s3a?|gs|gcs|az|abfss?|https?|sftp|file|memory)(?::|//)", re.IGNORECASE)
 _KEY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*(/[A-Za-z0-9_][A-Za-z0-9._-]*)*")
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
-    """`size` in bytes."""
+    """One object in a listing. `size`: bytes."""
 
     key: str
     size: int
 
 
 class Upload(Protocol):
-    """A large object being written. Until `finish` it means nothing, though a store may list it by then.
+    """A large object that is being written. It has no meaning before `finish`, although a store may already list it.
 
-    `part`: the object is taken in ranges [k * part, (k + 1) * part) of so many bytes, the last one shorter, each once;
-    0: in any ranges. They may come out of order, though none much before the others: a store may wait for an earlier
-    one before it takes a later.
+    `part`: size of the ranges [k * part, (k + 1) * part) in which the object is written, bytes; the last one is
+        shorter. 0 allows any ranges. Each range is written once. Ranges may arrive out of order, but a store may delay
+        a later range until an earlier one has arrived.
     """
 
     part: int
 
     async def write_at(self, offset: int, view: memoryview) -> None:
-        """Write bytes at an offset; calls may overlap in time. Returns when the next range may come.
+        """Write bytes at an offset and return when the next range may be written. Calls may overlap in time.
 
-        The bytes must stay as they are until `finish` or `abort` has returned.
+        The bytes must not change until `finish` or `abort` has returned.
         """
 
     async def finish(self) -> None:
-        """Make the object durable and visible. After an error here the object must be written again by a new name,
-        or, if it replaces another, once more."""
+        """Make the object durable and visible.
+
+        After an error, the object must be written again under a new name; if it replaces another object, under the same
+        one.
+        """
 
     async def abort(self) -> None:
-        """Drop what was written. Safe to call at any time; never raises for something already gone."""
+        """Discard the written ranges. May be called at any time; never raises if there is nothing to discard."""
 
 
 class Store(Protocol):
-    """The whole contract; made as `Class(url, writable=False)`. Errors are `ckpt.errors.StoreError` and its children,
-    never a driver's own.
+    """The contract of a store, created as `Class(url, writable=False)`. Its errors are `ckpt.errors.StoreError` and
+    subclasses, never those of a driver.
 
-    `remote`: requests take long and cost money, and deleting an object takes it away from those who are reading it.
-    A store that is not may have one more method, `scatter(key, start, views)`: fill these views, one after another,
-    with the bytes from `start` on, in the calling thread, through whatever cache there is. Restores are quicker then.
-    And `soon(key, start, length)`: these bytes will be asked for so before long; it never fails.
+    `remote`: requests are slow and cost money, and deleting an object takes it away from its readers.
+
+    Two optional methods make restores faster. `scatter(key, start, views)` of a store that is not remote fills these
+    views one after another with the bytes from `start` on, in the calling thread, through the page cache. `soon(key,
+    start, length)` announces that these bytes will be requested by `scatter` soon; it never fails.
     """
 
     url: str
     remote: bool
 
     async def put(self, key: str, data: Buffer, *, create: bool = False) -> None:
-        """Store a small object, all or nothing, durable on return. `create=True`: ExistsError if it is there."""
+        """Store a small object completely or not at all, durable on return. `create=True`: ExistsError if it exists."""
 
     async def upload(self, key: str, *, size: int, replace: bool = False) -> Upload:
-        """Begin a large object of exactly `size` bytes under a name that nobody uses: not every store looks.
+        """Begin a large object of exactly `size` bytes under an unused name; not every store checks that it is unused.
 
-        `replace`: what may be there under this name stays what it was until `finish` has put the new object in its
-        place, whole and durable; and for good if that never happens. Two who replace one object must agree about its
-        bytes.
+        `replace`: an existing object under this name stays unchanged until `finish` has replaced it, completely and
+            durably. It stays forever if `finish` is never called. Concurrent writers of one object must write the same
+            bytes.
         """
 
     async def get(
@@ -88,34 +97,35 @@ class Store(Protocol):
         into: memoryview | None = None,
         limit: int | None = None,
     ) -> memoryview:
-        """Bytes [start, start + length), to the end if `length` is None.
+        """Return bytes [start, start + length), to the end if `length` is None.
 
-        TruncatedError if the object ends before the range does. `into` is scratch space that the result may lie in, at
-        any offset: give page-aligned memory of `length + 2 * PAGE` bytes and a store that reads in whole pages needs no
-        copy. `limit`: for a whole object; CorruptError if it has more bytes, and nothing of it is kept.
+        TruncatedError if the object ends before the range does. `into`: scratch memory that may contain the result at
+        any offset; with page-aligned memory of `length + 2 * PAGE` bytes, a store that reads whole pages needs no copy.
+        `limit`: for whole objects; CorruptError if the object has more bytes, and nothing of it is kept.
         """
 
     async def head(self, key: str) -> ObjectInfo:
-        """NotFoundError if the object is not there."""
+        """Return key and size. NotFoundError if there is no such object."""
 
     def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
-        """List each object whose key starts with `prefix` once, in any order; nothing half-written.
+        """List each object whose key starts with `prefix` once, in any order. Unfinished objects may not be listed.
 
         `prefix`: a folder with its slash, `log/`, or empty for all objects. UsageError for anything else. Objects that
-        are created or deleted while a listing runs may be missing from it.
+            are created or deleted while a listing runs may be missing from it.
         """
 
     async def delete(self, key: str) -> None:
-        """Remove an object; deleting what is not there succeeds."""
+        """Delete an object. Deleting an absent object succeeds."""
 
     async def delete_many(self, keys: Sequence[str]) -> None:
-        """Remove several objects, in as few requests as the store allows."""
+        """Delete several objects in as few requests as possible."""
 
     async def drop_uploads(self, wanted: Callable[[str], bool]) -> int:
-        """Abort uploads that a dead process has left unfinished and that nobody sees, unless their key is wanted.
+        """Abort uploads that a dead process left unfinished, unless `wanted` returns True for their key. Return their
+        number.
 
-        How many. Stores where an unfinished object is an object like any other have none. A folder also passes the
-        names of temporary files that crashed writers left (`is_temporary`).
+        Stores that list unfinished objects like all others have none to abort. A folder also passes the names of
+        temporary files that crashed writers left (`is_temporary`).
         """
 
     async def aclose(self) -> None:
@@ -123,7 +133,7 @@ class Store(Protocol):
 
 
 def check_key(key: str) -> str:
-    """Refuse keys that could leave the root: names from data never become paths."""
+    """Raise UsageError for a key that could leave the root: names from data must never become paths."""
     if not _KEY.fullmatch(key) or len(key) > 512:
         raise UsageError(f"not a valid object key: {key!r}")
     return key
@@ -137,12 +147,12 @@ def check_prefix(prefix: str) -> str:
 
 
 def is_temporary(key: str) -> bool:
-    """Return True for the name of a temporary file, which `drop_uploads` passes to `wanted` as it is."""
+    """Return True for the name of a temporary file, which `drop_uploads` passes to `wanted`."""
     return key.rpartition("/")[2].startswith(".")
 
 
 async def get_small(store: Store, key: str, limit: int) -> memoryview:
-    """A whole object, unless it is implausibly large: then CorruptError, and nothing of it is kept."""
+    """Return a whole object. Raises CorruptError if it is larger than `limit`, and keeps nothing of it."""
     return await store.get(key, limit=limit)
 
 
@@ -164,45 +174,45 @@ _BUILT_IN = {
 _LIMIT, _RETRY = "ckpt_backends.limit:Limit", "ckpt_backends.retry:Retry"
 _options: dict[str, Mapping[str, Any]] = {}
 _FILE = "file://"
-_ANYWHERE = ""  # among them, what holds for every tier
+_ANYWHERE = ""  # key in `_options` of options that apply to every tier
 
 
 def folder_of(url: str) -> Path | None:
-    """The folder of this machine that a normalised URL is; None if it is elsewhere."""
+    """Return the local folder of a normalised URL, or None if it is remote."""
     return Path(url.removeprefix(_FILE)) if url.startswith(_FILE) else None
 
 
 def url_of(folder: str | Path) -> str:
-    """Of a folder of this machine, by its absolute path."""
+    """Return the URL of a local folder, given its absolute path."""
     return f"{_FILE}{folder}"
 
 
 def normalise(url: str | Path) -> str:
-    """A URL with a scheme; a plain path becomes an absolute `file://` URL."""
+    """Return a URL with a scheme. A plain path becomes an absolute `file://` URL."""
     text = str(url)
     scheme, separator, rest = text.partition("://")
-    if not separator and (found := _NEARLY.match(text)):
+    if not separator and (match := _NEARLY.match(text)):
         raise UsageError(
-            f"{text!r} is no folder and no URL: a URL has two slashes, {found[1]}://bucket/run1 (pathlib.Path takes "
-            f"one away: pass a str). A folder of that name is './{text}'"
+            f"{text!r} looks like a URL without its two slashes: write {match[1]}://bucket/run1 (pathlib.Path removes "
+            f"one: pass a str). For a folder of that name write './{text}'"
         )
     if not separator:
         scheme, rest = "file", text
     if not rest:
-        raise UsageError(f"no folder or URL in {text!r}: give a folder or a URL such as file:///data/run1")
+        raise UsageError(f"{text!r} names no folder: pass a folder or a URL, for example file:///data/run1")
     scheme = scheme.lower()
     if scheme == "file":
-        return url_of(Path(rest).expanduser().resolve())  # one name for one folder, links or not
+        return url_of(Path(rest).expanduser().resolve())  # resolve links, so that one folder has one name
     user, at, _ = rest.partition("/")[0].rpartition("@")
     if at and ":" in user:
         raise UsageError(
-            f"a password in a URL would be seen in logs and reports: leave it out of that {scheme}:// URL, and say who "
-            "you are by storage_options, the environment, or configuration files"
+            f"the {scheme}:// URL contains a password, which would appear in logs and reports: remove it, and pass "
+            "credentials in storage_options, the environment or configuration files"
         )
     rest = rest.rstrip("/")
     segments = rest.split("/")
     if not {"", ".", ".."}.isdisjoint(segments[1:]):
-        plain = "/".join([segments[0], *(one for one in segments[1:] if one not in ("", ".", ".."))])
+        plain = "/".join([segments[0], *(segment for segment in segments[1:] if segment not in ("", ".", ".."))])
         raise UsageError(
             f"{scheme}://{rest} has an empty segment, '.' or '..' in its path, which S3 clients resolve to different "
             f"keys. Use a path without them, for example {scheme}://{plain}"
@@ -211,30 +221,35 @@ def normalise(url: str | Path) -> str:
 
 
 def remember_options(url: str | Path | None, options: Mapping[str, Any] | None) -> None:
-    """How this process reaches a place (None: any), besides what environment and configuration files say: fsspec's
-    `storage_options`. They hold wherever the place is opened from now on, and are never written down. UsageError if
-    they are no dict."""
+    """Remember fsspec's `storage_options` for a URL, in addition to the environment and configuration files.
+
+    `url`: None applies them to every URL. They hold for this process and are never written to a file. Raises UsageError
+        if they are not a dict.
+    """
     if options is not None and not isinstance(options, Mapping):
         raise UsageError(
-            f"storage_options are fsspec's, a dict such as {{'endpoint_url': ...}}, and not a {type(options).__name__}"
+            f"storage_options must be a dict of fsspec options like {{'endpoint_url': ...}}, not "
+            f"{type(options).__name__}"
         )
     if options is not None:
         _options[_ANYWHERE if url is None else normalise(url)] = dict(options)
 
 
 def options_of(url: str | Path) -> Mapping[str, Any]:
-    """What `remember_options` was told about a place."""
+    """Return the options that `remember_options` has for a URL."""
     return {**_options.get(_ANYWHERE, {}), **_options.get(normalise(url), {})}
 
 
 def open_store(
     url: str | Path, *, writable: bool = False, limits: Mapping[str, Any] | None = None, patience_s: float = 60.0
 ) -> Store:
-    """The store behind a URL: a built-in scheme, else the entry-point group `ckpt.stores`, else whatever fsspec knows.
+    """Open the store of a URL: a built-in scheme, otherwise the entry-point group `ckpt.stores`, otherwise fsspec.
 
-    `writable=True` creates a folder that is missing; buckets are never created. In remote places what is worth it is
-    tried again for `patience_s`, with 0 never; `limits`: what bounds such a place, see `ckpt_backends.limit`. Raises
-    UsageError for an unknown scheme, StoreError if the place cannot be used.
+    - `writable`: True creates a missing folder; buckets are never created.
+    - `limits`: limits for remote stores, see `ckpt_backends.limit`.
+    - `patience_s`: how long transient errors of remote stores are retried, seconds; 0 disables retries.
+
+    Raises UsageError for an unknown scheme, StoreError if the folder or bucket cannot be used.
     """
     url = normalise(url)
     store: Store = _load(_class_of(url.partition("://")[0]))(url, writable=writable)
@@ -256,7 +271,7 @@ def _class_of(scheme: str) -> str:
     if scheme in available_protocols():
         return _FSSPEC
     raise UsageError(
-        f"no store is installed for {scheme}:// (known: {', '.join(sorted(_BUILT_IN))}, and whatever fsspec knows)"
+        f"no store is installed for {scheme}:// (available: {', '.join(sorted(_BUILT_IN))}, and the schemes of fsspec)"
     )
 
 

@@ -1,8 +1,8 @@
-"""What a trainer's saves come to, for other programs: `ckpt.events.subscribe`.
+"""Events of a trainer's saves for other programs: `ckpt.events.subscribe`.
 
-    the training, the staging thread, the writer's answers -> publish -> a bounded queue -> one thread -> functions
+    training loop, staging thread, messages of the writer -> publish -> a bounded queue -> one thread -> functions
 
-Nobody waits for a subscriber but close(), and that for a short while.
+Nothing waits for a subscriber except close(), which waits briefly.
 """
 
 from __future__ import annotations
@@ -19,22 +19,23 @@ from typing import Any
 log = logging.getLogger("ckpt")
 
 KINDS = ("staged", "committed", "failed", "restored", "fault", "decided", "closed")
-MOST = 1024  # events that wait for a slow subscriber; the oldest are dropped beyond that
-FLUSH_S = 5.0  # that close() waits for the last of them
+MOST = 1024  # events queued for a slow subscriber; beyond that the oldest are dropped
+FLUSH_S = 5.0  # how long close() waits for the last events
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that happened in this process. `at`: seconds since 1970; `dropped`: how many events before this one
-    nobody was told of, since a subscriber was too slow. What a kind does not have is None.
+    """An event in this process. Fields that its kind does not use are None.
 
-    - "staged": `step` is in memory. `stall_s`: what training had waited for it; `nbytes`: of the state of this rank.
-    - "committed": it is durable in `tier`, a URL. `seconds` since it was ordered; `nbytes`, and `stored` of them.
-    - "failed": it is not in `tier` ("memory" or a URL), and why: `error`.
-    - "restored": `step` from `source`, "memory" or a URL; `seconds`; `repaired`: pieces taken from a further tier.
-    - "fault": one that was noticed, of this start or the one before: `account`, a line for people; `fault`, its kind.
-    - "decided": from `step` on saves are taken as `every` says, in steps by place, 0 for never; `why`, by place.
-    - "closed": nothing comes after it from that Checkpointer.
+    - `at`: seconds since 1970. `dropped`: number of events lost before this one because a subscriber was too slow.
+    - "staged": `step` is in memory. `stall_s`: how long training waited for it; `nbytes`: size of this rank's state.
+    - "committed": it is durable in `tier`, a URL. `seconds` since the request; `nbytes`, of which `stored` were
+      written.
+    - "failed": it is not in `tier` ("memory" or a URL). `error`: the reason.
+    - "restored": `step` from `source`, "memory" or a URL; `seconds`; `repaired`: chunks read from a further tier.
+    - "fault": a fault of this job attempt or the one before. `account`: a line for people; `fault`: its kind.
+    - "decided": from `step` on, `every` maps each tier to its interval in steps (0: never). `why`: reason by tier.
+    - "closed": the last event of a Checkpointer.
     """
 
     kind: str
@@ -55,16 +56,16 @@ class Event:
     dropped: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values; without what its kind does not have."""
-        found = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {name: value for name, value in found.items() if value is not None and (name != "dropped" or value)}
+        """Return plain values, without the fields that this kind does not use."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: value for name, value in values.items() if value is not None and (name != "dropped" or value)}
 
 
 Subscriber = Callable[[Event], object]
 
 
 class Subscribers:
-    """Of one process."""
+    """The subscribers of one process and the thread that calls them."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -106,7 +107,7 @@ class Subscribers:
             log.warning("a subscriber of ckpt.events is too slow: the oldest events are dropped")
 
     def flush(self, timeout_s: float) -> bool:
-        """Whether all that was published before has been told, or nobody listens."""
+        """Return True if subscribers received all events published before, or there are none."""
         if self._thread is None or threading.current_thread() is self._thread:
             return not self._queue
         with self._changed:
@@ -128,24 +129,25 @@ class Subscribers:
     def _tell(self, number: int, function: Subscriber, event: Event) -> None:
         try:
             function(event)
-        except BaseException:  # sys.exit() too: it stays, and says so once for each kind of event
+        except BaseException:  # also sys.exit(): the thread continues and logs one error per kind of event
             if (number, event.kind) not in self._complained:
                 self._complained.add((number, event.kind))
-                log.exception('a subscriber of ckpt.events failed at "%s"', event.kind)
+                log.exception('a subscriber of ckpt.events failed on a "%s" event', event.kind)
 
 
 _board = Subscribers()
 
 
 def subscribe(function: Subscriber) -> Callable[[], None]:
-    """Have a function called with each `Event` of this process from now on; returns what ends that.
+    """Call a function with each `Event` of this process from now on. Returns a function that unsubscribes.
 
-    Before or after a Checkpointer is made, for all of them; on every rank of a job it tells of that rank. It is called
-    in a background thread of its own, in the order in which things happened, never by the thread that trains. What it
-    raises is logged, once for each kind of event, and it goes on being called. If it is slow, the oldest of 1,024
-    waiting events are dropped, and the next one that it gets says how many. close() waits up to 5 s for the last ones.
+    Subscribe before or after creating a Checkpointer; events of all of them are delivered. In a distributed job, each
+    rank delivers its own events. A background thread calls the function in the order of the events. An exception that
+    it raises is logged once per kind of event, and later events are still delivered. If the function is slow, the
+    oldest of 1,024 queued events are dropped, and the next event reports how many. close() waits up to 5 s for the last
+    ones.
 
-    To Weights & Biases:
+    For Weights & Biases:
 
         def log(event):
             if event.kind == "committed":
@@ -153,28 +155,28 @@ def subscribe(function: Subscriber) -> Callable[[], None]:
 
         ckpt.events.subscribe(log)
 
-    To a file, a line of JSON each:
+    To a file with one line of JSON per event:
 
         file = open("events.jsonl", "a", buffering=1)
         ckpt.events.subscribe(lambda event: file.write(json.dumps(event.to_json()) + "\\n"))
     """
     if not callable(function):
-        raise TypeError(f"subscribe() takes a function of one event, not {function!r}")
+        raise TypeError(f"subscribe() needs a function that takes one event, not {function!r}")
     return _board.subscribe(function)
 
 
 def publish(kind: str, step: int | None, **facts: Any) -> None:
-    """Tell the subscribers, if there are any; returns at once."""
+    """Queue an event for the subscribers, if there are any; returns immediately."""
     _board.publish(kind, step, **facts)
 
 
 def flush(timeout_s: float = FLUSH_S) -> bool:
-    """Wait until subscribers were told of all that was published; False if that takes longer."""
+    """Wait until subscribers have received all published events. Return False if that takes longer."""
     return _board.flush(timeout_s)
 
 
 def _forget() -> None:
-    """In a forked child: who subscribed was the parent."""
+    """Drop the subscribers in a forked child: they belong to the parent."""
     global _board
     _board = Subscribers()
 

@@ -1,4 +1,4 @@
-"""Where checkpoints are kept, as the user says it."""
+"""The tiers in which checkpoints are stored, as the user configures them."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from ckpt.errors import UsageError
 from ckpt.store import normalise, remember_options
 
 COMPRESSION = ("auto", "none", "zstd")
-CREDENTIALS = ("AWS_", "GOOGLE_", "AZURE_")  # so begin the names of what says who one is
+CREDENTIALS = ("AWS_", "GOOGLE_", "AZURE_")  # prefixes of environment variables with credentials
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Host memory, held by the writer process, so that it survives the trainer.
+    """Host memory, held by the writer process, so that snapshots survive the trainer.
 
-    `every`: steps between snapshots; "30s", "10min" or "2h": as many as last so long, see `ckpt.Auto`; "auto": as often
-    as 1 % of the training time allows.
-    `keep`: snapshots held (each takes as much memory as the state; one more per durable tier is added for the write in
-    flight; fewer where memory is short).
-    `linger_s`: how long the memory is held after the trainer has died. `replicas`: 2 has a writer on another
-    node keep a copy of each snapshot, sent over the network in the background, so that memory survives the loss of a
-    node.
+    - `every`: steps between snapshots, default 1; or a time ("30s", "10min", "2h"); or "auto": as often as 1 % of the
+      training time allows. See `ckpt.Auto`.
+    - `keep`: number of snapshots, 2 to 12, default 3. Each takes as much memory as the state. One more per durable tier
+      is added for the write in progress; fewer if memory is short.
+    - `linger_s`: how long the writer holds the memory after the trainer has died, seconds, default 600.
+    - `replicas`: 2 keeps a copy of each snapshot on another node, sent in the background, so that memory survives the
+      loss of a node. Default 1.
     """
 
     every: int | str | Auto = 1
@@ -40,33 +40,36 @@ class Memory:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "every", as_every(self.every))
-        numbers = type(self.keep) is int and isinstance(self.linger_s, (int, float))
-        numbers = numbers and self.replicas in (1, 2)
-        if not numbers or not 2 <= self.keep <= 12 or self.linger_s < 0:
-            raise UsageError(f"{self} makes no sense: keep counts from 2 to 12, linger_s from 0, replicas is 1 or 2")
+        counts = type(self.keep) is int and isinstance(self.linger_s, (int, float)) and self.replicas in (1, 2)
+        if not counts or not 2 <= self.keep <= 12 or self.linger_s < 0:
+            raise UsageError(f"{self}: keep must be 2 to 12, linger_s at least 0 seconds, and replicas 1 or 2")
 
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """A durable tier: a folder or URL. `every`: steps between checkpoints; "30s", "10min" or "2h": as many as last so
-    long; "auto": what loses least, by what a save costs and how often the place is needed, see `ckpt.Auto`. `keep`:
-    "all" of them stay; a number: so many of the newest; or a `Keep`.
+    """A durable tier: a folder or a bucket.
 
-    For object stores: `storage_options` are those of fsspec (`endpoint_url`, `key`, `profile`, ...), beside what the
-    environment and configuration files say; `max_mib_s` throttles what is sent and read, and at most `max_inflight_mib`
-    are on their way at any moment. `reader_grace_s`: how long what is retired stays, for those who are reading it; by
-    default 600 in object stores and 0 in folders, where an open file survives its deletion.
-
-    `incremental`: what has not changed since the checkpoint before is not stored again. Every `full_every`-th
-    checkpoint is stored as a whole all the same, and the first two: no bad file can spoil all there is. `compression`:
-    "zstd" stores each tensor in the smallest form that gives back the same bits, also as the difference to an older
-    one; "none" never does; "auto" does where the place takes bytes more slowly than idle cores compress them.
+    - `url`: folder, or URL of a bucket and prefix.
+    - `every`: steps between checkpoints, default 100; or a time ("30s", "10min", "2h"); or "auto": the interval that
+      loses least time, computed from the cost of a save and the rate of failures. See `ckpt.Auto`.
+    - `keep`: "all" (default), a number of newest checkpoints, or a `Keep`.
+    - `storage_options`: fsspec options for object stores (`endpoint_url`, `key`, `profile`, ...), in addition to the
+      environment and configuration files.
+    - `max_mib_s`: limit for the bytes sent and read, MiB per second, default none.
+    - `max_inflight_mib`: most bytes in transit at any moment, MiB, default 256.
+    - `reader_grace_s`: how long expired files stay for processes that still read them, seconds. Default 600 in object
+      stores and 0 in folders, where an open file survives its deletion.
+    - `incremental`: do not store again what is unchanged since the last checkpoint, default True.
+    - `compression`: "zstd" stores each tensor in its smallest lossless form, also as a difference to an older
+      checkpoint; "none" stores raw bytes; "auto" (default) compresses if the store is slower than idle cores compress.
+    - `full_every`: every such checkpoint, and the first two, are stored completely, so that one bad file cannot damage
+      them all. Default 10.
     """
 
     url: str
     every: int | str | Auto = 100
     keep: Keep | int | str = "all"
-    storage_options: Mapping[str, Any] | None = field(default=None, repr=False)  # perhaps secrets
+    storage_options: Mapping[str, Any] | None = field(default=None, repr=False)  # may contain secrets
     max_mib_s: float | None = None
     max_inflight_mib: int = 256
     reader_grace_s: float | None = None
@@ -79,22 +82,25 @@ class Tier:
         object.__setattr__(self, "keep", as_keep(self.keep))
         limits = (self.max_mib_s, self.max_inflight_mib)
         if any(n is not None and (not isinstance(n, (int, float)) or not n > 0) for n in limits):
-            raise UsageError(f"{self} makes no sense: max_mib_s and max_inflight_mib are numbers above 0")
+            raise UsageError(f"{self}: max_mib_s and max_inflight_mib must be numbers above 0")
         if self.reader_grace_s is not None and not self.reader_grace_s >= 0:
-            raise UsageError(f"{self} makes no sense: reader_grace_s is a number from 0")
+            raise UsageError(f"{self}: reader_grace_s must be at least 0 seconds")
         self._check_increments()
         object.__setattr__(self, "url", normalise(self.url))
         if urlsplit(self.url).password:
-            raise UsageError("a password does not belong into a URL, which is logged: give it in storage_options=")
+            raise UsageError("the URL contains a password, and URLs are logged: pass the password in storage_options=")
         if self.url.startswith("memory:"):
-            raise UsageError(f"{self.url} lives in one process only, and would end with it: use ckpt.Memory()")
+            raise UsageError(f"{self.url} exists only inside one process and would be lost with it: use ckpt.Memory()")
         try:
             json.dumps(dict(self.storage_options or {}))
         except (TypeError, ValueError):
-            raise UsageError("storage_options must be plain values: they are handed to the writer process") from None
+            raise UsageError(
+                "storage_options must be plain values (str, int, dict, ...), because they are sent to the writer "
+                "process"
+            ) from None
 
     def _check_increments(self) -> None:
-        for right, name, wanted in (
+        for valid, name, rule in (
             (self.compression in COMPRESSION, "compression", '"auto", "none" or "zstd"'),
             (type(self.incremental) is bool, "incremental", "True or False"),
             (
@@ -103,11 +109,11 @@ class Tier:
                 "a whole number from 1 (1: always full)",
             ),
         ):
-            if not right:
-                raise UsageError(f"Tier({self.url!r}): {name}={getattr(self, name)!r}, and it has to be {wanted}")
+            if not valid:
+                raise UsageError(f"Tier({self.url!r}): {name}={getattr(self, name)!r}, but it must be {rule}")
 
     def spec(self) -> dict[str, Any]:
-        """What the writer needs to know of it: the environment too, since one that is there may be of another."""
+        """Return what the writer needs to open the tier, including this trainer's credentials from the environment."""
         return {
             "url": self.url,
             "keep": asdict(self.keeping),
@@ -124,9 +130,12 @@ class Tier:
 
     @property
     def steps(self) -> int:
-        """Between two checkpoints, where that is fixed. UsageError where it is to be found out."""
+        """Steps between two checkpoints. Raises UsageError if the interval is a time or "auto"."""
         if not isinstance(self.every, int):
-            raise UsageError(f"{self.url}: a Checkpointer sees how long steps take. Here every= is a number of them")
+            raise UsageError(
+                f"{self.url}: every= must be a number of steps here, because only a Checkpointer measures how long "
+                "steps take"
+            )
         return self.every
 
     @property
@@ -136,25 +145,27 @@ class Tier:
 
 
 def as_tiers(tiers: object, every: object = None, keep: object = None) -> tuple[Memory | None, list[Tier]]:
-    """What the user passed, as at most one memory tier and the durable ones in order, nearest first.
+    """Convert the user's argument to at most one memory tier and the durable tiers, nearest first.
 
-    `every` and `keep` are of the tiers that are given as a string. A list of strings gets memory as one string does; a
-    list with a `Tier` or a `Memory` says itself what there is. Memory is saved at every step, or as often as "auto"
-    finds out; where it is all there is, `every` is of it.
+    `every` and `keep` apply to tiers given as strings. Strings alone, or one string, imply memory; a list with a `Tier`
+    or a `Memory` is taken literally. Memory saves every step, or as `every` says if it is "auto" or memory is the only
+    tier.
     """
-    said: dict[str, Any] = {name: value for name, value in (("every", every), ("keep", keep)) if value is not None}
+    options: dict[str, Any] = {name: value for name, value in (("every", every), ("keep", keep)) if value is not None}
     given = [] if tiers is None else [tiers] if isinstance(tiers, (str, Path, Memory, Tier)) else tiers
     if not isinstance(given, (list, tuple)) or not all(isinstance(t, (Memory, Tier, str, Path)) for t in given):
         hint = ". The state comes first: Checkpointer(state, tiers)" if isinstance(tiers, dict) else ""
-        shown = reprlib.repr(tiers)  # of a state that was given in their place: not all its numbers
+        shown = reprlib.repr(tiers)  # shorten it: it may be a whole state passed by mistake
         raise UsageError(f"tiers must be a folder, a URL, or a list of Memory and Tier, not {shown}{hint}")
-    words, memory = [t for t in given if isinstance(t, (str, Path))], [t for t in given if isinstance(t, Memory)]
-    if (keep is not None and not words) or (said and given and not words):
-        raise UsageError(f"{' and '.join(said)}: of tiers that are given as a string. Say Tier(url, every=50, keep=10)")
-    durable = [t if isinstance(t, Tier) else Tier(str(t), **said) for t in given if not isinstance(t, Memory)]
+    strings, memory = [t for t in given if isinstance(t, (str, Path))], [t for t in given if isinstance(t, Memory)]
+    if (keep is not None and not strings) or (options and given and not strings):
+        raise UsageError(
+            f"{' and '.join(options)}= applies only to tiers given as strings: use Tier(url, every=50, keep=10)"
+        )
+    durable = [t if isinstance(t, Tier) else Tier(str(t), **options) for t in given if not isinstance(t, Memory)]
     if len(memory) > 1 or len({t.url for t in durable}) != len(durable) or (tiers is not None and not given):
         raise UsageError("tiers must name at least one tier, at most one Memory, and each URL once")
-    if not memory and (len(words) == len(given) or said):
+    if not memory and (len(strings) == len(given) or options):
         memory = [Memory() if every is None or (given and not is_auto(every)) else Memory(every=as_every(every))]
     for tier in durable:
         remember_options(tier.url, tier.storage_options)

@@ -1,10 +1,10 @@
-"""When to save out of turn, as the user says it. Values only: `ckpt.guard` acts on them.
+"""Triggers of emergency saves, as the user configures them. These are values only; `ckpt.guard` acts on them.
 
     triggers="auto"                                    all of these, with the defaults below
     triggers=[ckpt.on_signal("SIGTERM"), ckpt.on_hang(action="exit", min_s=20)]
     triggers=[]                                        none
 
-A trigger is a best effort. What is guaranteed is the cadence of the tiers.
+A trigger is best effort. Only the save intervals of the tiers are guaranteed.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from datetime import datetime
 
 from ckpt.errors import UsageError
 
-GRACE_S = 25.0  # of the 30 s that torchrun, Slurm (KillWait) and Kubernetes leave between SIGTERM and SIGKILL
-DEADLY = (  # not to be handled, or handled by faulthandler already
+GRACE_S = 25.0  # torchrun, Slurm (KillWait) and Kubernetes allow 30 s between SIGTERM and SIGKILL
+DEADLY = (  # cannot be handled, or faulthandler handles them
     signal.SIGKILL, signal.SIGSTOP, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT,
 )  # fmt: skip
 SOURCES = ("ec2", "gce", "azure")
 
-# What a launcher or scheduler can act on: see `ADVICE` in ckpt/guard/report.py.
+# Exit codes for launchers and schedulers: see `ADVICE` in ckpt/guard/report.py.
 RETRY_CODE = 75  # sysexits.h: EX_TEMPFAIL
 REPLACE_CODE = 76
 RESUBMIT_CODE = 77
@@ -32,7 +32,7 @@ RESUBMIT_CODE = 77
 
 @dataclass(frozen=True, slots=True)
 class OnSignal:
-    """`leave`: end the process once the state is safe. None: where the signal would have ended it without us."""
+    """Save on signals. `leave`: exit after the save; None: if the signal would have ended the process."""
 
     numbers: tuple[signal.Signals, ...]
     grace_s: float = GRACE_S
@@ -41,7 +41,7 @@ class OnSignal:
 
 @dataclass(frozen=True, slots=True)
 class OnPreemption:
-    """`sources`: of `SOURCES`, or () to find out from what the firmware says. `base_url` instead of the cloud's own."""
+    """Save on preemption notices. `sources`: some of `SOURCES`; () detects the cloud from the firmware."""
 
     sources: tuple[str, ...] = ()
     base_url: str | None = None
@@ -50,7 +50,7 @@ class OnPreemption:
 
 @dataclass(frozen=True, slots=True)
 class OnDeadline:
-    """`at`: seconds since 1970, None for the end of the Slurm job. Saved `before_s` seconds ahead of it."""
+    """Save `before_s` seconds before `at`, which is in seconds since 1970; None is the end of the Slurm job."""
 
     at: float | None = None
     before_s: float = 60.0
@@ -59,17 +59,17 @@ class OnDeadline:
 
 @dataclass(frozen=True, slots=True)
 class OnException:
-    """An exception that leaves the `with` block, or the script."""
+    """Save when an exception leaves the `with` block or the script."""
 
 
 @dataclass(frozen=True, slots=True)
 class OnOom:
-    """No memory, on the device or on the host, as an exception of torch or Python."""
+    """Save when torch or Python raises an out-of-memory error, on the device or the host."""
 
 
 @dataclass(frozen=True, slots=True)
 class OnHang:
-    """No step for `factor` times the usual step, and at least `min_s` seconds. `action`: "report" or "exit"."""
+    """Save when no step has ended for `factor` times the usual step time and at least `min_s` seconds."""
 
     action: str = "report"
     factor: float = 10.0
@@ -78,7 +78,7 @@ class OnHang:
 
 @dataclass(frozen=True, slots=True)
 class OnMemoryPressure:
-    """Less than `share` of the memory is available, or processes wait for memory that much of the time."""
+    """Save when less than `share` of the memory is free, or processes wait for memory that share of the time."""
 
     share: float = 0.05
 
@@ -87,35 +87,44 @@ Trigger = OnSignal | OnPreemption | OnDeadline | OnException | OnOom | OnHang | 
 
 
 def on_signal(*names: str | int, grace_s: float = GRACE_S, leave: bool | None = None) -> OnSignal:
-    """Save when a signal comes, by name or number: SIGTERM and SIGUSR1 if none is given.
+    """Save when a signal arrives.
 
-    Your own handlers still run, whether they were there before or come later. `grace_s`: seconds until the sender will
-    kill. `leave`: whether to end the process when the state is safe, with exit code 128 + the signal's number; by
-    default where the signal would have ended it, if no handler of yours decides: SIGTERM, SIGHUP, SIGXCPU, and not the
-    SIGUSRs, which say "save and go on".
+    - `names`: names or numbers of signals, default SIGTERM and SIGUSR1.
+    - `grace_s`: seconds from the signal until the sender kills the process, default 25.
+    - `leave`: True ends the process after the save with exit code 128 + the signal's number. By default it ends if the
+      signal would have ended it and no handler of yours decides otherwise: SIGTERM, SIGHUP and SIGXCPU, but not SIGUSR1
+      and SIGUSR2, which mean "save and continue".
+
+    Your own handlers still run, whether installed before or later. Raises UsageError for unknown signals and for those
+    that cannot be handled.
     """
-    found = []
+    signals = []
     for name in names or ("SIGTERM", "SIGUSR1"):
         try:
-            found.append(signal.Signals[name] if isinstance(name, str) else signal.Signals(name))
+            signals.append(signal.Signals[name] if isinstance(name, str) else signal.Signals(name))
         except (KeyError, ValueError):
-            raise UsageError(f"{name!r} is not a signal: use names such as 'SIGTERM' and 'SIGUSR1'") from None
-        if found[-1] in DEADLY:
-            raise UsageError(f"{found[-1].name} cannot be handled; the writer notices such a death by itself")
+            raise UsageError(f"{name!r} is not a signal: use a name like 'SIGTERM' or 'SIGUSR1'") from None
+        if signals[-1] in DEADLY:
+            raise UsageError(
+                f"{signals[-1].name} cannot be a trigger, because Python cannot handle it; the writer detects this "
+                "death without one"
+            )
     _positive("grace_s", grace_s)
-    return OnSignal(tuple(dict.fromkeys(found)), float(grace_s), leave)
+    return OnSignal(tuple(dict.fromkeys(signals)), float(grace_s), leave)
 
 
 def on_preemption(*sources: str, base_url: str | None = None, poll_s: float = 5.0) -> OnPreemption:
-    """Save when the cloud says that it will take this machine away: "ec2", "gce" or "azure".
+    """Save when the cloud announces that it will take this machine away.
 
-    Without `sources` the machine's firmware tells which cloud this is, and nothing is asked anywhere else. `base_url`
-    replaces the address of the metadata service; `poll_s`: seconds between two questions where there is no long poll.
+    - `sources`: any of "ec2", "gce" and "azure". By default the machine's firmware identifies the cloud, and no other
+      service is contacted.
+    - `base_url`: address to use instead of the cloud's metadata service.
+    - `poll_s`: seconds between requests where the service has no long poll, default 5.
     """
     if bad := [source for source in sources if source not in SOURCES]:
-        raise UsageError(f"preemption notices come from {', '.join(SOURCES)}, not {bad[0]!r}")
+        raise UsageError(f"unknown source of preemption notices {bad[0]!r}: use {', '.join(SOURCES)}")
     if base_url is not None and not sources:
-        raise UsageError("base_url needs the source that is served there: on_preemption('ec2', base_url=...)")
+        raise UsageError("base_url= needs the name of its source: on_preemption('ec2', base_url=...)")
     _positive("poll_s", poll_s)
     return OnPreemption(tuple(dict.fromkeys(sources)), base_url, float(poll_s))
 
@@ -123,13 +132,16 @@ def on_preemption(*sources: str, base_url: str | None = None, poll_s: float = 5.
 def on_deadline(
     at: float | datetime | None = None, *, in_s: float | None = None, before_s: float = 60.0, leave: bool = False
 ) -> OnDeadline:
-    """Save `before_s` seconds ahead of a moment: `at` (a datetime, or seconds since 1970), or `in_s` seconds from now.
+    """Save before a deadline.
 
-    Without either, the end of the Slurm job (SLURM_JOB_END_TIME); outside of Slurm that is no trigger at all.
-    `leave`: end the process when the state is safe, so that the scheduler can go on.
+    - `at`: the deadline, as a datetime or in seconds since 1970. By default the end of the Slurm job
+      (SLURM_JOB_END_TIME); outside Slurm the trigger then does nothing.
+    - `in_s`: the deadline in seconds from now, instead of `at`.
+    - `before_s`: seconds before the deadline at which to save, default 60.
+    - `leave`: True ends the process after the save, so that the scheduler can continue. Default False.
     """
     if at is not None and in_s is not None:
-        raise UsageError("a deadline is given as `at` or as `in_s`, not both")
+        raise UsageError("pass `at` or `in_s`, not both")
     if in_s is not None:
         _positive("in_s", in_s)
         at = time.time() + in_s
@@ -137,9 +149,9 @@ def on_deadline(
         at = at.timestamp()
     number = isinstance(at, (int, float)) and not isinstance(at, bool)
     if at is not None and not (number and math.isfinite(at)):
-        raise UsageError(f"a deadline is a moment, not {at!r}")
+        raise UsageError(f"at={at!r}: it must be a datetime or seconds since 1970")
     if not isinstance(before_s, (int, float)) or not 0 <= before_s < math.inf:
-        raise UsageError(f"before_s is a number of seconds from 0, not {before_s!r}")
+        raise UsageError(f"before_s={before_s!r}: it must be a number of seconds of at least 0")
     return OnDeadline(None if at is None else float(at), float(before_s), leave)
 
 
@@ -154,24 +166,31 @@ def on_oom() -> OnOom:
 
 
 def on_hang(*, action: str = "report", factor: float = 10.0, min_s: float = 30.0) -> OnHang:
-    """Save when no step has come for `factor` times the usual step time, and for `min_s` seconds at least.
+    """Save when no step has ended for `factor` times the usual step time and at least `min_s` seconds.
 
-    The usual time is learnt from the steps; put what takes longer than a step, such as an evaluation, into
-    `with cp.pause():`. `action="report"` saves and says who hangs, and where; "exit" then ends the trainer as well
-    (exit code 75), so that the launcher starts it again.
+    - `action`: "report" (default) saves and reports which rank hangs and where. "exit" also ends the trainer with exit
+      code 75, so that the launcher restarts it.
+    - `factor`: multiple of the usual step time, at least 2, default 10.
+    - `min_s`: shortest time that counts as a hang, seconds, default 30.
+
+    The usual time is measured. Put work that takes longer than a step, for example an evaluation, into `with
+    cp.pause():`.
     """
     if action not in ("report", "exit"):
-        raise UsageError(f'the action on a hang is "report" or "exit", not {action!r}')
+        raise UsageError(f'action={action!r}: it must be "report" or "exit"')
     _positive("min_s", min_s)
     if not isinstance(factor, (int, float)) or not 2 <= factor < math.inf:
-        raise UsageError(f"factor={factor!r} would take every slow step for a hang: use 2 or more")
+        raise UsageError(f"factor={factor!r}: it must be at least 2, or every slow step would count as a hang")
     return OnHang(action, float(factor), float(min_s))
 
 
 def on_memory_pressure(*, share: float = 0.05) -> OnMemoryPressure:
-    """Save, and give memory of ours back, when less than `share` of the machine's or container's memory is left."""
+    """Save and free some of our memory when little memory is left on the machine or in the container.
+
+    - `share`: act when less than this share is free, between 0 and 1, default 0.05.
+    """
     if not isinstance(share, (int, float)) or not 0 < share < 1:
-        raise UsageError(f"share={share!r}: a part of the memory, between 0 and 1")
+        raise UsageError(f"share={share!r}: it must be a number between 0 and 1")
     return OnMemoryPressure(float(share))
 
 
@@ -200,4 +219,4 @@ def as_triggers(triggers: object) -> tuple[Trigger, ...]:
 
 def _positive(name: str, value: float) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-        raise UsageError(f"{name} is a number of seconds above 0, not {value!r}")
+        raise UsageError(f"{name}={value!r}: it must be a number of seconds above 0")

@@ -1,16 +1,16 @@
-"""Durations, sizes and moments, as people read them."""
+"""Format durations, sizes and times for people."""
 
 from __future__ import annotations
 
 import math
 from datetime import UTC, datetime
 
-LEAST_S = 0.5e-4  # that is shown
+LEAST_S = 0.5e-4  # the shortest duration shown as more than 0 s
 _UNITS = ((1.0, 1e-3, "ms"), (100.0, 1.0, "s"), (6000.0, 60.0, "min"), (72 * 3600.0, 3600.0, "h"))
 
 
 def duration(seconds: float) -> str:
-    """As 4.1 ms, 41 s, 3.2 h; what rounds to 0.0 ms is 0 s."""
+    """Format a duration, for example 4.1 ms, 41 s or 3.2 h. Durations that round to 0.0 ms become "0 s"."""
     if abs(seconds) < LEAST_S:
         return "0 s"
     if not math.isfinite(seconds):
@@ -21,7 +21,7 @@ def duration(seconds: float) -> str:
 
 
 def decimal(nbytes: float) -> str:
-    """Bytes, as 999 B, 4.1 kB, 1.2 GB."""
+    """Format a number of bytes, for example 999 B, 4.1 kB or 1.2 GB."""
     value, names = float(nbytes), ["B", "kB", "MB", "GB", "TB", "PB", "EB"]
     while abs(value) >= 999.5 and len(names) > 1:
         value, names = value / 1000, names[1:]
@@ -29,7 +29,7 @@ def decimal(nbytes: float) -> str:
 
 
 def moment(wall: float) -> str:
-    """A moment, in seconds since 1970, as the clock on the wall here shows it."""
+    """Format a time in seconds since 1970 as local date and time."""
     try:
         return datetime.fromtimestamp(wall, UTC).astimezone().strftime("%F %T")
     except (OverflowError, OSError, ValueError):

@@ -1,7 +1,7 @@
-"""The version of this library, for those that may not import all of it; and whether it is the one that was imported.
+"""The version of this library, for code that must not import all of it, and a check for a conflicting package.
 
-PyPI has another package `ckpt`, for debugging, that is imported by the same name. Where both are installed, one
-`ckpt/__init__.py` is left, of whichever came last, among the files of both.
+PyPI has another package `ckpt`, a debugger, with the same import name. If both are installed, their files are mixed in
+one folder, and `ckpt/__init__.py` is that of the package installed last.
 """
 
 from __future__ import annotations
@@ -11,30 +11,34 @@ import sys
 import warnings
 
 VERSION = "0.1.0"
-_MEND = "`pip uninstall ckpt`, and then `pip install --force-reinstall everystep`, put that right"
+_MEND = "`pip uninstall ckpt`, and then `pip install --force-reinstall everystep`, fix this"
 
 
 def _check() -> None:
-    """All of ours imports this. Cheap: that folder has just been listed by who has found us in it."""
+    """Check that the imported package is ours. Every module imports this one; the check reads one folder listing."""
     if getattr(sys.modules["ckpt"], "__distribution__", None) != "everystep":
         raise ImportError(f"another package, `ckpt` of PyPI, is installed over everystep: {_MEND}")
     try:
-        beside = os.listdir(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    except OSError:  # from within an archive, say
+        siblings = os.listdir(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    except OSError:  # inside a zip archive, for example
         return
-    if any(name.startswith("ckpt-") and name.endswith((".dist-info", ".egg-info")) for name in beside):
+    if any(name.startswith("ckpt-") and name.endswith((".dist-info", ".egg-info")) for name in siblings):
         warnings.warn(
-            f"another package, `ckpt` of PyPI, is installed in the folder of everystep, which has its place: {_MEND}",
+            "another package, `ckpt` of PyPI, is installed in the same folder as everystep, which replaced it: "
+            f"{_MEND}",
             stacklevel=3,
         )
 
 
 def check_known(who: str, what: str, version: str, known: tuple[tuple[int, int], tuple[int, int]]) -> None:
-    """ImportError unless an adapter knows that version of what it is for. `known`: from, and below."""
+    """Raise ImportError unless the version lies in the range that an adapter supports.
+
+    `known`: the first supported version and the first unsupported one.
+    """
     number = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
     if not known[0] <= number < known[1]:
-        said = " and below ".join(".".join(map(str, one)) for one in known)
-        raise ImportError(f"{who} knows {what} from {said}, and this is {version}")
+        supported = " and below ".join(".".join(map(str, bound)) for bound in known)
+        raise ImportError(f"{who} supports {what} from {supported}, but {version} is installed")
 
 
 _check()

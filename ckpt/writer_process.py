@@ -1,21 +1,22 @@
-"""The writer process: holds the memory, writes it out, and outlives the trainer. Its parts are put together here.
+"""The writer process. It holds the snapshots, writes them to the tiers and outlives the trainer. This module assembles
+it.
 
     python -c 'from ckpt.writer_process import main; main()' FD RUN_KEY LOG STARTED
 
-    ckpt.core.writer              the run, its memory and its tiers; saves, promotes, is inherited
+    ckpt.core.writer              the run, its memory and its tiers; saves, copies to tiers, is inherited
     ckpt.guard.fault_reports      watches the trainer: the core's `TrainerWatch`
-    ckpt.tools.observe.telemetry  shows what the trainer does
+    ckpt.tools.observe.telemetry  publishes metrics of the trainer
     ckpt.plugins.replicas         keeps a second copy of the memory on another node
 
-The guard, the tools and the plug-ins know the core, which knows none of them. Requests go to whichever of these objects
-have methods for them (`Dispatch`). What else the core has to be given, it gets by its constructors.
+The guard, the tools and the plug-ins import the core, and the core imports none of them. `Dispatch` sends each request
+to the object that has a method for it. The core receives everything else through its constructors.
 
-The process starts in its own session, at low CPU and I/O priority, without torch, and has the name of the run on this
-machine for as long as it holds its memory: whoever finds the name taken does not start. Two kinds of threads feed one
-event loop: a reader per connection (`server`), and those that wait for the trainer's death (`succession`).
+The process runs in its own session, at low CPU and I/O priority, without torch. It owns the name of the run on this
+machine while it holds the run's memory; a second writer that finds the name taken does not start. Two kinds of threads
+feed one event loop: one reader per connection (`server`), and threads that wait for the trainer's death (`succession`).
 
-When the trainer dies, the writer digests the snapshots, persists the ring, newest first, and waits for the next
-incarnation, which finds it by RUN_KEY; after `linger_s` it leaves. When the trainer closes, it finishes and leaves.
+When the trainer dies, the writer digests the snapshots and writes them, newest first. It then waits for a restart,
+which finds it by RUN_KEY, and exits after `linger_s`. When the trainer closes, the writer finishes and exits.
 """
 
 from __future__ import annotations
@@ -54,14 +55,13 @@ from ckpt.plugins.replicas import Replicator
 from ckpt.tools.observe.telemetry.observers import Observers
 
 NICE = 10
-NUMPY_S = 0.5  # until it is imported, if nothing has used it before: the run is open by then, as a rule
+NUMPY_S = 0.5  # delay before importing it in the background; normally the run is open by then
 
 
 async def serve(
     channel: Channel, listener: socket.socket, key: str, path: str, process: Process, awaited: bool
 ) -> None:
-    """Put the writer together, and work until it leaves. Everything runs in one event loop; blocking work goes to
-    threads."""
+    """Assemble the writer and serve until it exits. One event loop runs everything; blocking work goes to threads."""
     background, trainer = Background(), PresentTrainer(channel, process)
     background.loop.call_later(NUMPY_S, background.thread, bring, "numpy")
     memory = HeldMemory(trainer, awaited=awaited)
@@ -77,7 +77,7 @@ async def serve(
     succession = Succession(trainer, run, memory, parts, opener, books, watch, after_death, server, background)
     observers = Observers(trainer, run, memory, drain, books, watch)
     core = (run, settler, promoter, persister, drain, opener, books, after_death, succession, memory)
-    replicator = Replicator(memory)  # first: a copy goes before the original is given up
+    replicator = Replicator(memory)  # first, because it must copy a snapshot before its memory is released
     await server.run(Dispatch(replicator, *core, watch, observers))
     observers.exporter.stop_serving()
     await server.finished.wait()
@@ -85,10 +85,10 @@ async def serve(
 
 
 def _be_modest() -> None:
-    """Low priority: training comes first."""
+    """Lower the priority of this process: training comes first."""
     os.nice(NICE)
-    with contextlib.suppress(OSError):  # Linux may share cores out by session first: then `nice` counts only within one
-        os.setsid()  # whoever started us made this one, and may be in it
+    with contextlib.suppress(OSError):  # Linux may share cores by session first; then `nice` only counts within one
+        os.setsid()  # the process that started us made this session and may be in it
         with open("/proc/self/autogroup", "w") as group:
             group.write(str(NICE))
     os.chdir("/")  # do not keep a folder or a mount busy
@@ -98,8 +98,11 @@ def _be_modest() -> None:
 
 
 async def _main(fd: int, key: str, path: str, started: int, awaited: bool) -> None:
-    """`started`: when the trainer was, as `ipc.process.Process` says it; it may have died by now. `awaited`: it is
-    about to give us the memory that a dead writer held."""
+    """Listen under the run's name and serve; otherwise reply with the reason for not starting.
+
+    `started`: start time of the trainer as in `ipc.process.Process`; the trainer may have died since. `awaited`: the
+        trainer will send the memory of a dead writer.
+    """
     sock = socket.socket(fileno=fd)
     try:
         listener = link.listen(key)
@@ -107,7 +110,7 @@ async def _main(fd: int, key: str, path: str, started: int, awaited: bool) -> No
         await _refuse(Channel(sock), WriterError(str(error)))
         return
     if listener is None:
-        await _refuse(Channel(sock), NameTakenError("another writer of this run has started meanwhile"))
+        await _refuse(Channel(sock), NameTakenError("another writer of this run is already running"))
         return
     call_myself(link.AT_WORK)
     await serve(Channel(sock), listener, key, path, Process(link.peer_pid(sock), started), awaited)
@@ -121,13 +124,13 @@ async def _refuse(channel: Channel, error: CheckpointError) -> None:
 
 
 def main() -> None:
-    """Entry point of the process."""
+    """Run the writer process; entry point."""
     failpoints.process = "writer"
     logging.basicConfig(level=logging.WARNING, format="everystep writer: %(message)s")
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)  # meant for the trainer; our end is bounded by deadlines
+        signal.signal(number, signal.SIG_IGN)  # these are meant for the trainer; deadlines bound our exit
     _be_modest()
     gc.freeze()
-    gc.enable()  # which it was not while all of this was imported
+    gc.enable()  # it was off during the imports
     asyncio.run(_main(int(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4]), sys.argv[5] == "1"))
     os._exit(0)  # threads may still sit in a mutex

@@ -51,7 +51,7 @@ def test_the_best_stay_and_are_found(run_dir: str, call: Any) -> None:
     assert 2 not in {one.step for one in ckpt.Run(run_dir).list()}
     assert ckpt.load(run_dir, best=True).step == ckpt.load(f"{run_dir}@best").step == 4
     assert call("show", f"{run_dir}@best", "--json").json["step"] == 4
-    with pytest.raises(UsageError, match="one of them"):
+    with pytest.raises(UsageError, match="not both"):
         ckpt.load(run_dir, best=True, step=10)
     ckpt.Run(run_dir).keep(10, "for the paper")
     listed = {line.split()[0]: line for line in call("ls", run_dir).out.splitlines() if "  " in line}

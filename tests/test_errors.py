@@ -75,9 +75,9 @@ def test_hints_name_the_run_that_was_given(tmp_path: Path, capsys: pytest.Captur
     with ckpt.Checkpointer({"model": torch.nn.Linear(2, 2)}, str(run)) as cp:
         cp.step(1)
     assert app.main(["show", f"{run}@9"]) == 2
-    assert f"`ckpt ls '{run}'` lists what" in (said := capsys.readouterr().err) and "default=" not in said
+    assert f"`ckpt ls '{run}'` lists the checkpoints" in (said := capsys.readouterr().err) and "default=" not in said
     assert app.main(["show", str(run), "--step", "9"]) == 2
-    assert f"`ckpt ls '{run}'` lists what" in capsys.readouterr().err
+    assert f"`ckpt ls '{run}'` lists the checkpoints" in capsys.readouterr().err
     assert app.main(["show", "http:/x"]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
 
@@ -111,7 +111,7 @@ def test_rm_of_a_run_says_how_one_is_removed(tmp_path: Path, capsys: pytest.Capt
     before = sorted(run.rglob("*"))
     assert app.main(["rm", str(run), "--yes"]) == 2 and sorted(run.rglob("*")) == before
     said = capsys.readouterr().err
-    assert f"{run}@STEP" in said and "delete that" in said and "ckpt top" in said
+    assert f"{run}@STEP" in said and "delete its folder" in said and "ckpt top" in said
 
 
 def test_import_of_nothing_does_not_advise_import(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -123,8 +123,8 @@ def test_import_of_nothing_does_not_advise_import(tmp_path: Path, capsys: pytest
 
 
 def test_errors_at_the_door_end_in_the_line_of_the_caller(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """What the user can mend has no frames of ours but that of the door, no cause, and its advice; at DEBUG the logger
-    has all of them."""
+    """Errors that a user can correct have no cause, no frames of ours except the wrapper's, and their advice. At DEBUG
+    the logger has everything."""
     (tmp_path / "file").write_text("x")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.txt").write_text("x")

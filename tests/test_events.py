@@ -100,7 +100,7 @@ def test_a_subscriber_that_wants_to_exit_ends_nothing(caplog: pytest.LogCaptureF
         board.publish("staged", step)
     assert board.flush(WAIT_S) and others == [0, 1, 2]
     assert [record.exc_info is not None for record in caplog.records if "subscriber" in record.message] == [True]
-    with pytest.raises(TypeError, match="a function of one event"):
+    with pytest.raises(TypeError, match="a function that takes one event"):
         events.subscribe(None)  # type: ignore[arg-type]
 
 

@@ -176,7 +176,7 @@ def test_a_loader_that_was_made_too_early_is_refused(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": path, "STORE": str(tmp_path / "store")}
     words = [sys.executable, "-u", "-c", "import torch.testing._internal.distributed.fake_pg\n" + EARLY]
     done = run_python(words, env=environment, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0 and "rank 0 of 1, which is rank 1 of 4 now" in done.stdout, done.stderr
+    assert done.returncode == 0 and "rank 0 of 1, but this is now rank 1 of 4" in done.stdout, done.stderr
 
 
 JOB = """

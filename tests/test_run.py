@@ -65,7 +65,7 @@ def test_nothing_goes_while_what_stays_is_damaged(run: ckpt.Run) -> None:
     flip(pack, pack.stat().st_size // 2)
     before = tree(folder(run))
     for work in (lambda: run.prune(2), lambda: run.delete(3)):
-        with pytest.raises(CorruptError, match="nothing was done: step 5"):
+        with pytest.raises(CorruptError, match="nothing was deleted, because step 5"):
             work()
     assert tree(folder(run)) == before
     five, *others = run.verify()

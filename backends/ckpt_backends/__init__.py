@@ -1,1 +1,1 @@
-"""Places where checkpoints are kept, one file a store. The contract is `ckpt.store.Store`."""
+"""The stores for folders and buckets, one file each. `ckpt.store.Store` is the contract."""

@@ -17,32 +17,28 @@ from ckpt.errors import StoreError
 from ckpt.store import UNLOCKABLE
 
 UNSUPPORTED = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTTY})
-"""What a file system answers to a call that it does not implement."""
+"""Errors of a file system for calls that it does not implement."""
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _RENAME_NOREPLACE = 1
 _AT_FDCWD = -100
 
 
 class Disk:
-    """Plain system calls, blocking. Raises OSError. Who may read what is made here is the umask's to say.
-
-    folders_unsynced: True once the file system has rejected the fsync of a folder as not supported.
-    """
+    """Plain blocking system calls. Raises OSError. The umask determines permissions. `folders_unsynced`: True once the
+    file system has rejected the fsync of a folder."""
 
     folders_unsynced = False
 
     def open(self, path: str, flags: int, mode: int = 0o666) -> int:
-        # O_NONBLOCK means nothing to a file, and keeps us from waiting for the other end of a pipe with a file's name.
+        # O_NONBLOCK has no effect on files, and avoids waiting for the other end of a pipe with a file's name.
         return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, mode)
 
     def mkdir(self, path: str) -> None:
         os.mkdir(path)
 
     def reserve(self, fd: int, size: int) -> None:
-        """Allocate the space now, so that a full disk is found before the first byte is written.
-
-        Do nothing if the file system cannot allocate space in advance: the writes find a full disk later.
-        """
+        """Allocate the space now, so that a full disk is found before the first byte is written. Do nothing if the file
+        system cannot allocate space in advance: the writes find a full disk later."""
         try:
             os.posix_fallocate(fd, 0, size)
         except OSError as error:
@@ -50,7 +46,8 @@ class Disk:
                 raise
 
     def lock(self, fd: int) -> bool:
-        """Whether nobody else has this file locked; then we have, until it is closed. True where nothing is locked."""
+        """Lock a file until it is closed. Return False if another process has it locked; True if locks are
+        unsupported."""
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -94,10 +91,8 @@ class Disk:
         os.fsync(fd)
 
     def link(self, source: str, target: str) -> None:
-        """Give a complete file its name, and keep or remove `source`.
-
-        Raise FileExistsError if the name is taken, and StoreError if the file system offers no way to find that out.
-        """
+        """Give a complete file its name, and keep or remove `source`. Raise FileExistsError if the name is taken, and
+        StoreError if the file system offers no way to find that out."""
         try:
             self.hard_link(source, target)
         except OSError as error:

@@ -1,8 +1,8 @@
-"""A store that takes only its share: so many bytes a second, so many on the way, so many requests at once.
+"""A store with limits: bytes per second, bytes in flight, and concurrent requests.
 
-    Retry(Limit(S3Store(url), bytes_per_s=200e6))      waits between tries then hold no place
+    Retry(Limit(S3Store(url), bytes_per_s=200e6))      waits between retries then occupy no slot
 
-Whoever came first goes first; nobody overtakes, so a large range is not starved by small ones. Nothing polls.
+Requests are served in order, so that small ones cannot starve a large range. Nothing polls.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from ckpt.store import Buffer, ObjectInfo, Store, Upload
 class Limit:
     """See `ckpt.store.Store`.
 
-    `bytes_per_s` counts what is sent and received (None: no bound), `in_flight` is bytes, `requests` is a number. A
-    range larger than `in_flight` goes alone. A whole object of unknown size counts for the rate once it is read.
-    An upload that keeps the memory it was given (attribute `keeps`) has it in flight until it ends; what does not fit
-    beside that goes alone, one request after another, as waiting for the end could last for ever.
+    `bytes_per_s`: limit for bytes sent and received, None for no limit. `in_flight`: bytes. `requests`: number. A range
+        larger than `in_flight` is sent alone. A whole object of unknown size counts for the rate once it is read. An
+        upload that keeps its memory (attribute `keeps`) counts as in flight until it ends; ranges that do not fit next
+        to it are sent alone, because waiting for its end could last forever.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Limit:
 
     @property
     def most_in_flight(self) -> int:
-        """The most bytes that were on the way at the same time so far."""
+        """The most bytes in flight at the same time so far."""
         return self._gate.most
 
     async def put(self, key: str, data: Buffer, *, create: bool = False) -> None:
@@ -48,7 +48,8 @@ class Limit:
             await self.store.put(key, data, create=create)
 
     async def upload(self, key: str, *, size: int, replace: bool = False) -> LimitUpload:
-        more = {"replace": True} if replace else {}  # somebody's own store may not know it, and hold checkpoints
+        # a third-party store may not support it, and may already contain checkpoints
+        more = {"replace": True} if replace else {}
         async with self._gate.request():
             return LimitUpload(self._gate, await self.store.upload(key, size=size, **more))
 
@@ -74,7 +75,8 @@ class Limit:
     async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
         found = aiter(self.store.list(prefix))
         while True:
-            async with self._gate.request():  # given back for each key: the caller may ask for more before the next
+            # released for each key, because the caller may send requests before the next one
+            async with self._gate.request():
                 try:
                     info = await anext(found)
                 except StopAsyncIteration:
@@ -98,12 +100,12 @@ class Limit:
 
 
 class LimitUpload:
-    """Parts line up in their order: one that its store lets wait for an earlier one takes no place before that has."""
+    """Queues parts in order: a part that waits for an earlier one occupies no slot before that is written."""
 
     def __init__(self, gate: Gate, upload: Upload) -> None:
         self._gate, self._upload = gate, upload
         self._kept = 0
-        self._lined_up = 0  # all parts up to here have been in line
+        self._lined_up = 0  # end of the parts that were queued
         self._ended = False
         self._moved = asyncio.Condition()
         self.part = upload.part
@@ -132,7 +134,7 @@ class LimitUpload:
 
     async def abort(self) -> None:
         try:
-            await self._upload.abort()  # not through the gate: it makes room
+            await self._upload.abort()  # not through the gate, because it frees space
         finally:
             self._let_go()
         async with self._moved:
@@ -145,14 +147,14 @@ class LimitUpload:
 
 
 class Gate:
-    """Lets requests through, first come first served, while there is room for them."""
+    """Admits requests in order of arrival while the limits allow."""
 
     def __init__(self, bytes_per_s: float | None, in_flight: int, requests: int) -> None:
         self._bytes_per_s, self._in_flight, self._requests = bytes_per_s, in_flight, requests
         self._queue: deque[tuple[int, asyncio.Future[None]]] = deque()
         self._inside = 0  # requests
-        self._bytes = 0  # theirs, and what uploads keep
-        self._paid_until = 0.0  # the loop's time at which what has passed would have passed at `bytes_per_s`
+        self._bytes = 0  # of requests, and kept by uploads
+        self._paid_until = 0.0  # the loop's time at which the transferred bytes comply with `bytes_per_s`
         self._alarm: asyncio.TimerHandle | None = None
         self.most = 0
 
@@ -165,12 +167,12 @@ class Gate:
             self._leave(size)
 
     def keep(self, size: int) -> None:
-        """So many bytes are in flight without a request, or (negative) no longer are."""
+        """Add bytes in flight without a request, or (negative) remove them."""
         self._bytes += size
         self._admit()
 
     def charge(self, size: int) -> None:
-        """So many bytes have passed: who comes next waits for them, and pays for the time."""
+        """Count bytes that were transferred without a reservation; later requests wait for them."""
         if self._bytes_per_s is not None:
             self._paid_until = max(self._paid_until, _now()) + size / self._bytes_per_s
 
@@ -182,9 +184,9 @@ class Gate:
             await turn
         except asyncio.CancelledError:
             if turn.cancelled():
-                self._admit()  # whoever stood behind us may fit
+                self._admit()  # the next request may fit
             else:
-                self._leave(size)  # let in and cancelled at the same moment
+                self._leave(size)  # admitted and cancelled at the same moment
             raise
 
     def _leave(self, size: int) -> None:
@@ -195,7 +197,7 @@ class Gate:
     def _admit(self) -> None:
         while self._queue:
             size, turn = self._queue[0]
-            if not turn.done():  # else cancelled
+            if not turn.done():  # otherwise it was cancelled
                 if not self._has_room(size) or not self._in_time(size):
                     return
                 self._inside += 1
@@ -209,12 +211,12 @@ class Gate:
             self._alarm = None
 
     def _has_room(self, size: int) -> bool:
-        # With nobody inside, nobody need ever leave: whoever is first goes, however large.
+        # With no request inside, none will ever leave: the first one is admitted, however large.
         fits = self._inside < self._requests and self._bytes + size <= self._in_flight
         return fits or self._inside == 0
 
     def _in_time(self, size: int) -> bool:
-        """Whether what has passed is paid for; if not, everybody is looked at again when it is."""
+        """Return True if the rate allows a request now; otherwise check all requests again when it does."""
         if size == 0 or self._paid_until <= _now():
             return True
         if self._alarm is None:

@@ -1,22 +1,21 @@
 """A folder on a local (or POSIX-conforming shared) file system.
 
-Small objects are written under a temporary name, fsynced, linked to their own name, and the folder is fsynced: they
-appear whole or not at all, also after a power cut. Large ones are written straight to their own name, past the page
-cache (O_DIRECT) where the file system allows it, and mean nothing until a log record names them. Measured on ext4 over
-NVMe, aligned O_DIRECT wrote 1.0-1.7 GB/s against 0.2-1.2 GB/s for buffered writes and fsync, at a tenth of the CPU.
+Small objects are written under a temporary name, fsynced and linked to their name, and the folder is fsynced: they
+appear complete or not at all, also after a power cut. Large ones are written directly to their name, past the page
+cache (O_DIRECT) if possible, and have no meaning until a log record names them. Measured on ext4 over NVMe, aligned
+O_DIRECT wrote 1.0-1.7 GB/s, buffered writes with fsync 0.2-1.2 GB/s at ten times the CPU.
 
-Names that begin with a dot are temporary and are never listed. Only files are listed, with one exception: a pipe, a
-link or anything else under the name of a log record is listed with size 0, so that readers notice that the record is
-lost.
+Names that begin with a dot are temporary and never listed. Only files are listed, with one exception: a pipe, a link or
+anything else under the name of a log record is listed with size 0, so that readers detect that the record is lost.
 
 A small object is written as `.<random>.tmp`, a large one that replaces another as `.<name>.<random>.new`. The writer
-holds a lock on such a file as long as it uses it. A file without a lock was left by a crash: `drop_uploads` deletes it,
-and so does the next upload that replaces the same object. `.reserve` is a megabyte that is given up when the disk is
-full, so that the log can still say what happened.
+holds a lock on such a file while it uses it. A file without a lock was left by a crash: `drop_uploads` deletes it, and
+so does the next upload that replaces the same object. `.reserve` is a megabyte that is released when the disk is full,
+so that the log can still record that.
 
-A path may stop naming the run while a process writes there: somebody deletes, moves or replaces the folder. After
-`watch()` each change first checks that FORMAT.json is still the same file. A subfolder that vanished is made again only
-if FORMAT.json is still there a moment later.
+A path may stop naming the run while a process writes there, because the folder was deleted, moved or replaced. After
+`watch()`, each change first checks that FORMAT.json is still the same file. A missing subfolder is created again only
+if FORMAT.json still exists a moment later.
 """
 
 from __future__ import annotations
@@ -49,9 +48,9 @@ Listing = list[ObjectInfo]
 THREADS = 8  # enough requests in flight to keep one NVMe drive busy
 RESERVE = 1 << 20
 _RECORD = re.compile(r"log/[0-9]{12}\.json")
-VANISHED_S = 0.2  # before a folder that vanished is made again: `rm -rf` may be about to delete the whole run
+VANISHED_S = 0.2  # before a missing folder is created again, because `rm -rf` may be deleting the whole run
 OWN = ("packs/", "parts/", "index/")  # names in these folders contain a random part: no other run uses the same name
-TRIES = 3  # a temporary file may be taken for a leftover before it is locked
+TRIES = 3  # a temporary file may be deleted as a leftover before it is locked
 _LEFTOVER = re.compile(r"\.(.+)\.[0-9a-f]{16}\.new")
 _TEMPORARY = re.compile(r"\.[0-9a-f]{16}\.tmp")
 
@@ -67,12 +66,12 @@ class LocalStore:
         self.disk = disk or Disk()
         self.direct = direct
         self._pool = ThreadPoolExecutor(THREADS, "ckpt-io")
-        self._calls: set[Future[Any]] = set()  # under way in it
+        self._calls: set[Future[Any]] = set()  # in progress in the pool
         self.open_files = OpenFiles(self.disk, direct)
         self._known_folders: set[str] = set()
         self._check: Callable[[], Awaitable[None]] | None = None
         self._format: tuple[int, ...] | None = None  # identifies the FORMAT.json that was checked last
-        self._content: bytes | None = None  # of that file
+        self._content: bytes | None = None  # of FORMAT.json
         if writable:
             with errors(self.url, self.root):
                 self._make_root()
@@ -91,14 +90,12 @@ class LocalStore:
     # -- whether the folder is still the run --
 
     def watch(self, check: Callable[[], Awaitable[None]]) -> None:
-        """Check before each change that the folder is still the run.
-
-        check: raises RunGoneError if it is not. It is called only if FORMAT.json is not the file that was checked last.
-        """
+        """Check before each change that the folder is still the run. check: raises RunGoneError if it is not. It is
+        called only if FORMAT.json is not the file that was checked last."""
         self._check = check
 
     def _identify(self) -> tuple[int, ...] | None:
-        """Return what tells this FORMAT.json from any other file, None if there is none."""
+        """Return what distinguishes this FORMAT.json from any other file, None if there is none."""
         try:
             found = os.stat(f"{self.root}/FORMAT.json", follow_symlinks=False)
         except OSError:
@@ -121,10 +118,8 @@ class LocalStore:
         return bytes(self._read_whole(f"{self.root}/FORMAT.json", 0, RESERVE))
 
     def _check_again(self) -> None:
-        """Raise RunGoneError if FORMAT.json has changed since `_check_run`, in the thread that is about to write.
-
-        Some file systems change the inode number or device of a file that stays the same: its content decides.
-        """
+        """Raise RunGoneError if FORMAT.json has changed since `_check_run`, in the thread that is about to write. Some
+        file systems change the inode number or device of a file that stays the same: its content decides."""
         if self._check is None or self._format is None:
             return
         found = self._identify()
@@ -144,7 +139,7 @@ class LocalStore:
         try:
             await self._put(path, data, create)
         except FullError:
-            # FORMAT.json as well: a run is opened by trying to create it, also where the disk is full.
+            # FORMAT.json too: opening a run tries to create it, also on a full disk.
             vital = _is_record(key) or key == "FORMAT.json"
             if not vital or not await self.run(self._give_up_reserve):
                 raise
@@ -184,14 +179,15 @@ class LocalStore:
                 try:
                     await self.run(self.disk.link if create else self.disk.replace, temporary, path)
                 except FileExistsError:
-                    await self.run(self.disk.fsync_dir, folder)  # perhaps our own: the caller will take it for durable
+                    # it may be our own, and the caller will rely on it being durable
+                    await self.run(self.disk.fsync_dir, folder)
                     raise
             self.open_files.forget(path)
             if log:
                 point("log.linked")
             await self.run(self.disk.fsync_dir, folder)
         finally:
-            with contextlib.suppress(OSError):  # replaced, renamed, never made, or a disk beyond help
+            with contextlib.suppress(OSError):  # replaced, renamed, never created, or a failed disk
                 await self.run(self.disk.unlink, temporary)
 
     def _opener(self, path: str, flags: int) -> int:
@@ -221,7 +217,7 @@ class LocalStore:
     async def discard(self, key: str) -> None:
         """Delete an object even if the folder is no longer the run: the caller has compared its bytes."""
         path = self._path(key)
-        self.open_files.forget(path)  # or the disk space would stay taken
+        self.open_files.forget(path)  # otherwise the disk space would stay in use
         with errors(self.url, path), contextlib.suppress(FileNotFoundError):
             await self.run(self.disk.unlink, path)
 
@@ -230,10 +226,8 @@ class LocalStore:
             await self.delete(key)
 
     async def drop_uploads(self, wanted: Callable[[str], bool]) -> int:
-        """Delete what crashed writers left: temporary files, and uploads that were to replace something.
-
-        Any other unfinished upload is a file like any other.
-        """
+        """Delete what crashed writers left: temporary files, and uploads that were to replace something. Any other
+        unfinished upload is a file like any other."""
         return await self.run(self._drop_leftovers, wanted)
 
     def _drop_leftovers(self, wanted: Callable[[str], bool]) -> int:
@@ -247,15 +241,13 @@ class LocalStore:
                     if entry.is_dir(follow_symlinks=False) and not entry.name.startswith("."):
                         pending.append(f"{folder}{entry.name}/")
                     elif found is not None or _TEMPORARY.fullmatch(entry.name):
-                        with contextlib.suppress(OSError):  # its writer was quicker, or it cannot be opened
+                        with contextlib.suppress(OSError):  # its writer was faster, or it cannot be opened
                             dropped += self._drop_left(entry.path, lambda key=key: wanted(key))  # type: ignore[misc]
         return dropped
 
     def _drop_left(self, path: str, wanted: Callable[[], bool] = lambda: False) -> bool:
-        """Delete a temporary file unless its writer lives or it is wanted. Return True if it was deleted.
-
-        It stays where locks exclude nobody, because its writer cannot be seen there.
-        """
+        """Delete a temporary file unless its writer lives or it is wanted. Return True if it was deleted. It stays
+        where locks exclude nobody, because its writer cannot be seen there."""
         fds: list[int] = []
         try:
             for free in (True, False):  # a second descriptor must not get the lock that the first one holds
@@ -283,7 +275,7 @@ class LocalStore:
         self._make_folders(folder)
         path = final
         if replace:
-            with contextlib.suppress(OSError):  # what cannot be looked at stays
+            with contextlib.suppress(OSError):  # unreadable entries stay
                 for entry in list(os.scandir(folder)):
                     found = _LEFTOVER.fullmatch(entry.name)
                     if found is not None and found[1] == name:
@@ -341,7 +333,8 @@ class LocalStore:
             return file.read(start, length, into)
 
     def scatter(self, key: str, start: int, views: Sequence[memoryview]) -> None:
-        """Fill these, one after another, with bytes from `start` on: through the page cache, in the calling thread."""
+        """Fill these views, one after another, with bytes from `start` on, through the page cache, in the calling
+        thread."""
         path = self._path(key)
         with errors(self.url, path), self.open_files.reading(path) as file, self._reopening(path):
             file.scatter(start, views)
@@ -365,7 +358,7 @@ class LocalStore:
                 return False
 
     def soon(self, key: str, start: int, length: int) -> None:
-        """These bytes will be asked for by `scatter` before long: the kernel may begin to read them. Never fails."""
+        """Announce that `scatter` will request these bytes soon, so that the kernel can read ahead. Never fails."""
         with contextlib.suppress(OSError, StoreError), self.open_files.reading(self._path(key)) as file:
             file.soon(start, length)
 
@@ -381,15 +374,15 @@ class LocalStore:
             missing.append(folder)
             folder = folder.parent
         for folder in reversed(missing):
-            with contextlib.suppress(FileExistsError):  # another job makes it at the same moment
+            with contextlib.suppress(FileExistsError):  # another job creates it at the same moment
                 self.disk.mkdir(str(folder))
             self.disk.fsync_dir(str(folder.parent))
         if not Path(self.root).is_dir():
             raise NotADirectoryError(errno.ENOTDIR, "not a folder", self.root)
 
     def _sync_folders(self) -> None:
-        """Names that a killed process left unsynced are visible: make them stay before anything builds on them."""
-        with contextlib.suppress(OSError):  # not ours, perhaps; it matters only if the root was made a moment ago
+        """Sync folders: names that a killed process left unsynced are visible and must become durable first."""
+        with contextlib.suppress(OSError):  # it may belong to another user; needed only if the root was just created
             self.disk.fsync_dir(os.path.dirname(self.root))
         pending = [self.root]
         while pending:
@@ -436,7 +429,7 @@ class LocalStore:
                     try:
                         found.append(ObjectInfo(key, entry.stat(follow_symlinks=False).st_size))
                     except FileNotFoundError:
-                        pass  # deleted while we look
+                        pass  # deleted during the scan
                     except OSError as error:
                         raise translated(error, self.url, key) from error
         return found
@@ -447,7 +440,7 @@ class LocalStore:
             self._check_again()
             fd = self.disk.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
         except (OSError, RunGoneError):
-            return  # there already, or no room for it yet
+            return  # it exists already, or there is no space yet
         try:
             self.disk.reserve(fd, RESERVE)
         except OSError:
@@ -459,7 +452,7 @@ class LocalStore:
     def _give_up_reserve(self) -> bool:
         try:
             self.disk.unlink(f"{self.root}/.reserve")
-            self.disk.fsync_dir(self.root)  # journalling file systems hand the space out after a commit
+            self.disk.fsync_dir(self.root)  # journalling file systems release the space after a commit
         except OSError:
             return False
         return True
@@ -472,7 +465,7 @@ class LocalStore:
 
     async def aclose(self) -> None:
         self.open_files.close()
-        self._pool.shutdown(wait=not self._calls)  # what was cancelled may hang in the disk: nobody waits for that
+        self._pool.shutdown(wait=not self._calls)  # cancelled calls may hang in the disk and are not waited for
 
 
 def _is_record(key: str) -> bool:

@@ -1,4 +1,4 @@
-"""Files of the local store that are open: large ones being written, and those that ranges are read out of."""
+"""Open files of the local store: large ones being written, and those being read."""
 
 from __future__ import annotations
 
@@ -21,18 +21,16 @@ if TYPE_CHECKING:
     from ckpt_backends.local import LocalStore
 
 OPEN_FILES = 16
-PASSING = {  # errors that the next try may not meet
+PASSING = {  # transient errors
     errno.EIO, errno.EINTR, errno.EAGAIN, errno.EBUSY, errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE,
     errno.ENOMEM, errno.ENOTCONN, errno.EHOSTDOWN, errno.ENODEV,
 }  # fmt: skip
-_VECTORS = 1024  # of one preadv, at most
+_VECTORS = 1024  # most vectors of one preadv
 
 
 class LocalUpload:
-    """Whole pages go past the page cache; whatever is not aligned goes through it. One fsync makes both durable.
-
-    `final`: the name it gets in the end, if it replaces what has it now.
-    """
+    """Writes whole pages past the page cache, and unaligned bytes through it. One fsync makes both durable. `final`:
+    the name at the end, if it replaces another object."""
 
     part = 0
 
@@ -46,16 +44,16 @@ class LocalUpload:
 
     async def write_at(self, offset: int, view: memoryview) -> None:
         if offset + len(view) > self._size:
-            raise StoreError(f"{self._path}: written past its declared size")
+            raise StoreError(f"{self._path}: write beyond the declared size")
         with errors(self._store.url, self._path):
             await self._store.run(self._write, offset, view)
 
     def _write(self, offset: int, view: memoryview) -> None:
-        """In a thread, which may outlast the upload: a cancelled write goes on, and must not meet a closed descriptor,
-        whose number may be another file's by then."""
+        """Write in a thread, which may outlast the upload: a cancelled write continues and must not meet a closed
+        descriptor, whose number may be reused."""
         with self._lock:
             if not self._open:
-                return  # given up meanwhile
+                return  # aborted
             self._users += 1
         try:
             self._write_all(offset, view)
@@ -70,7 +68,7 @@ class LocalUpload:
                 try:
                     written = self._store.disk.pwrite(direct, view[:pages], offset)
                 except OSError as error:
-                    if error.errno not in UNSUPPORTED:  # EINVAL: this disk wants a coarser alignment
+                    if error.errno not in UNSUPPORTED:  # EINVAL: this disk needs a coarser alignment
                         raise
                     self._direct = None
                     continue
@@ -102,7 +100,7 @@ class LocalUpload:
 
     def _abort(self) -> None:
         self._close()
-        with contextlib.suppress(OSError):  # gone already, or a disk beyond help: clean-up will find it
+        with contextlib.suppress(OSError):  # it is gone, or the disk failed: clean-up will find it
             self._store.disk.unlink(self._path)
 
     def _close(self) -> None:
@@ -121,7 +119,7 @@ class LocalUpload:
 
 
 class OpenFiles:
-    """Files that are read, kept open: a reader must not lose a file that is cleaned up under it."""
+    """Files being read, kept open so that a reader does not lose a deleted file."""
 
     def __init__(self, disk: Disk, direct: bool) -> None:
         self._disk, self._direct = disk, direct
@@ -144,7 +142,7 @@ class OpenFiles:
                 reader.release()
 
     def forget(self, path: str) -> None:
-        """The name means another file now, or none."""
+        """Close a file whose name refers to another file now, or to none."""
         with self._lock:
             if (reader := self._readers.pop(path, None)) is not None:
                 reader.release()
@@ -155,7 +153,7 @@ class OpenFiles:
 
 
 class _Reader:
-    """One open file and how many are using it."""
+    """One open file and the number of its users."""
 
     def __init__(self, disk: Disk, path: str, direct: bool) -> None:
         self._disk, self._path = disk, path
@@ -166,7 +164,7 @@ class _Reader:
             self._disk.close(self._buffered)
             raise
         self._direct = open_direct(disk, path, os.O_RDONLY) if direct else None
-        self.users = 1  # the list of what is open is one of them
+        self.users = 1  # including the list of open files
 
     def release(self) -> None:
         self.users -= 1
@@ -177,7 +175,7 @@ class _Reader:
 
     def read(self, start: int, length: int, into: memoryview | None) -> memoryview:
         if start + length > self._size:
-            raise TruncatedError(f"{self._path} holds {self._size} bytes, {start + length} were asked for")
+            raise TruncatedError(f"{self._path} has {self._size} bytes, but {start + length} were requested")
         first = start // PAGE * PAGE
         last = -(-(start + length) // PAGE) * PAGE
         if self._direct is not None and length >= PAGE:
@@ -196,7 +194,7 @@ class _Reader:
 
     def scatter(self, start: int, views: Sequence[memoryview]) -> None:
         if start + sum(map(len, views)) > self._size:
-            raise TruncatedError(f"{self._path} holds {self._size} bytes, more were asked for, from {start} on")
+            raise TruncatedError(f"{self._path} has {self._size} bytes, but more were requested from {start} on")
         left = [view for view in views if len(view)]
         while left:
             count = self._disk.scatter(self._buffered, left[:_VECTORS], start)
@@ -218,15 +216,13 @@ class _Reader:
             if count <= 0:
                 raise StoreError(f"{self._path} ended early, at {offset + done} of {self._size} bytes")
             done += count
-            if fd == self._direct and done < needed and done % PAGE:  # it cannot be continued inside a page
+            if fd == self._direct and done < needed and done % PAGE:  # a direct read cannot continue inside a page
                 raise OSError(errno.EINVAL, "short direct read", self._path)
 
 
 def open_direct(disk: Disk, path: str, flags: int) -> int | None:
-    """Open a file that is open already once more, past the page cache. Return None if the file system refuses.
-
-    File systems refuse with several errors. The descriptor through the page cache does the same work in each case.
-    """
+    """Open a file that is open already once more, past the page cache. Return None if the file system refuses. File
+    systems refuse with several errors. The descriptor through the page cache does the same work in each case."""
     try:
         return disk.open(path, flags | os.O_DIRECT)
     except OSError:
@@ -234,7 +230,7 @@ def open_direct(disk: Disk, path: str, flags: int) -> int | None:
 
 
 def size_of(fd: int, path: str) -> int:
-    """Of an open file. NotFoundError if it is something else, such as a pipe."""
+    """Return the size of an open file. Raises NotFoundError if it is something else, for example a pipe."""
     found = os.fstat(fd)
     if not stat.S_ISREG(found.st_mode):
         raise NotFoundError(f"{path} is not a file")
@@ -251,7 +247,7 @@ def translated(error: OSError, url: str, path: str) -> StoreError:
     what = f"{os.strerror(error.errno) if error.errno else error} ({path} in {url})"
     if isinstance(error, FileNotFoundError):
         return NotFoundError(what)
-    if error.errno in (errno.ELOOP, errno.ENXIO):  # a link, a socket or a device has the name
+    if error.errno in (errno.ELOOP, errno.ENXIO):  # the name is that of a link, a socket or a device
         return NotFoundError(f"not a file: {what}")
     if isinstance(error, FileExistsError):
         return ExistsError(what)
@@ -262,13 +258,13 @@ def translated(error: OSError, url: str, path: str) -> StoreError:
             f"not allowed: {what}. Check the owner and mode of the folder, and that it is not mounted read-only"
         )
     if error.errno == errno.ENOTDIR:
-        what = f"a file is in the way of a folder: {what}. Name another folder, or the one that the file is in"
+        what = f"a file is in place of a folder: {what}. Use another folder, or the one that contains the file"
     return StoreError(what, retryable=error.errno in PASSING)
 
 
 @contextlib.contextmanager
 def errors(url: str, path: str) -> Iterator[None]:
-    """The operating system's errors, by their meaning."""
+    """Convert the operating system's errors by meaning."""
     try:
         yield
     except OSError as error:

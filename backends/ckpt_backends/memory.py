@@ -1,7 +1,5 @@
-"""Objects in this process's memory: for tests and for trying things out.
-
-Listings are shuffled, so that tests over this store fail if the code relies on an order.
-"""
+"""A store in this process's memory, for tests and experiments. Listings are shuffled, so that tests fail if code relies
+on their order."""
 
 from __future__ import annotations
 
@@ -11,11 +9,11 @@ from random import SystemRandom
 from ckpt.errors import CorruptError, ExistsError, NotFoundError, StoreError, TruncatedError
 from ckpt.store import Buffer, ObjectInfo, check_key, check_prefix
 
-_DICE = SystemRandom()  # the random numbers of the training stay as they are
+_DICE = SystemRandom()  # leaves the random state of the training unchanged
 
 
 class MemoryStore:
-    """Each instance is a store of its own. `objects` maps keys to bytes and may be looked into."""
+    """See `ckpt.store.Store`. Each instance is a separate store. `objects` maps keys to bytes."""
 
     remote = False
 
@@ -49,7 +47,7 @@ class MemoryStore:
             raise CorruptError(f"{key} is implausibly large: {size} bytes")
         end = size if length is None else start + length
         if end > size or start > size:
-            raise TruncatedError(f"{key} holds {size} bytes, {end} were asked for")
+            raise TruncatedError(f"{key} has {size} bytes, but {end} were requested")
         return memoryview(self.objects[key])[start:end]
 
     def scatter(self, key: str, start: int, views: Sequence[memoryview]) -> None:
@@ -58,7 +56,7 @@ class MemoryStore:
             raise NotFoundError(f"{key} is not in {self.url}")
         data = memoryview(self.objects[key])[start:]
         if sum(map(len, views)) > len(data):
-            raise TruncatedError(f"{key} holds {len(data)} bytes from {start} on, more were asked for")
+            raise TruncatedError(f"{key} has {len(data)} bytes from {start} on, but more were requested")
         for view in views:
             view[:], data = data[: len(view)], data[len(view) :]
 
@@ -97,7 +95,7 @@ class MemoryUpload:
 
     async def write_at(self, offset: int, view: memoryview) -> None:
         if offset + len(view) > len(self._data):
-            raise StoreError(f"{self._key}: written past its declared size")
+            raise StoreError(f"{self._key}: write beyond the declared size")
         self._data[offset : offset + len(view)] = view
 
     async def finish(self) -> None:

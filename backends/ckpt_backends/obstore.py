@@ -1,9 +1,9 @@
-"""Packs to and from S3 through obstore, which takes buffers as they are and works beside Python, not in it.
+"""Transfer data files to and from S3 through obstore, which takes buffers without copies and runs outside Python.
 
-Measured against Ceph, 1 GiB in parts of 16 MiB: 0.32 CPU-seconds a GB to write, where s3fs took 2.1; 1.06 to read,
-where it took 1.52. Small objects and everything that is not plain data go through s3fs all the same.
+Measured with Ceph, 1 GiB in parts of 16 MiB: 0.32 CPU-seconds per GB to write, s3fs 2.1; 1.06 to read, s3fs 1.52. Small
+objects and all other requests use s3fs.
 
-Endpoint, addressing and credentials are those of the s3fs client, so there is one way to say them.
+Endpoint, addressing and credentials are those of the s3fs client, so there is one way to configure them.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from ckpt_backends.s3 import S3Store
 
 IN_FLIGHT = 8  # parts of one object
-RETRIES = 5  # of one part, inside obstore: a part cannot be handed over twice
-HOLD_S = 600  # how long obstore may keep credentials; it asks again when half of it is over
+RETRIES = 5  # for one part, inside obstore: a part cannot be sent twice
+HOLD_S = 600  # how long obstore may keep credentials; it renews them after half of that
 CLOSING_S = 5
 LOWEST = 19
 
@@ -44,8 +44,7 @@ _started = threading.Lock()
 
 
 async def start_threads() -> None:
-    """obstore's threads have the priority of the thread that starts them: in a process that is modest already, as the
-    writer is, that is one of the lowest. There are several of them, each with a share of its own."""
+    """Start obstore's threads with low priority: they inherit that of the starting thread, and each has its own."""
     if _started.acquire(blocking=False) and os.getpriority(os.PRIO_PROCESS, 0) > 0:
         await asyncio.to_thread(_start_lowly)
 
@@ -58,16 +57,14 @@ def _start_lowly() -> None:
     async def anything() -> None:
         await obstore.put_async(MemoryStore(), "x", b"x")
 
-    thread = threading.Thread(target=start)  # of its own: nobody may raise his priority again
+    thread = threading.Thread(target=start)  # a separate thread, because a priority cannot be raised again
     thread.start()
     thread.join()
 
 
 class Held:
-    """The credentials of the moment. obstore asks for them in threads of its own, where nothing can be awaited.
-
-    An object by itself: what obstore holds on to is out of the garbage collector's sight.
-    """
+    """The current credentials. obstore requests them in its own threads, where nothing can be awaited. It is a separate
+    object, because obstore's references are invisible to the garbage collector."""
 
     def __init__(self) -> None:
         self.frozen: Any = None
@@ -82,25 +79,25 @@ class Held:
 
 
 class DataPath:
-    """Ranges out of objects, and large objects, by the connection of an `S3Store`."""
+    """Reads ranges and writes large objects with the connection of an `S3Store`."""
 
     def __init__(self, store: S3Store, credentials: Any) -> None:
         self.store = store
         self._credentials = credentials
         self._held = Held()
-        self.ranges = True  # whether this server answers ranges as obstore wants them
+        self.ranges = True  # False if this server does not return ranges as obstore expects
         self.once: Any = None
         self.patient: Any = None
 
     @classmethod
     async def of(cls, store: S3Store, fs: Any, client: Any) -> Self | None:
-        """None if obstore cannot do what this client does."""
+        """Return a data path, None if obstore does not support this client."""
         await start_threads()
         path = cls(store, None if fs.anon else client._get_credentials())
         try:
             await path._open(fs, client)
         except (BaseError, ValueError, TypeError) as error:
-            log.warning("obstore cannot reach %s, s3fs does it: %s", store.url, store.clean(str(error).splitlines()[0]))
+            log.warning("using s3fs instead of obstore for %s: %s", store.url, store.clean(str(error).splitlines()[0]))
             return None
         return path
 
@@ -112,7 +109,7 @@ class DataPath:
             "virtual_hosted_style_request": virtual,
             "skip_signature": self._credentials is None,
         }
-        if "AWS_ENDPOINT_URL_S3" in os.environ:  # which obstore would prefer to ours
+        if "AWS_ENDPOINT_URL_S3" in os.environ:  # obstore would prefer it to ours
             config["aws_endpoint_url_s3"] = endpoint
         settings = client.meta.config
         connecting = timedelta(seconds=settings.connect_timeout)
@@ -122,7 +119,7 @@ class DataPath:
         if self._credentials is not None:
             common["credential_provider"] = self._held
         retry: Any = {"max_retries": RETRIES, "retry_timeout": timedelta(minutes=5)}
-        # A part is sent before anything is read, so the time to read would run while it is sent.
+        # A part is sent before anything is read, so the read timeout would run meanwhile.
         self.patient = Place(
             self.store.bucket, client_options=network | {"timeout": 2 * reading}, retry_config=retry, **common
         )
@@ -134,7 +131,7 @@ class DataPath:
         )
 
     async def renew(self) -> None:
-        """Look after credentials that expire. Costs nothing until they do."""
+        """Renew credentials that expire. Costs nothing until then."""
         if self._credentials is not None:
             self._held.frozen = await self._credentials.get_frozen_credentials()
 
@@ -155,7 +152,7 @@ class DataPath:
 
     @contextlib.contextmanager
     def errors(self, what: str) -> Any:
-        """As the store's own, for the errors of obstore as well."""
+        """Convert the errors of the store and of obstore."""
         with self.store.errors(what):
             try:
                 yield
@@ -170,19 +167,17 @@ class DataPath:
         if status:
             return refusal(code, status, f"{what}: {code or status}")
         first = str(error).partition("Debug source")[0].strip().rpartition(" - ")[2]
-        if "non-partial response" in first:  # it may be the range all the same, with the wrong status
+        if "non-partial response" in first:  # it may be the range with a wrong status
             return UnknownRequestError(f"{what}: {first}")
-        if "redirect" in first:  # where to, the server did not say
+        if "redirect" in first:  # the server sent no target
             return refusal("PermanentRedirect", 301, f"{what}: redirected")
         return StoreError(self.store.clean(f"{what}: {first}"), retryable=_is_network(str(error)))
 
 
 class ObstoreUpload(RemoteUpload):
-    """A stream that obstore cuts into the parts it is given, uncopied, and sends several of at a time.
-
-    A range is written when obstore has taken it, so not many more than it sends are in flight. A part cannot be sent
-    again by itself: obstore retries, and after an error of its own the whole upload is over.
-    """
+    """A stream that obstore sends in the parts it is given, uncopied, several at a time. A range is written when
+    obstore has taken it, which limits the bytes in flight. A part cannot be sent again: obstore retries, and after
+    its error the whole upload has failed."""
 
     _store: S3Store
 
@@ -205,7 +200,7 @@ class ObstoreUpload(RemoteUpload):
                 await self._until(self._taken.wait())
 
     async def _until(self, moment: Any) -> None:
-        """Wait, but not for what has failed."""
+        """Wait for an event, or for the upload to fail."""
         assert self._sending is not None
         waiting = asyncio.ensure_future(moment)
         try:
@@ -215,7 +210,7 @@ class ObstoreUpload(RemoteUpload):
         if self._sending.done():
             self._sending.result()
             if not self._taken.is_set():
-                raise StoreError("obstore has ended the upload early")
+                raise StoreError("obstore ended the upload early")
 
     async def _upload(self) -> None:
         name = self._store.name(self._key)
@@ -225,7 +220,7 @@ class ObstoreUpload(RemoteUpload):
             self._stream(),
             use_multipart=True,
             chunk_size=self.part,
-            max_concurrency=max(1, min(IN_FLIGHT, self._store.in_flight // self.part - 1)),  # one more is offered
+            max_concurrency=max(1, min(IN_FLIGHT, self._store.in_flight // self.part - 1)),  # one more is queued
         )
 
     async def _stream(self) -> AsyncIterator[memoryview]:
@@ -233,7 +228,7 @@ class ObstoreUpload(RemoteUpload):
             view = await self._offered.get()
             if view is None:
                 if self._over:
-                    raise AbortedError("aborted")  # obstore then takes back what it has begun
+                    raise AbortedError("aborted")  # obstore then discards what it has sent
                 return
             self._taken.set()
             yield view
@@ -255,7 +250,7 @@ class ObstoreUpload(RemoteUpload):
                 self._sending.result()
         except StoreError:
             try:
-                await self._once.check()  # obstore's own retry may have met what it had finished
+                await self._once.check()  # obstore's own retry may have found its finished object
             except StoreError:
                 pass
             else:
@@ -280,17 +275,17 @@ class ObstoreUpload(RemoteUpload):
 
 
 class AbortedError(Exception):
-    """How a stream tells obstore to stop, and a request that it need not be sent."""
+    """Raised in a stream to stop obstore, and in a request that need not be sent."""
 
 
 async def _endpoint(client: Any, bucket: str) -> tuple[str, bool]:
-    """Where botocore would send a request for this bucket, and whether the bucket's name is part of the host."""
+    """Return where botocore would send a request for this bucket, and whether the host contains the bucket's name."""
     events, asked = client.meta.events, ""
 
     def stop(request: Any, **_: Any) -> None:
         nonlocal asked
         asked = request.url
-        raise AbortedError("seen enough")
+        raise AbortedError("the request is not needed")
 
     events.register_first("before-send.s3.HeadBucket", stop)
     try:
@@ -305,7 +300,7 @@ async def _endpoint(client: Any, bucket: str) -> tuple[str, bool]:
 
 
 def _trusted(fs: Any) -> dict[str, Any]:
-    """The certificates that botocore was told to trust."""
+    """Return the certificates that botocore trusts."""
     verify = fs.client_kwargs.get("verify", fs.session.get_config_variable("ca_bundle"))
     if verify is False:
         return {"allow_invalid_certificates": True}
@@ -315,7 +310,7 @@ def _trusted(fs: Any) -> dict[str, Any]:
 
 
 def _said(error: Exception) -> tuple[str, int]:
-    """The code of S3 and the status of HTTP that an error of obstore carries in its text."""
+    """Return S3's code and the HTTP status from the text of an error of obstore."""
     text = str(error)
     code = re.search(r"<Code>(\w+)</Code>", text)
     status = re.search(r"status code: (\d{3})", text)
@@ -323,5 +318,5 @@ def _said(error: Exception) -> tuple[str, int]:
 
 
 def _is_network(text: str) -> bool:
-    signs = ("reqwest::Error", "HTTP error", "HttpError", "Got invalid")  # the last: an answer that is none
+    signs = ("reqwest::Error", "HTTP error", "HttpError", "Got invalid")  # the last: an invalid response
     return any(sign in text for sign in signs)

@@ -1,4 +1,4 @@
-"""What the errors of drivers and servers mean, and how they are told without anything secret."""
+"""Classify errors of drivers and servers, and format them without secrets."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from typing import Any
 
 from ckpt.errors import AccessError, ExistsError, FullError, NotFoundError, StoreError
 
-_MISSING = "not there"  # not None: a driver may mean something by that
+_MISSING = "not there"  # not None, which a driver may use
 
 
 class OutOfRangeError(StoreError):
-    """The object ends before the first byte that was asked for."""
+    """The object ends before the first requested byte."""
 
 
 class GoneError(StoreError):
-    """No such upload: finished, aborted, or dropped by somebody."""
+    """The upload does not exist: it was finished or aborted."""
 
 
 class UnknownRequestError(StoreError):
-    """The server does not know this request, or not in this form."""
+    """The server does not support this request, or this form of it."""
 
 
 _ADVICE = {
     code: advice
     for codes, advice in (
-        ("NoSuchBucket InvalidBucketName", "Make the bucket, or correct the URL: buckets are never made here"),
+        ("NoSuchBucket InvalidBucketName", "Create the bucket, or correct the URL: everystep never creates buckets"),
         (
             "AccessDenied AllAccessDisabled AccountProblem NotSignedUp UnauthorizedAccess",
-            "Allow these credentials to list, read, write and delete there; only to read, use ckpt.load",
+            "Allow these credentials to list, read, write and delete there; to read only, use ckpt.load",
         ),
         ("InvalidAccessKeyId InvalidSecurity", "Check the access key, and that it belongs to this endpoint"),
-        ("SignatureDoesNotMatch", "Check the secret key, and that no proxy changes requests on their way"),
+        ("SignatureDoesNotMatch", "Check the secret key, and that no proxy changes requests"),
         ("ExpiredToken InvalidToken ExpiredTokenException TokenRefreshRequired", "Renew the credentials"),
         ("RequestTimeTooSkewed RequestExpired", "Set the clock of this machine"),
         (
@@ -48,7 +48,7 @@ _PASSING = {
     "RequestThrottled", "TooManyRequests", "BandwidthLimitExceeded", "OperationAborted", "ConditionalRequestConflict",
     "IncompleteBody", "BadDigest", "XAmzContentSHA256Mismatch", "XAmzContentChecksumMismatch", "ServerBusy",
 }  # fmt: skip
-"""Worth a retry. The digest that does not fit among them: it was right when we computed it."""
+"""Codes worth a retry, including a wrong digest, because it was correct when we computed it."""
 _UNKNOWN = {
     "NotImplemented", "MethodNotAllowed", "MalformedXML", "InvalidRequest", "MissingContentMD5", "InvalidDigest",
 }  # fmt: skip
@@ -56,12 +56,12 @@ _FULL = {"QuotaExceeded", "InsufficientStorage", "XMinioStorageFull", "XMinioAdm
 
 
 def refusal(code: str, status: int, text: str) -> StoreError:
-    """The error for an answer that is none: by the code of S3, else by the status of HTTP. `text`: what to say."""
+    """Return the error for a failed response, from the code of S3 or the HTTP status. `text`: the message."""
     advice = _ADVICE.get(code)
     if advice is None and status in (301, 307, 308):
         advice = _ADVICE["PermanentRedirect"]
     if advice is None and status in (401, 403) and code not in _FULL:
-        advice = f"The key or the secret is wrong or expired, or: {_ADVICE['AccessDenied']}"
+        advice = f"The key or the secret may be wrong or expired. Otherwise: {_ADVICE['AccessDenied']}"
     if advice is not None:
         return AccessError(f"{text}. {advice}")
     if code in _PASSING:
@@ -69,7 +69,9 @@ def refusal(code: str, status: int, text: str) -> StoreError:
     if code == "PreconditionFailed" or status == 412:
         return ExistsError(text)
     if code in _FULL or status == 507:
-        return FullError(f"no space left: {text}. Free some, raise the quota, or keep fewer: keep=3 on its Tier")
+        return FullError(
+            f"no space left: {text}. Free some space, raise the quota, or keep fewer checkpoints: keep=3 on its Tier"
+        )
     if code == "InvalidRange" or status == 416:
         return OutOfRangeError(text)
     if code == "NoSuchUpload":
@@ -82,7 +84,7 @@ def refusal(code: str, status: int, text: str) -> StoreError:
 
 
 def meaning(error: Exception, text: str) -> StoreError:
-    """Of an error of any driver. `text`: what to say."""
+    """Return the error for an error of any driver. `text`: the message."""
     status = next((s for s in map(_status, (error, error.__cause__)) if s), 0)
     if isinstance(error, FileExistsError) or "PreconditionFailed" in str(error):
         return ExistsError(text)
@@ -98,7 +100,7 @@ def meaning(error: Exception, text: str) -> StoreError:
 
 
 def _status(error: BaseException | None) -> int:
-    """The status of HTTP, under the names that drivers have for it."""
+    """Return the HTTP status from the attributes that drivers use for it."""
     for name in ("status", "status_code", "code"):
         value = getattr(error, name, _MISSING)
         if isinstance(value, str) and value.isdigit():
@@ -109,7 +111,7 @@ def _status(error: BaseException | None) -> int:
 
 
 def _is_passing(error: Exception) -> bool:
-    """Whether the network or the server was only for a moment not as it should be."""
+    """Return True if the failure of the network or server is transient."""
     if isinstance(error, (TimeoutError, ConnectionError, EOFError)):
         return True
     if isinstance(error, OSError) and error.errno in (errno.EIO, errno.EINTR, errno.EAGAIN, errno.EBUSY):
@@ -119,7 +121,7 @@ def _is_passing(error: Exception) -> bool:
 
 
 def without_secrets(text: str, *places: Mapping[str, Any]) -> str:
-    """Without queries and passwords of URLs, and without the secrets that are in these, by their names."""
+    """Remove queries and passwords from URLs, and secrets that are in these mappings."""
     text = re.sub(r"://[^/@\s]*@", "://", re.sub(r"\?[^\s\"'<>)]*=[^\s\"'<>)]*", "", text))
     for secret in set[str]().union(*map(_secrets_in, places)):
         text = text.replace(secret, "***")
@@ -127,7 +129,7 @@ def without_secrets(text: str, *places: Mapping[str, Any]) -> str:
 
 
 def _secrets_in(options: Mapping[str, Any]) -> set[str]:
-    """At any depth."""
+    """Return secrets at any depth."""
     found: set[str] = set()
     for name, value in options.items():
         if isinstance(value, Mapping):

@@ -1,12 +1,10 @@
-"""Any place that fsspec can reach: gs://, az://, memory:// and many more.
+"""Any store that fsspec supports: gs://, az://, memory:// and many more.
 
-Nothing is asked of a place before the first request, which also decides the event loop that the store belongs to.
-Creating an object only if it is absent needs a file system that does so by itself; whether it tells the truth about
-that is found out by those who rely on it.
+Nothing is sent before the first request, which also determines the event loop of the store. Create-if-absent needs a
+file system that supports it; callers that rely on it test it.
 
-The errors of all drivers are translated by what they mean (`ckpt_backends.refusals`). A message of ours carries no
-secret: what a driver said is repeated without the queries of URLs, which may be signed, and without what the options
-call a key or a token.
+Errors of all drivers are translated by meaning (`ckpt_backends.refusals`). Messages contain no secrets: drivers' texts
+are repeated without queries of URLs, which may be signed, and without keys and tokens in the options.
 """
 
 from __future__ import annotations
@@ -24,11 +22,11 @@ from ckpt.store import Buffer, ObjectInfo, Upload, check_key, check_prefix, opti
 from ckpt_backends.refusals import meaning, without_secrets
 from ckpt_backends.remote_upload import FileUpload, only_if_absent
 
-REQUESTS = 16  # in flight for what is done to many objects at once
+REQUESTS = 16  # requests in flight for operations on many objects
 
 
 class RemoteStore:
-    """See `ckpt.store.Store`. How to get there: `ckpt.store.remember_options`, with fsspec's `storage_options`."""
+    """See `ckpt.store.Store`. Connection options: `ckpt.store.remember_options`, with fsspec's `storage_options`."""
 
     remote = True
 
@@ -41,7 +39,7 @@ class RemoteStore:
         try:
             self._class: Any = get_filesystem_class(url.partition("://")[0])
         except ImportError as error:
-            raise UsageError(f"{url} needs another package: {error}") from None
+            raise UsageError(f"{url} needs a package that is not installed: {error}") from None
         self._root: str = self._class._strip_protocol(url)
         self._fs: Any = None
         self._connecting = asyncio.Lock()
@@ -55,10 +53,11 @@ class RemoteStore:
             condition = only_if_absent(fs) if create else {}
             if create and not condition:
                 raise StoreError(
-                    f"{self.clean(self.url)} cannot hold a run: it does not guarantee create if absent: its driver, "
-                    f"{self._class.__name__}, cannot create an object only if it is absent, so that two jobs could "
+                    f"{self.clean(self.url)} cannot store a run, because it does not guarantee create if absent: its "
+                    "driver, "
+                    f"{self._class.__name__}, cannot create an object only if it is absent, so two jobs could "
                     "overwrite each other's commits. Nothing was written. Use a folder, S3, gs:// or az://, or a "
-                    "driver that knows mode='create' by itself"
+                    "driver that supports mode='create'"
                 )
             await fs._pipe_file(path, bytes(data), **condition)
 
@@ -80,7 +79,7 @@ class RemoteStore:
             if length is None:
                 length = max(size - start, 0)
             if start + length > size:
-                raise TruncatedError(f"{key} holds {size} bytes, {start + length} were asked for")
+                raise TruncatedError(f"{key} has {size} bytes, but {start + length} were requested")
         if length == 0:
             return memoryview(b"")
         with self.errors(f"cannot read {key}"):
@@ -92,17 +91,19 @@ class RemoteStore:
         return memoryview(data)
 
     async def short(self, key: str, start: int, length: int, got: int) -> StoreError:
-        """The error for an answer with `got` bytes where `length` were asked for: worth a retry if they are there."""
+        """Return the error for a response with `got` of `length` bytes, retryable if the bytes exist."""
         size = (await self.head(key)).size
         if start + length > size:
-            return TruncatedError(f"{key} holds {size} bytes, {start + length} were asked for")
+            return TruncatedError(f"{key} has {size} bytes, but {start + length} were requested")
         if got > length:
-            return StoreError(f"{key}: {got} bytes came, {length} were asked for: ranges seem not to be known there")
+            return StoreError(
+                f"{key}: {length} bytes were requested, but {got} arrived: the server does not seem to support ranges"
+            )
         return StoreError(f"{key} ended early, at {got} of {length} bytes", retryable=got < length)
 
     async def head(self, key: str) -> ObjectInfo:
         path = self.path(key)
-        with self.errors(f"cannot look at {key}"):
+        with self.errors(f"cannot inspect {key}"):
             fs = await self.connected()
             info = await fs._info(path)
         if info["type"] != "file" or info["size"] is None:
@@ -115,7 +116,7 @@ class RemoteStore:
         with self.errors(f"cannot list {prefix or 'everything'}"), contextlib.suppress(FileNotFoundError):
             fs = await self.connected()
             found = await fs._find(f"{self._root}/{prefix}".rstrip("/"), detail=True)
-        base = f"{self._root}/"  # with its slash: what is in run10 is not in run1
+        base = f"{self._root}/"  # with its slash, because keys of run10 are not in run1
         for name, info in found.items():
             key = name.removeprefix(base)
             hidden = key.rpartition("/")[2].startswith(".")
@@ -132,7 +133,7 @@ class RemoteStore:
         await self.in_parallel(self.delete, keys)
 
     async def in_parallel(self, work: Callable[[str], Awaitable[None]], keys: Sequence[str]) -> None:
-        """Some requests at a time. All are tried before the first error is raised."""
+        """Send several requests in parallel. All are tried before the first error is raised."""
         window = asyncio.Semaphore(REQUESTS)
 
         async def one(key: str) -> None:
@@ -144,17 +145,17 @@ class RemoteStore:
                 raise result
 
     async def drop_uploads(self, wanted: Callable[[str], bool]) -> int:
-        return 0  # fsspec has no word for what is unfinished; a rule of the bucket's life cycle can drop it
+        return 0  # fsspec cannot list unfinished uploads; a lifecycle rule of the bucket can abort them
 
     # -- large objects --
 
     async def upload(self, key: str, *, size: int, replace: bool = False) -> Upload:
-        """Keys of large objects are names of their own: nobody looks whether there is something under them."""
+        """Begin an upload. Keys of large objects are unique, so it is not checked whether one exists."""
         self.path(key)
         return FileUpload(self, key, size, replace=replace)
 
     def blocking(self) -> Any:
-        """The same file system for threads, where it has files to write to."""
+        """Return the file system for use in threads, if it supports files."""
         sync_fs = getattr(self._fs, "sync_fs", None)
         return self._made() if sync_fs is None else sync_fs
 
@@ -162,7 +163,7 @@ class RemoteStore:
 
     @property
     def endpoint(self) -> str:
-        """Where requests go, if the options say so."""
+        """The endpoint in the options, if any."""
         given = self.options.get("endpoint_url") or (self.options.get("client_kwargs") or {}).get("endpoint_url")
         return self.clean(str(given or ""))
 
@@ -188,15 +189,15 @@ class RemoteStore:
         except TypeError as error:
             if "use_listings_cache" not in str(error):
                 raise
-            return self._class(**self.options, **more, skip_instance_cache=True)  # of a driver that has no such cache
+            return self._class(**self.options, **more, skip_instance_cache=True)  # for drivers without such a cache
 
     def _quiet(self) -> dict[str, Any]:
-        """Options under which a listing is never one that was seen before."""
+        """Return options that disable cached listings."""
         return {**self.options, "use_listings_cache": False}
 
     async def aclose(self) -> None:
         fs, self._fs = self._fs, None
-        for name in ("_session", "service_client"):  # where drivers keep what they have open
+        for name in ("_session", "service_client"):  # attributes in which drivers keep open connections
             close = getattr(getattr(fs, name, None), "close", None)
             if close is not None:
                 closing = close()
@@ -209,7 +210,7 @@ class RemoteStore:
 
     @contextlib.contextmanager
     def errors(self, what: str) -> Iterator[None]:
-        """The driver's errors, by their meaning. Its own text may hold secrets, so it is not chained to."""
+        """Convert the driver's errors by meaning. They are not chained, because their text may contain secrets."""
         try:
             yield
         except CheckpointError:
@@ -223,12 +224,12 @@ class RemoteStore:
         return meaning(error, self.clean(f"{what}: {str(error) or type(error).__name__}"))
 
     def clean(self, text: str) -> str:
-        """Without anything secret."""
+        """Remove secrets from a text."""
         return without_secrets(text, self.options, os.environ)
 
 
 def _let_go(fs: Any) -> None:
-    """adlfs asks to be closed once more when the process ends, by a loop that is gone: a traceback is all that does."""
+    """Prevent adlfs from closing again at exit in a loop that is gone, which would only print a traceback."""
     for finalizer in list(getattr(weakref.finalize, "_registry", ())):
         held = finalizer.peek()
         if held is not None and held[0] is fs:

@@ -1,4 +1,4 @@
-"""Large objects on their way to a remote place: what all such uploads have in common, and those by fsspec."""
+"""Uploads of large objects to a remote store: common code, and uploads through fsspec."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from ckpt_backends.refusals import GoneError
 if TYPE_CHECKING:
     from ckpt_backends.remote import RemoteStore
 
-PART = 16 << 20  # bytes; 64 MiB gained nothing against a real server, and cost memory
+PART = 16 << 20  # bytes; 64 MiB was not faster with a real server and needs more memory
 
 
 class RemoteUpload(ABC):
-    """What is not larger than one part is stored by one request, at the end, and only if its name is free. All else
-    goes part by part, in ways of the store's own: `_send`, `_complete`, `_drop`.
+    """An upload. Objects up to one part are stored by one request at the end, if their name is free; larger ones part
+    by part, by methods of the store: `_send`, `_complete`, `_drop`.
 
-    `resumable`: each call may be repeated after an error (`ckpt_backends.retry`). `keeps`: the memory of what was
-    written is in use until the end (`ckpt_backends.limit`).
+    `resumable`: each call may be repeated after an error (`ckpt_backends.retry`). `keeps`: the written memory is in use
+        until the end (`ckpt_backends.limit`).
     """
 
     def __init__(self, store: RemoteStore, key: str, size: int, part: int, *, replace: bool) -> None:
@@ -37,7 +37,9 @@ class RemoteUpload(ABC):
     async def write_at(self, offset: int, view: memoryview) -> None:
         if offset % self.part or len(view) != min(self.part, self._size - offset):
             size, part = self._size, self.part
-            raise StoreError(f"a range of {len(view)} bytes at {offset} is no part of {size} bytes by {part}")
+            raise StoreError(
+                f"a range of {len(view)} bytes at {offset} is not a part of {size} bytes in parts of {part}"
+            )
         if self.keeps:
             self._whole = view
         else:
@@ -56,9 +58,9 @@ class RemoteUpload(ABC):
         over, self._over = self._over, True
         if over:
             return
-        with contextlib.suppress(StoreError):  # beyond reach: a later clean-up finds it
+        with contextlib.suppress(StoreError):  # the store is unreachable: a later clean-up finds it
             await self._drop()
-            if self._once.undecided and not self._replace:  # and perhaps finished
+            if self._once.undecided and not self._replace:  # it may have been finished
                 await self._store.delete(self._key)
 
     async def _put(self) -> None:
@@ -75,11 +77,8 @@ class RemoteUpload(ABC):
 
 
 class FileUpload(RemoteUpload):
-    """Through fsspec's own file object, in a thread. It holds a few parts in memory, whatever the size.
-
-    What replaces another object is written under a name that no listing shows, and moved: some file systems know no
-    other way.
-    """
+    """An upload through fsspec's file object, in a thread. It holds a few parts in memory, whatever the size. An object
+    that replaces another is written under a hidden name and moved: some file systems have no other way."""
 
     def __init__(self, store: RemoteStore, key: str, size: int, *, replace: bool = False) -> None:
         super().__init__(store, key, size, PART, replace=replace)
@@ -118,16 +117,16 @@ class FileUpload(RemoteUpload):
         file, self._file = self._file, None
         if file is None:
             return
-        with contextlib.suppress(Exception):  # gone already, or beyond reach
+        with contextlib.suppress(Exception):  # it is gone or unreachable
             await asyncio.to_thread(file.discard)
         with contextlib.suppress(Exception):
-            file.closed = True  # or it would be finished when it is collected
+            file.closed = True  # otherwise it would be finished when it is garbage-collected
         with contextlib.suppress(Exception):
             await asyncio.to_thread(lambda: self._store.blocking().rm_file(self._path))
 
 
 class InOrder:
-    """Lets overlapping calls in one after another, by offset; after a failed one, none."""
+    """Lets overlapping calls in one after another, by offset; after a failure, none."""
 
     def __init__(self) -> None:
         self.at = 0
@@ -139,7 +138,7 @@ class InOrder:
         async with self._changed:
             await self._changed.wait_for(lambda: self.error is not None or self.at >= offset)
             if self.error is not None or self.at > offset:
-                raise StoreError(f"this upload cannot go on: {self.error or f'byte {offset} was written before'}")
+                raise StoreError(f"this upload cannot continue: {self.error or f'byte {offset} was written before'}")
             try:
                 yield
             except BaseException as error:
@@ -152,22 +151,20 @@ class InOrder:
 
     def check_complete(self, key: str, size: int) -> None:
         if self.error is not None:
-            raise StoreError(f"{key} cannot be finished: {self.error}")
+            raise StoreError(f"cannot finish {key}: {self.error}")
         check_complete(key, self.at, size)
 
 
 class MaybeDone:
-    """The last request of an upload, which may have to be repeated because its answer was lost.
-
-    `replace`: there was an object of that name and size before, so nobody can see whether it was done.
-    """
+    """The last request of an upload, which may have to be repeated because its response was lost. `replace`: an object
+    of that name and size existed before, so the result cannot be checked."""
 
     def __init__(self, store: RemoteStore, key: str, size: int, *, replace: bool = False) -> None:
         self._store, self._key, self._size, self._replace = store, key, size, replace
-        self.undecided = False  # it may have been carried out, though nobody said so
+        self.undecided = False  # it may have been carried out without a response
 
     async def run(self, request: Callable[[], Awaitable[Any]]) -> Any:
-        """What the request gives; None if it finds the work done by an earlier try."""
+        """Return the response; None if an earlier try has already done the work."""
         try:
             return await request()
         except (ExistsError, NotFoundError, GoneError):
@@ -182,20 +179,18 @@ class MaybeDone:
             raise
 
     async def check(self) -> None:
-        """Raise unless the object is there with its size; its name being its own, that decides it."""
+        """Raise unless the object exists with its size. Its name is unique, so that is sufficient."""
         if self._replace:
-            raise StoreError(f"nobody knows whether {self._key} was replaced: do it again")
+            raise StoreError(f"it is unknown whether {self._key} was replaced: write it again")
         found = (await self._store.head(self._key)).size
         if found != self._size:
-            self.undecided = False  # somebody else's
-            raise StoreError(f"{self._key} holds {found} bytes, {self._size} were written")
+            self.undecided = False  # another writer's object
+            raise StoreError(f"{self._key} has {found} bytes, but {self._size} were written")
 
 
 def only_if_absent(fs: Any) -> dict[str, Any]:
-    """How a file system is told to create an object and not to replace one; nothing if it cannot.
-
-    What fsspec does for those that have no word for it is to look first and then to write, which is no promise.
-    """
+    """Return the arguments with which a file system creates an object only if absent; empty if it cannot. For others,
+    fsspec checks first and then writes, which guarantees nothing."""
     from fsspec import AbstractFileSystem
     from fsspec.asyn import AsyncFileSystem
 

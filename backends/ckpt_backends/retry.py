@@ -1,11 +1,11 @@
-"""A store that tries again what is worth it: `Retry(S3Store(url))`.
+"""A store that retries transient errors: `Retry(S3Store(url))`.
 
-The pause before each try is drawn between nothing and a bound that doubles, so that many processes that lost a store at
-the same moment do not come back at the same moment. Errors that no try mends (`retryable` is false) pass at once.
+The pause before each retry is random with a growing upper limit, so that many processes that lost a store together do
+not return together. Errors that a retry cannot fix (`retryable` is False) are raised immediately.
 
-A request whose answer was lost may have been carried out, and may be carried out later still. So what is repeated here
-means the same when it is done twice, and creating an object is decided by its bytes: whoever finds their own there made
-it. Bytes that two writers could have in common do not tell them apart; log records name their writer.
+A request whose response was lost may have been carried out, or may be carried out later. So only idempotent requests
+are repeated, and for create-if-absent the bytes decide: a writer that finds its own bytes created the object. Bytes
+that two writers could share do not identify one; log records name their writer.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from ckpt.events import log
 from ckpt.store import Buffer, ObjectInfo, Store, Upload
 
 T = TypeVar("T")
-_DICE = SystemRandom()  # the training's own random numbers are not ours to draw
+_DICE = SystemRandom()  # leaves the random state of the training unchanged
 
 
 class Retry:
-    """See `ckpt.store.Store`. Pauses grow from `base_s` to `most_s` seconds; a call is given up after `budget_s`."""
+    """See `ckpt.store.Store`. Pauses grow from `base_s` to `most_s` seconds; a call fails after `budget_s` seconds."""
 
     def __init__(self, store: Store, *, base_s: float = 0.2, most_s: float = 20.0, budget_s: float = 300.0) -> None:
         self.store = store
@@ -35,11 +35,11 @@ class Retry:
         self.base_s, self.most_s, self.budget_s = base_s, most_s, budget_s
         if hasattr(store, "in_flight"):
             self.in_flight = store.in_flight
-        self._waiting = 0  # calls that failed and are tried again
+        self._waiting = 0  # failed calls being retried
         self._down_since: float | None = None
 
     async def put(self, key: str, data: Buffer, *, create: bool = False) -> None:
-        undecided = False  # whether an earlier try may have made the object
+        undecided = False  # True if an earlier try may have created the object
 
         async def attempt() -> None:
             nonlocal undecided
@@ -55,15 +55,16 @@ class Retry:
         await self._repeat(attempt)
 
     async def _holds(self, key: str, data: Buffer) -> bool:
-        """Whether an object has these very bytes."""
+        """Return True if an object has exactly these bytes."""
         try:
             found = await self.store.get(key, limit=memoryview(data).nbytes)
-        except (NotFoundError, CorruptError):  # deleted meanwhile, or longer than ours
+        except (NotFoundError, CorruptError):  # deleted, or longer than ours
             return False
         return bytes(found) == bytes(data)
 
     async def upload(self, key: str, *, size: int, replace: bool = False) -> RetryUpload:
-        more = {"replace": True} if replace else {}  # somebody's own store may not know it, and hold checkpoints
+        # a third-party store may not support it, and may already contain checkpoints
+        more = {"replace": True} if replace else {}
         return RetryUpload(self, await self._repeat(partial(self.store.upload, key, size=size, **more)))
 
     async def get(
@@ -128,20 +129,24 @@ class Retry:
             call.rest()
 
     def _is_down(self, why: CheckpointError) -> None:
-        """Said once, however many calls are hit and however often."""
+        """Log an outage once, whatever the number of affected calls."""
         if self._down_since is None:
             self._down_since = asyncio.get_running_loop().time()
-            log.warning("%s is tried again for up to %.0f s: %s", self.url, self.budget_s, why)
+            log.warning("retrying %s for up to %.0f s: %s", self.url, self.budget_s, why)
 
     def _is_back(self) -> None:
-        """Not before all who were hit got through, or gave up."""
+        """Log the end of an outage when all affected calls have succeeded or failed."""
         if self._down_since is not None and self._waiting == 0:
-            log.info("%s is back after %.1f s", self.url, asyncio.get_running_loop().time() - self._down_since)
+            log.info(
+                "%s is reachable again after %.1f s",
+                self.url,
+                asyncio.get_running_loop().time() - self._down_since,
+            )
             self._down_since = None
 
 
 class _Call:
-    """The tries of one call."""
+    """One call and its retries."""
 
     def __init__(self, retry: Retry) -> None:
         self._retry = retry
@@ -149,10 +154,10 @@ class _Call:
         self._failures = 0
 
     async def failed(self, error: CheckpointError) -> None:
-        """Wait until it may be tried again; raise the error if it may not."""
+        """Wait before a retry, or raise the error if there is none."""
         retry = self._retry
         if not error.retryable:
-            if isinstance(error, (NotFoundError, ExistsError)):  # an answer, too
+            if isinstance(error, (NotFoundError, ExistsError)):  # the store responded
                 self.answered()
             raise error
         if self._failures == 0:
@@ -162,8 +167,8 @@ class _Call:
         spent = asyncio.get_running_loop().time() - self._since
         if spent >= retry.budget_s:
             error.args = (
-                f"{error} (tried {self._failures} times in {spent:.0f} s). Check the network, and the "
-                "endpoint if you name one",
+                f"{error} (tried {self._failures} times in {spent:.0f} s). Check the network and the "
+                "endpoint, if you configured one",
                 *error.args[1:],
             )
             raise error
@@ -176,15 +181,15 @@ class _Call:
         self._retry._is_back()
 
     def rest(self) -> None:
-        """The call is over, or goes well again."""
+        """End the retries: the call has succeeded or failed."""
         if self._failures:
             self._retry._waiting -= 1
         self._failures = 0
 
 
 class RetryUpload:
-    """An upload can go on after an error only if it says so (`resumable`); else the object is written again, by a new
-    name, by whoever wants it."""
+    """An upload continues after an error only if it is `resumable`; otherwise the caller writes the object under a new
+    name."""
 
     def __init__(self, retry: Retry, upload: Upload) -> None:
         self._retry, self._upload = retry, upload
@@ -199,7 +204,7 @@ class RetryUpload:
         await self._try(self._upload.finish)
 
     async def abort(self) -> None:
-        with contextlib.suppress(CheckpointError):  # what is left is found by `drop_uploads`, or by the clean-up
+        with contextlib.suppress(CheckpointError):  # `drop_uploads` or the clean-up finds what is left
             await self._upload.abort()
 
     async def _try(self, attempt: Callable[[], Awaitable[None]]) -> None:

@@ -1,14 +1,14 @@
-"""S3 and what speaks its language: s3://bucket/prefix.
+"""S3 and compatible stores: s3://bucket/prefix.
 
-Credentials, endpoint, region and profile are botocore's business, by its own conventions, or s3fs' `storage_options`.
-Requests go through the client of s3fs, one attempt each: whether to try again is decided elsewhere, where it is known
-what a lost answer means. Uploads are cut into parts here, because s3fs would hold the whole object in memory.
+botocore handles credentials, endpoint, region and profile by its own conventions, or s3fs' `storage_options`. Requests
+use the client of s3fs with one attempt each: retries are decided by a layer that knows what a lost response means.
+Uploads are split into parts here, because s3fs would hold the whole object in memory.
 
-A commit is one conditional PUT. Large objects have names of their own and are not looked for first. Where obstore is
-installed, packs go through it (`ckpt_backends.obstore`), at a fraction of the CPU.
+A commit is one conditional PUT. Large objects have unique names, and are not checked first. If obstore is installed,
+data files use it (`ckpt_backends.obstore`) with a fraction of the CPU.
 
-Directory buckets (S3 Express, `s3://NAME--ZONE--x-s3`) hold runs as well: they have conditional PUTs, and botocore
-makes the sessions that they want. They list in no order, and only prefixes that end in "/".
+Directory buckets (S3 Express, `s3://NAME--ZONE--x-s3`) are supported: they have conditional PUTs, and botocore creates
+their sessions. Their listings are unordered, and only for prefixes that end in "/".
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ckpt_backends.s3_upload import S3Upload, body_of
 if TYPE_CHECKING:
     from ckpt_backends.obstore import DataPath
 
-DELETES = 1000  # keys in one request, no more by the protocol
+DELETES = 1000  # keys in one request, the protocol's maximum
 CONNECT_S, READ_S = 10, 60
 CONNECTIONS = 32
 Unfinished = list[tuple[str, str]]  # key and id
@@ -47,11 +47,9 @@ _PASSING = (
 
 
 class OneAttempt(AIOHTTPSession):  # type: ignore[misc]
-    """Connections on which aiohttp repeats nothing by itself.
-
-    It would send a PUT again when a connection breaks that was used before, and a conditional one would then be refused
-    because of what it has just made itself, with nobody to know that there were two.
-    """
+    """Connections without automatic retries of aiohttp. When a reused connection breaks, aiohttp would send a PUT
+    again. A conditional one would then fail because of the object that it had just created, and the retry would be
+    invisible."""
 
     async def _get_session(self, proxy_url: str | None) -> Any:
         session = await super()._get_session(proxy_url)
@@ -60,9 +58,9 @@ class OneAttempt(AIOHTTPSession):  # type: ignore[misc]
 
 
 class S3Store(RemoteStore):
-    """See `ckpt.store.Store`. One option of our own: `engine`, "obstore" or "s3fs", for what carries the packs."""
+    """See `ckpt.store.Store`. One additional option: `engine`, "obstore" or "s3fs", which transfers data files."""
 
-    in_flight = 256 << 20  # bytes of one upload, at most
+    in_flight = 256 << 20  # most bytes of one upload
 
     def __init__(self, url: str, *, writable: bool = False) -> None:
         super().__init__(url, writable=writable)
@@ -71,14 +69,14 @@ class S3Store(RemoteStore):
         self._bulk = True
         bucket, _, prefix = self._root.partition("/")
         if not bucket:
-            raise UsageError(f"{url} names no bucket: s3://BUCKET/FOLDER")
-        if self._root.startswith("arn:"):  # an access point, whose name has a slash, or colons only
+            raise UsageError(f"{url} has no bucket: use s3://BUCKET/FOLDER")
+        if self._root.startswith("arn:"):  # an access point, whose name has a slash or only colons
             bucket, prefix = self._class(asynchronous=True, skip_instance_cache=True)._find_bucket_key(self._root)
         self.bucket, self.prefix = bucket, f"{prefix}/" if prefix else ""
         self.engine = self._engine()
 
     def _engine(self) -> str:
-        """What carries the packs: obstore where it is installed and can do what the options ask for."""
+        """Return the library for data files: obstore if it is installed and supports the options."""
         config = self.options.get("config_kwargs") or {}
         hindered = [
             name
@@ -94,12 +92,12 @@ class S3Store(RemoteStore):
             if given
         ]
         if self.engine not in ENGINES:
-            raise UsageError(f"engine is 'obstore' or 's3fs', not {self.engine!r}")
+            raise UsageError(f"engine={self.engine!r}: it must be 'obstore' or 's3fs'")
         installed = importlib.util.find_spec("obstore") is not None
         if self.engine == "obstore" and hindered:
-            raise UsageError(f"obstore cannot do {', '.join(hindered)}: leave engine= out")
+            raise UsageError(f"obstore does not support {', '.join(hindered)}: remove engine=")
         if self.engine == "obstore" and not installed:
-            raise UsageError("engine='obstore' needs it: pip install everystep[obstore]")
+            raise UsageError("engine='obstore' needs a package: pip install everystep[obstore]")
         return self.engine or ("obstore" if installed and not hindered else "s3fs")
 
     # -- small objects --
@@ -133,10 +131,10 @@ class S3Store(RemoteStore):
         return await self._get_range(key, start, length)
 
     async def _nothing(self, key: str, start: int) -> memoryview:
-        """No bytes, which HTTP has no range for; an error if not even their place is there."""
+        """Return no bytes, for which HTTP has no range; raise an error if the position does not exist."""
         size = (await self.head(key)).size
         if start > size:
-            raise TruncatedError(f"{key} holds {size} bytes, it ends before byte {start}")
+            raise TruncatedError(f"{key} has {size} bytes and ends before byte {start}")
         return memoryview(b"")
 
     async def _get_whole(self, key: str, limit: int | None) -> memoryview:
@@ -144,7 +142,7 @@ class S3Store(RemoteStore):
         answer = await self.call("get_object", what, Key=self.name(key))
         size = int(answer["ContentLength"])
         if limit is not None and size > limit:
-            answer["Body"].close()  # the connection with it: nobody reads what comes
+            answer["Body"].close()  # close the connection, because the body is not read
             raise CorruptError(f"{key} is implausibly large: {size} bytes")
         data = await self._body_of(answer, what)
         if len(data) != size:
@@ -160,7 +158,7 @@ class S3Store(RemoteStore):
             raise await self.short(key, start, length, 0) from None
         if int(answer["ContentLength"]) > length:
             answer["Body"].close()
-            raise StoreError(f"{what}: more bytes came than were asked for, ranges seem not to be known there")
+            raise StoreError(f"{what}: more bytes arrived than requested: the server does not seem to support ranges")
         data = await self._body_of(answer, what)
         if len(data) != length:
             raise await self.short(key, start, length, len(data))
@@ -173,7 +171,7 @@ class S3Store(RemoteStore):
         return data
 
     async def head(self, key: str) -> ObjectInfo:
-        answer = await self.call("head_object", f"cannot look at {key}", Key=self.name(key))
+        answer = await self.call("head_object", f"cannot inspect {key}", Key=self.name(key))
         return ObjectInfo(key, int(answer["ContentLength"]))
 
     async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
@@ -182,13 +180,13 @@ class S3Store(RemoteStore):
             answer = await self.call("list_objects_v2", f"cannot list {prefix or 'everything'}", Prefix=folder, **more)
             for found in answer.get("Contents", ()):
                 key = str(found["Key"]).removeprefix(self.prefix)
-                if key:  # not the folder's own mark
+                if key:  # skip the folder's own marker
                     yield ObjectInfo(key, int(found["Size"]))
             token = answer.get("NextContinuationToken")
             if not answer.get("IsTruncated") or not token:
                 return
             if more.get("ContinuationToken") == token:
-                raise StoreError(f"cannot list {self.url}: the same page comes again and again")
+                raise StoreError(f"cannot list {self.url}: the server returns the same page repeatedly")
             more = {"ContinuationToken": token}
 
     async def delete(self, key: str) -> None:
@@ -204,7 +202,7 @@ class S3Store(RemoteStore):
                 await self.in_parallel(self.delete, keys[first : first + DELETES])
 
     async def _delete_batch(self, names: Sequence[str]) -> bool:
-        """False: the server does not know this request, nothing was done."""
+        """Delete a batch. Return False if the server does not support this request; then nothing was deleted."""
         what = f"cannot delete {len(names)} objects"
         objects = {"Objects": [{"Key": name} for name in names], "Quiet": True}
         try:
@@ -214,7 +212,7 @@ class S3Store(RemoteStore):
         errors = [
             error for error in answer.get("Errors", ()) if error.get("Code") not in ("NoSuchKey", "NoSuchVersion")
         ]
-        for error in errors:  # with status 200: some were deleted
+        for error in errors:  # with status 200 some objects were deleted
             code, message = str(error.get("Code", "")), str(error.get("Message", ""))
             text = self.clean(f"cannot delete {error.get('Key')} in {self.url}: {code} {message}".rstrip())
             raise refusal(code, 0, f"{text} ({len(errors)} like it)")
@@ -223,7 +221,7 @@ class S3Store(RemoteStore):
     # -- large objects --
 
     async def upload(self, key: str, *, size: int, replace: bool = False) -> Upload:
-        """Create-only by its name alone: names of packs are never used twice, and nobody looks first."""
+        """Begin an upload. Names of data files are unique, so it is not checked whether the object exists."""
         check_key(key)
         await self.connected()
         if self._data is not None and size:
@@ -262,7 +260,7 @@ class S3Store(RemoteStore):
             more = following
 
     async def drop(self, key: str, upload_id: str) -> None:
-        """Abort one upload; one that is gone is none."""
+        """Abort one upload; a missing one is ignored."""
         with contextlib.suppress(NotFoundError, GoneError):
             await self.call("abort_multipart_upload", f"cannot drop {key}", Key=self.prefix + key, UploadId=upload_id)
 
@@ -272,7 +270,7 @@ class S3Store(RemoteStore):
         return self.prefix + check_key(key)
 
     async def call(self, method: str, what: str, **arguments: Any) -> Any:
-        """One request, once. `s3_additional_kwargs` and `requester_pays` go with each that knows them."""
+        """Send one request, once, with `s3_additional_kwargs` and `requester_pays` if it supports them."""
         with self.errors(what):
             fs = await self.connected()
             function = getattr(self._s3, method)
@@ -284,10 +282,11 @@ class S3Store(RemoteStore):
         with self.errors("cannot connect"):
             try:
                 await fs.set_session()
-            except TypeError as error:  # an option that nobody knows ends in the session of the driver
+            except TypeError as error:  # an unknown option reaches the session of the driver
                 raise UsageError(
-                    f"storage_options hold something that s3fs does not know: {str(error).partition('()')[2].strip()}. "
-                    "It knows key, secret, token, profile, anon, endpoint_url, client_kwargs, config_kwargs, "
+                    "storage_options have an option that s3fs does not support: "
+                    f"{str(error).partition('()')[2].strip()}. "
+                    "It supports key, secret, token, profile, anon, endpoint_url, client_kwargs, config_kwargs, "
                     "s3_additional_kwargs and more"
                 ) from None
             try:
@@ -304,11 +303,11 @@ class S3Store(RemoteStore):
 
     @property
     def endpoint(self) -> str:
-        """Where requests go, once connected."""
+        """The endpoint, once connected."""
         return super().endpoint if self._s3 is None else self.clean(str(self._s3.meta.endpoint_url))
 
     def _patient(self) -> dict[str, Any]:
-        """The user's options, with our timeouts where there are none, and no attempt but the first."""
+        """Return the user's options with our default timeouts and without retries."""
         config: dict[str, Any] = {
             "connect_timeout": CONNECT_S,
             "read_timeout": READ_S,
@@ -316,7 +315,7 @@ class S3Store(RemoteStore):
             "http_session_cls": OneAttempt,
         }
         for name in ("request_checksum_calculation", "response_checksum_validation"):
-            if f"AWS_{name.upper()}" not in os.environ:  # we have digests of our own, and many servers know none
+            if f"AWS_{name.upper()}" not in os.environ:  # we have our own digests, and many servers support none
                 config[name] = "when_required"
         config |= self.options.get("config_kwargs") or {}
         config["retries"] = {**(config.get("retries") or {}), "mode": "standard", "total_max_attempts": 1}
@@ -333,11 +332,11 @@ class S3Store(RemoteStore):
         text = self.clean(f"{what}: {error}")
         if isinstance(error, _REFUSED):
             return AccessError(
-                f"{text}. Name credentials: AWS_PROFILE, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a role,"
+                f"{text}. Configure credentials: AWS_PROFILE, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a role,"
                 " or storage_options={'key': ..., 'secret': ...}; {'anon': True} for a public bucket"
             )
         if isinstance(error, boto.SSLError):
-            return AccessError(f"{text}. Name the certificates to trust: AWS_CA_BUNDLE")
+            return AccessError(f"{text}. Set AWS_CA_BUNDLE to the certificates to trust")
         if isinstance(error, (boto.ParamValidationError, boto.InvalidRegionError)):
             return AccessError(f"{text}. Correct the URL or the region")
         if isinstance(error, _PASSING) or type(error).__name__ == "ResponseParserError":
@@ -347,7 +346,7 @@ class S3Store(RemoteStore):
     def _answered(self, error: Any, what: str) -> StoreError:
         said, meta = error.response.get("Error", {}), error.response.get("ResponseMetadata", {})
         code, status = str(said.get("Code", "")), int(meta.get("HTTPStatusCode", 0))
-        if code.isdigit():  # a HEAD has no document
+        if code.isdigit():  # the response to a HEAD has no document
             code, status = "", status or int(code)
         text = self.clean(f"{what}: {code or status} {said.get('Message', '')}".rstrip())
         region = meta.get("HTTPHeaders", {}).get("x-amz-bucket-region")
@@ -358,5 +357,6 @@ class S3Store(RemoteStore):
 
 
 def _do_not_redirect(context: dict[str, Any], **_: Any) -> None:
-    """botocore follows a redirect by asking where the bucket is; if that is redirected as well, it would for ever."""
+    """Stop botocore from following redirects: it asks for the bucket's region, and would loop if that is redirected
+    too."""
     context.setdefault("s3_redirect", {})["redirected"] = True

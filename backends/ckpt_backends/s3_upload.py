@@ -1,4 +1,4 @@
-"""Large objects on their way to S3, by its protocol of parts."""
+"""Multipart uploads of large objects to S3."""
 
 from __future__ import annotations
 
@@ -16,21 +16,19 @@ MAX_PARTS = 10_000
 
 
 def part_size(size: int) -> int:
-    """Bytes in a part of an object: as many as make no more parts than there may be, in whole MiB."""
+    """Return the part size of an object in whole MiB, so that it has no more parts than allowed."""
     mib = 1 << 20
     return max(PART, -(-size // MAX_PARTS // mib) * mib)
 
 
 def body_of(data: Buffer) -> Any:
-    """What botocore takes, with one copy at most."""
+    """Return a body for botocore, with at most one copy."""
     return data if isinstance(data, bytes) and len(data) < 1 << 20 else io.BytesIO(data)
 
 
 class S3Upload(RemoteUpload):
-    """Parts in any order, several at a time if the caller wants.
-
-    Each call may be repeated after an error, `finish` too: if the answer to it was lost, the object is there.
-    """
+    """An upload of parts in any order, several at a time if the caller wants. Each call may be repeated after an error,
+    `finish` too: if its response was lost, the object exists."""
 
     _store: S3Store
 
@@ -41,7 +39,7 @@ class S3Upload(RemoteUpload):
         self._parts: dict[int, tuple[int, dict[str, Any]]] = {}
 
     async def begin(self) -> None:
-        """Ask for an upload in parts, if there are several."""
+        """Create a multipart upload, if there are several parts."""
         if not self.keeps:
             name = self._store.name(self._key)
             answer = await self._store.call("create_multipart_upload", f"cannot begin {self._key}", Key=name)
@@ -72,7 +70,7 @@ class S3Upload(RemoteUpload):
                 MultipartUpload={"Parts": parts},
             )
         )
-        if answer is not None and not answer.keys() & {"ETag", "Key", "Location"}:  # status 200, and says nothing
+        if answer is not None and not answer.keys() & {"ETag", "Key", "Location"}:  # status 200 with an empty document
             await self._once.check()
 
     async def _drop(self) -> None:

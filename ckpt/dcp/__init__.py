@@ -1,6 +1,7 @@
-"""How does torch's distributed checkpoint save into a run, and load from one? As its storage writer and reader.
+"""A storage writer and reader for torch's distributed checkpoint (DCP) that save into everystep runs.
 
-In: its plans. Out: checkpoints as of any other run. torch's planners stay in charge of who saves and reads what.
+Input: DCP's plans. Output: checkpoints like those of any other run. torch's planners decide which rank saves and reads
+what.
 """
 
 from ckpt.dcp.storage import StorageReader as StorageReader

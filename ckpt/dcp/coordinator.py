@@ -1,6 +1,6 @@
-"""What the coordinator of torch's DCP does to a run: take it over, make checkpoints of what the ranks wrote, tidy up.
+"""The coordinator of torch's DCP on a run: take ownership, commit what the ranks wrote, clean up.
 
-Nothing is kept open between two saves. Who this job is, and what is remembered: `ckpt.dcp.incarnation`.
+Nothing stays open between two saves. `ckpt.dcp.incarnation` has the identity of the job and what is remembered.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from ckpt.events import log as logger
 from ckpt.store import Store, open_store, remember_options
 from ckpt.tiers import Tier
 
-PATIENCE_S = 60.0  # for each request to a remote place: all ranks wait meanwhile
+PATIENCE_S = 60.0  # for each request to a remote store, during which all ranks wait
 
 
-# -- places --
+# -- stores --
 
 
 def store_of(tier: Tier) -> Store:
-    """The place of a tier, to be written to."""
+    """Open the store of a tier for writing."""
     remember_options(tier.url, tier.storage_options)
     limits = {"bytes_per_s": tier.max_mib_s and tier.max_mib_s * 2**20, "in_flight": tier.max_inflight_mib * 2**20}
     return open_store(tier.url, writable=True, limits=limits, patience_s=PATIENCE_S)
@@ -54,10 +54,8 @@ def store_of(tier: Tier) -> Store:
 
 @contextlib.asynccontextmanager
 async def opened(tier: Tier, *, create: bool = False) -> AsyncIterator[RunLog]:
-    """The log of a place. RunGoneError if another run is there than this process knows there.
-
-    When a run is seen to be gone, what this process's saves have left is deleted: no run could be made there otherwise.
-    """
+    """Open the log of a run. Raises RunGoneError if another run is there than the one this process knows. If the run is
+    gone, files left by saves of this process are deleted: otherwise no run could be created there."""
     store, place = store_of(tier), known(tier.url)
     try:
         log = RunLog(store)
@@ -72,7 +70,7 @@ async def opened(tier: Tier, *, create: bool = False) -> AsyncIterator[RunLog]:
         except RunGoneError:
             await _remove_rest(tier, log, place)
             raise
-        except FormatError:  # deleted meanwhile: the next save makes it again
+        except FormatError:  # it was deleted: the next save creates it again
             gone = await _is_gone(log, place.root)
             if gone:
                 await _remove_rest(tier, log, place)
@@ -85,7 +83,7 @@ async def opened(tier: Tier, *, create: bool = False) -> AsyncIterator[RunLog]:
 
 
 async def _is_gone(log: RunLog, root: str) -> bool:
-    """Return True if it is certain that a run is not there any more."""
+    """Return True if it is certain that the run no longer exists."""
     log.root = root
     try:
         return not await log.same()
@@ -99,7 +97,8 @@ async def _remove_rest(tier: Tier, log: RunLog, place: Known) -> None:
 
 
 def cadence(tiers: Sequence[Tier], step: int) -> list[Tier]:
-    """Where a step goes: each tier that is due, nearest first; else the nearest, since somebody wants it saved."""
+    """Return the tiers that have scheduled a step, nearest first; otherwise the nearest, because a save was
+    requested."""
     return [tier for tier in tiers if step % tier.steps == 0] or list(tiers[:1])
 
 
@@ -108,7 +107,7 @@ def cadence(tiers: Sequence[Tier], step: int) -> list[Tier]:
 
 @dataclass
 class Saving:
-    """One save, from its plan to its end. `errors`: by URL, of places that cannot be written to now."""
+    """One save, from its plan to its end. `errors`: by URL, of tiers that cannot be written to now."""
 
     attempt: Attempt
     owner: Acquire
@@ -122,30 +121,30 @@ class Saving:
         return tuple(tier.url for tier in self.tiers if tier.url not in self.errors)
 
 
-async def begin(tiers: Sequence[Tier], mine: Incarnation, step: int, world: int) -> Saving:
-    """Name the attempt. FencedError if another job owns the run, UsageError if this step cannot be saved now."""
+async def begin(tiers: Sequence[Tier], job: Incarnation, step: int, world: int) -> Saving:
+    """Name the checkpoint. FencedError if another job owns the run, UsageError if this step cannot be saved now."""
     urls = tuple(tier.url for tier in tiers)
-    owner = owner_known(urls, mine)
+    owner = owner_known(urls, job)
     try:
         if owner is None:
             raise FencedError("not known yet")
         saving = await _begin(tiers, owner, step, world)
-    except (FencedError, FormatError):  # by another process of this job, which has opened an epoch since; or no run yet
-        owner = await _take_over(tiers, mine, again=False)
+    except (FencedError, FormatError):  # another process of this job has opened a term since, or no run exists yet
+        owner = await _take_over(tiers, job, again=False)
         saving = await _begin(tiers, owner, step, world)
-    if saving is None:  # it was tried before, and given up
-        owner = await _take_over(tiers, mine, again=True)
+    if saving is None:  # it was tried before and aborted
+        owner = await _take_over(tiers, job, again=True)
         saving = await _begin(tiers, owner, step, world)
-        assert saving is not None, "nobody can have tried in a new epoch"
+        assert saving is not None, "nothing was tried in a new term"
     if not any(isinstance(error, FormatError) for error in saving.errors.values()):
-        note_owner(urls, mine, owner)
+        note_owner(urls, job, owner)
     for url in saving.urls:
         known(url).open.add(saving.attempt)
     return saving
 
 
 async def _take_over(tiers: Sequence[Tier], mine: Incarnation, *, again: bool) -> Acquire:
-    """Own the run in all tiers, by one epoch. `again`: by a new one."""
+    """Take ownership of the run in all tiers, with the same term. `again`: with a new one."""
     async with contextlib.AsyncExitStack() as stack:
         logs = [await stack.enter_async_context(opened(tier, create=True)) for tier in tiers]
         found = [{a.nonce: a for a in log.state.acquires} for log in logs]
@@ -158,7 +157,7 @@ async def _take_over(tiers: Sequence[Tier], mine: Incarnation, *, again: bool) -
                 log.check_owner(each.get(nonce))
             if not again and len(there) == len(logs) and len({a.epoch for a in there}) == 1:
                 return there[0]
-        for log in logs:  # a Checkpointer that trains there
+        for log in logs:  # for a Checkpointer that trains there
             await check_free(log, lambda text: logger.warning("%s", text))
         floor = max(log.state.epoch for log in logs)
         while True:
@@ -172,14 +171,14 @@ async def _take_over(tiers: Sequence[Tier], mine: Incarnation, *, again: bool) -
             found = [{**each, a.nonce: a} for each, a in zip(found, acquires, strict=True)]
             if len({a.epoch for a in acquires}) == 1:
                 break
-            floor = max(a.epoch for a in acquires)  # another job came between: one epoch for all tiers
+            floor = max(a.epoch for a in acquires)  # another job came between: use one term for all tiers
         for log, acquire in zip(logs, acquires, strict=True):
             await commit.recover(log, acquire)
         return acquires[0]
 
 
 async def _begin(tiers: Sequence[Tier], owner: Acquire, step: int, world: int) -> Saving | None:
-    """None if this step was given up in this epoch."""
+    """Begin a save; return None if this step was aborted in this term."""
     saving = Saving(Attempt(owner.epoch, step, owner.nonce), owner, world, cadence(tiers, step))
     read_back = []
     for tier in saving.tiers:
@@ -187,7 +186,7 @@ async def _begin(tiers: Sequence[Tier], owner: Acquire, step: int, world: int) -
             async with opened(tier) as log:
                 log.check_owner(owner)
                 for left in sorted(known(tier.url).open):
-                    await commit.abort(log, owner, left, "another save began before this one had ended")
+                    await commit.abort(log, owner, left, "another save began before this one ended")
                 known(tier.url).open.clear()
                 if saving.attempt in log.state.aborted:
                     return None
@@ -208,8 +207,8 @@ def _with_help(error: CheckpointError, url: str) -> CheckpointError:
 
 
 async def _clear(log: RunLog, mine: Acquire, place: Known) -> None:
-    """Delete what attempts have left that were given up: retention would do so only after the next checkpoint, for
-    which there may be no room while they are there."""
+    """Delete files of aborted checkpoints now: retention would do so only after the next checkpoint, for which their
+    space may be needed."""
     if log.state.aborted <= place.cleared:
         return
     listed = [info.key for prefix in ("packs/", "parts/", "index/") async for info in log.store.list(prefix)]
@@ -218,7 +217,7 @@ async def _clear(log: RunLog, mine: Acquire, place: Known) -> None:
 
     def decide(state: RunState) -> retention.Sweep | None:
         if state.damaged or not state.commits.keys() <= used.keys():
-            return None  # something that nobody can read may use them
+            return None  # unreadable checkpoints may use them
         live = live_packs(state, listed, set[str]().union(*used.values()))
         return retention.Sweep(delete=tuple(key for key in listed if key not in live and owner_of(key) in aborted))
 
@@ -231,18 +230,18 @@ async def _clear(log: RunLog, mine: Acquire, place: Known) -> None:
 def _check_step(log: RunLog, attempt: Attempt) -> None:
     state = log.state
     if state.ended(attempt):
-        raise UsageError(f"step {attempt.step} was saved to {log.store.url} by this job already")
+        raise UsageError(f"this job has already saved step {attempt.step} to {log.store.url}")
     done = [a for a in (*state.commits, *state.retired) if (a.epoch, a.nonce) == (attempt.epoch, attempt.nonce)]
     newest = max(done, default=None)
     if newest is not None and newest > attempt:
         raise UsageError(
-            f"step {attempt.step} cannot follow step {newest.step}, which this job saved before: steps only go up. "
-            "dcp.load goes back"
+            f"step {attempt.step} cannot follow step {newest.step}, which this job saved before: steps must increase. "
+            "Use dcp.load to go back"
         )
 
 
 def _wants_read_back(log: RunLog, tier: Tier, attempt: Attempt, world: int) -> bool:
-    """Whether older ones would go after this save, and nothing recent was read back: then this one has to be."""
+    """Return True if older checkpoints would expire after this save and no recent one was read back."""
     fake = Commit(attempt, world, (), "")
     state = replace(log.state, commits={**log.state.commits, attempt: fake})
     recent = {c.attempt for c in state.lineage()[: READ_BACK_EVERY if log.store.remote else 1]}
@@ -250,11 +249,9 @@ def _wants_read_back(log: RunLog, tier: Tier, attempt: Attempt, world: int) -> b
 
 
 async def renewed(share: RankShare, tiers: Sequence[Tier], step: int, restored: Attempt | None) -> RankShare:
-    """What the coordinator says of this save, for a rank that a planner gave the share of an older one.
-
-    `restored`: what this process went back to after it had that one: the job has another name then, which only the
-    coordinator knows. FencedError if another job owns the run.
-    """
+    """Return the coordinator's data of this save for a rank whose planner kept an older share. `restored`: the
+    checkpoint that this process loaded since. The job then has another name, which only the coordinator knows.
+    Raises FencedError if another job owns the run."""
     due, job = cadence(tiers, step), Incarnation(share.job, None, 0)
     owner: Acquire | None = None
     read_back = []
@@ -267,23 +264,23 @@ async def renewed(share: RankShare, tiers: Sequence[Tier], step: int, restored: 
                     read_back.append(tier.url)
                 owner = newest
         except StoreError:
-            continue  # to write there fails as well, and is said then
+            continue  # writing there fails as well, and reports it
     if owner is None:
-        raise SaveError(f"none of {', '.join(tier.url for tier in due)} says who owns the run")
+        raise SaveError(f"cannot read the owner of the run from {', '.join(tier.url for tier in due)}")
     attempt = Attempt(owner.epoch, step, owner.nonce)
     urls = tuple(tier.url for tier in due)
     return replace(share, attempt=str(attempt), tiers=urls, read_back=tuple(read_back))
 
 
 def _own(log: RunLog, job: Incarnation, restored: Attempt | None) -> Acquire:
-    """The newest epoch, if it is one of this job's."""
+    """Return the newest term if it belongs to this job."""
     acquires = log.state.acquires
     if not acquires:
-        raise SaveError(f"nobody owns {log.store.url}")
+        raise SaveError(f"{log.store.url} has no owner")
     newest = acquires[-1]
     names = {job.name(turn) for turn in range(len(acquires) + 1)}
     if newest.nonce not in names and (restored is None or newest.restored != restored):
-        raise FencedError(f"another job took {log.store.url} over, and this one saves nothing there any more")
+        raise FencedError(f"another job took ownership of {log.store.url}, so this one can no longer save there")
     return newest
 
 
@@ -291,8 +288,8 @@ def _own(log: RunLog, job: Incarnation, restored: Attempt | None) -> Acquire:
 
 
 async def write(tiers: Sequence[Tier], share: RankShare, content: Content) -> Receipt:
-    """A rank's share in all tiers that it is told. What one place refuses, the others get all the same; if there is
-    none left, or the state cannot be saved at all, the attempt is given up and the error raised."""
+    """Write a rank's share to all its tiers. A tier that fails does not stop the others; if none remains, or the state
+    cannot be saved at all, the checkpoint is aborted and the error raised."""
     attempt = Attempt.parse(share.attempt)
     written: dict[str, WrittenPart] = {}
     errors: dict[str, CheckpointError] = {}
@@ -327,25 +324,25 @@ async def write(tiers: Sequence[Tier], share: RankShare, content: Content) -> Re
 
 
 async def give_up(tier: Tier, owner: Acquire, attempt: Attempt, reason: str) -> None:
-    """End an attempt in one place, as far as that is possible: the next save, or job, does it otherwise."""
+    """Abort a checkpoint in one tier if possible; otherwise the next save or job does."""
     try:
         async with opened(tier) as log:
             await commit.abort(log, owner, attempt, reason)
         known(tier.url).open.discard(attempt)
     except CheckpointError as error:
-        logger.warning("attempt %s was not ended in %s: %s", attempt, tier.url, error)
+        logger.warning("could not abort checkpoint %s in %s: %s", attempt, tier.url, error)
 
 
 async def give_up_share(tiers: Sequence[Tier], share: RankShare, error: BaseException) -> None:
-    """End the attempt everywhere, since a rank cannot write its share."""
+    """Abort the checkpoint in all tiers, because a rank cannot write its share."""
     attempt, reason = Attempt.parse(share.attempt), f"rank {share.rank}: {str(error) or type(error).__name__}"
     for tier in tiers:
         await give_up(tier, Acquire(attempt.epoch, attempt.nonce, None), attempt, reason)
 
 
 async def end(saving: Saving, receipts: Sequence[Receipt]) -> None:
-    """Make a checkpoint of what the ranks wrote, in each tier that has all of it. SaveError, or FencedError, if there
-    is one that has not."""
+    """Commit what the ranks wrote in each tier that has all of it. Raises SaveError or FencedError for tiers that have
+    not."""
     errors: dict[str, Exception] = dict(saving.errors)
     attempt = saving.attempt
     for tier in saving.tiers:
@@ -371,17 +368,18 @@ async def _commit(tier: Tier, saving: Saving, receipts: Sequence[Receipt]) -> No
     url, attempt = tier.url, saving.attempt
     for receipt in receipts:
         if receipt.attempt != str(attempt):
-            raise SaveError(f"rank {receipt.rank} wrote attempt {receipt.attempt}, and this is {attempt}")
+            raise SaveError(f"rank {receipt.rank} wrote checkpoint {receipt.attempt}, but this is {attempt}")
         if url in receipt.errors:
             raise SaveError(f"rank {receipt.rank}: {from_wire(receipt.errors[url])}")
     if sorted(r.rank for r in receipts) != list(range(saving.world)):
-        raise SaveError(f"only {len(receipts)} of {saving.world} ranks say what they wrote")
+        raise SaveError(f"only {len(receipts)} of {saving.world} ranks sent a receipt")
     async with opened(tier) as log:
         try:
             parts = await load_parts(log.store, attempt, [(r.rank, TRY, r.parts[url]) for r in receipts])
         except NotFoundError as error:
             raise SaveError(
-                f"{error}: what a rank wrote to {url} cannot be seen from here. DCP needs a place that all ranks "
+                f"{error}: files that a rank wrote to {url} are not visible here. DCP needs a folder or bucket that "
+                "all ranks "
                 "share, not a disk of each node"
             ) from None
         await commit.commit_fitting(log, saving.owner, parts)
@@ -391,17 +389,18 @@ async def _commit(tier: Tier, saving: Saving, receipts: Sequence[Receipt]) -> No
             place.verified = {attempt}
         try:
             await _tidy(log, saving.owner, tier, place)
-        except Exception as error:  # the checkpoint is there; a newer job that took over says so at the next save
-            logger.warning("clean-up of %s has to wait: %s", url, error)
+        # the checkpoint is committed; if a newer job took ownership, the next save reports it
+        except Exception as error:
+            logger.warning("postponed the clean-up of %s: %s", url, error)
 
 
 async def _tidy(log: RunLog, mine: Acquire, tier: Tier, place: Known) -> None:
-    """Retention, as the writer of a `Checkpointer` does it. What readers may be reading goes at a later save."""
+    """Apply retention like the writer of a `Checkpointer`. Files with readers are deleted at a later save."""
     await place.trimmer.step(log, mine)
     now = time.monotonic()
-    due = [key for when, keys in place.leaving if when <= now for key in keys]
+    expired = [key for when, keys in place.leaving if when <= now for key in keys]
     place.leaving = [(when, keys) for when, keys in place.leaving if when > now]
-    await log.store.delete_many(due)
+    await log.store.delete_many(expired)
     doomed = retention.choose(log.state, tier.keeping, place.verified)
     full = not log.store.remote or place.sweeps % LIST_EVERY == 0
     if not doomed and not (log.state.aborted and full):

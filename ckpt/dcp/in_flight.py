@@ -1,8 +1,8 @@
-"""Which saves of torch's DCP are under way in this process: one at a time for each place, and none is lost at the end.
+"""The saves of torch's DCP in progress in this process: one at a time per tier, and none is lost at the end.
 
-torch tells a writer nothing when a save fails on another rank. So the thread that began it is asked: a save lasts as
-long as that thread is inside torch's call. An error of `dcp.async_save` is raised only by `.result()`, so the end of
-the script logs the error of the last one.
+torch does not notify a writer when a save fails on another rank. A save therefore counts as in progress while the
+thread that began it is inside torch's call. An error of `dcp.async_save` is raised only by `.result()`, so the error of
+the last one is logged at the end of the script.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from dataclasses import dataclass
 from ckpt.errors import SaveError
 from ckpt.events import log
 
-SAVER = "_save_state_dict"  # torch's function that makes one save, from its plan to its end
-ASYNC = "AsyncCheckpointExecutor"  # what torch's threads that save are called: one for each save
+SAVER = "_save_state_dict"  # torch's function that makes one save, from plan to end
+ASYNC = "AsyncCheckpointExecutor"  # name of torch's threads that save: one per save
 POLL_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
 class SaveInFlight:
-    """A save that writes to a place."""
+    """A save that writes to a tier."""
 
     step: int
     thread: threading.Thread
@@ -32,33 +32,35 @@ class SaveInFlight:
 
 _lock = threading.Lock()
 _claims: dict[str, SaveInFlight] = {}  # by URL
-_failed: str | None = None  # why the last save failed, if that was an async one
+_failed: str | None = None  # why the last save failed, if it was async
 
 
 def claim(urls: Sequence[str], step: int) -> None:
-    """From here on this thread saves there. SaveError while another one does: it is the newer save that is not made."""
-    mine = SaveInFlight(step, threading.current_thread())
+    """Register a save of this thread. Raises SaveError while another one is in progress there: the newer is not
+    made."""
+    own = SaveInFlight(step, threading.current_thread())
     with _lock:
         for url in urls:
             other = _claims.get(url)
-            if other is not None and other.thread is not mine.thread and _is_saving(other.thread):
+            if other is not None and other.thread is not own.thread and _is_saving(other.thread):
                 raise SaveError(
-                    f"step {step} is not saved, since step {other.step} is still being saved to {url}: call .result() "
-                    "of it before the next dcp.async_save"
+                    f"step {step} is not saved, because step {other.step} is still being saved to {url}: call "
+                    ".result() "
+                    "of that save before the next dcp.async_save"
                 )
-        _claims.update(dict.fromkeys(urls, mine))
+        _claims.update(dict.fromkeys(urls, own))
 
 
 def release() -> None:
-    """The save of this thread has ended."""
-    me = threading.current_thread()
+    """Unregister the save of this thread, which has ended."""
+    current = threading.current_thread()
     with _lock:
-        for url in [url for url, claim in _claims.items() if claim.thread is me]:
+        for url in [url for url, claim in _claims.items() if claim.thread is current]:
             del _claims[url]
 
 
 def wait_for(urls: Sequence[str]) -> None:
-    """Return once no dcp.async_save of this process is on its way to these places: what is read then has its step."""
+    """Wait until no dcp.async_save of this process is in progress there, so that a read finds its step."""
     told = False
     for thread in threading.enumerate():
         while thread is not threading.current_thread() and thread.name.startswith(ASYNC) and thread.is_alive():
@@ -81,7 +83,7 @@ def check_time(step: int) -> None:
 
 
 def watch(name: object) -> None:
-    """Remember the error of the save that begins in this thread, if a future holds it. `name`: the save's id."""
+    """Remember the error of the save that begins in this thread, if a future holds it. `name`: id of the save."""
     global _failed
     _failed, frame = None, sys._getframe().f_back
     while frame is not None and frame.f_code.co_filename != concurrent.futures.thread.__file__:
@@ -95,7 +97,7 @@ def _note_error(name: object, done: concurrent.futures.Future[object]) -> None:
     global _failed
     if (error := done.exception()) is not None:
         causes = [cause for cause, _ in getattr(error, "failures", {}).values()] or [error]
-        _failed = f"{name}: {causes[0]}"  # not the error itself: its frames hold the state that was saved
+        _failed = f"{name}: {causes[0]}"  # not the error itself, because its frames hold the saved state
 
 
 def _is_saving(thread: threading.Thread) -> bool:
@@ -106,8 +108,8 @@ def _is_saving(thread: threading.Thread) -> bool:
 
 
 def _wait() -> None:
-    """At the end of the interpreter, while threads can still be started: a save that nobody has waited for ends first,
-    as with torch's own writer."""
+    """Wait for unfinished saves at the end of the interpreter, while threads can still start, like torch's own
+    writer."""
     others = [thread for thread in threading.enumerate() if thread is not threading.current_thread()]
     for thread in others:
         while thread.is_alive() and (thread.name.startswith(ASYNC) or _is_saving(thread)):

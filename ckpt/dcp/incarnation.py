@@ -1,9 +1,8 @@
-"""By which name this process is known as a job, and what it remembers of each place that it saves to.
+"""The identity of this process as a job, and what it remembers of each tier.
 
-A job is known by its *incarnation*, which every process that saves for it has alike: the trainer, and the process that
-`dcp.async_save` may start, which gets it with the pickled writer. Loading a checkpoint begins a new one, which goes on
-from there: what was saved beyond it is then no part of the history any more, as after `Checkpointer.restore`. All of it
-can be lost: the log says it again.
+All processes that save for a job share its *incarnation*: the trainer, and the process that `dcp.async_save` may start,
+which receives it with the pickled writer. Loading a checkpoint begins a new one, which continues from there: later
+checkpoints then leave the history, as after `Checkpointer.restore`. All of this can be lost: the log has it too.
 """
 
 from __future__ import annotations
@@ -21,27 +20,27 @@ from ckpt.core.log.trimming import Trimmer
 
 @dataclass(frozen=True, slots=True)
 class Incarnation:
-    """`restored`: the checkpoint that it goes on from; None: from all there is. `number`: greater in a newer one."""
+    """A job. `restored`: the checkpoint that it continues from, None: the newest. `number`: greater for newer ones."""
 
     nonce: str
     restored: Attempt | None
     number: int = field(compare=False)
 
     def name(self, turn: int) -> str:
-        """Of its epochs: it opens another one to save a step again that could not be saved."""
+        """Return the name of one of its terms: it opens another one to retry a step whose save failed."""
         return hashlib.sha256(f"{self.nonce}:{turn}".encode()).hexdigest()[:8] if turn else self.nonce
 
 
 @dataclass
 class Known:
-    """Of one place, in this process. `root`: the id of the run that was opened there, "" before that."""
+    """What this process knows of one tier. `root`: id of the run that was opened there, "" before that."""
 
     root: str = ""
-    trusted: bool = False  # it was seen to create only what is absent
+    trusted: bool = False  # it was seen to create objects only if absent
     open: set[Attempt] = field(default_factory=set)  # begun here, and neither committed nor aborted
     verified: set[Attempt] = field(default_factory=set)
-    read_back: Attempt | None = None  # the last one whose share was read again here
-    cleared: set[Attempt] = field(default_factory=set)  # given up, and nothing is left of them
+    read_back: Attempt | None = None  # the last one whose share was read back here
+    cleared: set[Attempt] = field(default_factory=set)  # aborted, and all its files are deleted
     sweeps: int = 0
     leaving: list[tuple[float, list[str]]] = field(default_factory=list)  # names, and when they may be deleted
     trimmer: Trimmer = field(default_factory=Trimmer)
@@ -49,13 +48,13 @@ class Known:
 
 _lock = threading.Lock()
 _incarnations: dict[str, Incarnation] = {}
-_owners: dict[tuple[str, ...], tuple[Incarnation, Acquire]] = {}  # by the places that are saved to
+_owners: dict[tuple[str, ...], tuple[Incarnation, Acquire]] = {}  # by the URLs of the tiers
 _known: dict[str, Known] = {}
 _numbers = itertools.count(1)
 
 
 def incarnation_of(urls: Sequence[str]) -> Incarnation:
-    """This job, as these places know it."""
+    """Return this job, as these tiers know it."""
     with _lock:
         there = [_incarnations[url] for url in urls if url in _incarnations]
         newest = max(there, key=lambda i: i.number, default=None) or Incarnation(new_nonce(), None, next(_numbers))
@@ -64,8 +63,8 @@ def incarnation_of(urls: Sequence[str]) -> Incarnation:
 
 
 def went_back(roots: Mapping[str, str], attempt: Attempt) -> None:
-    """The state is that of a checkpoint now: what is saved to these places from now on goes on from there. `roots`: by
-    URL the id of the run that was read, which may be another one than this process knew there."""
+    """Record that a checkpoint was loaded: later saves continue from it. `roots`: ids of the runs that were read, by
+    URL; they may differ from the ones known."""
     with _lock:
         _incarnations.update(dict.fromkeys(roots, Incarnation(new_nonce(), attempt, next(_numbers))))
     for url, root in roots.items():
@@ -75,13 +74,13 @@ def went_back(roots: Mapping[str, str], attempt: Attempt) -> None:
 
 
 def adopt(urls: Sequence[str], incarnation: Incarnation) -> None:
-    """This process is of the job that another one has told of, until it loads a checkpoint itself."""
+    """Adopt the job of another process, until this process loads a checkpoint itself."""
     with _lock:
         _incarnations.update(dict.fromkeys(urls, replace(incarnation, number=next(_numbers))))
 
 
 def forget(url: str, *, open: set[Attempt] | None = None) -> None:
-    """What is remembered of a place is no more: its run is gone. `open`: attempts of which files may be left there."""
+    """Forget a tier whose run is gone. `open`: checkpoints whose files may remain there."""
     with _lock:
         _known[url] = Known(open=open or set())
         for urls in [urls for urls in _owners if url in urls]:
@@ -94,7 +93,7 @@ def known(url: str) -> Known:
 
 
 def owner_known(urls: tuple[str, ...], mine: Incarnation) -> Acquire | None:
-    """The epoch that this incarnation last saved by to these places."""
+    """Return the term with which this job last saved to these tiers."""
     found, owner = _owners.get(urls, (None, None))
     return owner if found == mine else None
 

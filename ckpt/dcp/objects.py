@@ -1,4 +1,4 @@
-"""Objects that are no tensors, as torch's DCP pickles them: which of them can be read without running code."""
+"""Check which objects pickled by torch's DCP can be read without running code."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from ckpt.events import log as logger
 
 _T = TypeVar("_T")
 
-# Beside what torch allows. Not numpy's scalars: a dtype with made-up fields lets numpy take bytes for addresses.
+# In addition to torch's list. Not numpy's scalars: a dtype with forged fields makes numpy use bytes as addresses.
 HARMLESS: list[Any] = [
     *(bytes, PosixPath),
     *(datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone),
 ]
 
 
-# -- stand-ins: torch's restricted reader cannot make these, but it can check what their pickles consist of --
+# -- stand-ins: torch's restricted reader cannot create these objects, but it can check their pickles --
 
 
 def _stand_in(module: str, name: str) -> Callable[[_T], _T]:
-    """Have torch's reader take this for what a pickle calls `module.name`."""
+    """Make torch's reader use this object for what a pickle calls `module.name`."""
 
     def named(one: _T) -> _T:
         one.__module__, one.__name__, one.__qualname__ = module, name, name  # type: ignore[attr-defined]
@@ -40,14 +40,14 @@ def _stand_in(module: str, name: str) -> Callable[[_T], _T]:
 
 
 STAND_INS: list[Any] = []
-NUMBER = re.compile(r"[-+]?[0-9]{1,4000}(/[0-9]{1,4000})?")  # no exponent: 10 to that power would be computed
+NUMBER = re.compile(r"[-+]?[0-9]{1,4000}(/[0-9]{1,4000})?")  # no exponent: the power of ten would be computed
 DECIMAL = re.compile(r"[-+]?([0-9.]{1,4000}(E[-+]?[0-9]{1,18})?|Infinity|s?NaN[0-9]{0,4000})", re.IGNORECASE)
 
 
 @_stand_in("collections", "deque")
 def _deque(items: Any = (), maxlen: Any = None) -> list[Any]:
     _require(type(items) in (tuple, list) and (maxlen is None or type(maxlen) is int))
-    return list(items)  # what follows is appended to it
+    return list(items)  # following items are appended
 
 
 @_stand_in("decimal", "Decimal")
@@ -108,34 +108,34 @@ class _UUID:
 
 def _require(holds: bool) -> None:
     if not holds:
-        raise ValueError("not how Python pickles such an object")
+        raise ValueError("Python does not pickle such an object in this way")
 
 
 REFUSED = re.compile(r"Unsupported (?:global|class|operand)[^\n]*?(?= was not an allowed|\. |\n|$)")
 _said: set[str] = set()
-_lock = threading.Lock()  # what torch allows is the same in all threads
+_lock = threading.Lock()  # torch's list of allowed classes is shared by all threads
 
 
 def check_object(what: str, raw: memoryview) -> None:
-    """UsageError if the bytes of an object are not what torch reads without running code."""
+    """Raise UsageError if torch cannot read the bytes of an object without running code."""
     why = _refusal(raw)
     if why is not None:
         raise UsageError(
-            f"{what} is an object that could run code when it is unpickled, so it is refused ({why}). If you trust "
-            "whoever could write there: StorageReader(..., trusted=True), or name its classes with "
+            f"{what} is an object that could run code when it is unpickled, so it is rejected ({why}). If you trust "
+            "everyone who can write there, use StorageReader(..., trusted=True), or allow its classes with "
             "torch.serialization.add_safe_globals"
         )
 
 
 def warn_once(name: str, raw: memoryview) -> None:
-    """Say while it is saved, the first time, that an object will be refused."""
+    """Warn once, during a save, that an object will be rejected when loading."""
     if name in _said:
         return
     _said.add(name)
     why = _refusal(raw)
     if why is not None:
         logger.warning(
-            "%s can only be loaded again with StorageReader(..., trusted=True), or once its classes are named with "
+            "%s can only be loaded with StorageReader(..., trusted=True), or after its classes are allowed with "
             "torch.serialization.add_safe_globals (%s)",
             name,
             why,
@@ -143,21 +143,21 @@ def warn_once(name: str, raw: memoryview) -> None:
 
 
 def _path(named: Any) -> str:
-    """Return the name under which torch's reader knows what is in `get_safe_globals()`."""
+    """Return the name under which torch's reader knows an entry of `get_safe_globals()`."""
     return str(named[1]) if isinstance(named, tuple) else f"{named.__module__}.{named.__qualname__}"
 
 
 def _refusal(raw: memoryview) -> str | None:
     with _lock, contextlib.closing(io.BytesIO(raw)) as file:
-        named = torch.serialization.get_safe_globals()  # by the user, and so they have to stay
+        named = torch.serialization.get_safe_globals()  # allowed by the user, so they must stay
         double = [one for one in named if _path(one) in {_path(stand_in) for stand_in in STAND_INS}]
-        if double:  # of two with one name torch's reader takes either
+        if double:  # of two entries with one name torch's reader uses either
             torch.serialization.clear_safe_globals()
             torch.serialization.add_safe_globals([one for one in named if one not in double])
         try:
             with torch.serialization.safe_globals([*(one for one in HARMLESS if one not in named), *STAND_INS]):
                 torch.load(file, map_location="cpu", weights_only=True)
-        except Exception as error:  # whatever hostile bytes make of the reader
+        except Exception as error:  # hostile bytes can cause any error
             found = REFUSED.search(str(error))
             return (found[0] if found else next(iter(str(error).splitlines()), type(error).__name__))[:300]
         finally:

@@ -1,7 +1,8 @@
-"""One rank's share of a checkpoint that torch's DCP saves: the items of its plan become a pack, a table and a part.
+"""Write one rank's share of a checkpoint of torch's DCP: the items of its plan become a data file, a table and a
+manifest.
 
-Nothing is copied as a whole: the pack is made range by range while it is written, tensors in the order of the file, and
-each blob is digested on its way. What is on an accelerator comes to the host one tensor at a time.
+Nothing is copied as a whole: the data file is produced range by range, tensors in file order, and each chunk is
+digested while it is written. Tensors on an accelerator come to the host one at a time.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ from ckpt.dcp.objects import warn_once
 from ckpt.errors import SaveError, StateError
 from ckpt.store import PAGE, Store
 
-KIND = "dcp"  # of the one component of such a checkpoint
+KIND = "dcp"  # kind of the single component of such a checkpoint
 PATH = ["dcp"]
-TRY = 0  # an attempt is tried once: after a failure the next one has another name
+TRY = 0  # a checkpoint is tried once: after a failure the next one has another name
 
 
 @dataclass(frozen=True, slots=True)
 class RankShare:
-    """What the coordinator tells a rank. `tiers`: URLs to write to, nearest first; `read_back`: those of them where
-    this is to be read again; `names`: of tensors that other ranks write; `token`: of this save and no other; `job`: the
-    nonce of the incarnation that saves."""
+    """What the coordinator sends to a rank. `tiers`: URLs to write to, nearest first; `read_back`: those to read back;
+    `names`: tensors that other ranks write; `token`: identifies this save; `job`: nonce of the job.
+    """
 
     token: str
     attempt: str
@@ -52,8 +53,8 @@ class RankShare:
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """What a rank tells the coordinator. `parts`: by URL, the digest of the part there; `errors`: by URL, why there is
-    none, as `errors.to_wire` says it; `read_back`: where all of it was read again and is sound."""
+    """What a rank sends to the coordinator. `parts`: by URL, the digest of the manifest there; `errors`: by URL, why
+    there is none, as of `errors.to_wire`; `read_back`: tiers where everything was read back and is intact."""
 
     attempt: str
     rank: int
@@ -64,52 +65,52 @@ class Receipt:
 
 @dataclass(frozen=True)
 class Content:
-    """A rank's share as a layout, and for each of its tensors where the bytes come from."""
+    """A rank's share as a layout, with the source of the bytes of each tensor."""
 
     layout: Layout
     sources: list[WriteItem | memoryview]
     planner: SavePlanner
 
     def bytes_of(self, number: int) -> memoryview:
-        """All bytes of one tensor, in host memory. StateError if it is not what the plan says."""
+        """Return all bytes of one tensor in host memory. Raises StateError if it differs from the plan."""
         source = self.sources[number]
         if isinstance(source, memoryview):
             return source
         found, spec = self.planner.resolve_data(source), self.layout.tensors[number]
         if not isinstance(found, Tensor):
-            raise StateError(f"{spec.name}: the planner gives a {type(found).__name__} where it had planned a tensor")
+            raise StateError(f"{spec.name}: the planner returned a {type(found).__name__}, but had planned a tensor")
         tensor = dense(found.detach(), spec.name)
         if DTYPE_NAME[tensor.dtype] != spec.dtype or tuple(tensor.shape) != spec.shape:
             raise StateError(
-                f"{spec.name}: the planner gives {tensor.dtype} of shape {list(tensor.shape)} where it had planned "
+                f"{spec.name}: the planner returned {tensor.dtype} of shape {list(tensor.shape)}, but had planned "
                 f"{spec.dtype} of {list(spec.shape)}"
             )
         return as_bytes(tensor).numpy().data
 
 
 def dense(tensor: Tensor, name: str) -> Tensor:
-    """The same values in host memory, contiguous. StateError if their bytes would not be the whole truth."""
+    """Return the values in host memory, contiguous. Raises StateError if their bytes alone do not define the tensor."""
     if type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
         check(tensor, (name,))
-    check_memory(tensor, (name,))  # an expanded one is fine
+    check_memory(tensor, (name,))  # expanded tensors are allowed
     if tensor.device.type != "cpu":
         torch.accelerator.synchronize(tensor.device)  # another stream than this thread's may be writing it
     return check(tensor.to("cpu").resolve_conj().resolve_neg().contiguous(), (name,))
 
 
 def content_of(plan: SavePlan, planner: SavePlanner, share: RankShare) -> Content:
-    """What the items of a plan come to. Objects that are no tensors are encoded by the planner, here and once."""
+    """Return the contents for the items of a plan. The planner encodes objects that are not tensors, here and once."""
     pieces: list[tuple[TensorSpec, WriteItem | memoryview]] = []
     names, objects = dict[str, None](), list[str]()
     for item in plan.items:
         name = item.index.fqn
         if name == "__metadata__" or not is_text(name):
-            raise StateError(f"{name!a}: nothing that is saved can have this name")
+            raise StateError(f"{name!a} is not allowed as the name of an entry")
         names[name] = None
         if item.type == WriteItemType.BYTE_IO:
             data = planner.resolve_data(item)
             if not isinstance(data, io.BytesIO):
-                raise StateError(f"{name}: the planner gives a {type(data).__name__} where it had planned bytes")
+                raise StateError(f"{name}: the planner returned a {type(data).__name__}, but had planned bytes")
             raw = memoryview(data.getvalue())
             pieces.append((TensorSpec(name, "U8", (len(raw),)), raw))
             objects.append(name)
@@ -118,7 +119,8 @@ def content_of(plan: SavePlan, planner: SavePlanner, share: RankShare) -> Conten
             pieces.append((spec, item))
     mappings = _mappings(plan.planner_data, names)
     order = [name for name in plan.planner_data if name in share.names or name in names] if mappings else list(names)
-    facts = {"objects": objects, "mappings": mappings, "order": order}  # as in the state: optimizers count parameters
+    # in the state's order, because optimizers number parameters
+    facts = {"objects": objects, "mappings": mappings, "order": order}
     known = sorted({*names, *share.names})
     component = {"path": PATH, "kind": KIND, "facts": facts, "names": known}
     layout = Layout(tuple(spec for spec, _ in pieces), {}, [component], share.rank, share.world)
@@ -126,10 +128,10 @@ def content_of(plan: SavePlan, planner: SavePlanner, share: RankShare) -> Conten
 
 
 def _spec(item: WriteItem) -> TensorSpec | None:
-    """The piece that an item stands for; None if there is nothing in it, while there is something in its tensor."""
+    """Return the piece of an item; None if it is empty while its tensor is not."""
     data, name = item.tensor_data, item.index.fqn
     if data is None:
-        raise StateError(f"{name}: the plan does not say what tensor this is")
+        raise StateError(f"{name}: the plan has no data for this tensor")
     dtype = DTYPE_NAME.get(data.properties.dtype)
     if dtype is None:
         raise StateError(f"{name}: has dtype {data.properties.dtype}, which cannot be stored")
@@ -142,19 +144,19 @@ def _spec(item: WriteItem) -> TensorSpec | None:
 
 
 def _mappings(data: Any, names: Iterable[str]) -> dict[str, list[str | int]] | None:
-    """How flat names came from nested ones, as the default planner says it: of these names."""
+    """Return the nested paths of these flat names, from the default planner."""
     if data is None:
         return None
     if not isinstance(data, dict) or not all(isinstance(path, tuple) for path in data.values()):
-        raise StateError(f"a planner with planner_data of its own kind ({type(data).__name__}) cannot be used here")
+        raise StateError(f"planners with their own kind of planner_data ({type(data).__name__}) are not supported")
     found = {name: list(data[name]) for name in names if name in data}
     if not all(type(part) in (str, int) for path in found.values() for part in path):
-        raise StateError("planner_data has paths that are made of other things than names and numbers")
+        raise StateError("planner_data has paths with parts other than names and numbers")
     return found
 
 
 class Stream:
-    """The bytes of a pack, in ranges that are asked for in their order. `digests`: of the blobs, joined."""
+    """The bytes of a data file, requested range by range in order. `digests`: of the chunks, joined."""
 
     def __init__(self, content: Content) -> None:
         self._content = content
@@ -163,16 +165,16 @@ class Stream:
         self._rest = memoryview(self._arrangement.header)
         self._number, self._bytes = -1, memoryview(b"")
         self._position = 0
-        self._hash = blob_hasher()  # of the present blob
+        self._hash = blob_hasher()  # of the current chunk
         self._lock = asyncio.Lock()
         self.digests = bytearray()
 
     async def piece(self, offset: int, length: int) -> memoryview:
         async with self._lock:
-            assert offset == self._position, "ranges come in their order"
-            return await asyncio.to_thread(self._take, length)
+            assert offset == self._position, "ranges must be requested in order"
+            return await asyncio.to_thread(self._read, length)
 
-    def _take(self, length: int) -> memoryview:
+    def _read(self, length: int) -> memoryview:
         room, filled = _room(length), 0
         while filled < length:
             if not self._rest:
@@ -180,7 +182,7 @@ class Stream:
             size = min(len(self._rest), length - filled)
             copied = room[filled : filled + size]
             copied[:] = self._rest[:size]
-            self._hash.update(copied)  # of what is stored, whatever the source may be by now
+            self._hash.update(copied)  # of the stored copy, because the source may change
             filled, self._rest = filled + size, self._rest[size:]
             if not self._rest and self._number >= 0:
                 self.digests += self._hash.digest()
@@ -190,7 +192,7 @@ class Stream:
     def _next(self) -> memoryview:
         blob = next(self._blobs)
         if blob.tensor != self._number:
-            self._bytes = memoryview(b"")  # before there is another
+            self._bytes = memoryview(b"")  # free the previous tensor first
             self._number, self._bytes = blob.tensor, self._content.bytes_of(blob.tensor)
         start = blob.offset - self._arrangement.offsets[blob.tensor]
         self._hash = blob_hasher()
@@ -198,7 +200,7 @@ class Stream:
 
 
 def _room(length: int) -> memoryview:
-    """Memory for one range, at an address that suits direct I/O."""
+    """Return page-aligned memory for one range, as direct I/O requires."""
     made = mmap.mmap(-1, max(PAGE, length), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):
         made.madvise(mmap.MADV_HUGEPAGE)
@@ -206,7 +208,7 @@ def _room(length: int) -> memoryview:
 
 
 async def write(store: Store, attempt: Attempt, content: Content, *, read_back: bool) -> WrittenPart:
-    """Store a share, and read it again if told so: CorruptError if it is not what was written."""
+    """Store a share, and read it back if requested. Raises CorruptError if it differs."""
     layout = content.layout
     key, header = pack_key(attempt, layout.rank, TRY), layout.arrangement.header
     size = len(header) + layout.arrangement.data_size
@@ -216,7 +218,7 @@ async def write(store: Store, attempt: Attempt, content: Content, *, read_back: 
     table = build_table(layout, key, bytes(stream.digests))
     snapshot = RankSnapshot(
         attempt, layout, memoryview(b""), [None]
-    )  # its bytes are written, and its values are tensors
+    )  # its bytes are written, and it has no plain values
     written = await finish_part(store, snapshot, table, [pack], number=TRY, reason="due")
     if read_back:
         await read.fetch(store, table, read.plan_reads(table, range(table.owned), far=store.remote), None)
@@ -224,7 +226,7 @@ async def write(store: Store, attempt: Attempt, content: Content, *, read_back: 
 
 
 def check_alike(written: Sequence[WrittenPart]) -> None:
-    """SaveError unless all tiers got the same bytes: else the state changed while it was written."""
+    """Raise SaveError unless all tiers got the same bytes: otherwise the state changed during the write."""
     digests = {one.table.digest.tobytes() for one in written}
     if len(digests) > 1:
         raise SaveError(

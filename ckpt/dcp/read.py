@@ -1,4 +1,4 @@
-"""What torch's DCP reads: a checkpoint of ours as its `Metadata`, and the items of its plans filled from it."""
+"""Read a checkpoint for torch's DCP: its `Metadata`, and the items of a load plan."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ from ckpt.store import folder_of
 
 T = TypeVar("T")
 
-SPARSE = 10_000  # elements of a list that may be empty, and have no name
+SPARSE = 10_000  # elements of a list that may be empty and have no name
 
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint to read. `others`: further tiers that may have it; `roots`: ids of the same run in each tier that
-    has it, by URL."""
+    """A checkpoint to read. `others`: further tiers that may have it; `roots`: id of the run by URL, for each tier that
+    has it."""
 
     url: str
     attempt: Attempt
@@ -74,27 +74,25 @@ class Found:
 
 
 async def find(urls: Sequence[str], step: int | None) -> Found:
-    """The newest checkpoint of the present history that can be read, or that of a step; from the nearest tier.
-
-    What is damaged in one place is made up for by the others, and what is damaged or gone, without `step`, by an older
-    checkpoint. StoreError if the newest cannot be had now, or a place that may have it cannot be read now: to go on
-    from an older one is not ours to decide.
-    """
+    """Find the newest readable checkpoint of the current history, or that of a step, in the nearest tier. Damage in one
+    tier is repaired from the others; without `step`, a damaged or lost checkpoint is replaced by an older one. Raises
+    StoreError if the newest, or a tier that may have it, cannot be read now: continuing from an older one is the user's
+    decision."""
     try:
         return await _find(urls, step)
     except NotFoundError:
-        return await _find(urls, step)  # retired while we looked: there is a newer one
+        return await _find(urls, step)  # retired meanwhile, so there is a newer one
 
 
 async def _find(urls: Sequence[str], step: int | None) -> Found:
-    logs, first = await _look(urls)
+    logs, first = await _open_logs(urls)
     states = {url: log.state for url, log in logs.items()}
     if first is not None and not states:
         raise first
     if step is None and isinstance(first, StoreError) and is_unreadable(first):
         raise UnreadableError(
-            f"one tier cannot be read now, and may have a newer step than the others: {first}. To go on without it, "
-            "give a checkpoint_id, or leave it out of the tiers",
+            f"one tier cannot be read now and may have a newer step than the others: {first}. To continue without it, "
+            "pass a checkpoint_id, or remove the tier",
             retryable=first.retryable,
         ) from first
     for attempt in _candidates(states, step):
@@ -114,7 +112,7 @@ async def _find(urls: Sequence[str], step: int | None) -> Found:
             roots = {u: log.root for u, log in logs.items() if mine in {(a.epoch, a.nonce) for a in log.state.acquires}}
             return Found(url, attempt, saved, tuple(u for u in urls if u != url), roots)
         if away is not None:
-            text = f"step {attempt.step} cannot be read now: {away}. To go back to an older one give its checkpoint_id"
+            text = f"step {attempt.step} cannot be read now: {away}. To use an older step, pass its checkpoint_id"
             raise UnreadableError(text, retryable=away.retryable) from away
     if first is not None:
         raise first
@@ -122,7 +120,8 @@ async def _find(urls: Sequence[str], step: int | None) -> Found:
 
 
 async def latest(urls: Sequence[str]) -> int | None:
-    """The newest step; None if there is no checkpoint, or not even a run. StoreError if a place cannot be read now."""
+    """Return the newest step, None if there is no checkpoint or no run. Raises StoreError if a tier cannot be read
+    now."""
     there = [url for url in urls if await _again(url, lambda url=url: _is_run(url))]  # type: ignore[misc]
     with contextlib.suppress(NoCheckpointError):
         if there:
@@ -139,8 +138,8 @@ async def _is_run(url: str) -> bool:
         return True
 
 
-async def _look(urls: Sequence[str]) -> tuple[dict[str, RunLog], CheckpointError | None]:
-    """The logs, closed, and what is wrong with a place: first of all that it cannot be read now."""
+async def _open_logs(urls: Sequence[str]) -> tuple[dict[str, RunLog], CheckpointError | None]:
+    """Return the logs, already closed, and the most important error: preferably that a tier cannot be read now."""
     logs: dict[str, RunLog] = {}
     first: CheckpointError | None = None
     for url in urls:
@@ -150,7 +149,7 @@ async def _look(urls: Sequence[str]) -> tuple[dict[str, RunLog], CheckpointError
             if first is None or (is_unreadable(error) and not is_unreadable(first)):
                 first = error
             if len(urls) > 1:
-                logger.warning("nothing is read from %s: %s", url, error)
+                logger.warning("skipped %s: %s", url, error)
     return logs, first
 
 
@@ -163,12 +162,12 @@ async def _log(url: str) -> RunLog:
     return log
 
 
-async def _again(url: str, look: Callable[[], Awaitable[T]]) -> T:
-    """Repeat a look at a folder for a moment while it cannot be read. Other places are tried for longer anyway."""
+async def _again(url: str, read_folder: Callable[[], Awaitable[T]]) -> T:
+    """Repeat a read of a folder briefly while it cannot be read. Remote stores retry for longer anyway."""
     until = time.monotonic() + steady.WINDOW_S
     while True:
         try:
-            return await look()
+            return await read_folder()
         except StoreError as error:
             if not is_unreadable(error) or folder_of(url) is None or time.monotonic() >= until:
                 raise
@@ -176,7 +175,7 @@ async def _again(url: str, look: Callable[[], Awaitable[T]]) -> T:
 
 
 def _candidates(states: dict[str, RunState], step: int | None) -> Iterator[Attempt]:
-    """In the order in which they are tried. A place that was out of reach may not know of a rollback: others do."""
+    """Yield checkpoints in the order to try. A tier that was unreachable may lack a rollback that others have."""
     acquires: dict[int, Acquire] = {}
     for acquire in (a for state in states.values() for a in state.acquires):
         if acquires.get(acquire.epoch, acquire).restored is None:
@@ -194,14 +193,14 @@ def _nothing(states: dict[str, RunState], step: int | None) -> NoCheckpointError
     steps = sorted({a.step for state in states.values() for a in state.commits}, reverse=True)
     wanted = "a checkpoint" if step is None else f"step {step}"
     there = ", ".join(map(str, steps[:20])) or "none"
-    return NoCheckpointError(f"{' and '.join(states)} does not hold {wanted} (steps there: {there})")
+    return NoCheckpointError(f"{' and '.join(states)} does not have {wanted} (available steps: {there})")
 
 
 # -- what it consists of --
 
 
 def metadata_of(saved: SavedState) -> Metadata:
-    """As torch's planners want it. CorruptError if what the parts say of it is impossible."""
+    """Return the metadata for torch's planners. Raises CorruptError if the manifests are inconsistent."""
     try:
         facts = [c["facts"] for view in saved.views for c in view.components if c["kind"] == KIND]
         objects = {name for one in facts for name in one["objects"]}
@@ -209,13 +208,14 @@ def metadata_of(saved: SavedState) -> Metadata:
         longest = len(saved.labels) + SPARSE
         planner_data = dict(ChainMap(*({n: _path(path, longest) for n, path in one.items()} for one in mappings)))
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise CorruptError(f"what the parts say of torch's names is damaged: {error!r}") from None
+        raise CorruptError(f"the manifests' data on torch's names is damaged: {error!r}") from None
     entries: dict[str, STORAGE_TYPES] = {}
-    chunks: dict[object, list[ChunkStorageMetadata]] = {}  # of thousands of ranks, for tensors that are divided alike
+    # shared by tensors with the same sharding, because there may be thousands of ranks
+    chunks: dict[object, list[ChunkStorageMetadata]] = {}
     for name, key in saved.labels.items():
         spec = saved.tensors[key].spec
         if name in objects and (spec.dtype != "U8" or len(spec.shape) != 1):
-            raise CorruptError(f"{name} is said to be an object, and is stored as a tensor")
+            raise CorruptError(f"{name} is listed as an object, but stored as a tensor")
         directory = saved.directory
         how = key if directory is None else directory.pattern_number(directory.number[key])
         if how not in chunks:
@@ -225,7 +225,7 @@ def metadata_of(saved: SavedState) -> Metadata:
 
 
 def _path(path: Any, longest: int) -> tuple[str | int, ...]:
-    """Names, and numbers within lists, which torch makes as long as they say."""
+    """Check a path of names, and of list indexes, which determine the size of lists in torch."""
     if type(path) is not list or not path or type(path[0]) is not str:
         raise TypeError(f"not a path: {path!r:.80}")
     for part in path:
@@ -236,7 +236,7 @@ def _path(path: Any, longest: int) -> tuple[str | int, ...]:
 
 def _entry(spec: TensorSpec, chunks: list[ChunkStorageMetadata]) -> TensorStorageMetadata:
     if spec.dtype not in TORCH_DTYPE:
-        raise FormatError(f"{spec.name} has dtype {spec.dtype}, which this version of torch does not know")
+        raise FormatError(f"{spec.name} has dtype {spec.dtype}, which this version of torch does not support")
     return TensorStorageMetadata(TensorProperties(TORCH_DTYPE[spec.dtype]), torch.Size(spec.shape), chunks)
 
 
@@ -244,8 +244,8 @@ def _entry(spec: TensorSpec, chunks: list[ChunkStorageMetadata]) -> TensorStorag
 
 
 def fill(found: Found, plan: LoadPlan, planner: LoadPlanner, *, trusted: bool) -> None:
-    """Read what a plan wants, verified, into the planner's tensors. Objects come first: one that is refused changes
-    nothing. CorruptError names the tensor that cannot be had anywhere; what came before it is filled by then."""
+    """Read the items of a plan, verified, into the planner's tensors. Objects come first: if one is rejected, nothing
+    was changed. CorruptError names a tensor without an intact copy; earlier tensors are then filled."""
     objects = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
     tensors = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
     rooms = {name: empty(found.saved.tensors[found.key(name)].spec, "cpu") for name in _names(objects)}
@@ -275,7 +275,9 @@ def _names(items: Sequence[ReadItem]) -> list[str]:
 def _target(tensor: Tensor, item: ReadItem) -> Target:
     sizes = tuple(item.lengths)
     if tuple(tensor.shape) != sizes:
-        raise MismatchError(f"{item.storage_index.fqn}: the planner gives {list(tensor.shape)} for {list(sizes)}")
+        raise MismatchError(
+            f"{item.storage_index.fqn}: the planner returned shape {list(tensor.shape)} for {list(sizes)}"
+        )
     if tensor.dtype not in DTYPE_NAME:
         raise MismatchError(f"{item.storage_index.fqn}: nothing can be loaded into {tensor.dtype}")
     chunk = item.storage_index.offset or (0,) * len(sizes)

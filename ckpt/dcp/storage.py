@@ -1,4 +1,5 @@
-"""torch's distributed checkpoint (DCP) on our places: `dcp.save`, `dcp.async_save`, `dcp.load`, and one argument more.
+"""torch's distributed checkpoint (DCP) on everystep runs: `dcp.save`, `dcp.async_save` and `dcp.load` with one more
+argument.
 
     import torch.distributed.checkpoint as dcp
     import ckpt.dcp
@@ -7,13 +8,13 @@
     dcp.save(state, checkpoint_id="step-500", storage_writer=writer)
     dcp.load(state, storage_reader=ckpt.dcp.StorageReader("runs/exp1"))      # the newest, or checkpoint_id="step-500"
 
-What is saved is a run of ours: verified, atomic, fenced against a second job, kept by `Tier(keep=)`, and read by
-`ckpt.load` and the `ckpt` commands as well. torch's planners stay in charge of who saves and reads what. The step is
-the number at the end of `checkpoint_id`, as in ".../step-500". All ranks must see the same places.
+The result is a run: verified, atomic, fenced against a second job, pruned by `Tier(keep=)`, and readable by `ckpt.load`
+and the `ckpt` commands. torch's planners decide which rank saves and reads what. The step is the number at the end of
+`checkpoint_id`, as in ".../step-500". All ranks must see the same folders and buckets.
 
-Objects that are no tensors are `torch.save`d by DCP's planner, and its `load_bytes` reads them with `torch.load(...,
-weights_only=False)`: whoever can write to the place can have code run then. So they are read with `weights_only=True`
-first, and what that refuses is refused here, unless the reader is told `trusted=True`. Nothing else is pickled.
+DCP's planner pickles objects that are not tensors with `torch.save`, and reads them with `torch.load(...,
+weights_only=False)`, so that anyone who can write to the run can run code. Here they are first read with
+`weights_only=True`, and rejected if that fails, unless the reader has `trusted=True`. Nothing else is pickled.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ __all__ = ["StorageReader", "StorageWriter", "latest"]
 Places = str | Path | Tier | Sequence[str | Path | Tier]
 CheckpointId = str | os.PathLike[str] | int | None
 
-RECEIPT = "(receipt)"  # under this name a rank's Receipt travels to the coordinator
+RECEIPT = "(receipt)"  # name under which a rank's Receipt travels to the coordinator
 MAX_STEP = 10**18
 STEP = re.compile(r"(?:^|[^0-9.])([0-9]{1,18})/*$")
 ODD = re.compile(r"(?:^|/)[-+0-9]*[-+][0-9]+/*$|[0-9][.e+]+[-+]?[0-9]+/*$")  # -5, 2024-11-21, 1e6; not exp1-500
@@ -62,7 +63,7 @@ _spending = threading.Lock()
 
 
 class _Now(threading.local):
-    """What a writer knows of the save that the calling thread makes: torch makes each in one thread."""
+    """The save that the calling thread makes: torch makes each in one thread."""
 
     def __init__(self, default: int | None) -> None:
         self.clear(default)
@@ -75,16 +76,17 @@ class _Now(threading.local):
 
 
 class StorageWriter(storage.StorageWriter):
-    """Saves to one place or several, nearest first: a folder or URL for every save, and all of them are kept, as with
-    torch's own writer; a `Tier` for those it is due for by its `every` (a step that is due nowhere goes to the
-    nearest), and its `keep` is applied after each save. Everything is written as a whole: `incremental` and
-    `compression` do not count here.
+    """Saves to one or several tiers, nearest first.
 
-    `step`: for saves without a `checkpoint_id`. A save that fails raises, and leaves all older ones and the next ones
-    alone; what one place refuses is in the others. Steps only go up, and `dcp.load` of the same places goes back: what
-    was saved beyond that step belongs no more to the history then. FencedError if a newer job has taken the run over:
-    so the same rank has to coordinate all saves of a job. A save that begins while another one of this process is on
-    its way to the same place is refused.
+    - `tiers`: a folder or URL takes and keeps every save, like torch's own writer. A `Tier` takes the saves that its
+      `every` schedules (a step that none has scheduled goes to the nearest), and its `keep` is applied after each save.
+      Checkpoints are always complete: `incremental` and `compression` have no effect.
+    - `step`: for saves without a `checkpoint_id`.
+
+    A failed save raises, and does not affect older or later ones; if one tier fails, the others still have it. Steps
+    must increase. `dcp.load` of the same tiers goes back: later steps then leave the history. Raises FencedError if a
+    newer job has taken ownership, so the same rank must coordinate all saves of a job. A save that begins while another
+    one of this process writes to the same tier is rejected.
     """
 
     def __init__(self, tiers: Places, *, step: int | None = None) -> None:
@@ -93,7 +95,7 @@ class StorageWriter(storage.StorageWriter):
         self._now = _Now(self._default)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For another process that saves for this job: it has to be the same job there."""
+        """Pickle for another process that saves for this job, which must have the same identity."""
         return {"tiers": self._tiers, "default": self._default, "job": incarnation.incarnation_of(self._urls)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -118,17 +120,17 @@ class StorageWriter(storage.StorageWriter):
         in_flight.watch(self._default if checkpoint_id is None else checkpoint_id)
         if checkpoint_id is not None:
             self._now.step, self._now.id = step_of(checkpoint_id), checkpoint_id
-        self._now.job = incarnation.incarnation_of(self._urls)  # a load that comes later is no matter of this save
+        self._now.job = incarnation.incarnation_of(self._urls)  # a later load does not affect this save
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta(checkpoint_id=None if self._now.id is None else str(self._now.id))
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if kwargs.get("use_collectives", True) is False:
-            raise UsageError("use_collectives=False saves parts that nobody puts together: it cannot be used here")
+            raise UsageError("use_collectives=False is not supported, because nothing would commit the ranks' files")
         if self._now.step is None:
             raise UsageError(
-                'say which step this is: dcp.save(..., checkpoint_id="step-500"), or StorageWriter(..., step=500)'
+                'the step is missing: use dcp.save(..., checkpoint_id="step-500"), or StorageWriter(..., step=500)'
             )
         in_flight.check_time(self._now.step)
 
@@ -136,7 +138,7 @@ class StorageWriter(storage.StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On the coordinator: the attempt gets its name, and each rank its share of it."""
+        """On the coordinator: name the checkpoint, and send each rank its share."""
         step = self._now.step
         assert step is not None
         job, self._now.job = self._now.job or incarnation.incarnation_of(self._urls), None
@@ -151,7 +153,7 @@ class StorageWriter(storage.StorageWriter):
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """On every rank; done when it returns, so that staged memory is never used later."""
+        """Write on every rank. The write is complete on return, so that staged memory is never used later."""
         share = self._share(plan)
         tiers = [tier for tier in self._tiers if tier.url in share.tiers]
         try:
@@ -163,33 +165,33 @@ class StorageWriter(storage.StorageWriter):
         sizes = {spec.key: spec.nbytes for spec in content.layout.tensors}
         results = [WriteResult(MetadataIndex(RECEIPT), sum(sizes.values()), receipt)]
         results += [WriteResult(item.index, 0, None) for item in plan.items]
-        self._now.step = self._now.id = self._default  # of the next save
+        self._now.step = self._now.id = self._default  # for the next save
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
 
     def _share(self, plan: SavePlan) -> RankShare:
-        """What the coordinator says of this save. A planner that keeps plans brings that of an older one: then the log
-        says who owns the run."""
+        """Return the coordinator's data of this save. A planner that caches plans has that of an older one: then the
+        log decides."""
         share, step = plan.storage_data, self._now.step
         if not isinstance(share, RankShare) or step is None:
-            raise SaveError("this plan was not made for this writer")
-        mine = incarnation.incarnation_of(self._urls)
-        then = _spend(share.token, mine)
+            raise SaveError("this plan was not made by this writer")
+        own = incarnation.incarnation_of(self._urls)
+        then = _spend(share.token, own)
         if then is not None:
-            restored = None if then == mine else mine.restored
+            restored = None if then == own else own.restored
             share = read.run(coordinator.renewed(share, self._tiers, step, restored))
         if Attempt.parse(share.attempt).step != step:
-            raise PeerError(f"rank {share.rank} saves step {step}, the coordinator {share.attempt}")
+            raise PeerError(f"rank {share.rank} saves step {step}, but the coordinator {share.attempt}")
         if not set(share.tiers) <= set(self._urls):
-            raise PeerError(f"rank {share.rank} saves to {', '.join(self._urls)}, the coordinator to {share.tiers}")
+            raise PeerError(f"rank {share.rank} saves to {', '.join(self._urls)}, but the coordinator to {share.tiers}")
         return share
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On the coordinator: the checkpoint exists when this returns."""
+        """On the coordinator: commit. The checkpoint exists when this returns."""
         saving, self._now.saving = self._now.saving, None
         if saving is None:
-            raise SaveError("there is no save to finish")
+            raise SaveError("no save is in progress")
         receipts = [r.storage_data for each in results for r in each if isinstance(r.storage_data, Receipt)]
         try:
             read.run(coordinator.end(saving, receipts))
@@ -198,13 +200,19 @@ class StorageWriter(storage.StorageWriter):
 
 
 class StorageReader(storage.StorageReader):
-    """Reads a step, or the newest: from the nearest of these places that has it. Every byte is verified; what is
-    damaged comes from another location or another step that has the same bytes, else CorruptError names the tensor.
-    Waits for a `dcp.async_save` to one of these places that a thread of this process makes.
+    """Reads a step, or the newest, from the nearest tier that has it.
 
-    `trusted`: unpickle objects that could run code, see above. `resume`: what this process saves to these places from
-    now on goes on from what was loaded; False to look at a checkpoint without going back to it. What a Checkpointer
-    saved can be read as well, tensors by the names that `ckpt show` lists. After an error tensors may be half filled.
+    Every byte is verified; damaged chunks are read from another tier or step, otherwise CorruptError names the tensor.
+    Waits for a `dcp.async_save` of this process to one of these tiers.
+
+    - `places`: folder, URL, `Tier`, or a list of them.
+    - `step`: default the newest.
+    - `trusted`: True unpickles objects that could run code, see above. Default False.
+    - `resume`: True (default) makes later saves of this process continue from the loaded checkpoint; False only reads
+      it.
+
+    Checkpoints of a Checkpointer can be read too, with the tensor names of `ckpt show`. After an error, tensors may be
+    filled partly.
     """
 
     def __init__(self, places: Places, *, step: int | None = None, trusted: bool = False, resume: bool = True) -> None:
@@ -229,7 +237,7 @@ class StorageReader(storage.StorageReader):
         self._id = self._default if checkpoint_id is None else checkpoint_id
         self._load_id = str(uuid.uuid4())
 
-    # Without **kwargs: with them torch would take what cannot be read for a checkpoint that each rank has for itself.
+    # Without **kwargs: with them torch would treat an unreadable checkpoint as separate ones of each rank.
     def read_metadata(self) -> Metadata:
         in_flight.wait_for([tier.url for tier in self._tiers])
         self._found = read.run(dcp_source.find(_reachable(self._tiers), self._step))
@@ -242,58 +250,60 @@ class StorageReader(storage.StorageReader):
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if self._found is None:
-            raise UsageError("read_metadata() comes first")
+            raise UsageError("call read_metadata() first")
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         assert self._found is not None
         return replace(plan, storage_data=str(self._found.attempt))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """On the coordinator: a save may have ended while the ranks looked for the newest."""
+        """On the coordinator: check that all ranks found the same checkpoint, because a save may have ended
+        meanwhile."""
         chosen = sorted({str(plan.storage_data) for plan in plans})
         if len(chosen) > 1:
-            raise PeerError(f"ranks found different newest checkpoints ({', '.join(chosen)}): give a checkpoint_id")
+            raise PeerError(f"ranks found different newest checkpoints ({', '.join(chosen)}): pass a checkpoint_id")
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         found = self._found
         if found is None:
-            raise UsageError("read_metadata() comes first")
+            raise UsageError("call read_metadata() first")
         dcp_source.fill(found, plan, planner, trusted=self._trusted)
         if self._resume:
             incarnation.went_back(found.roots, found.attempt)
-        self._found, self._step, self._id = None, self._default, self._default  # of the next load
+        self._found, self._step, self._id = None, self._default, self._default  # for the next load
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
 
 def latest(places: Places) -> int | None:
-    """The newest step that `dcp.load` would find there, None if there is none yet: on a first start."""
+    """Return the newest step that `dcp.load` would find, None on a first start."""
     urls = _reachable(_tiers(places))
     in_flight.wait_for(urls)
     return read.run(dcp_source.latest(urls))
 
 
-def _spend(token: str, mine: incarnation.Incarnation) -> incarnation.Incarnation | None:
-    """Note that a share was written; if it was before: what this process was then."""
+def _spend(token: str, job: incarnation.Incarnation) -> incarnation.Incarnation | None:
+    """Record that a share was written. If it was written before, return the job of that time."""
     with _spending:
         then = _spent.pop(token, None)
-        _spent[token] = then or mine
+        _spent[token] = then or job
         for oldest in list(_spent)[:-MAX_SPENT]:
             del _spent[oldest]
     return then
 
 
 def _reachable(tiers: Sequence[Tier]) -> list[str]:
-    """The URLs, once this process knows how to reach them."""
+    """Return the URLs, after registering the storage options of each."""
     for tier in tiers:
         remember_options(tier.url, tier.storage_options)
     return [tier.url for tier in tiers]
 
 
 def step_of(checkpoint_id: object) -> int:
-    """The number at its end. UsageError if there is none, or if it may be a piece of another one: of a date, say."""
+    """Return the number at the end of an id. Raises UsageError if it has none, or it may be part of a date, for
+    example."""
     number: int | None = None
     with contextlib.suppress(TypeError):
         if isinstance(checkpoint_id, (str, os.PathLike)):
@@ -303,9 +313,7 @@ def step_of(checkpoint_id: object) -> int:
         elif not isinstance(checkpoint_id, bool):
             number = operator.index(checkpoint_id)  # type: ignore[arg-type]
     if number is None or not 0 <= number < MAX_STEP:
-        raise UsageError(
-            f'{checkpoint_id!r} does not say which step it is: give a number, or a name that ends with one ("step-500")'
-        )
+        raise UsageError(f'{checkpoint_id!r} has no step: use a number, or a name that ends with one ("step-500")')
     return number
 
 
@@ -318,18 +326,18 @@ def _is_id(checkpoint_id: object) -> bool:
 
 
 def _tiers(places: object) -> list[Tier]:
-    """What the user passed, nearest first. A plain folder or URL takes every save, and keeps it."""
+    """Convert the user's argument to tiers, nearest first. A plain folder or URL takes and keeps every save."""
     given = places if isinstance(places, (list, tuple)) else [places]
     if any(isinstance(one, Memory) for one in given):
         raise UsageError(
-            "ckpt.Memory is of no use here: the copy in memory is what dcp.async_save stages, and it ends with the "
-            "process. For memory that survives it use ckpt.Checkpointer"
+            "ckpt.Memory is not supported here: dcp.async_save stages its copy in memory, which is lost with the "
+            "process. For memory that survives the process use ckpt.Checkpointer"
         )
     if not given or not all(isinstance(one, (str, Path, Tier)) for one in given):
-        raise UsageError(f"give a folder, a URL, a Tier, or a list of these, not {places!r}")
+        raise UsageError(f"pass a folder, a URL, a Tier, or a list of these, not {places!r}")
     tiers = [one if isinstance(one, Tier) else Tier(str(one), every=1) for one in given]
     for tier in tiers:
-        tier.steps  # noqa: B018 - refuses "auto": nobody sees the steps here
+        tier.steps  # noqa: B018 - rejects "auto", because step times are unknown here
     if len({tier.url for tier in tiers}) != len(tiers):
-        raise UsageError("each tier can be named once")
+        raise UsageError("a tier is listed twice")
     return tiers

@@ -1,9 +1,10 @@
-"""The trainer's own watch: it sees what happens, has the state saved, says so, and ends the process if it must.
+"""The fault handler in the trainer process. It receives faults, has the state saved, reports, and ends the process if
+needed.
 
-One thread takes in what comes (signals, notices, requests, what the writer sees) and never waits for anything. Another
-deals with one incident after the other (`ckpt.guard`):
+One thread receives signals, notices, requests and notes of the writer, and never waits. Another handles one incident
+after the other (`ckpt.guard`):
 
-    perceive -> OutOfTurn.request_save -> report -> leave, if that is called for
+    perceive -> OutOfTurn.request_save -> report -> leave, if requested
 
 Neither ever waits for the main thread without a deadline.
 """
@@ -32,16 +33,16 @@ from ckpt.guard.perceive import Perception
 from ckpt.guard.report import Fault, SavedStep
 from ckpt.triggers import REPLACE_CODE, RETRY_CODE, OnException, OnHang, OnOom, Trigger
 
-CRASHING_S = 0.5  # for the newest step to become durable, where memory has it in any case
+CRASHING_S = 0.5  # for the newest step to become durable; memory has it already
 OTHERS_S = 60.0  # for other runs of this process to have their last step in memory
 
-_armed: weakref.WeakSet[FaultHandler] = weakref.WeakSet()  # of this process
-_ending = threading.Lock()  # held by the one that ends it
+_armed: weakref.WeakSet[FaultHandler] = weakref.WeakSet()  # the armed fault handlers of this process
+_ending = threading.Lock()  # held by the thread that ends the process
 
 
 class _Excepthook:
-    """Stands in sys.excepthook for a fault handler. Somebody else may wrap it and keep it for ever, so it does not keep
-    the fault handler, nor the memory that hangs on it."""
+    """Stands in sys.excepthook for a fault handler. Other code may wrap it and keep it forever, so it keeps neither the
+    fault handler nor its memory alive."""
 
     def __init__(self, fault_handler: FaultHandler) -> None:
         self.before = sys.excepthook
@@ -61,7 +62,7 @@ class _Excepthook:
 
 
 class FaultHandler:
-    """Of one Checkpointer. `start`, `stop` and `exception` belong to the main thread."""
+    """Handles the faults of one Checkpointer. `start`, `stop` and `exception` are for the main thread."""
 
     def __init__(
         self,
@@ -81,7 +82,7 @@ class FaultHandler:
     # -- life --
 
     def start(self) -> None:
-        """Arm everything, or nothing."""
+        """Install all triggers, or none if one fails."""
         if not self._triggers:
             return
         _armed.add(self)
@@ -95,12 +96,12 @@ class FaultHandler:
                 self._threads.append(threading.Thread(target=target, name=name, daemon=True))
                 self._threads[-1].start()
             self._perception.notices.start()
-        except BaseException:  # Ctrl-C too: whoever catches it has the handlers that were there
+        except BaseException:  # also for Ctrl-C, so that the previous handlers are restored
             self.stop()
             raise
 
     def stop(self, timeout_s: float = SOFT_S) -> None:
-        """Put everything back. An incident that is being dealt with is finished first, if it is in time."""
+        """Restore previous handlers. A fault that is being handled is finished first, within the timeout."""
         if self._incidents.stopped:
             return
         self._incidents.stopped = True
@@ -119,7 +120,7 @@ class FaultHandler:
             if thread.is_alive() and thread is not threading.current_thread():
                 thread.join(max(0.1, end - time.monotonic()))
         with contextlib.suppress(queue.Empty):
-            while True:  # what came too late to be dealt with
+            while True:  # incidents that came too late to be handled
                 late = self._incidents.queue.get_nowait()
                 if isinstance(late, FaultCall) and late.leave is not None and late.signal:
                     perception.wakeup.miss(late.signal)
@@ -127,7 +128,7 @@ class FaultHandler:
         self._excepthook.put_back()
 
     def forget(self) -> None:
-        """In a forked child: signals to it are not the trainer's, and a crash of it is its own."""
+        """Stop in a forked child: signals to it are not the trainer's, and a crash of it is its own."""
         if self.armed:
             self._incidents.stopped = True
             _armed.discard(self)
@@ -141,26 +142,27 @@ class FaultHandler:
 
     @property
     def saw_exception(self) -> bool:
-        """Whether an exception ended the training."""
+        """Return True if an exception ended the training."""
         return self._incidents.error is not None
 
     def request(self, why: str) -> None:
-        """Have all ranks save soon; returns at once."""
-        self._incidents.request(f"asked for by the code of rank {self._world.rank}: {why}", how="call")
+        """Request a save of all ranks soon. Returns immediately."""
+        self._incidents.request(f"requested by the code of rank {self._world.rank}: {why}", how="call")
 
     def tell(self, fault: Fault) -> None:
-        """Of an earlier incarnation, to `on_fault`."""
+        """Pass a fault of an earlier job attempt to `on_fault`."""
         self._incidents.queue.put(lambda: self._closer.tell(fault))
 
     def exception(self, error: BaseException) -> None:
-        """An exception leaves the training loop; called by the thread that it leaves, which is the last to save."""
+        """Handle an exception that leaves the training loop. Called by the training thread, which is the last to
+        save."""
         incidents, oom = self._incidents, is_oom(error)
         if error is incidents.error:
             return
         incidents.error = error
         if incidents.leaving or incidents.stopped or not self._has(OnOom if oom else OnException):
             return
-        incidents.leaving = True  # what comes now is a consequence
+        incidents.leaving = True  # later faults are consequences of this one
         what = "ran out of memory" if oom else f"raised {type(error).__name__}"
         call = incidents.new("oom" if oom else "exception", "", how="exception", grace_s=CRASHING_S)
         fault = call.fault
@@ -177,17 +179,17 @@ class FaultHandler:
         return any(isinstance(trigger, kind) for trigger in self._triggers)
 
     def on_uncaught(self, error: BaseException) -> None:
-        """Where the Checkpointer is not used as a context manager."""
+        """Handle an uncaught exception if the Checkpointer is not used as a context manager."""
         if isinstance(error, Exception):
             try:
                 self.exception(error)
             except Exception:
-                log.exception("the exception that ends the training could not be dealt with")
+                log.exception("failed to handle the exception that ends the training")
 
     # -- dealing with it --
 
     def _deal_with_all(self) -> None:
-        """The thread that deals with one incident after the other."""
+        """Handle one incident after the other; runs in its own thread."""
         while (call := self._incidents.queue.get()) is not None:
             try:
                 if isinstance(call, FaultCall):
@@ -195,16 +197,16 @@ class FaultHandler:
                 else:
                     call()
             except Exception:
-                log.exception("an incident could not be dealt with")
+                log.exception("failed to handle an incident")
             if isinstance(call, FaultCall) and call.leave is not None:
                 with contextlib.suppress(Exception):
                     self._out_of_turn.await_copy()
-                if _ending.acquire(blocking=False):  # else another run ends the process, once it has heard of ours
-                    self._hear_others(time.monotonic() + min(call.left_s, OTHERS_S))
+                if _ending.acquire(blocking=False):  # otherwise another run ends the process, after waiting for ours
+                    self._wait_for_others(time.monotonic() + min(call.left_s, OTHERS_S))
                     leave(call.leave)
 
-    def _hear_others(self, end: float) -> None:
-        """Other runs of this process deal with what they have begun, and have their last step in memory."""
+    def _wait_for_others(self, end: float) -> None:
+        """Wait until other runs of this process have handled their incidents and have their last step in memory."""
         for other in list(_armed - {self}):
             done = threading.Event()
             other._incidents.queue.put(partial(other._await_copy, done))
@@ -227,13 +229,13 @@ class FaultHandler:
         self._closer.close_case(call, ends=call.leave is not None)
 
     def _free_memory(self, call: FaultCall) -> None:
-        """Of the host, where little is left."""
+        """Free memory of ours on a host that is short of memory."""
         with contextlib.suppress(CheckpointError):
             freed = self._out_of_turn.give_memory_back()
-            call.fault.summary += f"; gave {freed / 2**20:.0f} MiB of snapshots back" if freed else ""
+            call.fault.summary += f"; released {freed / 2**20:.0f} MiB of snapshots" if freed else ""
 
     def _save(self, call: FaultCall, *, leaving: bool, loop_ended: bool = False) -> None:
-        """Have the newest state saved that all ranks can have, and what became of it in the account."""
+        """Save the newest state that all ranks can save, and add the result to the report."""
         fault = call.fault
         for summary in self._session.dead_ranks.values():
             fault.summary += f" (before that: {summary})"
@@ -248,7 +250,7 @@ class FaultHandler:
                 fault.timings[name] = before_s + seconds
 
     def _look_around(self, call: FaultCall, note: HangNote) -> None:
-        """What everybody does; and whether this rank is to be left for it."""
+        """Add to the report what every rank does, and decide whether this rank exits."""
         look_around(call, note, self._incidents)
         if next((t.action for t in self._triggers if isinstance(t, OnHang)), "") == "exit":
             self._incidents.leaving = True

@@ -1,9 +1,9 @@
-"""What the guard does about faults in the writer process: a death of the trainer, and what it sees while that lives.
+"""The guard in the writer process: reports the trainer's death, and faults detected while it lives.
 
-The fault handler in the trainer is told of the latter; if it does not answer, they are dealt with here.
+The latter are sent to the fault handler in the trainer; if it does not respond, the writer handles them.
 
-The order is: save, record, and only then act. Other writers on the node are asked what their trainers do, so that the
-account of a hang names the rank that the others wait for.
+The order is: save, record, and only then act. Other writers on the node are queried for what their trainers do, so that
+the report of a hang names the rank that the others wait for.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from ckpt.guard.watchdog import Stall, Watchdog
 from ckpt.triggers import RETRY_CODE
 from ckpt.units import duration
 
-SAVE_S = 10.0  # for what is in memory to become durable, before a hung trainer is ended
-ASK_S = 2.0  # for another writer of this node to answer
-TOLD_S = 20.0  # for what is in memory to become durable before a death is reported without it
-ECHO_S = 0.5  # for the rest of what faulthandler says, while a trainer crashes
+SAVE_S = 10.0  # for memory to become durable before a hung trainer is killed
+ASK_S = 2.0  # for another writer of this node to reply
+TOLD_S = 20.0  # for memory to become durable before a death is reported without it
+ECHO_S = 0.5  # for the rest of faulthandler's output while a trainer crashes
 MAX_FAULTS = 16
-AWAKE_S = 0.25  # for it to take a signal that the writer has seen
-HEARD_S = 1.0  # for its fault handler to answer
-GOING_S = 20.0  # for it to leave, once it said that it would
+AWAKE_S = 0.25  # for the trainer to take a signal that the writer has detected
+HEARD_S = 1.0  # for its fault handler to respond
+GOING_S = 20.0  # for it to exit after announcing it
 
 
 @dataclass(eq=False)
 class FaultReporter:
-    """The `TrainerWatch` of a writer. Everything runs in its event loop. `faults`: those that no trainer has been told
-    yet; `seen`: how many there were, without saves that were asked for, and `last`, the last of them."""
+    """The `TrainerWatch` of a writer, in its event loop. `faults`: those not yet sent to a trainer. `seen`: number of
+    faults, without requested saves; `last`: the last of them."""
 
     key: str
     trainer: PresentTrainer
@@ -60,10 +60,10 @@ class FaultReporter:
     seen: int = 0
     last: Fault | None = None
     watchdog: Watchdog | None = None
-    _heard: asyncio.Event = field(default_factory=asyncio.Event)  # the fault handler deals with what it was told last
+    _heard: asyncio.Event = field(default_factory=asyncio.Event)  # set when the fault handler accepts the last note
 
     def open(self, watchdog: Watchdog, kind: str, **fields: Any) -> Fault:
-        """An account, begun now."""
+        """Begin a report now."""
         owner = self.run.owner
         beat = watchdog.heartbeat.read()
         fault = Fault(kind, "", by="writer", rank=watchdog.rank, world=watchdog.world, pid=watchdog.pid, **fields)
@@ -73,7 +73,8 @@ class FaultReporter:
         return fault
 
     async def keep(self, fault: Fault, *, untold: bool = True) -> None:
-        """Say it, and write it into the nearest tier; another location is not tried, since nobody would look there."""
+        """Log the fault and write it into the nearest tier; other tiers are not tried, because readers do not look
+        there."""
         log.warning("%s", fault.line)
         self.books.fault(fault.pid, _seen(fault))
         if not fault.asked:
@@ -85,19 +86,19 @@ class FaultReporter:
                 await tier.prepare()
                 await tier.log.store.put(fault.key, fault.to_bytes(), create=True)
             except CheckpointError as error:
-                log.warning("the report of this fault could not be written: %s", error)
+                log.warning("could not write the report of this fault: %s", error)
 
     def in_memory(self, fault: Fault, seconds: float) -> None:
-        """What a restart finds here."""
+        """Add the steps in memory, which a restart will find."""
         steps = {label.attempt.step for _, _, label in self.held_memory.ring() if label.attempt is not None}
         fault.saved += [SavedStep(step, "memory", "ring", seconds) for step in sorted(steps, reverse=True)]
 
     async def save(self, fault: Fault, began: float, deadline_s: float, *, far: bool = False) -> None:
-        """Make what is in memory durable, and note what became of it."""
+        """Make memory durable, and add the result to the report."""
         self.in_memory(fault, time.monotonic() - began)
         before = time.monotonic() - began
-        for one in await self.drain.persist(deadline_s, far=far):
-            saved = SavedStep(one.step, one.tier, "ring", before + one.seconds, one.error)
+        for write in await self.drain.persist(deadline_s, far=far):
+            saved = SavedStep(write.step, write.tier, "ring", before + write.seconds, write.error)
             fault.saved.append(saved)
         fault.timings["durable_s"] = time.monotonic() - began
 
@@ -109,7 +110,7 @@ class FaultReporter:
             return
         if not self.trainer.announced:
             fault = self.death(watchdog)
-            self.faults.append(fault)  # the next incarnation is told, however soon it comes
+            self.faults.append(fault)  # the next job attempt receives it, however soon it starts
             self.background.spawn(self._record_death(fault, watchdog, drained))
         self.background.loop.call_later(ECHO_S, watchdog.stop)
 
@@ -119,7 +120,7 @@ class FaultReporter:
         return found
 
     async def _record_death(self, fault: Fault, watchdog: Watchdog, drained: asyncio.Event) -> None:
-        """Once what is in memory is durable; or not, if that takes too long or somebody takes the memory over."""
+        """Record a death once memory is durable, or after a timeout, or if another process takes the memory over."""
         began = time.monotonic()
         await self.tell_siblings(fault)
         with contextlib.suppress(TimeoutError):
@@ -132,7 +133,7 @@ class FaultReporter:
         await self.keep(fault, untold=False)
 
     def death(self, watchdog: Watchdog) -> Fault:
-        """The account of a death that nobody had announced; what is durable is added later."""
+        """Create the report of a death that was not announced; durable steps are added later."""
         how, what = watchdog.cause()
         fault = self.open(watchdog, "oom" if "OOM" in what else "death", how=how)
         beat = watchdog.heartbeat.read()
@@ -142,7 +143,7 @@ class FaultReporter:
         return fault
 
     async def tell_siblings(self, fault: Fault) -> None:
-        """The other ranks of this node need not find out by themselves."""
+        """Notify the other ranks of this node."""
         about = PeerDied(fault.rank, fault.summary)
         asked = [asyncio.to_thread(channel.ask_once, key, about, ASK_S) for key in self._others()]
         await asyncio.gather(*asked, return_exceptions=True)
@@ -153,18 +154,18 @@ class FaultReporter:
     # -- hangs --
 
     async def evidence(self, watchdog: Watchdog, own: Evidence | None = None) -> list[Evidence]:
-        """Of every rank on this node."""
+        """Collect the evidence of every rank on this node."""
         asked = [asyncio.to_thread(channel.ask_once, key, Sample(), ASK_S) for key in self._others()]
         replies = asyncio.gather(*asked, return_exceptions=True)
-        found = [await watchdog.sample() if own is None else own]
+        evidence = [await watchdog.sample() if own is None else own]
         for reply in await replies:
             with contextlib.suppress(ValueError, KeyError, TypeError):
-                if isinstance(reply, dict):  # else it is gone, refuses, or watches nobody
-                    found.append(Evidence.from_json(reply))
-        return found
+                if isinstance(reply, dict):  # otherwise it is gone, refuses, or watches no trainer
+                    evidence.append(Evidence.from_json(reply))
+        return evidence
 
     async def hang(self, watchdog: Watchdog, stall: Stall) -> None:
-        """The trainer does not answer: save, record, and end it if that was asked for."""
+        """Handle a hang of a trainer that does not respond: save, record, and end it if configured."""
         began = time.monotonic()
         fault = self.open(watchdog, "hang", how="step counter")
         note_evidence(fault, await self.evidence(watchdog, stall.evidence), stall_text(stall))
@@ -173,18 +174,18 @@ class FaultReporter:
         leave = watchdog.hang is not None and watchdog.hang.action == "exit"
         fault.exit_code = 128 + signal.SIGKILL if leave else None
         await self.keep(fault)
-        if leave and watchdog.heartbeat.read().calls == stall.evidence.calls:  # else it has come to itself meanwhile
+        if leave and watchdog.heartbeat.read().calls == stall.evidence.calls:  # unless it has done a step meanwhile
             end(watchdog, "it hangs")
 
     def signal(self, watchdog: Watchdog, number: int) -> Fault:
-        """A signal that the trainer has not taken, as of now."""
+        """Create the report of a signal that the trainer has not taken."""
         fault = self.open(watchdog, "signal", how="wakeup descriptor", advice="resubmit")
         name = signal.Signals(number).name
-        fault.summary = f"{name} came to rank {watchdog.rank} on {fault.host}, whose interpreter is held up"
+        fault.summary = f"{name} arrived at rank {watchdog.rank} on {fault.host}, whose interpreter is blocked"
         return fault
 
     async def held_up(self, fault: Fault, watchdog: Watchdog, began: float) -> None:
-        """Nor can it: something holds the interpreter's lock."""
+        """Handle a signal for a trainer whose interpreter lock is held."""
         await self.save(fault, began, SAVE_S, far=True)
         fault.stacks[str(watchdog.rank)] = list(await watchdog.stack())
         await self.keep(fault)
@@ -197,7 +198,7 @@ class FaultReporter:
         self.watchdog = Watchdog(self.trainer, request, caller.fds, self._on_signals, self._on_stall)
 
     def stop(self) -> None:
-        """Watch nobody."""
+        """Stop watching."""
         if self.watchdog is not None:
             self.watchdog.stop()
             self.watchdog = None
@@ -206,8 +207,8 @@ class FaultReporter:
     def heard(self, request: watch.Heard) -> None:
         self._heard.set()
 
-    async def _hears(self, note: Note, within_s: float) -> bool:
-        """Tell the fault handler; whether it answers."""
+    async def _notify_trainer(self, note: Note, within_s: float) -> bool:
+        """Send a note to the fault handler. Return True if it responds."""
         self._heard.clear()
         self.trainer.tell(note)
         try:
@@ -219,36 +220,36 @@ class FaultReporter:
     # -- what is seen --
 
     def _on_signals(self, numbers: list[int], raw: bytes) -> None:
-        self.trainer.tell(notes.PassedNote(list(raw)))  # others may wait for them too
+        self.trainer.tell(notes.PassedNote(list(raw)))  # other handlers may wait for them too
         for number in numbers:
             self.background.spawn(self._signal(number))
 
     async def _signal(self, number: int) -> None:
-        """The fault handler has not taken it: perhaps it is only late; else something holds the interpreter's lock."""
+        """Handle a signal that the fault handler has not taken: it is late, or the interpreter lock is held."""
         watchdog, began = self.watchdog, time.monotonic()
         if watchdog is None or self.trainer.dead:
             return
         fault = self.signal(watchdog, number)
-        if not await self._hears(notes.SignalNote(number), AWAKE_S):
+        if not await self._notify_trainer(notes.SignalNote(number), AWAKE_S):
             await self.held_up(fault, watchdog, began)
 
     def _on_stall(self, stall: Stall) -> None:
         self.background.spawn(self._stall(stall))
 
     async def _stall(self, stall: Stall) -> None:
-        """The fault handler knows more, and can copy what runs. If it does not answer, it is up to us."""
+        """Let the fault handler handle a hang, because it knows more. If it does not respond, handle it here."""
         watchdog = self.watchdog
         if watchdog is None or self.trainer.dead:
             return
         evidence = stall.evidence.to_json()
         note = notes.HangNote(stall.idle_s, stall.limit_s, stall.usual_s, stall.timings, evidence)
-        if not await self._hears(note, HEARD_S):
+        if not await self._notify_trainer(note, HEARD_S):
             await self.hang(watchdog, stall)
         elif watchdog.hang is not None and watchdog.hang.action == "exit":
             await asyncio.sleep(GOING_S)
             present = self.watchdog is watchdog and not self.trainer.dead
             if present and watchdog.heartbeat.read().calls == stall.evidence.calls:
-                end(watchdog, "it hangs, and did not leave")
+                end(watchdog, "it hangs and did not exit")
 
     # -- what is asked --
 
@@ -279,7 +280,7 @@ class FaultReporter:
     def trigger_save(self, request: watch.TriggerSave) -> watch.TriggerSaveReply:
         if self.trainer.dead or self.trainer.channel is None or self.watchdog is None:
             lives = self.trainer.state() == "alive"
-            why = "is still starting, or takes no triggers" if lives else "does not live"
+            why = "is still starting, or has no triggers" if lives else "is not running"
             raise UsageError(f"the trainer of this run {why}: nothing to save")
         self.trainer.tell(notes.TriggerNote(request.why[:200]))
         beat = self.watchdog.heartbeat.read()
@@ -287,7 +288,7 @@ class FaultReporter:
 
 
 def _seen(fault: Fault) -> SeenFault:
-    """What the ledger keeps of it."""
+    """Return the entry for the run metrics."""
     at = time.monotonic() - max(0.0, time.time() - fault.when)
     step = max(fault.steps.values(), default=-1)
     ends = fault.exit_code is not None or (fault.by == "writer" and fault.kind in ("death", "oom"))
@@ -295,16 +296,16 @@ def _seen(fault: Fault) -> SeenFault:
 
 
 def _verb(what: str) -> str:
-    return what if what.startswith(("died", "killed")) else f"crashed ({what})"
+    return what if what.startswith("was killed") else f"crashed ({what})"
 
 
 def stall_text(stall: Stall) -> str:
-    return f"no step for {duration(stall.idle_s)}, where {duration(stall.usual_s)} are usual"
+    return f"no step for {duration(stall.idle_s)}, usually {duration(stall.usual_s)}"
 
 
 def end(watchdog: Watchdog, why: str) -> None:
-    """By SIGKILL, which a stopped process does not outlive either, so that the launcher need not wait for it."""
-    log.warning("rank %d is ended (%s); exit code %d would have been its own", watchdog.rank, why, RETRY_CODE)
+    """Kill the trainer with SIGKILL, which also ends stopped processes, so that the launcher need not wait."""
+    log.warning("killed rank %d (%s); its exit code would have been %d", watchdog.rank, why, RETRY_CODE)
     with contextlib.suppress(OSError):
-        if watchdog.process.alive:  # else another may have its number
+        if watchdog.process.alive:  # otherwise another process may have its number
             os.kill(watchdog.pid, signal.SIGKILL)

@@ -1,8 +1,8 @@
-"""Which rank holds the others up, where a training loop hangs. Plain values and rules, nothing is read or asked.
+"""Find the rank that blocks the others in a hang. Plain values and rules; nothing is read or queried here.
 
-When the usual time of a step is exceeded (`ckpt.guard.pace`), every rank's `Evidence` (`ckpt.guard.probe` gathers it)
-says what it is doing; `still` is whether one rank does not move at all, and `diagnose` compares all ranks and says, in
-words for people, whom they wait for.
+When the usual time of a step is exceeded (`ckpt.guard.pace`), each rank's `Evidence` (`ckpt.guard.probe` collects it)
+describes what it is doing. `still` checks whether one rank does not move at all. `diagnose` compares all ranks and
+states, as text, which ranks they wait for.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from ckpt.core.format.typed_json import typed
 from ckpt.guard.report import Fault
 
 _LINE = 16  # bytes; background threads that wake each other write a few
-_IDLE_SHARE = 0.05  # of one core: hardly any
+_IDLE_SHARE = 0.05  # of one core: almost nothing
 
 RUNNING, SLEEPING, DISK, STOPPED, ZOMBIE, GONE, UNKNOWN = _STATES = (
     "running", "sleeping", "disk", "stopped", "zombie", "gone", "unknown",
 )  # fmt: skip
 _HALTED = {
-    STOPPED: "is stopped (SIGSTOP, or a debugger); `kill -CONT {pid}` there lets it go on",
-    ZOMBIE: "has ended, and nobody has taken note of it",
+    STOPPED: "is stopped (SIGSTOP, or a debugger); `kill -CONT {pid}` there resumes it",
+    ZOMBIE: "has ended, but its parent has not collected it",
     GONE: "is gone",
 }
 MAX_ITEMS, MAX_TEXT, _MAX_RANK, _MOST = 100, 1000, 1 << 24, 2**63 - 1
@@ -37,8 +37,8 @@ _Seconds = Annotated[float, Meta(ge=-1e15, le=1e15)]
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """One that a rank has called and that has not ended. `number`: among those of its process group, from 1; `state`:
-    "scheduled", or "started" where that is known."""
+    """A collective that a rank has called and that has not ended. `number`: within its process group, from 1. `state`:
+    "scheduled", or "started" if known."""
 
     operation: _Text
     number: Annotated[int, Meta(ge=-1, le=_MOST)]
@@ -52,13 +52,13 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What one rank's trainer is doing.
+    """What the trainer of one rank is doing.
 
-    `step`, `calls`: as in `Beat`. `idle_s`: seconds since its last sign of life. `state`: "running", "sleeping",
-    "disk" (cannot be interrupted), "stopped", "zombie", "gone" or "unknown". `cpu_s`: CPU seconds of the process so
-    far; `written`: bytes it wrote so far, -1 if that cannot be read; `received`: bytes its host received so far.
-    `stack`: of the main thread, innermost first, each as "function (file:line)". `collective`: what it waits in, ""
-    for nothing known. `pending`: collectives that have not ended, the oldest first, as it says itself.
+    `step`, `calls`: as in `Beat`. `idle_s`: seconds since its last sign of life. `state`: "running", "sleeping", "disk"
+        (uninterruptible), "stopped", "zombie", "gone" or "unknown". `cpu_s`: CPU seconds of the process; `written`:
+        bytes it has written, -1 if unreadable; `received`: bytes its host has received. `stack`: of the main thread,
+        innermost first, each as "function (file:line)". `collective`: what it waits in, "" if unknown. `pending`:
+        unfinished collectives, oldest first, as the rank itself reports.
     """
 
     rank: Annotated[int, Meta(ge=0, le=_MAX_RANK)]
@@ -81,32 +81,30 @@ class Evidence:
 
     @property
     def waits_in(self) -> str:
-        """For people; "" for nothing known."""
+        """The collective as text, "" if unknown."""
         return self.pending[0].line if self.collective and self.pending else self.collective
 
     @classmethod
     def from_json(cls, data: object) -> Evidence:
-        """ValueError for what `to_json` cannot have made; a newer version's additions are left out."""
-        found = typed(cls, data)
-        if found.state not in _STATES:
-            raise ValueError(f"no process is {found.state!r}")
-        texts = [text for one in found.pending for text in (one.operation, one.group, one.state)]
-        if not all(text.isprintable() for text in (found.host, found.collective, *found.stack, *texts)):
-            raise ValueError("not all of it is printable, and people will read it in a terminal")
-        return found
+        """Parse evidence. Raises ValueError for impossible values; additions of newer versions are ignored."""
+        evidence = typed(cls, data)
+        if evidence.state not in _STATES:
+            raise ValueError(f"unknown process state {evidence.state!r}")
+        texts = [text for one in evidence.pending for text in (one.operation, one.group, one.state)]
+        if not all(text.isprintable() for text in (evidence.host, evidence.collective, *evidence.stack, *texts)):
+            raise ValueError("it contains characters that are not printable")
+        return evidence
 
 
 def plain(text: str) -> str:
-    """A text that may come from anywhere, made fit for `Evidence`."""
+    """Replace characters so that a text from any source fits into `Evidence`."""
     return "".join(letter if letter.isprintable() else "?" for letter in text[:MAX_TEXT])
 
 
 def still(samples: Sequence[Evidence]) -> bool:
-    """Whether a rank did not move over samples of it, the oldest first.
-
-    It makes no step, writes nothing (not even a line of a log), stays in the same functions, and either uses hardly any
-    CPU or does not leave one line. A process that is stopped or gone is still. One sample alone shows nothing else.
-    """
+    """Return True if a rank did not move between samples of it, oldest first. It does no step, writes nothing (not even
+    a log line), stays in the same functions, and either uses almost no CPU or does not leave one line. A stopped or
+    dead process is still. A single sample shows nothing else."""
     if not samples:
         return False
     if samples[-1].state in _HALTED:
@@ -123,10 +121,8 @@ def still(samples: Sequence[Evidence]) -> bool:
 
 @dataclass(frozen=True)
 class HangDiagnosis:
-    """`suspects`: the ranks that hold the others up, () if none can be named. `why`: a sentence or two for people.
-
-    `kind`: "stopped" (or dead), "missing from a collective", "behind", "blocked", "busy" or "unknown".
-    """
+    """The result. `suspects`: ranks that block the others, () if unknown. `why`: one or two sentences for people.
+    `kind`: "stopped" (or dead), "missing from a collective", "behind", "blocked", "busy" or "unknown"."""
 
     suspects: tuple[int, ...]
     why: str
@@ -137,15 +133,13 @@ Ranks = Mapping[int, Evidence]
 
 
 def diagnose(evidence: Sequence[Evidence], world: int) -> HangDiagnosis:
-    """Whom the ranks of a job that does not go on are waiting for. Of several samples of one rank the last one counts.
-
-    The surest signs are asked first. Unless a process is stopped or dead it remains a guess, and `why` says on which
-    grounds.
-    """
+    """Find the ranks that the others of a hanging job wait for. Of several samples of a rank the last one counts. The
+    most reliable signs come first. Unless a process is stopped or dead, the result is a guess, and `why` states the
+    reason."""
     last = {one.rank: one for one in evidence if 0 <= one.rank < world}
     ranks = {rank: last[rank] for rank in sorted(last)}
     if not ranks:
-        return HangDiagnosis((), "Nothing was heard of any rank.", "unknown")
+        return HangDiagnosis((), "No rank has responded.", "unknown")
     unseen = tuple(rank for rank in range(world) if rank not in ranks) if len(ranks) < world else ()
     found = _halted(ranks)
     if found is None and world == 1:
@@ -156,15 +150,15 @@ def diagnose(evidence: Sequence[Evidence], world: int) -> HangDiagnosis:
     found = found or _steps_behind(ranks) or _in_different(ranks) or _all_in_one(ranks) or _elsewhere(ranks)
     if not unseen:
         return found
-    return HangDiagnosis(found.suspects, f"{found.why} Nothing was heard of {_names(unseen)}.", found.kind)
+    return HangDiagnosis(found.suspects, f"{found.why} No response from {_names(unseen)}.", found.kind)
 
 
 def _halted(ranks: Ranks) -> HangDiagnosis | None:
     suspects = [one for one in ranks.values() if one.state in _HALTED]
     if not suspects:
         return None
-    said = [f"{_name(one)} {_HALTED[one.state].format(pid=one.pid)}." for one in suspects[:4]]
-    return HangDiagnosis(_of(suspects), " ".join([*said, *_more(suspects)]), "stopped")
+    sentences = [f"{_name(one)} {_HALTED[one.state].format(pid=one.pid)}." for one in suspects[:4]]
+    return HangDiagnosis(_of(suspects), " ".join([*sentences, *_more(suspects)]), "stopped")
 
 
 def _alone(one: Evidence) -> HangDiagnosis:
@@ -173,26 +167,26 @@ def _alone(one: Evidence) -> HangDiagnosis:
 
 
 def _not_there(ranks: Ranks) -> HangDiagnosis | None:
-    """Some wait in a collective, others are not in any."""
+    """Find ranks outside the collective that others wait in."""
     waiting = [one for one in ranks.values() if one.collective]
     suspects = [one for one in ranks.values() if not one.collective]
     if not waiting or not suspects:
         return None
     where = ", ".join(sorted({one.waits_in for one in waiting}))
-    said = [f"{_name(one)} has not come to it and {_place(one)}." for one in suspects[:4]]
+    sentences = [f"{_name(one)} has not reached it and {_place(one)}." for one in suspects[:4]]
     kind = "blocked" if all(one.state == DISK for one in suspects) else "missing from a collective"
-    why = " ".join([f"{_names(_of(waiting)).capitalize()} {_verb(waiting)} in {where}.", *said, *_more(suspects)])
+    why = " ".join([f"{_names(_of(waiting)).capitalize()} {_verb(waiting)} in {where}.", *sentences, *_more(suspects)])
     return HangDiagnosis(_of(suspects), why, kind)
 
 
 def _nothing_heard(ranks: Ranks, unseen: tuple[int, ...]) -> HangDiagnosis:
     where = {one.collective for one in ranks.values()}
-    if "" in where:  # then nobody waits: `_not_there` found nothing
-        said = [f"Nothing was heard of {_names(unseen)}.", *_where(list(ranks.values()))]
+    if "" in where:  # then no rank waits: `_not_there` found nothing
+        said = [f"No response from {_names(unseen)}.", *_where(list(ranks.values()))]
         return HangDiagnosis(unseen, " ".join(said), "unknown")
     shown = ", ".join(sorted({one.waits_in for one in ranks.values()}))
     heard = f"{_names(list(ranks)).capitalize()} {_verb(list(ranks))} in {shown}"
-    why = f"{heard}, and nothing was heard of {_names(unseen)}: look at their hosts and the way there."
+    why = f"{heard}, without a response from {_names(unseen)}: check their hosts and the network."
     return HangDiagnosis(unseen, why, "missing from a collective")
 
 
@@ -201,7 +195,7 @@ def _steps_behind(ranks: Ranks) -> HangDiagnosis | None:
     if least == ahead:
         return None
     suspects = [one for one in ranks.values() if one.step == least]
-    why = f"{_names(_of(suspects)).capitalize()} made step {least} last, others came to {ahead}."
+    why = f"{_names(_of(suspects)).capitalize()} did step {least} last, others reached {ahead}."
     return HangDiagnosis(_of(suspects), " ".join([why, *_where(suspects)]), "behind")
 
 
@@ -217,26 +211,26 @@ def _in_different(ranks: Ranks) -> HangDiagnosis | None:
 
 
 def _all_in_one(ranks: Ranks) -> HangDiagnosis | None:
-    """`_not_there` has ruled out that only some wait."""
+    """Describe a hang in which all ranks wait; `_not_there` has excluded that only some do."""
     where = sorted({one.waits_in for one in ranks.values()})
     if where == [""]:
         return None
     hosts = sorted({one.host for one in ranks.values()})
     shown = ", ".join(hosts[:8]) + (f" and {len(hosts) - 8} more" if len(hosts) > 8 else "")
     between = f"between the hosts {shown}" if len(hosts) > 1 else f"of {shown}"
-    why = f"All ranks wait in {', '.join(where)}: look at the network {between}, and at the devices."
+    why = f"All ranks wait in {', '.join(where)}: check the network {between}, and the devices."
     return HangDiagnosis((), why, "blocked")
 
 
 def _elsewhere(ranks: Ranks) -> HangDiagnosis:
-    """Nobody is in a collective that we know of."""
+    """Describe a hang in which no rank is in a known collective."""
     disks = [one for one in ranks.values() if one.state == DISK]
     if disks:
         return HangDiagnosis(_of(disks), " ".join([*_where(disks), *_more(disks)]), "blocked")
     places = {rank: _function(_own_frame(one.stack)) for rank, one in ranks.items()}
     suspects = [ranks[rank] for rank in _odd(places)]
     if not any(places.values()) or len(set(places.values())) == 1 or len(suspects) == len(ranks):
-        said = ["No rank is seen in a collective.", *_where(list(ranks.values()))]
+        said = ["No rank is in a known collective.", *_where(list(ranks.values()))]
         return HangDiagnosis((), " ".join(said), "unknown")
     kind = "busy" if all(one.state == RUNNING for one in suspects) else "blocked"
     said = [f"{_names(_of(suspects)).capitalize()} {_verb(suspects, 'stand')} elsewhere than the others."]
@@ -251,7 +245,7 @@ def _of(some: Iterable[Evidence]) -> tuple[int, ...]:
 
 
 def _odd(values: Mapping[int, Hashable]) -> tuple[int, ...]:
-    """The ranks whose value is not that of the majority; all of them if there is no majority."""
+    """Return the ranks whose value differs from the majority's; all of them without a majority."""
     [(usual, count)] = Counter(values.values()).most_common(1)
     return tuple(rank for rank, value in values.items() if value != usual or 2 * count <= len(values))
 
@@ -261,7 +255,7 @@ def _name(one: Evidence) -> str:
 
 
 def _names(ranks: Sequence[int]) -> str:
-    """`rank 3`, `ranks 0-2, 5`."""
+    """Format ranks as `rank 3`, or `ranks 0-2, 5`."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][1] + 1:
@@ -284,7 +278,7 @@ def _by_value(names: Mapping[int, str]) -> str:
 
 
 def _more(some: Sequence[Evidence]) -> list[str]:
-    return [f"So it is with {len(some) - 4} more: {_names(_of(some[4:]))}."] if len(some) > 4 else []
+    return [f"The same holds for {len(some) - 4} more: {_names(_of(some[4:]))}."] if len(some) > 4 else []
 
 
 def _where(some: Sequence[Evidence]) -> list[str]:
@@ -292,15 +286,15 @@ def _where(some: Sequence[Evidence]) -> list[str]:
 
 
 def _place(one: Evidence) -> str:
-    """`computes at load (train.py:31), inside read (socket.py:7)`."""
+    """Describe a rank: `computes at load (train.py:31), inside read (socket.py:7)`."""
     doing = {
         RUNNING: "computes",
         SLEEPING: "sleeps",
-        DISK: "is in a wait of the kernel that cannot be interrupted, mostly for a disk or network file system,",
+        DISK: "is in an uninterruptible wait of the kernel, usually for a disk or network file system,",
     }.get(one.state, "stands")
     if not one.stack:
         waits = one.waits_in
-        return f"{doing} in {waits}" if waits else f"{doing}, nobody knows where"
+        return f"{doing} in {waits}" if waits else f"{doing} at an unknown line"
     frame = _own_frame(one.stack)
     return f"{doing} at {frame}" + ("" if frame == one.stack[0] else f", inside {one.stack[0]}")
 
@@ -310,7 +304,7 @@ _FOREIGN = re.compile(r"^<frozen |/(site|dist)-packages/|/lib(64)?/python3[^/]*/
 
 
 def _own_frame(stack: Sequence[str]) -> str:
-    """The innermost frame of the user's own code; of any code if there is none."""
+    """Return the innermost frame of the user's code, or of any code."""
     for frame in stack:
         match = _FRAME.fullmatch(frame)
         if match and not _FOREIGN.search(match[2]):
@@ -319,12 +313,12 @@ def _own_frame(stack: Sequence[str]) -> str:
 
 
 def _function(frame: str) -> str:
-    """The frame without the line number."""
+    """Remove the line number from a frame."""
     return frame.rpartition(":")[0] or frame
 
 
 def note_evidence(fault: Fault, evidence: list[Evidence], what: str) -> None:
-    """What all ranks that could be looked at do, and who holds the others up."""
+    """Add to a report what all queried ranks do, and which ranks block the others."""
     verdict = diagnose(evidence, fault.world)
     fault.summary = f"{what}: {verdict.why}"
     fault.suspects = list(verdict.suspects)

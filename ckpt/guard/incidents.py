@@ -1,4 +1,4 @@
-"""What was seen and is to be dealt with; at its end it is recorded and told, and the process may end."""
+"""A queue of detected faults, and the end of each: it is recorded and reported, and the process may end."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from ckpt.events import log
 from ckpt.guard.report import Fault, tell_launcher
 from ckpt.subscribers import publish
 
-SOFT_S = 600.0  # for a save that nobody is in a hurry for
+SOFT_S = 600.0  # for a save without a deadline
 _PEER = re.compile("closed by peer|reset by peer|broken pipe|remote process exited|socket closed", re.IGNORECASE)
 
 
 @dataclass
 class FaultCall:
-    """Something that was seen. `grace_s`: from `seen` on; `leave`: the exit code, None to go on."""
+    """A detected fault. `grace_s`: time from `seen` on. `leave`: exit code, None to continue."""
 
     fault: Fault
     grace_s: float
     leave: int | None = None
-    far: bool = False  # the machine may go: to tiers beyond the nearest as well
+    far: bool = False  # the machine may disappear: also save to tiers beyond the nearest
     signal: int = 0
-    note: HangNote | None = None  # of a hang
+    note: HangNote | None = None  # for a hang
     seen: float = field(default_factory=time.monotonic)
 
     @property
@@ -51,8 +51,8 @@ class FaultCall:
 
 
 class Incidents:
-    """Of one trainer, in turn. `leaving`: it ends of one of them, what comes now is a consequence; `stopped`: nothing
-    is dealt with any more; `error`: what ends the training."""
+    """The faults of one trainer, in order. `leaving`: one of them ends the process, so later ones are consequences.
+    `stopped`: no more are handled. `error`: the exception that ends the training."""
 
     def __init__(self, session: Session) -> None:
         self.world, self.supervisor, self.heartbeat = session.world, session.supervisor, session.heartbeat
@@ -71,7 +71,7 @@ class Incidents:
         return FaultCall(fault, grace_s)
 
     def request(self, summary: str, *, how: str) -> None:
-        """Somebody asks for a save."""
+        """Queue a requested save."""
         call = self.new("request", summary, how=how, grace_s=SOFT_S)
         call.fault.advice, call.far = "none", True
         self.queue.put(call)
@@ -82,7 +82,8 @@ FLUSH_S = 0.5
 
 
 class CaseCloser:
-    """Of one trainer. `decides`: whether a signal still ends the process if we say so."""
+    """Completes the faults of one trainer. `decides`: returns True if a signal ends the process unless we prevent
+    it."""
 
     def __init__(
         self, incidents: Incidents, decides: Callable[[int], bool], on_fault: Callable[[Fault], None] | None
@@ -90,14 +91,14 @@ class CaseCloser:
         self._incidents, self._decides, self._on_fault = incidents, decides, on_fault
 
     def close_case(self, call: FaultCall, *, ends: bool) -> None:
-        """Record, tell, and be ready to leave."""
+        """Record and report a fault, and decide whether the process ends."""
         fault = call.fault
         if call.leave is not None:
             if call.signal and not self._decides(call.signal):
-                call.leave = None  # a handler that came later decides
+                call.leave = None  # a handler installed later decides
             if call.note is not None and self._incidents.heartbeat.read().calls != call.note.evidence["calls"]:
-                call.leave = None  # it has come to itself
-            self._incidents.leaving = ends = call.leave is not None  # else its death, should that come, is news
+                call.leave = None  # the trainer has done a step
+            self._incidents.leaving = ends = call.leave is not None  # otherwise a later death is a fault of its own
             fault.exit_code = call.leave
         fault.timings["total_s"] = call.passed_s
         log.warning("%s", fault.line)
@@ -108,17 +109,17 @@ class CaseCloser:
         self.tell(fault)
 
     def tell(self, fault: Fault) -> None:
-        """Subscribers, and `on_fault`."""
+        """Notify subscribers and `on_fault`."""
         publish("fault", max(fault.steps.values(), default=None), fault=fault.kind, account=fault.line)
         if self._on_fault is not None:
             try:
                 self._on_fault(fault)
-            except BaseException:  # sys.exit() too: it would end this thread, and nothing else
+            except BaseException:  # also sys.exit(), which would only end this thread
                 log.exception("on_fault failed")
 
 
 def is_oom(error: BaseException) -> bool:
-    """Whether memory ran out, on a device or on the host."""
+    """Return True if memory ran out, on a device or on the host."""
     torch: Any = sys.modules.get("torch")
     if isinstance(error, MemoryError) or (torch is not None and isinstance(error, torch.OutOfMemoryError)):
         return True
@@ -127,12 +128,12 @@ def is_oom(error: BaseException) -> bool:
 
 
 def is_of_a_peer(error: BaseException) -> bool:
-    """Whether another process went away that this one was talking to: what became of that one is the cause."""
+    """Return True if the error is a lost connection to another process, whose end is then the cause."""
     return isinstance(error, (OSError, RuntimeError)) and _PEER.search(str(error)) is not None
 
 
 def leave(code: int) -> None:
-    """End the process from any thread, whatever the main one does."""
+    """End the process from any thread, whatever the main thread does."""
 
     def flush() -> None:
         for stream in (sys.stdout, sys.stderr):
@@ -143,6 +144,6 @@ def leave(code: int) -> None:
     try:
         flushing.start()
         flushing.join(FLUSH_S)
-    except RuntimeError:  # the interpreter is ending, and from Python 3.12 on no thread begins then
+    except RuntimeError:  # the interpreter is exiting; from Python 3.12 on no thread can start then
         flush()
     os._exit(code)

@@ -1,4 +1,4 @@
-"""Where nothing moves: what every rank that can be reached does, and whom they wait for."""
+"""Collect what every reachable rank does during a hang, and which ranks they wait for."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from ckpt.guard.hang import Collective, Evidence, note_evidence, plain
 from ckpt.guard.incidents import FaultCall, Incidents
 from ckpt.units import duration
 
-NODES_S = 2.0  # for other ranks to say what they do
+NODES_S = 2.0  # for other ranks to report
 EVIDENCE_S = 5.0
 
 
 def look_around(call: FaultCall, note: HangNote, incidents: Incidents) -> None:
-    """Into the account of a hang: the evidence, and the suspects."""
+    """Add the evidence and the suspects to the report of a hang."""
     world, client, step = incidents.world, incidents.supervisor.client, incidents.heartbeat.step
     found = dict[int, Evidence]()
     try:
@@ -32,18 +32,18 @@ def look_around(call: FaultCall, note: HangNote, incidents: Incidents) -> None:
             one = Evidence.from_json(data)
             found[one.rank] = one
     except (CheckpointError, ValueError, KeyError) as error:
-        log.warning("the ranks of this node cannot be looked at: %s", error)
-    if (mine := found.get(world.rank)) is not None:
-        found[world.rank] = _of_our_own(mine)
+        log.warning("cannot inspect the ranks of this node: %s", error)
+    if (own := found.get(world.rank)) is not None:
+        found[world.rank] = _of_our_own(own)
     if world.size > 1:
         found = _ask_ranks(world, found, step)
-    what = f"no step for {duration(note.idle_s)}, where {duration(note.usual_s)} are usual"
+    what = f"no step for {duration(note.idle_s)}, usually {duration(note.usual_s)}"
     note_evidence(call.fault, list(found.values()), what)
     call.fault.timings |= note.timings
 
 
 def _of_our_own(seen: Evidence) -> Evidence:
-    """What this process knows of itself, beyond what is seen from outside."""
+    """Add what only this process knows of itself."""
     frames = probe.own_stack(threading.main_thread().ident or 0)
     pending = recorded() if "torch.distributed" in sys.modules else ()
     waits = probe.collective_of(frames) or (pending[0].operation if pending else "")
@@ -52,10 +52,10 @@ def _of_our_own(seen: Evidence) -> Evidence:
 
 
 def _ask_ranks(world: World, seen: dict[int, Evidence], step: int) -> dict[int, Evidence]:
-    """What the others say of themselves, and what they see of those of their nodes, as far as nobody knows better.
-    A rank that can post may be in a collective that only it knows of; one that cannot is not waited for long."""
-    told: dict[int, Evidence] = {}
-    theirs: dict[int, Evidence] = {}
+    """Collect what other ranks report of themselves, and what they observe on their nodes. A rank that can post may be
+    in a collective that only it knows; one that cannot is not waited for long."""
+    reported: dict[int, Evidence] = {}
+    observed: dict[int, Evidence] = {}
     try:
         mailbox = world.mailbox()
         mailbox.put(f"hang/{step}/{world.rank}", [one.to_json() for one in seen.values()])
@@ -66,31 +66,29 @@ def _ask_ranks(world: World, seen: dict[int, Evidence], step: int) -> dict[int, 
                 for key in [f"hang/{near}/{rank}" for near in (step, step - 1, step + 1)]:
                     if mailbox.poll([key]):
                         posted = [Evidence.from_json(data) for data in mailbox.wait([key], 1.0)[0]]
-                        theirs |= {one.rank: one for one in posted}
-                        told |= {one.rank: one for one in posted if one.rank == rank}
+                        observed |= {one.rank: one for one in posted}
+                        reported |= {one.rank: one for one in posted if one.rank == rank}
                         silent.discard(rank)
                         break
             time.sleep(0.05)
     except (CheckpointError, ValueError, TypeError) as error:
-        log.info("other ranks do not say what they do: %s", error)
-    return theirs | seen | told
+        log.info("other ranks did not report what they do: %s", error)
+    return observed | seen | reported
 
 
-NAMES = ("_dump_fr_trace_json", "_dump_nccl_trace_json")  # of every backend, and of NCCL alone
-ASK_S = 1.0  # its lock may be held by a thread that hangs
-MOST = 8  # of which are told
+NAMES = ("_dump_fr_trace_json", "_dump_nccl_trace_json")  # for all backends, and for NCCL only
+ASK_S = 1.0  # a hanging thread may hold its lock
+MOST = 8  # most collectives to report
 
 
 # -- what torch's flight recorder says of this process --
 
 
 def recorded() -> tuple[Collective, ...]:
-    """The collectives under way, the oldest first; () where nothing is known. Waits for a second at most.
-
-    Where NCCL does them a rank waits for one wherever it next needs a result, so its stack does not say in which. The
-    recorder is torch's own (`TORCH_FR_BUFFER_SIZE`, in older versions `TORCH_NCCL_TRACE_BUFFER_SIZE`; 0 turns it off)
-    and notes the calls of every process group. It is asked for JSON, since its other form is a pickle.
-    """
+    """Return the unfinished collectives, oldest first; () if unknown. Waits for one second at most. With NCCL a rank
+    waits for a collective wherever it next needs a result, so its stack does not show which one. torch's flight
+    recorder (`TORCH_FR_BUFFER_SIZE`, in older versions `TORCH_NCCL_TRACE_BUFFER_SIZE`; 0 turns it off) lists the calls
+    of every process group. It is read as JSON, because its other form is a pickle."""
     found: list[Collective] = []
     asking = threading.Thread(target=lambda: found.extend(_ask()), name="ckpt-recorder", daemon=True)
     asking.start()
@@ -105,15 +103,15 @@ def _ask() -> list[Collective]:
     dump = next((one for name in NAMES if (one := getattr(binding, name, None)) is not None), None)
     try:
         return [] if dump is None else parse(dump(includeCollectives=True, onlyActive=True))
-    except Exception:  # another version's, or a communicator that was taken apart: a report may do without
+    except Exception:  # another version, or a destroyed communicator: the report can do without
         return []
 
 
 def parse(dump: bytes) -> list[Collective]:
-    """Of a dump, the oldest first. ValueError, KeyError or TypeError for what is none."""
+    """Parse a dump, oldest first. Raises ValueError, KeyError or TypeError for an invalid one."""
     entries = json.loads(dump)["entries"]
-    waiting = [one for one in entries if not one["retired"] and one["state"] != "completed"]
-    return [_collective(one) for one in sorted(waiting, key=lambda one: int(one["record_id"]))]
+    waiting = [entry for entry in entries if not entry["retired"] and entry["state"] != "completed"]
+    return [_collective(entry) for entry in sorted(waiting, key=lambda entry: int(entry["record_id"]))]
 
 
 def _collective(entry: dict[str, Any]) -> Collective:

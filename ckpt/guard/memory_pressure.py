@@ -1,6 +1,6 @@
-"""Whether the kernel's OOM killer struck, and a watch that reports when memory becomes short.
+"""Detect kills by the kernel's OOM killer, and watch for a shortage of memory.
 
-Both read the kernel's files as `ckpt.core.ipc.free_memory` does, and nothing here raises.
+Both read kernel files like `ckpt.core.ipc.free_memory`, and nothing here raises.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from pathlib import Path
 from ckpt.core.ipc.free_memory import PROC, SYS, MemoryRoom, cgroup_chains, read, read_number, read_table, room
 from ckpt.events import log
 
-PLENTY = 0.5  # of the memory is available: then stalls are those of making huge pages, not of a shortage
+PLENTY = 0.5  # share of free memory above which stalls are due to huge pages, not to a shortage
 
 
 @dataclass(frozen=True, slots=True)
 class OomKills:
-    """How many processes the OOM killer has killed: of the cgroup in the folder `where`, and of the whole machine,
-    which a container sees too. None where the kernel does not tell. It counts before it kills."""
+    """The number of processes that the OOM killer has killed: in the cgroup `where`, and on the whole machine. A
+    container sees both. None if the kernel does not report it. The counters grow before the kill."""
 
     cgroup: int | None
     machine: int | None
     where: str = ""
 
     def since(self, earlier: OomKills) -> str:
-        """Whom it has struck since then: "cgroup" for a process of this cgroup; "machine" for any at all, where only
-        that is known; "" for nobody. A neighbour's end is no news where the cgroup has a counter of its own."""
+        """Return "cgroup" or "machine" if the OOM killer has struck there since, otherwise "". The machine counts only
+        if the cgroup has no counter of its own."""
         if self.where == earlier.where and self.cgroup is not None and earlier.cgroup is not None:
             return "cgroup" if self.cgroup > earlier.cgroup else ""
         if self.machine is None or earlier.machine is None:
@@ -38,7 +38,8 @@ class OomKills:
 
 
 def oom_kills(proc: Path = PROC, sys: Path = SYS, pid: int | str = "self", *, where: str = "") -> OomKills:
-    """The counters as of now, of a process's cgroup, or `where` an earlier answer is from: the dead have none."""
+    """Read the counters of a process's cgroup. `where`: cgroup of an earlier result, because dead processes have
+    none."""
     machine = read_table(proc / "vmstat").get("oom_kill")
     for folder in [Path(where)] if where else [chain[0] for chain in cgroup_chains(proc, sys, pid)]:
         for name in ("memory.events", "memory.oom_control"):
@@ -48,15 +49,16 @@ def oom_kills(proc: Path = PROC, sys: Path = SYS, pid: int | str = "self", *, wh
 
 
 class PressureWatch:
-    """Calls `on_pressure(room, why)` in a thread of its own when memory becomes short, once per episode:
+    """Calls `on_pressure(room, why)` in its own thread when memory becomes short, once per episode:
 
     - less than `share` of the total is available;
-    - processes wait for memory for `share` of the time, or a cgroup is held at its limit again and again. A file cache
-      that fills a cgroup and the search for huge pages do that too, so these count while memory is not plentiful;
+    - processes wait for memory for `share` of the time, or a cgroup is held at its limit repeatedly. A file cache that
+      fills
+      a cgroup and the search for huge pages do that too, so these only count while memory is scarce;
     - a cgroup has run out of memory.
 
-    The episode is over when `fine_s` seconds have passed without any of that, and with twice the share available.
-    All of it is looked at every `poll_s` seconds; stalls are averages over ten seconds.
+    An episode ends after `fine_s` seconds without any of these and with twice the share available. Everything is
+    checked every `poll_s` seconds; stalls are averages over ten seconds.
     """
 
     def __init__(
@@ -75,9 +77,9 @@ class PressureWatch:
         self._call, self._poll_s, self._fine_s = on_pressure, poll_s, fine_s
         self._proc, self._sys, self._clock = proc, sys, clock
         self._room = room
-        self._held: tuple[int, int] | None = None  # at the last look: times at a limit, times out of memory
+        self._held: tuple[int, int] | None = None  # at the last check: times at a limit, times out of memory
         self._fine_since: float | None = None
-        self.pressed = False  # whether an episode goes on
+        self.pressed = False  # True during an episode
         self._ended: threading.Event | None = None
 
     def start(self) -> None:
@@ -86,13 +88,13 @@ class PressureWatch:
             threading.Thread(target=self._run, args=(self._ended,), name="ckpt-pressure", daemon=True).start()
 
     def stop(self) -> None:
-        """Returns at once, from any thread; a look or call that has begun goes on."""
+        """Stop; any thread may call this. Returns immediately; a check or call in progress continues."""
         ended, self._ended = self._ended, None
         if ended is not None:
             ended.set()
 
-    def look(self, stalled: bool = False) -> None:
-        """One look. `stalled`: processes wait for memory, as the kernel said."""
+    def check(self, stalled: bool = False) -> None:
+        """Check once. `stalled`: the kernel reported that processes wait for memory."""
         now = self._room() if self._room else room(self._proc, self._sys)
         why = self._why(now, stalled)
         if why or now.share < self._enough:
@@ -114,7 +116,7 @@ class PressureWatch:
         if before and self._held[0] > before[0] and now.share < self._enough:
             return f"a cgroup is at its limit, {now.available >> 20} MiB are available ({now.where})"
         if stalled and now.share < PLENTY:
-            return f"processes wait for memory, though {now.available >> 20} MiB are available ({now.where})"
+            return f"processes wait for memory although {now.available >> 20} MiB are available ({now.where})"
         return ""
 
     def _run(self, ended: threading.Event) -> None:
@@ -123,14 +125,14 @@ class PressureWatch:
         while not ended.is_set():
             try:
                 stalls = (share for file in files if (share := _stalled(file)) is not None)
-                self.look(next(stalls, 0.0) >= self._share)
+                self.check(next(stalls, 0.0) >= self._share)
             except Exception:
-                log.warning("memory pressure was not dealt with", exc_info=True)
+                log.warning("failed to handle memory pressure", exc_info=True)
             ended.wait(self._poll_s)
 
 
 def _stalled(file: Path) -> float | None:
-    """The share of the last ten seconds that some process waited for memory."""
+    """Return the share of the last ten seconds in which a process waited for memory."""
     for line in read(file).splitlines():
         if line.startswith(b"some avg10="):
             with contextlib.suppress(ValueError):
@@ -139,10 +141,10 @@ def _stalled(file: Path) -> float | None:
 
 
 def _held(chains: list[list[Path]]) -> tuple[int, int]:
-    """How often these cgroups were held at a limit of their own, and how often they ran out of memory."""
+    """Return how often these cgroups were held at their own limit, and ran out of memory."""
     limit = out = 0
     for folder in (folder for chain in chains for folder in chain):
-        # "local": without the events of cgroups below, which are our neighbours'
+        # "local": without the events of cgroups below, which belong to others
         found = read_table(folder / "memory.events.local") or read_table(folder / "memory.events")
         limit += found.get("high", 0) + found.get("max", 0) + (read_number(folder / "memory.failcnt") or 0)
         out += found.get("oom", 0) + read_table(folder / "memory.oom_control").get("oom_kill", 0)

@@ -1,4 +1,4 @@
-"""One question to a cloud's metadata service: no proxy, no redirect, at most 64 KiB of answer, a limit of time."""
+"""Send one request to a cloud's metadata service: without proxy or redirect, at most 64 KiB, with a timeout."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ from urllib.parse import urlsplit
 
 from ckpt.errors import UsageError
 
-BASE_URL = "http://169.254.169.254"  # in all three clouds; by number, since a name would have to be looked up
+BASE_URL = "http://169.254.169.254"  # in all three clouds; an address, because a name would need DNS
 MAX_ANSWER = 64 << 10
 
 
 class MetadataService:
-    """Asks one address, one question at a time, by itself: it knows of no proxy and goes nowhere else."""
+    """Sends requests to one address, one at a time, without proxies or redirects."""
 
     def __init__(self, base_url: str, timeout_s: float, hold_s: float, stopped: threading.Event) -> None:
         self._host, self._port, self._prefix = address_of(base_url)
         self.timeout_s, self.hold_s, self._stopped = timeout_s, max(1, int(hold_s)), stopped
-        self._lock = threading.Lock()  # so that nobody cuts a descriptor that is another's by now
+        self._lock = threading.Lock()  # guards against closing a descriptor number that was reused
         self._sock: socket.socket | None = None
 
     def ask(
         self, path: str, headers: dict[str, str], *, method: str = "GET", within_s: float | None = None
     ) -> tuple[int, str, str]:
-        """Status, text and ETag. OSError, HTTPException or ValueError if there is no proper answer within the time."""
+        """Return status, text and ETag. Raises OSError, HTTPException or ValueError without a proper response in
+        time."""
         within_s = self.timeout_s if within_s is None else within_s
         end = time.monotonic() + within_s
         connection = http.client.HTTPConnection(self._host, self._port, timeout=within_s)
@@ -38,7 +39,7 @@ class MetadataService:
             with self._lock:
                 self._sock = connection.sock
             if self._stopped.is_set():
-                raise ConnectionAbortedError("nobody wants to know any more")
+                raise ConnectionAbortedError("the watch was stopped")
             connection.request(method, self._prefix + path, headers={**headers, "Connection": "close"})
             response = http.client.HTTPResponse(cast(socket.socket, _Until(connection.sock, end)), method=method)
             response.begin()
@@ -48,18 +49,18 @@ class MetadataService:
                 self._sock = None
                 connection.close()
         if len(body) > MAX_ANSWER:
-            raise ValueError(f"{path} answers with more than {MAX_ANSWER} bytes")
+            raise ValueError(f"the response of {path} has more than {MAX_ANSWER} bytes")
         return response.status, body.decode(), response.getheader("ETag") or ""
 
     def cut(self) -> None:
-        """End the question that is being asked."""
+        """Abort the current request."""
         with self._lock, contextlib.suppress(OSError):
             if self._sock is not None:
                 self._sock.shutdown(socket.SHUT_RDWR)
 
 
 class _Until(io.RawIOBase):
-    """A socket to read from until a moment of the monotonic clock; its own timeout would begin anew at every byte."""
+    """Reads a socket until a deadline; the socket's own timeout would restart with every byte."""
 
     def __init__(self, sock: socket.socket, end: float) -> None:
         self._sock, self._end = sock, end
@@ -73,15 +74,15 @@ class _Until(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         left = self._end - time.monotonic()
         if left <= 0:
-            raise TimeoutError("the answer takes too long")
+            raise TimeoutError("the response takes too long")
         self._sock.settimeout(left)
         return self._sock.recv_into(buffer)
 
 
 def address_of(base_url: str) -> tuple[str, int, str]:
-    """Host, port and the start of every path."""
+    """Return host, port and the prefix of every path."""
     with contextlib.suppress(ValueError):
         parts = urlsplit(base_url)
         if parts.scheme == "http" and parts.hostname and not parts.query and not parts.username:
             return parts.hostname, parts.port or 80, parts.path.rstrip("/")
-    raise UsageError(f"base_url is an address such as {BASE_URL!r}, not {base_url!r}")
+    raise UsageError(f"base_url={base_url!r}: it must be an http address, for example {BASE_URL!r}")

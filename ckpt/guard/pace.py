@@ -1,4 +1,4 @@
-"""Whether a training loop hangs: its heartbeat, compared with the usual time of a step. Nothing is read here."""
+"""Detect a hang of a training loop from its heartbeat and the usual time of a step. Nothing is read here."""
 
 from __future__ import annotations
 
@@ -8,46 +8,44 @@ from collections import deque
 from ckpt.core.ipc.heartbeat import TRAINING, Beat
 from ckpt.triggers import OnHang
 
-ENOUGH = 5  # steps to learn from before anything is said
+ENOUGH = 5  # steps needed before a hang can be detected
 _MEANS = 64
 _GAPS = 32
-_HOLE = 8.0  # so many times the usual time between two looks, and at least:
+_HOLE = 8.0  # multiple of the usual time between two checks, and the least number of seconds:
 _HOLE_S = 1.0
 
 
 class StepPace:
-    """Learns the usual time of a step from looks at the heartbeat; says when it has been too long."""
+    """Learns the usual time of a step from the heartbeat, and detects when it is exceeded."""
 
     def __init__(self, trigger: OnHang) -> None:
         self._trigger = trigger
-        self._gaps = deque[float](maxlen=_GAPS)  # between two looks
+        self._gaps = deque[float](maxlen=_GAPS)  # between two checks
         self._looked: float | None = None
         self._forget()
 
     def _forget(self) -> None:
-        self._means = deque[float](maxlen=_MEANS)  # seconds a step, each over the steps between two looks
+        self._means = deque[float](maxlen=_MEANS)  # seconds per step, each over the steps between two checks
         self._steps = 0
         self._usual: float | None = None
         self._last: Beat | None = None
-        self._from: Beat | None = None  # a beat since which nothing but training was seen
-        self._excused = 0.0  # seconds since the last sign of life in which nobody looked
+        self._from: Beat | None = None  # a beat since which only training was seen
+        self._excused = 0.0  # seconds since the last sign of life in which nothing was checked
 
     @property
     def usual_s(self) -> float | None:
-        """Seconds a step; None until enough steps were seen."""
+        """Seconds per step; None until enough steps were seen."""
         return self._usual if self._steps >= ENOUGH else None
 
     @property
     def limit_s(self) -> float | None:
-        """Seconds after which it is too long; None until enough steps were seen."""
+        """Seconds after which a step counts as a hang; None until enough steps were seen."""
         usual = self.usual_s
         return None if usual is None else max(self._trigger.min_s, self._trigger.factor * usual)
 
     def look(self, now: float, beat: Beat) -> float | None:
-        """Call it a few times a second. How long nothing has come, in seconds, if that is too long; else None.
-
-        `now`: of the monotonic clock, as `beat.when`.
-        """
+        """Check the heartbeat, a few times a second. Return the seconds since the last sign of life if too long, else
+        None. `now`: of the monotonic clock, like `beat.when`."""
         if self._last is not None and beat.calls < self._last.calls:
             self._forget()  # another trainer
         self._excuse(now, beat)
@@ -57,7 +55,7 @@ class StepPace:
         return silent if beat.state == TRAINING and limit is not None and silent > limit else None
 
     def _excuse(self, now: float, beat: Beat) -> None:
-        """Whoever did not look, because it was stopped itself, cannot blame the trainer for that time."""
+        """Excuse the trainer for time in which this watch was itself stopped."""
         looked, self._looked = self._looked, now
         if self._last is None or beat.when != self._last.when:
             self._excused = 0.0
@@ -72,11 +70,11 @@ class StepPace:
         last, start = self._last, self._from
         if beat.state != TRAINING:
             self._from = None
-        elif last is None or beat.calls != last.calls:  # so `when` is that of a step
+        elif last is None or beat.calls != last.calls:  # then `when` is the time of a step
             if last is not None and start is not None and beat.calls > start.calls and beat.when > start.when:
                 self._steps += beat.calls - start.calls
                 self._means.append((beat.when - start.when) / (beat.calls - start.calls))
                 self._usual = statistics.median(self._means)
             self._from = beat
-        elif beat.when != last.when:  # no step: something else was done between the two looks
+        elif beat.when != last.when:  # no step: other work was done between the two checks
             self._from = None

@@ -1,6 +1,6 @@
-"""Seeing what happens: signals, notices that the machine will go, what the writer sees of us, or hears.
+"""Receive faults: signals, preemption notices, and notes of the writer.
 
-One thread takes in what comes, and never waits for anything: a `FaultCall` for the thread that deals with them.
+One thread receives them and never waits. It queues a `FaultCall` for the thread that handles them.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from ckpt.guard.incidents import SOFT_S, Incidents
 from ckpt.guard.signals import Wakeup
 from ckpt.triggers import RESUBMIT_CODE, OnDeadline, OnHang, OnMemoryPressure, OnPreemption, OnSignal, Trigger
 
-ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGXCPU, signal.SIGQUIT, signal.SIGINT)  # the SIGUSRs say "go on"
-LAST_S = 20.0  # before a preemption, the state is saved once more
+# SIGUSR1 and SIGUSR2 mean "continue"
+ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGXCPU, signal.SIGQUIT, signal.SIGINT)
+LAST_S = 20.0  # seconds before a preemption at which the state is saved again
 
 
 class CrashOutput:
-    """What a crash says goes to the writer, which passes it on to stderr if it would have gone there (`echo`): of
-    several in one process to that of the last one that is open."""
+    """Sends crash output to the writer, which passes it on to stderr if it would have gone there (`echo`). With several
+    in one process, the writer of the last one that is open receives it."""
 
     _open: ClassVar[list[CrashOutput]] = []
 
@@ -36,7 +37,7 @@ class CrashOutput:
         self._pipe: tuple[int, int] | None = None
 
     def enable(self) -> int:
-        """The descriptor to read it from."""
+        """Redirect crash output. Return the descriptor to read it from."""
         self.echo = self._open[-1].echo if self._open else faulthandler.is_enabled()
         reader, writer = self._pipe = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(writer, False)  # a crash must not wait for a reader
@@ -75,7 +76,7 @@ class CrashOutput:
 
 
 class Perception:
-    """Of one trainer. `arm` and `put_back` belong to the main thread."""
+    """Receives the faults of one trainer. `arm` and `put_back` are for the main thread."""
 
     def __init__(self, triggers: tuple[Trigger, ...], incidents: Incidents) -> None:
         self._triggers, self._incidents, self._supervisor = triggers, incidents, incidents.supervisor
@@ -101,14 +102,14 @@ class Perception:
             share=None if pressure is None else pressure.share,
             echo=self._crash_output.echo,
         )
-        stderr = 2 if self._crash_output.echo else self._stop_reader  # any descriptor, where nothing is to be echoed
+        stderr = 2 if self._crash_output.echo else self._stop_reader  # any descriptor if nothing is echoed
         self._supervisor.standing.tell(
             request, (self._incidents.heartbeat.fd, self.wakeup.reader.fileno(), crash, stderr)
         )
         self._listen()
 
     def stop(self) -> None:
-        """Take nothing in any more. What would have ended the process does so once all is put back."""
+        """Stop receiving. A signal that would have ended the process does so after the handlers are restored."""
         self.wakeup.deaf = True
         self.notices.stop()
         with contextlib.suppress(OSError):
@@ -124,19 +125,20 @@ class Perception:
             os.close(fd)
 
     def forget(self) -> None:
-        """In a forked child."""
+        """Stop in a forked child."""
         self.wakeup.forget()
         self._crash_output.disable()
 
     def decides(self, number: int) -> bool:
-        """Whether this signal still ends the process if we say so; else a handler that came later decides."""
+        """Return True if this signal ends the process unless we prevent it; otherwise a handler installed later
+        decides."""
         trigger = self._signals[signal.Signals(number)]
         return bool(trigger.leave) or self.wakeup.would_end(number)
 
     # -- signals and notices --
 
     def receive(self) -> None:
-        """The thread that hears signals."""
+        """Receive signals; runs in its own thread."""
         while not self._incidents.stopped:
             self.wakeup.wait(self._stop_reader, None)
             for number in self.wakeup.read():
@@ -145,18 +147,19 @@ class Perception:
     def _on_signal(self, number: int, how: str) -> None:
         trigger, incidents = self._signals.get(signal.Signals(number)), self._incidents
         if incidents.leaving and incidents.error is not None and self.wakeup.would_end(number):
-            self.wakeup.miss(number)  # an exception is on its way out, and the state safe: after that it may end us
+            # an exception is propagating and the state is safe: the signal may end the process afterwards
+            self.wakeup.miss(number)
         if trigger is None or incidents.leaving:
             return
         ends = trigger.leave
         if ends is None:
             ends = number in ENDING and self.wakeup.would_end(number)
         grace_s = trigger.grace_s if ends or number in ENDING else SOFT_S
-        what = f"{signal.Signals(number).name} came to {incidents.me}"
+        what = f"{signal.Signals(number).name} arrived at {incidents.me}"
         call = incidents.new("signal", what, how=how, grace_s=grace_s)
         call.signal, call.far = number, True
         if ends:
-            incidents.leaving = True  # a second one does not make it quicker
+            incidents.leaving = True  # a second signal does not speed it up
             call.leave, call.fault.advice = 128 + number, "resubmit"
         else:
             call.fault.advice = "none"
@@ -166,7 +169,7 @@ class Perception:
         left_s = SOFT_S if notice.at is None else max(1.0, notice.at - time.time())
         soft = notice.kind == "rebalance"
         if notice.kind == "preemption" and LAST_S < left_s < SOFT_S and notice not in self._again:
-            self._again.append(notice)  # and once more, shortly before it happens
+            self._again.append(notice)  # save again shortly before it happens
             later = threading.Timer(
                 left_s - LAST_S, lambda: None if self._incidents.stopped else self._on_notice(notice)
             )
@@ -187,13 +190,13 @@ class Perception:
     # -- the writer --
 
     def _listen(self) -> None:
-        """To what the writer sees of us, or hears."""
-        hear, request = self._supervisor.hear, self._incidents.request
-        hear(notes.SignalNote, self._on_signal_note)
-        hear(notes.PassedNote, lambda note: self.wakeup.pass_on(bytes(note.raw)))
-        hear(notes.TriggerNote, lambda note: request(f"asked for at a shell: {note.why}", how="ckpt trigger"))
-        hear(notes.HangNote, self._on_hang)
-        hear(notes.PressureNote, self._on_pressure)
+        """Subscribe to notes of the writer."""
+        subscribe, request = self._supervisor.hear, self._incidents.request
+        subscribe(notes.SignalNote, self._on_signal_note)
+        subscribe(notes.PassedNote, lambda note: self.wakeup.pass_on(bytes(note.raw)))
+        subscribe(notes.TriggerNote, lambda note: request(f"requested by ckpt trigger: {note.why}", how="ckpt trigger"))
+        subscribe(notes.HangNote, self._on_hang)
+        subscribe(notes.PressureNote, self._on_pressure)
 
     def _on_signal_note(self, note: notes.SignalNote) -> None:
         self._supervisor.writer.send(Heard())
@@ -202,7 +205,7 @@ class Perception:
     def _on_hang(self, note: notes.HangNote) -> None:
         self._supervisor.writer.send(Heard())
         if note.evidence["state"] == "stopped":
-            return  # it came while we were, so it is old, and the writer has reported of it
+            return  # it came while we were stopped, and the writer has reported it
         call = self._incidents.new("hang", "", how="step counter", grace_s=SOFT_S - 1)
         call.note = note
         self._incidents.queue.put(call)

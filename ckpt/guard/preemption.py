@@ -1,9 +1,9 @@
-"""Notices that this machine, or this job, is going to be taken away: from the cloud, and from the clock.
+"""Notices that this machine or job will be ended: from the cloud, and from the clock.
 
-A cloud tells its machines through a metadata service at a link-local address: EC2 two minutes ahead, GCE and Azure half
-a minute. It is asked by daemon threads, straight from here: no proxy, no redirect, at most 64 KiB of answer, a limit of
-time on every request. Whatever it answers, a thread goes on asking. Nothing is ever told to the cloud: an Azure event
-that is acknowledged would begin at once.
+A cloud notifies its machines through a metadata service at a link-local address: EC2 two minutes ahead, GCE and Azure
+half a minute. Daemon threads query it directly: no proxy, no redirect, at most 64 KiB per response, a timeout for every
+request. Whatever it returns, a thread continues to query. Nothing is ever sent to the cloud: an acknowledged Azure
+event would begin immediately.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from ckpt.triggers import OnDeadline, OnPreemption
 
 DMI = Path("/sys/class/dmi/id")
 MAX_PAUSE_S = 60.0
-TOKEN_S = 300  # how long an EC2 token is valid
-AZURE_FIRST_S = 150.0  # the first question turns the events on, which takes Azure up to two minutes
-RECHECK_S = 1.0  # how soon a wall clock that was set is noticed
+TOKEN_S = 300  # lifetime of an EC2 token
+AZURE_FIRST_S = 150.0  # the first request enables events, which takes Azure up to two minutes
+RECHECK_S = 1.0  # how soon a changed wall clock is detected
 
 _AZURE_TAG = "7783-7084-3265-9085-8269-3286-77"  # plain Hyper-V has the same vendor, but not this chassis
 _AZURE_STOPS = {"Preempt": "evict", "Terminate": "delete", "Reboot": "reboot", "Redeploy": "redeploy"}
@@ -39,8 +39,8 @@ _wall = time.time
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """`kind`: "preemption", "rebalance" or "deadline"; `what`: a sentence for people; `at`: seconds since 1970 when it
-    happens, None if that was not said."""
+    """A notice. `kind`: "preemption", "rebalance" or "deadline". `what`: a sentence for people. `at`: seconds since
+    1970 or None."""
 
     kind: str
     what: str
@@ -48,15 +48,15 @@ class Notice:
 
 
 Found = tuple[Hashable, Notice]
-"""What makes a notice another one than those before, and the notice."""
+"""The key that distinguishes a notice from earlier ones, and the notice."""
 
 
 def detect(dmi: Path = DMI) -> tuple[str, ...]:
-    """The clouds that the firmware names, () for none. Reads files only."""
+    """Return the clouds that the firmware names, () for none. Reads files only."""
     names = ("sys_vendor", "bios_vendor", "bios_version", "product_name", "chassis_asset_tag")
     vendor, bios, version, product, tag = (_text(dmi / name) for name in names)
     is_cloud = {
-        "ec2": "Amazon EC2" in (vendor, bios) or "amazon" in version,  # the latter: its older machines, with Xen
+        "ec2": "Amazon EC2" in (vendor, bios) or "amazon" in version,  # the latter on older machines with Xen
         "gce": product == "Google Compute Engine",
         "azure": tag == _AZURE_TAG,
     }
@@ -64,7 +64,7 @@ def detect(dmi: Path = DMI) -> tuple[str, ...]:
 
 
 def slurm_end(environ: Mapping[str, str]) -> float | None:
-    """When the Slurm job ends, in seconds since 1970; None outside of Slurm, or where Slurm does not say."""
+    """Return when the Slurm job ends, seconds since 1970; None outside Slurm or if Slurm does not report it."""
     text = environ.get("SLURM_JOB_END_TIME")
     if text is None:
         return None
@@ -75,11 +75,9 @@ def slurm_end(environ: Mapping[str, str]) -> float | None:
 
 
 class NoticeWatch:
-    """Looks out for what the triggers name and calls `on_notice`, from a thread of its own, once for each notice.
-
-    `on_notice` should be quick: the next notice waits for it. `timeout_s`: for one request; `hold_s`: how long GCE is
-    asked to hold a question until there is something new. UsageError: a `base_url` that is none.
-    """
+    """Watches for the notices of the triggers, and calls `on_notice` in its own thread once per notice. `on_notice`
+    should be quick, because the next notice waits for it. `timeout_s`: for one request. `hold_s`: how long GCE may
+    delay a response until something changes. Raises UsageError for an invalid `base_url`."""
 
     def __init__(
         self,
@@ -94,12 +92,12 @@ class NoticeWatch:
         self._on_notice = on_notice
         self._environ, self._timeout_s, self._hold_s = environ, timeout_s, hold_s
         self._stopped = threading.Event()
-        self._reporting = threading.RLock()  # reentrant: on_notice may call stop()
+        self._reporting = threading.RLock()  # reentrant, because on_notice may call stop()
         self._reported: set[Hashable] = set()
         self._threads: list[threading.Thread] = []
         self._services: list[MetadataService] = []
         self._deadlines: list[OnDeadline] = []
-        self._clouds: dict[tuple[str, str], float] = {}  # source and address: how often to ask
+        self._clouds: dict[tuple[str, str], float] = {}  # source and address: interval of requests
         for trigger in triggers:
             if isinstance(trigger, OnDeadline):
                 self._deadlines.append(trigger)
@@ -111,7 +109,7 @@ class NoticeWatch:
             address_of(base_url)
 
     def start(self) -> None:
-        """Begin to watch; no thread is started if there is nothing to watch."""
+        """Start watching; no thread is started if there is nothing to watch."""
         if self._threads or self._stopped.is_set():
             return
         for (source, base_url), poll_s in self._clouds.items():
@@ -120,16 +118,16 @@ class NoticeWatch:
                 self._spawn(f"ckpt-{source}", self._follow, make(self._services[-1], poll_s), poll_s)
         for at, before_s, what in dict.fromkeys(self._moments()):
             if at <= _wall():
-                log.warning("%s: that is past, so nothing is saved ahead of it", what)
+                log.warning("%s, which is past, so nothing is saved before it", what)
             else:
                 self._spawn("ckpt-deadline", self._await, at, before_s, what)
 
     def stop(self) -> None:
-        """Nothing is reported from now on. Returns within a second, whatever a metadata service does."""
+        """Stop reporting. Returns within a second, whatever a metadata service does."""
         self._stopped.set()
         for service in self._services:
             service.cut()
-        if self._reporting.acquire(timeout=0.5):  # a report that is being made ends first, if it is quick
+        if self._reporting.acquire(timeout=0.5):  # a report in progress ends first, if it is quick
             self._reporting.release()
 
     def _spawn(self, name: str, target: Callable[..., None], *arguments: object) -> None:
@@ -137,18 +135,18 @@ class NoticeWatch:
         self._threads[-1].start()
 
     def _follow(self, feed: _Feed, poll_s: float) -> None:
-        """Ask again and again, less often while it fails."""
-        failures, say = 0, log.warning
+        """Query repeatedly, less often while it fails."""
+        failures, log_failure = 0, log.warning
         while not self._stopped.is_set():
             try:
                 for key, notice in feed.look():
                     self._report(key, notice)
                 failures, pause = 0, feed.pause_s
-            except Exception as error:  # anything may come from outside, and nobody else will ask
+            except Exception as error:  # a service can cause any error, and this thread must continue
                 if self._stopped.is_set():
                     return
-                say("%s does not tell whether it will take this machine; asking on: %.200r", feed.cloud, error)
-                pause, say = min(MAX_PAUSE_S, poll_s * 2**failures), log.debug
+                log_failure("cannot query %s for preemption notices, retrying: %.200r", feed.cloud, error)
+                pause, log_failure = min(MAX_PAUSE_S, poll_s * 2**failures), log.debug
                 failures = min(failures + 1, 16)
             self._stopped.wait(min(pause, threading.TIMEOUT_MAX))
 
@@ -174,14 +172,15 @@ class NoticeWatch:
             try:
                 self._on_notice(notice)
             except Exception:
-                log.exception("a notice could not be acted on: %s", notice.what)
+                log.exception("failed to handle a notice: %s", notice.what)
 
 
 # -- the clouds --
 
 
 class _Feed(ABC):
-    """`look` asks once and yields what is announced now; the next look is `pause_s` later."""
+    """One kind of notice of a cloud. `look` queries once and yields current notices; `pause_s`: until the next
+    query."""
 
     cloud = ""
 
@@ -202,7 +201,7 @@ class _Ec2(_Feed):
             at = _moment(action.get("time"))
             verb = action["action"] if action["action"] in ("terminate", "stop", "hibernate") else "interrupt"
             yield ("ec2", verb, at), Notice("preemption", f"EC2 will {verb} this instance{_when(at)}", at)
-        # Its time is when it was said, not when something happens.
+        # noticeTime is when it was announced, not when something happens
         if not self._rebalance and "noticeTime" in (self._get("events/recommendations/rebalance") or {}):
             self._rebalance = True
             yield ("ec2", "rebalance"), Notice("rebalance", "EC2 may interrupt this instance before long", None)
@@ -223,14 +222,14 @@ class _Ec2(_Feed):
 
 
 class _Gce(_Feed):
-    """One key. `last_etag` makes the service answer at once if the value changed while nobody asked."""
+    """Watches one key. `last_etag` makes the service reply immediately if the value has changed since."""
 
     cloud = "GCE"
     _key, _alarm, _what = "preempted", "TRUE", "GCE will preempt this instance within 30 s"
-    _etag, _calm = "", 0  # `_calm`: how often the value was another one, so that an alarm after that is a new one
+    _etag, _calm = "", 0  # how often the value was another one, so that a later alarm is a new one
 
     def __init__(self, service: MetadataService, pause_s: float) -> None:
-        super().__init__(service, min(pause_s, 1.0))  # the service holds the question; this is in case it does not
+        super().__init__(service, min(pause_s, 1.0))  # the service delays the response; this applies if it does not
 
     def look(self) -> Iterator[Found]:
         path, within_s = f"/computeMetadata/v1/instance/{self._key}", self._service.timeout_s
@@ -242,7 +241,7 @@ class _Gce(_Feed):
         _expect(status, self._key)
         value = text.strip()
         if len(value) > 64 or not value.replace("_", "").isupper():
-            raise ValueError(f"{self._key} has a value that means nothing")
+            raise ValueError(f"{self._key} has an unknown value")
         self._etag = etag
         if value == self._alarm:
             yield ("gce", self._key, self._calm), Notice("preemption", self._what, None)
@@ -256,7 +255,7 @@ class _GceMaintenance(_Gce):
 
 
 class _Azure(_Feed):
-    """Events reach every machine of a scale set. All count, since a job on one of them mostly is on the others too."""
+    """Events reach every machine of a scale set. All count, because a job usually uses several of them."""
 
     cloud = "Azure"
     _answered = False
@@ -298,12 +297,12 @@ def _expect(status: int, what: str) -> None:
 def _object(text: str) -> dict[str, Any]:
     found = json.loads(text)
     if not isinstance(found, dict):
-        raise ValueError("the answer is not a JSON object")
+        raise ValueError("the response is not a JSON object")
     return found
 
 
 def _moment(text: object) -> float | None:
-    """Seconds since 1970, from the forms that EC2 and Azure use; None for anything else."""
+    """Parse a time in the formats of EC2 and Azure to seconds since 1970; None for anything else."""
     if not isinstance(text, str):
         return None
     for parse in (datetime.fromisoformat, parsedate_to_datetime):
@@ -323,6 +322,6 @@ def _when(at: float | None) -> str:
 
 
 def _machines(names: object) -> str:
-    """Who it is about, in words that cannot break a line of a log."""
+    """Return the names of the affected machines, without characters that could break a log line."""
     known = names if isinstance(names, list) else []
     return ", ".join(str(name)[:64] for name in known[:4] if str(name).isprintable()) or "this machine"

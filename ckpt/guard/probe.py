@@ -1,7 +1,7 @@
-"""What a trainer is doing, asked from outside where it can be, since a trainer that hangs answers nothing.
+"""Inspect a trainer from outside, because a hanging trainer does not respond.
 
-`sample` and `parse_dump` are for the writer; `own_stack` for a thread inside the trainer that is still alive. What they
-find becomes an `Evidence` (ckpt/guard/hang.py), which also judges it.
+`sample` and `parse_dump` are for the writer; `own_stack` for a live thread inside the trainer. The results become an
+`Evidence` (ckpt/guard/hang.py), which also judges them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ckpt.core.ipc.process import number_in_proc
 from ckpt.guard import hang
 from ckpt.guard.hang import MAX_ITEMS, Evidence, plain
 
-DUMP_SIGNAL = signal.SIGRTMIN + 6  # answered by faulthandler; no default of anybody's
+DUMP_SIGNAL = signal.SIGRTMIN + 6  # faulthandler handles it; no other default is lost
 _STATES = {
     psutil.STATUS_RUNNING: hang.RUNNING,
     psutil.STATUS_SLEEPING: hang.SLEEPING,
@@ -36,10 +36,10 @@ _STATES = {
 
 
 def sample(pid: int, rank: int, beat: Beat, *, ours: int = 0) -> Evidence:
-    """One look at a process from outside; without its stack, see `dataclasses.replace`. Takes about a millisecond.
+    """Inspect a process once from outside, without its stack (see `dataclasses.replace`). Takes about a millisecond.
 
-    `ours`: bytes that the process wrote for us so far, such as dumps of its stack, which are no sign of life. That
-    `pid` still is the same process, the caller must know.
+    `ours`: bytes that the process wrote for us, such as stack dumps, which are not a sign of life. The caller must know
+        that `pid` is still the same process.
     """
     state, cpu_s, written = hang.GONE, 0.0, -1
     with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
@@ -65,7 +65,7 @@ def sample(pid: int, rank: int, beat: Beat, *, ours: int = 0) -> Evidence:
 
 
 def _received() -> int:
-    """Bytes from the network, loopback included: of the whole host, as the kernel does not count them by process."""
+    """Return the bytes received by the whole host, loopback included; the kernel does not count them by process."""
     with contextlib.suppress(OSError):
         return sum(one.bytes_recv for one in psutil.net_io_counters(pernic=True, nowrap=False).values())
     return 0
@@ -79,12 +79,12 @@ def _frame(function: str, file: str, line: object) -> str:
 
 
 def own_stack(thread_id: int) -> tuple[str, ...]:
-    """Of a thread of this process, innermost first; () if there is no such thread."""
-    frame, found = sys._current_frames().get(thread_id), list[str]()
-    while frame is not None and len(found) < MAX_ITEMS:
-        found.append(_frame(frame.f_code.co_name, frame.f_code.co_filename, frame.f_lineno))
+    """Return the stack of a thread of this process, innermost first; () if there is no such thread."""
+    frame, frames = sys._current_frames().get(thread_id), list[str]()
+    while frame is not None and len(frames) < MAX_ITEMS:
+        frames.append(_frame(frame.f_code.co_name, frame.f_code.co_filename, frame.f_lineno))
         frame = frame.f_back
-    return tuple(found)
+    return tuple(frames)
 
 
 @dataclass(slots=True)
@@ -94,7 +94,7 @@ class _Thread:
 
     @property
     def started(self) -> bool:
-        """By another thread: so it is not the main one."""
+        """Return True if another thread started it, so that it is not the main one."""
         return bool(self.frames) and self.frames[-1].startswith("_bootstrap (")
 
 
@@ -103,12 +103,9 @@ _LINE = re.compile(r'  File (?:"(.*)"|\?\?\?), line ([0-9]+|\?\?\?) in (.*)')
 
 
 def parse_dump(text: str) -> tuple[str, ...]:
-    """The main thread of the last dump in a text: its frames, innermost first. () if it is not among them.
-
-    Of faulthandler, whichever thread wrote it and for whatever reason. It begins with the newest thread, so the main
-    one comes last. Beyond a hundred threads it goes missing (a line "..."), and is known
-    only if it is the current one.
-    """
+    """Return the main thread's frames in the last dump of a text, innermost first; () if it is missing. faulthandler
+    writes the dump, from any thread. It begins with the newest thread, so the main one comes last. Beyond a hundred
+    threads the main one is missing (a line "..."), unless it is the current one."""
     threads, cut = _last_dump(text.splitlines())
     if threads and not cut and (not threads[-1].started or len(threads) == 1):
         return tuple(threads[-1].frames)
@@ -116,7 +113,7 @@ def parse_dump(text: str) -> tuple[str, ...]:
 
 
 def _last_dump(lines: Iterable[str]) -> tuple[list[_Thread], bool]:
-    """Its threads, and whether some are missing. Within a dump an empty line comes between two threads."""
+    """Return the threads of the last dump, and whether some are missing. An empty line separates two threads."""
     threads, cut, joined, before = list[_Thread](), False, False, "-"
     for line in lines:
         if header := _HEADER.fullmatch(line):
@@ -148,15 +145,13 @@ _WAITS = re.compile(
 
 
 def collective_of(stack: Iterable[str]) -> str:
-    """The collective, or other wait for the other ranks, that a stack is in; "" for none that can be seen.
-
-    The reduction of DistributedDataParallel is not visible in Python: "backward" may or may not be one. Nor is a wait()
-    of a user's own for the handle of an asynchronous collective.
-    """
+    """Return the collective, or other wait for other ranks, that a stack is in; "" if none is visible. The reduction of
+    DistributedDataParallel is not visible in Python: "backward" may or may not be one. Neither is a user's own wait()
+    for an asynchronous collective."""
     for frame in stack:
         match = _IN.fullmatch(frame)
         if match is None or not _LIBRARY.search(match[2]):
-            break  # the user's own code, which does something else inside
+            break  # the user's own code, doing something else inside
         if _DISTRIBUTED.search(match[2]) and _WAITS.search(match[1]):
             return match[1].lstrip("_")
         if match[1] == "_engine_run_backward" and _TORCH.search(match[2]):

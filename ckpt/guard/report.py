@@ -1,8 +1,8 @@
-"""What is said about a fault: for people one line, for machines `faults/<time>.<rank>.json` in the run.
+"""The report of a fault: one line for people, and `faults/<time>.<rank>.json` in the run for programs.
 
-A `Fault` is one rank's account of one incident: what was seen first and by whom, where every rank stood, what was
-saved, how long each part took, and what a launcher or scheduler should do (one word of `ADVICE`; who sees a fault
-chooses it). Ranks write theirs without asking each other; `incidents` puts together what belongs together.
+A `Fault` is one rank's report of one incident: what was detected first and by which process, the step of every rank,
+what was saved, how long each part took, and what a launcher or scheduler should do (a key of `ADVICE`, chosen by the
+process that detects it). Ranks write their reports independently; `incidents` groups those that belong together.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 
 from ckpt.core.cadence.ledger import TOGETHER_S
 from ckpt.core.format.typed_json import typed
-from ckpt.errors import MENDABLE, CheckpointError, CorruptError
+from ckpt.errors import USER_ERRORS, CheckpointError, CorruptError
 from ckpt.units import duration
 
 PREFIX = "faults/"
@@ -32,14 +32,14 @@ MAX_REPORT = 4 << 20
 MAX_STACK = 200  # lines
 
 ADVICE = {
-    "retry": "start it again on the same machines",
-    "replace": "start it again without this machine",
-    "resubmit": "the time is over, or the machine is taken away: submit the job again",
-    "fix": "it will happen again: look at the error first",
+    "retry": "start the job again on the same machines",
+    "replace": "start the job again without this machine",
+    "resubmit": "the time is over or the machine is taken away: submit the job again",
+    "fix": "it will happen again: fix the error first",
     "none": "nothing to do",
 }
 
-KINDS = {  # in words of people; programs keep to the keys, also to those of goodput.breakdown.Interruption
+KINDS = {  # for people; programs use the keys, also those of goodput.breakdown.Interruption
     "signal": "stop signal",
     "preemption": "preemption notice",
     "deadline": "time limit",
@@ -51,9 +51,9 @@ KINDS = {  # in words of people; programs keep to the keys, also to those of goo
     "none": "stopped on purpose",
     "moved": "copied",
 }
-ASKED = {  # the same where training went on: no fault, but a save at a time that somebody chose
-    "request": "asked for",
-    "signal": "asked for by a signal",
+ASKED = {  # the same if training continued: a requested save, not a fault
+    "request": "requested",
+    "signal": "requested by a signal",
     "deadline": "before a time limit",
 }
 
@@ -68,35 +68,36 @@ LAUNCHER = (
 
 
 def in_words(kind: str, *, asked: bool = False) -> str:
-    """What a person reads for the kind of a fault, or of an interruption."""
+    """Return the name of a kind of fault or interruption for people."""
     return (ASKED if asked else KINDS).get(kind, kind)
 
 
 def was_asked(kind: str, by: str, *, ends: bool) -> bool:
-    """Whether this is no fault, but a save that was asked for, or due before the time is over. A signal that only the
-    writer saw came to a trainer that was held up."""
+    """Return True for a requested save, or one before a time limit, which is not a fault. A signal that only the writer
+    detected means that the trainer was blocked, which is a fault."""
     return kind == "request" or (kind in ASKED and by != "writer" and not ends)
 
 
 @dataclass
 class SavedStep:
-    """One step that the incident had saved. `tier`: "memory" or a URL; `seconds` since the incident was seen."""
+    """A step that was saved because of an incident. `tier`: "memory" or a URL; `seconds` since the detection."""
 
     step: int
     tier: str
-    how: str  # "ring": it was in memory; "live": staged after an exception in step(); "agreed": by the training loop
+    how: str  # "ring": from memory; "live": staged after an exception in step(); "agreed": by the training loop
     seconds: float
     error: str = ""
 
 
 @dataclass
 class Fault:
-    """One rank's account of one incident.
+    """One rank's report of one incident.
 
-    `kind`: "signal", "preemption", "deadline", "exception", "oom", "hang", "memory", "request" or "death"; `by`: who
-    saw it first here, "writer" or "fault handler"; `how`: by which means; `time`: UTC; `steps`: the last step of each
-    rank that is known; `stacks`: by rank, innermost frame first; `evidence`: of each rank that could be looked at;
-    `timings`: seconds since it was seen; `exit_code`: None if the process goes on.
+    `kind`: "signal", "preemption", "deadline", "exception", "oom", "hang", "memory", "request" or "death"; `by`: which
+        detected it first, "writer" or "fault handler"; `how`: by which means; `time`: UTC; `steps`: the last known step
+        of each rank;
+    `stacks`: by rank, innermost frame first; `evidence`: of each rank that could be inspected; `timings`: seconds since
+        the detection; `exit_code`: None if the process continues.
     """
 
     kind: str
@@ -121,19 +122,19 @@ class Fault:
 
     @property
     def key(self) -> str:
-        """Its name in a store."""
+        """The object's name in a store."""
         return f"{PREFIX}{re.sub('[^0-9T]', '', self.time[:26])}.{self.rank}.json"
 
     @property
     def line(self) -> str:
-        """For the log."""
+        """The line for the log."""
         durable = [s for s in self.saved if s.tier != "memory" and not s.error]
         held = [s for s in self.saved if s.tier == "memory" and not s.error]
         if durable:
             best = max(durable, key=lambda s: s.step)
             kept = f"step {best.step} is durable in {best.tier} after {duration(best.seconds)}"
         elif held:
-            kept = f"step {max(s.step for s in held)} is in memory, and not durable yet"
+            kept = f"step {max(s.step for s in held)} is in memory, not durable yet"
         else:
             kept = "nothing new was saved"
         return f"{self.summary} [{kept}]"
@@ -148,33 +149,33 @@ class Fault:
 
     @classmethod
     def from_json(cls, data: Any) -> Fault:
-        """CorruptError if it is not one."""
+        """Parse a report. Raises CorruptError if it is invalid."""
         try:
             fault = typed(cls, data)
-            fault.when  # noqa: B018 - raises if it is no moment
+            fault.when  # noqa: B018 - raises if it is not a time
             return fault
         except (OverflowError, ValueError) as error:
-            raise CorruptError(f"this is not the account of a fault: {error}") from None
+            raise CorruptError(f"not the report of a fault: {error}") from None
 
     @property
     def asked(self) -> bool:
-        """Whether it is no fault, but a save that was asked for, or due before the time is over."""
+        """True for a requested save, or one before a time limit, which is not a fault."""
         return was_asked(self.kind, self.by, ends=self.exit_code is not None)
 
     @property
     def ending(self) -> bool:
-        """Whether it may end this incarnation of the job; several such at the same time have one cause."""
+        """True if it may end this job attempt; several of these at the same time have one cause."""
         return self.exit_code is not None or self.kind in ("death", "hang", "exception", "oom")
 
     @property
     def when(self) -> float:
-        """Seconds since 1970."""
+        """Time of the report, seconds since 1970."""
         return datetime.fromisoformat(self.time).timestamp()
 
 
 def incidents(faults: Iterable[Fault]) -> list[list[Fault]]:
-    """What several ranks wrote about the same incident, or saved before the same time limit, together; the account of
-    who saw it first comes first, but after the cause what another process's end did to its peers."""
+    """Group the reports of several ranks about the same incident, or about saves before the same time limit. The first
+    report comes first, but consequences of a peer's end come after their cause."""
     found: list[list[Fault]] = []
     for fault in sorted(faults, key=lambda one: one.when):
         last = found[-1] if found else []
@@ -190,14 +191,14 @@ def incidents(faults: Iterable[Fault]) -> list[list[Fault]]:
     return [sorted(one, key=lambda fault: fault.kind == "exception" and fault.advice == "retry") for one in found]
 
 
-def tell_if_uncaught(error: CheckpointError, rank: int, world: int) -> None:
-    """Of what kept a run from being opened, before anybody watches: should it end this process, torchrun is told, and
-    the traceback on the screen ends where the caller's code does."""
+def explain_if_uncaught(error: CheckpointError, rank: int, world: int) -> None:
+    """Prepare for an error while opening a run to end this process, before the guard watches. Then torchrun receives
+    the reason, and the traceback ends at the caller's code."""
     before, known = sys.excepthook, weakref.ref(error)
 
     def hook(kind: type[BaseException], found: BaseException, trace: TracebackType | None) -> None:
         if found is known():
-            at = trace if isinstance(found, MENDABLE) else None
+            at = trace if isinstance(found, USER_ERRORS) else None
             while at is not None:
                 if at.tb_next is not None and str(at.tb_next.tb_frame.f_globals.get("__name__")).startswith("ckpt."):
                     at.tb_next = None
@@ -212,7 +213,7 @@ def tell_if_uncaught(error: CheckpointError, rank: int, world: int) -> None:
 
 
 def tell_launcher(fault: Fault, stack: Sequence[str] = ()) -> None:
-    """torchrun prints what it finds in this file as the reason of a failure."""
+    """Write the reason of a failure to the file that torchrun prints."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return

@@ -1,15 +1,15 @@
-"""Signals, noticed within a millisecond whatever the main thread does.
+"""Detect signals within a millisecond, whatever the main thread does.
 
-A Python handler runs in the main thread, between two bytecodes: never while that thread sits in a collective. The
-interpreter's own handler writes the number of a signal to a descriptor at once, though (`signal.set_wakeup_fd`). Here
-that is a socket whose other end two processes have: the fault handler thread reads it, and if it cannot, because
-something holds the interpreter's lock, the writer does.
+A Python handler runs in the main thread between two bytecodes, and never while that thread is in a collective. But the
+interpreter's own handler immediately writes the signal's number to a descriptor (`signal.set_wakeup_fd`). Here that is
+a socket whose other end is shared by two processes: the fault handler thread reads it, and if it cannot, because the
+interpreter lock is held, the writer does.
 
-Nobody's handlers are lost: ours call those that were there before, and those that are installed later replace ours,
-which the descriptor does not depend on. `put_back` restores what was there.
+Handlers of others keep working: ours call the previous ones, and later ones replace ours, on which the descriptor does
+not depend. `put_back` restores the previous handlers.
 
-There may be several of us in a process, which has one handler of a signal and one descriptor. The last that was armed
-has the descriptor; each passes on what it reads to the one before it, and the first to whoever was there before.
+A process may have several instances, but one handler per signal and one descriptor. The last armed instance owns the
+descriptor; each passes on what it reads to the previous one, and the first to the original owner.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from typing import Any, ClassVar
 
 from ckpt.events import log
 
-Handler = Any  # what signal.getsignal gives: a callable, SIG_DFL, SIG_IGN
+Handler = Any  # result of signal.getsignal: a callable, SIG_DFL, SIG_IGN
 
 
 class _Descriptors:
-    """Of this process. `ours`: who is armed, in that order; `others`: whose descriptor it was before any of us, or that
-    came between; `left`: ours that the interpreter may have, though nobody reads there any more."""
+    """The wakeup descriptors of this process. `ours`: armed instances in order; `others`: descriptor of other code,
+    installed before or between ours; `left`: ours that the interpreter may still have, but that nothing reads."""
 
     ours: ClassVar[list[Wakeup]] = []
     left: ClassVar[set[int]] = set()
@@ -38,7 +38,7 @@ class _Descriptors:
 
 
 class Wakeup:
-    """Armed in the main thread, read in any other."""
+    """Detects signals. Armed in the main thread, read in any other."""
 
     def __init__(self, numbers: Iterable[signal.Signals]) -> None:
         self.numbers = tuple(numbers)
@@ -47,21 +47,22 @@ class Wakeup:
         self._writer.setblocking(False)
         self._before: dict[int, Handler] = {}
         self._armed = False
-        self.deaf = False  # nobody reads any more: what would have ended the process does so once all is put back
+        # reading has stopped: signals that would end the process do so after the handlers are restored
+        self.deaf = False
         self._missed: list[int] = []
-        self._taken = False  # whether the interpreter has our descriptor
-        # Bound once: a method is a new object each time it is asked for, and we compare by identity.
+        self._taken = False  # True if the interpreter has our descriptor
+        # Bound once, because each access creates a new method object and we compare by identity.
         self._ours: Callable[[int, Any], None] = self._handle
 
     def arm(self) -> None:
-        """In the main thread, or it is only said that signals are not handled."""
+        """Install the handlers in the main thread; elsewhere only log that signals are not handled."""
         if not self.numbers:
             return
         if threading.current_thread() is not threading.main_thread():
             names = ", ".join(number.name for number in self.numbers)
             log.warning(
-                "%s: no trigger here, since the Checkpointer was not made in the main thread, where Python handles "
-                "signals. One that ends the process leaves memory to the writer, as any death does",
+                "%s: not a trigger, because the Checkpointer was not created in the main thread, where Python handles "
+                "signals. If one ends the process, the writer keeps the memory, as after any crash",
                 names,
             )
             return
@@ -75,8 +76,8 @@ class Wakeup:
     def _take(self) -> None:
         for number in self.numbers:
             before = signal.getsignal(number)
-            if before is None or (before == signal.SIG_DFL and _caught(number)):  # it could not be put back
-                log.warning("%s is handled by something else than Python: it is no trigger", number.name)
+            if before is None or (before == signal.SIG_DFL and _caught(number)):  # it could not be restored
+                log.warning("%s is not a trigger, because code outside Python handles it", number.name)
                 continue
             self._before[number] = before
             signal.signal(number, self._ours)
@@ -85,11 +86,11 @@ class Wakeup:
         _take_descriptor()
 
     def put_back(self) -> None:
-        """What is still ours becomes what it was. From another thread than the main one ours only go quiet."""
+        """Restore the previous handlers if ours are still installed. From other threads, ours only become inactive."""
         armed, self._armed = self._armed, False
         if self in _Descriptors.ours:
             _Descriptors.ours.remove(self)
-        for later in _Descriptors.ours:  # they call what ours called
+        for later in _Descriptors.ours:  # the later handlers chain to the one we replaced
             later._before = {n: self._before[n] if h is self._ours else h for n, h in later._before.items()}
         if not armed or threading.current_thread() is not threading.main_thread():
             return
@@ -101,18 +102,18 @@ class Wakeup:
             os.kill(os.getpid(), number)
 
     def _give_descriptor_back(self) -> None:
-        """To the one of us that was armed before, or to whoever was there before us."""
+        """Give the descriptor to the previously armed instance, or to the original owner."""
         ours = [one._writer.fileno() for one in _Descriptors.ours]
         try:
             found = signal.set_wakeup_fd([_Descriptors.others, *ours][-1], warn_on_full_buffer=False)
-        except (OSError, ValueError):  # it was closed meanwhile
+        except (OSError, ValueError):  # it was closed
             found = signal.set_wakeup_fd(-1)
         self._taken = False
         if found not in (-1, self._writer.fileno(), *ours, *_Descriptors.left):
-            signal.set_wakeup_fd(found, warn_on_full_buffer=False)  # somebody else's, later than ours
+            signal.set_wakeup_fd(found, warn_on_full_buffer=False)  # other code has installed this one after ours
 
     def close(self) -> None:
-        if self._taken:  # the interpreter goes on writing to that number: no other file may get it, and no pipe break
+        if self._taken:  # the interpreter may still write to that number, so no other file may get it
             _Descriptors.left.add(self._writer.detach())
             self.reader.detach()
         else:
@@ -120,32 +121,33 @@ class Wakeup:
             self.reader.close()
 
     def forget(self) -> None:
-        """In a forked child, whose signals are not the trainer's: nothing of ours is left there."""
+        """Remove everything in a forked child, whose signals are not the trainer's."""
         self.put_back()
         self.close()
 
     def would_end(self, number: int) -> bool:
-        """Whether the process would have ended of this signal without us: nobody else handles it."""
-        handler, found = signal.getsignal(number), False
-        while isinstance(one := getattr(handler, "__self__", None), Wakeup) and handler is one._ours:
-            handler, found = one._before[number], found or one is self
-        return found and handler == signal.SIG_DFL
+        """Return True if the process would end on this signal without us, because nothing else handles it."""
+        handler, ours_found = signal.getsignal(number), False
+        while isinstance(owner := getattr(handler, "__self__", None), Wakeup) and handler is owner._ours:
+            handler, ours_found = owner._before[number], ours_found or owner is self
+        return ours_found and handler == signal.SIG_DFL
 
     def miss(self, number: int) -> None:
-        """Not now: it is sent again when everything is put back."""
+        """Remember a signal; it is sent again after the handlers are restored."""
         self._missed.append(number)
 
     def pass_on(self, raw: bytes) -> None:
-        """To whoever had the descriptor before us."""
+        """Send bytes to the previous owner of the descriptor."""
         armed = list(_Descriptors.ours)
-        with contextlib.suppress(OSError, ValueError):  # full or closed is its owner's business; or we are not armed
+        # a full or closed descriptor is its owner's concern; or we are not armed
+        with contextlib.suppress(OSError, ValueError):
             if at := armed.index(self):
                 armed[at - 1]._writer.send(raw)
             elif _Descriptors.others >= 0:
                 os.write(_Descriptors.others, raw)  # a pipe or a socket
 
     def read(self) -> list[int]:
-        """The signals that have come since, ours only; others' descriptors get theirs passed on."""
+        """Return our signals that have arrived since; those of other descriptors are passed on."""
         try:
             raw = self.reader.recv(4096)
         except (BlockingIOError, OSError):
@@ -154,14 +156,14 @@ class Wakeup:
         return [number for number in raw if number in self._before]
 
     def wait(self, also: int, timeout_s: float | None) -> None:
-        """Until a signal comes, or the descriptor `also` can be read."""
+        """Wait for a signal, or until the descriptor `also` is readable."""
         poll = select.poll()
         poll.register(self.reader, select.POLLIN)
         poll.register(also, select.POLLIN)
         poll.poll(None if timeout_s is None else max(0.0, timeout_s) * 1000)
 
     def _handle(self, number: int, frame: Any) -> None:
-        """In the main thread, as soon as it comes round to it."""
+        """Handle a signal in the main thread."""
         if _Descriptors.ours and _take_descriptor():
             with contextlib.suppress(OSError):
                 _Descriptors.ours[-1]._writer.send(bytes([number]))
@@ -176,8 +178,8 @@ class Wakeup:
 
 
 def _take_descriptor() -> bool:
-    """For the last of us; whether it was nobody's who is armed: a loop of asyncio takes the descriptor for itself, and
-    sets it to none at its end."""
+    """Install the descriptor of the last instance. Return True if another one was installed. An asyncio loop installs
+    its own descriptor, and removes it at its end."""
     ours = [one._writer.fileno() for one in _Descriptors.ours]
     found = signal.set_wakeup_fd(ours[-1], warn_on_full_buffer=False)
     if found in ours:
@@ -187,7 +189,7 @@ def _take_descriptor() -> bool:
 
 
 def _caught(number: int) -> bool:
-    """Whether this process has a handler for a signal, Python's or not, as the kernel knows it."""
+    """Return True if this process has a handler for a signal, in Python or not, according to the kernel."""
     with contextlib.suppress(OSError), open("/proc/self/status") as file:
         for line in file:
             if line.startswith("SigCgt:"):

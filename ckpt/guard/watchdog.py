@@ -1,13 +1,13 @@
-"""A watch over a trainer from its writer process, from outside: it goes on when the trainer cannot.
+"""Watch a trainer from its writer process, from outside, so that it works when the trainer cannot run.
 
-    the wakeup socket    signals that nobody in the trainer took within `LATE_S`: something holds the interpreter's lock
-    a pipe               what Python's faulthandler writes when it crashes, or when we ask for its stacks
-    the heartbeat            which step it is at, compared with the usual pace
-    counters             whether the kernel's OOM killer has struck since
+    the wakeup socket    signals not taken in the trainer within `LATE_S`, because the interpreter lock is held
+    a pipe               output of Python's faulthandler at a crash, or when we request its stacks
+    the heartbeat            the current step, compared with the usual pace
+    counters             whether the kernel's OOM killer has struck
     memory               whether it becomes short
 
-Looking costs the trainer nothing. Only where no step has come for too long is it asked, by a signal that faulthandler
-answers without the interpreter's lock, where it stands.
+Watching costs the trainer nothing. Only if no step has come for too long, its stack is requested by a signal, which
+faulthandler handles without the interpreter lock.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from ckpt.guard.pace import StepPace
 from ckpt.triggers import OnHang
 
 LOOK_S = 0.5
-LATE_S = 0.02  # until a signal that the fault handler has not taken is ours
+LATE_S = 0.02  # until a signal that the fault handler has not taken is handled here
 SAMPLES, BETWEEN_S = 3, 0.3
-SURELY = 3.0  # times the limit: a hang, even if it looks busy
+SURELY = 3.0  # multiples of the limit: a hang, even if it looks busy
 DUMP_S, QUIET_S = 1.0, 0.05
 FATAL = "Fatal Python error"
 MAX_TEXT = 1 << 20
@@ -43,7 +43,7 @@ MAX_TEXT = 1 << 20
 
 @dataclass(frozen=True)
 class Stall:
-    """No step for `idle_s`, where `limit_s` would have been much already."""
+    """No step for `idle_s` seconds, longer than `limit_s`."""
 
     idle_s: float
     limit_s: float
@@ -52,13 +52,16 @@ class Stall:
 
     @property
     def timings(self) -> dict[str, float]:
-        """For the account of it."""
+        """The timings for its report."""
         return {"idle_s": self.idle_s}
 
 
 class Watchdog:
-    """Watches one trainer. Made in the event loop; `fds`: what comes with an `Arm`. `on_signals`: called in the loop
-    with those that are triggers, and with all that came; `on_stall`: likewise, when no step has come for too long."""
+    """Watches one trainer. Created in the event loop; `fds`: descriptors that come with an `Arm`.
+
+    `on_signals`: called in the loop with the signals that are triggers, and with all bytes. `on_stall`: called when no
+        step has come for too long.
+    """
 
     def __init__(
         self,
@@ -76,7 +79,7 @@ class Watchdog:
         self._on_signals, self._on_stall, self._loop = on_signals, on_stall, asyncio.get_running_loop()
         self._text = ""
         self._crashed = trainer.crashed
-        self._dumped = 0  # bytes that it has written because we asked
+        self._dumped = 0  # bytes that it has written because of our requests
         self._changed = asyncio.Event()
         self._asking = asyncio.Lock()
         self._stopped = False
@@ -96,7 +99,7 @@ class Watchdog:
         self._task = self._loop.create_task(self._look())
 
     def stop(self) -> None:
-        """Nothing is called after it, and the trainer's descriptors are let go of."""
+        """Stop the calls, and close the trainer's descriptors."""
         if self._stopped:
             return
         self._stopped = True
@@ -113,7 +116,7 @@ class Watchdog:
     # -- signals --
 
     def _on_readable(self) -> None:
-        """The fault handler reads them. If they are still there in a moment, it cannot."""
+        """Give the fault handler a moment to read signals, then take them here."""
         self._loop.remove_reader(self._wakeup)
         self._loop.call_later(LATE_S, self._take_signals)
 
@@ -124,9 +127,9 @@ class Watchdog:
         try:
             raw = self._wakeup.recv(4096, socket.MSG_DONTWAIT)
             if not raw:
-                return  # it is gone
+                return  # the trainer is gone
         except OSError:
-            pass  # the fault handler was quicker
+            pass  # the fault handler was faster
         if raw:
             self._on_signals([n for n in dict.fromkeys(raw) if n in self.signals], raw)
         self._loop.add_reader(self._wakeup, self._on_readable)
@@ -134,7 +137,7 @@ class Watchdog:
     # -- crashes, and stacks --
 
     def _read_pipe(self) -> None:
-        """All that is there."""
+        """Read everything available."""
         while self._pipe >= 0:
             try:
                 raw = os.read(self._pipe, 1 << 16)
@@ -159,13 +162,13 @@ class Watchdog:
 
     @property
     def crash(self) -> str:
-        """What faulthandler said at a crash so far, "" if it said nothing."""
+        """The output of faulthandler at a crash so far, "" if there is none."""
         start = self._text.find(FATAL)
         return self._text[start:] if start >= 0 else ""
 
     async def sample(self) -> Evidence:
-        """Everything that can be seen of it from outside, and where its main thread says that it stands."""
-        async with self._asking:  # what it writes for one sample must not look like a log to another
+        """Inspect the trainer from outside, including the stack of its main thread."""
+        async with self._asking:  # its output for one sample must not look like a log to another
             found = probe.sample(self.pid, self.rank, self.heartbeat.read(), ours=self._dumped)
             if found.state in ("stopped", "zombie", "gone"):
                 return found
@@ -173,7 +176,7 @@ class Watchdog:
             return replace(found, stack=stack, collective=probe.collective_of(stack))
 
     async def stack(self) -> tuple[str, ...]:
-        """Where its main thread stands, innermost frame first; () if it does not answer."""
+        """Return the stack of its main thread, innermost frame first; () if it does not respond."""
         async with self._asking:
             return await self._stack()
 
@@ -215,24 +218,24 @@ class Watchdog:
             try:
                 samples = await self._samples(beat.calls)
             except Exception as error:
-                log.warning("the trainer cannot be looked at: %r", error)
+                log.warning("cannot inspect the trainer: %r", error)
                 continue
             if samples and (still(samples) or idle_s > SURELY * limit_s):
                 told = beat.calls
                 self._on_stall(Stall(idle_s, limit_s, pace.usual_s or 0.0, samples[-1]))
             elif samples:
-                patience = idle_s + limit_s / 2  # slow, and at work
+                patience = idle_s + limit_s / 2  # slow, but working
 
     async def _samples(self, calls: int) -> list[Evidence]:
-        """Several looks at one standstill; none if a step came between."""
-        found: list[Evidence] = []
+        """Sample one standstill several times; empty if a step came between."""
+        samples: list[Evidence] = []
         for number in range(SAMPLES):
             if number:
                 await asyncio.sleep(BETWEEN_S)
             if self.heartbeat.read().calls != calls:
                 return []
-            found.append(await self.sample())
-        return found
+            samples.append(await self.sample())
+        return samples
 
     # -- memory --
 
@@ -243,10 +246,10 @@ class Watchdog:
     # -- afterwards --
 
     def cause(self) -> tuple[str, str]:
-        """Of a death: how we know it, and what it was."""
-        self._read_pipe()  # a crash is told there before the death can be seen otherwise
+        """Return how a death was detected, and its cause."""
+        self._read_pipe()  # a crash is reported there before the death is visible otherwise
         if crash := self.crash:
             return "faulthandler", crash.partition("\n")[0].removeprefix(f"{FATAL}: ")
         if where := memory_pressure.oom_kills(pid="self", where=self._kills.where).since(self._kills):
-            return "robust mutex", f"killed, probably by the kernel's OOM killer (it struck in this {where})"
-        return "robust mutex", "died without a word, as of SIGKILL or os._exit"
+            return "robust mutex", f"was killed, probably by the kernel's OOM killer (which was active in this {where})"
+        return "robust mutex", "was killed (SIGKILL or os._exit)"

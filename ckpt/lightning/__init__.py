@@ -1,6 +1,7 @@
-"""How does a Lightning training save every step, and come back? A callback, and a CheckpointIO plugin.
+"""Save every step of a Lightning training and restore it: a callback, and a CheckpointIO plugin.
 
-In: a Trainer and its hooks. Out: calls of `ckpt.Checkpointer`. It may not know the writer's or the trainer's inside.
+Input: a Trainer and its hooks. Output: calls of `ckpt.Checkpointer`. It does not depend on internals of the writer or
+the core.
 """
 
 from ckpt.lightning.callback import CheckpointCallback as CheckpointCallback

@@ -32,13 +32,13 @@ AT_ONCE = (
 )  # fmt: skip
 
 
-def say(trainer: Any, text: str, *values: object) -> None:
-    """A warning among Lightning's own, which are shown unless somebody has turned them off."""
+def warn(trainer: Any, text: str, *values: object) -> None:
+    """Log a warning to Lightning's own logger, where it is visible by default."""
     _logger(trainer).warning(text, *values)
 
 
 def inform(trainer: Any, text: str, *values: object) -> None:
-    """What is no warning, shown like Lightning's own "Restoring states from …"."""
+    """Log an info message to Lightning's own logger, like its "Restoring states from …"."""
     _logger(trainer).info(text, *values)
 
 
@@ -156,15 +156,15 @@ class BatchFeed:
         for number, (one, base) in enumerate(zip(self._objects, self._orders, strict=True)):
             changes = {key: orders.change(value, base.get(key)) for key, value in _sequences(one).items()}
             for key in [key for key, value in changes.items() if value is orders.LEFT_OUT]:
-                self._say_left_out(f"{type(one).__name__}.{key}")
+                self._warn_left_out(f"{type(one).__name__}.{key}")
             if changed := {key: value for key, value in changes.items() if isinstance(value, list)}:
                 found.append([number, type(one).__qualname__, changed])
         return found
 
-    def _say_left_out(self, name: str) -> None:
+    def _warn_left_out(self, name: str) -> None:
         if name not in self._left_out:
             self._left_out.add(name)
-            say(
+            warn(
                 self._trainer,
                 "training changes %s, which has more than %d items, or new items that are not numbers, so it is not "
                 "saved: after a restart batches may come in another order. Draw the order of an epoch from its number, "
@@ -230,7 +230,7 @@ class BatchFeed:
         if self._lazy or self._has_restarted():
             drawn = {k: v for k, v in before.items() if not _same(v, now[k]) and not _same(v, self._after.get(k))}
             if drawn and not self._draws.add(self._count, drawn):
-                say(
+                warn(
                     self._trainer,
                     "more than %d batches of this epoch drew from the shared random generators, and training drew from "
                     "them between the batches: a restart from here on sees other batches in the rest of the epoch. "
@@ -252,14 +252,14 @@ class BatchFeed:
     def _check(fetcher: Any) -> None:
         if hasattr(fetcher, "iterator_wrapper"):
             raise UsageError(
-                "training_step(dataloader_iter) fetches batches by itself, so that nobody can come back to one: take "
+                "training_step(dataloader_iter) fetches batches itself, so a restart cannot come back to one: use "
                 "`batch` instead"
             )
 
     # -- saved and restored --
 
     def fix(self, loop: State) -> None:
-        """What Lightning's loop says of its loaders, put right."""
+        """Correct what Lightning's loop saves of its loaders."""
         if not self._stateful:
             loop.pop("combined_loader", None)
         elif self._ahead is not None and "combined_loader" in loop:
@@ -299,7 +299,7 @@ class BatchFeed:
         done = progress.current.ready
         self._check(fetcher)
         if not self._trainer.fit_loop.epoch_loop._num_ready_batches_reached() and not self._stateful:
-            self._say_what_differs()
+            self._warn_what_differs()
             if self._was_made:
                 self._put(self._begun)
                 iter(fetcher)  # makes a new one inside
@@ -315,9 +315,9 @@ class BatchFeed:
         self._after, self._returning = {}, False
         self._put(self._step)
 
-    def _say_what_differs(self) -> None:
+    def _warn_what_differs(self) -> None:
         if self._saved_world != self._world:
-            say(
+            warn(
                 self._trainer,
                 "saved by %d ranks and restored by %d in the middle of an epoch: the batches of its rest are divided "
                 "anew, so that some samples may come twice and some not at all in this epoch",
@@ -325,7 +325,7 @@ class BatchFeed:
                 self._world,
             )
         if any(getattr(loader, "persistent_workers", False) for loader in self._loaders()):
-            say(
+            warn(
                 self._trainer,
                 "persistent_workers=True: the batches are the same again, but what workers draw at random goes on from "
                 "other numbers than in the run that was interrupted",
@@ -333,10 +333,8 @@ class BatchFeed:
 
 
 class Draws:
-    """Random states before single batches of an epoch, by the number of the batch.
-
-    The states are the rows of one array for each generator, so that a save has few entries, and new ones rarely.
-    """
+    """Random states before single batches of an epoch, by the number of the batch. The states are the rows of one array
+    for each generator, so that a save has few entries, and new ones rarely."""
 
     def __init__(self) -> None:
         self._rows: dict[str, np.ndarray[Any, Any]] = {}

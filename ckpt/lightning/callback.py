@@ -1,30 +1,30 @@
-"""Lightning: one line more, and a training saves every step and comes back by itself.
+"""A Lightning callback that saves every step and restores the run automatically.
 
     from ckpt.lightning import CheckpointCallback
 
     trainer = Trainer(..., callbacks=[CheckpointCallback("s3://bucket/run1", every=200)])
-    trainer.fit(model, data)              # killed? the same script goes on where it was
+    trainer.fit(model, data)              # after a crash, the same script continues where it was
 
-It is a callback, and not a `CheckpointIO`, because strategies that shard the model go past that. What saves is a
-`ckpt.Checkpointer`: every optimizer step is staged in memory that outlives the process, every 200th goes to the bucket,
-and signals, deadlines, hangs and preemption notices save what is there. `ckpt ls`, `report`, `doctor` and all the rest
-know the run as any other.
+It is a callback and not a `CheckpointIO`, because strategies that shard the model bypass the latter. A
+`ckpt.Checkpointer` does the saving: every optimizer step is staged in memory that survives the process, every 200th is
+written to the bucket, and signals, deadlines, hangs and preemption notices trigger emergency saves. All commands (`ckpt
+ls`, `report`, `doctor`, ...) work on the run.
 
-**What comes back**: model, optimizers, schedulers, the AMP scaler, loops, callbacks, the data module, what hooks add in
-`on_save_checkpoint`, random numbers, the batches that are still to come, what was logged in the epoch so far, and
-torchmetrics that are parts of the model. Of accumulated gradients nothing is kept: a step is an optimizer step, and
-batches since the last one are seen again. A validation that was under way runs again from its beginning. Losses,
-weights and metrics are then those of a run that was never interrupted, bit for bit.
+**What is restored**: model, optimizers, schedulers, the AMP scaler, loops, callbacks, the data module, values added in
+`on_save_checkpoint`, random numbers, the remaining batches, values logged in the epoch so far, and torchmetrics in the
+model. Accumulated gradients are not kept: a step is an optimizer step, and batches since the last one are repeated. A
+validation that was interrupted runs again from its beginning. Losses, weights and metrics are then bit for bit those of
+an uninterrupted run.
 
 **Batches.** A loader with `state_dict()` (torchdata's `StatefulDataLoader`) restores its own state. With other loaders,
-the epoch begins again with the random numbers it began with, fetches the batches it has had before and drops them. This
-is exact, also with `shuffle=True`, workers, and loaders that start again within an epoch, and takes as long as loading
-the batches does. Three cases are not exact, and a warning is logged for each: random numbers of workers that outlive an
+the epoch begins again with its original random numbers, fetches the batches it has had before and drops them. This is
+exact, also with `shuffle=True`, workers, and loaders that start again within an epoch, and takes as long as loading the
+batches does. Three cases are not exact, and a warning is logged for each: random numbers of workers that outlive an
 epoch (`persistent_workers=True`), more than 512 batches of an epoch that draw from the shared generators, and an epoch
 that is resumed on another number of ranks.
 
 **Hooks.** `on_train_epoch_start` runs again when an epoch is resumed in its middle, and its changes to the state are
-undone. Flags of parameters, groups that were added, metrics, and lists that `on_train_epoch_end` reads come back.
+undone. Flags of parameters, added groups, metrics, and lists that `on_train_epoch_end` reads are restored.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from ckpt.callbacks import check_keywords
 from ckpt.checkpointer import Checkpointer
 from ckpt.core.cadence.cadence import Auto
 from ckpt.core.checkpoint.retention import Keep
-from ckpt.errors import CheckpointError, UsageError, at_door
+from ckpt.errors import CheckpointError, UsageError, public_function
 from ckpt.lightning.checkpoint_io import CheckpointIO as CheckpointIO
 from ckpt.lightning.checkpoint_io import with_bases
-from ckpt.lightning.loop_hooks import LoopHooks, State, say
-from ckpt.lightning.start import given, last_file, limits, say_finished, say_goes_on, shorten
+from ckpt.lightning.loop_hooks import LoopHooks, State, warn
+from ckpt.lightning.start import given, last_file, limits, report_finished, report_resume, shorten
 from ckpt.lightning.trainer_state import Monitored, TrainerState, state_of
 from ckpt.loading import Loaded, load
 from ckpt.save import Save
@@ -59,33 +59,31 @@ MEANT = {"save_top_k": "top_k="}
 
 
 class CheckpointCallback(Base):
-    """Saves a Lightning training as it goes, and brings it back when the same script starts again.
+    """Saves a Lightning training while it trains, and restores it when the same script is started again.
 
-    `tiers`: a folder or URL, or a list of `ckpt.Memory`, `ckpt.Tier` and such words, nearest first. `every` and `keep`
-    are of tiers that are given as a string: optimizer steps between checkpoints, a time ("10min") or "auto"; and how
-    many stay. All other keywords are those of `ckpt.Checkpointer`: `name`, `on_busy`, `on_error`, `triggers`,
-    `on_fault` and the time-outs.
+    - `tiers`: folder or URL, or a list of `ckpt.Memory`, `ckpt.Tier` and strings, nearest first.
+    - `every`, `keep`: for tiers given as strings: optimizer steps between checkpoints, a time ("10min") or "auto"; and
+      how many to keep.
+    - `monitor`: logged metric, for example "val_loss". The `top_k` best steps at which it was measured (smallest with
+      `mode="min"`, or "max") are saved to every tier and kept regardless of age; see `best_step`, `best_score` and
+      `best_model`. It is read at the end of a validation and of an epoch. A metric of single training batches counts
+      only if the last step logged it. In distributed training, log it with `sync_dist=True`; rank 0's value decides.
+    - `strict`: False restores the entries that fit a changed model. Default True: MismatchError lists what does not
+      fit.
+    - All other keywords are those of `ckpt.Checkpointer`: `name`, `on_busy`, `on_error`, `triggers`, `on_fault`, the
+      timeouts.
 
-    `monitor`: a logged metric, such as "val_loss": the `top_k` best of the steps it was measured at (smallest with
-    `mode="min"`, or "max") are saved to every tier and kept there, however old they get. `best_step`, `best_score` and
-    `best_model` say which. It is looked at where a validation ends, and where an epoch does; what was not logged there
-    is no score of that step, a metric of single training batches only if the last step logged it. In distributed
-    training, log it with `sync_dist=True`; the first rank's value decides.
-
-    `strict=False` restores what fits a model that has changed; otherwise a MismatchError says what does not.
-
-    For a single device, DDP, and FSDP2 or tensor parallelism (`ModelParallelStrategy`); FSDPStrategy hides its
-    parameters, and StateError says so. Lightning's ModelCheckpoint may be there or not (`enable_checkpointing=False`).
-    `trainer.fit(ckpt_path=...)` is where a first start takes its state from. Once this run has checkpoints of its own,
-    it goes on from those; a ckpt_path other than the one it began with is then a UsageError, unless it is what
-    "last" stands for.
+    Supports a single device, DDP, and FSDP2 or tensor parallelism (`ModelParallelStrategy`). FSDPStrategy hides its
+    parameters, so it raises StateError. Lightning's ModelCheckpoint is optional (`enable_checkpointing=False`).
+    `trainer.fit(ckpt_path=...)` is the initial state of the first start. Once the run has checkpoints, it continues
+    from them; a ckpt_path other than the one it began with then raises UsageError, unless it is the "last" file.
     """
 
     def __new__(cls, *args: Any, **arguments: Any) -> CheckpointCallback:
         found: CheckpointCallback = object.__new__(with_bases(cls, "", "Callback"))
         return found
 
-    @at_door
+    @public_function
     def __init__(
         self,
         tiers: object = None,
@@ -100,14 +98,14 @@ class CheckpointCallback(Base):
     ) -> None:
         super().__init__()
         if "best" in arguments:
-            raise UsageError("here monitor=, mode= and top_k= say what is best")
+            raise UsageError("best= is not supported here: use monitor=, mode= and top_k=")
         check_keywords(CheckpointCallback, arguments, MEANT)
         memory, durable = as_tiers(tiers, every, keep)
         self._places: list[Memory | Tier] = [*([] if memory is None else [memory]), *durable]
         self._arguments, self._strict = arguments, strict
         self._best = None if monitor is None else Best(monitor, mode, top_k)
         self._began_from = ""  # the ckpt_path of the first start
-        self._limits: list[Any] = []  # of this script; and what the run was saved with
+        self._limits: list[Any] = []  # limits of this script, and those that the run was saved with
         self._saved: State = {}
         self._missed = False
         self._close()
@@ -119,7 +117,7 @@ class CheckpointCallback(Base):
         self._monitored: Monitored | None = None
         self._save: Save | None = None
         self._step = 0
-        self._has_step = False  # that it may be saved by
+        self._has_step = False  # True if the step can be saved under its number
         self._pause = contextlib.ExitStack()
 
     def __reduce__(self) -> Any:  # for launchers that spawn: nothing is open then
@@ -130,12 +128,12 @@ class CheckpointCallback(Base):
 
     @property
     def checkpointer(self) -> Checkpointer | None:
-        """What saves, while `fit` runs."""
+        """The Checkpointer, while `fit` runs."""
         return self._cp
 
     @property
     def best_step(self) -> int | None:
-        """The step that scored best so far, None without one."""
+        """The step with the best score so far, None without one."""
         return self._best.scores[0][1] if self._best is not None and self._best.scores else None
 
     @property
@@ -144,17 +142,15 @@ class CheckpointCallback(Base):
 
     @property
     def best_model(self) -> Loaded | None:
-        """The model of the best step, read when used: `model.load_state_dict(callback.best_model.all())`.
-
-        While `fit` runs, this waits until the best step is saved.
-        """
+        """The model of the best step, read when used: `model.load_state_dict(callback.best_model.all())`. While `fit`
+        runs, this waits until the best step is saved."""
         if self.best_step is None:
             return None
         _, durable = as_tiers(self._places)
         if not durable:
             raise UsageError("the best model is kept in a durable tier: give the callback a folder or URL")
         if self._cp is not None:
-            self._cp.wait(step=self.best_step)  # its save may be under way
+            self._cp.wait(step=self.best_step)  # its save may be in progress
         return load(durable[0].url, step=self.best_step, only="model.*").sub("model")
 
     # -- Lightning's events --
@@ -165,30 +161,30 @@ class CheckpointCallback(Base):
         others = [c for c in trainer.callbacks if c is not self]
         if any(isinstance(c, CheckpointCallback) for c in others):
             raise UsageError(
-                "two CheckpointCallbacks in one trainer: give one of them all tiers, CheckpointCallback([a, b])"
+                "this trainer has two CheckpointCallbacks: use one with all tiers, CheckpointCallback([a, b])"
             )
         kind = type(trainer.strategy).__name__
         if kind in NOT_OURS:
-            raise UsageError(f"{kind} keeps the state where it cannot be seen: use ModelParallelStrategy, or DDP")
-        trainer.callbacks = [*others, self]  # the last to hear of anything: what others change is then changed
+            raise UsageError(f"{kind} hides the state: use ModelParallelStrategy or DDP")
+        trainer.callbacks = [*others, self]  # called last, after the changes of other callbacks
         self._limits = limits(trainer, others)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         if trainer.fast_dev_run:
-            say(trainer, "fast_dev_run: nothing is saved, and nothing restored")
+            warn(trainer, "fast_dev_run: nothing is saved or restored")
             return
         self._trainer = trainer
-        self._seams = LoopHooks(trainer, self._begin, self._done, self._look, self._epoch_started)
+        self._seams = LoopHooks(trainer, self._begin, self._done, self._score, self._epoch_started)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         if self._cp is not None:
-            self._settle()  # weights may be exchanged for averages meanwhile
+            self._settle()  # weights may be swapped for averages
             self._pause.enter_context(self._cp.pause(changes_state=True))
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         if self._cp is not None:
             self._pause.close()
-            self._look()
+            self._score()
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         if self._rest is not None:
@@ -196,7 +192,7 @@ class CheckpointCallback(Base):
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         if self._cp is not None:
-            self._settle()  # what may come now is the end of the training, with other weights
+            self._settle()  # training may end now, with other weights
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self._end(finished=self._seams is not None and bool(self._seams.reached or trainer.should_stop))
@@ -217,19 +213,20 @@ class CheckpointCallback(Base):
         finally:
             shorten(exception)
             if type(exception).__name__ == "SIGTERMException" and isinstance(exception, SystemExit):
-                exception.code = exception.code or 128 + 15  # Lightning would leave with 0, as if it had finished
+                # otherwise Lightning would exit with 0, as if it had finished
+                exception.code = exception.code or 128 + 15
 
     # -- beginning --
 
     def _begin(self) -> None:
-        """Open the run and come back to its newest step. In the place of a loop's first line, on all ranks."""
+        """Open the run and restore its newest step, before a loop's first line, on all ranks."""
         trainer, seams = self._trainer, self._seams
         assert seams is not None
         self._rest = TrainerState(trainer, seams, self, self._own, self._put_own)
         self._cp = Checkpointer(state_of(trainer, self._rest), self._places, best=self._best, **self._arguments)
         try:
             self._come_back(trainer, seams, self._cp)
-        except CheckpointError:  # said by fit(), and no fault of the training
+        except CheckpointError:  # fit() raises it, and it is not a fault of the training
             with contextlib.suppress(CheckpointError):
                 self._cp.close()
             self._cp = None
@@ -249,19 +246,19 @@ class CheckpointCallback(Base):
         before, self._step = self._step, trainer.global_step
         if not self._is_finished(trainer, seams):
             if trainer.is_global_zero:
-                say_goes_on(trainer, found.tier or self._where(), self._step, last, before)
-            cp.keep_steps({})  # what ended then goes on now
+                report_resume(trainer, found.tier or self._where(), self._step, last, before)
+            cp.keep_steps({})  # steps at which training ended continue now
             seams.resume(self._log_again)
 
     def _is_finished(self, trainer: Any, seams: LoopHooks) -> bool:
-        """Whether nothing is left to train, which is said then."""
+        """Return True if nothing is left to train, and report that."""
         limit, durable = seams.reached, self._durable()
         look = bool(durable and (limit or self._saved.get("limits") == self._limits) and trainer.is_global_zero)
         kept = trainer.strategy.broadcast(best.kept(durable[0].url) if look else {})
         if best.END not in kept.get(self._step, ""):
             return False
         seams.skip()
-        say_finished(trainer, self._where(), self._step, limit)
+        report_finished(trainer, self._where(), self._step, limit)
         return True
 
     def _epoch_started(self, put_random_state: Callable[[], None], groups: list[int]) -> None:
@@ -292,7 +289,7 @@ class CheckpointCallback(Base):
     # -- training --
 
     def _done(self, *, again: bool) -> None:
-        """Everything of a batch is done. Save, if an optimizer has stepped. `again`: it was done before a restore."""
+        """Save after a batch if an optimizer has stepped. `again`: the batch was done before a restore."""
         step = self._trainer.global_step
         if self._cp is None or not (again or step > self._step):
             return
@@ -302,17 +299,17 @@ class CheckpointCallback(Base):
         if self._monitored is not None:
             self._monitored.step_done()
             if self._seams is not None and self._seams.measured_next:
-                self._save = self._cp.stage()  # if it is one of the best, this is what is written
+                self._save = self._cp.stage()  # if it is one of the best, this snapshot is written
 
     def _settle(self) -> None:
-        """Others than optimizers may write to the model now."""
+        """Wait for the copy, because code other than optimizers may write to the model now."""
         if self._save is not None:
-            self._save.settle()  # what went wrong is said by the next step
+            self._save.settle()  # the next step raises an error
 
     # -- the best --
 
-    def _look(self) -> None:
-        """A validation or an epoch has ended: whether the last step that was done is one of the best."""
+    def _score(self) -> None:
+        """Score the last step at the end of a validation or an epoch."""
         if self._monitored is None or self._cp is None or not self._has_step:
             return
         trainer = self._trainer
@@ -327,12 +324,12 @@ class CheckpointCallback(Base):
         if not self._missed and self._best.monitor not in trainer.callback_metrics:
             self._missed = True
             there = ", ".join(sorted(trainer.callback_metrics)) or "none"
-            say(trainer, "monitor=%r is no logged metric so far; there are: %s", self._best.monitor, there)
+            warn(trainer, "monitor=%r is not a logged metric so far; the metrics are: %s", self._best.monitor, there)
 
     # -- the end --
 
     def _end(self, *, finished: bool = False) -> None:
-        """Close what is open; harmless when called again."""
+        """Close everything; may be called again."""
         cp, seams = self._cp, self._seams
         try:
             if cp is not None:

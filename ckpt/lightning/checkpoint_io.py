@@ -1,11 +1,11 @@
-"""Lightning's own checkpoints, in files of ours: for `Trainer(plugins=[ckpt.lightning.CheckpointIO()])`.
+"""Lightning's own checkpoints as everystep runs: `Trainer(plugins=[ckpt.lightning.CheckpointIO()])`.
 
     trainer = Trainer(plugins=[CheckpointIO()], callbacks=[ModelCheckpoint(every_n_train_steps=1000)])
 
-Every path that ModelCheckpoint, `trainer.save_checkpoint` or a user names becomes a folder (or prefix of a bucket) that
-is a run of one checkpoint: every byte has a digest, and no pickle is in it. The folder exists when `save_checkpoint`
-returns; it can be read once it is whole. All commands and `ckpt.load(path)` read it. For trainings that save through
-Lightning; `CheckpointCallback` saves more, and by itself.
+Every path used by ModelCheckpoint, `trainer.save_checkpoint` or a user becomes a folder (or prefix of a bucket) with a
+run of one checkpoint: every byte has a digest, and there is no pickle. The folder exists when `save_checkpoint` returns
+and can be read when the save is complete. All commands and `ckpt.load(path)` read it. It is for trainings that save
+through Lightning; `CheckpointCallback` saves more, automatically.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ if TYPE_CHECKING:
 else:
     Base = object
 
-PACKAGES = ("lightning.pytorch", "pytorch_lightning")  # one project under two names, with classes of its own each
+PACKAGES = ("lightning.pytorch", "pytorch_lightning")  # one project under two names with separate classes
 _made: dict[tuple[type, ...], type] = {}
 
 
 def with_bases(cls: type, where: str, name: str) -> type:
-    """`cls` as a subclass of Lightning's class `name`: of each of the packages that are in use in this process."""
+    """Return `cls` as a subclass of Lightning's class `name` in each of the packages imported in this process."""
     if len(cls.__mro__) > 2 and any(c.__module__.startswith(("lightning.", "pytorch_light")) for c in cls.__mro__):
         return cls
     used = [package for package in PACKAGES if package in sys.modules] or [_import_one()]
@@ -77,15 +77,17 @@ def _import_one() -> str:
 
 
 class CheckpointIO(Base):
-    """While a Trainer runs, it writes in the background: `save_checkpoint` returns when everything is copied and the
-    path exists, an error of it is raised by the next call, and the Trainer waits at its end. Anywhere else, and inside
-    an `AsyncCheckpointIO`, which has a thread of its own, it returns when everything is written. What cannot be stored
-    without pickle is a StateError that names its path.
+    """Writes in the background while a Trainer runs: `save_checkpoint` returns when everything is copied and the path
+    exists.
+
+    The next call raises an error of the write, and the Trainer waits at its end. Outside a Trainer, and inside an
+    `AsyncCheckpointIO`, which has its own thread, it returns when everything is written. Values that need pickle raise
+    StateError with their path.
 
     `AsyncCheckpointIO` returns before its thread has created the path, so two ModelCheckpoints in one folder overwrite
-    each other's files. Leave it out: this plugin needs no wrapper to write in the background.
+    each other's files. Do not use it: this plugin writes in the background without a wrapper.
 
-    A file of Lightning's own can be loaded as well, if it has nothing but tensors and plain values inside.
+    Files of Lightning can be loaded too, if they contain only tensors and plain values.
     """
 
     def __new__(cls, *args: Any, **arguments: Any) -> CheckpointIO:
@@ -94,21 +96,21 @@ class CheckpointIO(Base):
 
     def __init__(self) -> None:
         super().__init__()
-        self._lock = threading.RLock()  # an AsyncCheckpointIO saves in its thread, and removes in the Trainer's
+        self._lock = threading.RLock()  # an AsyncCheckpointIO saves in its thread and removes in the Trainer's
         self._writing: tuple[ThreadPoolExecutor, Future[None]] | None = None
 
     def __reduce__(self) -> Any:
         return CheckpointIO, ()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        """Waits for the save before this one, if that is not written yet. `storage_options`: a dict, as of `ckpt.Tier`.
-
-        UsageError for other options, StateError for what cannot be stored.
-        """
+        """Save a checkpoint, after the previous save has ended. `storage_options`: dict as in `ckpt.Tier`. Raises
+        UsageError for other options, and StateError for values that cannot be stored."""
         url = normalise(path)
         remember_options(url, storage_options)
         if storage_options and urlsplit(url).scheme == "file":
-            raise UsageError(f"storage_options with {', '.join(storage_options)} are for buckets: {url} is a folder")
+            raise UsageError(
+                f"storage_options with {', '.join(storage_options)} are for buckets, but {url} is a folder"
+            )
         with self._lock:
             self._finish()
             writing = _write(url, _freeze(to_plain(checkpoint)), int(checkpoint.get("global_step", 0)))
@@ -127,12 +129,9 @@ class CheckpointIO(Base):
                 _forget_listing(url)
 
     def load_checkpoint(self, path: Any, map_location: Any | None = None, weights_only: bool | None = None) -> Any:
-        """The dict again, verified; tensors are on the CPU unless `map_location` says otherwise, as of `torch.load`.
-
-        A file of Lightning's own is read inertly, whatever `weights_only` says: loading runs no code.
-
-        Raises FileNotFoundError if nothing is at the path, or only the beginning of a save that did not finish.
-        """
+        """Return the dict, verified. Tensors are on the CPU unless `map_location` is given, as in `torch.load`. Files
+        of Lightning are read without executing code, whatever `weights_only` is. Raises FileNotFoundError if nothing is
+        at the path, or only an unfinished save."""
         with self._lock:
             self._finish()
         url = normalise(path)
@@ -145,18 +144,18 @@ class CheckpointIO(Base):
             loaded = load(path)
         except NoCheckpointError:
             raise FileNotFoundError(
-                f"checkpoint not found: the first save to {path} did not finish. Delete it, or give another ckpt_path"
+                f"checkpoint not found: the first save to {path} did not finish. Delete it, or use another ckpt_path"
             ) from None
         except FormatError:
             if read.run(_is_empty(url)):
-                raise FileNotFoundError(f"checkpoint not found: there is nothing at {path}") from None
+                raise FileNotFoundError(f"checkpoint not found: {path} is empty") from None
             raise
-        loaded.all()  # in one go
+        loaded.all()  # read all tensors together
         checkpoint, device = from_plain(loaded.plain(NAME)), _device(map_location)
         return checkpoint if device is None else to_device(checkpoint, device)
 
     def remove_checkpoint(self, path: Any) -> None:
-        """A run of ours, or a file or link; nothing if there is none."""
+        """Delete a run of ours, a file or a link, if it exists."""
         with self._lock:
             self._finish()
             local = None if folder_of(normalise(path)) is None else Path(path)
@@ -167,7 +166,7 @@ class CheckpointIO(Base):
                 _forget_listing(normalise(path))
 
     def teardown(self) -> None:
-        """Wait for what is being written. No thread is left."""
+        """Wait for the write in progress and end its thread."""
         with self._lock:
             self._finish()
 
@@ -180,7 +179,7 @@ class CheckpointIO(Base):
 
 
 def _in_a_run() -> bool:
-    """Whether a Trainer is in its loops, in this thread: only then will teardown() be called, however they end."""
+    """Return True if a Trainer is in its loops in this thread: only then teardown() will be called."""
     frame = inspect.currentframe()
     while frame is not None:
         if frame.f_code.co_name == "_run_stage":
@@ -191,11 +190,11 @@ def _in_a_run() -> bool:
     return False
 
 
-NAME = "checkpoint"  # of the one entry of the state
+NAME = "checkpoint"  # the single entry of the state
 
 
 def _freeze(checkpoint: dict[str, Any]) -> Any:
-    """Layout, bytes and values of this moment."""
+    """Return layout, bytes and values of this moment."""
     reading = Capture({NAME: checkpoint}).read()
     layout = reading.layout
     data = page_aligned(layout.arrangement.data_size)
@@ -220,7 +219,7 @@ def _forget_listing(url: str) -> None:
     """Clear the listings that fsspec has cached: ModelCheckpoint looks for existing paths through fsspec, and our
     stores write without it."""
     scheme = urlsplit(url).scheme
-    if scheme != "file" and scheme in fsspec.registry:  # otherwise nobody in this process has used it
+    if scheme != "file" and scheme in fsspec.registry:  # otherwise nothing in this process has used it
         fsspec.core.url_to_fs(url)[0].invalidate_cache()
 
 
@@ -236,7 +235,7 @@ async def _write(url: str, frozen: Any, step: int) -> None:
         except RunGoneError:
             await OpenTier(url, retention.Keep(1), log).remove_rest(attempt)
             raise
-        if len(log.state.commits) > retention.ALWAYS:  # a path that is written again and again, such as last.ckpt
+        if len(log.state.commits) > retention.ALWAYS:  # a path that is written repeatedly, for example last.ckpt
             await retention.retire(log, mine, retention.Keep(last=1), {attempt})
 
 
@@ -256,7 +255,7 @@ async def _remove(url: str) -> None:
     try:
         keys = [info.key async for info in store.list()]
         if "FORMAT.json" not in keys and (keys or not store.remote):
-            raise UsageError(f"{url} is not a checkpoint of ours: it is not removed")
+            raise UsageError(f"{url} is not an everystep checkpoint, so it was not removed")
         log_first = sorted(keys, key=lambda key: (not key.startswith("log/"), key == "FORMAT.json", key))
         for some in (log_first[i : i + 1000] for i in range(0, len(keys), 1000)):
             await store.delete_many(some)
@@ -267,7 +266,7 @@ async def _remove(url: str) -> None:
 
 
 def _device(map_location: Any) -> Any:
-    """Where tensors that lie on the CPU are to go; None if they stay."""
+    """Return the device for CPU tensors, None to keep them."""
     if callable(map_location):
         found = map_location(torch.empty(0).untyped_storage(), "cpu")
         return None if found is None else found.device

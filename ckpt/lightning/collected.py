@@ -1,7 +1,7 @@
-"""What a Lightning training collects outside of its state_dict: metrics, outputs of steps, and flags of its parameters.
+"""State that a Lightning training collects outside its state_dict: metrics, outputs of steps, and flags of parameters.
 
-Each class here reads and restores one of them. What the script says counts: only differences from the beginning of the
-training are stored.
+Each class here reads and restores one of them. The script decides the initial values: only differences from the
+beginning of the training are stored.
 """
 
 from __future__ import annotations
@@ -20,15 +20,13 @@ from ckpt.errors import StateError
 
 State = dict[str, Any]
 NUMBERS = (bool, int, float)
-MAX_ITEMS = 8192  # of a list that is read at the end of an epoch
+MAX_ITEMS = 8192  # items of a list that is read at the end of an epoch
 MAX_RUNS = 64
 
 
 class Flags:
-    """requires_grad of parameters, and the training mode and track_running_stats of modules.
-
-    Callbacks and hooks change them as training goes on, to freeze and unfreeze layers by the epoch.
-    """
+    """requires_grad of parameters, and the training mode and track_running_stats of modules. Callbacks and hooks change
+    them as training goes on, to freeze and unfreeze layers by the epoch."""
 
     def __init__(self, module: Any) -> None:
         self._places = [(f"{name}.requires_grad", p, "requires_grad") for name, p in module.named_parameters()]
@@ -89,7 +87,7 @@ class CollectedMetrics:
     def read(self) -> State:
         if any(len(one) != known for one, known in self._growing):
             self.find()
-        for _, one in self._found:  # the others of a group are brought up to date when somebody looks at them
+        for _, one in self._found:  # other metrics of a group are updated when they are read
             if getattr(one, "_groups_checked", False) and getattr(one, "_enable_compute_groups", False):
                 one._compute_groups_create_state_ref()
         return {name: self._read(name, one) for name, one in self._found}
@@ -203,11 +201,9 @@ def _put(metric: Any, saved: State) -> None:
 
 
 class Outputs:
-    """Lists that the module, or a callback, fills at each step and reads in on_train_epoch_end.
-
-    For example `self.training_step_outputs`, or `pl_module.training_step_outputs` in a callback. Only lists that this
-    hook, or a method that it calls, names in its code.
-    """
+    """Lists that the module, or a callback, fills at each step and reads in on_train_epoch_end. For example
+    `self.training_step_outputs`, or `pl_module.training_step_outputs` in a callback. Only lists that this hook, or a
+    method that it calls, names in its code."""
 
     def __init__(self, trainer: Any, callbacks: list[Any]) -> None:
         module = trainer.lightning_module
@@ -247,10 +243,8 @@ class Outputs:
 
 
 class ModelStructure:
-    """Parameter groups that were added after the beginning, and parameters that are pruned.
-
-    BaseFinetuning and scripts add groups when they unfreeze layers; ModelPruning replaces parameters.
-    """
+    """Parameter groups that were added after the beginning, and parameters that are pruned. BaseFinetuning and scripts
+    add groups when they unfreeze layers; ModelPruning replaces parameters."""
 
     def __init__(self, trainer: Any, callbacks: list[Any]) -> None:
         self._module = trainer.lightning_module
@@ -258,19 +252,15 @@ class ModelStructure:
         self._pruners = [c for c in callbacks if any(cls.__name__ == "ModelPruning" for cls in type(c).__mro__)]
 
     def read(self) -> State:
-        """Return how many groups each optimizer began with, and the pruned parameters.
-
-        With each, its value in the last forward: the next pruning goes by that.
-        """
+        """Return how many groups each optimizer began with, and the pruned parameters. With each, its value in the last
+        forward: the next pruning goes by that."""
         pruned = [[name, key, getattr(module, key).detach()] for name, module, key in self._pruned()]
         shared = [number for number, old, new in self._originals() if old.data_ptr() == new.data_ptr()]
         return {"groups": [len(groups) for _, groups in self._groups], "pruned": pruned, "shared": shared}
 
     def _originals(self) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Each tensor that ModelPruning has copied for the lottery ticket, and the parameter itself.
-
-        From the first pruning on they share their memory, so that the second one resets nothing.
-        """
+        """Each tensor that ModelPruning has copied for the lottery ticket, and the parameter itself. From the first
+        pruning on they share their memory, so that the second one resets nothing."""
         layers = [(c, layer) for c in self._pruners for layer in (getattr(c, "_original_layers", None) or {}).values()]
         pairs = [(c, layer["data"], i, name) for c, layer in layers for i, name in layer["names"]]
         for number, (callback, copy, i, name) in enumerate(pairs):

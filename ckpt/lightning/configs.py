@@ -1,6 +1,6 @@
-"""OmegaConf containers as plain values, and back: Lightning keeps hyper-parameters as they were given.
+"""Convert OmegaConf containers to plain values and back. Lightning keeps hyper-parameters as they were given.
 
-OmegaConf is never imported here before somebody else has: without it there are no such containers.
+OmegaConf is never imported here first: without it there are no such containers.
 """
 
 from __future__ import annotations
@@ -15,10 +15,8 @@ FLAGS = ("readonly", "struct")
 
 
 def to_plain(value: Any, *, marked: bool = True) -> Any:
-    """Return the value with each OmegaConf container in dicts, lists and tuples replaced by plain ones.
-
-    marked: store the class as well, so that `from_plain` creates the container again.
-    """
+    """Return the value with each OmegaConf container in dicts, lists and tuples replaced by plain ones. marked: store
+    the class as well, so that `from_plain` creates the container again."""
     module = sys.modules.get("omegaconf")
     if module is None:
         return value

@@ -18,19 +18,17 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckpt.core.state.sharding import is_dtensor, local
-from ckpt.lightning.batches import say
+from ckpt.lightning.batches import warn
 from ckpt.lightning.collected import LIGHTNING
 
 HOOK = "on_train_epoch_start"
-# They keep all of their state themselves, or would train.
+# These keep all of their state themselves, or would train.
 NOT_AGAIN = {"BaseFinetuning", "LearningRateFinder", "BatchSizeFinder", "StochasticWeightAveraging"}
 
 
 def run_again(trainer: Any, callbacks: list[Any], groups: list[int]) -> bool:
-    """Run the hook of the module and of the user's callbacks. Return False if nobody has one.
-
-    groups: how many parameter groups each optimizer had before the hook.
-    """
+    """Run the hook of the module and of the user's callbacks. Return False if none has one. `groups`: number of
+    parameter groups of each optimizer before the hook."""
     module = trainer.lightning_module
     owners = [one for one in (*callbacks, module) if _is_own(one)]
     if not owners:
@@ -43,7 +41,7 @@ def run_again(trainer: Any, callbacks: list[Any], groups: list[int]) -> bool:
             for one in owners:
                 getattr(one, HOOK)(*(() if one is module else (trainer, module)))
     except Exception as error:  # a hook that cannot run twice must not end the run
-        say(
+        warn(
             trainer,
             "%s.%s failed when it ran again for the resumed epoch, so attributes that it sets may be missing until the "
             "next epoch: %r",
@@ -110,7 +108,7 @@ def _undo(optimizer: Any) -> Callable[[], None]:
 
 
 class _CopyBeforeWrite(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Keeps a copy of what is written to in the memory of these tensors."""
+    """Keeps a copy of the memory of these tensors before it is written to."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

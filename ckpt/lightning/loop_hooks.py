@@ -1,9 +1,8 @@
-"""What Lightning's loops know and its callbacks do not: where training stands, and where its batches come from.
+"""Hooks into Lightning's loops for moments without a callback: the start of training, iterators, batches.
 
-Everything here that touches names of Lightning which are not documented is here because there is no other way: no
-callback is called when training is about to begin, when an epoch's iterator is made, before a batch is fetched, or
-once everything that belongs to a batch is done. `LoopHooks` puts a call at each of these moments, on the loops of one
-trainer, and takes them away again.
+Everything here uses undocumented names of Lightning, because no callback is called when training begins, when an
+epoch's iterator is created, before a batch is fetched, or when a batch is completely done. `LoopHooks` adds a call at
+each of these moments to the loops of one trainer, and removes them at the end.
 
     fit_loop.run                   <- open the run and restore, before a loader is requested
       setup_data (fit, validation) <- loaders are created: record or repeat the epoch and the random state
@@ -14,8 +13,8 @@ trainer, and takes them away again.
         epoch_loop.on_advance_end  <- the batch is done, the validation after it has not begun: save
       update_train_epoch_metrics   <- all values that the epoch logs are there, and are reset next: check the metric
 
-A restored run thus goes on in the middle of an iteration, with what comes after a batch: validation, if it was due,
-runs again from its beginning, and everything is as it was in the run that was killed.
+A restored run thus continues in the middle of an iteration, after a batch. A scheduled validation runs again from its
+beginning, and all other state is as in the run that was killed.
 """
 
 from __future__ import annotations
@@ -27,16 +26,15 @@ from typing import Any
 from ckpt.lightning.batches import BatchFeed as BatchFeed
 from ckpt.lightning.batches import State as State
 from ckpt.lightning.batches import inform as inform
-from ckpt.lightning.batches import say as say
+from ckpt.lightning.batches import warn as warn
 
-NOT_EXACT = "You're resuming from a checkpoint that ended before the epoch ended"  # it is, with what `BatchFeed` does
+# Lightning's warning; with `BatchFeed` the resume is exact
+NOT_EXACT = "You're resuming from a checkpoint that ended before the epoch ended"
 
 
 class LoopHooks:
-    """The loops of a trainer, with calls in between.
-
-    begin, done, epoch_logged, epoch_started: the callback's; `epoch_started` runs the hooks of a resumed epoch again.
-    """
+    """The loops of a trainer with additional calls. `begin`, `done`, `epoch_logged`, `epoch_started`: functions of the
+    callback; `epoch_started` runs the hooks of a resumed epoch again."""
 
     def __init__(
         self,
@@ -49,11 +47,11 @@ class LoopHooks:
         self._trainer, self._begin, self._done, self._epoch_logged = trainer, begin, done, epoch_logged
         self._epoch_started = epoch_started
         self.feed = BatchFeed(trainer)
-        self._groups: list[int] = []  # of each optimizer, before on_train_epoch_start
-        self._resumed = self._behind = False  # the batch that is to come is done already
+        self._groups: list[int] = []  # parameter groups of each optimizer, before on_train_epoch_start
+        self._resumed = self._behind = False  # the next batch is done already
         self._should_stop = False
         self._max_steps: int | None = None
-        self._accumulate = [1, 1]  # batches of a step: as the trainer was made, and in the epoch under way
+        self._accumulate = [1, 1]  # batches per step: as the trainer was created, and in the current epoch
         self._made_to_accumulate = trainer.accumulate_grad_batches
         fit, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
         self._fetcher: Any = None
@@ -78,7 +76,7 @@ class LoopHooks:
             setattr(loop, name, lambda *args, mine=mine, theirs=theirs: mine(theirs, *args))
 
     def detach(self) -> None:
-        """The loops are what they were."""
+        """Restore the original loops."""
         self._lift_limit()
         for loop, name in self._names:
             vars(loop).pop(name, None)
@@ -99,7 +97,7 @@ class LoopHooks:
 
     @property
     def reached(self) -> str:
-        """Which limit of the trainer the last batch has reached, "" if none."""
+        """The limit of the trainer that the last batch has reached, "" if none."""
         fit, epoch = self._trainer.fit_loop, self._trainer.fit_loop.epoch_loop
         if epoch.max_steps != -1 and epoch.global_step >= epoch.max_steps:
             return f"max_steps={epoch.max_steps}"
@@ -109,18 +107,18 @@ class LoopHooks:
         return ""
 
     def skip(self) -> None:
-        """The loops have been restored to the last batch of a training that has ended: there is nothing to do."""
+        """Skip training: the loops were restored to the last batch of a training that has ended."""
         current = self._trainer.fit_loop.epoch_progress.current
         current.processed = current.completed = current.started
         self._trainer.should_stop = True
 
     def resume(self, again: Callable[[], None]) -> None:
-        """The loops have been restored: go on behind the batch that was the last one. `again` is called there."""
+        """Continue after the last batch of the restored loops. `again`: called there."""
         epoch = self._trainer.fit_loop.epoch_loop
         self._resumed, self._again = True, again
-        epoch.val_loop._has_run = False  # of an earlier fit() of this trainer
+        epoch.val_loop._has_run = False  # left by an earlier fit() of this trainer
         if epoch.max_steps != -1 and epoch.global_step >= epoch.max_steps:
-            self._max_steps = epoch.max_steps  # the last step is done, and not what comes after it
+            self._max_steps = epoch.max_steps  # the last step is done, but not what follows it
             epoch.max_steps = epoch.global_step + 1
         warnings.filterwarnings("ignore", message=NOT_EXACT)
         self.feed.resume()
@@ -143,7 +141,7 @@ class LoopHooks:
 
     @property
     def measured_next(self) -> bool:
-        """Whether a validation, or the end of the epoch, may come before another step is done."""
+        """True if a validation or the end of the epoch may come before the next step."""
         epoch, trainer = self._trainer.fit_loop.epoch_loop, self._trainer
         if epoch.batch_progress.is_last_batch or epoch._num_ready_batches_reached():
             return True
@@ -151,7 +149,7 @@ class LoopHooks:
             return True
         ahead = trainer.accumulate_grad_batches - 1
         if not ahead or not epoch._should_check_val_epoch() or trainer.val_check_batch is None:
-            return bool(ahead and trainer.val_check_batch is None)  # by the clock
+            return bool(ahead and trainer.val_check_batch is None)  # by time
         done = 1 + (epoch.total_batch_idx if trainer.check_val_every_n_epoch is None else epoch.batch_idx)
         return any((done + more) % trainer.val_check_batch == 0 for more in range(1, ahead + 1))
 
@@ -171,7 +169,7 @@ class LoopHooks:
             self.feed.made = self.feed.making()
         setup_data()
         if not self._resumed:
-            self.feed.epoch_started = self.feed.now()  # if this is in on_advance_start, whose hooks come next
+            self.feed.epoch_started = self.feed.now()  # on_advance_start runs next, with its hooks
             self._groups = [len(optimizer.param_groups) for optimizer in self._trainer.optimizers]
 
     def _loaders_made(self, load_states: Callable[[], None]) -> None:
@@ -212,8 +210,8 @@ class LoopHooks:
             advance(fetcher)
             return
         fit = self._trainer.fit_loop
-        fit._restarting = False  # else its end would leave out schedulers that look at metrics: we have those
-        fit.epoch_loop.val_loop.restarting = False  # it begins anew
+        fit._restarting = False  # otherwise its end would skip schedulers that use metrics, which we have
+        fit.epoch_loop.val_loop.restarting = False  # it begins again
         if self._accumulate[0] == self._trainer.accumulate_grad_batches:
             self._trainer.accumulate_grad_batches = self._accumulate[1]
         self._trainer.should_stop = self._trainer.should_stop or self._should_stop

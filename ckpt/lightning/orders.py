@@ -47,11 +47,9 @@ def base_of(value: Any) -> Any:
 
 
 def change(value: Any, base: Any) -> Any:
-    """Return how an order differs from its base, None if it does not, LEFT_OUT if it is too long to be stored.
-
-    base: None if the script made the attribute later. An item that was 0 or None and gets a value is taken for a cache,
-    and is no reason to return LEFT_OUT.
-    """
+    """Return how an order differs from its base, None if it does not, LEFT_OUT if it is too long to be stored. base:
+    None if the script made the attribute later. An item that was 0 or None and gets a value is taken for a cache, and
+    is no reason to return LEFT_OUT."""
     if type(value) is not type(base):
         if _is_long(value):
             return None

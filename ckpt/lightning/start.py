@@ -1,5 +1,4 @@
-"""What a start of a Lightning training finds: a file that `fit()` was given, and a run that may be finished; and how an
-error leaves it."""
+"""The start of a Lightning training: a file given to `fit()`, a run that may be finished, and errors that leave it."""
 
 from __future__ import annotations
 
@@ -12,61 +11,61 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from ckpt.errors import MENDABLE, UsageError
-from ckpt.lightning.loop_hooks import inform, say
+from ckpt.errors import USER_ERRORS, UsageError
+from ckpt.lightning.loop_hooks import inform, warn
 
-ITS_OWN = ("hpc_ckpt_", ".lr_find_", ".scale_batch_size_")  # files of a requeue, and of what looks for settings first
+ITS_OWN = ("hpc_ckpt_", ".lr_find_", ".scale_batch_size_")  # files of a requeue, and of searches for settings
 FRAMES = ("lightning", "pytorch_lightning")  # packages
 
 
 def given(trainer: Any) -> str:
-    """The checkpoint file that the user wants to begin from. Those that Lightning makes for itself are none."""
+    """Return the checkpoint file that the user wants to begin from, but not a file that Lightning makes for itself."""
     path = str(trainer.ckpt_path or "")
     return "" if Path(path).name.startswith(ITS_OWN) else path
 
 
 def last_file(trainer: Any, path: str, began_from: str, place: str, step: int) -> str:
-    """The file that `fit()` was given, if it is the "last" one, "" if there is none. UsageError for another one than
-    the run in `place`, which is at `step`, began from."""
+    """Return the file given to `fit()` if it is the "last" one, "" if there is none. Raises UsageError for another file
+    than the one that the run in `place` (at `step`) began from."""
     last = bool(path) and _is_last(trainer, path)
     if path and not last and path != began_from:
         began = f"from {began_from}" if began_from else "without ckpt_path"
         raise UsageError(
-            f"{place} holds step {step} of a run that began {began}, and this is "
-            f"fit(ckpt_path={path!r}): leave it out to go on, or give the callback another location for a new run"
+            f"{place} has step {step} of a run that began {began}, but this is "
+            f"fit(ckpt_path={path!r}): omit it to continue, or give the callback another location for a new run"
         )
     return path if last else ""
 
 
-def say_goes_on(trainer: Any, place: str, step: int, last: str, theirs: int) -> None:
-    """`last`: a file that is passed over, which has step `theirs`."""
+def report_resume(trainer: Any, place: str, step: int, last: str, theirs: int) -> None:
+    """Report the restored step. `last`: a skipped file, which has step `theirs`."""
     if theirs > step and last:
-        say(
+        warn(
             trainer,
-            "%s has step %d, and everystep goes on at step %d, the newest in %s: to go on from that file, give the "
+            "%s has step %d, but everystep continues at step %d, the newest in %s: to continue from that file, give "
+            "the "
             "callback another location",
             *(last, theirs, step, place),
         )
     else:
-        inform(trainer, "everystep goes on at step %d (from %s%s)", step, place, f", not from {last}" if last else "")
+        inform(trainer, "everystep continues at step %d (from %s%s)", step, place, f", not from {last}" if last else "")
 
 
-def say_finished(trainer: Any, place: str, step: int, limit: str) -> None:
-    """`limit`: of the trainer, that it has reached."""
+def report_finished(trainer: Any, place: str, step: int, limit: str) -> None:
+    """Report a finished run. `limit`: limit of the trainer that it has reached."""
     if trainer.is_global_zero:
-        say(
+        warn(
             trainer,
-            "nothing to do: the run in %s finished at step %d (%s), and the model is as its last batch left it. Raise "
-            "that to train on, or use another place for a new run",
-            *(place, step, limit or "stopped early, with the limits of now, such as `patience`"),
+            "nothing to do: the run in %s finished at step %d (%s), and the model is that of its last batch. Raise "
+            "the limit to continue training, or use another location for a new run",
+            *(place, step, limit or "stopped early, with unchanged limits like `patience`"),
         )
 
 
 def _is_last(trainer: Any, path: str) -> bool:
-    """Whether it is what `fit(ckpt_path="last")` finds, of which Lightning has made a path by now, or what Lightning
-    takes by itself after an exception: the user wants to go on, and that is what we do. Savers are told by what they
-    have, since there are two packages with classes of these names; folders by where they are, since Lightning finds
-    absolute paths in a folder that it was given as a relative one."""
+    """Return True if the path is what `fit(ckpt_path="last")` finds, or what Lightning uses itself after an exception.
+    The user then wants to continue, which we do. Savers are recognised by their attributes, because two packages have
+    classes of these names; folders by their real path, because Lightning makes relative ones absolute."""
     folder, name = _real(Path(path).parent), Path(path).name
     for saver in trainer.checkpoint_callbacks:
         of_exception, last = getattr(saver, "ckpt_path", ""), getattr(saver, "CHECKPOINT_NAME_LAST", "")
@@ -82,7 +81,7 @@ def _real(folder: object) -> str:
 
 
 def limits(trainer: Any, others: list[Any]) -> list[Any]:
-    """What may end the training, as this script says it: while all of it is the same, what has ended stays so."""
+    """Return the limits of the training in this script. While all are unchanged, a finished run stays finished."""
     fit, words = trainer.fit_loop, ("patience", "_duration")  # of EarlyStopping and Timer
     stops = [[one.state_key, *(getattr(one, word, None) for word in words)] for one in others if _stops(one, words)]
     return [fit.max_epochs, fit.epoch_loop.max_steps, stops]
@@ -93,12 +92,11 @@ def _stops(one: Any, words: tuple[str, ...]) -> bool:
 
 
 def shorten(error: BaseException) -> None:
-    """An error of ours that is the user's to mend leaves `fit()` without our frames and Lightning's, as it leaves other
-    doors (`ckpt.errors.at_door`): unless it went through code of theirs on the way, whose line they want to see. An
-    error of theirs, or of Lightning's, leaves it without our frames: we only stood in between."""
+    """Remove our frames from an error that leaves `fit()`, and Lightning's too from one that a user can correct. Such
+    an error keeps all frames if it passed through the user's code, whose line they need to see."""
     frames = [_package(frame) for frame, _ in traceback.walk_tb(error.__traceback__)]
     others = [package for package in frames if package != "ckpt"]
-    if isinstance(error, MENDABLE) and others and others[-1] in FRAMES:
+    if isinstance(error, USER_ERRORS) and others and others[-1] in FRAMES:
         logging.getLogger("ckpt").debug("an error in fit()", exc_info=error)
         error.__traceback__, error.__cause__, error.__suppress_context__ = None, None, True
         return

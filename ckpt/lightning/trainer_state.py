@@ -1,8 +1,7 @@
-"""What belongs to a Lightning run beside model, optimizers and schedulers, as one entry of the state.
+"""The state of a Lightning run besides model, optimizers and schedulers, as one entry of the state.
 
-`TrainerState` asks the trainer's parts as Lightning does when it writes a checkpoint: callbacks, the data module, the
-precision plugin, `on_save_checkpoint` of whoever has one; and, which Lightning leaves out, what was logged in this
-epoch so far and the metrics that have been collected in it.
+`TrainerState` collects it like Lightning's own checkpoints: callbacks, the data module, the precision plugin, and every
+`on_save_checkpoint`. It adds what Lightning omits: values logged in this epoch so far, and its metrics.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from ckpt.core.format.values import encode
 from ckpt.core.state.stateful import RNG
 from ckpt.errors import StateError
 from ckpt.lightning import epoch_start
-from ckpt.lightning.batches import say
+from ckpt.lightning.batches import warn
 from ckpt.lightning.collected import MAX_ITEMS, CollectedMetrics, Flags, ModelStructure, Outputs, to_device
 from ckpt.lightning.configs import from_plain, to_plain
 from ckpt.lightning.loop_hooks import LoopHooks, State
@@ -29,13 +28,13 @@ OWN = {"Callback", "CheckpointHooks", "LightningDataModule", "LightningModule"} 
 
 
 def overrides(one: object, method: str) -> bool:
-    """Whether somebody has written that method of a Lightning object."""
+    """Return True if the user has overridden this method of a Lightning object."""
     return next(c for c in type(one).__mro__ if method in vars(c)).__name__ not in OWN
 
 
 def constructed(one: Any) -> State:
-    """What `save_hyperparameters()` has noted of a module or data module, as Lightning's files say it: an export needs
-    it, so that `load_from_checkpoint` can make the object. Only plain values; others have to be handed over there."""
+    """Return plain hyper-parameters noted by `save_hyperparameters()`, in the form of Lightning's files. An export
+    needs them so that `load_from_checkpoint` can create the object; others must be passed there."""
     found: State = {}
     for name, value in dict(to_plain(getattr(one, "hparams", None) or {}, marked=False)).items():
         with contextlib.suppress(StateError):
@@ -63,7 +62,7 @@ def scaler_of(trainer: Any) -> GradScaler | None:
 
 
 def state_of(trainer: Any, rest: TrainerState) -> State:
-    """What a `Checkpointer` saves of a trainer."""
+    """Return what a `Checkpointer` saves of a trainer."""
     scaler = scaler_of(trainer)
     return {
         "model": trainer.strategy.model,
@@ -76,7 +75,7 @@ def state_of(trainer: Any, rest: TrainerState) -> State:
 
 
 class TrainerState:
-    """`own`: plain values of the callback itself, and `put_own` to set them."""
+    """Reads and restores the state. `own`: plain values of the callback, which `put_own` sets."""
 
     def __init__(
         self,
@@ -127,9 +126,10 @@ class TrainerState:
         found = self._outputs.read()
         if self._outputs.left_out and not self._said_left_out:
             self._said_left_out = True
-            say(
+            warn(
                 self._trainer,
-                "%s is not saved, since it has more than %d items, or items that cannot be stored: after a restart in "
+                "%s is not saved, because it has more than %d items, or items that cannot be stored: after a restart "
+                "in "
                 "the middle of an epoch, on_train_epoch_end sees only the items of later batches. Use "
                 "self.log(on_epoch=True) or a metric of torchmetrics",
                 ", ".join(sorted(self._outputs.left_out)),
@@ -142,7 +142,7 @@ class TrainerState:
         return {key: state for key, state in found.items() if state}
 
     def _checkpoint(self, loops: State, callbacks: State, of_data: State) -> State:
-        """What hooks are given, with Lightning's keys. Tensors are the model's and the optimizers' own, not copies."""
+        """Return the dict that hooks receive, with Lightning's keys and the live tensors, not copies."""
         trainer = self._trainer
         return {
             "epoch": trainer.current_epoch,
@@ -159,7 +159,7 @@ class TrainerState:
         }
 
     def _from_hooks(self, loops: State, callbacks: State, of_data: State) -> State:
-        """What on_save_checkpoint of others adds, or puts in the place of what is there."""
+        """Return values that on_save_checkpoint hooks add or replace."""
         if not self._savers and not self._module_saves:
             return {}
         checkpoint = self._checkpoint(loops, callbacks, of_data)
@@ -173,10 +173,8 @@ class TrainerState:
     # -- putting back --
 
     def match_structure(self, saved: dict[Any, Any]) -> None:
-        """Change the model and its optimizers as callbacks had changed them when this state was saved.
-
-        saved: each entry of the state by its path. Called before anything is restored.
-        """
+        """Change the model and its optimizers as callbacks had changed them when this state was saved. saved: each
+        entry of the state by its path. Called before anything is restored."""
         self._structure.match(saved)
 
     def load_state_dict(self, state: State) -> None:
@@ -198,10 +196,10 @@ class TrainerState:
         self._logged = state["logged"]
 
     def _load_hooks(self, state: State, callbacks: list[Any]) -> None:
-        """Hand what the module and the callbacks have saved back to them."""
+        """Pass the saved values of the module and the callbacks back to them."""
         trainer = self._trainer
         checkpoint = self._checkpoint(state["loops"], state["callbacks"], state["datamodule"])
-        for key, value in state.get("constructed", {}).items():  # what the run was saved with, as far as it is plain
+        for key, value in state.get("constructed", {}).items():  # values that the run was saved with, if they are plain
             if type(value) is dict and type(checkpoint.get(key)) is dict:
                 checkpoint[key] |= value
         checkpoint |= state["hooks"]
@@ -213,24 +211,22 @@ class TrainerState:
             if saved := state["callbacks"].get(callback.state_key):
                 patience = getattr(callback, "patience", None)
                 callback.load_state_dict(deepcopy(saved))
-                if patience is not None:  # which EarlyStopping takes for a part of its state: it is the script's
+                if patience is not None:  # EarlyStopping saves it as state, but it belongs to the script
                     callback.patience = patience
-                if hasattr(callback, "_internal_optimizer_metadata"):  # BaseFinetuning: the groups are there already
+                if hasattr(callback, "_internal_optimizer_metadata"):  # BaseFinetuning: the groups exist already
                     callback._restarting = False
 
     def epoch_started(self, put_random_state: Callable[[], None], groups: list[int]) -> None:
         """Run on_train_epoch_start of the resumed epoch again, without a change to the restored state.
-
         put_random_state: sets the random state in which the hook ran before. groups: how many parameter groups each
-        optimizer had then.
-        """
+        optimizer had then."""
         state, self._restored = self._restored, {}
         flags = self._flags.now()
         put_random_state()
         if epoch_start.run_again(self._trainer, self._others, groups):
             self._flags.set(flags)
             self._load_hooks(state, self._others)
-            self._trainer.fit_loop.epoch_loop._results.clear()  # what it has logged was logged before
+            self._trainer.fit_loop.epoch_loop._results.clear()  # its values were logged before
         self._metrics.put(state["metrics"])  # hooks of the start may have created or reset them
         self._outputs.put(state["outputs"], self._trainer.strategy.root_device)
 
@@ -239,7 +235,7 @@ class TrainerState:
         self._metrics.find()
 
     def log_again(self) -> None:
-        """Once the loops are where they were: what was logged in this epoch before."""
+        """Restore values logged earlier in this epoch, after the loops are restored."""
         if self._logged:
             _log_again(self._trainer, to_device(self._logged, self._trainer.strategy.root_device))
         self._logged = {}
@@ -248,8 +244,8 @@ class TrainerState:
                 self._average_again(callback)
 
     def _average_again(self, callback: Any) -> None:
-        """It takes its place when an epoch begins, which in the one that goes on was before: with its own schedule,
-        and without a change to what the optimizer has been restored to."""
+        """Let a callback that averages weights resume within an epoch: with its own schedule, without changing the
+        optimizer."""
         trainer = self._trainer
         if callback.swa_start <= trainer.current_epoch <= callback.swa_end:
             groups = trainer.optimizers[0].param_groups
@@ -259,26 +255,24 @@ class TrainerState:
                 group.update(saved)
 
 
-VERSION = "2.0.0"  # of the form of such a dict, by which Lightning's hooks know old ones
+VERSION = "2.0.0"  # version of Lightning's format, by which its hooks recognise old dicts
 
 
 class Monitored:
-    """A logged metric, of which it is known whether it was measured at the step that was done last.
-
-    Lightning's `callback_metrics` keeps what was logged at any time. What is of now is told by the results that its
-    loops collect: those of a validation, or of an epoch, count where it ends; what is logged batch by batch counts if
-    the batches of the last step did. A value that nobody has logged, but put there by hand, counts once.
-    """
+    """A logged metric, and whether it was measured at the last step. Lightning's `callback_metrics` keeps all logged
+    values. The results that its loops collect show which are new: those of a validation or an epoch count at its end,
+    and values logged per batch count if the batches of the last step logged them. A value that the user has put there
+    without logging counts once."""
 
     def __init__(self, trainer: Any, name: str) -> None:
         self._trainer, self._name = trainer, name
-        self._older: object = None  # what the step before the last had logged
+        self._older: object = None  # value logged by the step before the last
         self._newer: object = None
         self._seen: object = None
         self.forget()
 
     def forget(self) -> None:
-        """What is there now is old: it was restored."""
+        """Mark the current value as old, because it was restored."""
         self._older = self._newer = self._in_batches()
         self._seen = self._trainer.callback_metrics.get(self._name)
 
@@ -286,7 +280,7 @@ class Monitored:
         self._older, self._newer = self._newer, self._in_batches()
 
     def score(self) -> float | None:
-        """Where a validation or an epoch ends: what was measured at this step, None if nothing was."""
+        """Return the value measured at this step, at the end of a validation or an epoch; None if there is none."""
         value = self._trainer.callback_metrics.get(self._name)
         seen, self._seen = self._seen, value
         train, now = self._trainer.fit_loop.epoch_loop._results, self._trainer._results
@@ -300,14 +294,14 @@ class Monitored:
         return float(value) if ended or (in_batches is not None and in_batches is not self._older) else None
 
     def _in_batches(self) -> object:
-        """The value that was logged last in a batch of training; another object each time."""
+        """Return the value last logged in a training batch, a new object each time."""
         results = self._trainer.fit_loop.epoch_loop._results
         named = (r for r in results.values() if r.meta.on_step and self._name == results._forked_name(r, True)[1])
         return next((r._forward_cache for r in named), None)
 
 
 def _epoch_names(results: Any, one: Any) -> tuple[str, ...]:
-    """The names under which callbacks find it at the end."""
+    """Return the names under which callbacks find it at the end of the epoch."""
     return tuple(results._forked_name(one, False)) if one.meta.on_epoch else ()
 
 
@@ -323,7 +317,7 @@ SAID = (
 
 
 def _logged(trainer: Any) -> State:
-    """Lightning's own sums, by the names under which it keeps them, with what was said of them to `log`."""
+    """Return Lightning's own sums by name, with the arguments of `log`."""
     connector, found = trainer._logger_connector, {}
     for key, one in trainer.fit_loop.epoch_loop._results.items():
         meta = one.meta

@@ -1,6 +1,7 @@
-"""How does a Hugging Face Trainer save every step, and come back? A callback, and an export to its folders.
+"""Save every step of a Hugging Face Trainer and restore it: a callback, and an export to its folders.
 
-In: a Trainer and its events. Out: calls of `ckpt.Checkpointer`. It may not know the writer's or the trainer's inside.
+Input: a Trainer and its events. Output: calls of `ckpt.Checkpointer`. It does not depend on internals of the writer or
+the core.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ __all__ = ["CheckpointCallback"]
 
 
 def __getattr__(name: str) -> Any:
-    """The export needs no transformers, whose import takes seconds."""
+    """Import the callback when it is used: the export does not need transformers, whose import takes seconds."""
     if name != "CheckpointCallback":
         raise AttributeError(f"module 'ckpt.transformers' has no attribute {name!r}")
     from ckpt.transformers.callback import CheckpointCallback

@@ -1,18 +1,18 @@
-"""Hugging Face Trainer: one line more in a script, and it saves every step and goes on by itself.
+"""A Hugging Face Trainer callback that saves every step and restores the run automatically.
 
     trainer = Trainer(..., callbacks=[ckpt.transformers.CheckpointCallback("s3://bucket/run1", every=200)])
     trainer.train()
 
     python -m ckpt.transformers s3://bucket/run1 --to exports/run1     # for from_pretrained()
 
-A step is saved when all that belongs to it is done: at once if nothing is due, else after it was logged and evaluated.
-So a run that is killed in an evaluation comes back one step before it, and evaluates again; one that is killed while
-gradients are accumulated, at the last optimizer step. From there losses, weights and the Trainer's own log are those of
-a run that was never killed, bit for bit.
+A step is saved when everything that belongs to it is done: immediately, or after logging and evaluation if these are
+scheduled. A run killed in an evaluation restarts one step before it and evaluates again; one killed while gradients are
+accumulated restarts at the last optimizer step. From there, losses, weights and the Trainer's own log are bit for bit
+those of an uninterrupted run.
 
-The order of the examples is that of the sampler; what was trained on already is left out in the sampler, unread. Not
-repeated bit for bit: random numbers that a dataset or collator draws (random masks) for batches that had been fetched
-ahead, and in workers; that is warned of. A stream (IterableDataset) is read again up to the place.
+The sampler determines the order of examples; examples already trained on are skipped there without reading them. Random
+numbers that a dataset or collator draws (random masks) are not repeated for prefetched batches and in workers; a
+warning is logged. A stream (IterableDataset) is read again up to the position.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from ckpt.core.checkpoint.retention import Keep
 from ckpt.core.restore.restore_first import Restored
 from ckpt.core.state.sharding import ModulePart, named_parameters, unwrap
 from ckpt.core.state.stateful import RNG
-from ckpt.errors import CheckpointError, UsageError, at_door
+from ckpt.errors import CheckpointError, UsageError, public_function
 from ckpt.save import Save
 from ckpt.tiers import Memory, Tier, as_tiers
 from ckpt.transformers import trainer_internals
 from ckpt.transformers.further_state import ModuleWatch, check_further, further_modules
 from ckpt.transformers.pretrained import Pretrained, digest, is_adapter, nbytes, pretrained, trained, unused
-from ckpt.transformers.trainer_internals import say, say_once
+from ckpt.transformers.trainer_internals import logger, warn_once
 
 BEST = 'best=ckpt.Best("eval_loss", keep=1)'
 METRIC = (
@@ -55,30 +55,31 @@ METRIC = (
     "top_k",
 )
 MEANT = dict.fromkeys(METRIC, BEST)
-WATCHED = 8  # steps for which it is looked whether reading batches draws random numbers
+WATCHED = 8  # steps in which reading batches is checked for drawing random numbers
 FINISHED = (
-    "nothing to do: the run in %s finished at step %d. Raise num_train_epochs, max_steps or the patience to train on, "
+    "nothing to do: the run in %s finished at step %d. Raise num_train_epochs, max_steps or the patience to continue, "
     "or give the callback another location for a new run"
 )
 OTHER_NUMBERS = (
-    "dataloader_persistent_workers=True: the batches are the same again, but random numbers (dropout) will be others "
-    "from the next epoch on than in a run that was never interrupted"
+    "dataloader_persistent_workers=True: the batches are the same, but random numbers (dropout) will differ from an "
+    "uninterrupted run from the next epoch on"
 )
 
 __all__ = ["CheckpointCallback"]
 
 
 class CheckpointCallback(TrainerCallback):
-    """Saves a Trainer's run as it goes, and brings it back when the same script is started again.
+    """Saves a Trainer's run while it trains, and restores it when the same script is started again.
 
-    Callbacks that have a state (`ExportableState`) get it back; what they were made with, and training did not change,
-    stays as this start says, unless TrainingArguments say `restore_callback_states_from_checkpoint=True`.
+    Callbacks with a state (`ExportableState`) get it back. Arguments that they were created with, and that training did
+    not change, stay as in this script, unless TrainingArguments has `restore_callback_states_from_checkpoint=True`.
     `checkpointer`: the Checkpointer, while training; `restored`: what was restored, once training has begun;
-    `full_bytes`, `stored_bytes`: of parameters and buffers. train() raises MismatchError if the script has changed,
-    UsageError if something else resumes the Trainer to a later step.
+        `full_bytes`,
+    `stored_bytes`: size of parameters and buffers. train() raises MismatchError if the script has changed, and
+        UsageError if something else resumed the Trainer at a later step.
     """
 
-    @at_door
+    @public_function
     def __init__(
         self,
         tiers: object = None,
@@ -91,18 +92,20 @@ class CheckpointCallback(TrainerCallback):
         state: dict[str, Any] | None = None,
         **arguments: Any,
     ) -> None:
-        """`tiers`: a folder or URL, or a list of `ckpt.Memory`, `ckpt.Tier` and such words, nearest first; None keeps
-        steps in memory only. `every` and `keep` are of tiers that are given as a string: optimizer steps between two
-        checkpoints (100 by default), a time ("10min") or "auto"; and how many stay ("all" by default). Memory has
-        every step.
-        `best`: a `ckpt.Best("eval_loss", keep=3)`: the three best of the steps that were evaluated stay as well.
-        `only_trained`: whether frozen parameters are left out, which `from_pretrained` brings again; a digest of them
-        is kept, and another base is refused. By default so where the model is a PeftModel. `strict=False` restores what
-        fits where model, optimizer or data have changed.
-        `state`: objects that the Trainer does not know, by names of your own: `{"ema": ema}` for a module, an
-        optimizer, or anything with `state_dict()` and `load_state_dict()`. It is read when training begins.
-        All other keywords are those of `ckpt.Checkpointer`, such as
-        `on_busy`, `on_error`, `triggers` and `on_fault`; UsageError for any else, which says what is meant.
+        """Create the callback.
+
+        - `tiers`: folder or URL, or a list of `ckpt.Memory`, `ckpt.Tier` and strings, nearest first. None keeps steps
+          in memory only.
+        - `every`, `keep`: for tiers given as strings: optimizer steps between checkpoints (default 100), a time
+          ("10min") or "auto"; and how many to keep (default "all"). Memory has every step.
+        - `best`: for example `ckpt.Best("eval_loss", keep=3)`: also keep the three best of the evaluated steps.
+        - `strict`: False restores the entries that fit if model, optimizer or data have changed. Default True.
+        - `only_trained`: True omits frozen parameters, which `from_pretrained` loads; their digest is kept, and another
+          base is rejected. Default: True for a PeftModel.
+        - `state`: further objects by names of your own: `{"ema": ema}` for a module, an optimizer, or an object with
+          `state_dict()` and `load_state_dict()`. It is read when training begins.
+        - All other keywords are those of `ckpt.Checkpointer`, for example `on_busy`, `on_error`, `triggers` and
+          `on_fault`. Unknown ones raise UsageError with a suggestion.
         """
         check_keywords(CheckpointCallback, arguments, MEANT)
         memory, durable = as_tiers(tiers, every, keep)
@@ -118,10 +121,10 @@ class CheckpointCallback(TrainerCallback):
         self._last = _Last(self)
         self._progress: trainer_internals.TrainerProgress | None = None
         self._rewind: trainer_internals.Rewind | None = None
-        self._pending = False  # a step was made and is not saved yet
+        self._pending = False  # a step was done and is not saved yet
         self._latest: Save | None = None
         self._thread = 0
-        self._numbers: dict[str, Any] | None = None  # random numbers as they were, until they are set
+        self._numbers: dict[str, Any] | None = None  # random numbers to set
         self._paused = contextlib.ExitStack()
         self._watch = WATCHED
         self._drawn: list[Any] | None = None
@@ -131,27 +134,28 @@ class CheckpointCallback(TrainerCallback):
 
     # -- the beginning --
 
-    @at_door
+    @public_function
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         trainer = trainer_internals.calling_trainer()
         if trainer is not None:
             self._enclose(trainer)
 
     def _enclose(self, trainer: Trainer) -> None:
-        """First of all callbacks, so that they find the state restored; and last, when all have said what is due."""
+        """Place this callback first, so that others find the state restored, and its helper last, after all
+        requests."""
         handler = trainer.callback_handler
         others = [one for one in handler.callbacks if one is not self and one is not self._last]
         if any(isinstance(one, CheckpointCallback) for one in others):
-            raise UsageError("this Trainer has two CheckpointCallbacks: use one, and give it all tiers, as a list")
-        handler.callbacks = [self, *others, self._last]  # a new list: the old one is being gone through
+            raise UsageError("this Trainer has two CheckpointCallbacks: use one with all tiers as a list")
+        handler.callbacks = [self, *others, self._last]  # a new list, because the old one is being iterated
 
-    @at_door
+    @public_function
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
         trainer = trainer_internals.calling_trainer()
         if trainer is None:
-            raise UsageError("the Trainer that calls this callback was not found: call trainer.train() in this thread")
+            raise UsageError("cannot find the Trainer that calls this callback: call trainer.train() in this thread")
         trainer_internals.check(trainer)
         self._enclose(trainer)
         self._end()
@@ -186,10 +190,14 @@ class CheckpointCallback(TrainerCallback):
             stored = {id(tensor) for tensor in some.values()}
             aside = unused(model)
             used = {name: tensor for name, tensor in parameters.items() if not name.startswith(aside)}
-            once = {id(tensor): name for name, tensor in reversed(used.items())}  # tied ones by their first name
+            once = {id(tensor): name for name, tensor in reversed(used.items())}  # tied parameters by their first name
             frozen = {name: parameters[name] for key, name in once.items() if key not in stored}
             progress.base = {"digest": digest(frozen), "tensors": len(frozen)}
-            say.info("of the model's %d bytes, the %d that are trained are stored", self.full_bytes, self.stored_bytes)
+            logger.info(
+                "the model has %d bytes, of which the %d trained ones are stored",
+                self.full_bytes,
+                self.stored_bytes,
+            )
             whole = ModulePart(whole, some)
             progress.save_only(whole, some)
         optimizer = trainer.optimizer
@@ -207,11 +215,11 @@ class CheckpointCallback(TrainerCallback):
         return state
 
     def _deepspeed_state(self, trainer: Trainer, progress: trainer_internals.TrainerProgress) -> dict[str, Any]:
-        """Weights and optimizer are in the engine, and so is the schedule."""
+        """Return the state with DeepSpeed, whose engine has weights, optimizer and schedule."""
         from ckpt.deepspeed.attach import entries
 
         if self._only_trained:
-            raise UsageError("only_trained is not there under DeepSpeed: leave it out, and frozen parameters are saved")
+            raise UsageError("only_trained is not supported with DeepSpeed: omit it to save frozen parameters too")
         engine: Any = trainer.model_wrapped
         first, model = trainer.is_world_process_zero(), engine.module
         about = pretrained(model, trainer.processing_class) if first else Pretrained({})
@@ -238,11 +246,11 @@ class CheckpointCallback(TrainerCallback):
             return
         if theirs > step:
             raise UsageError(
-                f"resume_from_checkpoint brought step {theirs}, and {self._where()} has step {step} only: leave that "
-                "argument away, or use another location"
+                f"resume_from_checkpoint restored step {theirs}, but {self._where()} only has step {step}: omit that "
+                "argument, or use another location"
             )
         if theirs:
-            say_once(trainer, "resume_from_checkpoint is passed over: %s has step %d", self._where(), step)
+            warn_once(trainer, "resume_from_checkpoint is ignored, because %s has step %d", self._where(), step)
         if trainer.args.auto_find_batch_size and saved["batch_size"] < trainer._train_batch_size:
             self._run_batch_size = saved["batch_size"]
             trainer_internals.reduce_batch_size(trainer, saved["batch_size"])
@@ -257,21 +265,21 @@ class CheckpointCallback(TrainerCallback):
             trainer_internals.stopped_early(trainer) and saved["max_steps"] == state.max_steps
         ):
             epoch, self._numbers = None, None
-            say_once(trainer, FINISHED, self._where(), step)
+            warn_once(trainer, FINISHED, self._where(), step)
         else:
-            self._say_goes_on(trainer, step)
+            self._report_resume(trainer, step)
         if trainer.args.ignore_data_skip:
             batches = 0
-        progress.epoch -= 1  # its beginning is told once more
+        progress.epoch -= 1  # on_epoch_begin is called for it again
         self._rewind = trainer_internals.Rewind(
             trainer, theirs // each, epoch, batches, progress.put_flags, step > progress.epoch_began
         )
 
-    def _say_goes_on(self, trainer: Trainer, step: int) -> None:
+    def _report_resume(self, trainer: Trainer, step: int) -> None:
         if getattr(trainer.args, "dataloader_persistent_workers", False):
-            say_once(trainer, OTHER_NUMBERS)
+            warn_once(trainer, OTHER_NUMBERS)
         where = (self.restored and self.restored.tier) or self._where()
-        say_once(trainer, "everystep goes on at step %d (from %s)", step, where)
+        warn_once(trainer, "everystep continues at step %d (from %s)", step, where)
 
     def _where(self) -> str:
         return next((one.url for one in self._tiers if isinstance(one, Tier)), "memory")
@@ -294,19 +302,19 @@ class CheckpointCallback(TrainerCallback):
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if self._drawn is not None:
-            self._look()
+            self._check_draws()
         if self._numbers is not None:
             self._set_numbers()
         elif self._pending:
             self._paused.close()
             self._save(state.global_step)
 
-    def _look(self) -> None:
+    def _check_draws(self) -> None:
         if self._drawn != trainer_internals.drawn():
             self._watch = 0
-            say.warning(
-                "the dataset or the collator draws random numbers: batches that were fetched ahead of a crash are "
-                "drawn anew after it, so that the run will not be the same bit for bit"
+            logger.warning(
+                "the dataset or the collator draws random numbers: batches that were prefetched before a crash are "
+                "drawn again after it, so the run will not be bit-identical"
             )
         self._drawn = None
 
@@ -315,7 +323,7 @@ class CheckpointCallback(TrainerCallback):
         self._numbers = None
 
     def made_step(self, state: TrainerState, control: TrainerControl) -> None:
-        """All callbacks have said what they want to happen after this step."""
+        """Save the step now, unless callbacks have requested more after it."""
         self._pending = True
         if not (_due(control) or control.should_training_stop or control.should_epoch_stop or _epoch_over(state)):
             self._save(state.global_step)
@@ -335,7 +343,7 @@ class CheckpointCallback(TrainerCallback):
             self._pause(control)
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        if self._numbers is not None:  # nothing was left of the epoch
+        if self._numbers is not None:  # the epoch had no remaining batches
             self._set_numbers()
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
@@ -344,10 +352,10 @@ class CheckpointCallback(TrainerCallback):
             self._progress.summary = 1
             self._save(state.global_step)
         if summary and args.load_best_model_at_end and self._latest is not None:
-            self._latest.settle()  # those weights are about to take the place of the last ones
+            self._latest.settle()  # the best weights are about to replace the last ones
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
-        if self._pending:  # else it is no step of this training, or was saved before
+        if self._pending:  # otherwise it does not belong to this training, or was saved before
             self._measured |= given.get("metrics") or {}
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
@@ -356,7 +364,7 @@ class CheckpointCallback(TrainerCallback):
         self._end()
 
     def _pause(self, control: TrainerControl) -> None:
-        """An evaluation is no hang."""
+        """Suspend hang detection during an evaluation."""
         if self.checkpointer is not None and (control.should_evaluate or control.should_save):
             self._paused.close()
             self._paused.enter_context(self.checkpointer.pause())
@@ -364,7 +372,7 @@ class CheckpointCallback(TrainerCallback):
     def _save(self, step: int) -> None:
         self._pending = False
         for name in [] if self._watched_modules is None else self._watched_modules.changed():
-            say.warning(
+            logger.warning(
                 "training changes %s, which the checkpoint does not contain, so a restart begins with a new one. Save "
                 "it with CheckpointCallback(..., state={%r: ...})",
                 name,
@@ -379,14 +387,14 @@ class CheckpointCallback(TrainerCallback):
         self._measured = {}
 
     def _score(self, best: Best, step: int) -> None:
-        """As the Trainer has it of `metric_for_best_model`, the name may go without its eval_."""
+        """Score a step. As for `metric_for_best_model`, the name may omit "eval_"."""
         value = self._measured.get(best.monitor, self._measured.get(f"eval_{best.monitor}"))
         if value is not None and self.checkpointer is not None:
             self.checkpointer.score(step, value)
         elif not self._said_missing:
             self._said_missing = True
             there = ", ".join(sorted(self._measured))
-            say.warning("best=Best(%r): no evaluation has measured that; there are: %s", best.monitor, there)
+            logger.warning("best=Best(%r): no evaluation has measured this; the metrics are: %s", best.monitor, there)
 
     def _end(self) -> None:
         self._paused.close()
@@ -399,20 +407,21 @@ class CheckpointCallback(TrainerCallback):
             old.close()
 
 
-_open: list[CheckpointCallback] = []  # whose training has not said that it is over
+_open: list[CheckpointCallback] = []  # callbacks whose training has not ended
 
 
 def _end_those_left() -> None:
-    """A training that an exception has ended tells no callback. In a notebook the next one wants the same place."""
+    """End trainings that an exception has stopped, which no callback is notified of. A notebook may use the run
+    again."""
     under_way = list(trainer_internals.calling_trainers())
     for one in [one for one in _open if one._thread == threading.get_ident()]:
         if one._progress is not None and not any(one._progress.trainer is trainer for trainer in under_way):
-            with contextlib.suppress(CheckpointError):  # of a run that is over
+            with contextlib.suppress(CheckpointError):  # the run is over
                 one._end()
 
 
 class _Last(TrainerCallback):
-    """Hears of things after all other callbacks."""
+    """Runs after all other callbacks."""
 
     def __init__(self, owner: CheckpointCallback) -> None:
         self._owner = owner

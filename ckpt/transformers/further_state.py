@@ -23,7 +23,7 @@ from transformers.utils import logging
 from ckpt.core.state.sharding import named_modules, unwrap
 from ckpt.errors import UsageError
 
-say = logging.get_logger("transformers.everystep")
+logger = logging.get_logger("transformers.everystep")
 
 COUNTERS = (
     "_step",
@@ -81,8 +81,9 @@ class FurtherState:
                 state["generated"] = generated
             elif generated is not None and not self._warned:
                 self._warned = True
-                say.warning(
-                    "the completions that %s generated hold more than tensors and text, so they are not saved: after a "
+                logger.warning(
+                    "the completions that %s generated contain more than tensors and text, so they are not saved: "
+                    "after a "
                     "restart it generates new ones",
                     type(self._trainer).__name__,
                 )
@@ -166,11 +167,9 @@ def _to(value: Any, device: torch.device) -> Any:
 
 
 class ModuleWatch:
-    """Finds modules and lists of weights that training changes and the checkpoint does not contain.
-
-    A copy with averaged weights, for example, is often an attribute of the trainer or of a callback, which may create
-    it during training. Torch counts each write to a tensor, and the sum of the counters tells whether there was one.
-    """
+    """Finds modules and lists of weights that training changes and the checkpoint does not contain. A copy with
+    averaged weights, for example, is often an attribute of the trainer or of a callback, which may create it during
+    training. Torch counts each write to a tensor, and the sum of the counters tells whether there was one."""
 
     def __init__(self, trainer: Trainer, saved: Mapping[str, object]) -> None:
         parts = [part for one in (trainer.model, trainer.model_wrapped, *saved.values()) for part in _parts(one)]
@@ -181,7 +180,7 @@ class ModuleWatch:
         self._find()
 
     def _find(self) -> None:
-        """Watch what has become an attribute since the last call."""
+        """Watch attributes that are new since the last call."""
         for owner in (self._trainer, *_callbacks(self._trainer)):
             if id(owner) in self._saved:
                 continue

@@ -1,7 +1,7 @@
-"""From a run to a folder that `from_pretrained` reads: what must be known for it, and the way there.
+"""Export a run to a folder for `from_pretrained`, and collect what that needs during training.
 
-Weights alone are not enough: a run also keeps the texts that a hub folder has beside them (config.json, the tokenizer,
-adapter_config.json), and which of its tensors are called what there. Tensors pass by in windows, as in `ckpt restore`.
+Weights alone are not enough: a run also stores the other files of a hub folder (config.json, the tokenizer,
+adapter_config.json) and the names of its tensors there. Tensors are read in windows, as in `ckpt restore`.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from ckpt.tools.convert.source import Origin, RankView
 from ckpt.tools.convert.source_run import checkpoint_of
 from ckpt.tools.convert.to_safetensors import cast_to, plan, prefix_of, weights_of
 
-LONG = 4096  # characters, from which a text is kept as bytes, which need not be encoded at every step
-MOST = 32 << 20  # bytes of a tokenizer that are kept with every checkpoint
-CHUNK = 64 << 20  # bytes of a tensor that are digested at once
+LONG = 4096  # characters; longer texts are stored as bytes, which need no encoding at every step
+MOST = 32 << 20  # most bytes of a tokenizer that is stored with every checkpoint
+CHUNK = 64 << 20  # bytes of a tensor per digest step
 WINDOW = 16 << 20
 WEIGHTS, ADAPTER = "model.safetensors", "adapter_model.safetensors"
 REWRITING = ("pissa_niter", "corda", "lora_ga")  # values of `init_lora_weights`
@@ -46,7 +46,7 @@ FLOATS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float6
 
 @dataclass(frozen=True)
 class Pretrained:
-    """What belongs beside the weights. `names`: of an adapter's tensors, what each is called in the state."""
+    """The other files of a hub folder. `names`: for each tensor of an adapter, its name in the state."""
 
     files: Mapping[str, str]
     names: Mapping[str, str] | None = None
@@ -56,7 +56,7 @@ class Pretrained:
         return {"files": {name: _packed(text) for name, text in self.files.items()}, "names": names}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing: what this start says is newer."""
+        """Do nothing: the values of this start are newer."""
 
 
 def _packed(text: str) -> str | np.ndarray[Any, Any]:
@@ -77,19 +77,15 @@ def is_adapter(model: nn.Module) -> bool:
 
 
 def unused(model: nn.Module) -> tuple[str, ...]:
-    """Return the beginnings of names under which PEFT keeps modules that trained copies stand for.
-
-    The original of a new head has random weights, different ones in each process, and no forward reads them.
-    """
+    """Return prefixes of modules that PEFT replaces by trained copies. The original of a new head has random weights,
+    different ones in each process, and no forward reads them."""
     wrapper: Any = getattr(sys.modules.get("peft.utils.other"), "ModulesToSaveWrapper", ())
     return tuple(f"{name}.original_module." for name, _, one in named_modules(model) if isinstance(one, wrapper))
 
 
 def adapter_tensors(model: Any, adapter: str | None = None) -> dict[str, Tensor]:
-    """What `save_pretrained` would write of an adapter, by what it would call it: the live tensors.
-
-    adapter: its name, by default the active one.
-    """
+    """Return the live tensors that `save_pretrained` would write for an adapter, under its names. `adapter`: name, by
+    default the active one."""
     from peft import get_peft_model_state_dict
 
     live = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
@@ -106,7 +102,7 @@ def _active(model: Any) -> str:
 
 
 def pretrained(model: nn.Module, processing: Any) -> Pretrained:
-    """What a hub folder of this model needs. `processing`: its tokenizer or processor, if there is one."""
+    """Return the other files of a hub folder of this model. `processing`: its tokenizer or processor, if any."""
     with tempfile.TemporaryDirectory() as folder:
         names = None
         if is_adapter(model):
@@ -122,7 +118,7 @@ def pretrained(model: nn.Module, processing: Any) -> Pretrained:
             if sum(path.stat().st_size for path in Path(beside).rglob("*")) <= MOST:
                 texts |= _texts(beside)
             else:
-                log.warning("the tokenizer has more than %d MiB: it is not kept in the run", MOST >> 20)
+                log.warning("the tokenizer is larger than %d MiB, so it is not stored in the run", MOST >> 20)
     return Pretrained(texts, names)
 
 
@@ -141,14 +137,14 @@ def _save_config(model: Any, folder: str) -> None:
 
 def _save_adapter_config(model: Any, folder: str) -> None:
     config = copy.deepcopy(model.peft_config[_active(model)])
-    config.inference_mode = True  # as save_pretrained has it
+    config.inference_mode = True  # like save_pretrained
     if config.base_model_name_or_path is None:
         config.base_model_name_or_path = getattr(model.get_base_model(), "name_or_path", None)
     config.save_pretrained(folder)
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:
-    """Of names, shapes and every bit."""
+    """Return a digest of names, shapes and every bit."""
     total = []
     for name, tensor in sorted(tensors.items()):
         check_memory(local(tensor), (name,))
@@ -169,12 +165,12 @@ def export_pretrained(
     dtype: str | None = None,
     on_bytes: OnBytes = None,
 ) -> Exported:
-    """Make a folder that `from_pretrained` reads of the newest checkpoint of a run, or of that of `step`.
+    """Write the newest checkpoint of a run, or that of `step`, as a folder for `from_pretrained`.
 
-    It is read as `AutoModelForX.from_pretrained(folder)`, or `PeftModel.from_pretrained(base, folder)` where an adapter
-    was trained. `dtype`: "bf16", "fp16", "fp32": cast to that. The tokenizer is there if the Trainer had it. `on_bytes`
-    is called with how many bytes more were written. Raises UsageError if the folder exists, or the run has no such
-    model; CorruptError if what is read is damaged.
+    Load it with `AutoModelForX.from_pretrained(folder)`, or `PeftModel.from_pretrained(base, folder)` for an adapter.
+    `dtype`: "bf16", "fp16" or "fp32" to cast. The tokenizer is included if the Trainer had it. `on_bytes`: called with
+        the number of bytes written. Raises UsageError if the folder exists or the run has no such model, and
+        CorruptError if the bytes read are damaged.
     """
     path = local_path(str(folder))
     check_target(path)
@@ -183,11 +179,12 @@ def export_pretrained(
         about = loaded.plain("pretrained")
     except KeyError:
         raise UsageError(
-            f"step {loaded.step} of {loaded.url} was not saved by ckpt.transformers: `ckpt restore` writes its weights"
+            f"step {loaded.step} of {loaded.url} was not saved by ckpt.transformers: use `ckpt restore` to write its "
+            "weights"
         ) from None
     files = {name: _text(text) for name, text in about["files"].items()}
     if "config.json" not in files and "adapter_config.json" not in files:
-        raise UsageError(f"{loaded.url} holds no model of transformers or peft: `ckpt restore` writes its weights")
+        raise UsageError(f"{loaded.url} has no model of transformers or peft: use `ckpt restore` to write its weights")
     names = None if about["names"] is None else json.loads(_text(about["names"]))
     return asyncio.run(_export(loaded.url, loaded.step, path, files, names, dtype, on_bytes))
 
@@ -222,7 +219,7 @@ def _plan(origin: Origin, files: dict[str, str], names: dict[str, str] | None, d
 
 
 def _renamed(view: RankView, names: Mapping[str, str]) -> RankView:
-    """An adapter's tensors, as peft calls them."""
+    """Rename an adapter's tensors to peft's names."""
     found = {}
     for key, name in names.items():
         full = f"model.{name}"
@@ -234,7 +231,7 @@ def _renamed(view: RankView, names: Mapping[str, str]) -> RankView:
 
 
 def _with_dtype(config: str, view: RankView, dtypes: Mapping[str, str]) -> str:
-    """from_pretrained() makes the model in the dtype that the config says."""
+    """Set the dtype in the config, in which from_pretrained() creates the model."""
     kinds = {dtypes[label] for label in view.tensors.values()} & FLOATS.keys()
     values = json.loads(config)
     if len(kinds) == 1:
@@ -249,7 +246,7 @@ def _beside(files: Mapping[str, str], finish: Callable[[Path, Sums], None]) -> C
         for name, text in files.items():
             target = folder / name
             if folder not in target.resolve().parents:
-                raise UsageError(f"{name!r} is no name of a file in this folder")
+                raise UsageError(f"{name!r} is not the name of a file in this folder")
             target.parent.mkdir(parents=True, exist_ok=True)
             write_regular(target, text.encode())
 
@@ -257,11 +254,9 @@ def _beside(files: Mapping[str, str], finish: Callable[[Path, Sums], None]) -> C
 
 
 def trained(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters that are trained, what else belongs to adapters, and buffers, which training may change.
-
-    An adapter that is not active counts too: TRL makes one as the reference, with random weights. So do weights of the
-    base that PEFT has rewritten for an adapter, see `_rewritten`.
-    """
+    """Return trained parameters, all tensors of adapters, and buffers, which training may change. Inactive adapters
+    count too: TRL creates one as the reference, with random weights. So do weights of the base that PEFT has
+    rewritten, see `_rewritten`."""
     adapted: Any = model
     names = list(adapted.peft_config) if is_adapter(model) else []
     adapter = {id(t) for name in names for t in adapter_tensors(model, name).values()} | _rewritten(model, names)
@@ -280,5 +275,5 @@ def _rewritten(model: nn.Module, names: Sequence[str]) -> set[int]:
 
 
 def nbytes(tensors: Mapping[str, Tensor]) -> int:
-    """Of tensors that share memory, once."""
+    """Return the bytes of tensors, shared memory counted once."""
     return sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in tensors.values()}.values())

@@ -1,8 +1,8 @@
-"""What has to be known of the inside of transformers' Trainer to have it go on in the middle: all of it is here.
+"""Access to internals of transformers' Trainer that resuming in the middle of training needs.
 
-A callback is not given the Trainer, and the place where its loop begins cannot be set from outside. What is used that
-is not public: `_run_epoch`, which runs one epoch and knows how to leave out what a checkpoint has behind it, and the
-sum of the losses that were not logged yet. Tried with transformers 5.23; what another version lacks is said at once.
+A callback does not receive the Trainer, and the start of its loop cannot be set from outside. The non-public names used
+are `_run_epoch`, which runs one epoch and can skip what a checkpoint has done, and the sum of losses not logged yet.
+Tested with transformers 5.23; missing names of another version raise an error immediately.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from ckpt.core.state.stateful import RNG
 from ckpt.errors import MismatchError, UsageError
 from ckpt.transformers.further_state import FurtherState
 
-say = logging.get_logger("transformers.everystep")  # shown where the Trainer's own messages are
-theirs = logging.get_logger("transformers.trainer")
+logger = logging.get_logger("transformers.everystep")  # the Trainer's own messages are shown there
+trainer_logger = logging.get_logger("transformers.trainer")
 
 PRIVATE = (
     "_run_epoch",
@@ -39,7 +39,7 @@ PRIVATE = (
     "_initial_global_step",
     "_train_batch_size",
 )
-NOWHERE = "/dev/null"  # where a checkpoint of the Trainer's own would be: only its loop shall believe that there is one
+NOWHERE = "/dev/null"  # path of a checkpoint that does not exist, so that the Trainer's loop resumes
 KEPT = (
     "epoch",
     "global_step",
@@ -49,23 +49,23 @@ KEPT = (
     "best_global_step",
     "best_model_checkpoint",
 )
-"""Of TrainerState. The rest follows from the arguments of this start, or is said elsewhere (log_history)."""
+"""Of TrainerState. The rest follows from the arguments of this start, or is restored elsewhere (log_history)."""
 PLAIN = (bool, int, float, str, type(None))
 
 
-def say_once(trainer: Trainer, text: str, *values: object) -> None:
-    """A warning of the first of all ranks."""
+def warn_once(trainer: Trainer, text: str, *values: object) -> None:
+    """Log a warning on rank 0 only."""
     if trainer.is_world_process_zero():
-        say.warning(text, *values)
+        logger.warning(text, *values)
 
 
 def calling_trainer() -> Trainer | None:
-    """The Trainer that is calling back right now."""
+    """Return the Trainer that is calling this callback."""
     return next(calling_trainers(), None)
 
 
 def calling_trainers() -> Iterator[Trainer]:
-    """Those that have a method on this thread's stack."""
+    """Yield the Trainers that have a method on this thread's stack."""
     frame = inspect.currentframe()
     while frame is not None:
         found = frame.f_locals.get("self")
@@ -75,19 +75,17 @@ def calling_trainers() -> Iterator[Trainer]:
 
 
 def check(trainer: Trainer) -> None:
-    """UsageError if this Trainer cannot be resumed by a callback."""
+    """Raise UsageError if a callback cannot resume this Trainer."""
     missing = [name for name in PRIVATE if not hasattr(trainer, name)]
     if missing:
         raise UsageError(f"the Trainer of this version of transformers has no {', '.join(missing)}: use 5.23")
     if trainer.state.is_hyper_param_search:
-        raise UsageError("the trials of a hyperparameter search would go on from each other: leave the callback out")
+        raise UsageError("the trials of a hyperparameter search would continue from each other: remove the callback")
 
 
 def reduce_batch_size(trainer: Trainer, size: int) -> None:
-    """Have `auto_find_batch_size` try a smaller batch size, unless it has come down to `size` or below.
-
-    Raises what the Trainer takes for a lack of memory, which is the only way to make it start over.
-    """
+    """Make `auto_find_batch_size` try a smaller batch size, unless it is `size` or less. Raises what the Trainer treats
+    as an out-of-memory error, which is the only way to make it start over."""
     if trainer._train_batch_size > size:
         raise RuntimeError(f"CUDA out of memory. (Not really: the run in progress uses a batch size of {size}.)")
 
@@ -149,7 +147,7 @@ class Rewind:
 
 
 def losses(trainer: Trainer) -> dict[str, Any]:
-    """What the next entry of the log and the summary are made of."""
+    """Return the values from which the next log entry and the summary are made."""
     return {
         "flos": float(trainer.current_flos),
         "last_logged": int(trainer._globalstep_last_logged),
@@ -161,17 +159,14 @@ def losses(trainer: Trainer) -> dict[str, Any]:
 def set_losses(trainer: Trainer, saved: dict[str, Any]) -> None:
     trainer.current_flos = saved["flos"]
     trainer._globalstep_last_logged = saved["last_logged"]
-    trainer._total_loss_scalar, trainer._initial_global_step = saved["total"], 0  # of the whole run
+    trainer._total_loss_scalar, trainer._initial_global_step = saved["total"], 0  # for the whole run
     trainer._tr_loss = saved["unlogged"].to(trainer.args.device)
 
 
 class CallbackStates:
-    """Callbacks that have a state (`ExportableState`), and the TrainerControl, by class; several of one in their order.
-
-    A state has `attributes`, which change as training goes on, and `args`, which a callback is made with. Many keep in
-    `args` what changes too, and what does not change there is for the script to say, so what they were made with is
-    kept beside it.
-    """
+    """The states of callbacks (`ExportableState`) and the TrainerControl by class; several of one class in order. A
+    state has `attributes`, which training changes, and `args`, with which a callback is created. Many also keep
+    changing values in `args`. Unchanged ones belong to the script, so the original values are stored too."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -185,7 +180,7 @@ class CallbackStates:
         return found
 
     def _read(self) -> dict[str, list[dict[str, Any]]]:
-        """What is there now, also for those who ask the TrainerState, such as the Trainer's own checkpoints."""
+        """Return the current states, and store them in TrainerState for the Trainer's own checkpoints."""
         states = {name: [one.state() for one in some] for name, some in self._live().items()}
         state: Any = self._trainer.state
         state.stateful_callbacks = {name: some[0] if len(some) == 1 else some for name, some in states.items()}
@@ -198,13 +193,13 @@ class CallbackStates:
         return {"now": self._read(), "made": self._made}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Into the callbacks there are, which stay the same objects."""
-        if "now" not in saved:  # of an older version, which knew of attributes only
+        """Restore the states into the existing callback objects."""
+        if "now" not in saved:  # from an older version, which stored only attributes
             saved = {"now": {n: [{"attributes": one} for one in some] for n, some in saved.items()}, "made": {}}
         live = self._live()
         missing = [name for name in saved["now"] if name not in live]
         if missing:
-            theirs.warning(
+            trainer_logger.warning(
                 "Checkpoint included callbacks not included in current configuration. Ignoring. (%s)",
                 ", ".join(missing),
             )
@@ -227,10 +222,10 @@ class CallbackStates:
 
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    """Those that the Trainer could write too, as they would come back."""
+    """Return the values that the Trainer could also write, in the form in which they are read back."""
     found = {}
     for key, value in values.items():
-        if type(value) in (bool, int, float, str):  # at every step: quickly
+        if type(value) in (bool, int, float, str):  # fast, because this runs at every step
             found[key] = value
             continue
         with contextlib.suppress(TypeError, ValueError):
@@ -239,7 +234,7 @@ def _plain(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def stopped_early(trainer: Trainer) -> bool:
-    """Whether an EarlyStoppingCallback has had enough."""
+    """Return True if an EarlyStoppingCallback has stopped training."""
     return any(
         isinstance(callback, EarlyStoppingCallback)
         and callback.early_stopping_patience_counter >= callback.early_stopping_patience
@@ -248,7 +243,7 @@ def stopped_early(trainer: Trainer) -> bool:
 
 
 def data_of(trainer: Trainer, loader: Any) -> dict[str, Any]:
-    """What the order of the examples depends on, and how many a step takes."""
+    """Return what the order of the examples depends on, and the number of examples per step."""
     args = trainer.args
     try:
         examples: int | None = trainer.num_examples(loader)
@@ -266,7 +261,7 @@ def data_of(trainer: Trainer, loader: Any) -> dict[str, Any]:
 
 
 def drawn() -> list[Any]:
-    """Differs if random numbers were drawn from one of the global generators."""
+    """Return a value that changes if random numbers are drawn from a global generator."""
     return [
         torch.get_rng_state().numpy().tobytes(),
         random.getstate(),
@@ -275,24 +270,22 @@ def drawn() -> list[Any]:
 
 
 def generator_of(loader: Any) -> torch.Generator | None:
-    """The generator of its own that the sampler draws the order from, if it has one that is not seeded anew."""
+    """Return the sampler's own generator, if it has one that is not reseeded."""
     sampler = loader.get_sampler() if hasattr(loader, "get_sampler") else getattr(loader, "sampler", None)
     found = getattr(sampler, "generator", None)
     return found if isinstance(found, torch.Generator) else None
 
 
 class LogHistory:
-    """`TrainerState.log_history` as bytes that grow by what was added, so that a long one costs no more than a short.
-
-    Room is doubled when it is used up: the layout of a checkpoint stays the same most of the time.
-    """
+    """`TrainerState.log_history` as bytes that grow by appending, so that a long one costs no more than a short one.
+    The buffer doubles when it is full, so that the layout of the checkpoint rarely changes."""
 
     def __init__(self, room: int = 1 << 14) -> None:
         self._count, self._used = 0, 0
         self._bytes = torch.zeros(room, dtype=torch.uint8)
 
     def read(self, history: list[dict[str, Any]]) -> dict[str, Any]:
-        if len(history) < self._count:  # somebody has taken entries away
+        if len(history) < self._count:  # entries were removed
             self._count = self._used = 0
         text = "".join(_line(entry) + "\n" for entry in history[self._count :]).encode()
         self._count = len(history)
@@ -353,7 +346,7 @@ class FrozenFlags:
 
 
 class TrainerProgress:
-    """How far the Trainer is, as a part of the state."""
+    """The progress of the Trainer, as a part of the state."""
 
     def __init__(self, trainer: Trainer, loader: Any) -> None:
         self.trainer, self._loader = trainer, loader
@@ -362,26 +355,26 @@ class TrainerProgress:
         self._callbacks = CallbackStates(trainer)
         self._further = FurtherState(trainer)
         self.flags = FrozenFlags(unwrap(trainer.model_wrapped))
-        self._part: ModulePart | None = None  # all that is saved of the model, if frozen parameters are not
+        self._part: ModulePart | None = None  # all of the model that is saved, if frozen parameters are not
         self._trained: dict[str, Tensor] = {}
         self._unfrozen: set[str] = set()
         self._order: dict[str, Any] = {}
         self.data = data_of(trainer, loader)
         self.base: dict[str, Any] | None = None
         self.epoch, self.epoch_began = 0, 0
-        self.behind = 0  # steps of the epoch that begins, which were made before
-        self.ahead = 0  # 1: the epoch is over, and the next one has not begun
+        self.behind = 0  # steps of the beginning epoch that were done before
+        self.ahead = 0  # 1: the epoch is over and the next one has not begun
         self.summary = 0  # entries at the end of the log that a longer run would not have
         self.saved: dict[str, Any] | None = None
 
     def begin(self, epoch: int, step: int) -> None:
-        """An epoch begins: the order of its examples is about to be drawn."""
+        """Begin an epoch: the order of its examples is drawn next."""
         self.epoch, self.epoch_began, self.ahead, self.behind = epoch, step - self.behind, 0, 0
         generator = None if self._generator is None else self._generator.get_state()
         self._order = {"numbers": RNG().state_dict(), "sampler": generator}
 
     def draw_again(self) -> None:
-        """Have the order of the epoch that was under way be drawn once more."""
+        """Restore the random state, so that the order of the current epoch is drawn again."""
         RNG().load_state_dict(self._order["numbers"])
         if self._generator is not None and self._order["sampler"] is not None:
             self._generator.set_state(self._order["sampler"])
@@ -430,14 +423,14 @@ class TrainerProgress:
             self._store((names & self.flags.parameters.keys()) - self._trained.keys())
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        self.saved = saved  # the Trainer gets it when it is known to fit
+        self.saved = saved  # passed to the Trainer after it was checked
 
     def load(self, trainer: Trainer, saved: dict[str, Any]) -> None:
         for name, value in saved["state"].items():
             setattr(trainer.state, name, value)
         best = trainer.state.best_model_checkpoint
         if best is not None and not os.path.isdir(best):
-            say.warning("the best checkpoint, %s, is not there any more", best)
+            logger.warning("the best checkpoint, %s, no longer exists", best)
             trainer.state.best_model_checkpoint = None
         trainer.state.log_history[:] = self._log.parse(saved["log"])
         set_losses(trainer, saved["losses"])
@@ -469,10 +462,8 @@ class TrainerProgress:
         return int(step + max(0, math.ceil(left * steps) - batches // each))
 
     def compare(self, saved: dict[str, Any], *, strict: bool) -> None:
-        """MismatchError if the examples, or the frozen weights, are not those that were trained with.
-
-        With `auto_find_batch_size` the batch size is the Trainer's to choose: a smaller one is a warning.
-        """
+        """Raise MismatchError if the examples or the frozen weights differ from those of the run. With
+        `auto_find_batch_size` the Trainer chooses the batch size: a smaller one is only a warning."""
         found = ("examples_per_step", "steps_per_epoch") if self.trainer.args.auto_find_batch_size else ()
         lines = [
             f"{name}: {then!r} then, {self.data.get(name)!r} now"
@@ -480,20 +471,21 @@ class TrainerProgress:
             if self.data.get(name) != then and name not in found
         ]
         if saved["batch_size"] != self.trainer._train_batch_size and found:
-            say.warning(
-                "auto_find_batch_size chose a batch size of %d, and the run had %d: training goes on with the examples "
-                "that are left, and the learning-rate schedule goes on counting steps",
+            logger.warning(
+                "auto_find_batch_size chose a batch size of %d, but the run had %d: training continues with the "
+                "remaining "
+                "examples, and the learning-rate schedule continues to count steps",
                 self.trainer._train_batch_size,
                 saved["batch_size"],
             )
         if lines:
-            lines.insert(0, "the data are others than those of the run, so that the next batches cannot be the same")
+            lines.insert(0, "the data differ from those of the run, so the next batches would differ")
         if self.base is not None and saved["base"] is not None and self.base != saved["base"]:
             lines.append(
-                "the frozen base model is another one than that which was trained on: load the same weights, of the "
+                "the frozen base model differs from the one of the run: load the same weights, with the "
                 f"same revision and dtype ({saved['base']['tensors']} tensors then, {self.base['tensors']} now)"
             )
         if lines and strict:
-            raise MismatchError("\n  ".join(lines) + "\nCheckpointCallback(..., strict=False) goes on all the same")
+            raise MismatchError("\n  ".join(lines) + "\nCheckpointCallback(..., strict=False) continues anyway")
         if lines:
-            say.warning("going on although %s", "; ".join(lines))
+            logger.warning("continuing although %s", "; ".join(lines))

@@ -410,7 +410,7 @@ REFUSALS = [
     (403, "RequestTimeTooSkewed", "clock"),
     (301, "PermanentRedirect", "region"),
     (400, "AuthorizationHeaderMalformed", "region"),
-    (404, "NoSuchBucket", "[Mm]ake the bucket"),
+    (404, "NoSuchBucket", "[Cc]reate the bucket"),
     (403, "SomethingNew", "Allow"),
 ]
 
@@ -523,7 +523,7 @@ def test_a_bucket_that_is_missing(engine: str, moto: MotoServer) -> None:
 
     async def work(store: S3Store) -> None:
         for call in (store.get("x"), store.get("x", start=0, length=5), store.put("x", b""), upload(store, "p", b"x")):
-            with pytest.raises(AccessError, match=r"[Mm]ake the bucket"):
+            with pytest.raises(AccessError, match=r"[Cc]reate the bucket"):
                 await call
 
     using("s3://no-such-bucket/run", work, storage_options(moto.url) | {"engine": engine})

@@ -249,7 +249,7 @@ def test_what_cannot_hold_a_run_is_refused_by_name(kind: type[Misfit]) -> None:
         before = server.left()
         place = f"{server.scheme}://{server.bucket}/run"
         tier = ckpt.Tier(place, every=1, storage_options=server.storage_options)
-        with pytest.raises(StoreError, match=f"^{place}.* cannot hold a run: it does not guarantee ") as caught:
+        with pytest.raises(StoreError, match=f"^{place}.* cannot store a run, because it does not ") as caught:
             with ckpt.Checkpointer(toy.build(), [ckpt.Memory(linger_s=0), tier], triggers=[]) as cp:
                 cp.restore(default=0)
         assert not caught.value.retryable

@@ -184,7 +184,7 @@ def test_show_reads_the_index_and_one_part(run: Path, reads: Reads, call: Any) -
             assert {k: tensor[k] for k in stored} == asdict(storages.of(saved.labels[tensor["name"]]))
     assert everything["restore_bytes"] == sum(storages.used.values()) == sum(p["used"] for p in everything["packs"])
     text, pack = call("show", run).out, run_files.data_key(run_files.checkpoint_id(STEPS[1]))
-    assert "is said with --all" in text and pack not in text
+    assert "--all shows what each rank has stored" in text and pack not in text
     assert pack in call("show", run, "--all").out
 
 

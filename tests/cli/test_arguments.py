@@ -156,7 +156,7 @@ def test_a_file_in_the_place_of_a_run_is_named(call: Any, tmp_path: Path) -> Non
     """In words of folders and files, beside the system's own."""
     (tmp_path / "model.pt").write_bytes(b"")
     refused = call("ls", tmp_path / "model.pt")
-    assert refused.code == 2 and "a file is in the way of a folder" in refused.err
+    assert refused.code == 2 and "a file is in place of a folder" in refused.err
 
 
 def test_a_private_folder_is_a_row_and_hides_no_run(made: Path, call: Any) -> None:
@@ -219,7 +219,7 @@ def test_of_a_folder_of_runs_commands_say_how_they_are_called(made: Path, tmp_pa
     shutil.copytree(made, tmp_path / "my runs" / "group" / "b")
     said = call("report", tmp_path / "my runs")
     (command,) = [line for line in said.out.splitlines() if line.startswith("ckpt report ")]
-    assert said.code == 0 and "has 1 run below it" in said.out
+    assert said.code == 0 and "contains 1 run" in said.out
     assert call(*shlex.split(command)[1:]).code == 0
     assert call("report", tmp_path / "my runs", "--json").json["runs"] == [f"file://{tmp_path}/my runs/group/b"]
     refused = call("show", tmp_path / "my runs")
@@ -245,5 +245,5 @@ def test_a_command_that_there_is_not_is_told_from_one_that_is_meant(word: str, m
     """By what other programs call it, or by its letters; nothing is guessed of any other word."""
     found = call(word, "runs/exp1")
     assert found.code == 2
-    assert (f"there is no command '{word}': did you mean {meant}?" in found.err) is bool(meant)
+    assert (f"unknown command '{word}': did you mean {meant}?" in found.err) is bool(meant)
     assert app.MEANT.keys().isdisjoint(app.COMMANDS) and set(app.MEANT.values()) <= set(app.COMMANDS)

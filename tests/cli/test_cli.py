@@ -155,7 +155,7 @@ def test_verify_says_the_same_once(increments: Path, tmp_path: Path, call: Any) 
     pack = data_file(run, 2)
     pack.unlink()
     found = call("verify", run, "--all")
-    tail = [f"steps 4, 3, 2: {pack.relative_to(run)} is gone", f"`ckpt repair file://{run}` may mend it"]
+    tail = [f"steps 4, 3, 2: {pack.relative_to(run)} is gone", f"`ckpt repair file://{run}` may repair it"]
     assert found.code == 1 and found.out.splitlines()[-2:] == tail
     assert "ckpt repair" not in call("verify", increments, "--all").out
 
@@ -365,9 +365,9 @@ def test_diff_begins_with_what_it_comes_to(tmp_path: Path, call: Any) -> None:
         state = {f"t{i:02}": torch.full((4,), 1.0 + by * i) for i in range(15)} | {"v": {"n": by}}
         save(tmp_path / name, state, range(1, 2), every=1)
     text = call("diff", tmp_path / "one", tmp_path / "two").out
-    assert text.splitlines()[0] == "different: 14 tensors with other bytes, 1 plain value not alike"
+    assert text.splitlines()[0] == "different: 14 tensors with other bytes, 1 plain value that differ"
     assert re.findall(r"^(t\d\d) ", text, re.MULTILINE) == [f"t{i:02}" for i in range(14, 4, -1)]
-    assert " 4.667 " in text and "and 4 more: --all shows them" in text
+    assert " 4.667 " in text and "4 more differences are shown by --all" in text
     everything = call("diff", tmp_path / "one", tmp_path / "two", "--all").out
     assert "t01" in everything and re.search(r"^value +v\.n ", everything, re.MULTILINE)
 
@@ -425,7 +425,7 @@ def test_help_cuts_nothing_off(call: Any) -> None:
     """Each command with a whole sentence, in 80 columns."""
     told = call("--help").out
     assert "..." not in told.partition("Commands:")[2] and max(map(len, told.splitlines())) <= 80
-    assert "Compare two checkpoints, each given as RUN or RUN@STEP" in " ".join(told.split())
+    assert "Forecast the goodput of a long job, recommend where and how often to save, and" in " ".join(told.split())
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -645,7 +645,7 @@ def test_a_save_that_was_asked_for_is_no_fault(tmp_path: Path, call: Any) -> Non
     (incident,) = call("faults", run, "--json").json["incidents"]
     assert incident[0]["asked"] is True and incident[0]["kind"] == "request"
     told = call("faults", run).out
-    assert "no faults" in told and "asked for" in told and "before the upgrade" in told and "nothing to do" not in told
+    assert "no faults" in told and "requested" in told and "before the upgrade" in told and "nothing to do" not in told
     assert "last fault" not in call("top", run, "--once").out
     page = call("report", run, "-o", "-").out
     assert 'class="rule asked"' in page and 'class="rule fault"' not in page

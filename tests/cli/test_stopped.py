@@ -55,7 +55,7 @@ def test_an_export_that_is_stopped(made: Path, tmp_path: Path, call: Any, name: 
     more = {"dcp": ("--format", "dcp"), "run": ("--format", "run", "--world-size", 2)}.get(name, ())
     target, whole = tmp_path / name, tmp_path / f"whole-{name}"
     line = stopped("export.window@2", "restore", made / "run", "--to", target, *more)
-    assert line == "ckpt: stopped. Nothing has appeared yet: call the same again, and it goes on from here"
+    assert line == "ckpt: stopped. Nothing was written yet: repeat the command to continue from here"
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"{name}.partial"]
     assert call("restore", made / "run", "--to", target, *more).code == 0
     assert call("restore", made / "run", "--to", whole, *more).code == 0
@@ -72,7 +72,7 @@ def test_an_export_that_is_stopped(made: Path, tmp_path: Path, call: Any, name: 
 def test_an_export_that_is_stopped_when_it_is_there(made: Path, tmp_path: Path, call: Any) -> None:
     """What has its name already is whole, and that is what is said."""
     line = stopped("export.appeared@1", "restore", made / "run", "--to", tmp_path / "hf")
-    assert line == f"ckpt: stopped. {tmp_path / 'hf'} is there, and whole"
+    assert line == f"ckpt: stopped. {tmp_path / 'hf'} is complete"
     assert call("diff", tmp_path / "hf", made / "run", "--only", "*.weight").code == 0
 
 
@@ -80,7 +80,7 @@ def test_an_import_that_is_stopped(made: Path, tmp_path: Path, call: Any) -> Non
     """There is no run before it is whole; the same call goes on, and all bits are those of the file."""
     target = tmp_path / "run"
     line = stopped("export.window@2", "import", made / "weights.safetensors", target)
-    assert "Nothing has appeared yet" in line and not target.exists()
+    assert "Nothing was written yet" in line and not target.exists()
     assert call("import", made / "weights.safetensors", target).code == call("verify", target).code == 0
     found = ckpt.load(target)
     for name, tensor in load_file(made / "weights.safetensors").items():
@@ -91,7 +91,7 @@ def test_an_import_that_is_stopped(made: Path, tmp_path: Path, call: Any) -> Non
 def test_giving_up_that_is_stopped(made: Path, tmp_path: Path, call: Any, point: str) -> None:
     """The run is sound, and what the line says is true: `ckpt gc` takes what is left of the step, all others stay."""
     run = Path(shutil.copytree(made / "run", tmp_path / "run"))
-    assert "`ckpt gc` deletes the files" in stopped(point, "rm", f"{run}@2", "--yes")
+    assert "`ckpt gc` deletes their remaining files" in stopped(point, "rm", f"{run}@2", "--yes")
     assert call("verify", run, "--all").code == 0
     assert [one["step"] for one in call("ls", run, "--json").json["checkpoints"]] == [6, 4]
     assert call("gc", run, "--yes").code == 0
@@ -112,7 +112,7 @@ def test_giving_up_that_is_stopped_before_anything_goes(made: Path, tmp_path: Pa
     """While the checkpoint that stays is read back: all are there, and the same call gives the step up."""
     run = Path(shutil.copytree(made / "run", tmp_path / "run"))
     done = interrupted("rm", f"{run}@2", "--yes")
-    assert (done.returncode, done.stderr.strip()) == (130, "ckpt: stopped. Nothing was deleted: call the same again")
+    assert (done.returncode, done.stderr.strip()) == (130, "ckpt: stopped. Nothing was deleted: repeat the command")
     assert [one["step"] for one in call("ls", run, "--json").json["checkpoints"]] == [6, 4, 2]
     assert call("verify", run, "--all").code == call("rm", f"{run}@2", "--yes").code == 0
 

@@ -167,14 +167,14 @@ def test_what_matters_is_in_the_picture() -> None:
     for words in (RUN, "training", "step 1,234", "world 8 (2 here)", "10 steps/s", "effective 98.71 %", "#+~.",
                   "100 ms", "0.1 ms 0.1 %", "#####..... 50 % of step 1,234", "2.0 GB/s", "4 (400 ms)", "34 (3.4 s)",
                   "0/4/34", "87 %", "40.0 GB of 80.0 GB", "6 ranks elsewhere", "200.0 MB for 2.0 GB",
-                  "all ranks are in the place with step 1,230",
+                  "the run's location has step 1,230 of all ranks",
                   "last fault 2026-01-02 03:04:05Z: rank 1 was told to leave"):  # fmt: skip
         assert words in text, words
 
 
 def test_what_is_wrong_is_in_the_picture() -> None:
-    """A dead trainer, a frozen one, one that is silent, a tier that fails or is slow, a writer that does not answer."""
-    assert "nobody trains: the trainer is dead" in picture(TopView(RUN, [look(trainer="dead", world=1)]))
+    """A dead, a frozen and a silent trainer, a failing and a slow tier, and a writer that does not respond."""
+    assert "not training: the trainer is dead" in picture(TopView(RUN, [look(trainer="dead", world=1)]))
     assert "frozen" in picture(TopView(RUN, [look(trainer="frozen")]))
     assert "silent for 30 s" in picture(TopView(RUN, [look(idle_s=30.0)]))
     assert "silent" not in picture(TopView(RUN, [look(idle_s=30.0, usual_s=10.0)]))  # that is how long its steps take
@@ -186,10 +186,10 @@ def test_what_is_wrong_is_in_the_picture() -> None:
     narrow = picture(TopView(RUN, [look(tiers=(long,))]), 80)
     assert "3 failed" in narrow and "see whether it answers" in " ".join(narrow.split()), narrow
     assert "no whole snapshot" in picture(TopView(RUN, [look(in_memory=None)]))
-    text = picture(TopView(RUN, [look()], {3: "does not answer"}))
-    assert "local rank 3" in text and "does not answer" in text and "elsewhere" not in text  # it may be one of those
+    text = picture(TopView(RUN, [look()], {3: "does not respond"}))
+    assert "local rank 3" in text and "does not respond" in text and "elsewhere" not in text  # it may be one of those
     text = picture(TopView(RUN, stored=RunStored(RUN, error="no route to host")))
-    assert "nobody trains on this machine" in text and "cannot be read: no route to host" in text
+    assert "no trainer on this machine" in text and "cannot be read: no route to host" in text
 
 
 @pytest.mark.parametrize("width", [10, 40, 80, 200])
@@ -260,7 +260,7 @@ def test_a_run_from_its_first_step_to_long_after_its_end(run_dir: str) -> None:
     never = top(run_dir, "--once")
     assert never.code == 2 and "no run at" in never.err and "that a Checkpointer saves to" in never.err
     nowhere = top("memory:nobody")
-    assert nowhere.code == 2 and "no writer of this run is on this machine" in nowhere.err
+    assert nowhere.code == 2 and "this run has no writer on this machine" in nowhere.err
     with child(run_dir) as (process, go):
         assert go(25) == 25
         found = seen(run_dir)
@@ -280,7 +280,7 @@ def test_a_run_from_its_first_step_to_long_after_its_end(run_dir: str) -> None:
         assert "after step 25" in found["ranks"][0]["fault"] and found["place"]["ended"] == "died"
         text = top(run_dir)
         assert text.code == 0 and "\x1b" not in text.out
-        assert "nobody trains: the trainer is dead, its writer holds the memory" in text.out
+        assert "not training: the trainer is dead, its writer holds the memory" in text.out
         assert "step 25" in text.out and "last fault" in text.out
     with training(run_dir, 31):
         assert seen(run_dir)["ranks"][0]["started"] == 25
@@ -290,13 +290,13 @@ def test_a_run_from_its_first_step_to_long_after_its_end(run_dir: str) -> None:
     assert not found["trains"] and found["place"]["newest"] == 31 and found["place"]["ended"] == "closed"
     assert found["place"]["seen_step"] == 31 and 0 < found["place"]["effective"] < 1
     text = top(run_dir, "--once", COLUMNS="40")
-    assert text.code == 0 and "nobody trains on this machine" in text.out and "step 31" in text.out
+    assert text.code == 0 and "no trainer on this machine" in text.out and "step 31" in text.out
     assert all(len(line) <= 40 for line in text.out.splitlines())
 
 
 def test_the_last_fault_is_not_what_came_of_it() -> None:
     """A rank is killed, and its peer's connection breaks, which its own writer knows best."""
-    killed = Fault("death", "rank 1 died without a word", time="2026-01-02T03:04:05+00:00", rank=1)
+    killed = Fault("death", "rank 1 was killed (SIGKILL or os._exit)", time="2026-01-02T03:04:05+00:00", rank=1)
     torn = Fault("exception", "rank 0 raised", time="2026-01-02T03:04:04+00:00", rank=0, advice="retry")
     place = top_data.StoreWatch(RUN)
     place._faults = {str(one.rank): one for one in (killed, torn)}
@@ -326,7 +326,7 @@ def test_all_writers_of_this_machine_and_how_one_is_ended(run_dir: str, own_sock
         assert str(writer.pid) in top().out and "dead" in top().out
         assert f"writer {writer.pid} holds" in top(run_dir).out
         writer.suspend()
-        assert top("--json").json["silent"] == [{"writer": writer.pid, "why": "does not answer"}]
+        assert top("--json").json["silent"] == [{"writer": writer.pid, "why": "does not respond"}]
         writer.kill()
         assert eventually(lambda: "no writer" in top().out, PATIENCE_S)
 
@@ -344,7 +344,7 @@ def test_nobody_runs_where_trainer_and_writer_died_together(run_dir: str, own_so
             one.kill()
         assert eventually(lambda: not seen(run_dir)["silent"], PATIENCE_S)
         text = top(run_dir, "--once").out
-    assert "nobody trains on this machine" in text and "it has run on" in text and "it runs on" not in text, text
+    assert "no trainer on this machine" in text and "it has run on" in text and "it runs on" not in text, text
 
 
 def test_hostile_folders_are_shown_as_they_are(tmp_path: Path) -> None:
@@ -380,17 +380,17 @@ def test_ranks_on_other_machines_are_told_apart(run_dir: str, own_sockets: Path,
             assert there["ranks"][0]["step"] == 12 and there["place"]["seen_rank"] == 0
             text = top(run_dir, "--once").out
             assert "world 2 (1 here)" in text and "1 rank elsewhere" in text
-            assert "all ranks are in the place with step 10" in text
+            assert "the run's location has step 10 of all ranks" in text
 
 
 def test_a_writer_that_stands_still_is_said(run_dir: str, own_sockets: Path) -> None:
-    """It does not answer: that is what is shown, instead of nothing."""
+    """It does not respond: that is what is shown, instead of nothing."""
     with training(run_dir):
         (writer,) = writers(own_sockets)
         writer.suspend()
         try:
             found = seen(run_dir)
-            assert found["silent"] == {"0": "does not answer"} and not found["ranks"]
+            assert found["silent"] == {"0": "does not respond"} and not found["ranks"]
             assert found["place"]["newest"] == 10
         finally:
             writer.resume()
@@ -412,7 +412,7 @@ def test_memory_and_further_tiers(run_dir: str, tmp_path: Path) -> None:
         cp.wait(PATIENCE_S)
         assert [tier["committed"] for tier in seen(run_dir)["ranks"][0]["tiers"]] == [5, 5]
     text = top(far, "--once", COLUMNS="200").out
-    assert "step 5" in text and f"its first tier, by which it may be seen live:\n{normalise(run_dir)}\n" in text
+    assert "step 5" in text and f"its first tier, which shows it live:\n{normalise(run_dir)}\n" in text
 
 
 # -- places that hang --
@@ -451,13 +451,13 @@ def test_a_place_that_hangs_holds_nothing_up(run_dir: str, monkeypatch: pytest.M
 
         def old() -> bool:
             stored = sources.view().stored
-            return stored is not None and stored.error == "it does not answer"
+            return stored is not None and stored.error == "it does not respond"
 
         assert eventually(old, PATIENCE_S)
         sources.ask()
         view = sources.view()
         assert view.looks[0].step == 12 and view.stored is not None and view.stored.newest == 10
-        assert "it does not answer" in picture(view)
+        assert "it does not respond" in picture(view)
 
 
 def test_a_place_that_never_answered_is_no_reason_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -490,7 +490,7 @@ def test_why_it_gives_up_is_said_also_where_nothing_can_be_stopped(tmp_path: Pat
     command = [sys.executable, "-c", STUCK, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, env=environment(), check=False)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.endswith("cannot be read: it has not answered in time\n")
+    assert done.stderr.endswith("cannot be read: it has not responded in time\n")
 
 
 # -- terminals --

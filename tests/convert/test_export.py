@@ -283,14 +283,14 @@ def test_an_unfinished_export_of_something_else_is_left_alone(made: Path, tmp_pa
     before = file.read_bytes()
     for words in (["--dtype", "bf16"], ["--step", "1"], ["--shard-size", "1MB"]):
         found = call("restore", made, "--to", tmp_path / "a", *words)
-        assert found.code == 2 and "unfinished export of something else" in found.err
+        assert found.code == 2 and "unfinished export from another source" in found.err
     with open(partial.partial_of(tmp_path / "a") / "lock") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         found = call("restore", made, "--to", tmp_path / "a")
     assert found.code == 2 and "another process" in found.err and file.read_bytes() == before
     (tmp_path / "b.partial").mkdir()
     (tmp_path / "b.partial" / "thesis.txt").write_text("years of work")
-    assert "not ours" in call("restore", made, "--to", tmp_path / "b").err
+    assert "is not from an export" in call("restore", made, "--to", tmp_path / "b").err
     assert left_in(tmp_path / "b.partial") == ["lock", "thesis.txt"]
 
 
@@ -302,7 +302,7 @@ def test_an_interrupt_is_one_line(made: Path, tmp_path: Path) -> None:
         "export._write = lambda *a, **k: (os.kill(os.getpid(), signal.SIGINT), real(*a, **k))\nsys.exit"
     )  # fmt: skip
     result = run_script(code, "restore", made, "--to", tmp_path / "a")
-    assert (result.returncode, len(result.stderr.splitlines())) == (130, 1) and "goes on from here" in result.stderr
+    assert (result.returncode, len(result.stderr.splitlines())) == (130, 1) and "continue from here" in result.stderr
     assert run_script(RESTORE, "restore", made, "--to", tmp_path / "a").returncode == 0
 
 
@@ -389,7 +389,7 @@ def test_a_disk_that_is_too_small_for_what_torch_writes(made: Path, tmp_path: Pa
             patch.setattr(partial.Workshop, "note", filled)
             found = call(*words)
         assert found.code == 2 and not (disk / name).exists() and "Traceback" not in found.err
-        assert "goes on from there" in found.err
+        assert "continue from there" in found.err
         (disk / "filler").unlink()
         again = call(*words, "--json")
         assert again.json["done"]["resumed"] > 5 * MIB and call("import", disk / name, tmp_path / "run").code == 0
@@ -495,7 +495,7 @@ def test_a_dry_run_makes_nothing(made: Path, tmp_path: Path, call: Any) -> None:
     """It says what would be made, and in JSON the same keys as a real one."""
     found = call("restore", made, "--to", tmp_path / "a", "--dtype", "bf16", "--dry-run")
     assert found.code == 0 and "embed.weight" in found.out and "F32 -> BF16" in found.out
-    assert "Nothing was made" in found.out and left_in(tmp_path) == []
+    assert "Nothing was written" in found.out and left_in(tmp_path) == []
     dry = call("restore", made, "--to", tmp_path / "a", "--dry-run", "--json").json
     real = call("restore", made, "--to", tmp_path / "a", "--json").json
     assert dry.keys() == real.keys() and dry["files"] == real["files"] and dry["done"] is None
@@ -505,13 +505,13 @@ def test_wrong_words_are_refused(made: Path, tmp_path: Path, call: Any) -> None:
     """With what to do instead, and nothing is made."""
     for words, said in (
         (["--to", tmp_path / "a", "--dtype", "int3"], "bf16, fp16"),
-        (["--to", tmp_path / "a", "--only", "nosuch*"], "nothing matches"),
+        (["--to", tmp_path / "a", "--only", "nosuch*"], "no name matches"),
         (["--to", tmp_path / "a", "--only", "optim.*", "--dtype", "bf16"], "weights of modules"),
         (["--to", tmp_path / "a", "--only", "meta"], "no tensors"),
         (["--to", "s3://bucket/x"], "not on this machine"),
         (["--to", tmp_path / "a.pt", "--world-size", "2"], "--format run"),
         (["--to", tmp_path / "a.safetensors", "--shard-size", "1GB"], "--shard-size"),
-        (["--to", tmp_path / "a", "--shard-size", "much"], "no size"),
+        (["--to", tmp_path / "a", "--shard-size", "much"], "not a size"),
         (["--to", tmp_path / "a", "--step", "77"], "77"),
         (["--to", tmp_path / "a", "--world-size", "0"], "--world-size"),
         ([], "--to"),
@@ -607,7 +607,7 @@ def test_errors_are_ours(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(export, "_write_all", failing)
     found = call("restore", made, "--to", tmp_path / "a", "--only", "*")
-    assert found.code == 2 and "goes on from there" in found.err and "Traceback" not in found.err
+    assert found.code == 2 and "continue from there" in found.err and "Traceback" not in found.err
     assert issubclass(FullError, StoreError) and issubclass(UsageError, CheckpointError)
     assert call("restore", made, "--to", tmp_path / "a", "--only", "*").code == 0
 

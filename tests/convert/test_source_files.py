@@ -341,7 +341,7 @@ def test_a_training_state_restores(tmp_path: Path, kind: str, named: bool) -> No
     foreign = parse_torch.parse(path)
     assert kinds(foreign) == {"model": "module", "optim": "optimizer", "sched": "stateful"}
     assert foreign.aliases == {"model.out.weight": "model.embed.weight"}
-    assert any("follow from order and shapes" in note for note in foreign.notes) is not named
+    assert any("order and shapes determined their names" in note for note in foreign.notes) is not named
     check_restored(foreign, mine, fresh)
 
 
@@ -354,7 +354,7 @@ def test_names_that_are_not_clear_are_not_guessed(tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
     torch.save({"model": model.state_dict(), "optim": optimizer.state_dict()}, path)
     foreign = parse_torch.parse(path)
-    assert foreign.entries[1].facts["params"] == [["0.0", "0.1"]] and "unclear" in foreign.notes[0]
+    assert foreign.entries[1].facts["params"] == [["0.0", "0.1"]] and "ambiguous" in foreign.notes[0]
     twice = tmp_path / "y.pt"  # two modules that fit
     torch.save({"a": nn.Linear(2, 2).state_dict(), "b": nn.Linear(2, 2).state_dict(),
                 "optim": torch.optim.SGD(nn.Linear(2, 2).parameters()).state_dict()}, twice)  # fmt: skip
@@ -471,7 +471,7 @@ def test_objects_are_left_out_by_name_or_not_asked_for(tmp_path: Path) -> None:
         values = {show(entry.path): decode(entry.values) for entry in foreign.entries if entry.kind != "module"}
         assert values == {"args": {"lr": 0.1}, "seen": [None, 2], "rate": 2.0}
         assert not admit(foreign, ["model"]).notes
-        assert [note for note in admit(foreign, skip=True).notes if "Mine" in note and "left out" in note]
+        assert [note for note in admit(foreign, skip=True).notes if "Mine" in note and "skipped" in note]
         for only in ((), ["args"], ["args.mine"], ["see?"], ["*"]):
             with pytest.raises(UsageError, match="Mine"):
                 admit(foreign, only)
@@ -492,7 +492,7 @@ def test_nothing_of_an_object_is_run(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2), "armed": Armed(tmp_path / "was-run")}, tmp_path / "x.pt")
     assert list(parse_torch.parse(tmp_path / "x.pt").objects) == [("armed",)]
     torch.save(Armed(tmp_path / "was-run"), tmp_path / "x.pt")
-    with pytest.raises(FormatError, match="nothing but"):
+    with pytest.raises(FormatError, match="contains only"):
         parse_torch.parse(tmp_path / "x.pt")
     assert not (tmp_path / "was-run").exists()
     torch.load(tmp_path / "x.pt", weights_only=False)
@@ -523,7 +523,7 @@ def test_other_containers_are_refused_with_advice(tmp_path: Path) -> None:
         parse_torch.parse(path)
     path.write_bytes(b"hello")
     assert not parse_torch.sniff(path)
-    with pytest.raises(FormatError, match="not a file of"):
+    with pytest.raises(FormatError, match=r"not a torch\.save file"):
         parse_torch.parse(path)
     with pytest.raises(UsageError, match="cannot be read"):
         parse_torch.parse(tmp_path / "none.pt")
@@ -610,7 +610,7 @@ def test_a_storage_of_another_size(tmp_path: Path, change: bytes) -> None:
     path = tmp_path / "x.pt"
     torch.save({"w": torch.ones(4)[:1]}, path)
     rewrite(path, lambda name, data: change if name.endswith("/data/0") else data)
-    with pytest.raises(CorruptError, match="does not hold its 16 bytes"):
+    with pytest.raises(CorruptError, match="its 16 bytes are missing"):
         parse_torch.parse(path)
 
 
@@ -803,15 +803,15 @@ FORGED: dict[str, tuple[Callable[[Any], None], str]] = {
     "missing": (_all_places(relative_path="none.distcp"), "missing"),
     "folder": (_all_places(relative_path="."), "missing"),
     "compressed": (_all_places(transform_descriptors=("zstd",)), "zstd"),
-    "behind": (_all_places(offset=2**50), "cut off"),
+    "behind": (_all_places(offset=2**50), "truncated"),
     "negative": (_all_places(offset=-1), "impossible"),
-    "short": (_all_places(length=40), "damaged|cut off"),
+    "short": (_all_places(length=40), "damaged|truncated"),
     "box": (_first_chunk(sizes=(2, 3)), "of shape"),
-    "offset": (_first_chunk(offsets=(1, 0)), "does not say where"),
-    "no place": (lambda m: m.storage_data.clear(), "does not say where"),
-    "no state": (lambda m: setattr(m, "state_dict_metadata", None), "not what torch writes"),
+    "offset": (_first_chunk(offsets=(1, 0)), "has no location for"),
+    "no place": (lambda m: m.storage_data.clear(), "has no location for"),
+    "no state": (lambda m: setattr(m, "state_dict_metadata", None), "not written by torch"),
     "huge list": (lambda m: m.planner_data.update(w=("a", 2**60)), "impossibly long lists"),
-    "one place": (lambda m: m.planner_data.update(w=("e",)), "one place"),
+    "the same path": (lambda m: m.planner_data.update(w=("e",)), "the same path"),
     "size": (lambda m: setattr(m.state_dict_metadata["w"], "size", torch.Size((9, 4))), "missing"),
     "dtype": (lambda m: setattr(m.state_dict_metadata["w"].properties, "dtype", torch.quint8), "quint8"),
 }
@@ -877,7 +877,7 @@ def one(dtype: Any = "F32", shape: Any = (2,), at: Any = (0, 8)) -> dict[str, An
 
 
 BAD_HEADERS: dict[str, tuple[bytes, type[CheckpointError], str]] = {
-    "huge": (header({"a": one()}, b"0" * 8, 2**60), CorruptError, "no file of safetensors"),
+    "huge": (header({"a": one()}, b"0" * 8, 2**60), CorruptError, "not a safetensors file"),
     "longer than the file": (header({"a": one()}, b"", 90_000_000), CorruptError, "header"),
     "dtype": (header({"a": one("F7")}, b"0" * 8), CorruptError, "unknown variant `F7`"),
     "dtype no text": (header({"a": one(["F32"])}, b"0" * 8), CorruptError, "header"),
@@ -895,7 +895,7 @@ BAD_HEADERS: dict[str, tuple[bytes, type[CheckpointError], str]] = {
     "list": (header(b"[]"), CorruptError, "damaged"),
     "metadata": (header({"__metadata__": {"a": 1}}), CorruptError, "damaged"),
     "sharding": (header({"__metadata__": {"DCP_SHARDING_INFO": "[1]"}}), CorruptError, "damaged"),
-    "empty": (b"", CorruptError, "no file of safetensors"),
+    "empty": (b"", CorruptError, "not a safetensors file"),
 }
 
 
@@ -924,7 +924,7 @@ def test_an_index_points_into_its_folder_only(tmp_path: Path) -> None:
         with pytest.raises(CorruptError, match="outside"):
             parse_safetensors.parse(folder)
     index.write_text(json.dumps({"weight_map": {"a": "x.safetensors", "b": "x.safetensors"}}))
-    with pytest.raises(CorruptError, match="b is not in"):
+    with pytest.raises(CorruptError, match="lists b in"):
         parse_safetensors.parse(folder)
     for text in ("[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": 3}}', "[" * 90000):
         index.write_text(text)
@@ -1047,11 +1047,11 @@ def test_nothing_in_a_file_is_run(tmp_path: Path) -> None:
     dcp.save({"w": torch.ones(2), "e": 1}, checkpoint_id=tmp_path / "meta")
     forged(tmp_path / "meta", lambda m: setattr(m, "storage_meta", Shell(target)))
     dcp.save({"w": torch.ones(2), "bad": Shell(target)}, checkpoint_id=tmp_path / "object")
-    with pytest.raises(FormatError, match=r"x\.pt.*names \w+\.system, .*nothing of it was run"):
+    with pytest.raises(FormatError, match=r"x\.pt.*references \w+\.system, .*not run"):
         parse_torch.parse(tmp_path / "x.pt")
-    with pytest.raises(FormatError, match=r"\.metadata.*names \w+\.system, .*nothing of it was run"):
+    with pytest.raises(FormatError, match=r"\.metadata.*references \w+\.system, .*no code was run"):
         parse_dcp.parse(tmp_path / "meta")
-    with pytest.raises(FormatError, match=r"bad.*names \w+\.system, .*nothing of it was run"):
+    with pytest.raises(FormatError, match=r"bad.*references \w+\.system, .*not run"):
         parse_dcp.parse(tmp_path / "object")
     assert not target.exists()
     with (tmp_path / "meta" / ".metadata").open("rb") as file:

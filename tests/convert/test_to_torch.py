@@ -437,7 +437,7 @@ def test_what_cannot_be_planned() -> None:
     with pytest.raises(UsageError, match="reserved"):
         to_torch.plan(*of_state({DESCRIPTION: 1}))
     origin, view, dtypes = of_state({"cfg": {"w": torch.ones(1)}})
-    with pytest.raises(UsageError, match=r"cfg\.w is left out"):
+    with pytest.raises(UsageError, match=r"cfg\.w is excluded"):
         to_torch.plan(origin, RankView(view.entries, {}, {}), dtypes)
     with pytest.raises(UsageError, match=r"get one name.*a\.b"):
         to_dcp.plan(*of_state({"a.b": 1, "a": {"b": 2}}))
@@ -579,7 +579,7 @@ def test_exports_with_rare_plain_values_are_imported_unless_changed(form: Any, t
             state = torch.load(path, weights_only=True)
             state["cfg"][key] = value
             torch.save(state, tmp_path / "changed.pt")
-            with pytest.raises(UsageError, match="it was changed after it was exported"):
+            with pytest.raises(UsageError, match="it was changed after its export"):
                 parse(tmp_path / "changed.pt")
 
 

@@ -246,11 +246,11 @@ def test_the_step_is_what_the_id_ends_with(run_dir: str) -> None:
         BytesPath(),
     )
     for wrong in ("latest", "", -1, True, 1.5, "step-5-final", 10**18, "9" * 30, *odd):
-        with pytest.raises(ckpt.UsageError, match="which step"):
+        with pytest.raises(ckpt.UsageError, match="has no step"):
             ckpt.dcp.step_of(wrong)
         assert not ckpt.dcp.StorageReader.validate_checkpoint_id(wrong)
     error = refused(lambda: dcp.save({"w": torch.ones(1)}, storage_writer=ckpt.dcp.StorageWriter(run_dir)))
-    assert isinstance(error, ckpt.UsageError) and "say which step" in str(error)
+    assert isinstance(error, ckpt.UsageError) and "the step is missing" in str(error)
     assert not Path(run_dir).exists() and ckpt.dcp.latest(run_dir) is None
     dcp.save({"w": torch.ones(1)}, storage_writer=ckpt.dcp.StorageWriter(run_dir, step=8))
     assert history(run_dir) == [8] and ckpt.dcp.latest(run_dir) == 8
@@ -329,7 +329,7 @@ def test_steps_only_go_up(run_dir: str) -> None:
     state, writer = {"w": torch.zeros(3)}, ckpt.dcp.StorageWriter(run_dir)
     for step in (1, 2, 3, 5):
         save(state, step, writer)
-    for step, text in ((5, "was saved"), (4, "steps only go up")):
+    for step, text in ((5, "has already saved"), (4, "steps must increase")):
         assert text in str(refused(lambda step=step: save(state, step, writer)))
     save(state, 6, writer)
     assert history(run_dir) == [6, 5, 3, 2, 1]
@@ -805,7 +805,7 @@ def test_ranks_that_found_different_newest_ones_are_told(run_dir: str) -> None:
     plans = [LoadPlan([], storage_data=f"1.00000000-{step}") for step in (5, 5, 6)]
     reader = ckpt.dcp.StorageReader(run_dir)
     assert reader.prepare_global_plan(plans[:2]) == plans[:2]
-    with pytest.raises(ckpt.PeerError, match="give a checkpoint_id"):
+    with pytest.raises(ckpt.PeerError, match="pass a checkpoint_id"):
         reader.prepare_global_plan(plans)
 
 
@@ -897,7 +897,7 @@ def test_what_is_out_of_reach_for_a_moment_is_not_gone(tmp_path: Path, monkeypat
     monkeypatch.setattr(read, "load_manifest", away)
     assert load(state, [near, far], resume=False)["n"] == 2
     error = str(refused(lambda: load(state, near)))
-    assert "no answer" in error and "give its checkpoint_id" in error
+    assert "no answer" in error and "pass its checkpoint_id" in error
     assert load(state, near, 1)["n"] == 1
 
 

@@ -196,7 +196,7 @@ except ImportError as error:
             capture_output=True,
             text=True,
         )
-        assert f"knows DeepSpeed from 0.18 and below 0.20, and this is {version}" in ended.stdout, ended.stderr
+        assert f"supports DeepSpeed from 0.18 and below 0.20, but {version} is installed" in ended.stdout, ended.stderr
     with pytest.raises(ImportError, match=r"pip install 'everystep\[deepspeed\]'"):
         ckpt.deepspeed  # noqa: B018
 

@@ -222,7 +222,7 @@ def test_a_store_that_breaks_a_promise(given: Any, kind: type[Noted], what: str)
     store = kind()
     place = examine(given(store))
     assert problems(place) == {what}
-    assert kind is not LooksThenWrites or "told that they had" in named(place.findings, what).value
+    assert kind is not LooksThenWrites or "simultaneous creations" in named(place.findings, what).value
     assert all(f.advice for f in place.findings if f.verdict == PROBLEM)
     assert not place.usable and not store.objects
 
@@ -540,7 +540,7 @@ def test_ranks_of_this_machine() -> None:
     assert cli_doctor.local_ranks(8, {"LOCAL_WORLD_SIZE": "2"}, 4) == (4, "")
     if not machine.gpu_count():
         assert cli_doctor.local_ranks(4, {}) == (4, "")
-        assert cli_doctor.local_ranks(64, {}) == (8, " (assumed: --per-node says how many)")
+        assert cli_doctor.local_ranks(64, {}) == (8, " (assumed: set --per-node)")
 
 
 # -- GPUs --
@@ -642,8 +642,8 @@ def test_the_line_to_paste_or_why_there_is_none(call: Any, tmp_path: Path) -> No
     run, job = tmp_path / "run", ("--size", 4, "--state-gb", 1e6)
     code, wide, _ = call(run, *job, "--step-s", 1, "--world", 64, "--per-node", 16)
     out = " ".join(wide.split())
-    assert code == 1 and "Once the problems above are mended: tiers=[" in out and str(run) in out
-    assert "over 64 ranks, 16 of them here, at" in out
+    assert code == 1 and "Once the problems above are fixed: tiers=[" in out and str(run) in out
+    assert "over 64 ranks, 16 of them here, with" in out
     assert json.loads(call(run, *job, "--step-s", 1, "--json")[1])["tiers"] == ""
     assert "Give --step-s" in call(run, *job)[1] and "Give the folder or bucket" in call(*job)[1]
 

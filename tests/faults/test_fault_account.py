@@ -79,7 +79,7 @@ def test_what_is_no_account_is_corrupt(case: str) -> None:
     data = HOSTILE[case]
     if isinstance(data, dict) and data and "kind" not in data and "summary" not in data:
         data = {**full().to_json(), **data}
-    with pytest.raises(CorruptError, match="not the account of a fault"):
+    with pytest.raises(CorruptError, match="not the report of a fault"):
         Fault.from_json(data)
 
 
@@ -132,7 +132,7 @@ def test_the_line_says_what_is_durable() -> None:
     line = fault(summary="boom").line
     assert line == "boom [nothing new was saved]"
     memory, failed = SavedStep(9, "memory", "ring", 0.1), SavedStep(9, "/run", "ring", 1.0, "no space left")
-    assert fault(summary="boom", saved=[memory, failed]).line == "boom [step 9 is in memory, and not durable yet]"
+    assert fault(summary="boom", saved=[memory, failed]).line == "boom [step 9 is in memory, not durable yet]"
     saved = [
         memory,
         failed,

@@ -603,10 +603,10 @@ def test_a_rank_of_which_nothing_is_heard() -> None:
     found = said(IN, IN, world=4)
     assert found.suspects == (2, 3) and found.kind == "missing from a collective" and "ranks 2-3" in found.why
     both = said(IN, LOADS, world=3)
-    assert both.suspects == (1,) and "Nothing was heard of rank 2." in both.why
+    assert both.suspects == (1,) and "No response from rank 2." in both.why
     unclear = said(LOADS, world=2)
     assert unclear.suspects == (1,) and unclear.kind == "unknown" and "load (/u/data.py:31)" in unclear.why
-    assert diagnose([], 3) == HangDiagnosis((), "Nothing was heard of any rank.", "unknown")
+    assert diagnose([], 3) == HangDiagnosis((), "No rank has responded.", "unknown")
     assert diagnose([rank(7)], 3).suspects == () and said(IN, IN, world=2).suspects == ()
 
 
@@ -619,7 +619,7 @@ def test_a_rank_behind_in_steps() -> None:
     """All wait, or none does; the same step is no sign."""
     assert said({"step": 9, **IN}, {"step": 8, **IN}).suspects == (1,)
     found = said({"step": 9, **LOADS}, {"step": 8, **LOADS}, {"step": 9, **LOADS})
-    assert found.suspects == (1,) and found.kind == "behind" and "step 8 last, others came to 9" in found.why
+    assert found.suspects == (1,) and found.kind == "behind" and "step 8 last, others reached 9" in found.why
     assert said({"step": 9, **IN}, {"step": 9, **IN}).suspects == ()
 
 
@@ -627,7 +627,7 @@ def test_all_in_one_collective_is_the_network() -> None:
     """With the hosts between which it lies, or the one."""
     found = said(IN, IN, IN)
     assert found.suspects == () and found.kind == "blocked"
-    assert "All ranks wait in all_reduce: look at the network between the hosts h0, h1, h2" in found.why
+    assert "All ranks wait in all_reduce: check the network between the hosts h0, h1, h2" in found.why
     assert "network of h," in said({**IN, "host": "h"}, {**IN, "host": "h"}).why
 
 

@@ -191,7 +191,7 @@ def test_malformed_files(kernel: Kernel, version: str, odd: bytes) -> None:
         assert 0 <= found.available <= found.total
         kernel.kills()
         spare_from_oom(proc=kernel.proc)
-        PressureWatch(0.05, lambda *_: None, proc=kernel.proc, sys=kernel.sys).look()
+        PressureWatch(0.05, lambda *_: None, proc=kernel.proc, sys=kernel.sys).check()
         for each, content in kept:
             each.write_bytes(content)
 
@@ -313,7 +313,7 @@ class Driven:
         self.available = available
         for _ in range(seconds):
             self.now += 1
-            self.watch.look(stalled)
+            self.watch.check(stalled)
         return len(self.calls)
 
 

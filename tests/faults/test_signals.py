@@ -389,7 +389,7 @@ def test_outside_the_main_thread_it_is_only_said(arm: Any, caplog: pytest.LogCap
     thread = threading.Thread(target=in_thread)
     thread.start()
     thread.join(SAFETY_S)
-    assert "not made in the main thread" in caplog.text
+    assert "not created in the main thread" in caplog.text
     assert signal.getsignal(signal.SIGUSR1) == before and current_fd() == -1
     assert not wakeup.would_end(signal.SIGUSR1) and wakeup.read() == []
     wakeup.put_back()

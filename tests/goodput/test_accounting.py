@@ -320,7 +320,7 @@ def test_an_incarnation_that_is_not_in_the_ledger() -> None:
     """Its account is damaged: what it did is known by what the next one restored."""
     found = settled(died(account(1, 0.0), 0.0, 0.0), account(3, 40.0, first=21, of="2.xyz"))
     (only,) = found.interruptions
-    assert any("not in the ledger" in note for note in found.notes)
+    assert any("are missing" in note for note in found.notes)
     assert (only.lost_steps, only.cost.unknown, found.steps) == (0, near(40 - 14 - 10), 30)
 
 
@@ -358,7 +358,7 @@ def test_after_a_rollback_faults_are_told_of_the_newer_epoch() -> None:
     report = Fault("oom", "x", time=datetime.fromtimestamp(WALL + 26, UTC).isoformat(), attempt="2.def", exit_code=1)
     found = settled(died(rolled_back()), account(3, 40.0, first=15, of="2.def"), faults=(report,))
     assert [one.kind for one in found.interruptions] == ["rollback", "oom"]
-    assert not any("not in the ledger" in note for note in found.notes)
+    assert not any("are missing" in note for note in found.notes)
 
 
 def test_a_rollback_that_nobody_wrote_down() -> None:
@@ -408,7 +408,7 @@ def test_taken_over_by_a_newer_job() -> None:
     (only,) = found.interruptions
     assert (only.kind, only.step, only.lost_steps, only.cost.perceive) == ("taken over", 7, 2, 0.0)
     assert costs(only.cost) == {"unfinished": 0.5, "restore": 1.0, "redone": 2.0}
-    assert found.steps == 15 and any("took the run over" in note for note in found.notes)
+    assert found.steps == 15 and any("took ownership" in note for note in found.notes)
     assert found.wall_s == near(two.beat - 4.0)
     other = settled(one, replace(two, boot="two"))  # on another machine, by the wall clock
     assert other.interruptions == found.interruptions and other.wall_s == near(found.wall_s)
@@ -661,7 +661,7 @@ def test_the_command_says_where_the_time_went(run: Path) -> None:
         "1 out of memory",
         "1 from memory",
         "perceive",
-        "steps done once more",
+        "repeat lost steps",
         "wall-clock",
     ):
         assert text in result.stdout
@@ -715,10 +715,10 @@ def test_what_is_damaged_is_left_out_and_told(run: Path) -> None:
 def test_a_run_without_a_ledger_says_what_to_do(run: Path) -> None:
     """And what is no run at all is what every command says of it."""
     result = invoke(run)
-    assert isinstance(result.exception, FormatError) and "has no ledger" in str(result.exception)
+    assert isinstance(result.exception, FormatError) and "has no run metrics" in str(result.exception)
     (run / "empty").mkdir()
     result = invoke(run / "empty")
-    assert isinstance(result.exception, FormatError) and "no ledger" not in str(result.exception)
+    assert isinstance(result.exception, FormatError) and "no run metrics" not in str(result.exception)
 
 
 def test_control_characters_do_not_reach_a_terminal(run: Path) -> None:

@@ -82,7 +82,7 @@ def test_a_number_or_a_time_is_of_the_folder() -> None:
     for objects in (ckpt.Tier("/tmp/x"), [ckpt.Tier("/tmp/x")], [ckpt.Tier("/tmp/x"), "/tmp/y"]):
         assert as_tiers(objects)[0] is None  # objects name all there is
     for tiers, words in ((None, {"keep": 3}), ([ckpt.Tier("/tmp/x")], {"keep": 3}), (ckpt.Memory(), {"every": 5})):
-        with pytest.raises(UsageError, match="given as a string"):
+        with pytest.raises(UsageError, match="given as strings"):
             as_tiers(tiers, **words)
     for tiers in ([], ["/tmp/x", "/tmp/x"], [ckpt.Memory(), ckpt.Memory()]):
         with pytest.raises(UsageError, match="at least one"):

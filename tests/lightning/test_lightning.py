@@ -325,7 +325,7 @@ def test_a_finished_run_does_nothing(tmp_path: Path, heard: pytest.LogCaptureFix
     whole = toy.fit(out=f"{out}.reference", epochs=3)
     heard.clear()
     more = toy.fit(run=run, out=str(out), epochs=3)
-    assert "everystep goes on at step 16 (from file://" in heard.text
+    assert "everystep continues at step 16 (from file://" in heard.text
     assert more["digest"] == whole["digest"] and toy.curve(str(out)) == toy.curve(f"{out}.reference")
     heard.clear()
     toy.fit(run=run, limits={"max_steps": 20}, epochs=None)
@@ -376,7 +376,7 @@ def test_a_learning_rate_that_is_overruled_is_said(
     interrupted(["raise batch", 13], run=run)
     heard.clear()
     interrupted(["raise batch", 14], run=run)
-    assert "goes on at step 13" in heard.text and "not the script's" not in heard.text
+    assert "continues at step 13" in heard.text and "not the script's" not in heard.text
     monkeypatch.setattr(toy, "Model", Slower)
     for _ in range(2):  # at every start, as long as it is so
         heard.clear()
@@ -413,11 +413,11 @@ def test_what_does_not_fit_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixt
         toy.fit(run=run, extra=1)
     assert toy.fit(run=run, extra=1, callback={"strict": False})["steps"] == 24
     for word, hint in (("on_bussy", "on_busy="), ("save_top_k", "top_k="), ("every_n_train_steps", "every=")):
-        with pytest.raises(ckpt.UsageError, match=f"no {word}= here: did you mean {hint}"):
+        with pytest.raises(ckpt.UsageError, match=f"unknown keyword {word}=: did you mean {hint}"):
             CheckpointCallback(run, **{word: 1})
-    with pytest.raises(ckpt.UsageError, match=r"no dirpath= here: did you mean the first argument"):
+    with pytest.raises(ckpt.UsageError, match=r"unknown keyword dirpath=: did you mean the first argument"):
         CheckpointCallback(dirpath=run)
-    with pytest.raises(ckpt.UsageError, match="given as a string"):
+    with pytest.raises(ckpt.UsageError, match="given as strings"):
         CheckpointCallback([ckpt.Tier(run)], every=5)
 
 
@@ -504,7 +504,7 @@ def test_lightnings_own_checkpoints_in_our_files(tmp_path: Path) -> None:
     with pytest.raises(ckpt.StateError, match=r"callbacks\.Odd\.deep\.0"):
         toy.fit(epochs=1, more=[Odd(), ModelCheckpoint(folder / "odd")], limits=limits)
     assert isinstance(CheckpointIO(), pl.plugins.io.CheckpointIO) and isinstance(CheckpointCallback("x"), Callback)
-    with pytest.raises(ckpt.UsageError, match="not a checkpoint"):
+    with pytest.raises(ckpt.UsageError, match="not an everystep checkpoint"):
         CheckpointIO().remove_checkpoint(tmp_path)
 
 

@@ -809,7 +809,7 @@ def test_outputs_that_are_not_saved_are_warned_of_once(
     monkeypatch.setattr("ckpt.lightning.trainer_state.MAX_ITEMS", 2)
     fit(RECIPES["outputs_of_a_callback"], str(tmp_path / "run"), epochs=2)
     [text] = warned()
-    assert "losses is not saved, since it has more than 2 items" in text and "on_epoch=True" in text
+    assert "losses is not saved, because it has more than 2 items" in text and "on_epoch=True" in text
 
 
 def test_long_orders_that_change_are_named_once_and_caches_are_not(

@@ -124,12 +124,12 @@ def test_what_is_no_run_of_lightning_is_refused_in_one_line(tmp_path: Path, caps
         capsys.readouterr()
         assert app.main(["restore", run, "--to", file]) == 2
         said = capsys.readouterr().err
-        assert f"step 1 of file://{run} is of no Lightning run. --format torch" in said and "Traceback" not in said
+        assert f"step 1 of file://{run} is not from a Lightning run. --format torch" in said and "Traceback" not in said
         assert ("from_pretrained" in said) == (name == "hf") and not Path(file).exists()
         assert app.main(["restore", run, "--to", file, "--format", "torch"]) == 0
         assert torch.load(file, weights_only=True)["model"]["weight"].shape == (2, 2)
     trained(tmp_path, 1, CheckpointCallback(str(tmp_path / "run"), every=1))
-    with pytest.raises(ckpt.UsageError, match="leave out --only"):
+    with pytest.raises(ckpt.UsageError, match="omit --only"):
         ckpt.Run(str(tmp_path / "run")).export(tmp_path / "some.ckpt", only=["model.*"])
     capsys.readouterr()
     assert app.main(["restore", str(tmp_path / "run"), "--to", str(tmp_path / "whole.ckpt")]) == 0
@@ -168,7 +168,7 @@ def test_a_last_file_that_is_newer_is_said(tmp_path: Path, caplog: pytest.LogCap
     model, found = Model(WIDTH), trainer(tmp_path, 3, ModelCheckpoint(save_last=True), CheckpointCallback(run, every=1))
     found.fit(model, loader(), ckpt_path="last")
     logger.removeHandler(caplog.handler)
-    assert f"last.ckpt has step {2 * BATCHES}, and everystep goes on at step {BATCHES}" in caplog.text
+    assert f"last.ckpt has step {2 * BATCHES}, but everystep continues at step {BATCHES}" in caplog.text
     wanted, _ = trained(tmp_path / "whole", 3)
     assert all(map(torch.equal, model.state_dict().values(), wanted.state_dict().values()))
 

@@ -115,7 +115,7 @@ def check(call: Call, run: Path, pristine: Path, *sources: Path) -> None:
     shown, told = call("repair", run, *words), call("repair", run, *words, "--json")
     assert (shown.code, told.code) == (1, 1), shown.out + shown.err
     assert told.json["damaged"] and told.json["done"] is None and not told.json["remains"], told.out
-    assert "--yes does it" in shown.out and "LOST" not in shown.out
+    assert "Add --yes" in shown.out and "LOST" not in shown.out
     assert tree(run) == before
     done = call("repair", run, *words, "--yes", "--json")
     assert (done.code, done.json["remains"], done.json["done"]["failed"]) == (0, False, []), done.out
@@ -246,7 +246,7 @@ def test_what_can_be_had_comes_back_beside_what_cannot(made: Path, run: Path, ca
     wanted = bytearray(data_file(made / "near", 2).read_bytes())
     wanted[place_of(data_file(run, 2), "noise") + 11] ^= 1
     found = call("repair", run, "--yes")
-    assert found.code == 1 and "LOST: nobody has its content" in found.out and "Damage remains" in found.out
+    assert found.code == 1 and "LOST: its content is nowhere else" in found.out and "Damage remains" in found.out
     assert data_file(run, 2).read_bytes() == bytes(wanted)
     problems = [p for c in call("verify", run, "--all", "--json").json["checkpoints"] for p in c["problems"]]
     assert problems and all(p.startswith("noise") for p in problems)
@@ -263,7 +263,7 @@ def test_repair_writes_no_file_that_lacks_bytes_everywhere(made: Path, run: Path
     assert lines[0].endswith("5 checkpoints read") and "step 2: lost" in lines and lines[4] == "steps 5, 1: sound"
     assert {verdicts[3], verdicts[4]} == {"stays damaged" if made.name.startswith("none") else "lost"}
     assert "header is damaged" not in shown.out and "is gone" in shown.out and "to write again: 0 files, " in shown.out
-    assert "LOST: no location has" in shown.out
+    assert "are in no location" in shown.out
     assert call("repair", run, "--yes").code == 1 and not pack.exists()
     damaged = [c["step"] for c in call("verify", run, "--all", "--json").json["checkpoints"] if c["problems"]]
     assert damaged == [4, 3, 2] and call("verify", run, "--all", "--no-data").code == 1
@@ -351,7 +351,7 @@ def test_a_disk_that_fails(made: Path, run: Path, call: Call, monkeypatch: pytes
     with monkeypatch.context() as patch:
         patch.setattr(Disk, what, fail)
         found = call("repair", run, "--from", made / "near", "--yes")
-    assert found.code == 1 and "failed, and is as it was" in found.out
+    assert found.code == 1 and "failed and unchanged" in found.out
     assert tree(run) == before and not temporary_files(run)
     check(call, run, made / "near", made / "near")
 
@@ -410,7 +410,9 @@ def test_negative_control_unverified_bytes_would_be_taken(
     before = tree(run)
     monkeypatch.setattr(find_copies, "_matching", lambda view, piece: view)
     found = call("repair", run, "--from", other, "--yes")
-    assert found.code == 1 and "came out wrong" in found.out and tree(run) == before and not temporary_files(run)
+    assert (
+        found.code == 1 and "changed while they were" in found.out and tree(run) == before and not temporary_files(run)
+    )
     monkeypatch.setattr(repair.RangeHasher, "feed", lambda self, start, view: ())
     assert call("repair", run, "--from", other, "--yes").code == 0
     assert tree(run) != before and not same(run, made / "near") and call("verify", run, "--all").code == 1

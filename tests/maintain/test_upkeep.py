@@ -141,7 +141,7 @@ def test_a_plan_is_shown_and_nothing_is_done(run: Path, call: Call, words: Seque
     words = [word.format(run=run) for word in words]
     before = tree(run)
     shown, told = call(*words), call(*words, "--json")
-    assert shown.code == 0 and "--yes does it" in shown.out and told.json["done"] is None
+    assert shown.code == 0 and "Add --yes" in shown.out and told.json["done"] is None
     assert tree(run) == before and not Path(f"{run}-copy").exists()
     assert call(*words, "--yes", "--json").json["done"]
     assert tree(run) != before or Path(f"{run}-copy").exists()
@@ -206,9 +206,9 @@ def test_one_step_or_all_of_the_present_history(run: Path, call: Call, tmp_path:
     assert steps(tmp_path / "all") == [20, 3, 2, 1]
     assert steps(tmp_path / "undone") == [5]
     refused = call("copy", f"{run}@5", tmp_path / "all", "--yes")  # it would seem to lie between 20 and 3
-    assert refused.code == 2 and "a rollback has undone it" in refused.err
+    assert refused.code == 2 and "a rollback undid it" in refused.err
     refused = call("copy", f"{run}@3", tmp_path / "all", "--all")
-    assert refused.code == 2 and "exclude each other" in refused.err
+    assert refused.code == 2 and "cannot be combined" in refused.err
 
 
 def test_copying_day_by_day_needs_no_take_over(run: Path, call: Call, tmp_path: Path) -> None:
@@ -268,7 +268,7 @@ def test_what_would_hide_a_jobs_checkpoints_needs_take_over(run: Path, call: Cal
     refused = call("copy", run, there, "--yes")
     assert refused.code == 2 and "--take-over" in refused.err and tree(there) == before
     shown = call("copy", run, there, "--take-over", "--yes")
-    assert shown.code == 0 and "can save no more" in shown.out
+    assert shown.code == 0 and "can no longer save" in shown.out
     with pytest.raises(FencedError):
         work(there, lambda log: save(log, job, 51))
     assert steps(there)[0] == 7
@@ -306,7 +306,7 @@ def test_what_was_given_up_there_never_comes_back(run: Path, call: Call, tmp_pat
         end = Record("ABORT", {"attempt": str(gone), "reason": "by a test"}, "abort:x")
     work(there, lambda log: log.append(lambda state: end, owner=None))
     refused = call("copy", run, there, "--yes")
-    assert refused.code == 2 and "cannot come back" in refused.err
+    assert refused.code == 2 and "cannot return" in refused.err
     rest = call("copy", run, there, "--all", "--yes", "--json")
     assert rest.code == 1 and [one["step"] for one in rest.json["not_copied"]] == [6]
     assert steps(there) == [5, 4, 3, 2, 1]
@@ -333,7 +333,7 @@ def test_the_disk_of_one_node_is_no_whole_source(call: Call, tmp_path: Path) -> 
 
     work(tmp_path / "node", half)
     refused = call("copy", tmp_path / "node", tmp_path / "there", "--yes")
-    assert refused.code == 2 and "1 of its 2 parts" in refused.err and not (tmp_path / "there").exists()
+    assert refused.code == 2 and "only 1 of its 2 ranks" in refused.err and not (tmp_path / "there").exists()
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != INDEX])
@@ -360,9 +360,9 @@ def test_all_but_what_turns_out_damaged(run: Path, call: Call, tmp_path: Path, d
     there, rest = tmp_path / "there", [step for step in (6, 5, 4, 3, 2, 1) if step not in damaged]
     packs = [hurt(run, step) for step in damaged]
     found = call("copy", run, there, "--all", "--yes")
-    assert found.code == 1 and f"copied {len(rest)}, verified" in found.out and steps(there) == rest
+    assert found.code == 1 and f"copied {len(rest)}, every byte verified" in found.out and steps(there) == rest
     for pack, step in zip(packs, damaged, strict=True):
-        pattern = rf"^left out: step {step} of .*{pack.relative_to(run)}.* `ckpt repair file://{run}` may"
+        pattern = rf"^skipped: step {step} of .*{pack.relative_to(run)}.* `ckpt repair file://{run}` may"
         assert re.search(pattern, found.out, re.M)
     assert call("copy", f"{run}@{damaged[0]}", tmp_path / "one", "--yes").code == 2
     for pack in packs:
@@ -437,7 +437,7 @@ def test_a_source_that_retires_it_meanwhile(
 
     monkeypatch.setattr(copy_run, "copy", late)
     refused = call("copy", f"{run}@2", real, "--yes")
-    assert refused.code == 2 and "was given up while it was copied" in refused.err
+    assert refused.code == 2 and "was deleted while it was copied" in refused.err
 
 
 def test_full_size_files_without_a_part_are_not_trusted(run: Path, call: Call, tmp_path: Path) -> None:
@@ -539,7 +539,7 @@ def test_ctrl_c_leaves_nothing_half_done(trained: Path, tmp_path: Path, call: Ca
         process.send_signal(signal.SIGINT)
         process.send_signal(signal.SIGCONT)
         said = process.communicate(timeout=30)[1].decode()
-    assert process.returncode == 130 and "goes on from here" in said and "Traceback" not in said
+    assert process.returncode == 130 and "continue from here" in said and "Traceback" not in said
     assert not data_files(there) and not temporary_files(there)
     assert call("copy", trained, there, "--yes").code == 0
     assert differences(trained, there, call) == []
@@ -584,7 +584,7 @@ def test_nothing_goes_while_the_newest_is_damaged(run: Path, call: Call) -> None
     flip(pack, pack.stat().st_size - 9)
     before = tree(run)
     refused = call("prune", run, "--keep-last", 1, "--yes")
-    assert refused.code == 1 and str(pack.relative_to(run)) in refused.out and "Nothing was done" in refused.out
+    assert refused.code == 1 and str(pack.relative_to(run)) in refused.out and "Nothing was deleted" in refused.out
     assert tree(run) == before
     assert call("prune", run, "--keep-last", 1, "--yes", "--json").json["problems"]
     flip(pack, pack.stat().st_size - 9)  # control
@@ -605,7 +605,7 @@ def test_a_damaged_log_forbids_it(run: Path, call: Call, words: Sequence[str]) -
     assert call("verify", f"{run}-new", "--all").code == 0
     break_log(Path(f"{run}-new"))
     refused = call("copy", run, f"{run}-new", "--yes")
-    assert refused.code == 2 and "given up there" in refused.err
+    assert refused.code == 2 and "deleted there" in refused.err
 
 
 def test_what_cannot_be_read_keeps_everything_while_it_stays(run: Path, call: Call) -> None:
@@ -752,7 +752,7 @@ def test_keep_is_said_and_taken_back(run: Path, call: Call) -> None:
 
 def test_yes_alone_keeps(run: Path, call: Call) -> None:
     """Nobody has to find words: then it says that it was by hand. Without --yes nothing is kept."""
-    assert "to be kept for ever, with the note: by hand" in call("keep", f"{run}@2").out and not state_of(run).kept
+    assert "to protect from deletion, with the note: by hand" in call("keep", f"{run}@2").out and not state_of(run).kept
     assert call("keep", run, "--step", 2, "--yes").code == 0
     assert list(state_of(run).kept.values()) == ["by hand"]
 
@@ -803,7 +803,7 @@ def test_a_training_beside_it_is_not_hurt(tmp_path: Path, call: Call) -> None:
             assert copied.code == 0 or "retired" in copied.err
             newest = call("ls", run, "--json").json["checkpoints"][0]["step"]
             said = call("keep", f"{run}@{newest}", "--note", "seen", "--yes")
-            assert said.code == 0 or "does not hold" in said.err or "a moment ago" in said.err
+            assert said.code == 0 or "does not hold" in said.err or "was deleted since" in said.err
             kept = kept if said.code else newest  # it may be gone already
         assert job.poll() is None
         enough.touch()

@@ -255,7 +255,7 @@ def test_a_place_that_cannot_hold_a_run_is_refused_by_name(scheme: str) -> None:
     def refused() -> None:
         with pytest.raises(StoreError, match=MISFITS[scheme]) as caught:
             inside.open_place(f"{scheme}://bucket/run")
-        assert str(caught.value).startswith(f"{scheme}://bucket/run cannot hold a run: it does not guarantee ")
+        assert str(caught.value).startswith(f"{scheme}://bucket/run cannot store a run, because it does not guarantee ")
         assert "gs:// or az://" in str(caught.value) and not caught.value.retryable
 
     refused()
@@ -304,5 +304,5 @@ def test_how_often_and_how_many_is_said_of_a_folder(run_dir: str) -> None:
                 save.committed(60)
         assert steps_of(run_dir)[-1] == 10
     assert steps_of(run_dir)[-2:] == [10, 11] and 6 not in steps_of(run_dir)
-    with pytest.raises(UsageError, match="given as a string"):
+    with pytest.raises(UsageError, match="given as strings"):
         ckpt.Checkpointer(state, ckpt.Tier(run_dir), every=2)

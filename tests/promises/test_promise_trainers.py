@@ -349,13 +349,13 @@ def test_storage_options_are_used_or_refused(tmp_path: Path) -> None:
     """What is no dict, and what a folder has no use for, is an error that says so; the rest reaches the store."""
     trainer, _ = lightning_trainer(tmp_path, CheckpointIO())
     trainer.strategy.connect(BoringModel())
-    with pytest.raises(ckpt.UsageError, match=r"a dict such as .*, and not a str"):
+    with pytest.raises(ckpt.UsageError, match=r"a dict of fsspec options like .*, not str"):
         trainer.save_checkpoint(tmp_path / "a.ckpt", storage_options="my options")
-    with pytest.raises(ckpt.UsageError, match="not a object"):
+    with pytest.raises(ckpt.UsageError, match="not object"):
         trainer.save_checkpoint(tmp_path / "a.ckpt", storage_options=object())
     with pytest.raises(ckpt.UsageError, match="with anon, key are for buckets"):
         trainer.save_checkpoint(tmp_path / "a.ckpt", storage_options={"anon": True, "key": "k"})
-    with pytest.raises(ckpt.UsageError, match="a dict such as"):
+    with pytest.raises(ckpt.UsageError, match="a dict of fsspec options"):
         ckpt.load(tmp_path / "a.ckpt", storage_options="my options")  # type: ignore[arg-type]
     assert not (tmp_path / "a.ckpt").exists()
     for nothing in (None, {}):

@@ -477,7 +477,7 @@ def test_unfinished_export_whose_plan_cannot_be_read_is_not_taken_for_another(
     assert found.code == 3 and "plan.json cannot be read now" in found.err
     source_fault.left = 0
     found = call("restore", run, "--to", tmp_path / "out", "--only", "w")
-    assert found.code == 2 and "unfinished export of something else" in found.err
+    assert found.code == 2 and "unfinished export from another source" in found.err
 
 
 def test_dcp_raises_while_the_newest_step_cannot_be_read(tmp_path: Path, fault: Fault) -> None:

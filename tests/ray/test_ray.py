@@ -68,4 +68,4 @@ def test_another_version_is_refused(python: Path) -> None:
     """With the range that is known."""
     code, path = "import ray; ray.__version__ = '2.9.0'; import ckpt.ray", {"PYTHONPATH": PYTHONPATH}
     ended = subprocess.run([python, "-c", code], env={**os.environ, **path}, capture_output=True, text=True)
-    assert "ckpt.ray knows Ray from 2.60 and below 2.70, and this is 2.9.0" in ended.stderr
+    assert "ckpt.ray supports Ray from 2.60 and below 2.70, but 2.9.0 is installed" in ended.stderr

@@ -259,7 +259,7 @@ def test_saves_that_were_asked_for_are_no_faults() -> None:
         SeenFault(begin + 18, "deadline", "the Slurm job ends in 60 s", 0, 55, by="fault handler"),
         SeenFault(begin + 27, "signal", "SIGTERM came to rank 0", 0, 58, by="writer"),
     ]
-    asked = Fault("request", "asked for at a shell: before the upgrade", world=4, attempt="2.abc", advice="none")
+    asked = Fault("request", "requested by ckpt trigger: before the upgrade", world=4, attempt="2.abc", advice="none")
     asked.time = time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime(WALL + begin + 3))
     asked.saved = [SavedStep(53, TIERS[0], "agreed", 0.1)]
     one = subject(accounts, [*faults, asked])
@@ -268,9 +268,14 @@ def test_saves_that_were_asked_for_are_no_faults() -> None:
     found = looked_at(page(one))
     rules = [each["class"] for each in found.every("line") if (each["class"] or "").startswith("rule")]
     assert rules.count("rule asked") == 3 + 1 and rules.count("rule fault") == 3 + 1  # and one of each in the legend
-    mine = found.text.partition("Saves that were asked for, newest first")[2].partition("Restores")[0]
-    others = found.text.partition("Faults, newest first")[2].partition("Saves that were asked for, newest")[0]
-    for text in ("asked for at a shell: before the upgrade", "SIGUSR1 came", "before a time limit", "step 53 in file:"):
+    mine = found.text.partition("Requested saves, newest first")[2].partition("Restores")[0]
+    others = found.text.partition("Faults, newest first")[2].partition("Requested saves, newest")[0]
+    for text in (
+        "requested by ckpt trigger: before the upgrade",
+        "SIGUSR1 came",
+        "before a time limit",
+        "step 53 in file:",
+    ):
         assert text in mine and text not in others, text
     assert "SIGTERM came" in others and "out of memory" in others
 
@@ -304,7 +309,7 @@ def test_older_ledgers_and_damaged_ones() -> None:
         del data["restores"][0][name]
     old = Account.from_bytes(json.dumps(data).encode())
     assert (old.landed, old.stalls, old.versions, old.restores[0].why) == ([], {}, {}, "")
-    assert "an older version kept the ledger" in looked_at(page(subject([old]))).text
+    assert "an older version recorded the metrics" in looked_at(page(subject([old]))).text
     for name, value in (("landed", [1]), ("stalls", {"-3": 1.5}), ("versions", {"torch": 1}), ("landed", {"url": [1]})):
         with pytest.raises(CorruptError):
             Account.from_bytes(json.dumps({**data, name: value}).encode())
@@ -363,7 +368,7 @@ def test_the_command_writes_all_or_nothing(run: Path, tmp_path: Path) -> None:
     os.umask(mask)
     assert stat.S_IMODE(target.stat().st_mode) == 0o666 & ~mask
     target.write_text("mine")
-    with pytest.raises(click.UsageError, match="there already"):
+    with pytest.raises(click.UsageError, match="exists: give another name"):
         raise invoke(run, "-o", target).exception
     assert target.read_text() == "mine"
     assert invoke(run, "-o", target, "--force").return_value == 0 and "everystep" in target.read_text()
@@ -385,7 +390,7 @@ def test_what_is_no_file_is_never_replaced(run: Path, tmp_path: Path) -> None:
     file.write_text("mine")
     link.symlink_to(file)
     for target, more in ((pipe, ()), (pipe, ("--force",)), (link, ())):
-        with pytest.raises(click.UsageError, match="there already"):
+        with pytest.raises(click.UsageError, match="exists: give another name"):
             raise invoke(run, "-o", target, *more).exception
     assert stat.S_ISFIFO(pipe.lstat().st_mode) and file.read_text() == "mine"
     assert invoke(run, "-o", link, "--force").return_value == 0
@@ -398,7 +403,7 @@ def test_runs_that_are_damaged_have_a_page_that_says_so(run: Path, tmp_path: Pat
     none = tmp_path / "none.html"
     assert invoke(run, "-o", none).return_value == 0
     found = looked_at(none.read_text())
-    assert "has no ledger" in found.text and "1: step 1" in found.text
+    assert "has no run metrics" in found.text and "1: step 1" in found.text
 
     write(run, died(rich(1, 0.0)), rich(2, 90.0, 51))
     (cut,) = (run / "ledger").glob("2.*")
@@ -420,7 +425,7 @@ def test_runs_that_are_damaged_have_a_page_that_says_so(run: Path, tmp_path: Pat
     for path in (run / "ledger").iterdir():
         path.write_bytes(b"{}")
     assert invoke(run, "-o", tmp_path / "all.html").return_value == 1
-    assert "all of the ledger" in looked_at((tmp_path / "all.html").read_text()).text
+    assert "all run metrics" in looked_at((tmp_path / "all.html").read_text()).text
     with pytest.raises(FormatError):
         raise invoke(tmp_path / "nowhere", "-o", tmp_path / "no.html").exception
     assert not (tmp_path / "no.html").exists()
@@ -441,7 +446,7 @@ def test_a_real_run_has_a_page(run_dir: str, tmp_path: Path) -> None:
     found = looked_at((tmp_path / "page.html").read_text())
     for text in ("steps 10", f"file://{run_dir}2"):
         assert text in found.text, text
-    assert "Nothing is known of single saves" not in found.text and f"torch {torch.__version__}" in found.text
+    assert "No data about single saves" not in found.text and f"torch {torch.__version__}" in found.text
 
 
 # -- a browser --

@@ -125,7 +125,7 @@ def test_steps_between_the_last_word_of_a_copied_ledger_and_the_copy_are_work() 
     found = settled(account(1, 0.0), two)
     assert (found.steps, found.redone_steps, found.count, found.wall_s) == (23, 0, 0, near(23.0))
     assert found.productive_s == near(23.0) and found.moved_s == near(9004 - 17)
-    assert any("done unseen" in note for note in found.notes)
+    assert any("not in the metrics" in note for note in found.notes)
 
 
 def test_a_report_from_after_the_next_start_was_not_40_days_unnoticed() -> None:
@@ -148,7 +148,7 @@ def test_an_end_in_the_future_is_now() -> None:
     ):
         found = settled(wild, now=now)
         assert found.wall_s == near(96.0) and found.until == near(now)
-        assert any("9.0 d from now: that counts as now" in note for note in found.notes)
+        assert any("9.0 d in the future, which count as now" in note for note in found.notes)
     assert settled(replace(one, kept=140.0), now=now).notes == ()
     assert settled(replace(one, kept=9 * DAY_S)).wall_s > 8 * DAY_S  # who does not say what time it is believes it
 
@@ -190,7 +190,7 @@ def test_evaluations_beside_a_save_are_told() -> None:
             one.rows[later] = replace(one.rows[later], at=one.rows[later].at + 10)
     one.beat = one.kept = one.rows[-1].at
     (note,) = settled(one).notes
-    assert note.startswith("3 steps beside a save took 30 s longer than others") and "pause()" in note
+    assert note.startswith("3 steps during a save took 30 s longer than others") and "pause()" in note
     usual = replace(one, rows=[replace(row, slowed=min(row.slowed, 2.0)) for row in one.rows])
     usual.rows = [replace(row, seconds=min(row.seconds, 3.0)) for row in usual.rows]
     assert settled(usual).notes == ()
@@ -205,7 +205,7 @@ def test_effective_and_trained_are_two_figures() -> None:
     one.beat = one.kept = one.rows[-1].at
     found = settled(one)
     assert (found.effective, found.trained) == (1.0, near(0.5))
-    assert dict(figures.summary(found))["trained"] == "50.0 % in steps that stand; effective has 10 s paused besides"
+    assert dict(figures.summary(found))["trained"] == "50.0 % in steps that count; effective also includes 10 s paused"
     assert Statement().trained is None and found.to_json()["trained"] == near(0.5)
 
 
@@ -216,13 +216,13 @@ def test_the_state_says_how_it_ended_and_since_when_nothing_runs() -> None:
         "ended (crash or kill)": settled(died(one), now=now),
         "ended (exception or early end)": settled(died(one, how="left"), now=now),
         "closed": settled(closed(one), now=now),
-        "nobody saw it end": settled(one, now=now),
+        "its end was not recorded": settled(one, now=now),
         "running": settled(one, now=WALL + 20),
     }
     for text, found in states.items():
         line = dict(figures.summary(found))["state"]
         assert text in line, line
-        assert ("for 7.0 d: that is counted nowhere" in line) is (text not in ("closed", "running")), line
+        assert ("for 7.0 d, which is not counted" in line) is (text not in ("closed", "running")), line
     assert "not started again" in dict(figures.summary(states["ended (crash or kill)"]))["state"]
     assert states["ended (crash or kill)"].wall_s == near(10.75)
     ended = [found.ended for found in states.values()]

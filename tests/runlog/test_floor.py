@@ -191,6 +191,26 @@ def test_without_both_snapshots_the_rest_is_read() -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("damaged", [True, False], ids=["damaged", "control"])
+def test_log_keeps_all_commits_that_follow_the_loss_of_both_snapshots(damaged: bool) -> None:
+    """More than two intervals of records follow. None of them is a SNAPSHOT, so the first of them must still count."""
+
+    async def scenario() -> None:
+        store = MemoryStore()
+        log, mine = await long_log(store, 5 * EVERY + 3)
+        await Trimmer().step(log, mine)
+        for number in (4, 5) if damaged else ():
+            damage(store, number * EVERY)
+        blind = await reopened(store)
+        await grow(blind, blind.state.acquires[-1], 9 * EVERY + 3)
+        await Trimmer().step(blind, None)
+        found = (await reopened(store)).state
+        assert found.commits == blind.state.commits and found.acquires == blind.state.acquires
+        assert numbers(store)[0] == (4 if damaged else 8) * EVERY
+
+    asyncio.run(scenario())
+
+
 def test_reading_the_whole_log_finds_damage_before_the_newest_snapshot() -> None:
     """A reader who starts at the newest one does not see it, and `verify` must."""
 

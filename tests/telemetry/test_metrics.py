@@ -179,17 +179,20 @@ def child(*arguments: object, **environment: str) -> Iterator[tuple[subprocess.P
 # -- what the user says --
 
 REFUSED: dict[str, tuple[Any, str]] = {
-    "nothing": (lambda: Metrics(), "say where they go"),
-    "port 0": (lambda: Metrics(0), "prometheus_port is a port from 1 to 65535, not 0"),
-    "port high": (lambda: Metrics(65536), "not 65536"),
-    "port text": (lambda: Metrics("9400"), "not '9400'"),  # type: ignore[arg-type]
-    "port true": (lambda: Metrics(True), "not True"),
-    "host": (lambda: Metrics(9400, host=""), "host is a name"),
-    "folder": (lambda: Metrics(tensorboard=3), "tensorboard is a folder, not 3"),  # type: ignore[arg-type]
+    "nothing": (lambda: Metrics(), "Metrics() has no destination"),
+    "port 0": (lambda: Metrics(0), "prometheus_port=0: it must be a port from 1 to 65535"),
+    "port high": (lambda: Metrics(65536), "prometheus_port=65536"),
+    "port text": (lambda: Metrics("9400"), "prometheus_port='9400'"),  # type: ignore[arg-type]
+    "port true": (lambda: Metrics(True), "prometheus_port=True"),
+    "host": (lambda: Metrics(9400, host=""), "host='': it must be a name"),
+    "folder": (lambda: Metrics(tensorboard=3), "tensorboard=3: it must be a folder"),  # type: ignore[arg-type]
     "bucket": (lambda: Metrics(tensorboard="s3://bucket/tb"), "a local folder"),
-    "every 0": (lambda: Metrics(9400, every_s=0), "every_s is a number above 0, not 0"),
+    "every 0": (lambda: Metrics(9400, every_s=0), "every_s=0: it must be a number above 0"),
     "every none": (lambda: Metrics(9400, every_s=None), "every_s"),  # type: ignore[arg-type]
-    "samples": (lambda: Metrics(9400, samples_per_step=float("nan")), "samples_per_step is a number above 0"),
+    "samples": (
+        lambda: Metrics(9400, samples_per_step=float("nan")),
+        "samples_per_step=nan: it must be a number above 0",
+    ),
     "flops": (lambda: Metrics(9400, flops_per_step=-1), "flops_per_step"),
     "peak alone": (lambda: Metrics(9400, peak_flops=1e15), "flops_per_step="),
     "no port left": (lambda: Metrics(65535).port(1), "leaves no port for local rank 1"),
@@ -479,7 +482,7 @@ def test_a_port_that_is_taken_harms_nothing(monkeypatch: pytest.MonkeyPatch) -> 
         serving = exporter.Exporter(look, said.append, served.append)
         await serving.begin(Metrics(port), 0, 0)
         await until(lambda: bool(said))
-        assert f"127.0.0.1:{port}" in said[0] and "give another prometheus_port=" in said[0] and not any(served)
+        assert f"127.0.0.1:{port}" in said[0] and "use another prometheus_port=" in said[0] and not any(served)
         taken.close()
         await until(lambda: served[-1:] == [f"http://127.0.0.1:{port}/metrics"])
         assert (await asyncio.to_thread(scrape, port))["ckpt_step"] == {("3",): 120}
@@ -502,10 +505,10 @@ def test_a_folder_that_cannot_be_written_harms_nothing(
     metrics = Metrics(taken.getsockname()[1], tensorboard=blocked / "tb", every_s=0.05)
     with taken, training(run_dir, metrics=metrics) as (_, go), caplog.at_level(logging.WARNING, "ckpt"):
         go(10)
-        assert eventually(lambda: "no metrics are served" in caplog.text, PATIENCE_S)
+        assert eventually(lambda: "cannot serve metrics" in caplog.text, PATIENCE_S)
 
         def said() -> list[str]:
-            return [one.getMessage() for one in caplog.records if "no scalars are written" in one.getMessage()]
+            return [one.getMessage() for one in caplog.records if "cannot write scalars" in one.getMessage()]
 
         assert eventually(lambda: bool(said()), PATIENCE_S) and str(blocked) in said()[0]
         assert look_at(run_dir).tiers[0].committed == 10

@@ -97,7 +97,7 @@ def test_killed_at_a_step_in_accumulation_and_in_evaluation(run_dir: str, caplog
     again = hf_toy.run(run_dir, **setting)
     assert (again["read"], again["step"]) == (0, 20)
     assert torch.equal(again["weights"]["lm_head.weight"], found["weights"]["lm_head.weight"])
-    assert "everystep goes on at step 11 (from " in caplog.text and "finished at step 20" in caplog.text
+    assert "everystep continues at step 11 (from " in caplog.text and "finished at step 20" in caplog.text
 
 
 def test_sigterm_saves_and_leaves(run_dir: str) -> None:
@@ -235,7 +235,7 @@ def test_what_has_changed_is_refused(run_dir: str, undisturbed: dict[str, Any]) 
         with pytest.raises(ckpt.MismatchError, match=words) as caught:
             hf_toy.run(run_dir, **changed)
         ours = [f.name for f in traceback.extract_tb(caught.value.__traceback__) if "/ckpt/" in f.filename]
-        assert ours == ["entered"], "none of our frames, but that of the door"
+        assert ours == ["entered"], "none of our frames except the wrapper's"
     assert same(hf_toy.run(run_dir), undisturbed)
     found = hf_toy.run(run_dir, examples=32, epochs=3, callback={"strict": False})
     assert (found["started_at"], found["step"]) == (16, 24)
@@ -249,7 +249,7 @@ def test_two_callbacks_and_wrong_arguments_are_refused(run_dir: str) -> None:
     other = ckpt.transformers.CheckpointCallback(run_dir)
     with pytest.raises(ckpt.UsageError, match="two CheckpointCallbacks"):
         hf_toy.run(run_dir, more=(other,))
-    with pytest.raises(ckpt.UsageError, match="Say Tier"):
+    with pytest.raises(ckpt.UsageError, match="use Tier"):
         ckpt.transformers.CheckpointCallback([ckpt.Tier(run_dir)], every=3)
     for word, hint in (
         ("save_total_limit", "keep="),
@@ -257,10 +257,10 @@ def test_two_callbacks_and_wrong_arguments_are_refused(run_dir: str) -> None:
         ("on_bussy", "on_busy="),
         ("monitor", "best="),
     ):
-        with pytest.raises(ckpt.UsageError, match=f"no {word}= here: did you mean {hint}"):
+        with pytest.raises(ckpt.UsageError, match=f"unknown keyword {word}=: did you mean {hint}"):
             ckpt.transformers.CheckpointCallback(run_dir, **{word: 3})
     for word in ("output_dir", "run"):
-        with pytest.raises(ckpt.UsageError, match=f"no {word}= here: did you mean the first argument"):
+        with pytest.raises(ckpt.UsageError, match=f"unknown keyword {word}=: did you mean the first argument"):
             ckpt.transformers.CheckpointCallback(**{word: run_dir})
     assert not Path(run_dir).exists()
 
@@ -283,7 +283,7 @@ def test_lora_stores_what_is_trained(run_dir: str, tmp_path: Path, capsys: pytes
     """An adapter's run is small, exact, refuses another base, and peft reads what is exported. `ckpt restore`, which
     makes no adapter_config.json, says how to have one."""
     assert hf_toy.run(run_dir, lora=True, kill=("stop", 11)) == {}
-    with pytest.raises(ckpt.MismatchError, match="frozen base model is another one"):
+    with pytest.raises(ckpt.MismatchError, match="frozen base model differs"):
         hf_toy.run(run_dir, lora=True, base=1)
     found = hf_toy.run(run_dir, lora=True)
     assert same(found, hf_toy.run(None, lora=True))
@@ -369,7 +369,7 @@ def test_from_pretrained_reads_an_export(run_dir: str, tmp_path: Path, tied: boo
         assert all(torch.equal(read[name], tensor) for name, tensor in wanted.items())
         assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
         assert AutoTokenizer.from_pretrained(folder)("w5 w7").input_ids == [5, 7]
-    with pytest.raises(ckpt.UsageError, match="exists: nothing is ever replaced"):
+    with pytest.raises(ckpt.UsageError, match="exists and is never replaced"):
         export_pretrained(run_dir, tmp_path / "export-5")
 
 
@@ -386,7 +386,7 @@ def test_the_export_command(run_dir: str, tmp_path: Path) -> None:
         cp.step(1)
     target = ("--to", tmp_path / "bf16", "--dtype", "bf16", "--step", "8")
     line = stopped("export.window@1", run_dir, *target, main="ckpt.transformers.__main__")
-    assert line == "ckpt: stopped. Nothing has appeared yet: call the same again, and it goes on from here"
+    assert line == "ckpt: stopped. Nothing was written yet: repeat the command to continue from here"
     ended = start("-c", NO_TRANSFORMERS, run_dir, *target)
     assert (ended.returncode, ended.stderr) == (0, ""), ended.stderr
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "bf16")
@@ -395,7 +395,7 @@ def test_the_export_command(run_dir: str, tmp_path: Path) -> None:
     assert torch.equal(model.lm_head.weight, wanted)
     for arguments, words in (
         ((f"{run_dir}-2", "--to", tmp_path / "no"), "was not saved by ckpt.transformers"),
-        ((run_dir, "--to", tmp_path / "bf16"), "nothing is ever replaced"),
+        ((run_dir, "--to", tmp_path / "bf16"), "is never replaced"),
         ((run_dir, "--to", tmp_path / "no", "--step", "4"), "step 4"),
     ):
         with pytest.raises(ckpt.CheckpointError, match=words):
@@ -508,7 +508,7 @@ def test_a_learning_rate_that_is_overruled_is_said(run_dir: str, caplog: pytest.
     assert hf_toy.run(run_dir, kill=("stop", 9), learning_rate=1e-3, more=(NewRate(),)) == {}
     caplog.clear()
     found = hf_toy.run(run_dir, learning_rate=1e-3, more=(NewRate(),))
-    assert "everystep goes on at step 9" in caplog.text and "not the script's" not in caplog.text
+    assert "everystep continues at step 9" in caplog.text and "not the script's" not in caplog.text
     whole = hf_toy.run(None, learning_rate=1e-3)
     rates = [[one.get("learning_rate") for one in run["log"] if one["step"] > 7] for run in (found, whole)]
     assert rates[0] == pytest.approx(rates[1]) and len(rates[0]) > 4
@@ -517,7 +517,7 @@ def test_a_learning_rate_that_is_overruled_is_said(run_dir: str, caplog: pytest.
 def test_a_metric_that_nobody_measures(run_dir: str, caplog: pytest.LogCaptureFixture) -> None:
     """Is said once, with those that there are; the name may go without its eval_."""
     hf_toy.run(run_dir, best={"monitor": "accuracy"})
-    (said,) = (one for one in caplog.messages if "no evaluation has measured that" in one)
+    (said,) = (one for one in caplog.messages if "no evaluation has measured this" in one)
     assert said.startswith("best=Best('accuracy')") and "eval_loss" in said
     hf_toy.run(f"{run_dir}-2", best={"monitor": "loss"}, epochs=1)
     assert ckpt.load(f"{run_dir}-2", best=True).step > 0

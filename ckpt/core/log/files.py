@@ -63,6 +63,7 @@ class LogFiles:
         self.store = store
         self.root = ""
         self._intact: dict[int, bool] = {}  # numbers at which a SNAPSHOT was read, and if it is intact
+        self._ordinary: set[int] = set()  # those at which an intact record of another type was read
         self._states: dict[int, RunState] = {}  # parsed SNAPSHOTs of the last listing, for `RunLog._restart`
 
     async def look(self, own: Mapping[int, bytes] = NOTHING) -> Listed:
@@ -145,7 +146,8 @@ class LogFiles:
         try:
             record = self.unsealed(seq, raw)
             if record["type"] != "SNAPSHOT":
-                return None  # whoever came here had not read all that was before
+                self._ordinary.add(seq)  # the log was damaged when it was put
+                return None
             state = expand(record["body"], seq)
             state.requests[str(record["id"])] = seq
         except (CorruptError, FormatError, KeyError, TypeError):

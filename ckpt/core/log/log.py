@@ -196,11 +196,20 @@ class RunLog(LogFiles):
                 for seq, raw in (await self._read_all(before, seen, NOTHING)).items():
                     if not self._is_sound(seq, raw):
                         self._note_damage(seq)
-        elif not self._begun and seen.sizes and (first := _first_that_counts(sorted(seen.sizes))) > 0:
+        elif not self._begun and seen.sizes and (first := self._first_that_counts(sorted(seen.sizes))) > 0:
             self._note_damage(first - 1)  # both SNAPSHOTs are damaged, and what they summarised was deleted
             self.state.next_seq = first
         self._begun = True
         return True
+
+    def _first_that_counts(self, numbers: Sequence[int]) -> int:
+        """Return where to start without an intact SNAPSHOT. `numbers`: those that are listed, sorted.
+
+        That is the beginning, or the older of the two newest damaged SNAPSHOTs, because a suspended writer may have put
+        records below it. Intact records of other types at these numbers were put after the damage, and all count.
+        """
+        places = [seq for seq in numbers if is_place(seq) and seq not in self._ordinary]
+        return places[-2] if numbers[0] > 0 and len(places) > 1 else numbers[0]
 
     async def _look_on(self, own: Mapping[int, bytes]) -> Listed:
         """List the log. RunGoneError if the newest record that we know has vanished with the run."""
@@ -402,15 +411,6 @@ class RunLog(LogFiles):
                 "body": record.body,
             }
         )
-
-
-def _first_that_counts(numbers: Sequence[int]) -> int:
-    """Return where to start without an intact SNAPSHOT. `numbers`: those that are listed, sorted.
-
-    That is the beginning, or the older of the two newest places of SNAPSHOTs: what is below may have been put too late.
-    """
-    places = [seq for seq in numbers if is_place(seq)]
-    return places[-2] if numbers[0] > 0 and len(places) > 1 else numbers[0]
 
 
 def not_recorded(record: Record, store: Store, error: StoreError, *, put: bool) -> StoreError:

@@ -1,6 +1,6 @@
-"""The command `ckpt`: one file a command, of its name, which parses, calls and prints; what it does is found elsewhere.
+"""The command `ckpt`. Each command has a module of its name, which parses the arguments, calls the library and prints.
 
-In: words. Out: tables or `--json`, and an exit code. Commands are imported when they are asked for.
+Input: arguments. Output: tables or `--json`, and an exit code. A command's module is imported when the command is used.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ import sys
 from collections.abc import Sequence
 
 UNREADABLE = 3  # exit code: files cannot be read now, so nothing is known about them
-STOPPED = 130  # as a shell says of SIGINT
+STOPPED = 130  # the shell's exit code for SIGINT
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; its exit code. Ctrl-C ends it in one line, also while it is being imported."""
+    """Run one command and return its exit code. Ctrl-C ends it with one line, also during imports."""
     try:
         from ckpt.tools.cli import app
 

@@ -1,4 +1,4 @@
-"""How commands are told which run, and which checkpoint of it: RUN, RUN@STEP, or RUN --step STEP."""
+"""Parse the arguments that name a run and a checkpoint: RUN, RUN@STEP, or RUN --step STEP."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ T = TypeVar("T")
 
 
 def folders(context: click.Context, parameter: click.Parameter, begun: str) -> list[CompletionItem]:
-    """For completion in a shell: a run is a folder, if it is on this machine."""
+    """Complete folders in a shell: a local run is a folder."""
     return [CompletionItem(begun, type="dir")]
 
 
 def files(context: click.Context, parameter: click.Parameter, begun: str) -> list[CompletionItem]:
-    """Where other programs' files are taken as well."""
+    """Complete files in a shell, for arguments that also accept files of other programs."""
     return [CompletionItem(begun, type="file")]
 
 
 def checkpoint_argument(name: str = "url", run: str = "RUN") -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """The command gets the run by this name, and `step`: as `ckpt.core.checkpoint.spelling.Wanted`."""
+    """Pass the run to the command by this name, and the checkpoint as `step`."""
 
     def add(command: Callable[..., T]) -> Callable[..., T]:
         @click.argument(name, metavar=f"{run}[@STEP]", shell_complete=folders)
-        @click.option("--step", type=click.IntRange(min=0), metavar="STEP", help=f"The same as @STEP behind {run}.")
+        @click.option("--step", type=click.IntRange(min=0), metavar="STEP", help=f"The same as {run}@STEP.")
         @functools.wraps(command)
         def with_step(*, step: int | None, **given: Any) -> T:
-            given[name], wanted = spelling.split(given[name], step)
-            return command(step=wanted, **given)
+            given[name], which = spelling.split(given[name], step)
+            return command(step=which, **given)
 
         return with_step
 
@@ -41,14 +41,14 @@ def checkpoint_argument(name: str = "url", run: str = "RUN") -> Callable[[Callab
 
 
 class WholeRun(click.ParamType):  # type: ignore[type-arg]
-    """Where no step makes sense."""
+    """A run without a step."""
 
     name = "run"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        url, wanted = spelling.split(str(value))
-        if wanted is not None:
-            self.fail(f"{value} is one checkpoint, and this is about a whole run: give {url}", param, ctx)
+        url, which = spelling.split(str(value))
+        if which is not None:
+            self.fail(f"{value} names one checkpoint, but this command needs a whole run: give {url}", param, ctx)
         return str(value)
 
 

@@ -1,4 +1,4 @@
-"""`ckpt copy`: a checkpoint to another location. What it does is in `ckpt.tools.maintain.copy_run`."""
+"""`ckpt copy`: copy checkpoints to another location, by `ckpt.tools.maintain.copy_run`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ckpt.tools.cli.terminal import (
 )
 from ckpt.tools.cli.upkeep import TITLES, Found, cells, item_json, show_end
 
-if TYPE_CHECKING:  # what `ls` need not wait for is imported where it is used
+if TYPE_CHECKING:  # imported only where it is used, so that `ls` starts quickly
     from ckpt.core.log.log import Commit, RunLog
     from ckpt.tools.maintain.copy_run import CopyPlan
 
@@ -39,14 +39,16 @@ if TYPE_CHECKING:  # what `ls` need not wait for is imported where it is used
 )
 @checkpoint_argument("src", "SRC")
 @click.argument("dst", shell_complete=folders)
-@click.option("--all", "every", is_flag=True, help="Every checkpoint of the present history.")
+@click.option("--all", "every", is_flag=True, help="Copy every checkpoint of the current history.")
 @click.option(
-    "--take-over", is_flag=True, help="Let DST go on from it, also if a job trains there: that saves no more."
+    "--take-over",
+    is_flag=True,
+    help="Let DST continue from it even if a job trains there; that job can no longer save.",
 )
 @click.option("--src-option", "src_options", metavar="KEY=VALUE", multiple=True, callback=parse_options,
-              help="As --option, for SRC alone.")  # fmt: skip
+              help="Like --option, for SRC only.")  # fmt: skip
 @click.option("--dst-option", "dst_options", metavar="KEY=VALUE", multiple=True, callback=parse_options,
-              help="As --option, for DST alone.")  # fmt: skip
+              help="Like --option, for DST only.")  # fmt: skip
 @plan_options
 def copy(
     src: str,
@@ -59,16 +61,15 @@ def copy(
     yes: bool,
     as_json: bool,
 ) -> int:
-    """Copy the newest checkpoint, or that of SRC@STEP, to another location: a new run, or one that is there.
+    """Copy the newest checkpoint, or SRC@STEP, to another location: a new run or an existing one.
 
-    Every byte is verified on the way. What is there already is not copied again, so an interrupted copy goes on where
-    it stopped. A training that is started in a new DST goes on from there. With --all, what turns out damaged is left
-    out, and the others are copied; exit code 1 if any was.
+    Every byte is verified. Existing files are not copied again, so an interrupted copy can be continued. A training
+    started in a new DST continues from the copy. With --all, damaged checkpoints are skipped and the exit code is 1.
 
-    files, size: what is copied.
+    files, size: of what is copied.
     """
     if every and step is not None:
-        raise click.UsageError("one step and --all exclude each other")
+        raise click.UsageError("a step and --all cannot be combined")
     if normalise(src) == normalise(dst):
         raise click.UsageError("SRC and DST are the same location")
     remember_options(src, src_options or None)
@@ -77,9 +78,9 @@ def copy(
     if as_json:
         print_json(found)
     elif found["copy"]:
-        for one in found["done"]["failed"] if found["done"] else ():
-            put(f"left out: {one['why']}")
-        show_end(found, f"copied {len(found['done']['copied']) if found['done'] else 0}, verified on the way")
+        for failed in found["done"]["failed"] if found["done"] else ():
+            put(f"skipped: {failed['why']}")
+        show_end(found, f"copied {len(found['done']['copied']) if found['done'] else 0}, every byte verified")
     return 1 if found["not_copied"] else 0
 
 
@@ -91,7 +92,7 @@ def show_copy(found: Found) -> None:
     print_table(TITLES, rows)
     put(f"{len(found['copy'])} to copy: {count_of(found['files'], 'file')}, {human(found['bytes'])}")
     if found["fences"]:
-        put("a job that trains in the target can save no more")
+        put("a job that trains in the target can no longer save")
 
 
 async def _copy(src: str, dst: str, step: Which, every: bool, take_over: bool, yes: bool, as_json: bool) -> Found:
@@ -130,7 +131,7 @@ async def _existing(url: str) -> AsyncIterator[RunLog | None]:
 
     store = open_store(url)
     try:
-        yield await copy_run.look(store)
+        yield await copy_run.open_target(store)
     finally:
         await store.aclose()
 

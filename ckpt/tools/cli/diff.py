@@ -1,4 +1,4 @@
-"""The command that compares two checkpoints: diff. It needs no GPU and little memory: tensors pass by in windows."""
+"""`ckpt diff`: compare two checkpoints. It needs no GPU and little memory, because it reads tensors in windows."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ckpt.tools.cli.arguments import files
 from ckpt.tools.cli.origins import as_option, only_option, open_either
 from ckpt.tools.cli.terminal import act, count_of, example, look_options, print_json, print_table, progress, put, short
 
-if TYPE_CHECKING:  # what `ls` need not wait for is imported where it is used
+if TYPE_CHECKING:  # imported only where it is used, so that `ls` starts quickly
     from ckpt.tools.convert.source import Origin
 
 Found = dict[str, Any]
-WORST = 10  # differences of a kind that a person gets to see unasked
+WORST = 10  # differences of each kind shown without --all
 OTHERS = ("difference", "name", "A", "B")
 CHANGED = ("tensor", "elements", "differing", "largest", "relative", "cosine")
 
@@ -33,17 +33,18 @@ CHANGED = ("tensor", "elements", "differing", "largest", "relative", "cosine")
 @click.argument("b", shell_complete=files)
 @only_option
 @as_option
-@click.option("--all", "every", is_flag=True, help=f"All differences, not only the {WORST} largest.")
+@click.option("--all", "every", is_flag=True, help=f"Show all differences, not only the {WORST} largest.")
 @look_options
 def diff(a: str, b: str, only: tuple[str, ...], at: tuple[str, ...], every: bool, as_json: bool) -> int:
-    """Compare two checkpoints, each given as RUN or RUN@STEP, or files as `ckpt import` takes them.
+    """Compare two checkpoints. Each is a RUN, a RUN@STEP, or files that `ckpt import` accepts.
 
-    For each tensor that differs: how many elements do, the largest absolute difference, the largest one relative to
-    the larger of the two, and the cosine of the angle between both, also across dtypes. Exit code 1 if anything
-    differs. Only tensors whose digests differ are read, in pieces. A summary comes first, then the largest differences.
+    For each tensor that differs, print how many elements differ, the largest absolute difference, the largest
+    difference relative to the larger of the two values, and the cosine of the angle between both tensors, also across
+    dtypes. The exit code is 1 if anything differs. Only tensors whose digests differ are read. A summary comes first,
+    then the largest differences.
 
-    elements: how many the tensor has; differing: how many of them differ; largest: the absolute difference; relative:
-    the largest one, from 0 to 2; cosine: 1 where both point the same way.
+    elements: number of elements; differing: how many of them differ; largest: the absolute difference; relative: the
+    largest one, from 0 to 2; cosine: 1 if both point in the same direction.
     """
     found = act(_diff(a, b, only, at), so_far=lambda: "Nothing was changed")
     if as_json:
@@ -62,13 +63,13 @@ async def _diff(a: str, b: str, only: Sequence[str], at: tuple[str, ...]) -> Fou
         (here, entries_a), (there, entries_b) = (sides_of(origin, only) for origin in (one, two))
         if only and not any((here, there, entries_a, entries_b)):
             raise UsageError(
-                f"nothing matches {' or '.join(map(repr, only))}: `ckpt show` lists names; * stands for any"
+                f"no name matches {' or '.join(map(repr, only))}: `ckpt show` lists the names; * matches any text"
             )
         shared = [t for name, t in here.items() if name in there]
         alike = [
             t for t in shared if t.shape == there[t.name].shape and tensor_diff.comparable(t.dtype, there[t.name].dtype)
         ]
-        met = {(one.names[t.name], two.names[t.name]): t.name for t in reversed(alike)}  # tied ones once
+        met = {(one.names[t.name], two.names[t.name]): t.name for t in reversed(alike)}  # shared tensors once
         pairs = [tensor_diff.Pair(n, a, b) for (a, b), n in reversed(met.items()) if not one.same(a, two, b)]
         total = sum(here[p.name].bytes + there[p.name].bytes for p in pairs)
         tied_a, tied_b = (tied_groups(origin, here.keys() & there.keys()) for origin in (one, two))
@@ -91,7 +92,7 @@ async def _diff(a: str, b: str, only: Sequence[str], at: tuple[str, ...]) -> Fou
 
 
 def tied_groups(origin: Origin, names: Iterable[str]) -> dict[str, frozenset[str]]:
-    """Of each of these names, those that stand for the same tensor."""
+    """Map each name to all names that refer to the same tensor."""
     groups: dict[str, set[str]] = {}
     for name in names:
         groups.setdefault(origin.names[name], set()).add(name)
@@ -99,7 +100,7 @@ def tied_groups(origin: Origin, names: Iterable[str]) -> dict[str, frozenset[str
 
 
 def sides_of(origin: Origin, only: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Tensors by label, and plain values: those that are wanted."""
+    """Return the selected tensors by label, and the selected plain values."""
     from ckpt.core.checkpoint import describe
     from ckpt.tools.convert.source import entry_matches, matches
 
@@ -109,7 +110,7 @@ def sides_of(origin: Origin, only: Sequence[str]) -> tuple[dict[str, Any], dict[
 
 
 def summary(found: Found) -> str:
-    """Whether they are equal, and if not, how many of which kind differ."""
+    """Return "equal", or how many entries of each kind differ."""
     counts = {
         "only in A": len(found["only_in_a"]),
         "only in B": len(found["only_in_b"]),
@@ -118,12 +119,12 @@ def summary(found: Found) -> str:
     }
     parts = [f"{count_of(count, 'tensor')} {what}" for what, count in counts.items() if count]
     if found["values"]:
-        parts.append(f"{count_of(len(found['values']), 'plain value')} not alike")
+        parts.append(f"{count_of(len(found['values']), 'plain value')} that differ")
     return "equal" if found["equal"] else f"different: {', '.join(parts)}"
 
 
 def worst_first(row: dict[str, Any]) -> float:
-    """Those whose difference is no number come first of all."""
+    """Sort key: NaN differences first, then the largest ones."""
     most = row["max_abs_difference"]
     return -float(most) if isinstance(most, (int, float)) else -math.inf
 
@@ -138,11 +139,11 @@ def show(found: Found, every: bool) -> None:
             print_table(titles, rows if every else rows[:WORST])
         more += 0 if every else len(rows[WORST:])
     if more:
-        put(f"and {more} more: --all shows them")
+        put(f"{more} more differences are shown by --all")
 
 
 def other_rows(found: Found) -> Iterator[tuple[object, ...]]:
-    """What is not on both sides, or is something else there."""
+    """List entries that are on one side only, or differ in shape, dtype or kind."""
     yield from (("only in A", name, "", "") for name in found["only_in_a"])
     yield from (("only in B", name, "", "") for name in found["only_in_b"])
     for row in found["changed"]:
@@ -152,7 +153,7 @@ def other_rows(found: Found) -> Iterator[tuple[object, ...]]:
 
 
 def changed_rows(found: Found) -> Iterator[tuple[object, ...]]:
-    """Tensors that are alike but for what they hold, the largest difference first."""
+    """List tensors that differ only in their values, the largest difference first."""
     for row in sorted(found["tensors"], key=worst_first):
         numbers = (row[key] for key in ("max_abs_difference", "max_rel_difference", "cosine"))
         yield row["name"], row["elements"], row["differing"], *("" if n is None else brief(n) for n in numbers)
@@ -163,4 +164,4 @@ def brief(number: object) -> str:
 
 
 def same_as(tensor: dict[str, Any]) -> str:
-    return f", the same memory as {tensor['alias_of']}" if tensor["alias_of"] else ""
+    return f", shares memory with {tensor['alias_of']}" if tensor["alias_of"] else ""

@@ -1,4 +1,4 @@
-"""`ckpt doctor`: what `ckpt.tools.doctor.place` finds, for people and programs."""
+"""`ckpt doctor`: print the results of `ckpt.tools.doctor.place`, as tables or JSON."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # other commands need not wait for it
     from ckpt.tools.doctor.promises import Bounds
 
 UNREACHABLE = 2
-PER_NODE = 8  # ranks, where nobody says it
+PER_NODE = 8  # ranks per machine if nothing states it
 
 
 @click.command(
@@ -33,15 +33,15 @@ PER_NODE = 8  # ranks, where nobody says it
 )
 @click.argument("urls", metavar="[URL]...", nargs=-1, shell_complete=folders)
 @click.option("--size", type=click.IntRange(min=1), default=256, show_default=True, metavar="MIB",
-              help="Write and read at most so much in each place, for at most 10 s each.")  # fmt: skip
+              help="Most data to write and read in each location, for at most 10 s each.")  # fmt: skip
 @click.option("--state-gb", type=click.FloatRange(min=0, min_open=True), metavar="GB",
-              help="The whole job's state, in 10**9 bytes.")  # fmt: skip
+              help="Size of the whole job's state, in GB (10**9 bytes).")  # fmt: skip
 @click.option("--step-s", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS",
-              help="How long a training step takes.")  # fmt: skip
-@click.option("--world", type=click.IntRange(min=1), default=1, metavar="N", help="How many ranks the job has.")
+              help="Duration of a training step.")  # fmt: skip
+@click.option("--world", type=click.IntRange(min=1), default=1, metavar="N", help="Number of ranks in the job.")
 @click.option("--per-node", type=click.IntRange(min=1), metavar="N",
-              help="How many of them are on each machine. By default what the launcher says, else one for each GPU"
-                   f" here, else {PER_NODE} at most.")  # fmt: skip
+              help="Ranks on each machine. By default as the launcher sets it, otherwise one for each GPU"
+                   f" here, otherwise at most {PER_NODE}.")  # fmt: skip
 @look_options
 def doctor(
     urls: tuple[str, ...],
@@ -52,14 +52,15 @@ def doctor(
     per_node: int | None,
     as_json: bool,
 ) -> int:
-    """Before a long job: are these places safe and fast enough, and is this machine?
+    """Check before a long job whether these locations and this machine are safe and fast enough.
 
-    Each URL is what a Checkpointer will be given; with none, only the machine is looked at. What is written is removed
-    again, and a place with files that are not a run's is not written to. With --state-gb and --step-s it also says how
-    often to save where, as a line to paste. Exit code 1 if there are problems, 2 if a place cannot be read.
+    Each URL is one that a Checkpointer will save to; without any, only the machine is checked. All files written are
+    removed again. A location that contains other files than a run is not written to. With --state-gb and --step-s,
+    doctor also recommends a save interval for each location, as a line to paste. Exit code 1: problems; 2: a location
+    cannot be read.
 
-    save, restore: how long each takes; under 1 % from every: the shortest time between two saves that costs training
-    less than 1 %; steps: the same, to be given as every=.
+    save, restore: duration of each; under 1 % from every: the shortest interval at which saving costs less than 1 % of
+    training; steps: the same interval for every=.
     """
     from ckpt.tools.doctor.findings import MIB, JobSize
     from ckpt.tools.doctor.promises import Bounds
@@ -69,7 +70,7 @@ def doctor(
 
 
 def diagnose(urls: Sequence[str], bounds: Bounds, job: JobSize, as_json: bool) -> int:
-    """The machine, then each place, then what follows."""
+    """Check the machine and each location, and print the findings and the recommendation."""
     from ckpt.tools.doctor import advice as doctor_plan
     from ckpt.tools.doctor import machine
     from ckpt.tools.doctor.findings import PROBLEM, worst
@@ -106,15 +107,15 @@ def diagnose(urls: Sequence[str], bounds: Bounds, job: JobSize, as_json: bool) -
 
 
 def with_signals(urls: Sequence[str], bounds: Bounds) -> list[TierFindings]:
-    """Examine places in turn. Ctrl-C, SIGTERM and a closed terminal end it, once what was written is gone."""
+    """Check the locations in turn. Ctrl-C, SIGTERM or a closed terminal stop it after its files are removed."""
     from ckpt.tools.doctor.place import examine
 
     async def all_of_them() -> list[TierFindings]:
         task, loop = asyncio.current_task(), asyncio.get_running_loop()
         assert task is not None
         for number in (signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) == signal.SIG_DFL:  # nohup has it ignored
-                with contextlib.suppress(RuntimeError, ValueError):  # not in the main thread
+            if signal.getsignal(number) == signal.SIG_DFL:  # under nohup it is ignored
+                with contextlib.suppress(RuntimeError, ValueError):  # raised outside the main thread
                     loop.add_signal_handler(number, task.cancel)
         found = []
         for url in urls:
@@ -132,8 +133,7 @@ def with_signals(urls: Sequence[str], bounds: Bounds) -> list[TierFindings]:
 
 
 def local_ranks(world: int, environment: Mapping[str, str], per_node: int | None = None) -> tuple[int, str]:
-    """How many of the ranks are on this machine, and how that is known: as was said, by the launcher, by the number of
-    GPUs, else assumed."""
+    """Return the number of ranks on this machine and its source: --per-node, launcher, GPUs or assumption."""
     from ckpt.tools.doctor.machine import gpu_count
 
     if per_node is not None:
@@ -141,17 +141,17 @@ def local_ranks(world: int, environment: Mapping[str, str], per_node: int | None
     for name in ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE"):
         said = environment.get(name, "")
         if said.isdigit() and int(said) > 0:
-            return min(world, int(said)), f", by {name}"
+            return min(world, int(said)), f", from {name}"
     if gpus := gpu_count():
         return min(world, gpus), ", one for each GPU" if world > gpus else ""
-    return min(world, PER_NODE), " (assumed: --per-node says how many)" if world > PER_NODE else ""
+    return min(world, PER_NODE), " (assumed: set --per-node)" if world > PER_NODE else ""
 
 
 # -- for people --
 
 
 def show(title: str, findings: Sequence[Finding]) -> None:
-    """A table, and below it what to do, each in a line of its own that can be copied."""
+    """Print a table, and below it the advice, each on its own line so that it can be copied."""
     put(title)
     print_table(("check", "found", "verdict"), [(f.what, f.value, f.verdict) for f in findings])
     advice = [f for f in findings if f.advice]
@@ -165,7 +165,7 @@ def conclude(cadences: Sequence[Cadence], line: str, job: JobSize) -> None:
     if not cadences:
         return
     size, ranks = f"{job.state / 1e9:,.12g} GB", count_of(job.world, "rank")
-    put(f"{size} over {ranks}, {job.local} of them here{job.how}, at what was measured:")
+    put(f"{size} over {ranks}, {job.local} of them here{job.how}, with the measured rates:")
     rows = [
         (c.where, duration(c.save_s), duration(c.restore_s), duration(c.interval_s), c.every or "give --step-s", c.why)
         for c in cadences

@@ -1,4 +1,4 @@
-"""`ckpt faults`: what went wrong in a run."""
+"""`ckpt faults`: list the faults of a run."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ from ckpt.tools.cli.terminal import example, look_options, opened, print_json, p
     epilog=example("ckpt faults runs/exp1", "ckpt faults runs/exp1 --json | jq '.incidents[-1][0].exit_code'")
 )
 @run_argument
-@click.option("--last", type=click.IntRange(min=1), metavar="N", help="Only so many of the newest incidents.")
+@click.option("--last", type=click.IntRange(min=1), metavar="N", help="Show only the newest N incidents.")
 @look_options
 def faults(url: str, last: int | None, as_json: bool) -> int:
-    """What went wrong in a run: who saw it first, where every rank stood, what was saved, what to do.
+    """List the faults of a run: which rank detected each first, the step of every rank, what was saved, what to do
+    next.
 
-    Accounts of several ranks of the same incident come together, the earliest first. Saves that were asked for (by a
-    call, `ckpt trigger` or a signal, or since the time of the job was nearly over) are no faults: they come below.
+    Reports of several ranks about one incident are grouped, the earliest first. Requested saves (by a call, `ckpt
+    trigger`, a signal, or because the job's time was nearly over) are not faults; they are listed below the faults.
 
-    when: in the time of this machine. saved step: the newest that all of them have. by ranks: who told of it. Below:
-    what happened, and what to do.
+    when: local time. saved step: the newest that all ranks have. by ranks: which ranks reported it. Below: what
+    happened and what to do.
     """
     found = asyncio.run(_faults(url))
     if last is not None:
@@ -50,7 +51,7 @@ def show(shown: list[list[dict[str, Any]]], what: str) -> None:
     for incident in shown:
         first = incident[0]
         when = datetime.fromisoformat(first["time"]).astimezone().strftime("%F %T")
-        saved = dict[int, set[int]]()  # by rank: what one alone has is lost
+        saved = dict[int, set[int]]()  # by rank; a step that only some ranks have is lost
         for rank, step in ((one["rank"], s["step"]) for one in incident for s in one["saved"] if not s["error"]):
             saved.setdefault(rank, set()).add(step)
         common = set.intersection(*saved.values()) if saved else set()

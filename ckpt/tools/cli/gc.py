@@ -1,4 +1,4 @@
-"""The command that deletes what no checkpoint needs: gc."""
+"""`ckpt gc`: delete files that no checkpoint needs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from ckpt.tools.cli.upkeep import (
     sum_of,
 )
 
-if TYPE_CHECKING:  # what `ls` need not wait for is imported where it is used
+if TYPE_CHECKING:  # imported only where it is used, so that `ls` starts quickly
     from ckpt.tools.maintain.prune import GcPlan
 
 
@@ -40,17 +40,18 @@ if TYPE_CHECKING:  # what `ls` need not wait for is imported where it is used
 @click.option(
     "--abort-open",
     is_flag=True,
-    help="First end attempts of earlier epochs that are still open: left by crashes, or by interrupted copies. They can"
-    " never be completed then, so let no job and no copy be at work there.",
+    help="First end unfinished checkpoints of earlier job attempts, left by crashes or interrupted copies. They can"
+    " never be completed afterwards, so make sure that no job and no copy is writing there.",
 )
 @grace_option
 @plan_options
 def gc(url: str, abort_open: bool, grace_s: float | None, yes: bool, as_json: bool) -> int:
-    """Delete files that no checkpoint needs: of attempts that have ended, and of deleted checkpoints.
+    """Delete files that no checkpoint needs: of unfinished and of deleted checkpoints.
 
-    A job may be training there. Attempts that may still become checkpoints stay, and so do files that are not ours.
+    A job may be training there. Files of checkpoints that may still be committed stay, and so do files of other
+    programs.
 
-    files, size: what is deleted with it.
+    files, size: of what is deleted.
     """
     found = act(_gc(url, abort_open, grace_s, yes, as_json))
     if as_json:
@@ -59,7 +60,7 @@ def gc(url: str, abort_open: bool, grace_s: float | None, yes: bool, as_json: bo
         return 0
     done = found["done"] or {"files": 0, "uploads": 0}
     return show_end(
-        found, f"deleted {count_of(done['files'], 'file')}, dropped {count_of(done['uploads'], 'unfinished upload')}"
+        found, f"deleted {count_of(done['files'], 'file')}, aborted {count_of(done['uploads'], 'unfinished upload')}"
     )
 
 
@@ -70,7 +71,7 @@ def show_gc(found: Found) -> None:
         rows.append((*cells(one), f"{'to end' if one['ending'] else 'stays, open'}: {one['why']}"))
     if rows:
         print_table(TITLES, rows)
-    print_few([f"not ours, stays: {key}" for key in found["foreign"]], " that are not ours")
+    print_few([f"not from everystep, stays: {key}" for key in found["foreign"]], " that are not from everystep")
     live, files = found["live"], count_of(found["files"], "file")
     put(f"needed by checkpoints: {count_of(live['files'], 'file')}, {human(live['bytes'])}")
     uploads = count_of(found["uploads"], "unfinished upload")

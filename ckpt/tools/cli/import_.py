@@ -1,4 +1,4 @@
-"""The command that makes a run of what another library has saved: import."""
+"""`ckpt import`: convert files of another library into a run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ from ckpt.tools.convert.output import local_path
 @click.argument("src", shell_complete=files)
 @click.argument("run", shell_complete=folders)
 @click.option(
-    "--step", type=click.IntRange(min=0), metavar="STEP", help="What step it is of. By default what SRC says, else 0."
+    "--step",
+    type=click.IntRange(min=0),
+    metavar="STEP",
+    help="Step of the new checkpoint. By default the one in SRC, otherwise 0.",
 )
 @as_option
 @world_option
@@ -32,10 +35,10 @@ from ckpt.tools.convert.output import local_path
 @click.option(
     "--skip-objects",
     is_flag=True,
-    help="Leave out, and name, what only code could make again: an argparse.Namespace, an object of a class.",
+    help="Skip objects that only code could recreate, for example an argparse.Namespace, and list them.",
 )
 @dtype_option
-@click.option("--max-memory", metavar="SIZE", type=ByteSize(), help="What this process may need at most, as 256MiB.")
+@click.option("--max-memory", metavar="SIZE", type=ByteSize(), help="Most memory for this process, for example 256MiB.")
 @dry_option
 @json_option
 def import_(
@@ -51,12 +54,12 @@ def import_(
     dry_run: bool,
     as_json: bool,
 ) -> int:
-    """Make a run of what another library has saved: a training goes on, or starts, from there.
+    """Convert files of another library into a run, from which a training can continue or start.
 
     SRC: safetensors (a file, or a folder with or without an index), a torch.save file, or a folder of torch's
-    distributed checkpoints, Megatron's torch_dist among them. Nothing in it is run: objects that only code could make
-    again are named and refused, unless --only means something else or --skip-objects leaves them out. What another
-    library wrote has no digests; from here on it has.
+    distributed checkpoints, including Megatron's torch_dist. No code in it is executed: objects that only code could
+    recreate are listed and rejected, unless --only excludes them or --skip-objects skips them. Files of other libraries
+    have no digests; the new run has.
     """
     wanted = Wanted(local_path(run), "run", world or 1, only, dtype, step=step)
     opening = open_files(src, at, only, skip_objects=skip_objects)

@@ -1,4 +1,4 @@
-"""The command that keeps a checkpoint for ever: keep."""
+"""`ckpt keep`: protect a checkpoint from deletion."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ BY_HAND = "by hand"
     epilog=example("ckpt keep runs/exp1@500 --note 'as published' --yes", "ckpt keep runs/exp1@500 --undo --yes")
 )
 @checkpoint_argument()
-@click.option("--note", help=f"Why; stays with the checkpoint. By default {BY_HAND!r}.")
-@click.option("--undo", is_flag=True, help="It may go again, as its age demands.")
+@click.option("--note", help=f"Reason, stored with the checkpoint. By default {BY_HAND!r}.")
+@click.option("--undo", is_flag=True, help="Remove the protection: retention applies again.")
 @plan_options
 def keep(
     url: str,
@@ -28,11 +28,13 @@ def keep(
     yes: bool,
     as_json: bool,
 ) -> int:
-    """Keep a checkpoint for ever: no retention and no clean-up takes it. A job may be training there."""
+    """Protect a checkpoint from retention and clean-up. A job may be training there."""
     if undo and note is not None:
-        raise click.UsageError("--note says why it is kept, and --undo lets it go")
+        raise click.UsageError(
+            "--note and --undo cannot be combined: --note is the reason for keeping it, --undo stops keeping it"
+        )
     if step is None:
-        raise click.UsageError(f"say which one: {url}@STEP, or {url}@latest")
+        raise click.UsageError(f"no checkpoint given: use {url}@STEP or {url}@latest")
     note = None if undo else note or BY_HAND
     found = act(_keep(url, step, note, yes, as_json))
     if as_json:
@@ -45,9 +47,9 @@ def show_keep(found: Found) -> None:
     put(f"step {found['step']} of {found['url']}, attempt {found['attempt']}, {was}")
     if found["was"] != found["note"]:
         put(
-            "to let it go, as its age demands"
+            "to remove its protection, so that retention applies"
             if found["note"] is None
-            else f"to be kept for ever, with the note: {found['note']}"
+            else f"to protect from deletion, with the note: {found['note']}"
         )
     if found["partial"]:
         put(PARTIAL)

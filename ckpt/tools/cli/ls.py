@@ -1,4 +1,4 @@
-"""`ckpt ls`: the checkpoints of a run. It imports little, since people wait for it."""
+"""`ckpt ls`: list the checkpoints of a run. It imports little so that it starts quickly."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ REASONS = {"ring": "extra", "late": "extra"}
 @run_argument
 @look_options
 def ls(url: str, as_json: bool) -> int:
-    """List the checkpoints of a run, newest first; or the runs below a folder.
+    """List the checkpoints of a run, newest first, or the runs below a folder.
 
-    size: what it wrote itself; an increment uses files of older ones besides. ranks: that it was saved by. why: it was
-    due by the cadence, or extra: from memory, when it was asked for, at a fault, or after the trainer had
-    died. history: the newest, what is kept for ever and why (the best with their scores, the step at which training
-    ended), what a rollback undid. Of a folder of runs: the newest step of each, when that was saved, and what all its
-    packs take. Times are of this machine.
+    size: bytes that this checkpoint wrote; an increment also uses files of older ones. ranks: number that saved it.
+    why: it was scheduled, or extra: saved from memory, on request, at a fault, or after the trainer had died. history:
+    the newest, the protected ones and why (the best with their scores, the step at which training ended), and those
+    that a rollback undid. For a folder of runs: the newest step of each, when it was saved, and the size of its data
+    files. Times are local.
     """
     unread: list[object] = []
     try:
@@ -81,18 +81,18 @@ def show_runs(url: str, runs: list[dict[str, Any]], as_json: bool) -> None:
         if not one["problem"]
     ]
     print_table(("run", "step", "checkpoints", "when", "size"), rows)
-    print_few([f"{one['name']} cannot be read: {one['problem']}" for one in runs if one["problem"]])
+    print_few([f"{run['name']} cannot be read: {run['problem']}" for run in runs if run["problem"]])
     sizes = [one["bytes_in_files"] for one in runs if one["bytes_in_files"] is not None]
     put(f"{count_of(len(sizes), 'run')}, {human(sum(sizes))} in files")
 
 
 def when_text(created: str | None) -> str:
-    """In the time of this machine."""
+    """Format a stored time as local time."""
     return datetime.fromisoformat(created).astimezone().strftime("%F %T") if created else "?"
 
 
 async def _runs_below(url: str, unread: list[object]) -> list[dict[str, Any]]:
-    """`unread`: gets what cannot be read now. Another user's private folder is not in it."""
+    """Return a row for each run below a folder. Adds runs that cannot be read now to `unread`, except private ones."""
     from ckpt.tools.maintain.find_runs import PRIVATE, runs_below
     from ckpt.tools.maintain.listing import created, sizes_of
 
@@ -102,7 +102,7 @@ async def _runs_below(url: str, unread: list[object]) -> list[dict[str, Any]]:
         nothing = {"newest": None, "checkpoints": 0, "saved": None}
         return {"name": run.removeprefix(f"{top}/"), "url": run, **nothing, "bytes_in_files": size, "problem": problem}
 
-    async def look(run: str) -> dict[str, Any]:
+    async def row_of(run: str) -> dict[str, Any]:
         try:
             async with opened(run) as log:
                 newest = next(iter(log.state.lineage()), None)
@@ -116,13 +116,13 @@ async def _runs_below(url: str, unread: list[object]) -> list[dict[str, Any]]:
             return row(run, 0, str(error))
 
     closed: dict[str, str] = {}
-    runs = await of_each(await runs_below(url, patience_s=PATIENCE_S, closed=closed), look)
+    runs = await of_each(await runs_below(url, patience_s=PATIENCE_S, closed=closed), row_of)
     unread += [run for run, why in closed.items() if why != PRIVATE]
     return sorted([*runs, *(row(url, None, why) for url, why in closed.items())], key=itemgetter("name"))
 
 
 def kept_text(note: str | None) -> str:
-    """Why it stays: what training says, scores with four digits, and what somebody has put there by hand."""
+    """Return why a checkpoint is kept: the reason from training, scores with four digits, and notes by users."""
     if note is None:
         return ""
     ours, others = words_of(note)

@@ -1,4 +1,4 @@
-"""What the offline commands read: a run, or files of another library, opened by what the user has called it."""
+"""Open the source of an offline command: a run, or files of another library."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ from ckpt.core.checkpoint import spelling, steady
 from ckpt.core.checkpoint.spelling import Which
 from ckpt.errors import FormatError, UsageError
 from ckpt.store import normalise
-from ckpt.tools.cli.terminal import opened, say
+from ckpt.tools.cli.terminal import opened, print_err
 from ckpt.tools.convert.output import local_path
 
-if TYPE_CHECKING:  # what `ls` need not wait for is imported where it is used
+if TYPE_CHECKING:  # imported only where it is used, so that `ls` starts quickly
     from ckpt.tools.convert.source import Origin
 
 
 def place_in_state(context: click.Context, parameter: click.Parameter, text: str) -> tuple[str, ...]:
-    """a.b as a path."""
+    """Parse a.b as a path in the state."""
     if not all(parts := tuple(text.split("."))):
-        raise click.BadParameter("give a name such as model, or several with dots between", context, parameter)
+        raise click.BadParameter(
+            f"{text!r} has an empty part: give a name like model, or several joined with dots", context, parameter
+        )
     return parts
 
 
@@ -30,7 +32,7 @@ only_option = click.option(
     "--only",
     metavar="PATTERN",
     multiple=True,
-    help="Only tensors and entries whose name matches this shell pattern, or that belong to what is called so (model,"
+    help="Only tensors and entries whose name matches this shell pattern, or that lie under a matching name (model,"
     " 'model.layers.*'); repeatable.",
 )
 as_option = click.option(
@@ -40,21 +42,21 @@ as_option = click.option(
     default="model",
     show_default=True,
     callback=place_in_state,
-    help="Where in the state bare weights of other programs belong.",
+    help="Path in the state for bare weights of other programs.",
 )
 
 
 @contextlib.asynccontextmanager
 async def open_run(url: str, step: Which, others: Sequence[str] = ()) -> AsyncIterator[Origin]:
-    """A checkpoint of a run, the newest without `step`."""
+    """Open a checkpoint of a run, by default the newest."""
     from ckpt.tools.convert.source_run import checkpoint_of
 
-    with contextlib.suppress(UsageError, OSError):  # if it cannot be read now, its store reports that
+    with contextlib.suppress(UsageError, OSError):  # if the path cannot be read now, the store raises the error
         path = local_path(url)
         files = path.is_file() or (path / ".metadata").exists() or next(path.glob("*.safetensors"), None)
         if files and not (path / "FORMAT.json").exists() and not (path / "log").exists():
             raise FormatError(
-                f"{url} holds files of another program: `ckpt import {url} RUN` makes a run of them first"
+                f"{url} contains files of another program: convert them first with `ckpt import {url} RUN`"
             )
     async with opened(url) as log:
         yield await checkpoint_of(log, step, [normalise(other) for other in others])
@@ -64,8 +66,8 @@ async def open_run(url: str, step: Which, others: Sequence[str] = ()) -> AsyncIt
 async def open_files(
     src: str, at: tuple[str, ...], only: Sequence[str] = (), *, skip_objects: bool = False
 ) -> AsyncIterator[Origin]:
-    """Files of another library. FormatError if they are not of one that is known, UsageError if what is wanted of them
-    has objects in it."""
+    """Open files of another library. Raises FormatError if their format is unknown, UsageError if the selected entries
+    contain objects."""
     from ckpt.tools.convert import parse_dcp, parse_safetensors, parse_torch, parse_torch_dist
     from ckpt.tools.convert.source_files import FilesOrigin, admit, stamps_of
 
@@ -74,17 +76,17 @@ async def open_files(
         if not path.exists():
             raise FormatError(f"{src} does not exist")
         if (path / "FORMAT.json").exists():
-            raise FormatError(f"{src} is a run already: `ckpt restore` makes another form, `ckpt copy` another copy")
+            raise FormatError(f"{src} is already a run: `ckpt restore` converts it, and `ckpt copy` copies it")
         parsers = (parse_torch_dist, parse_dcp, parse_safetensors, parse_torch)
         parser = next((one for one in parsers if one.sniff(path)), None)
         if parser is None:
             raise FormatError(
-                f"{src} is nothing that is known here: give a safetensors file or folder, a file of torch.save, or a "
-                "folder of torch.distributed.checkpoint (it has a file called .metadata)"
+                f"{src} has an unknown format: give a safetensors file or folder, a file of torch.save, or a "
+                "folder of torch.distributed.checkpoint (with a file called .metadata)"
             )
         before = stamps_of(path)
         foreign = parser.parse(path, at)
-        with parse_torch.told(path):
+        with parse_torch.naming_file(path):
             return FilesOrigin(admit(foreign, only, skip=skip_objects), before)
 
     origin = await steady.files(parsed)
@@ -96,11 +98,11 @@ async def open_files(
 
 @contextlib.asynccontextmanager
 async def open_either(text: str, at: tuple[str, ...]) -> AsyncIterator[Origin]:
-    """A run, or files of another library."""
+    """Open a run, or files of another library."""
     foreign = await steady.files(_is_foreign, text)
     async with open_files(text, at, skip_objects=True) if foreign else open_run(*spelling.split(text)) as origin:
         for note in origin.view().notes if foreign else ():
-            say(f"{text}: {note}")
+            print_err(f"{text}: {note}")
         yield origin
 
 

@@ -1,4 +1,4 @@
-"""`ckpt plan`: what `ckpt.tools.observe.goodput.job_plan` says of a job that has not begun, for people and programs."""
+"""`ckpt plan`: print the forecast of `ckpt.tools.observe.goodput.job_plan` for a planned job, as tables or JSON."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from ckpt.units import decimal, duration
 
 KINDS = {f"{tier}.{part}": "duration" for tier in TIERS for part in PARTS}
 KINDS |= {name: number.kind for name, number in NUMBERS.items()}
-ANY = "a folder or bucket that all nodes reach"
+ANY = "a folder or bucket that all nodes can reach"
 
 
 class Assumption(click.ParamType):  # type: ignore[type-arg]
-    """NAME=VALUE, the kind of each by its name."""
+    """An argument NAME=VALUE; the name determines the kind of the value."""
 
     name = "NAME=VALUE"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, float]:
         name, equals, text = value.partition("=")
         if not equals or name not in KINDS:
-            self.fail(f"{value!r}: give NAME=VALUE, the name one of {', '.join(KINDS)}", param, ctx)
+            self.fail(f"{value!r}: expected NAME=VALUE with one of these names: {', '.join(KINDS)}", param, ctx)
         return name, Quantity(KINDS[name]).convert(text, param, ctx)
 
 
@@ -40,39 +40,42 @@ class Assumption(click.ParamType):  # type: ignore[type-arg]
     epilog=example(
         "ckpt plan --gpus 16384 --params 405B --step-s 5.9 --restart 60s",
         "ckpt plan --gpus 512 --state 980GB --step-s 2.1 --assume shared.cost_s=0.4s",
-        "ckpt plan --costs s3://bucket/run1 --gpus 4096   # by what it has measured",
+        "ckpt plan --costs s3://bucket/run1 --gpus 4096   # its measured costs",
     )
 )
-@click.option("--gpus", type=click.IntRange(1, 10**9), metavar="N", help="Ranks of the job.")
+@click.option("--gpus", type=click.IntRange(1, 10**9), metavar="N", help="Number of ranks in the job.")
 @click.option(
-    "--per-node", type=click.IntRange(min=1), default=8, show_default=True, metavar="N", help="Ranks of a node."
+    "--per-node", type=click.IntRange(min=1), default=8, show_default=True, metavar="N", help="Ranks per node."
 )
-@click.option("--params", type=Quantity("count"), help="Parameters of the model, such as 70B: 14 bytes of state each.")
-@click.option("--state", type=Quantity("size"), help="Instead of --params: bytes over all ranks, nothing twice.")
-@click.option("--step-s", type=Quantity("duration"), help="How long a training step takes.")
+@click.option(
+    "--params", type=Quantity("count"), help="Parameters of the model, for example 70B, with 14 bytes of state each."
+)
+@click.option(
+    "--state", type=Quantity("size"), help="Size of the state over all ranks, without replicas; instead of --params."
+)
+@click.option("--step-s", type=Quantity("duration"), help="Duration of a training step.")
 @click.option("--mtbf", type=Quantity("duration"),
-              help="Mean time between interruptions. By default that of Llama 3, per GPU.")  # fmt: skip
+              help="Mean time between interruptions. By default the rate per GPU of Llama 3.")  # fmt: skip
 @click.option("--restart", type=Quantity("duration"),
-              help="From noticing to restore(): launcher, imports, process groups. 60s by default.")  # fmt: skip
+              help="Time from a fault to restore(): launcher, imports, process groups. Default 60s.")  # fmt: skip
 @click.option("--assume", type=Assumption(), multiple=True,
-              help=f"Any other number that the plan stands on: {', '.join(NUMBERS)}, or what a tier takes, as"
+              help=f"Set another number of the model: {', '.join(NUMBERS)}, or the costs of a tier, for example"
               " shared.cost_s, shared.write_s, shared.restore_s. Repeatable.")  # fmt: skip
-@click.option("--goal", type=Quantity("share"), default="99.5%", help="Effective training time that is wanted.")
-@click.option("--costs", "--from", "source", metavar="RUN", help="Take what this run has measured.")
+@click.option("--goal", type=Quantity("share"), default="99.5%", help="Required goodput.")
+@click.option("--costs", "--from", "source", metavar="RUN", help="Use the costs that this run has measured.")
 @place_option
 @json_option
 def plan(source: str | None, as_json: bool, **given: Any) -> int:
-    """Before a long job: how much of its time will be training, how often should it save where, and what would it take
-    for 99.5 %?
+    """Forecast the goodput of a long job, recommend where and how often to save, and print what would reach 99.5 %.
 
-    Durations are seconds, or such as 250ms, 5m, 3.1h, 2d. Each number that is not given is measured or assumed: which,
-    is said. The restart matters most, and is not ours.
+    Durations are in seconds, or like 250ms, 5m, 3.1h, 2d. Every number that is not given is measured or assumed; the
+    output states which. The restart time matters most, and everystep does not control it.
 
-    A tier is memory (of the node, held by a process that survives the trainer), replica (of it, on another node, where
-    there is one) or shared (a bucket or file system that all nodes reach).
+    A tier is memory (of the node, in a process that survives the trainer), replica (a copy of it on another node, if
+    enabled) or shared (a bucket or file system that all nodes can reach).
 
-    steps, every: from one save to the next; save costs: time of training; safe after: until the tier has it; serves:
-    share of the faults that it is restored from; recompute: steps lost by such a fault, as time.
+    steps, every: interval between saves; save costs: training time per save; safe after: time until the tier has it;
+    serves: share of the faults that are restored from it; recompute: time to repeat the steps lost by such a fault.
     """
     try:
         known, tier = ({}, ANY) if source is None else asyncio.run(_measured(source))
@@ -87,17 +90,17 @@ def plan(source: str | None, as_json: bool, **given: Any) -> int:
 
 
 async def _measured(url: str) -> tuple[dict[str, float], str]:
-    """By name, and the tier that is taken for the shared one."""
+    """Return the measured numbers by name, and the URL of the tier used as the shared one."""
     async with opened(url) as log:
         accounts, _ = await read_ledger(log)
     if not accounts:
-        raise UsageError(f"--costs: {url} keeps no ledger that can be read")
+        raise UsageError(f"--costs: {url} has no run metrics that can be read")
     found = next(iter(job_plan.last_tier(accounts)), url)
     return job_plan.measured(accounts), str(folder_of(found) or found)
 
 
 def conclude(given: Mapping[str, Any], known: Mapping[str, float], measured: str) -> tuple[Plan, dict[str, str]]:
-    """The plan, and where the numbers are from that are no defaults."""
+    """Return the plan, and the source of each number that is not a default."""
     job = job_of(given, known)
     base = job_plan.defaults(job)
     options = {"mtbf_s": given["mtbf"], "restart_s": given["restart"]}
@@ -106,14 +109,14 @@ def conclude(given: Mapping[str, Any], known: Mapping[str, float], measured: str
     for name in ("mtbf_s", "pcie", "network", "cores", "budget", *(name for name in KINDS if KINDS[name] == "rate")):
         positive(name, n[name])
     if max(n["hang_share"], n["felt"], n["beside"]) > 1:
-        raise UsageError("hang_share, felt and beside are shares: 1 at most")
+        raise UsageError("hang_share, felt and beside are shares and must be at most 1")
     kept = {name: measured for name in known if name in n}
     return job_plan.plan(job, n, given["goal"]), kept | dict.fromkeys(by_hand, "given")
 
 
 def job_of(given: Mapping[str, Any], known: Mapping[str, Any]) -> PlannedJob:
     if given["params"] is not None and given["state"] is not None:
-        raise UsageError("--params and --state say the same thing: give one")
+        raise UsageError("--params and --state both set the size of the state: give one")
     gpus = given["gpus"] or known.get("gpus")
     step_s = given["step_s"] if given["step_s"] is not None else known.get("step_s")
     state = given["state"] if given["params"] is None else 14 * given["params"]
@@ -128,20 +131,18 @@ def job_of(given: Mapping[str, Any], known: Mapping[str, Any]) -> PlannedJob:
 
 
 def remarks(chosen: Plan, known: Mapping[str, float], sources: Mapping[str, str]) -> list[str]:
-    """What somebody ought to know about it."""
+    """Return warnings about the plan."""
     n, found = chosen.numbers, list[str]()
     down_s = job_plan.perceive_s(n) + n["restart_s"]
     if down_s >= n["mtbf_s"]:
-        found.append(f"It makes no progress to speak of: perceiving and restarting take {duration(down_s)}")
+        found.append(f"The job makes almost no progress: detecting a fault and restarting take {duration(down_s)}")
     if rare := [one.name for one in chosen.forecast.tiers if one.served and one.every_s > n["mtbf_s"] / 3]:
-        found.append(
-            f"{', '.join(rare)} is saved to about as rarely as faults come: what is lost there is a rough guess"
-        )
+        found.append(f"saves to {', '.join(rare)} are about as rare as faults: their lost time is a rough estimate")
     if known.get("gpus", chosen.job.gpus) < chosen.job.gpus and sources.get("restart_s", "given") != "given":
         found.append(
-            f"A restart was measured with {known['gpus']:,.0f} ranks: with more it takes longer, see --restart"
+            f"The restart time was measured with {known['gpus']:,.0f} ranks and grows with their number: see --restart"
         )
-    hang = 'hangs are noticed so by on_hang(action="exit"); the default triggers="auto" saves and reports them only'
+    hang = 'this assumes on_hang(action="exit") for hangs; the default triggers="auto" only saves and reports them'
     return [*found, hang]
 
 
@@ -181,7 +182,7 @@ def show(chosen: Plan, sources: Mapping[str, str], notes: Sequence[str], shared:
 
 
 def numbers(chosen: Plan, sources: Mapping[str, str]) -> list[tuple[str, str, str, str]]:
-    """Each that is no outcome, and where it is from."""
+    """List the assumed and measured numbers with their sources."""
     shown: dict[str, Callable[[float], str]] = {"duration": duration, "share": percent, "count": "{:g}".format}
     shown["rate"] = lambda rate: f"{decimal(rate)}/s"
     rows = []
@@ -193,7 +194,7 @@ def numbers(chosen: Plan, sources: Mapping[str, str]) -> list[tuple[str, str, st
 
 
 def tiers_line(chosen: Plan, shared: str) -> str:
-    """Ready to be pasted, but for the URL where nobody gave one."""
+    """Return the line for the Checkpointer, ready to paste; the URL is a placeholder if none was given."""
     every = {one.name: one.every for one in chosen.tiers if one.every}
     words = []
     if MEMORY in every:

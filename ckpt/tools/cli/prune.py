@@ -1,4 +1,4 @@
-"""The command that deletes older checkpoints: prune."""
+"""`ckpt prune`: delete older checkpoints."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from ckpt.tools.cli.upkeep import (
     TITLES,
     Deletion,
     Found,
+    announce_wait,
     cells,
     grace_option,
     item_json,
-    said_all,
+    printed_early,
     show_end,
     show_order,
     sum_of,
-    told,
 )
 
-if TYPE_CHECKING:  # what `ls` need not wait for is imported where it is used
+if TYPE_CHECKING:  # imported only where it is used, so that `ls` starts quickly
     from ckpt.core.checkpoint.retention import Keep
     from ckpt.tools.maintain.prune import PrunePlan, Watch
 
@@ -42,9 +42,11 @@ def number_or_all(context: click.Context, parameter: click.Parameter, text: str)
     callback=number_or_all,
     metavar="N|all",
     required=True,
-    help='So many of the newest stay, two at least; "all": only files of attempts that have ended go.',
+    help='Number of newest checkpoints to keep, at least two; "all" deletes only files of unfinished checkpoints.',
 )
-@click.option("--keep-every", type=click.IntRange(min=1), metavar="N", help="Keep each step that is a multiple of N.")
+@click.option(
+    "--keep-every", type=click.IntRange(min=1), metavar="N", help="Also keep each step that is a multiple of N."
+)
 @click.option(
     "--keep-hours",
     type=click.FloatRange(min=0, min_open=True),
@@ -72,10 +74,10 @@ def prune(
 ) -> int:
     """Delete older checkpoints. A job may be training there.
 
-    The newest one is read back first: nothing goes unless that is sound. Those of `ckpt keep`, the newest finite one
-    and the newest two stay in any case. Exit code 1 if the newest one is damaged.
+    The newest checkpoint is read back first; if it is damaged, nothing is deleted and the exit code is 1. Checkpoints
+    of `ckpt keep`, the newest finite one and the newest two always stay.
 
-    files, size: what is deleted with it.
+    files, size: of what is deleted.
     """
     deletion = Deletion()
     from ckpt.core.checkpoint.retention import Keep, as_keep
@@ -85,7 +87,7 @@ def prune(
     else:
         keep = as_keep(keep_last)
     found = act(_prune(url, keep, grace_s, yes, as_json, deletion.watch), deletion.so_far)
-    if said_all(found, as_json, "what is older"):
+    if printed_early(found, as_json, "what is older"):
         return 1 if found["problems"] else 0
     if not (found["files"] or found["give_up"]):
         return 0
@@ -101,7 +103,7 @@ def show_prune(found: Found) -> None:
     rows += [(*cells(one), f"stays: {one['why']}") for one in found["keep"]]
     print_table(TITLES, rows)
     if found["leftovers"]:
-        put(f"{found['leftovers']} files of attempts that have ended go as well")
+        put(f"{found['leftovers']} files of unfinished checkpoints are deleted too")
     put(f"{len(found['give_up'])} to delete: {count_of(found['files'], 'file')}, {human(found['bytes'])}")
     if found["partial"]:
         put(PARTIAL)
@@ -123,7 +125,7 @@ async def _prune(url: str, keep: Keep, grace_s: float | None, yes: bool, as_json
             return found
         land = partial(upkeep.prune, log, stock, keep, plan.check.attempt)
         found["problems"], landed = await upkeep.carry_out(
-            log, stock, plan.check, land, grace_s=patience, on_wait=told, watch=watch
+            log, stock, plan.check, land, grace_s=patience, on_wait=announce_wait, watch=watch
         )
         if found["problems"]:
             return found

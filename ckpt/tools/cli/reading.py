@@ -1,4 +1,4 @@
-"""The ledger and the faults of a run, as several commands read them."""
+"""Read the run metrics and the faults of a run, for several commands."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from ckpt.errors import CheckpointError, NotFoundError, is_unreadable
 from ckpt.guard import report
 from ckpt.guard.report import Fault
 from ckpt.store import Store, get_small
-from ckpt.tools.cli.terminal import say
+from ckpt.tools.cli.terminal import print_err
 
 T = TypeVar("T")
 
 
 async def read_ledger(log: RunLog) -> tuple[list[Account], list[str]]:
-    """All accounts in order, and the names of those that are damaged, which are said on stderr."""
+    """Return the metrics of all job attempts in order, and the names of damaged files, also printed on stderr."""
     found, damaged = await read_all(log.store, ledger.PREFIX, ledger.MAX_SIZE, Account.from_bytes, ledger.is_account)
     return ledger.in_order(found), damaged
 
@@ -29,7 +29,7 @@ async def read_ledger(log: RunLog) -> tuple[list[Account], list[str]]:
 async def read_all(
     store: Store, prefix: str, most: int, parse: Callable[[memoryview], T], wanted: Callable[[str], bool] = bool
 ) -> tuple[list[T], list[str]]:
-    """What all small objects under a prefix say, and the names of those that cannot be read, said on stderr."""
+    """Return all small objects under a prefix, parsed, and the names of damaged ones, also printed on stderr."""
     keys = sorted([info.key async for info in store.list(prefix) if wanted(info.key)])
     found = await read_each(store, keys, most, parse)
     bad = {key: one for key, one in found.items() if isinstance(one, Exception)}
@@ -37,14 +37,14 @@ async def read_all(
         if is_unreadable(error):  # it may be intact
             raise error
     for key, error in bad.items():
-        say(f"WARNING: {key} cannot be read, and is left out: {error}")
+        print_err(f"WARNING: skipped {key}, which is damaged: {error}")
     return [one for one in found.values() if not isinstance(one, Exception)], list(bad)
 
 
 async def read_each(
     store: Store, keys: Sequence[str], most: int, parse: Callable[[memoryview], T]
 ) -> dict[str, T | Exception]:
-    """What each of some small objects says, or why it cannot be read; without those that went while we looked."""
+    """Read small objects. Return each parsed, or its error; objects deleted meanwhile are omitted."""
 
     async def read_one(key: str) -> T | Exception:
         try:
@@ -57,7 +57,7 @@ async def read_each(
 
 
 async def read_faults(log: RunLog) -> tuple[list[Fault], list[str]]:
-    """All accounts of faults, and the names of those that are damaged, which are said on stderr."""
+    """Return all fault reports, and the names of damaged ones, which are printed on stderr."""
     return await read_all(log.store, report.PREFIX, report.MAX_REPORT, fault_from)
 
 
@@ -66,7 +66,7 @@ def fault_from(raw: memoryview) -> Fault:
 
 
 def cadence_lines(accounts: Iterable[Account]) -> list[str]:
-    """How often the newest incarnation saves where, since when, and why; empty if nothing was decided."""
+    """Return a line per tier with its current save interval, since when, and why; empty if nothing was decided."""
     decided = [one.decisions for one in ledger.in_order(accounts) if one.decisions]
     if not decided:
         return []

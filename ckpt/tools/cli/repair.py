@@ -1,7 +1,7 @@
-"""The command that puts damaged files of a run right again: repair. What it does is in `ckpt.tools.maintain.repair`.
+"""`ckpt repair`: repair damaged files of a run, by `ckpt.tools.maintain.repair`.
 
-It prints a plan and does nothing, unless `--yes` is given. With `--json`, one document: the plan, and under `done` what
-was done, null where nothing was.
+It prints a plan and changes nothing without `--yes`. `--json` prints one document: the plan, and under `done` the
+result, or null if nothing was done.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from ckpt.tools.cli.terminal import (
     human,
     opened,
     plan_options,
+    print_err,
     print_few,
     print_json,
     print_table,
     progress,
     put,
-    say,
 )
 
 if TYPE_CHECKING:
@@ -40,10 +40,10 @@ if TYPE_CHECKING:
 
 Found = dict[str, Any]
 UNREADABLE = (
-    "Restore access to it, and call the same again. If it is lost for good (a bad sector, for example), move it away "
-    "first: then it can be replaced."
+    "Restore access to it and run the command again. If it is lost for good (for example a bad sector), move it away "
+    "first, so that it can be replaced."
 )
-NAMES = 2  # tensors of one damaged piece that a person gets to see
+NAMES = 2  # tensors of a damaged chunk to print
 
 
 @click.command(
@@ -52,22 +52,22 @@ NAMES = 2  # tensors of one damaged piece that a person gets to see
     )
 )
 @checkpoint_argument()
-@from_option("Where sound bytes may be had besides: another tier of the run")
+@from_option("Another tier of the run with intact bytes")
 @plan_options
 def repair(url: str, others: Sequence[str], step: Which, yes: bool, as_json: bool) -> int:
-    """Put damaged or missing files right again, bit for bit. A job may be training there.
+    """Repair damaged or missing files, bit for bit. A job may be training there.
 
-    Reads all that checkpoints need, or that of RUN@STEP, and says what is damaged and where each piece can be had: in
-    the same file of another location, or wherever the same content is sound. With --yes the files are written again
-    under their names, verified on the way; until a file is complete the old one stays. Log records are not repaired.
-    size: bytes of the damaged pieces, as stored. steps: of the checkpoints that need them.
+    Reads everything that checkpoints need, or that RUN@STEP needs. Prints what is damaged and the source of each chunk:
+    the same file in another location, or any intact copy of the same content. With --yes the files are written again
+    under their names and verified; until a file is complete, the old one stays. Log records are not repaired. size:
+    stored bytes of the damaged chunks. steps: checkpoints that need them.
 
-    If a file cannot be read now, nothing is written, and the exit code is 3. A file that will never be readable again
-    has to be moved away first. Exit code 1 if damage remains, or was found and --yes was not given.
+    If a file cannot be read now, nothing is written, and the exit code is 3. Move away a file that will never be
+    readable again. The exit code is 1 if damage remains, or was found without --yes.
     """
     places = [normalise(other) for other in others]
     if normalise(url) in places or len(set(places)) != len(places):
-        raise click.UsageError("RUN and each --from are different locations")
+        raise click.UsageError("RUN and all --from must be different locations")
     found = act(_repair(url, places, step, yes, as_json))
     if as_json:
         print_json(found)
@@ -87,15 +87,15 @@ async def _repair(url: str, sources: Sequence[str], step: Which, yes: bool, quie
                 diagnosis = await work.audit(on_bytes)
             for other in others if diagnosis.any else ():
                 if not _kin(log, other):
-                    say(f"WARNING: {other.store.url} is another run: of use is only what has the same content")
+                    print_err(f"WARNING: {other.store.url} is another run: only chunks with the same content are used")
             lost = sum(piece.stored for pack in diagnosis.packs for piece in pack.pieces)
-            with progress("looking for sound bytes", lost) as on_bytes:
+            with progress("looking for intact bytes", lost) as on_bytes:
                 await work.seek(on_bytes)
         except StoreError as error:
             if not is_unreadable(error):
                 raise
             raise UnreadableError(
-                f"a file cannot be read now, and may be intact, so nothing was written: {error}", advice=UNREADABLE
+                f"nothing was written, because a file cannot be read now and may be intact: {error}", advice=UNREADABLE
             ) from error
         found: Found = {
             "url": log.store.url,
@@ -117,12 +117,16 @@ async def _repair(url: str, sources: Sequence[str], step: Which, yes: bool, quie
             if not quiet:
                 show_done(found)
         elif not quiet and found["damaged"]:
-            put("Nothing was done yet: --yes does it." if found["bytes_to_write"] else "Nothing can be done.")
+            put(
+                "Nothing was changed yet. Add --yes to repair."
+                if found["bytes_to_write"]
+                else "Nothing can be repaired."
+            )
         return found
 
 
 def _wanted(log: RunLog, step: Which) -> list[Commit]:
-    """NoCheckpointError if there is none; but if log records are damaged, that is what has to be said."""
+    """Return the checkpoints to check. Raises NoCheckpointError if there is none and no log record is damaged."""
     from ckpt.core.checkpoint import read
 
     if step is None and (log.state.commits or log.state.damaged):
@@ -131,8 +135,8 @@ def _wanted(log: RunLog, step: Which) -> list[Commit]:
 
 
 def _kin(log: RunLog, other: RunLog) -> bool:
-    mine, theirs = log.state, other.state
-    return bool((mine.commits.keys() | mine.held.keys()) & (theirs.commits.keys() | theirs.held.keys()))
+    ours, theirs = log.state, other.state
+    return bool((ours.commits.keys() | ours.held.keys()) & (theirs.commits.keys() | theirs.held.keys()))
 
 
 def _summary(found: AuditResult) -> dict[str, Any]:
@@ -205,7 +209,7 @@ def show(found: Found) -> None:
         return
     show_verdicts(found["verdicts"])
     print_few([f"{one}, which cannot be repaired" for one in one_by_one(found["damaged_records"])])
-    print_few([f"step {one['step']} cannot be looked into as a whole: {one['why']}" for one in found["unreadable"]])
+    print_few([f"step {step['step']} cannot be checked completely: {step['why']}" for step in found["unreadable"]])
     files = [
         (f["key"], f["step"] if f["step"] is not None else "", f["problem"], f["from"] or "LOST")
         for f in found["files"]
@@ -213,29 +217,29 @@ def show(found: Found) -> None:
     for pack in found["packs"]:
         header = pack["header"]
         if pack["problem"]:
-            lost = f"LOST: no location has {human(pack['unavailable'])} of it" if pack["unavailable"] else "LOST"
-            hope = lost if not pack["write_again"] else "see below" if pack["repairable"] else "in part, see below"
+            lost = f"LOST: {human(pack['unavailable'])} of it are in no location" if pack["unavailable"] else "LOST"
+            hope = lost if not pack["write_again"] else "see below" if pack["repairable"] else "partly, see below"
             files.append((pack["key"], "", pack["problem"], hope))
         if header["damaged"]:
             origin = f"{header['how']}, {header['from']}" if header["from"] else "LOST"
             files.append((pack["key"], "", "its header is damaged", origin))
     if files:
-        print_table(("file", "step", "what", "can be had from"), files[:SHOWN])
+        print_table(("file", "step", "what", "available from"), files[:SHOWN])
     rows = _rows(found)
     if rows:
-        print_table(("tensor", "steps", "size", "pack", "can be had from"), rows[:SHOWN])
+        print_table(("tensor", "steps", "size", "pack", "available from"), rows[:SHOWN])
     more = max(0, len(files) - SHOWN) + max(0, len(rows) - SHOWN)
     if more:
-        put(f"and {more} more; --json shows all")
+        put(f"{more} more; --json shows all")
     again = [pack for pack in found["packs"] if pack["write_again"]]
     ready = [f for f in found["files"] if f["repairable"]]
     lost = human(found["bytes_lost"])
-    put(f"damaged: {human(found['bytes_damaged'])} of tensors, of which {lost} cannot be had")
+    put(f"damaged: {human(found['bytes_damaged'])} of tensors, of which {lost} are lost")
     put(f"to write again: {count_of(len(again) + len(ready), 'file')}, {human(found['bytes_to_write'])}")
 
 
 def show_verdicts(verdicts: Sequence[Found]) -> None:
-    """What it comes to, a line for each checkpoint that is damaged."""
+    """Print one line for each damaged checkpoint."""
     from ckpt.tools.maintain.prune import some
 
     bad = [one for one in verdicts if one["verdict"] != "sound"]
@@ -247,7 +251,7 @@ def show_verdicts(verdicts: Sequence[Found]) -> None:
 
 
 def _rows(found: Found) -> list[tuple[object, ...]]:
-    """Pieces of the same tensors, out of the same pack and from the same source, together; what is lost comes first."""
+    """Group chunks of the same tensors from the same data file and source; lost ones come first."""
     from ckpt.tools.maintain.prune import some
 
     together: dict[tuple[Any, ...], int] = {}
@@ -265,8 +269,8 @@ def _rows(found: Found) -> list[tuple[object, ...]]:
 
 def show_done(found: Found) -> None:
     done = found["done"]
-    print_few([f"left out, since the run has given it up meanwhile: {key}" for key in done["given_up_meanwhile"]])
-    print_few([f"failed, and is as it was: {one['key']}: {one['why']}" for one in done["failed"]])
-    put(f"wrote {count_of(len(done['files']) + len(done['packs']), 'file')} again, verified on the way")
+    print_few([f"skipped, because the run no longer needs it: {key}" for key in done["given_up_meanwhile"]])
+    print_few([f"failed and unchanged: {one['key']}: {one['why']}" for one in done["failed"]])
+    put(f"wrote {count_of(len(done['files']) + len(done['packs']), 'file')} again and verified them")
     if found["remains"]:
-        put("Damage remains: see above. `ckpt verify --all` says which checkpoints are sound")
+        put("Damage remains: see above. `ckpt verify --all` lists which checkpoints are intact")

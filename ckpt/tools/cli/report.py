@@ -1,6 +1,4 @@
-"""`ckpt report`: where the time of a run went, for people and programs. What it says is found in
-`ckpt.tools.observe.goodput.accounting`.
-"""
+"""`ckpt report`: print where the time of a run went, as computed by `ckpt.tools.observe.goodput.accounting`."""
 
 from __future__ import annotations
 
@@ -30,11 +28,11 @@ from ckpt.tools.cli.terminal import (
     example,
     look_options,
     opened,
+    print_err,
     print_few,
     print_json,
     print_table,
     put,
-    say,
 )
 from ckpt.tools.maintain.find_runs import PRIVATE, runs_below
 from ckpt.tools.observe.goodput.accounting import settled
@@ -49,32 +47,32 @@ from ckpt.version import VERSION
                               "ckpt report runs/exp1 -o report.html"))  # fmt: skip
 @run_argument
 @click.option("--idle-after", "idle_after_h", type=click.FloatRange(min=0, min_open=True), metavar="HOURS",
-              help="If no process ran for longer than that after an interruption, somebody wanted it: all of that "
-                   "break is counted nowhere. Shorter breaks still are restart, and the interruption still is one. "
-                   "Without this, every break after a fault is restart. What was closed needs no option.")  # fmt: skip
+              help="A break after an interruption that is longer than this counts as intended, and none of it is "
+                   "counted. Shorter breaks count as restart, and the interruption stays listed. "
+                   "By default all such breaks count as restart. Breaks after close() never count.")  # fmt: skip
 @click.option("-o", "--output", metavar="FILE", shell_complete=files,
-              help="Write a page with pictures into this file, for any browser: it needs no network and no other file. "
+              help="Write an HTML page with charts to this file; it needs no network and no other file. "
                    "- is stdout.")  # fmt: skip
-@click.option("--force", is_flag=True, help="Replace FILE if it is there.")
+@click.option("--force", is_flag=True, help="Replace FILE if it exists.")
 @look_options
 def report(url: str, idle_after_h: float | None, output: str | None, force: bool, as_json: bool) -> int:
-    """Where the time of a run went: training, saving, and what each interruption cost; or the runs below a folder.
+    """Report where the time of a run went: training, saving and interruptions. For a folder of runs, list them.
 
-    Invalid is what interruptions took (until they were noticed, until training was started again, restoring, steps
-    done once more) and what saving took from training. The rest of the wall-clock time is effective: that has what was
-    paused, as with evaluations in pause(), and what is other (the first warm-up, closing) in it. Trained is what went
-    into steps that stand, alone. The wall-clock time begins when the first start was ready to train, and ends when
-    the job was last seen: time after that, and between jobs that were closed on purpose, is counted nowhere.
+    Lost time is the time of interruptions (until detected, until training was restarted, restoring, repeating steps)
+    and the time that saving took from training. The rest of the wall-clock time is effective, including pauses like
+    evaluations in pause() and other work (warm-up, closing). Trained is only the time of steps that count. The
+    wall-clock time begins when the first start was ready to train and ends when the job was last seen; time after that,
+    and between jobs that were closed on purpose, is not counted.
 
-    Of an interruption: step, at which it happened; lost, how many steps; and how long it took until it was noticed
-    (perceive), until training was started again (restart), to restore, and to do lost steps once more (recompute).
+    For each interruption: step, at which it happened; lost, the number of steps; and the time until it was detected
+    (perceive), until training was restarted (restart), to restore, and to repeat lost steps (recompute).
 
-    It is measured by the job itself, in `ledger/` of the run; with --json all interruptions are in it. Exit code 1 if
-    any of that is damaged: it is left out.
+    The job measures this itself and stores it in `ledger/` of the run; --json lists all interruptions. The exit code is
+    1 if any of these files is damaged; it is then skipped.
     """
     if output is not None:
         if as_json:
-            raise click.UsageError("--json and -o are two forms of the same: give one of them")
+            raise click.UsageError("--json and -o cannot be combined: each is a form of the whole report")
         refuse_existing(output, force)
     try:
         url, accounts, faults, damaged, state = asyncio.run(_read(url))
@@ -83,8 +81,8 @@ def report(url: str, idle_after_h: float | None, output: str | None, force: bool
         if not below and not unread:
             raise
         show_runs(url, below, as_json)
-        for one, why in unread.items():
-            say(f"{one} cannot be read: {why}")
+        for name, why in unread.items():
+            print_err(f"{name} cannot be read: {why}")
         return UNREADABLE if unread else 0
     if not accounts and output is None:
         raise nothing_there(url, damaged)
@@ -104,21 +102,21 @@ def report(url: str, idle_after_h: float | None, output: str | None, force: bool
 
 
 def show_runs(url: str, runs: Sequence[str], as_json: bool) -> None:
-    """Which there are, as commands that can be copied."""
+    """Print the runs as commands that can be copied."""
     if as_json:
         print_json({"url": normalise(url), "runs": runs})
         return
-    put(f"{normalise(url)} is no run, and has {count_of(len(runs), 'run')} below it:")
+    put(f"{normalise(url)} is not a run, but contains {count_of(len(runs), 'run')}:")
     print_few([f"ckpt report {shlex.quote(str(folder_of(run) or run))}" for run in runs])
 
 
 async def _runs_below(url: str) -> tuple[list[str], dict[str, str]]:
-    """The runs, and why some folders cannot be read now. Another user's private folder is not among these."""
+    """Return the runs, and why some folders cannot be read now. Private folders of other users are ignored."""
     closed: dict[str, str] = {}
     below = await runs_below(url, patience_s=PATIENCE_S, closed=closed)
     unread = {run: why for run, why in closed.items() if why != PRIVATE}
 
-    async def look(run: str) -> None:
+    async def check(run: str) -> None:
         store = open_store(run, patience_s=PATIENCE_S)
         try:
             await RunLog(store).open()
@@ -128,22 +126,22 @@ async def _runs_below(url: str) -> tuple[list[str], dict[str, str]]:
         finally:
             await store.aclose()
 
-    await of_each(below, look)
+    await of_each(below, check)
     return below, unread
 
 
 def nothing_there(url: str, damaged: Sequence[str]) -> CheckpointError:
     if damaged:
-        return CorruptError(f"all of the ledger of {url} is damaged: there is nothing to report")
+        return CorruptError(f"nothing to report: all run metrics of {url} are damaged")
     return FormatError(
-        f"{url} has no ledger: it was saved by an older version, through ckpt.dcp, or is a copy without it."
-        " A Checkpointer keeps one from its next start on, in its nearest durable tier: give that one"
+        f"{url} has no run metrics: it was saved by an older version or through ckpt.dcp, or is a copy."
+        " A Checkpointer records them from its next start on, in its nearest durable tier: give the URL of that tier"
     )
 
 
 def problems_of(url: str, damaged: Sequence[str], state: RunState, *, there: bool) -> Iterator[str]:
-    """What the page says beside its figures."""
-    yield from (f"{key} is damaged, and left out" for key in damaged)
+    """Yield the problems to print next to the figures."""
+    yield from (f"{key} is damaged and was skipped" for key in damaged)
     if state.damaged:
         shown = ", ".join(map(str, state.damaged[:SHOWN])) + ", …" * (len(state.damaged) > SHOWN)
         yield f"log records {shown} are damaged or missing: checkpoints may be missing here"
@@ -152,7 +150,7 @@ def problems_of(url: str, damaged: Sequence[str], state: RunState, *, there: boo
 
 
 async def _read(url: str) -> tuple[str, list[Account], list[Fault], list[str], RunState]:
-    """The run's URL, its ledger, its faults, the names of what is damaged of these, and what its log says."""
+    """Return the run's URL, its metrics, its faults, the names of damaged files, and the state of its log."""
     async with opened(url) as log:
         accounts, damaged = await read_ledger(log)
         faults, bad = await read_faults(log)
@@ -163,20 +161,20 @@ async def _read(url: str) -> tuple[str, list[Account], list[Fault], list[str], R
 
 
 def refuse_existing(output: str, force: bool) -> None:
-    """Only files are ever replaced, and only if that is wanted."""
+    """Raise UsageError if the output exists, unless it is a file and `force` is set."""
     if output != "-" and os.path.lexists(output) and not (force and os.path.isfile(output)):
-        raise click.UsageError(f"{output} is there already: give another name, or --force to replace a file")
+        raise click.UsageError(f"{output} exists: give another name, or --force to replace a file")
 
 
 def write_page(output: str, text: str) -> None:
-    """All of it or nothing. A link stays one: what it leads to is replaced."""
+    """Write the page completely or not at all. A link stays; its target is replaced."""
     try:
         with click.open_file(output, "w", encoding="utf-8", atomic=True) as file:
             file.write(text)
     except OSError as error:
-        raise click.UsageError(f"{output} cannot be written: {error.strerror}") from None
+        raise click.UsageError(f"cannot write {output}: {error.strerror}") from None
     if output != "-":
-        say(f"{output} is written: open it in a browser")
+        print_err(f"wrote {output}: open it in a browser")
 
 
 # -- for people --
@@ -190,8 +188,8 @@ def show(url: str, found: Statement) -> None:
     if shown:
         print_table(INTERRUPTION, [interruption(one) for one in shown], below=[one.summary for one in shown])
     if hidden := len(found.interruptions) - len(shown):
-        print(f"and {hidden} earlier; --json shows all\n")
+        print(f"{hidden} earlier; --json shows all\n")
     for note in found.notes[-SHOWN:]:
         put(f"note: {note}")
     if len(found.notes) > SHOWN:
-        put(f"and {len(found.notes) - SHOWN} earlier notes; --json shows all")
+        put(f"{len(found.notes) - SHOWN} earlier notes; --json shows all")

@@ -1,7 +1,7 @@
-"""The command that writes a checkpoint in another form: restore. What it shares with `import` is here as well.
+"""`ckpt restore`: write a checkpoint in another format. `ckpt import` shares the functions here.
 
-Each needs no GPU, no ranks and little memory: tensors pass by in windows. Both make something new and replace nothing;
-what they make appears when it is whole. The forms are in `ckpt.tools.convert.forms`.
+Neither needs a GPU, several ranks or much memory: tensors are read in windows. Both create new files and replace
+nothing; the output appears when it is complete. The formats are in `ckpt.tools.convert.forms`.
 """
 
 from __future__ import annotations
@@ -36,36 +36,36 @@ from ckpt.tools.convert.forms import FORMS, Wanted, form_for, form_of, plan_outp
 from ckpt.tools.convert.output import local_path
 from ckpt.units import duration
 
-if TYPE_CHECKING:  # what `ls` need not wait for is imported where it is used
+if TYPE_CHECKING:  # imported only where it is used, so that `ls` starts quickly
     from ckpt.core.format.layout import TensorSpec
     from ckpt.tools.convert.output import Output
     from ckpt.tools.convert.source import Origin
 
 Found = dict[str, Any]
 
-WINDOW, FAR_WINDOW = 16 << 20, 64 << 20  # bytes of a window where no bound is given; several requests, from far away
-MOST_RANKS = 4096  # that one process plans for
+WINDOW, FAR_WINDOW = 16 << 20, 64 << 20  # bytes without a limit; more for buckets, so that requests overlap
+MOST_RANKS = 4096  # most ranks that one process plans for
 
 dtype_option = click.option(
     "--dtype",
     metavar="DTYPE",
-    help="Cast the weights to bf16, fp16, fp32 or fp64: floating-point tensors of modules. Others stay as they are.",
+    help="Cast floating-point tensors of modules to bf16, fp16, fp32 or fp64. Other tensors are unchanged.",
 )
 world_option = click.option(
     "--world-size",
     "world",
     type=click.IntRange(1, MOST_RANKS),
     metavar="N",
-    help="Cut it for a job of so many ranks, as a run of ours.",
+    help="Write a run that is sharded for N ranks.",
 )
 memory_option = click.option(
     "--max-memory",
     metavar="SIZE",
     type=ByteSize(),
-    help="What this process may need at most, such as 256MiB. By default about 200 MiB, 500 MiB from a bucket, and what"
-    " torch needs if FORMAT is torch or dcp.",
+    help="Most memory for this process, for example 256MiB. By default about 200 MiB, 500 MiB from a bucket, plus what"
+    " torch needs for the formats torch and dcp.",
 )
-dry_option = click.option("--dry-run", is_flag=True, help="Only say what would be made.")
+dry_option = click.option("--dry-run", is_flag=True, help="Only print what would be written.")
 
 
 @click.command(
@@ -82,23 +82,24 @@ dry_option = click.option("--dry-run", is_flag=True, help="Only say what would b
     metavar="PATH",
     required=True,
     shell_complete=files,
-    help="What to make: a file or folder that is not there.",
+    help="File or folder to create.",
 )
 @click.option(
     "--format",
     "kind",
     type=click.Choice(tuple(FORMS)),
-    help="safetensors: weights as model hubs have them; torch: one file for torch.load; dcp: a folder for torch's"
-    " distributed checkpoints; torch_dist: Megatron's, of a run of ckpt.megatron; run: one of ours. By default what"
-    " PATH ends in (.safetensors; .ckpt for Lightning; .pt, .pth and .bin for torch), run if --world-size is given, and"
-    " else a folder of safetensors.",
+    help="safetensors: weights as on model hubs; torch: one file for torch.load; dcp: a folder for torch's"
+    " distributed checkpoints; torch_dist: Megatron's, from a run of ckpt.megatron; run: an everystep run. By "
+    "default the ending of"
+    " PATH decides (.safetensors; .ckpt for Lightning; .pt, .pth and .bin for torch), run if --world-size is given,"
+    " otherwise a folder of safetensors.",
 )
 @world_option
 @only_option
 @dtype_option
-@click.option("--shard-size", metavar="SIZE", type=ByteSize(), help="Bytes of a safetensors file, 5GB by default.")
+@click.option("--shard-size", metavar="SIZE", type=ByteSize(), help="Size of a safetensors file, default 5GB.")
 @memory_option
-@from_option("Another location that has the same checkpoint, for what is damaged")
+@from_option("Another location of the same checkpoint, used where bytes are damaged")
 @dry_option
 @look_options
 def restore(
@@ -115,28 +116,28 @@ def restore(
     dry_run: bool,
     as_json: bool,
 ) -> int:
-    """Write the newest checkpoint of a run in another form: gathered, cast, or cut for another number of ranks.
+    """Write the newest checkpoint of a run in another format: gathered, cast, or sharded for another number of ranks.
 
-    Every byte is verified on the way; what is damaged comes from another step or, with --from, another location, or the
-    tensor is named and nothing appears. An interrupted restore goes on where it was when it is called again. Only
-    safetensors leave out what is not a weight.
+    Every byte is verified. Damaged chunks are read from another step or, with --from, another location; if there is no
+    intact copy, the tensor is named and nothing is written. An interrupted restore continues where it stopped if it is
+    repeated. Only the format safetensors omits entries that are not weights.
     """
     path = local_path(target)
     chosen = form_for(path, kind, world)
     if world and not FORMS[chosen].divided:
-        raise click.UsageError(f"--world-size is for runs, and {target} is to be {chosen}: add --format run")
+        raise click.UsageError(f"--world-size needs --format run, but the format of {target} is {chosen}")
     if shard_size and (chosen != "safetensors" or form_of(path)):
-        raise click.UsageError("--shard-size is for a folder of safetensors")
+        raise click.UsageError("--shard-size needs a folder of safetensors as output")
 
     wanted = Wanted(path, chosen, world or 1, only, dtype, shard_size)
     return shown(act(make(open_run(url, step, others), wanted, max_memory, dry_run), partial(so_far, path)), as_json)
 
 
 def so_far(path: Path) -> str:
-    """What is true when it is stopped."""
+    """Return what is true when the command is interrupted."""
     if path.is_file() or (path.is_dir() and any(path.iterdir())):
-        return f"{path} is there, and whole"
-    return "Nothing has appeared yet: call the same again, and it goes on from here"
+        return f"{path} is complete"
+    return "Nothing was written yet: repeat the command to continue from here"
 
 
 async def make(
@@ -174,7 +175,7 @@ async def make(
 
 
 def tensor_rows(tensors: Mapping[str, TensorSpec], output: Output, dtypes: Mapping[str, str]) -> Iterator[Found]:
-    """What is written of each tensor, in the order of the files."""
+    """Yield a row for each tensor written, in the order of the files."""
     from ckpt.tools.convert.output import TensorRun
 
     seen = dict.fromkeys(p.label for file in output.files for p in file.parts if isinstance(p, TensorRun))
@@ -204,9 +205,9 @@ def shown(found: Found, as_json: bool) -> int:
     count = len(found["tensors"])
     what = f"{count_of(count, 'tensor')}, {human(found['bytes'])}"
     if done is None:
-        put(f"{what}. Nothing was made: leave out --dry-run, and it is.")
+        put(f"{what}. Nothing was written: omit --dry-run to write it.")
         return 0
-    resumed = f", of which {human(done['resumed'])} were there from before" if done["resumed"] else ""
+    resumed = f", of which {human(done['resumed'])} were written before" if done["resumed"] else ""
     rate = human(int((done["nbytes"] - done["resumed"]) / max(done["seconds"], 1e-9)))
     put(f"{what}{resumed}, in {duration(done['seconds'])} ({rate}/s)")
     return 0

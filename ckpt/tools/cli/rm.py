@@ -1,4 +1,4 @@
-"""The command that deletes one checkpoint: rm."""
+"""`ckpt rm`: delete one checkpoint."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from ckpt.tools.cli.upkeep import (
     TITLES,
     Deletion,
     Found,
+    announce_wait,
     cells,
     grace_option,
     item_json,
-    said_all,
+    printed_early,
     show_end,
     show_order,
     sum_of,
-    told,
 )
 
-if TYPE_CHECKING:  # what `ls` need not wait for is imported where it is used
+if TYPE_CHECKING:  # imported only where it is used, so that `ls` starts quickly
     from ckpt.tools.maintain.prune import Watch
     from ckpt.tools.maintain.remove import RemovalPlan
 
@@ -37,20 +37,20 @@ if TYPE_CHECKING:  # what `ls` need not wait for is imported where it is used
 def rm(url: str, step: Which, grace_s: float | None, yes: bool, as_json: bool) -> int:
     """Delete one checkpoint. A job may be training there.
 
-    The newest one that stays is read back first: nothing goes unless that is sound. One of `ckpt keep` stays, and so
-    does the last one that a restore can take. Files that others use go with these. Exit code 1 if the one that was
-    read back is damaged.
+    The newest other checkpoint is read back first; if it is damaged, nothing is deleted and the exit code is 1.
+    Checkpoints of `ckpt keep` and the last one that can be restored are not deleted. Files that other checkpoints use
+    stay.
 
-    files, size: what is deleted with it.
+    files, size: of what is deleted.
     """
     if step is None:
         raise click.UsageError(
-            f"say which one: {url}@STEP. A whole run is a folder, or what a bucket has under that name: delete that, "
-            "once `ckpt top` says on its machines that no writer has it"
+            f"no checkpoint given: use {url}@STEP. To delete a whole run, delete its folder or prefix "
+            "when `ckpt top` on its machines lists no writer of it"
         )
     deletion = Deletion()
     found = act(_rm(url, step, grace_s, yes, as_json, deletion.watch), deletion.so_far)
-    if said_all(found, as_json, "this one"):
+    if printed_early(found, as_json, "this one"):
         return 1 if found["problems"] else 0
     return show_end(found, f"deleted step {found['remove']['step']}, {count_of(found['files'], 'file')}")
 
@@ -59,10 +59,13 @@ def show_rm(found: Found) -> None:
     put(found["url"])
     print_table(TITLES, [(*cells(found["remove"]), "to delete")])
     if shared := found["shared"]["files"]:
-        put(f"{count_of(shared, 'file')} of it, {human(found['shared']['bytes'])}, stay: other checkpoints use them")
+        put(
+            f"{count_of(shared, 'file')} of it, {human(found['shared']['bytes'])}, stay because other checkpoints use "
+            "them"
+        )
     if found["unread"]:
         steps = ", ".join(map(str, found["unread"]))
-        put(f"its files stay as long as step {steps} cannot be read, and go when that does, or with `ckpt gc`")
+        put(f"its files stay while step {steps} cannot be read; they are deleted with that step or by `ckpt gc`")
     if found["partial"]:
         put(PARTIAL)
     show_order(found)
@@ -85,7 +88,7 @@ async def _rm(url: str, step: Which, grace_s: float | None, yes: bool, as_json: 
             return found
         land = partial(remove, log, stock, commit.attempt, plan.check.attempt)
         found["problems"], landed = await upkeep.carry_out(
-            log, stock, plan.check, land, grace_s=patience, on_wait=told, watch=watch
+            log, stock, plan.check, land, grace_s=patience, on_wait=announce_wait, watch=watch
         )
         return found if found["problems"] else {**found, "done": sum_of(landed.delete, stock.sizes)}
 

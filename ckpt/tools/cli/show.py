@@ -1,4 +1,4 @@
-"""`ckpt show`: what a checkpoint consists of, and how that is stored."""
+"""`ckpt show`: list what a checkpoint contains and how it is stored."""
 
 from __future__ import annotations
 
@@ -33,26 +33,25 @@ from ckpt.tools.cli.terminal import (
     short,
 )
 
-RECENT = 4  # incarnations
+RECENT = 4  # newest job attempts to read
 
-TYPES = {"NoneType": "none", "Reference": "tensor"}  # in words of people
+TYPES = {"NoneType": "none", "Reference": "tensor"}  # names for users
 
 
 @click.command(epilog=example("ckpt show runs/exp1", "ckpt show runs/exp1@500 --only 'model.*.weight'"))
 @checkpoint_argument()
 @click.option("--only", metavar="PATTERN", help="Only tensors whose name matches this shell pattern.")
-@click.option("--all", "every", is_flag=True, help="What each rank has stored, also if they are more than 64.")
+@click.option("--all", "every", is_flag=True, help="Show what each rank has stored, also for more than 64 ranks.")
 @look_options
 def show(url: str, step: Which, only: str | None, every: bool, as_json: bool) -> int:
-    """Say what a checkpoint consists of, and how that is stored: tensors, plain values, files.
+    """List what a checkpoint contains and how it is stored: tensors, plain values, files.
 
-    stored: bytes that this checkpoint wrote for a tensor. held: how its pieces are stored; raw, as planes (compressed),
-    as delta (the compressed difference to an older one), as reference to a file of an older checkpoint, or as another
-    tensor, which has the same bytes.
-    used: what a restore reads of a pack.
+    stored: bytes that this checkpoint wrote for a tensor. held: how its chunks are stored: raw, as planes (compressed),
+    as delta (the compressed difference to an older checkpoint), as reference to a file of an older checkpoint, or as
+    another tensor with the same bytes. used: bytes of a data file that a restore reads.
 
-    Of more than 64 ranks only the index is read, and what one of them says: how tensors are stored is said with --all,
-    or of some with --only; plain values are those of the first rank that has them.
+    For more than 64 ranks, only the index and one rank are read. How tensors are stored is then shown with --all, or
+    for some tensors with --only; plain values are those of the first rank that has them.
     """
     found = asyncio.run(_show(url, step, only, every))
     if as_json:
@@ -74,14 +73,14 @@ def show(url: str, step: Which, only: str | None, every: bool, as_json: bool) ->
 
 
 def saving_lines(found: dict[str, Any]) -> Iterator[str]:
-    """How often the run saves now, where that was found out, and why."""
+    """Yield the current save intervals if they were measured, and why."""
     if found["cadence"]:
-        yield "saved, as has been found out:"
+        yield "save intervals, as measured:"
         yield from (f"  {line}" for line in found["cadence"])
 
 
 def tensor_row(tensor: dict[str, Any]) -> tuple[object, ...]:
-    """What a person reads of a tensor."""
+    """Return the columns of a tensor."""
     if tensor["alias_of"]:
         return tensor["name"], tensor["dtype"], tensor["shape"], human(tensor["bytes"]), "", "", tensor["alias_of"]
     if (counts := tensor["held"]) is None:
@@ -92,9 +91,9 @@ def tensor_row(tensor: dict[str, Any]) -> tuple[object, ...]:
 
 
 def storage_lines(found: dict[str, Any]) -> Iterator[str]:
-    written = f"{human(found['stored_bytes'])} stored anew"
+    written = f"{human(found['stored_bytes'])} written"
     if found["full"]:
-        yield f"a full checkpoint: {written}, all of it in files of its own"
+        yield f"a full checkpoint: {written}, all in its own files"
     else:
         steps = [Attempt.parse(attempt).step for attempt in found["needs"]]
         on = f"built on {', '.join(f'step {step}' for step in steps)}"
@@ -105,7 +104,7 @@ def storage_lines(found: dict[str, Any]) -> Iterator[str]:
         yield f"an increment, {on}{behind}: {written}"
         yield f"files of older checkpoints that it uses: {found['older_packs']}"
     if found["restore_bytes"] is None:
-        yield "what each rank has stored, and of what a restore reads, is said with --all"
+        yield "--all shows what each rank has stored and what a restore reads"
     else:
         yield f"a restore reads {human(found['restore_bytes'])}"
 
@@ -130,7 +129,7 @@ async def _show(url: str, step: Which, only: str | None, every: bool) -> dict[st
 
 
 async def _contents(store: Store, commit: Commit, only: str | None, every: bool) -> dict[str, Any]:
-    """Of many ranks only what is asked for."""
+    """Read the contents; for many ranks only the requested part."""
     index, whole = await read.index_or_none(store, commit), None
     directory = index if isinstance(index, Directory) and commit.world > MANY else None
     if directory is not None:
@@ -140,7 +139,7 @@ async def _contents(store: Store, commit: Commit, only: str | None, every: bool)
         saved = whole.saved()
     tensors = [t for t in describe.tensors_of(saved).values() if only is None or fnmatch.fnmatchcase(t.name, only)]
     if only is not None and not tensors:
-        raise click.UsageError(f"no tensor of step {commit.step} matches {only!r}; * stands for anything")
+        raise click.UsageError(f"no tensor of step {commit.step} matches {only!r}; * matches any text")
     keys = {t.name: saved.labels[t.name] for t in tensors if t.alias_of is None}
     storages, parts = describe.Storages(commit.attempt, keys.values()), list[Part]()
     if whole is not None:
@@ -161,20 +160,20 @@ async def _contents(store: Store, commit: Commit, only: str | None, every: bool)
         "tensors": [_tensor(t, storages.of(keys[t.name]) if t.name in keys and known else None) for t in tensors],
         "distinct_tensors": len(keys),
         "tensor_bytes": sum(t.bytes for t in tensors if t.name in keys),
-        **_said(describe.entries_of(saved, once=not parts)),
+        **_entries_json(describe.entries_of(saved, once=not parts)),
         **(_files(commit, parts, storages.used) if parts else await _listed(store, commit, saved)),
     }
 
 
 def _tensor(tensor: describe.Tensor, storage: describe.BlobStorage | None) -> dict[str, Any]:
-    """How it is stored, where that was looked up; another name for the same memory takes no room."""
+    """Return how a tensor is stored, if that was read. Another name for the same memory takes no space."""
     if storage is None and tensor.alias_of is not None:
         storage = describe.NOTHING
     unknown = dict.fromkeys(("stored", "held", "depth", "reads"))
     return {**asdict(tensor), **(unknown if storage is None else asdict(storage))}
 
 
-def _said(entries: describe.Entries) -> dict[str, Any]:
+def _entries_json(entries: describe.Entries) -> dict[str, Any]:
     return {
         "components": [{"path": path, "kind": str(facts.get("kind"))} for path, (facts, _) in entries.items()],
         "values": [
@@ -197,7 +196,7 @@ def _files(commit: Commit, parts: Sequence[Part], used: Mapping[str, int]) -> di
 
 
 async def _listed(store: Store, commit: Commit, saved: SavedState) -> dict[str, Any]:
-    """The same of many ranks, as far as the directory and a listing say it."""
+    """Return the same for many ranks, as far as the directory and a listing contain it."""
     assert saved.directory is not None
     sizes, packs = await sizes_of_many(store, commit.attempt, commit.world), saved.directory.packs
     unknown: dict[str, Any] = {"chain": None, "restore_bytes": None, "packs": []}
@@ -205,7 +204,7 @@ async def _listed(store: Store, commit: Commit, saved: SavedState) -> dict[str, 
 
 
 def _older(commit: Commit, used: Iterable[str]) -> dict[str, Any]:
-    """The files of other checkpoints that it uses."""
+    """Return the files of other checkpoints that this one uses."""
     owners = [of for key in used if (of := owner(key)) is not None and of != commit.attempt]
     return {"older_packs": len(owners), "older_steps": sorted({of.step for of in owners}, reverse=True)}
 

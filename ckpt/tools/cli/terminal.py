@@ -1,8 +1,8 @@
-"""What commands share: options, runs opened for reading, and how things are shown to people and programs.
+"""Shared by the commands: options, opening runs for reading, and output for people and programs.
 
-What a checkpoint contains is not trusted: `safe` takes control characters out of all that a person gets to see, and
-rich gets it as plain text, never as markup. JSON is one document on stdout, in ASCII, without tensor data; what JSON
-cannot say (NaN, bytes) is text in it.
+The contents of a checkpoint are not trusted. `safe` escapes control characters in all text, and rich receives it as
+plain text, never as markup. JSON is one ASCII document on stdout without tensor data. Values that JSON lacks (NaN,
+bytes) are text in it.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from ckpt.tools.maintain.find_runs import runs_below
 T = TypeVar("T")
 OnBytes = Callable[[int], None] | None
 
-PATIENCE_S = 10.0  # somebody waits
-NUMBERS = (  # columns
+PATIENCE_S = 10.0  # a person waits for the command
+NUMBERS = (  # names of columns aligned to the right
     "step", "size", "stored", "used", "files", "checkpoints", "ranks", "elements", "differing", "largest", "relative",
     "cosine", "saved step", "steps",
 )  # fmt: skip
-NARROW = 20  # cells: a column is not wrapped to less
-SHOWN, WIDTH = 20, 60  # how many problems, and how much of a value, a person gets to see
+NARROW = 20  # cells; columns are not wrapped to less
+SHOWN, WIDTH = 20, 60  # most problems to print, and most characters of a value
 
 
-class Saying(logging.Handler):
-    """What the library warns about while it reads."""
+class StderrHandler(logging.Handler):
+    """Prints warnings of the library on stderr."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        say(f"WARNING: {record.getMessage()}")
+        print_err(f"WARNING: {record.getMessage()}")
 
 
-SAYING = Saying(logging.WARNING)
+STDERR_HANDLER = StderrHandler(logging.WARNING)
 
 
 def example(*lines: str) -> str:
@@ -56,9 +56,9 @@ def example(*lines: str) -> str:
 
 
 def parse_options(context: click.Context, parameter: click.Parameter, given: Sequence[str]) -> dict[str, Any]:
-    """KEY=VALUE as fsspec's storage_options: a.b=c is one inside another; true, false, null, numbers and JSON are what
-    they look like, but keys and secrets are always text. What was given is not repeated in errors: it may be a secret.
-    """
+    """Parse KEY=VALUE options into fsspec's storage_options. a.b=c sets an inner value. Values are parsed as JSON
+    (true, null, numbers, ...), but keys and secrets are always text. Errors do not repeat the value, because it may be
+    a secret."""
     found: dict[str, Any] = {}
     for one in given:
         name, equals, text = one.partition("=")
@@ -68,7 +68,7 @@ def parse_options(context: click.Context, parameter: click.Parameter, given: Seq
         for word in above:
             inner = inner.setdefault(word, {})
             if not isinstance(inner, dict):
-                raise click.BadParameter(f"{word} has a value of its own already", context, parameter)
+                raise click.BadParameter(f"{word} already has a value", context, parameter)
         inner[last] = _value_of(last, text)
     return found
 
@@ -92,47 +92,48 @@ place_option = click.option(
     multiple=True,
     expose_value=False,
     callback=_for_all,
-    help="How to reach object stores, as fsspec's storage_options; repeatable. Secrets belong into the environment.",
+    help="Option for object stores, as in fsspec's storage_options; repeatable. Pass secrets in the environment.",
 )
 
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-yes_option = click.option("--yes", is_flag=True, help="Do it. Without this, only the plan is shown.")
+yes_option = click.option("--yes", is_flag=True, help="Carry out the plan. Without this, it is only shown.")
 
 
 def look_options(command: Callable[..., T]) -> Callable[..., T]:
-    """Of commands that look at a place."""
+    """Add the options of commands that only read."""
     return place_option(json_option(command))
 
 
 def plan_options(command: Callable[..., T]) -> Callable[..., T]:
-    """Of commands that say what they would change in a place, and do it if they are told to."""
+    """Add the options of commands that show a plan and carry it out with --yes."""
     return place_option(yes_option(json_option(command)))
 
 
 def from_option(what: str) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """Further places of a run."""
+    """Add the option --from for further locations of a run."""
     return click.option(
         "--from", "others", metavar="URL", multiple=True, shell_complete=folders, help=f"{what}; repeatable."
     )
 
 
 def nothing_half() -> str:
-    return "Nothing is half done: call the same again, and it goes on from here"
+    return "All completed work is kept: repeat the command to continue from here"
 
 
 def act(work: Coroutine[Any, Any, T], so_far: Callable[[], str] = nothing_half) -> T:
-    """What a command does, which may be stopped: `so_far` says what is true then."""
+    """Run the work of a command. If it is interrupted, print what `so_far` returns."""
     try:
         return asyncio.run(work)
     except KeyboardInterrupt:
-        say(f"stopped. {so_far()}")
+        print_err(f"stopped. {so_far()}")
         raise click.exceptions.Exit(STOPPED) from None
 
 
 @contextlib.asynccontextmanager
 async def opened(url: str, *, whole: bool = False) -> AsyncIterator[RunLog]:
-    """A run's log, all of it if `whole`. FormatError if there is no run; damaged records are said on stderr."""
+    """Open the log of a run, completely if `whole`. Raises FormatError if there is none. Damaged records are printed on
+    stderr."""
     log = RunLog(open_store(url, patience_s=PATIENCE_S), whole=whole)
     try:
         try:
@@ -143,11 +144,11 @@ async def opened(url: str, *, whole: bool = False) -> AsyncIterator[RunLog]:
             folder = folder_of(log.store.url)
             if folder is not None and await runs_below(log.store.url):
                 raise FormatError(
-                    f"{error}. There are runs below it: `ckpt ls {shlex.quote(str(folder))}` lists them"
+                    f"{error}. It contains runs: `ckpt ls {shlex.quote(str(folder))}` lists them"
                 ) from None
             raise FormatError(f"{error}. Give the folder or URL that a Checkpointer saves to") from None
         if damage := await losses.of_log(log):
-            say(f"WARNING: {told(log, damage)}")
+            print_err(f"WARNING: {damage_text(log, damage)}")
         yield log
     finally:
         await log.store.aclose()
@@ -157,8 +158,8 @@ def newest_first(log: RunLog) -> list[Commit]:
     return sorted(log.state.commits.values(), key=lambda c: c.attempt, reverse=True)
 
 
-def told(log: RunLog, damage: Sequence[Loss]) -> str:
-    """One line about damage of a run: what it costs, as far as that can be known."""
+def damage_text(log: RunLog, damage: Sequence[Loss]) -> str:
+    """Return one line about the damage of a run and which checkpoints it may cost."""
     newest = next((commit.attempt for commit in log.state.lineage() if commit.finite is not False), None)
     missed = losses.passed_over(damage, newest, log.state.acquires)
     if missed:
@@ -167,12 +168,12 @@ def told(log: RunLog, damage: Sequence[Loss]) -> str:
 
 
 def safe(text: object) -> str:
-    """Without anything that a terminal would obey."""
+    """Escape all characters that could control a terminal."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
 
 
-def say(text: str) -> None:
-    """On stderr: for a person in lines of whole words, in a log as one."""
+def print_err(text: str) -> None:
+    """Print on stderr, wrapped for a terminal and as one line otherwise."""
     line = f"ckpt: {safe(text)}"
     click.echo("\n".join(wrapped(line, width())) if sys.stderr.isatty() else line, err=True)
 
@@ -198,26 +199,26 @@ def print_json(found: dict[str, Any]) -> int:
 
 
 def width() -> int:
-    """Cells of a line: of the terminal, or what COLUMNS says; 80 in pipes and files."""
+    """Return the width of the terminal or of COLUMNS, 80 for pipes and files."""
     return shutil.get_terminal_size((80, 24)).columns
 
 
 def put(text: object) -> None:
-    """A paragraph on stdout, without what a terminal would obey; as many lines as it needs, of whole words."""
+    """Print a paragraph on stdout, escaped and wrapped."""
     print("\n".join(wrapped(safe(text), width())))
 
 
 def print_few(lines: Sequence[object], what: str = "") -> None:
-    """As many lines as a person wants to read."""
+    """Print the first lines, and how many more there are."""
     for line in lines[:SHOWN]:
         put(line)
     if len(lines) > SHOWN:
-        put(f"and {len(lines) - SHOWN} more{what}; --json shows all")
+        put(f"{len(lines) - SHOWN} more{what}; --json shows all")
 
 
 def wrapped(text: str, most: int, indent: str = "  ") -> list[str]:
-    """In lines of at most so many cells, further ones indented. A word is never cut: a name that is wider than a line
-    has one of its own, since half of it could not be copied."""
+    """Wrap text to lines of at most `most` cells; further lines are indented. A word is never split, so that names can
+    be copied: one that is wider than a line gets its own."""
     from rich.cells import cell_len
 
     if cell_len(text) <= most:
@@ -234,10 +235,9 @@ def wrapped(text: str, most: int, indent: str = "  ") -> list[str]:
 
 
 def print_table(titles: Sequence[str], rows: Sequence[Sequence[object]], below: Sequence[str] = ()) -> None:
-    """Each row in one line if that fits. If not, the widest cells are wrapped, and a column for which there is no room
-    even so is taken out: the first is put above the row, others below it. A column with nothing in it is left out.
-    `below`: a text under each row.
-    """
+    """Print a table. Rows that are too wide wrap their widest cells. If that is not enough, a column is moved out of
+    the table: the first one above the row, others below it. Empty columns are omitted. `below`: a text under each
+    row."""
     cells = [[safe(cell) for cell in row] for row in rows]
     there = [i for i in range(len(titles)) if not rows or any(row[i] for row in cells)]
     cells, names = [[row[i] for i in there] for row in cells], [titles[i] for i in there]
@@ -253,15 +253,15 @@ def print_table(titles: Sequence[str], rows: Sequence[Sequence[object]], below: 
         lines += wrapped(row[0], width()) if above else []
         lines += _row([row[i] for i in inside], names, inside, widths, bool(above))
         others = [i for i in range(1, len(names)) if i not in inside and row[i]]
-        for told in (*(f"{names[i]}: {row[i]}" for i in others), *([safe(text)] if text else [])):
-            lines += wrapped(f"  {told}", width())
+        for extra in (*(f"{names[i]}: {row[i]}" for i in others), *([safe(text)] if text else [])):
+            lines += wrapped(f"  {extra}", width())
     print("\n".join(lines), end="\n\n")
 
 
 def _row(
     cells: Sequence[str], names: Sequence[str], inside: Sequence[int], widths: Sequence[int], indented: bool
 ) -> list[str]:
-    """Lines of a row: as many as its highest cell has."""
+    """Return the lines of a row, as many as its highest cell needs."""
     from rich.cells import cell_len
 
     parts = [wrapped(cell, most, "") for cell, most in zip(cells, widths, strict=True)]
@@ -277,7 +277,7 @@ def _row(
 
 
 def least_width(column: Sequence[str]) -> int:
-    """Of a column that is wrapped: its longest word, and a few of the usual ones."""
+    """Return the least width of a wrapped column: its longest word, and at least `NARROW` for long text."""
     from rich.cells import cell_len
 
     whole = max(map(cell_len, column))
@@ -285,7 +285,7 @@ def least_width(column: Sequence[str]) -> int:
 
 
 def widths_for(columns: Sequence[Sequence[str]], room: int) -> list[int] | None:
-    """What each gets of so many cells, the widest being the first to give way; None if there is no way to fit."""
+    """Return the widths of the columns in `room` cells, narrowing the widest first; None if they do not fit."""
     from rich.cells import cell_len
 
     widths, least = [max(map(cell_len, column)) for column in columns], [least_width(column) for column in columns]
@@ -300,7 +300,7 @@ def widths_for(columns: Sequence[Sequence[str]], room: int) -> list[int] | None:
 
 @contextlib.contextmanager
 def progress(what: str, total: int) -> Iterator[OnBytes]:
-    """A bar on stderr, if that is a terminal. `total` bytes; 0 if nobody knows how many: it only shows life then."""
+    """Show a progress bar on stderr if it is a terminal. `total`: bytes, 0 if unknown."""
     if not sys.stderr.isatty():
         yield None
         return

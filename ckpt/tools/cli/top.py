@@ -1,6 +1,4 @@
-"""`ckpt top`: what a run does now, live. What is known of it is in `ckpt.tools.cli.top_data`, how it is put in
-`ckpt.tools.cli.top_view`.
-"""
+"""`ckpt top`: show a run live. `top_data` collects the data and `top_view` formats it."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from rich.live import Live
 from ckpt.events import log as logger
 from ckpt.store import normalise
 from ckpt.tools.cli.arguments import folders
-from ckpt.tools.cli.terminal import SAYING, example, human, look_options, print_json, print_table, put, width
+from ckpt.tools.cli.terminal import STDERR_HANDLER, example, human, look_options, print_json, print_table, put, width
 from ckpt.tools.cli.top_data import RunWatch, writers_here
 from ckpt.tools.cli.top_view import TopView, lines
 from ckpt.tools.observe.telemetry.status import RankStatus
@@ -28,25 +26,26 @@ from ckpt.units import duration
     epilog=example("ckpt top", "ckpt top runs/exp1", "ckpt top runs/exp1 --once --json | jq '.ranks[].step'")
 )
 @click.argument("run", required=False, shell_complete=folders)
-@click.option("--once", is_flag=True, help="One look, as text.")
+@click.option("--once", is_flag=True, help="Print the state once, as text.")
 @click.option("--interval", "interval_s", type=click.FloatRange(min=0.1), default=1.0, show_default=True,
-              metavar="SECONDS", help="Between two looks.")  # fmt: skip
+              metavar="SECONDS", help="Time between two updates.")  # fmt: skip
 @look_options
 def top(run: str | None, once: bool, interval_s: float, as_json: bool) -> int:
-    """Watch a run: steps, what saving costs, what is in memory, and how far each tier is behind. Ctrl-C leaves.
+    """Watch a run: its steps, the cost of saving, the contents of memory, and how far each tier is behind. Ctrl-C
+    quits.
 
-    RUN is the first tier that the Checkpointer was given, or memory:NAME. Without it, all writers of this user on this
-    machine are listed once: what each holds, and how long it stays after its trainer. Ranks on this machine are seen
-    live, if they run as the same user. Of others, what RUN holds is shown, read every 10 s.
+    RUN is the first tier of the Checkpointer, or memory:NAME. Without RUN, all writers of this user on this machine are
+    listed once, with their memory and how long they stay after their trainer. Ranks on this machine are shown live if
+    they run as the same user. For other ranks, the contents of RUN are shown, read every 10 s.
 
-    Slots of memory: # a whole snapshot, + all but what only optimizers change, ~ being copied, . empty. "behind 0/34"
-    are steps that would be lost if only memory, or only that tier, were left.
+    Slots of memory: # a complete snapshot, + complete except what only optimizers change, ~ being copied, . empty.
+    "behind 0/34" are the steps that would be lost if only memory, or only that tier, survived.
     """
     if run is None:
         return show_writers(as_json)
     place = run if run.startswith("memory:") else normalise(run)
     if place == "memory:":
-        raise click.UsageError("memory:NAME, as in Checkpointer(..., name=NAME)")
+        raise click.UsageError("memory: needs a name: memory:NAME, as in Checkpointer(..., name=NAME)")
     able = sys.stdout.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
     single = once or as_json or not able
     with RunWatch(place) as sources:
@@ -61,7 +60,7 @@ def top(run: str | None, once: bool, interval_s: float, as_json: bool) -> int:
 
 
 def show_writers(as_json: bool) -> int:
-    """Those of this user on this machine, also the ones whose trainer is gone."""
+    """Print the writers of this user on this machine, including those whose trainer is gone."""
     found = writers_here()
     looks = [one for one in found if isinstance(one, RankStatus)]
     silent = [{"writer": one[0], "why": one[1]} for one in found if isinstance(one, tuple)]
@@ -78,12 +77,12 @@ def show_writers(as_json: bool) -> int:
     for one in silent:
         put(f"writer {one['writer'] or '?'} {one['why']}")
     if not found:
-        put("no writer of this user is on this machine")
+        put("this user has no writer on this machine")
     return 0
 
 
 def show(view: TopView) -> None:
-    """One look, as text without colours."""
+    """Print the state once, as text without colours."""
     columns = width()
     console = Console(width=columns, color_system=None)
     with console.capture() as captured:
@@ -92,14 +91,14 @@ def show(view: TopView) -> None:
 
 
 def watch(sources: RunWatch, interval_s: float) -> None:
-    """Until Ctrl-C or SIGTERM; the terminal is as it was afterwards."""
+    """Update the screen until Ctrl-C or SIGTERM, then restore the terminal."""
     sources.follow(interval_s)
     console = Console()
 
     def picture() -> Group:
         return Group(*lines(sources.view(), console.width, console.height))
 
-    logger.removeHandler(SAYING)  # it would write into the picture
+    logger.removeHandler(STDERR_HANDLER)  # it would write into the live picture
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with contextlib.suppress(KeyboardInterrupt), Live(
@@ -110,4 +109,4 @@ def watch(sources: RunWatch, interval_s: float) -> None:
                 time.sleep(3600)
     finally:
         signal.signal(signal.SIGTERM, before)
-        logger.addHandler(SAYING)
+        logger.addHandler(STDERR_HANDLER)

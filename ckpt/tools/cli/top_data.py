@@ -1,6 +1,6 @@
-"""What is known of a run now: its writers on this machine are asked, and its place is read. For `ckpt top`.
+"""Collect the current data of a run for `ckpt top`: query its writers on this machine, and read its folder or bucket.
 
-Each is done by a thread of its own, so that neither a writer that stands still nor a bucket that hangs holds up anyone.
+Separate threads do both, so that neither a stopped writer nor a hanging bucket blocks the display.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from ckpt.guard import report
 from ckpt.guard.report import Fault
 from ckpt.store import Store, open_store
 from ckpt.tools.cli.reading import fault_from, read_each
-from ckpt.tools.cli.terminal import PATIENCE_S, say
+from ckpt.tools.cli.terminal import PATIENCE_S, print_err
 from ckpt.tools.cli.top_view import RunStored, TopView
 from ckpt.tools.observe.goodput.accounting import settled
 from ckpt.tools.observe.telemetry.status import RankStatus, shown
 
-ASK_S = 2.0  # for a writer to answer
-PLACES_S, PLACE_WAIT_S = 10.0, 10.0  # between two looks into the run's place; for one of them
-FIRST_S = 5.0  # for the first, before there is something to show
-LEAVE_S = 1.0  # for what is under way, when somebody leaves
-MOST_STARTS, MOST_FAULTS = 64, 256  # of a run's ledger and faults, the newest
+ASK_S = 2.0  # for a writer to reply
+PLACES_S, PLACE_WAIT_S = 10.0, 10.0  # between two reads of the run's location, and for one read
+FIRST_S = 5.0  # for the first read, if there is nothing else to show
+LEAVE_S = 1.0  # for threads to end at exit
+MOST_STARTS, MOST_FAULTS = 64, 256  # most metrics files and faults to read, the newest ones
 ASKED_AT_ONCE = 32
 
 
 class RunWatch:
-    """Writers here, and the run's place."""
+    """The writers on this machine and the run's location."""
 
     def __init__(self, place: str) -> None:
         self.place = place
@@ -62,63 +62,66 @@ class RunWatch:
         self._stop.set()
         self._asking.shutdown(wait=False, cancel_futures=True)
         if self._there is not None and not self._there.leave():
-            status = _said(exc[1])
+            status = _exit_code_of(exc[1])
             for stream in (sys.stdout, sys.stderr):
                 with contextlib.suppress(OSError):
                     stream.flush()
-            os._exit(status)  # a place that hangs keeps threads that nobody can end
+            os._exit(status)  # threads that wait for a hanging store cannot be ended
 
     def first(self, *, patient: bool) -> TopView:
-        """The first look; `patient`: wait for the place, also if there is something else to show. An error if there is
-        no such run."""
+        """Return the first state. Raises an error if there is no such run. `patient`: wait for the run's location even
+        if writers replied."""
         self.ask()
         patient |= not (self._looks or self._silent)
         stored = None if self._there is None else self._there.wait(FIRST_S if patient else 0.0)
         if self._looks or self._silent:
             return self.view()
         if stored is None and self._there is None:
-            raise UsageError(f"{self.shown}: no writer of this run is on this machine. Run this as the user who trains")
+            raise UsageError(
+                f"{self.shown}: this run has no writer on this machine that you can reach. Run this as the user who "
+                "trains"
+            )
         if stored is not None and stored.missing:
             raise FormatError(f"{stored.error}. Give the folder or URL that a Checkpointer saves to")
         if stored is None or not stored.at:
-            why = "it has not answered in time" if stored is None else stored.error
+            why = "it has not responded in time" if stored is None else stored.error
             raise UsageError(f"{self.shown} cannot be read: {why}")
         return self.view()
 
     def view(self) -> TopView:
-        """As it is known by now. Never waits."""
+        """Return the current state without waiting."""
         stored = None if self._there is None else self._there.stored
         known = stored if stored is not None and not (stored.missing and self._looks) else None
         if known is not None and known.seen_host == socket.gethostname() and not (self._looks or self._silent):
-            known = replace(known, running=False)  # its ledger is a beat behind
+            known = replace(known, running=False)  # its metrics are one update behind
         reading = self._there is not None and stored is None
         return TopView(self.shown, tuple(self._looks), dict(self._silent), known, reading, time.time())
 
     def ask(self) -> None:
-        """All writers of this run on this machine."""
+        """Query all writers of this run on this machine."""
         keys = writer_keys(self.place)
         looks, silent = list[RankStatus](), dict[int, str]()
         for number, found in zip(keys, self._asking.map(_ask, keys.values()), strict=True):
             if isinstance(found, RankStatus):
-                # A trainer that starts has not said its rank yet: then it is that on this machine.
+                # A starting trainer has not sent its rank yet: use the local rank.
                 looks.append(found if found.run else replace(found, rank=number))
             elif found:
                 silent[number] = found
         self._looks, self._silent = looks, silent
 
     def follow(self, interval_s: float) -> None:
-        """Ask again and again, in the background."""
+        """Query repeatedly in the background."""
 
         def work() -> None:
             while not self._stop.wait(interval_s):
-                with contextlib.suppress(Exception):  # the next time
+                with contextlib.suppress(Exception):  # retried at the next interval
                     self.ask()
 
         threading.Thread(target=work, name="ckpt-top-ask", daemon=True).start()
 
 
 def writers_here() -> list[RankStatus | tuple[int, str]]:
-    """All writers of this user on this machine; of one that says nothing its process, 0 if unknown, and why."""
+    """Return the state of each writer of this user here, or its process (0 if unknown) and why it did not reply."""
     keys = link.all_keys()
     with ThreadPoolExecutor(ASKED_AT_ONCE, "ckpt-top") as asking:
         looks = list(asking.map(_ask, keys))
@@ -126,28 +129,28 @@ def writers_here() -> list[RankStatus | tuple[int, str]]:
     return [(link.holder(key) or 0, look) if isinstance(look, str) else look for key, look in found if look]
 
 
-def _said(error: object) -> int:
-    """Says what nobody will any more when the process ends at once; its exit code."""
+def _exit_code_of(error: object) -> int:
+    """Print an error that would be lost when the process exits immediately. Return the exit code."""
     if error is None:
         return 0
     if isinstance(error, BrokenPipeError):
         return 141
     if isinstance(error, CheckpointError):
         for text in filter(None, (str(error), error.advice)):
-            say(text)
+            print_err(text)
     elif isinstance(error, BaseException):
         traceback.print_exception(error)
     return 2
 
 
 def _ask(key: str) -> RankStatus | str:
-    """What a writer says of its rank; why it says nothing, "" if there is none."""
+    """Return a writer's state of its rank, or why it did not reply; "" if it does not exist."""
     channel = link.connect(key)
     if channel is None:
-        return ""  # the socket of one that was killed
+        return ""  # a writer that was killed left its socket
     try:
         look = channel.ask(Look(), ASK_S)
-        return "does not answer" if look is None else RankStatus.from_json(look)
+        return "does not respond" if look is None else RankStatus.from_json(look)
     except (CheckpointError, KeyError, TypeError):
         return "is of another version"
     finally:
@@ -155,7 +158,7 @@ def _ask(key: str) -> RankStatus | str:
 
 
 class StoreWatch(threading.Thread):
-    """Reads the run's place now and then, in an event loop of its own."""
+    """Reads the run's location periodically in its own event loop."""
 
     def __init__(self, url: str) -> None:
         super().__init__(name="ckpt-top-place", daemon=True)
@@ -173,7 +176,7 @@ class StoreWatch(threading.Thread):
         return self.stored
 
     def leave(self) -> bool:
-        """Whether it has ended."""
+        """Stop reading. Return True if the thread has ended."""
         loop, task = self._loop, self._task
         if loop is not None and task is not None:
             with contextlib.suppress(RuntimeError):
@@ -192,8 +195,8 @@ class StoreWatch(threading.Thread):
                 try:
                     await asyncio.wait_for(self._look(), PLACE_WAIT_S)
                 except TimeoutError:
-                    self._failed("it does not answer")
-                except Exception as error:  # whatever a driver says
+                    self._failed("it does not respond")
+                except Exception as error:  # drivers raise any kind of exception
                     self._failed(str(error) or type(error).__name__, missing=isinstance(error, FormatError))
                 self._first.set()
                 await asyncio.sleep(PLACES_S)
@@ -231,8 +234,8 @@ class StoreWatch(threading.Thread):
         self.stored = self._account(self.stored)
 
     async def _read(self, store: Store) -> None:
-        """The newest of the ledger and of the faults. What has ended stays as it is; what is damaged is left out:
-        `ckpt report` and `ckpt faults` say so."""
+        """Read the newest metrics and faults. Those of ended job attempts are not read again. Damaged ones are skipped;
+        `ckpt report` and `ckpt faults` list them."""
         names = (await account_keys(store))[-MOST_STARTS:]
         ended = {key for key, one in self._accounts.items() if one.end is not None and key not in names[-2:]}
         some = await read_each(store, [key for key in names if key not in ended], ledger.MAX_SIZE, Account.from_bytes)
@@ -247,7 +250,7 @@ class StoreWatch(threading.Thread):
         accounts = ledger.in_order(self._accounts.values())
         faults = sorted((one for one in self._faults.values() if isinstance(one, Fault)), key=lambda one: one.when)
         if seen := [one for one in faults if not one.asked]:
-            incident = report.incidents(seen)[-1]  # what came of a fault is not the fault
+            incident = report.incidents(seen)[-1]  # what followed from a fault is not the fault
             last_at = max(one.time for one in incident)
             known = replace(known, faults=len(seen), fault=incident[0].line, fault_at=last_at)
         if not accounts:

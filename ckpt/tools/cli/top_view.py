@@ -1,6 +1,6 @@
-"""A run as it is now, in lines and tables for a terminal of any width: what `ckpt top` shows. Pure.
+"""Format the current state of a run as lines and tables for a terminal of any width, for `ckpt top`. No side effects.
 
-What a run says is not trusted: `safe` takes out what a terminal would obey, and nothing is read as markup.
+The contents of a run are not trusted: `safe` escapes control characters, and nothing is parsed as markup.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from ckpt.tools.cli.terminal import human, safe
 from ckpt.tools.observe.telemetry.status import EAGER, EMPTY, FILLING, SEALED, RankStatus, TierStatus
 from ckpt.units import duration, moment
 
-SLOW, LATE_S = 10.0, 5.0  # times a usual step, and seconds, without a sign of life: then that is said
-STALLING = 0.01  # share of the time that saving takes: a bottleneck
+SLOW, LATE_S = 10.0, 5.0  # multiples of a usual step, and seconds, after which a rank counts as silent
+STALLING = 0.01  # share of the time spent saving that counts as a bottleneck
 BAR = 10
-FAULT = 3  # lines
+FAULT = 3  # most lines of a fault
 GAP = 2
 SLOTS = {SEALED: "#", EAGER: "+", FILLING: "~", EMPTY: ".", "damaged": "!"}
 TIER_TITLES = ("tier", "step", "behind", "on its way", "rate", "stored")
@@ -30,12 +30,14 @@ RANK_TITLES = ("rank", "step", "does", "slots", "a step", "stall", "behind", "GP
 
 @dataclass(frozen=True)
 class RunStored:
-    """What the run's place holds, for everybody who can read it. `at`: when it was read, in seconds since 1970, 0 for
-    never; `error`: why it could not be read the last time; `missing`: there is no run.
+    """The contents of the run's location, which every user with access can read.
 
-    `newest`: step, None for none, of `ranks` ranks; `seen_step`, `seen_at`: what the ledger heard last, of rank
-    `seen_rank` on `seen_host`, whose first tier is `nearest`; `ended`: how that ended, "" if it is open; `running`: a
-    short while ago; `effective`: share of the time, over the last `starts` starts.
+    `at`: when it was read, seconds since 1970, 0 for never. `error`: why the last read failed. `missing`: there is no
+        run.
+    `newest`: newest step or None, saved by `ranks` ranks. `seen_step`, `seen_at`: last progress in the run metrics, by
+        rank `seen_rank` on `seen_host`, whose first tier is `nearest`. `ended`: how the job attempt ended, "" if it is
+        open.
+    `running`: it was alive a short time ago. `effective`: goodput over the last `starts` job attempts.
     """
 
     url: str
@@ -61,8 +63,8 @@ class RunStored:
 
 @dataclass(frozen=True)
 class TopView:
-    """All that is known. `silent`: writers here that do not answer, by the number of their rank on this machine;
-    `stored`: None where there is no place, or it has not been read yet (`reading`)."""
+    """The whole state. `silent`: reasons by local rank for writers that do not respond. `stored`: None if the run has
+    no location, or if it has not been read yet (`reading`)."""
 
     run: str
     looks: Sequence[RankStatus] = ()
@@ -81,7 +83,7 @@ class TopView:
 
     @property
     def elsewhere(self) -> list[int]:
-        """Ranks that no writer on this machine speaks for."""
+        """Ranks without a writer on this machine."""
         here = {look.rank for look in self.looks}
         return [rank for rank in range(self.world) if rank not in here] if self.looks else []
 
@@ -99,7 +101,7 @@ class TopView:
 
 
 def lines(view: TopView, width: int = 100, height: int | None = None) -> list[Text | Table]:
-    """None wider than `width` cells. Of ranks that do not fit into `height` lines the worst are shown."""
+    """Return lines of at most `width` cells. If ranks do not fit into `height` lines, the worst are shown."""
     tiers = [_memory(view), *_tiers(view)] if view.looks else []
     head = [_line((_end_of(view.run, width), "bold")), *_status(view, width)]
     foot = [*_errors(view, width), *_stored(view), *_elsewhere(view), *_last_fault(view, width)]
@@ -115,7 +117,7 @@ def lines(view: TopView, width: int = 100, height: int | None = None) -> list[Te
 
 
 def _line(*pieces: tuple[str, str]) -> Text:
-    """Texts and their styles, none of it markup."""
+    """Join texts with their styles; no text is parsed as markup."""
     found = Text(no_wrap=True, overflow="crop")
     for text, style in pieces:
         found.append(" " * GAP * bool(found) + safe(text), style or None)
@@ -123,7 +125,7 @@ def _line(*pieces: tuple[str, str]) -> Text:
 
 
 def _table(titles: Sequence[str], rows: Sequence[Sequence[Text]], width: int) -> Table:
-    """Without columns that are empty, and without those at the right for which there is no room."""
+    """Omit empty columns, and columns at the right that do not fit."""
     used = [n for n in range(len(titles)) if any(row[n] for row in rows)]
     table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0))
     for number in used:
@@ -142,7 +144,7 @@ def _cells(*cells: str | tuple[str, str]) -> list[Text]:
 
 
 def _end_of(text: str, most: int) -> str:
-    """The end of a long name, which tells most."""
+    """Return the end of a long name, its most specific part."""
     text = safe(text)
     if cell_len(text) <= most:
         return text
@@ -161,7 +163,7 @@ def _count(number: int | None) -> str:
 def _status(view: TopView, width: int) -> list[Text]:
     if not view.looks:
         further = " into it first" * _is_further(view)
-        return [_line((f"nobody trains on this machine{further}", "yellow")), *_not_here(view)]
+        return [_line((f"no trainer on this machine{further}", "yellow")), *_not_here(view)]
     stored, looks = view.stored, view.looks
     step, here = max(look.step for look in looks), len(looks)
     pieces = [_doing(view), (f"step {_count(step)}" if step >= 0 else "no step yet", "bold")]
@@ -179,7 +181,7 @@ def _status(view: TopView, width: int) -> list[Text]:
 
 
 def _lines_of(pieces: Sequence[tuple[str, str]], width: int) -> list[Text]:
-    """In as many lines as they need, so that none is cut."""
+    """Distribute the pieces over as many lines as they need, so that none is cut."""
     rows: list[list[tuple[str, str]]] = [[]]
     for piece in pieces:
         if rows[-1] and _line(*rows[-1], piece).cell_len > width:
@@ -189,7 +191,7 @@ def _lines_of(pieces: Sequence[tuple[str, str]], width: int) -> list[Text]:
 
 
 def stale(look: RankStatus) -> str:
-    """Of a writer whose trainer is gone: what it holds, for how long, and what goes with it."""
+    """Describe a writer without a trainer: its memory, how long it stays, and the step that only it has."""
     held = f"r{look.rank}: writer {look.writer} holds {human(look.snapshots)}, leaves in {duration(look.leaves_s or 0)}"
     return held + ("" if look.not_durable is None else f", step {look.not_durable:,} only there")
 
@@ -199,14 +201,18 @@ def _doing(view: TopView) -> tuple[str, str]:
         doing = sorted({look.doing for look in view.looks if look.trains})
         return "/".join(doing), "green" if doing == ["training"] else "yellow"
     how = "/".join(sorted({look.trainer for look in view.looks}))
-    return f"nobody trains: the trainer {_HOW.get(how, how)}", "red" if "dead" in how else "yellow"
+    return f"not training: the trainer {_HOW.get(how, how)}", "red" if "dead" in how else "yellow"
 
 
-_HOW = {"dead": "is dead, its writer holds the memory", "left": "has let go", "closed": "is done, its writer finishes"}
+_HOW = {
+    "dead": "is dead, its writer holds the memory",
+    "left": "has released its memory",
+    "closed": "is done, its writer finishes",
+}
 
 
 def _is_further(view: TopView) -> bool:
-    """Whether writers are known by another name, that of the first tier."""
+    """Return True if writers use another name for the run, that of its first tier."""
     return view.stored is not None and view.stored.nearest not in ("", view.stored.url)
 
 
@@ -220,8 +226,8 @@ def _not_here(view: TopView) -> list[Text]:
         end = stored.ended, "red" if stored.ended == "died" else ""
         found.append(_line((who, ""), (f"at {moment(stored.seen_at)}", ""), end, (share, "")))
     if stored is not None and _is_further(view):
-        # A line of its own: an address that is cut off cannot be copied.
-        found += [_line(("its first tier, by which it may be seen live:", "")), _line((stored.nearest, ""))]
+        # On its own line, because a truncated address cannot be copied.
+        found += [_line(("its first tier, which shows it live:", "")), _line((stored.nearest, ""))]
     return found
 
 
@@ -229,7 +235,7 @@ def _not_here(view: TopView) -> list[Text]:
 
 
 def _memory(view: TopView) -> list[Text]:
-    """As the rank sees it that is behind most."""
+    """Return the memory row for the rank that is furthest behind."""
     held = [look.in_memory for look in view.looks]
     room = f"{human(sum(look.snapshots for look in view.looks))} set aside"
     if (step := min((-1 if one is None else one) for one in held)) < 0:
@@ -244,7 +250,7 @@ def _tiers(view: TopView) -> Iterable[list[Text]]:
 
 
 def _tier(url: str, tiers: Sequence[TierStatus]) -> list[Text]:
-    """As the rank sees it that is behind most; what comes is summed up over the ranks."""
+    """Return a tier's row for the rank that is furthest behind, with rates added up over all ranks."""
     worst = max(tiers, key=lambda one: (one.lag_steps, one.lag_s))
     newest = min((-1 if one.committed is None else one.committed) for one in tiers)
     busy, way = [one for one in tiers if one.writing is not None], ""
@@ -265,11 +271,11 @@ def _tier(url: str, tiers: Sequence[TierStatus]) -> list[Text]:
 
 
 def _errors(view: TopView, width: int) -> Iterable[Text]:
-    """Why the last save of a tier failed or was left out: below the table, which has no room for it."""
+    """Return why the last save of each tier failed or was skipped, for which its table row has no space."""
     known = {tier.url: tier.error for look in view.looks for tier in look.tiers if tier.error}
     for url, error in known.items():
-        told = safe(f"{_end_of(url, 30)}: {error}")
-        yield from (_line((line, "red")) for line in wrap(told, width, max_lines=FAULT, placeholder="..."))
+        text = safe(f"{_end_of(url, 30)}: {error}")
+        yield from (_line((line, "red")) for line in wrap(text, width, max_lines=FAULT, placeholder="..."))
 
 
 def _behind(steps: int, seconds: float) -> str:
@@ -279,12 +285,12 @@ def _behind(steps: int, seconds: float) -> str:
 
 
 def _stored(view: TopView) -> list[Text]:
-    """What lies in the place that was asked for, where no rank here tells of it."""
+    """Return the contents of the requested location, unless a tier of a rank here shows them."""
     stored = view.stored
     known = stored is not None and any(tier.url == stored.url for look in view.looks for tier in look.tiers)
     if stored is None:
         waits = view.reading and not view.looks
-        return [_line((f"{_end_of(view.run, 40)} has not answered yet", "yellow"))] if waits else []
+        return [_line((f"{_end_of(view.run, 40)} has not responded yet", "yellow"))] if waits else []
     name = _end_of(stored.url, 40)
     if known or not stored.at:
         why = f"{name} cannot be read: {stored.error}"
@@ -335,13 +341,13 @@ def _rank(look: RankStatus) -> list[Text]:
 
 
 def _trouble(look: RankStatus) -> tuple[Any, ...]:
-    """The worst rank is the first: those that do not live, then those that are behind."""
+    """Sort key, worst rank first: not alive, then behind."""
     lag = max((tier.lag_s for tier in look.tiers), default=0.0)
     return look.trainer == "alive", look.step, -look.idle_s if _quiet(look) else 0.0, -lag, -look.stall_share, look.rank
 
 
 def _quiet(look: RankStatus) -> bool:
-    """Whether it has given no sign of life for long."""
+    """Return True if a rank has been silent for long."""
     return look.trains and look.doing == "training" and look.idle_s > max(LATE_S, SLOW * look.usual_s)
 
 
@@ -351,12 +357,12 @@ def _elsewhere(view: TopView) -> list[Text]:
         return []
     who = f"{len(ranks)} rank{'s' * (len(ranks) > 1)} elsewhere", "magenta"
     if stored is None or not stored.at:
-        return [_line(who, ("nothing is known of them" + " yet" * view.reading, ""))]
+        return [_line(who, ("nothing is known about them" + " yet" * view.reading, ""))]
     newest = "no checkpoint" if stored.newest is None else f"step {_count(stored.newest)}"
     heard = ""
     if stored.seen_step is not None and stored.seen_rank in ranks:
         heard = f"r{stored.seen_rank} at step {_count(stored.seen_step)}, {moment(stored.seen_at)}"
-    return [_line(who, (f"all ranks are in the place with {newest}", ""), (heard, ""))]
+    return [_line(who, (f"the run's location has {newest} of all ranks", ""), (heard, ""))]
 
 
 def _last_fault(view: TopView, width: int) -> list[Text]:

@@ -1,7 +1,7 @@
-"""What the commands share that say what stays of a run: prune, rm, gc, keep, copy. What they do is in `maintain`.
+"""Shared by the commands that change a run: prune, rm, gc, keep, copy. The operations are in `ckpt.tools.maintain`.
 
-Each prints a plan and does nothing, unless `--yes` is given. With `--json`, one document: the plan, and under `done`
-what was done, null where nothing was.
+Each prints a plan and changes nothing without `--yes`. `--json` prints one document: the plan, and under `done` the
+result, or null if nothing was done.
 """
 
 from __future__ import annotations
@@ -13,44 +13,44 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckpt.tools.cli.terminal import OnBytes, human, print_few, print_json, progress, put, say
+from ckpt.tools.cli.terminal import OnBytes, human, print_err, print_few, print_json, progress, put
 
-if TYPE_CHECKING:  # what `ls` need not wait for is imported where it is used
+if TYPE_CHECKING:  # imported only where it is used, so that `ls` starts quickly
     from ckpt.core.log.log import RunLog
     from ckpt.tools.maintain.prune import Item
 
 Found = dict[str, Any]
 TITLES = ("step", "attempt", "files", "size", "what")
-PARTIAL = "this tier holds the parts of some ranks only: do the same in those of the other nodes"
+PARTIAL = "this tier has the files of some ranks only: repeat the command in the tiers of the other nodes"
 
 grace_option = click.option(
     "--grace",
     "grace_s",
     type=click.FloatRange(min=0),
     metavar="SECONDS",
-    help="How long readers of what goes may go on before it is deleted. By default 600 in object stores, 0 in folders.",
+    help="Time for readers to finish before files are deleted. By default 600 in object stores, 0 in folders.",
 )
 
 
 def show_end(found: Found, done: str) -> int:
-    """The last line of a plan that is not empty."""
-    put(done if found["done"] else "Nothing was done yet: --yes does it.")
+    """Print the last line of a plan that is not empty."""
+    put(done if found["done"] else "Nothing was changed yet. Add --yes to carry out the plan.")
     return 0
 
 
-def said_all(found: Found, as_json: bool, needed: str) -> bool:
-    """Of what is read back before anything goes: whether nothing is left to say, for a program, or since that is
-    damaged. `needed`: which may be needed then."""
+def printed_early(found: Found, as_json: bool, needed: str) -> bool:
+    """Print the JSON document, or the problems of the checkpoint that was read back. Return True if it printed
+    anything. `needed`: the checkpoints that may be needed if that one is damaged."""
     if as_json:
         print_json(found)
     elif found["problems"]:
         print_few(found["problems"])
-        put(f"Nothing was done: step {found['check']} is damaged, and {needed} may be needed")
+        put(f"Nothing was deleted: step {found['check']} is damaged, so {needed} may be needed")
     return as_json or bool(found["problems"])
 
 
 def show_order(found: Found) -> None:
-    put(f"step {found['check']} is read back before anything goes; then {patience_text(found['grace_s'])}")
+    put(f"step {found['check']} is read back before anything is deleted; then {patience_text(found['grace_s'])}")
 
 
 def item_json(item: Item) -> Found:
@@ -65,9 +65,9 @@ def cells(found: Found) -> tuple[object, ...]:
 
 def patience_text(grace_s: float) -> str:
     return (
-        f"files go {grace_s:g} s after the log says so, for those who are reading them"
+        f"files are deleted {grace_s:g} s after the log records it, so that readers can finish"
         if grace_s
-        else "files go at once"
+        else "files are deleted immediately"
     )
 
 
@@ -76,7 +76,7 @@ def sum_of(keys: Sequence[str], sizes: dict[str, int]) -> Found:
 
 
 class Deletion:
-    """What is shown while checkpoints are deleted, and what is true if that is stopped."""
+    """The progress of a deletion, and what is true if it is interrupted."""
 
     def __init__(self) -> None:
         self._begun = False
@@ -87,15 +87,15 @@ class Deletion:
 
     def so_far(self) -> str:
         if self._begun:
-            return "What was to go is no checkpoint any more: `ckpt gc` deletes the files of it that are still there"
-        return "Nothing was deleted: call the same again"
+            return "The checkpoints are already removed from the log: `ckpt gc` deletes their remaining files"
+        return "Nothing was deleted: repeat the command"
 
 
-def told(seconds: float, by: str = "`ckpt gc`") -> None:
-    """Before what a PLAN names is deleted."""
-    say(
-        f"the log says what goes. Waiting {seconds:g} s for those who are reading it; if this is stopped, the next "
-        f"{by} deletes it"
+def announce_wait(seconds: float, by: str = "`ckpt gc`") -> None:
+    """Print that files named by a PLAN record will be deleted after a wait."""
+    print_err(
+        f"the log records what is deleted. Waiting {seconds:g} s for readers to finish; if this is stopped, the next "
+        f"{by} deletes the files"
     )
 
 
@@ -104,4 +104,6 @@ async def delete_files(log: RunLog, keys: Sequence[str], sizes: dict[str, int], 
 
     files = [(key, sizes.get(key, 0)) for key in keys]
     with progress("deleting", sum(size for _, size in files)) as on_bytes:
-        await upkeep.delete(log.store, files, grace_s=grace_s, on_wait=partial(told, by="call"), on_bytes=on_bytes)
+        await upkeep.delete(
+            log.store, files, grace_s=grace_s, on_wait=partial(announce_wait, by="call"), on_bytes=on_bytes
+        )

@@ -1,4 +1,4 @@
-"""`ckpt verify`: whether every byte of a checkpoint is what was written."""
+"""`ckpt verify`: check that every byte of a checkpoint is intact."""
 
 from __future__ import annotations
 
@@ -37,24 +37,23 @@ from ckpt.tools.maintain.prune import some
 
 @click.command(epilog=example("ckpt verify runs/exp1@500", "ckpt verify runs/exp1 --all --json"))
 @checkpoint_argument()
-@click.option("--all", "every", is_flag=True, help="Every checkpoint instead of the newest.")
+@click.option("--all", "every", is_flag=True, help="Check every checkpoint instead of the newest.")
 @click.option(
     "--data/--no-data",
     default=True,
-    help="--data, the default: read every byte that a restore would, in files of older checkpoints too, and decode it."
-    " --no-data: only the log, the parts and tables, and the headers and sizes of the packs; quick, and blind to damage"
+    help="--data (default): read and decode every byte that a restore would read, also in files of older checkpoints."
+    " --no-data: check only the log, the manifests, and the headers and sizes of data files; fast, but misses damage"
     " in tensors.",
 )
 @look_options
 def verify(url: str, step: Which, every: bool, data: bool, as_json: bool) -> int:
-    """Read every byte of a checkpoint and check it. Exit code 1 if anything is damaged, the log included.
+    """Check every byte of a checkpoint. The exit code is 1 if anything is damaged, including the log.
 
-    The verdict is of all that a restore of the step would read. `ckpt repair` puts right what is damaged, as far as
-    that can be had somewhere. Files that cannot be read now may be intact: they are listed, and the exit code is 3 if
-    nothing else was found.
+    The verdict covers everything that a restore of the step reads. `ckpt repair` repairs damage if intact copies exist.
+    Files that cannot be read now may be intact: they are listed, and the exit code is 3 if nothing else was found.
     """
     if every and step is not None:
-        raise click.UsageError("one step and --all exclude each other")
+        raise click.UsageError("a step and --all cannot be combined")
     found = asyncio.run(_verify(url, step, every, data))
     if as_json:
         print_json(found)
@@ -67,7 +66,7 @@ def verify(url: str, step: Which, every: bool, data: bool, as_json: bool) -> int
         if away:
             put(AWAY)
         if any(c["problems"] for c in found["checkpoints"]) or any(map(mendable, found["problems"])):
-            put(f"`ckpt repair {found['url']}` may mend it")
+            put(f"`ckpt repair {found['url']}` may repair it")
         if any(problem.startswith("log record") for problem in found["problems"]):
             put(LOST_RECORDS)
     if found["problems"] or any(c["problems"] for c in found["checkpoints"]):
@@ -76,12 +75,12 @@ def verify(url: str, step: Which, every: bool, data: bool, as_json: bool) -> int
 
 
 AWAY = (
-    "nothing is known about files that cannot be read now; they may be intact. Restore access to them (mount, "
+    "files that cannot be read now may be intact. Restore access to them (mount, "
     "permissions, open file limit, credentials) and verify again"
 )
 LOST_RECORDS = (
-    "lost log records stay lost; the checkpoints above are judged without them. `ckpt copy --all` to another location "
-    "brings over what is whole, and a run without this fault"
+    "lost log records cannot be repaired; the checkpoints above are judged without them. `ckpt copy --all` to another "
+    "location copies all intact checkpoints into a run without this fault"
 )
 
 
@@ -90,7 +89,7 @@ def mendable(problem: str) -> bool:
 
 
 def by_problem(checkpoints: list[dict[str, Any]], kind: str = "problems") -> Iterator[str]:
-    """What is wrong, once for all checkpoints that suffer from it."""
+    """Yield each problem once, with all checkpoints that it affects."""
     steps: dict[str, list[int]] = {}
     for one in checkpoints:
         for problem in one[kind]:
@@ -106,7 +105,7 @@ async def _verify(url: str, step: Which, every: bool, data: bool) -> dict[str, A
         problems = lost if lost and len(damaged) == 1 else losses.one_by_one(damaged) + lost
         try:
             read_format(await steady.get(log.store, "FORMAT.json", limit=MAX_FORMAT))
-        except (CorruptError, StoreError) as error:  # the log made up for it
+        except (CorruptError, StoreError) as error:  # the log contains the same information
             what = "FORMAT.json is lost" if isinstance(error, NotFoundError) else str(error)
             (away if is_unreadable(error) else problems).append(what)
         commits = to_verify(log, step, every)
@@ -123,7 +122,7 @@ async def _verify(url: str, step: Which, every: bool, data: bool) -> dict[str, A
 
 
 def to_verify(log: RunLog, step: Which, every: bool) -> list[Commit]:
-    """NoCheckpointError if there is none; but if log records are damaged, that is what has to be said."""
+    """Return the checkpoints to verify. Raises NoCheckpointError if there is none and no log record is damaged."""
     if every and log.state.commits:
         return newest_first(log)
     if spelling.number(step) is None and log.state.damaged and not log.state.lineage():
@@ -132,8 +131,8 @@ def to_verify(log: RunLog, step: Which, every: bool) -> list[Commit]:
 
 
 async def bytes_to_read(log: RunLog, commits: list[Commit]) -> int:
-    """Of tensors, in all files that these checkpoints use; of what is damaged, as far as that can be known, and of very
-    many ranks as if all were stored as it is: their tables are read once only."""
+    """Return the bytes of tensors in all files that these checkpoints use. For damaged checkpoints it is an estimate.
+    For very many ranks it assumes raw data, because their tables are read once."""
     total = 0
     for commit in commits:
         with contextlib.suppress(CorruptError, StoreError):

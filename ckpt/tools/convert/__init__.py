@@ -1,5 +1,5 @@
-"""How does a checkpoint become files of another library, and back?
+"""Convert checkpoints to files of other libraries, and back.
 
-In: origins (our runs, safetensors, torch's files, DCP). Out: planned files, or a run, in one of the forms of `forms`.
-It may run nothing of what it reads; it knows no trainer and no command line.
+Input: origins (runs, safetensors, torch files, DCP folders). Output: planned files, or a run, in a format of `forms`.
+It executes no code from its input, and imports neither trainers nor the command line.
 """

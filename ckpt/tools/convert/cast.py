@@ -1,6 +1,6 @@
-"""Floating-point numbers of one dtype as another, rounded as torch rounds them, without torch.
+"""Cast floating-point numbers to another dtype without torch, with torch's rounding.
 
-To the nearest, halves to even; what is too large becomes infinite, what is not a number stays that.
+Rounding is to nearest, ties to even. Values that are too large become infinite; NaN stays NaN.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ SPELLINGS = {
     "float": "F32", "f16": "F16", "float16": "F16", "fp16": "F16", "half": "F16", "bf16": "BF16", "bfloat16": "BF16",
 }  # fmt: skip
 
-CHUNK = 1 << 17  # numbers at once: what is in between stays in the processor's cache
+CHUNK = 1 << 17  # numbers per step, so that intermediate results stay in the CPU cache
 
 Bytes = npt.NDArray[np.uint8]
 
 
 def dtype_called(text: str) -> str:
-    """Our name of a dtype that can be cast to. UsageError that lists them."""
-    found = SPELLINGS.get(text.removeprefix("torch.").lower())
-    if found is None:
-        raise UsageError(f"{text!r} is no dtype that numbers can be cast to: choose bf16, fp16, fp32 or fp64")
-    return found
+    """Return our name of a dtype to cast to. Raises UsageError with the possible ones."""
+    dtype = SPELLINGS.get(text.removeprefix("torch.").lower())
+    if dtype is None:
+        raise UsageError(f"cannot cast to {text!r}: choose bf16, fp16, fp32 or fp64")
+    return dtype
 
 
 def floats(raw: Bytes, dtype: str) -> npt.NDArray[Any]:
-    """One row of bytes as numbers that numpy knows: bfloat16 becomes float32, which loses nothing."""
+    """View one row of bytes as numpy numbers; bfloat16 becomes float32, which is exact."""
     numbers = raw.view(FLOATS[dtype])
     if dtype != "BF16":
         return numbers
@@ -41,18 +41,18 @@ def floats(raw: Bytes, dtype: str) -> npt.NDArray[Any]:
 
 
 def cast(raw: Bytes, dtype: str, to: str, into: Bytes) -> None:
-    """One row of bytes, as numbers of another dtype."""
+    """Cast one row of bytes to another dtype."""
     source, target = raw.view(FLOATS[dtype]), into.view(FLOATS[to])
     with np.errstate(over="ignore", invalid="ignore"):
         for start in range(0, len(source), CHUNK):
             numbers = floats(source[start : start + CHUNK].view(np.uint8), dtype)
             if to in ("F16", "BF16") and dtype == "F64":
-                numbers = numbers.astype("<f4")  # in two steps, as torch does
+                numbers = numbers.astype("<f4")  # in two steps, like torch
             target[start : start + CHUNK] = _to_bfloat16(numbers) if to == "BF16" else numbers
 
 
 def _to_bfloat16(numbers: npt.NDArray[Any]) -> npt.NDArray[np.uint16]:
-    """The upper halves of float32, rounded."""
+    """Return the rounded upper halves of float32 numbers."""
     single = np.ascontiguousarray(numbers, "<f4")
     bits = single.view("<u4")
     made: npt.NDArray[np.uint16] = ((bits + (np.uint32(0x7FFF) + ((bits >> 16) & 1))) >> 16).astype("<u2")

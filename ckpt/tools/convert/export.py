@@ -1,9 +1,9 @@
-"""Move the bytes of an export to planned files, window by window, within a bound of memory.
+"""Write the bytes of an export to planned files, window by window, within a memory limit.
 
     for each window: read -> cast -> write -> note;   then: finish -> appear
 
-All is made beside the target (`convert.partial`). An export that was stopped, by whatever, goes on when it is
-called again, and takes nothing for granted that it does not find as it was noted.
+All files are written next to the target (`convert.partial`). An interrupted export continues when it is repeated. It
+reuses only what its journal lists and whose digest still matches.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from ckpt.tools.convert.partial import Workshop, check_target, failed
 from ckpt.tools.convert.source import Bytes, Origin, Want
 
 SMALLEST, LARGEST = 1 << 20, 64 << 20  # bytes of a window
-SHARES = 8  # what a window costs in all, in windows: two to write from, what is read, cast, and kept for the next
-SPARE = 48 << 20  # bytes for what reading needs at least, and whatever is loaded on the way
-LEAST = 256 << 10  # bytes of a window of one of many files
+SHARES = 8  # total memory, in windows: two being written, plus read, cast and cached data
+SPARE = 48 << 20  # bytes for reading and for modules loaded meanwhile
+LEAST = 256 << 10  # bytes of a window if there are many files
 M_MMAP_THRESHOLD = -3  # of malloc.h
 SYNC = 256 << 20  # bytes written between two entries of the journal
 
@@ -45,7 +45,7 @@ OnBytes = Callable[[int], None] | None
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """`nbytes` of the files, of which `resumed` were there from a call before."""
+    """The result of an export. `nbytes` of the files, of which a previous call had written `resumed`."""
 
     nbytes: int
     resumed: int
@@ -54,7 +54,7 @@ class Exported:
 
 @dataclass(frozen=True, slots=True)
 class FileWindow:
-    """Bytes of a file. Both ends are at whole pages, but for the end of the file."""
+    """A range of a file. Both ends are at page boundaries, except the end of the file."""
 
     file: int
     start: int
@@ -62,31 +62,31 @@ class FileWindow:
 
 
 def window_for(max_memory: int) -> int:
-    """Bytes of a window, so that this whole process needs at most so many. UsageError if that cannot be."""
+    """Return the window size for a memory limit of this whole process. Raises UsageError if the limit is too low."""
     here = resident()
     window = (max_memory - here - SPARE) // SHARES // PAGE * PAGE
     if window < SMALLEST:
         least = here + SPARE + SHARES * SMALLEST
-        raise UsageError(f"--max-memory is too little: this process needs at least {-(-least >> 20)} MiB")
+        raise UsageError(f"--max-memory is too low: this process needs at least {-(-least >> 20)} MiB")
     give_back_freed()
     return min(window, LARGEST)
 
 
 def give_back_freed() -> None:
-    """Memory of whole windows goes back to the system when it is freed. By itself glibc keeps it in the heap of each
-    thread once some was freed, where others do not find it: a third more, by chance."""
+    """Return freed windows to the system. By default glibc keeps them per thread, which can cost a third more
+    memory."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 256 << 10)
 
 
 def resident() -> int:
-    """Bytes of memory that this process has now."""
+    """Return the resident memory of this process in bytes."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * mmap.PAGESIZE
 
 
 def batches(output: Output, size: int) -> Iterator[list[FileWindow]]:
-    """All bytes of all files, so many at once. Those of each file come in their order."""
+    """Yield all bytes of all files in batches of `size` bytes, in order within each file."""
     files = output.files
     if not output.side_by_side:
         for number, file in enumerate(files):
@@ -103,11 +103,9 @@ def batches(output: Output, size: int) -> Iterator[list[FileWindow]]:
 async def export(
     origin: Origin, output: Output, target: Path, *, window: int = LARGEST, on_bytes: OnBytes = None
 ) -> Exported:
-    """Make the files of `output` and let them appear as `target`. Called again after an interruption, it goes on.
-
-    UsageError if the target exists, or something else is being made there; FullError if there is no room, of which
-    nothing is left then; CorruptError, with the tensor's name, if the origin is damaged.
-    """
+    """Write the files of `output` and make them appear as `target`. A repeated call continues after an interruption.
+    Raises UsageError if the target exists or another export is writing it, FullError if there is too little space
+    (nothing is left then), and CorruptError with the tensor's name if the origin is damaged."""
     started = time.monotonic()
     check_target(target, single=output.single)
     for file in output.files:
@@ -129,12 +127,12 @@ async def export(
 
 
 def identity(origin: Origin, output: Output) -> str:
-    """Equal for exports of the same to the same files."""
-    files = [[f.name, f.size, [_said(part) for part in f.parts], f.sums] for f in output.files]
+    """Return a digest that is equal for exports of the same source to the same files."""
+    files = [[f.name, f.size, [_part_id(part) for part in f.parts], f.sums] for f in output.files]
     return file_digest(canonical([origin.identity, output.kind, output.single, files]))
 
 
-def _said(part: Literal | TensorRun) -> list[Any]:
+def _part_id(part: Literal | TensorRun) -> list[Any]:
     if isinstance(part, Literal):
         return [part.at, part.size, file_digest(part.data)]
     return [part.at, part.label, part.box, part.dtype]
@@ -144,7 +142,7 @@ def _said(part: Literal | TensorRun) -> list[Any]:
 
 
 class _Mover:
-    """One batch of windows is read while the one before it is written."""
+    """Reads one batch of windows while the previous one is written."""
 
     def __init__(self, origin: Origin, output: Output, workshop: Workshop, window: int, on_bytes: OnBytes) -> None:
         self._origin, self._output, self._workshop, self._on_bytes = origin, output, workshop, on_bytes
@@ -167,17 +165,17 @@ class _Mover:
                     await writing
                 self.resumed += sum(len(view) for window, view in views.items() if window not in missing)
                 writing = asyncio.create_task(asyncio.to_thread(self._settle, views, missing))
-                self._tell(sum(map(len, views.values())))
+                self._report(sum(map(len, views.values())))
             if writing is not None:
                 await writing
         finally:
             if writing is not None:
                 await asyncio.wait((writing,))
-            await asyncio.to_thread(self._note)
+            await asyncio.to_thread(self._write_journal)
 
     def _missing(self, views: Mapping[FileWindow, Bytes]) -> dict[FileWindow, Bytes]:
-        """Those that no earlier call has written, or that do not lie there as they were noted. The others are in their
-        views then."""
+        """Return the windows to write: those not in the journal or with another digest. Reads the others into their
+        views."""
         return {window: view for window, view in views.items() if not self._there(window, view)}
 
     def _there(self, window: FileWindow, view: Bytes) -> bool:
@@ -188,14 +186,14 @@ class _Mover:
         return _read(self._paths[window.file], window.start, view) and blob_digest(view.data).hex() == noted
 
     def _settle(self, views: Mapping[FileWindow, Bytes], missing: Mapping[FileWindow, Bytes]) -> None:
-        """What comes after reading: checksums, in the order of the bytes, and writing what is not there."""
+        """Compute checksums in the order of the bytes, and write the missing windows."""
         for window, view in views.items():
             for (start, _), digest in self._hashers[window.file].feed(window.start, view.data):
                 self.sums[self._output.files[window.file].name][start] = digest
         self._write(missing)
 
     async def _fill(self, views: Mapping[FileWindow, Bytes]) -> None:
-        """The windows' bytes, as the plan has them."""
+        """Read the bytes of the windows as planned."""
         wants, casts = list[Want](), list[tuple[Bytes, str, str, Bytes]]()
         for window, view in views.items():
             for part in _parts(self._output.files[window.file], window):
@@ -223,40 +221,40 @@ class _Mover:
             name = self._output.files[window.file].name
             self._written.append((name, window.start, window.stop, blob_digest(view.data).hex()))
         if sum(stop - start for _, start, stop, _ in self._written) >= SYNC:
-            self._note()
+            self._write_journal()
 
-    def _note(self) -> None:
+    def _write_journal(self) -> None:
         names = {name for name, *_ in self._written}
         for file, path in zip(self._output.files, self._paths, strict=True):
-            if file.name in names and not self._output.staged:  # what is staged goes again: nobody waits for its disk
+            if file.name in names and not self._output.staged:  # staged files are temporary, so they need no sync
                 with _opened(path, os.O_RDONLY) as fd:
                     os.fdatasync(fd)
         if names:
             self._workshop.note(self._written)
         self._written = []
 
-    def _tell(self, count: int) -> None:
+    def _report(self, count: int) -> None:
         if self._on_bytes is not None:
             self._on_bytes(count)
 
 
 def _carve(buffer: Bytes, batch: Sequence[FileWindow]) -> dict[FileWindow, Bytes]:
-    """Memory for each window, at whole pages."""
-    found, at = dict[FileWindow, Bytes](), 0
+    """Divide a buffer into page-aligned views, one per window."""
+    views, at = dict[FileWindow, Bytes](), 0
     for window in batch:
         size = window.stop - window.start
-        found[window] = buffer[at : at + size]
+        views[window] = buffer[at : at + size]
         at += -(-size // PAGE) * PAGE
-    return found
+    return views
 
 
 def _cast_all(casts: Sequence[tuple[Bytes, str, str, Bytes]]) -> None:
-    for raw, dtype, to, place in casts:
-        cast(raw, dtype, to, place)
+    for raw, dtype, to, target in casts:
+        cast(raw, dtype, to, target)
 
 
 def _parts(file: OutFile, window: FileWindow) -> Iterator[Literal | TensorRun]:
-    """Those that lie in a window."""
+    """Yield the parts of a file that overlap a window."""
     first = max(0, bisect_right(file.parts, window.start, key=lambda part: part.at) - 1)
     for part in file.parts[first:]:
         if part.at >= window.stop:
@@ -266,12 +264,12 @@ def _parts(file: OutFile, window: FileWindow) -> Iterator[Literal | TensorRun]:
 
 
 def _pages(size: int) -> Bytes:
-    """Memory at whole pages, as direct I/O wants it."""
+    """Return page-aligned memory, as direct I/O requires."""
     return np.frombuffer(mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
 
 
 def _write(path: Path, at: int, data: Bytes, *, direct: bool) -> None:
-    """If `direct`, past the page cache, where the file system allows: of what will not be read again soon."""
+    """Write bytes, past the page cache if `direct` and possible, because they will not be read again soon."""
     whole = len(data) // PAGE * PAGE if direct else 0
     with contextlib.suppress(OSError), _opened(path, os.O_WRONLY | os.O_DIRECT) as fd:
         _write_all(fd, data[:whole].data, at)
@@ -281,7 +279,7 @@ def _write(path: Path, at: int, data: Bytes, *, direct: bool) -> None:
 
 
 def _read(path: Path, at: int, view: Bytes) -> bool:
-    """False if there is not as much."""
+    """Read into a view. Return False if the file is too short."""
     with path.open("rb") as file:
         file.seek(at)
         return file.readinto(view.data) == len(view)

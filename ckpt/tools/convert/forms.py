@@ -1,6 +1,6 @@
-"""The forms that a checkpoint is written in. A new one is a module with `plan`, and an entry in FORMS.
+"""The formats of an export. A new one is a module with `plan` and an entry in FORMS.
 
-A plan says what files there will be, of which tensors; `ckpt.tools.convert.export` makes them.
+A plan lists the files and their tensors; `ckpt.tools.convert.export` writes them.
 """
 
 from __future__ import annotations
@@ -12,22 +12,24 @@ from typing import TYPE_CHECKING
 
 from ckpt.errors import UsageError
 
-if TYPE_CHECKING:  # which one is needed is known when it is asked for
+if TYPE_CHECKING:  # only the requested format is imported
     from ckpt.tools.convert.output import Output
     from ckpt.tools.convert.source import Origin, RankView
 
 
-PRETRAINED = ("pretrained",)  # the entry in which `ckpt.transformers` keeps what a hub folder has beside the weights
+PRETRAINED = ("pretrained",)  # entry in which `ckpt.transformers` keeps the other files of a hub folder
 NO_CONFIG = (
-    "no config.json or adapter_config.json is made. `python -m ckpt.transformers RUN --to FOLDER` makes a folder with "
+    "no config.json or adapter_config.json is written. `python -m ckpt.transformers RUN --to FOLDER` writes a folder "
+    "with "
     "them, for from_pretrained()"
 )
-OTHERS = (".gguf", ".ggml", ".onnx", ".h5", ".npz", ".npy", ".msgpack", ".tflite", ".pkl", ".zip", ".tar")  # files
+# suffixes of unsupported formats
+OTHERS = (".gguf", ".ggml", ".onnx", ".h5", ".npz", ".npy", ".msgpack", ".tflite", ".pkl", ".zip", ".tar")
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What the user wants of an origin, and where. `form`: one of FORMS."""
+    """What the user requested. `form`: one of FORMS."""
 
     path: Path
     form: str
@@ -40,7 +42,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Planned:
-    """What to make, and as what each tensor is written, by label."""
+    """The files to write, and the dtype of each tensor by label."""
 
     output: Output
     dtypes: Mapping[str, str]
@@ -49,9 +51,11 @@ class Planned:
 
 @dataclass(frozen=True)
 class Form:
-    """`plan`: of an origin, the views of the ranks wanted, as what to write each tensor, and all that was asked for.
-    `suffixes`: of files that are of this form. `weights_only`: what is no weight is left out. `divided`: for a job of
-    several ranks."""
+    """A format. `plan`: returns the output for an origin, the views of the ranks, the dtypes and the request.
+
+    `suffixes`: of files in this format. `weights_only`: other entries are omitted. `divided`: sharded for several
+        ranks.
+    """
 
     plan: Callable[[Origin, list[RankView], Mapping[str, str], Wanted], Output]
     suffixes: tuple[str, ...] = ()
@@ -60,18 +64,18 @@ class Form:
 
 
 def form_of(path: Path) -> str:
-    """By what a file is called; "" for a folder."""
+    """Return the format of a file name, "" for a folder."""
     return next((name for name, form in FORMS.items() if path.suffix in form.suffixes), "")
 
 
 def form_for(path: Path, given: str | None, world: int | None) -> str:
-    """The form that was asked for, or that a name means: a folder of safetensors, if it is of none. UsageError for a
-    file of a form that cannot be written."""
+    """Return the requested format, or that of the name; for other names a folder of safetensors. Raises UsageError for
+    the suffix of an unsupported format."""
     if path.suffix.lower() in OTHERS and given is None:
         suffixes = ", ".join(f"{name} ({', '.join(form.suffixes)})" for name, form in FORMS.items() if form.suffixes)
         raise UsageError(
-            f"{path.name}: {path.suffix} is no form that can be written. Files can be {suffixes}, folders safetensors, "
-            "dcp or run: other programs make theirs of safetensors"
+            f"{path.name}: the format {path.suffix} is not supported. Files can be {suffixes}, folders safetensors, "
+            "dcp or run; other programs can convert safetensors"
         )
     return given or form_of(path) or ("run" if world else "safetensors")
 
@@ -112,7 +116,7 @@ def _lightning(origin: Origin, views: list[RankView], dtypes: Mapping[str, str],
     from ckpt.tools.convert import to_lightning
 
     if wanted.only:
-        raise UsageError("a .ckpt, Lightning's file, has all of a run in it: leave out --only, or add --format")
+        raise UsageError("a .ckpt file of Lightning contains a whole run: omit --only, or add --format")
     return to_lightning.plan(origin, views[0], dtypes)
 
 

@@ -1,8 +1,7 @@
-"""What an export writes, as pure values: files, of literal bytes and of tensors at their places.
+"""The output of an export as pure values: files made of literal bytes and of tensors at offsets.
 
-A format (`convert.to_safetensors`, `convert.to_torch`, `convert.to_dcp`, `convert.to_run`) plans
-`OutFile`s and says what is left to do when their bytes are there; `convert.export` moves the bytes, whatever the
-format.
+A format (`convert.to_safetensors`, `convert.to_torch`, `convert.to_dcp`, `convert.to_run`) plans `OutFile`s and a final
+step; `convert.export` writes the bytes of any format.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from ckpt.store import folder_of, normalise
 
 @dataclass(frozen=True, slots=True)
 class Literal:
-    """Bytes that the plan knows."""
+    """Bytes that are known when planning."""
 
     at: int
     data: bytes
@@ -33,10 +32,7 @@ class Literal:
 
 @dataclass(frozen=True, slots=True)
 class TensorRun:
-    """A box of a tensor of the origin, by its label, in row-major order as `dtype`.
-
-    `at` is a multiple of the bytes of an element.
-    """
+    """A box of a tensor of the origin, in row-major order as `dtype`. `at`: a multiple of the element size."""
 
     at: int
     label: str
@@ -50,8 +46,8 @@ class TensorRun:
 
 @dataclass(frozen=True)
 class OutFile:
-    """`parts` lie one behind the other, in the order of their places, and leave no gap; `name` is relative. `sums`:
-    bytes (from, to) of which a digest is wanted."""
+    """A file. `parts` are contiguous and in order. `name` is relative. `sums`: byte ranges (from, to) whose digests the
+    final step needs."""
 
     name: str
     size: int
@@ -59,7 +55,7 @@ class OutFile:
     sums: tuple[tuple[int, int], ...] = ()
 
     def check(self) -> None:
-        """AssertionError if the parts leave a gap, overlap, or do not end at `size`."""
+        """Raise AssertionError if the parts leave a gap, overlap, or do not end at `size`."""
         at = 0
         for part in self.parts:
             assert part.at == at, (self.name, part.at, at)
@@ -69,20 +65,19 @@ class OutFile:
 
 
 Sums = Mapping[str, Mapping[int, bytes]]
-"""Digests of each file, by where their bytes start."""
+"""Digests of each file by the start of their bytes."""
 
 
 @dataclass(frozen=True)
 class Output:
-    """All that an export makes. `single`: the target is that one file, else a folder that holds them.
+    """Everything that an export writes. `single`: the target is the one file, otherwise a folder.
 
-    `finish(out, sums)` writes what can only be written now (small files: an index, a manifest), durably; it may be
-    called again after it was interrupted. `staged`: the files are only what `finish` makes the target of; they lie at
-    `staged_path` then. `side_by_side`: the files have parts of the same tensors at about the same places, and are
-    written at the same time, so that each piece of the origin is read once.
+    `finish(out, sums)` writes small files that depend on digests (an index, a manifest), durably; it may be repeated.
+    `staged`: the files are only input for `finish`, and are stored at `staged_path`. `side_by_side`: the files contain
+        parts of the same tensors, and are written together so that each chunk of the origin is read once.
     """
 
-    kind: str  # for people: "safetensors", "torch.save", "DCP", "a run of 4 ranks"
+    kind: str  # for users: "safetensors", "torch.save", "DCP", "a run of 4 ranks"
     files: tuple[OutFile, ...]
     finish: Callable[[Path, Sums], None]
     single: bool = False
@@ -95,10 +90,10 @@ class Output:
 
 
 def local_path(target: str) -> Path:
-    """A file or folder of this machine. UsageError if it is anything else."""
+    """Return the path of a local file or folder. Raises UsageError for any other URL."""
     if folder_of(normalise(target)) is None:
         raise UsageError(
-            f"{target} is not on this machine: make it in a folder, and take it there, a run with `ckpt copy`"
+            f"{target} is not on this machine: write to a local folder and copy it there, a run with `ckpt copy`"
         )
     text = re.sub(r"^file://", "", target, flags=re.IGNORECASE)
-    return Path(text).expanduser().absolute()  # a link is not followed: it is there already
+    return Path(text).expanduser().absolute()  # links are not followed, so that an existing link is detected

@@ -1,8 +1,8 @@
-"""A folder of torch's distributed checkpoints (DCP): `.metadata`, and files with everything that ranks have saved.
+"""Parse a folder of torch's distributed checkpoints (DCP): `.metadata`, and data files of the ranks.
 
-`.metadata` is a pickle that says which box of which tensor is where. torch's own reader would run whatever is in it, so
-it is read through a list of what may be made: DCP's own descriptions, of plain data. Each item in the other files is a
-torch.save archive of its own, which `ckpt.tools.convert.parse_torch` looks into.
+`.metadata` is a pickle that lists which box of which tensor is where. torch's reader would execute code in it. Here it
+is read with a list of allowed classes: DCP's descriptions, made of plain data. Each item in the data files is a
+torch.save archive, which `ckpt.tools.convert.parse_torch` reads.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ckpt.errors import CorruptError, FormatError, UsageError
 from ckpt.tools.convert.parse_entries import OBJECT, AnyTensor, Chunks, TensorRef, Values, at_place, from_description
 from ckpt.tools.convert.parse_safetensors import check_inside
 from ckpt.tools.convert.parse_state import from_state
-from ckpt.tools.convert.parse_torch import FileSection, load, opened, told
+from ckpt.tools.convert.parse_torch import FileSection, load, naming_file, opened
 from ckpt.tools.convert.source import DESCRIPTION
 from ckpt.tools.convert.source_files import Foreign, refuse
 
@@ -48,36 +48,31 @@ _ALLOWED = {
 
 
 class _MetadataUnpickler(pickle._Unpickler):
-    """Makes nothing but what is in the list: nothing else is imported, looked up or called. That we pickle nothing is
-    about what we write; this is what torch has written.
-
-    The one in Python: for one flipped byte the one in C makes a table of up to 64 GiB, and the machine kills something.
-    """
+    """Unpickles only listed classes; nothing else is imported or called. We write no pickles, but torch does. It is the
+    Python implementation: for one flipped byte the C implementation allocates up to 64 GiB."""
 
     def find_class(self, module: str, name: str) -> Any:
         full = f"{module}.{name}"
         if module.partition(".")[0] == "pathlib" and name.endswith("Path"):
-            return pathlib.PurePosixPath  # where it was written: of no use here
+            return pathlib.PurePosixPath  # the original path is irrelevant here
         if full not in _ALLOWED:
-            raise FormatError(f"it names {full:.200}, which is nothing that torch writes there; nothing of it was run")
+            raise FormatError(f"it references {full:.200}, which torch never writes there; no code was run")
         return super().find_class(module, name)
 
 
 def sniff(path: FilePath) -> bool:
-    """Whether this is such a folder, or the `.metadata` in it."""
+    """Return True if the path is such a folder, or the `.metadata` in it."""
     return (path / ".metadata").is_file() or (path.name == ".metadata" and path.is_file())
 
 
 def parse(path: FilePath, at: Path = ("model",)) -> Foreign:
-    """What a distributed checkpoint holds. The state_dict of a model alone goes to `at`.
-
-    CorruptError if something is damaged or missing, FormatError if it names code or is not such a folder, UsageError
-    if something in it cannot be kept; the message says where.
-    """
+    """Parse a distributed checkpoint. The state_dict of a single model goes to `at`. Raises CorruptError if something
+    is damaged or missing, FormatError if it references code or is not such a folder, and UsageError with the path of an
+    entry that cannot be converted."""
     folder = path.parent if path.name == ".metadata" else path
     values, paths, plain = items_of(folder)
     root = nested(values, {name: paths[name] for name in values})
-    with told(folder):
+    with naming_file(folder):
         if DESCRIPTION not in values:
             return from_state(WHAT, folder, root, at, plain)
 
@@ -90,8 +85,8 @@ def parse(path: FilePath, at: Path = ("model",)) -> Foreign:
 
 
 def items_of(folder: FilePath, *, tensors_only: bool = False) -> tuple[dict[str, Any], dict[str, Path], Values]:
-    """Tensors and plain values by name, the path of each name in the state, and what was found to be neither."""
-    with opened(folder / ".metadata") as file, told(folder / ".metadata"):
+    """Return tensors and plain values by name, the path of each name in the state, and all skipped objects."""
+    with opened(folder / ".metadata") as file, naming_file(folder / ".metadata"):
         metadata = _metadata(file)
         paths = paths_of(list(metadata.state_dict_metadata), metadata.planner_data)
     items = _Items(folder, metadata, paths)
@@ -99,7 +94,7 @@ def items_of(folder: FilePath, *, tensors_only: bool = False) -> tuple[dict[str,
 
 
 def _metadata(file: IO[bytes]) -> Metadata:
-    """CorruptError unless all that is used of it is of the kind that it should be."""
+    """Return the metadata. Raises CorruptError unless every field used has the right type."""
     try:
         found = _MetadataUnpickler(file).load()
         if type(found) is not Metadata:
@@ -114,8 +109,8 @@ def _metadata(file: IO[bytes]) -> Metadata:
         return found
     except (FormatError, UsageError):
         raise
-    except Exception as error:  # whatever a damaged pickle leads to
-        raise CorruptError(f"not what torch writes: {str(error)[:200]}") from None
+    except Exception as error:  # a damaged pickle can raise anything
+        raise CorruptError(f"not written by torch, or damaged: {str(error)[:200]}") from None
 
 
 def _check_tensor(name: str, found: TensorStorageMetadata) -> None:
@@ -132,17 +127,17 @@ def _check_tensor(name: str, found: TensorStorageMetadata) -> None:
 def _check_place(index: MetadataIndex, info: _StorageInfo) -> None:
     file, at, length = info.relative_path, info.offset, info.length
     if type(file) is not str or type(at) is not int or type(length) is not int:
-        raise ValueError("a place that is none")
+        raise ValueError("an invalid location")
     if descriptors := getattr(info, "transform_descriptors", None):
         how = ", ".join(str(part)[:40] for part in descriptors)
-        raise UsageError(f"{index.fqn} was changed when it was written ({how}): save it without such extensions")
+        raise UsageError(f"{index.fqn} was written with extensions ({how}): save it without them")
     if at < 0 or length < 0 or at + length >= 2**63:
-        raise ValueError("an impossible place")
+        raise ValueError("an impossible location")
 
 
 def paths_of(names: list[str], planner_data: Any) -> dict[str, Path]:
-    """Where each name is in the nested state. Without the planner's own word, names with `.state.` in them and such
-    belong to an optimizer, and all others are on top."""
+    """Return the path of each name in the nested state. Without the planner's data, names with `.state.` and the like
+    belong to an optimizer, and all others are at the top."""
     known = planner_data if type(planner_data) is dict else {}
     paths: dict[str, Path] = {}
     optimizers = {name.partition(".param_groups.")[0] for name in names if ".param_groups." in name}
@@ -164,20 +159,20 @@ def paths_of(names: list[str], planner_data: Any) -> dict[str, Path]:
 
 
 def nested(values: Mapping[str, Any], paths: Mapping[str, Path]) -> Any:
-    """The state as it was, of dicts and lists. Empty ones are lost: torch does not write them."""
+    """Return the state as nested dicts and lists. Empty containers are lost, because torch does not write them."""
     numbers = [key for path in paths.values() for key in path if type(key) is int]
     if any(len(path) > MAX_DEPTH for path in paths.values()) or not all(0 <= n < len(paths) + 1000 for n in numbers):
         raise CorruptError("a state that is nested too deeply, or has impossibly long lists")
     if len(set(paths.values())) != len(paths):
-        raise CorruptError("two entries of the state are at one place")
+        raise CorruptError("two entries of the state have the same path")
     try:
         return _numbered(unflatten_state_dict({name: values[name] for name in paths}, dict(paths)))
     except (TypeError, ValueError, LookupError, AttributeError):
-        raise CorruptError("an entry of the state is at a place inside of another") from None
+        raise CorruptError("an entry of the state lies inside another") from None
 
 
 def _numbered(value: Any) -> Any:
-    """torch turns the numbers of parameters, as keys of an optimizer's state, into text: back again."""
+    """Convert numbers of parameters back to int: torch converts keys of an optimizer's state to text."""
     if type(value) is list:
         return [_numbered(one) for one in value]
     if type(value) is not dict:
@@ -193,14 +188,14 @@ def _numbered(value: Any) -> Any:
 
 
 class _Items:
-    """Looks into the items."""
+    """Reads the items of a distributed checkpoint."""
 
     def __init__(self, folder: FilePath, metadata: Metadata, paths: Mapping[str, Path]) -> None:
         self._folder, self._metadata, self._paths = folder, metadata, paths
         self.plain = Values()
 
     def read(self, tensors_only: bool) -> dict[str, Any]:
-        """Tensors and plain values by name."""
+        """Return tensors and plain values by name."""
         by_file: dict[str, list[MetadataIndex]] = {}
         for name, one in self._metadata.state_dict_metadata.items():
             if tensors_only and isinstance(one, BytesStorageMetadata):
@@ -208,7 +203,7 @@ class _Items:
             places = [chunk.offsets for chunk in one.chunks] if isinstance(one, TensorStorageMetadata) else [None]
             for index in (MetadataIndex(name, offset) for offset in places):
                 if (info := (self._metadata.storage_data or {}).get(index)) is None:
-                    raise CorruptError(f"{self._folder}: .metadata does not say where {name} is")
+                    raise CorruptError(f"{self._folder}: .metadata has no location for {name}")
                 by_file.setdefault(info.relative_path, []).append(index)
         found: dict[MetadataIndex, Any] = {}
         for file, items in by_file.items():
@@ -230,31 +225,32 @@ class _Items:
         with opened(self._folder / file) as stream:
             for index in items:
                 info = self._metadata.storage_data[index]
-                with told(self._folder / file, (index.fqn,)):
+                with naming_file(self._folder / file, (index.fqn,)):
                     if info.offset + info.length > size:
-                        raise CorruptError("the file was cut off")
+                        raise CorruptError("the file is truncated")
                     item = io.BufferedReader(cast(FileSection, stream.raw).section(info.offset, info.length))
                     path = self._paths[index.fqn]
                     value = self.plain.all_of(load(item, file, info.offset), path)
                     if value is not OBJECT:
                         found[index] = value
-                    elif type(path[-1]) is int:  # the others of a list keep their places
+                    elif type(path[-1]) is int:  # the other items of a list keep their index
                         found[index] = None
         return found
 
-    def _joined(self, name: str, said: TensorStorageMetadata, found: Mapping[MetadataIndex, Any]) -> AnyTensor:
-        """A tensor of its pieces."""
-        dtype, shape, parts = DTYPE_NAME[said.properties.dtype], tuple(said.size), list[tuple[Dims, Dims, TensorRef]]()
-        for chunk in said.chunks:
+    def _joined(self, name: str, metadata: TensorStorageMetadata, found: Mapping[MetadataIndex, Any]) -> AnyTensor:
+        """Join the chunks of a tensor."""
+        dtype, shape = DTYPE_NAME[metadata.properties.dtype], tuple(metadata.size)
+        parts = list[tuple[Dims, Dims, TensorRef]]()
+        for chunk in metadata.chunks:
             ref, sizes = found.get(MetadataIndex(name, chunk.offsets)), tuple(chunk.sizes)
             if type(ref) is not TensorRef or (ref.dtype, ref.shape) != (dtype, sizes):
                 is_there = f"{ref.dtype} of shape {list(ref.shape)}" if type(ref) is TensorRef else "no tensor"
                 raise CorruptError(
-                    f"{self._folder}: {name} is {dtype} of shape {list(sizes)} in .metadata, and {is_there} in its file"
+                    f"{self._folder}: {name} is {dtype} of shape {list(sizes)} in .metadata, but {is_there} in its file"
                 )
             parts.append((tuple(chunk.offsets), sizes, ref))
         if not parts:
-            raise CorruptError(f"{self._folder}: there is nothing of {name}")
+            raise CorruptError(f"{self._folder}: {name} has no data")
         if len(parts) == 1 and parts[0][1] == shape and not any(parts[0][0]):
             return parts[0][2]
         return Chunks(dtype, shape, tuple(parts))

@@ -1,7 +1,7 @@
-"""A state of another library in our terms, put together: entries, and which bytes of which file are their tensors.
+"""Build the entries of a state from another library, and record which bytes of which file are their tensors.
 
-What torch's loader has made of a file becomes tensors by where their bytes lie, and plain values (`Values`). What is
-what, a file of ours says itself (`from_description`); of others `ckpt.tools.convert.parse_state` tells by the form.
+The objects that torch's loader returns become tensors (by the location of their bytes) and plain values (`Values`). A
+file exported by us describes its entries (`from_description`); for others `ckpt.tools.convert.parse_state` infers them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from ckpt.tools.convert.source_files import FilePiece, Foreign, refuse
 
 @dataclass(frozen=True, slots=True)
 class TensorRef:
-    """Where a tensor's bytes lie. `strides`, in elements: None if in row-major order. Equal: the same view."""
+    """The location of a tensor's bytes. `strides`: in elements, None for row-major order. Equal references are one
+    view."""
 
     dtype: str
     shape: Dims
@@ -38,7 +39,7 @@ class TensorRef:
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """A tensor in pieces, each a box of it: (offsets, sizes, where)."""
+    """A tensor in chunks, each a box of it: (offsets, sizes, location)."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -55,10 +56,8 @@ def is_tensor(value: object) -> bool:
 
 @dataclass
 class Parts:
-    """The pieces and aliases of a `Foreign`, while it is put together. UsageError if two tensors get one name.
-
-    Tensors that are the same view of the same bytes are one tensor with several names.
-    """
+    """The chunks and aliases of a `Foreign` under construction. Raises UsageError if two tensors get the same name.
+    Tensors that view the same bytes in the same way are one tensor with several names."""
 
     pieces: list[FilePiece] = field(default_factory=list)
     aliases: dict[str, str] = field(default_factory=dict)
@@ -68,7 +67,7 @@ class Parts:
 
     def tensor(self, name: str, value: AnyTensor, *, shared: bool = True) -> None:
         if name in self._names or name == "__metadata__" or not is_text(name):
-            raise UsageError(f"{name!r}: two tensors of the file get this name, or it is reserved")
+            raise UsageError(f"{name!r} is reserved, or the name of two tensors in the file")
         self._names.add(name)
         if shared and 0 not in value.shape:
             owner = self._owners.setdefault(value, name)
@@ -93,7 +92,7 @@ class Parts:
         return {**reference, "name": name}
 
     def values(self, value: Any, path: Path) -> tuple[Json, tuple[str, ...]]:
-        """Plain values with references, and the names of the tensors in them."""
+        """Return plain values with references, and the names of the tensors in them."""
         names: list[str] = []
 
         def extern(found: object, path: Path) -> Json | None:
@@ -113,14 +112,14 @@ class Parts:
 
 # -- as torch has read it --
 
-OBJECT = object()  # in the place of what is no tensor and no plain value
+OBJECT = object()  # stands for a value that is neither a tensor nor plain
 PLAIN = (bool, int, float, complex, str, bytes, bytearray)
 
 
 @dataclass(frozen=True, slots=True)
 class Container:
-    """What torch has read at byte `start` of a file. `root`: with tensors that have no memory; `storages`: by address,
-    each storage, and where in the container its bytes begin: None if it does not hold them."""
+    """What torch has read at byte `start` of a file. `root`: its tensors have no memory. `storages`: by address, each
+    storage with its offset in the container, None if the bytes are missing."""
 
     root: Any
     file: str
@@ -130,10 +129,10 @@ class Container:
 
 @dataclass
 class Values:
-    """Turns what torch has read into plain values and TensorRef. UsageError names the path of a tensor that cannot be.
+    """Converts objects read by torch to plain values and TensorRef. UsageError has the path of an unsupported tensor.
 
-    `changes`: what does not come back as what it was, and where. `objects`: what is neither, by its path: it is not in
-    what comes back, or None if it was in a list.
+    `changes`: values that change their type, and where. `objects`: unsupported objects by path; they are dropped, or
+        None in a list.
     """
 
     changes: dict[str, list[Path]] = field(default_factory=dict)
@@ -149,17 +148,17 @@ class Values:
         self.changes.setdefault(text, []).append(path)
 
     def all_of(self, container: Container, path: Path = ()) -> Any:
-        """OBJECT if it is one itself."""
+        """Convert the root of a container. Returns OBJECT if it is an unsupported object."""
         return self._plain(container.root, path, container)
 
     def _plain(self, value: Any, path: Path, container: Container) -> Any:
         kind = type(value)
         if len(path) > MAX_DEPTH:
-            raise UsageError(f"{show(path[:4])}…: nested deeper than {MAX_DEPTH}")
+            raise UsageError(f"{show(path[:4])}…: nested deeper than {MAX_DEPTH} levels")
         if isinstance(value, torch.Tensor):
             return tensor_ref(value, path, container)
         if isinstance(value, (np.generic, np.ndarray)) and (value.dtype.hasobject or value.dtype.names):
-            return self._object(path, "a numpy value with objects or fields in it")
+            return self._object(path, "a numpy value with objects or fields")
         if value is None or kind in PLAIN or isinstance(value, (np.generic, np.ndarray)):
             return value
         if kind is set:
@@ -194,27 +193,27 @@ class Values:
 
 
 def tensor_ref(tensor: torch.Tensor, path: Path, container: Container) -> TensorRef:
-    """Where its bytes lie. UsageError if they are not the whole truth about it."""
+    """Return the location of a tensor's bytes. Raises UsageError if its bytes alone do not define it."""
     if problem := _problem(tensor):
         raise refuse(path, problem)
     dtype, shape, strides = DTYPE_NAME[tensor.dtype], tuple(tensor.shape), tensor.stride()
     storage = tensor.untyped_storage()
     if storage._cdata not in container.storages:
-        raise refuse(path, "is on the meta device: it has no values")
+        raise refuse(path, "is on the meta device and has no values")
     _, start = container.storages[storage._cdata]
     if start is None and storage.nbytes():
-        raise CorruptError(f"{show(path)}: the file does not hold its {storage.nbytes()} bytes")
+        raise CorruptError(f"{show(path)}: its {storage.nbytes()} bytes are missing in the file")
     at = container.start + (start or 0) + tensor.storage_offset() * BITS[dtype] // 8
     return TensorRef(dtype, shape, container.file, at, None if tensor.is_contiguous() else strides)
 
 
 def _problem(tensor: torch.Tensor) -> str:
     if hasattr(tensor, "placements"):
-        return "is one rank's part of a DTensor: save .full_tensor(), or with torch.distributed.checkpoint"
+        return "is one rank's shard of a DTensor: save .full_tensor(), or use torch.distributed.checkpoint"
     if tensor.layout != torch.strided:
         return "is sparse: convert it with .to_dense()"
     if tensor.is_quantized or tensor.is_nested:
-        return "is quantized or nested: save its parts"
+        return "is quantized or nested: save its component tensors"
     if tensor.is_conj() or tensor.is_neg():
         return "is a conjugate or negated view: call .resolve_conj().resolve_neg() before saving"
     if not tensor.is_contiguous() and overlaps_itself(tensor):
@@ -226,16 +225,16 @@ def _problem(tensor: torch.Tensor) -> str:
 
 
 def from_description(what: str, folder: FilePath, text: object, root: Any, find: Callable[[Place], Any]) -> Foreign:
-    """What a file says itself that it holds. `root`: all of that, without the description; `find`: the tensor at a
-    place of it, LookupError if there is none. UsageError if the file says something else by now."""
+    """Return what a file's own description lists. `root`: the contents without the description. `find`: returns the
+    tensor at a path, or raises LookupError. Raises UsageError if the file was changed since."""
     if type(text) is not str:
         raise CorruptError(f"{DESCRIPTION} is damaged: not a text")
-    said = described(text)
-    entries, aliases, places, step = said.entries, said.aliases, said.places, said.step
-    if said.seal and said.seal != fingerprint(root, _form):
+    description = described(text)
+    entries, aliases, paths, step = description.entries, description.aliases, description.places, description.step
+    if description.seal and description.seal != fingerprint(root, _form):
         raise UsageError(
-            f"it was changed after it was exported, and {DESCRIPTION} in it says what was there before: delete that "
-            "key, and what is in it now is imported"
+            f"it was changed after its export, and {DESCRIPTION} in it describes the old contents: delete that "
+            "key to import the current contents"
         )
     for entry in entries:
         _check_references(entry)
@@ -243,10 +242,10 @@ def from_description(what: str, folder: FilePath, text: object, root: Any, find:
     arrays = {aliases.get(name, name) for entry in entries for name in _arrays(entry.values)}
     names = dict.fromkeys(name for entry in entries for name in entry.names)
     for name in dict.fromkeys(aliases.get(name, name) for name in names):
-        if name not in places:
-            raise CorruptError(f"{DESCRIPTION} is damaged: it does not say where {name} is")
+        if name not in paths:
+            raise CorruptError(f"{DESCRIPTION} is damaged: it has no path for {name}")
         try:
-            value = find(places[name])
+            value = find(paths[name])
         except (LookupError, TypeError):
             value = None
         if isinstance(value, np.ndarray):
@@ -254,7 +253,7 @@ def from_description(what: str, folder: FilePath, text: object, root: Any, find:
         elif is_tensor(value):
             parts.tensor(name, _row(value) if name in arrays else value, shared=False)
         else:
-            raise CorruptError(f"{DESCRIPTION} is damaged: {name} is not where it says")
+            raise CorruptError(f"{DESCRIPTION} is damaged: {name} is not at its path")
     return Foreign(what, folder, tuple(parts.pieces), aliases, entries, (), step, parts.held)
 
 
@@ -263,19 +262,19 @@ def _form(value: object) -> tuple[str, tuple[int, ...]] | None:
 
 
 def _check_references(entry: OriginEntry) -> None:
-    """CorruptError if plain values refer to something in a form that nobody can read."""
-    for one in _tagged(entry.values):
-        known = one.get("name") in entry.names
-        if one["$"] == "ndarray":
-            shape = one.get("shape")
+    """Raise CorruptError if plain values contain invalid references."""
+    for reference in _tagged(entry.values):
+        known = reference.get("name") in entry.names
+        if reference["$"] == "ndarray":
+            shape = reference.get("shape")
             known = known and type(shape) is list and all(type(n) is int and n >= 0 for n in shape)
-            plain_dtype(one.get("dtype"))
+            plain_dtype(reference.get("dtype"))
         if not known:
-            raise CorruptError(f"{DESCRIPTION} is damaged: {show(entry.path)} refers to what is not there")
+            raise CorruptError(f"{DESCRIPTION} is damaged: {show(entry.path)} refers to a missing tensor")
 
 
 def _tagged(values: Json) -> Iterator[dict[str, Any]]:
-    """All references to tensors and arrays among plain values."""
+    """Yield all references to tensors and arrays among plain values."""
     if type(values) is dict and values.get("$") in ("tensor", "ndarray"):
         yield values
     elif type(values) in (dict, list):
@@ -284,19 +283,19 @@ def _tagged(values: Json) -> Iterator[dict[str, Any]]:
 
 
 def _arrays(values: Json) -> Iterator[str]:
-    """The names of all numpy arrays among plain values."""
-    return (str(one.get("name")) for one in _tagged(values) if one["$"] == "ndarray")
+    """Yield the names of all numpy arrays among plain values."""
+    return (str(reference.get("name")) for reference in _tagged(values) if reference["$"] == "ndarray")
 
 
 def _row(value: AnyTensor) -> AnyTensor:
-    """The same bytes as one row of them, as arrays lie in a state; unchanged if they do not lie in a row."""
+    """View a tensor as one row of bytes, as arrays are stored in a state; unchanged if it is not contiguous."""
     if isinstance(value, Chunks) or value.strides is not None:
         return value
     return TensorRef("U8", (math.prod(value.shape) * BITS[value.dtype] // 8,), value.file, value.at)
 
 
 def at_place(root: Any, place: Place) -> Any:
-    """What lies under some keys. LookupError or TypeError if nothing does."""
+    """Return the value at a path of keys. Raises LookupError or TypeError if there is none."""
     for key in place:
         if is_tensor(root) or type(root) is str:
             raise KeyError(key)

@@ -1,8 +1,8 @@
-"""Files of safetensors: one, or a folder of them with or without an index. The format's own library checks each.
+"""Parse safetensors files: one, or a folder with or without an index. The safetensors library checks each header.
 
-They hold tensors by name and nothing else, so they become one module. Names that `safetensors.torch.save_model` left
-out because they shared memory with another are in the metadata, and are aliases here. Pieces of tensors, as torch's
-`HuggingFaceStorageWriter` writes them from several ranks, are put together.
+They contain only tensors by name, so they become one module. `safetensors.torch.save_model` omits names that share
+memory with another and lists them in the metadata; here they become aliases. Pieces of tensors, which torch's
+`HuggingFaceStorageWriter` writes from several ranks, are joined.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _DTYPES = BITS.keys() - {"F4_E2M1X2", "C128", "C32"}
 
 
 def sniff(path: FilePath) -> bool:
-    """Whether this is a file or an index of safetensors, or a folder that holds some."""
+    """Return True for a safetensors file or index, or a folder that contains some."""
     if path.is_dir():
         return any(name.endswith((".safetensors", _INDEX)) for name in os.listdir(path))
     if path.name.endswith((".safetensors", _INDEX)):
@@ -42,11 +42,9 @@ def sniff(path: FilePath) -> bool:
 
 
 def parse(path: FilePath, at: Path = ("model",)) -> Foreign:
-    """What one file, or the files of a folder or of an index, hold: one module, which goes to `at`.
-
-    CorruptError if one is damaged or missing, FormatError if this is not safetensors, UsageError if it is not clear
-    what is meant, or a dtype cannot be kept.
-    """
+    """Parse a file, a folder or an index into one module at `at`. Raises CorruptError if a file is damaged or missing,
+    FormatError if this is not safetensors, and UsageError if the choice of files is ambiguous or a dtype is not
+    supported."""
     if path.is_dir():
         return _folder(path, at)
     if path.name.endswith(_INDEX):
@@ -61,13 +59,13 @@ def _folder(folder: FilePath, at: Path) -> Foreign:
     if len(indexes) > 1 and f"model{_INDEX}" in indexes:
         indexes = [f"model{_INDEX}"]
     if len(indexes) > 1:
-        raise UsageError(f"{folder} has several indexes ({', '.join(indexes[:5])}): give the path of one of them")
+        raise UsageError(f"{folder} has several indexes ({', '.join(indexes[:5])}): give the path of one")
     if indexes:
         return _indexed(folder, indexes[0], at)
     if "model.safetensors" in files:
         return _foreign(folder, ["model.safetensors"], None, at)
     if not files:
-        raise FormatError(f"{folder} holds no file of safetensors")
+        raise FormatError(f"{folder} contains no safetensors file")
     return _foreign(folder, files, None, at)
 
 
@@ -83,7 +81,7 @@ def _indexed(folder: FilePath, name: str, at: Path) -> Foreign:
     except OSError as error:
         if error.errno not in LOST:
             raise cannot_read(folder / name, error) from None
-        raise UsageError(f"{folder / name} cannot be read: {error.strerror}") from None
+        raise UsageError(f"cannot read {folder / name}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CorruptError(f"{folder / name} is damaged: {str(error)[:200]}") from None
     files = sorted(set(weights.values()))
@@ -93,9 +91,9 @@ def _indexed(folder: FilePath, name: str, at: Path) -> Foreign:
 
 
 def check_inside(folder: FilePath, file: str) -> None:
-    """CorruptError if a file that a file names is not in the same folder, or below it."""
+    """Raise CorruptError if a referenced file is outside the folder."""
     if not file or FilePath(file).is_absolute() or ".." in FilePath(file).parts or "\0" in file:
-        raise CorruptError(f"{folder}: names a file outside this folder: {file!r}")
+        raise CorruptError(f"{folder}: references a file outside this folder: {file!r}")
 
 
 def _foreign(folder: FilePath, files: list[str], weights: dict[str, str] | None, at: Path) -> Foreign:
@@ -107,17 +105,18 @@ def _foreign(folder: FilePath, files: list[str], weights: dict[str, str] | None,
         metadata |= said
         for name, tensor in tensors.items():
             if weights is not None and weights.get(name) != file:
-                notes.append(f"{name} in {file} is not in the index and was left out")
+                notes.append(f"skipped {name} in {file}, which is not in the index")
             else:
                 found.setdefault(name, []).append(tensor)
     if weights is not None and (missing := sorted(weights.keys() - found.keys())):
-        raise CorruptError(f"{folder}: {missing[0]} is not in {weights[missing[0]]}, where the index says it is")
+        raise CorruptError(f"{folder}: the index lists {missing[0]} in {weights[missing[0]]}, but it is not there")
     names = {name: show((*at, name)) for name in found}
     pieces = [piece for name, parts in found.items() for piece in _pieces(folder, names[name], parts)]
     aliases = {
         show((*at, removed)): names[kept]
         for removed, kept in metadata.items()
-        if kept in names and removed not in names and is_text(removed) and removed != "format"  # which says of what
+        # "format" names the framework
+        if kept in names and removed not in names and is_text(removed) and removed != "format"
     }
     entry = OriginEntry(at, "module", {}, (*names.values(), *aliases))
     return Foreign("safetensors", folder, tuple(pieces), aliases, (entry,), tuple(_few(notes)))
@@ -128,13 +127,13 @@ def _few(notes: list[str]) -> list[str]:
 
 
 def _pieces(folder: FilePath, full: str, parts: list[FilePiece]) -> list[FilePiece]:
-    """What the files have of one tensor, in its place."""
+    """Join the pieces of one tensor."""
     name, first = parts[0].name, parts[0]
     if len(parts) == 1 and not any(first.offsets):
         return [replace(first, name=full, offsets=(0,) * len(first.sizes))]
     if any(not part.offsets or len(part.offsets) != len(first.sizes) for part in parts):
         files = ", ".join(sorted({part.file for part in parts})[:5])
-        raise CorruptError(f"{folder}: {name} is in several files ({files}), and no index says in which")
+        raise CorruptError(f"{folder}: {name} is in several files ({files}), and there is no index")
     if any(len(part.sizes) != len(first.sizes) for part in parts):
         raise CorruptError(f"{folder}: the pieces of {name} do not fit together")
     ends = [[i + n for i, n in zip(part.offsets, part.sizes, strict=True)] for part in parts]
@@ -146,7 +145,7 @@ def _pieces(folder: FilePath, full: str, parts: list[FilePiece]) -> list[FilePie
 
 
 def _read(folder: FilePath, file: str) -> tuple[dict[str, FilePiece], dict[str, str]]:
-    """The tensors and the metadata of a file, which the format's own library has found to be whole."""
+    """Return the tensors and the metadata of a file whose header the safetensors library has checked."""
     path = folder / file
     if not path.exists():
         raise CorruptError(f"{folder}: {file} is missing")
@@ -156,14 +155,14 @@ def _read(folder: FilePath, file: str) -> tuple[dict[str, FilePiece], dict[str, 
             length = int.from_bytes(start, "little")
             text = stream.read(min(length, MAX_HEADER))
             metadata = _checked(start + text, os.fstat(stream.fileno()).st_size)
-        header = json.loads(text)  # where bytes lie, the library does not say
+        header = json.loads(text)  # the library does not return where the bytes are
         header.pop("__metadata__", None)
         places = _offsets(metadata)
         return {name: _tensor(file, name, one, 8 + length, places) for name, one in header.items()}, metadata
     except OSError as error:
         raise cannot_read(path, error) from None
     except SafetensorError as error:
-        raise CorruptError(f"{path} is damaged, or no file of safetensors: {error}") from None
+        raise CorruptError(f"{path} is damaged, or not a safetensors file: {error}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:
         raise CorruptError(f"{path}: the header is damaged: {str(error)[:200]}") from None
     except UsageError as error:
@@ -171,8 +170,9 @@ def _read(folder: FilePath, file: str) -> tuple[dict[str, FilePiece], dict[str, 
 
 
 def _checked(head: bytes, size: int) -> dict[str, str]:
-    """Return the metadata. The library checks the header in a file in memory of the same size: it would map the file
-    itself, which some file systems cannot, and report every failure to open it as an absent file."""
+    """Let the library check the header, and return the metadata. The header is in a memory file of the same size,
+    because the library would map the file itself. Some file systems cannot do that, and it reports every failure to
+    open as an absent file."""
     with os.fdopen(os.memfd_create("header"), "wb") as file:
         file.write(head)
         file.truncate(size)
@@ -185,21 +185,21 @@ def _checked(head: bytes, size: int) -> dict[str, str]:
 
 def _tensor(file: str, name: str, one: Any, start: int, places: dict[str, tuple[int, ...]]) -> FilePiece:
     dtype, shape, (low, _) = one["dtype"], one["shape"], one["data_offsets"]
-    if dtype == "F4" and shape and shape[-1] % 2 == 0:  # torch keeps two to a byte, and calls those its elements
+    if dtype == "F4" and shape and shape[-1] % 2 == 0:  # torch keeps two values per byte and counts bytes as elements
         dtype, shape = "F4_E2M1X2", [*shape[:-1], shape[-1] // 2]
     elif dtype not in _DTYPES:
-        raise refuse((name,), f"has dtype {str(dtype)[:20]}, which cannot be kept: convert it")
+        raise refuse((name,), f"has dtype {str(dtype)[:20]}, which is not supported: convert it")
     return FilePiece(name, dtype, tuple(shape), places.get(name, ()), tuple(shape), file, start + low)
 
 
 def _offsets(metadata: dict[str, str]) -> dict[str, tuple[int, ...]]:
-    """Where pieces of tensors lie in them, if this file holds pieces."""
+    """Return the offsets of pieces in their tensors, if this file contains pieces."""
     if _SHARDING not in metadata:
         return {}
     found = {}
     for name, one in json.loads(metadata[_SHARDING]).items():
         offsets = one["saved_offsets"]
         if type(offsets) is not list or not all(type(n) is int and 0 <= n < 2**62 for n in offsets):
-            raise ValueError(f"{name:.80} has an impossible place in its tensor")
+            raise ValueError(f"{name:.80} has impossible offsets in its tensor")
         found[name] = tuple(offsets)
     return found

@@ -1,8 +1,8 @@
-"""What a nested state of another library is in our terms: modules, optimizers, objects with a state, plain values.
+"""Infer the entries of a nested state from another library: modules, optimizers, objects with a state, plain values.
 
-Other libraries save only values, not what they are of, so that is told by their form: a dict of nothing but tensors is
-a module, one with `state` and `param_groups` an optimizer. Optimizers number their parameters; what these are called is
-in the file, or follows from order and shapes, or stays unknown, and a note says which.
+Other libraries save values without their classes, so the structure decides. A dict of only tensors is a module; one
+with `state` and `param_groups` is an optimizer. Optimizers number their parameters: names come from the file, or follow
+from order and shapes, or stay unknown. A note states which.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LIKE_PARAMETER = (
     "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg", "sum", "acc_delta",
     "exp_inf", "prev", "step_size", "ax", "master_param",
 )  # fmt: skip
-_MANY = 1000  # ways to give names, beyond which it is not clear anyway
+_MANY = 1000  # assignments of names, beyond which the result is ambiguous anyway
 _T = TypeVar("_T")
 
 
@@ -36,10 +36,8 @@ _WRAPPER_PARTS = ("_orig_mod", "_checkpoint_wrapped_module")
 
 
 def _without_wrappers(keys: Iterable[str]) -> dict[str, str]:
-    """Return by key its name without the parts that torch.compile and checkpoint wrappers add.
-
-    A file has no classes. If anything lies next to such an attribute, the module is not a wrapper and keeps the part.
-    """
+    """Return each key without the parts that torch.compile and checkpoint wrappers add. Files have no classes. If such
+    an attribute has siblings, the module is not a wrapper and keeps the part."""
     parts = {key: key.split(".") for key in keys}
     members: dict[tuple[str, ...], set[str]] = {}
     for path in parts.values():
@@ -53,7 +51,7 @@ def _without_wrappers(keys: Iterable[str]) -> dict[str, str]:
 
 
 def from_state(what: str, folder: FilePath, root: Any, at: Path, values: Values) -> Foreign:
-    """Entries for a nested state. A module that is all there is goes to `at`; so does a list, or a tensor."""
+    """Return the entries of a nested state. A single module, list or tensor goes to `at`."""
     return _Reading(what, folder, at, values).read(root)
 
 
@@ -81,12 +79,12 @@ class _Reading:
         return Foreign(*found, self._values.objects)
 
     def _loose_module(self, root: Mapping[Any, Any]) -> Mapping[Any, Any]:
-        """Some trainers put a model's tensors beside everything else: those go to `at`. The rest is returned."""
+        """Move a model's loose tensors to `at`, and return the rest. Some trainers store them next to other entries."""
         loose = {k: v for k, v in root.items() if is_tensor(v) and type(k) is str and ("." in k or v.dtype in FLOATING)}
         head = self._at[0] if self._at else None
         if not any("." in key for key in loose) or head in root:
             return root
-        self._values.note(self._at, "tensors that were beside everything else became this module")
+        self._values.note(self._at, "tensors next to other entries became this module")
         self._module(loose, self._at)
         return {key: value for key, value in root.items() if key not in loose}
 
@@ -108,7 +106,7 @@ class _Reading:
             self._module(value, path)
         elif kind == "optimizer":
             self._optimizers.append((len(self._entries), path, value))
-            self._entries.append(OriginEntry(path, kind, {}, ()))  # set when all modules are known
+            self._entries.append(OriginEntry(path, kind, {}, ()))  # replaced when all modules are known
         else:
             data, names = self._parts.values(value, path)
             self._entries.append(OriginEntry(path, kind, {}, names, data))
@@ -116,13 +114,13 @@ class _Reading:
     def _module(self, value: Mapping[str, AnyTensor], path: Path) -> None:
         plain = _without_wrappers(value)
         if list(plain) != list(plain.values()):
-            self._values.note(path, "names without what torch.compile and such add to them")
+            self._values.note(path, "removed prefixes that torch.compile and other wrappers add to names")
             value = {plain[key]: tensor for key, tensor in value.items()}
         names = {key: show((*path, key)) for key in value}
         for key, name in names.items():
             self._parts.tensor(name, value[key])
         if names and all(key.startswith("module.") for key in value):
-            self._values.note(path, 'all names start with "module.", as those of a wrapped module do; kept as they are')
+            self._values.note(path, 'all names start with "module.", as in a wrapped module; kept unchanged')
         self._modules.append(ModuleNames(path, {k: (n, value[k]) for k, n in names.items()}, self._parts.aliases))
         self._entries.append(OriginEntry(path, "module", {}, tuple(names.values())))
 
@@ -143,7 +141,8 @@ class _Reading:
                 found += names
         others: list[Json] = []
         fixed: list[str] = []
-        for place, tensor in saved.get("params", {}).items():  # as we write what only the optimizer holds
+        # our exports store tensors that only the optimizer has here
+        for place, tensor in saved.get("params", {}).items():
             self._parts.tensor(show((*path, "params", place)), tensor)
             fixed.append(show((*path, "params", place)))
         for param, state in saved.get("state", {}).items():
@@ -164,9 +163,9 @@ class _Reading:
 
 
 def _with_orders(entry: OriginEntry, orders: Mapping[str, list[int] | None]) -> OriginEntry:
-    """Note the memory layout of tensors that are not contiguous."""
-    found = {name: order for name in entry.names if (order := orders.get(name)) is not None}
-    return structs.replace(entry, facts={**entry.facts, ORDERS: found}) if found else entry
+    """Record the memory layout of tensors that are not contiguous."""
+    layouts = {name: order for name in entry.names if (order := orders.get(name)) is not None}
+    return structs.replace(entry, facts={**entry.facts, ORDERS: layouts}) if layouts else entry
 
 
 # -- what a value is, by its form --
@@ -181,14 +180,14 @@ def _kind(value: Any) -> str:
     if not tensors or not all(type(key) is str for key in value):
         return "stateful"
     if len(tensors) == len(value):
-        # States of random number generators are dicts of bytes.
+        # states of random number generators are dicts of bytes
         return "stateful" if all(t.dtype == "U8" for t in tensors) else "module"
     others = [key for key, v in value.items() if not is_tensor(v)]
     return "custom module" if all(key.endswith("_extra_state") for key in others) else "stateful"
 
 
 def _holds(value: Any) -> bool:
-    """Whether something with a form of its own is inside: then each part is an entry."""
+    """Return True if the value contains something that is an entry itself."""
     return any(
         _kind(part) in ("module", "optimizer", "custom module") or _is_scheduler(part) or _holds(part)
         for part in _parts(value)
@@ -196,9 +195,9 @@ def _holds(value: Any) -> bool:
 
 
 def _step(root: Any) -> int | None:
-    """Of the training, as trainers call it."""
-    found = [root.get(key) for key in ("global_step", "step")] if type(root) in (dict, OrderedDict) else []
-    return next((step for step in found if type(step) is int and 0 <= step < 2**53), None)
+    """Return the training step under its usual names."""
+    steps = [root.get(key) for key in ("global_step", "step")] if type(root) in (dict, OrderedDict) else []
+    return next((step for step in steps if type(step) is int and 0 <= step < 2**53), None)
 
 
 def _parts(value: Any) -> Iterator[Any]:
@@ -233,7 +232,7 @@ def _is_listed(value: Mapping[Any, Any]) -> bool:
 
 
 def _is_flat(value: Mapping[Any, Any]) -> bool:
-    """`state.<parameter>.<key>` and `param_groups.<parameter>.<setting>`, as torch flattens it."""
+    """Match `state.<parameter>.<key>` and `param_groups.<parameter>.<setting>`, torch's flattened form."""
     if not all(type(key) is str and key.startswith(("state.", "param_groups.")) for key in value):
         return False
     settings = [key.removeprefix("param_groups.") for key in value if key.startswith("param_groups.")]
@@ -243,7 +242,7 @@ def _is_flat(value: Mapping[Any, Any]) -> bool:
 
 
 def _unflattened(value: dict[str, Any]) -> dict[str, Any]:
-    """The list form. Parameters that follow each other and have the same settings are one group."""
+    """Convert to the list form. Consecutive parameters with equal settings form one group."""
     if not _is_flat(value):
         return value
     settings: dict[str, dict[str, Any]] = {}
@@ -265,13 +264,13 @@ def _unflattened(value: dict[str, Any]) -> dict[str, Any]:
 
 
 class ParameterNames:
-    """What parameters are called, by the modules beside their optimizer. `at`: where bare weights belong."""
+    """Finds the names of an optimizer's parameters in the modules of the state. `at`: path of bare weights."""
 
     def __init__(self, modules: Sequence[ModuleNames], at: Path, note: Callable[[Path, str], None]) -> None:
         self._modules, self._at, self._note = modules, at, note
 
     def of(self, path: Path, keys: list[Any], saved: dict[str, Any]) -> dict[Any, str]:
-        """What its parameters are called, by the keys that the optimizer has for them."""
+        """Return the names of an optimizer's parameters by its own keys."""
         given = [group.get("param_names") for group in saved["param_groups"]]
         own = [name for one in given if type(one) is list for name in one if type(name) is str]
         if len(own) != len(keys) or len(set(own)) != len(own):
@@ -283,28 +282,28 @@ class ParameterNames:
             chosen = self._choose(path, having)
             if chosen is not None:
                 return dict(zip(keys, map(chosen.full, own), strict=True))
-            self._note(path, "parameters are called as the file calls them: not one module of it has these names")
+            self._note(path, "parameters keep their names in the file, because no module has them")
             return dict(zip(keys, own, strict=True))
         shapes = [[_shape(saved.get("state", {}).get(key, {})) for key in g["params"]] for g in saved["param_groups"]]
         found = self._choose(path, {m.path: names for m in self._modules if (names := m.match(shapes)) is not None})
         if found is not None:
-            self._note(path, "parameters are numbered in the file; their names follow from order and shapes")
+            self._note(path, "parameters are numbered in the file; order and shapes determined their names")
             return dict(zip(keys, found, strict=True))
-        self._note(path, "parameters are numbered in the file, and their names unclear: called by their places")
+        self._note(path, "parameters are numbered in the file and their names are ambiguous: named by position")
         places = (f"{i}.{j}" for i, group in enumerate(saved["param_groups"]) for j in range(len(group["params"])))
         return dict(zip(keys, places, strict=True))
 
     def _choose(self, path: Path, fitting: dict[Path, _T]) -> _T | None:
-        """Of what fits an optimizer, by the module's path: the only one, or that of the model, not of its average."""
-        usual = [one for one in fitting if one == self._at or one[-1:] in (("model",), ("state_dict",))]
+        """Choose among the modules that fit an optimizer: the only one, or the model rather than its average."""
+        usual = [path for path in fitting if path == self._at or path[-1:] in (("model",), ("state_dict",))]
         if len(fitting) > 1 and len(usual) == 1:
-            self._note(path, f"several modules fit its parameters: taken for those of {show(usual[0])}")
+            self._note(path, f"several modules fit its parameters: used {show(usual[0])}")
             return fitting[usual[0]]
         return next(iter(fitting.values())) if len(fitting) == 1 else None
 
 
 class ModuleNames:
-    """The tensors of one module, by their names in it."""
+    """The tensors of one module by their names in it."""
 
     def __init__(self, path: Path, names: dict[str, tuple[str, AnyTensor]], aliases: Mapping[str, str]) -> None:
         self.path, self.names, self._aliases = path, names, aliases
@@ -314,7 +313,8 @@ class ModuleNames:
         return self._aliases.get(found, found)
 
     def match(self, groups: list[list[tuple[int, ...] | None]]) -> list[str] | None:
-        """Full names for the parameters of some groups, whose order in each is that of the module; None if unclear."""
+        """Match the groups' parameters with the module's, in the module's order. Return full names, None if
+        ambiguous."""
         candidates = [
             (full, tensor.shape)
             for name, (full, tensor) in self.names.items()
@@ -323,7 +323,7 @@ class ModuleNames:
         total = sum(map(len, groups))
         if total == 0 or total > len(candidates):
             return None
-        # Ways to hand out the first names, by how many parameters of each group have theirs; up to two of each.
+        # Number of assignments of the first names, by how many parameters of each group are assigned; at most two each.
         ways: dict[tuple[int, ...], tuple[int, Any]] = {(0,) * len(groups): (1, None)}
         for number, (_, shape) in enumerate(candidates):
             spare = len(candidates) - total
@@ -353,7 +353,7 @@ def _add(ways: dict[tuple[int, ...], tuple[int, Any]], key: tuple[int, ...], cou
 
 
 def _shape(state: Any) -> tuple[int, ...] | None:
-    """Of the parameter that some optimizer state belongs to, if that tells."""
+    """Return the shape of the parameter that a piece of optimizer state belongs to, if it is known."""
     for key in _LIKE_PARAMETER:
         if is_tensor(state.get(key)):
             return tuple(state[key].shape)

@@ -1,7 +1,7 @@
-"""A file of `torch.save`, by torch's own unpickler of `weights_only=True`, so that nothing in it is run.
+"""Parse a file of `torch.save` with torch's unpickler of `weights_only=True`, so that no code in it is executed.
 
-Of the file the pickle is read, and no tensor: its storages have no memory, and it is known at which byte of the file
-each begins. So tensors become ranges of the file, to be read when they are wanted.
+Only the pickle is read. Its storages get no memory, but the offset of each in the file is known. Tensors thus become
+ranges of the file that are read when needed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ckpt.tools.convert.source_files import Foreign, cannot_read
 
 _SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".tar")
 _RECORDS = (b"data.pkl", b"version", b"byteorder", b".format_version", b"constants.pkl")
-_LOCAL = struct.Struct("<26x2H")  # the header before each record, of which only the lengths at its end matter
+_LOCAL = struct.Struct("<26x2H")  # header before each record; only the lengths at its end matter
 _LIGHTNING = ("lightning_fabric.utilities.data", "lightning.fabric.utilities.data",
               "pytorch_lightning.utilities.parsing", "lightning.pytorch.utilities.parsing")  # fmt: skip
 _NUMPY = {"_reconstruct": np.zeros(0).__reduce__()[0], "scalar": np.float64(0).__reduce__()[0]}
@@ -43,7 +43,7 @@ def _default_dict(factory: Any = None) -> dict[Any, Any]:
     return {}
 
 
-# What is made of plain data besides what torch allows: numpy's arrays and scalars, dicts that are called otherwise.
+# Classes of plain data that torch does not allow: numpy's arrays and scalars, and subclasses of dict.
 _ALSO: list[Any] = [
     np.ndarray, np.dtype, int, bytes, _codecs.encode, (_default_dict, "collections.defaultdict"),
     *(kind for kind in vars(np.dtypes).values() if isinstance(kind, type)),
@@ -53,7 +53,7 @@ _ALSO: list[Any] = [
 
 
 class _Object:
-    """In the place of an object that only code could make: takes whatever the file says of it, and keeps nothing."""
+    """Stands for an object that only code could create. Accepts and ignores its state."""
 
     def __new__(cls, *args: Any) -> _Object:
         return super().__new__(cls)
@@ -65,12 +65,12 @@ class _Object:
         pass
 
 
-_KNOWN = ("torch._", "torch.distributed.")  # of what torch would say itself what it lacks
-_AGAIN = "load it where it can be trusted with torch.load(..., weights_only=True), and torch.save it again"
+_KNOWN = ("torch._", "torch.distributed.")  # torch reports missing classes of these itself
+_AGAIN = "in a trusted environment, load it with torch.load(..., weights_only=True) and torch.save it again"
 
 
 def sniff(path: FilePath) -> bool:
-    """Whether a file looks like one of torch.save, of any age."""
+    """Return True if a file looks like one of torch.save, of any version."""
     head = start_of(path, 512)
     if head.startswith(b"PK\3\4") and len(head) >= _LOCAL.size:
         length, _ = _LOCAL.unpack_from(head)
@@ -79,20 +79,15 @@ def sniff(path: FilePath) -> bool:
 
 
 def parse(path: FilePath, at: Path = ("model",)) -> Foreign:
-    """What a file of torch.save holds. A bare state_dict goes to `at`.
-
-    CorruptError if it is damaged, FormatError if it is nothing but code or is not such a file, UsageError if a tensor
-    in it cannot be kept; the message says where.
-    """
+    """Parse a file of torch.save. A bare state_dict goes to `at`. Raises CorruptError if it is damaged, FormatError if
+    it contains only code or is not such a file, and UsageError with the path of a tensor that is not supported."""
     if path.suffix == ".distcp":
-        raise UsageError(f"{path} is a part of a distributed checkpoint: give its folder, {path.parent}")
+        raise UsageError(f"{path} is one file of a distributed checkpoint: give its folder, {path.parent}")
     what, values = "a torch.save file", Values()
-    with opened(path) as file, told(path):
+    with opened(path) as file, naming_file(path):
         root = values.all_of(load(file, path.name))
         if root is OBJECT:
-            raise FormatError(
-                f"it holds nothing but {values.objects[()]}, which is code, and nothing of it was run: {_AGAIN}"
-            )
+            raise FormatError(f"it contains only {values.objects[()]}, which is code and was not run: {_AGAIN}")
         if type(root) is dict and DESCRIPTION in root:
             rest = {key: value for key, value in root.items() if key != DESCRIPTION}
             return from_description(what, path.parent, root[DESCRIPTION], rest, lambda keys: at_place(root, keys))
@@ -100,7 +95,7 @@ def parse(path: FilePath, at: Path = ("model",)) -> Foreign:
 
 
 class _Reader(Unpickler):
-    """Makes of each storage one without memory. `storages`: as a `Container` has them."""
+    """Creates storages without memory. `storages`: as in `Container`."""
 
     def __init__(self, pickled: bytes, records: Mapping[str, tuple[int, int]]) -> None:
         super().__init__(io.BytesIO(pickled), encoding="utf-8")
@@ -117,7 +112,7 @@ class _Reader(Unpickler):
 
 
 def load(stream: IO[bytes], file: str, start: int = 0) -> Container:
-    """What torch.save has written to a stream, which begins at byte `start` of a file. No byte of a tensor is read."""
+    """Read what torch.save wrote to a stream that begins at byte `start` of a file. No tensor bytes are read."""
     try:
         records, pickled = _records(stream)
         with torch.serialization.safe_globals(_ALSO), warnings.catch_warnings():
@@ -130,16 +125,16 @@ def load(stream: IO[bytes], file: str, start: int = 0) -> Container:
         raise
     except OSError as error:
         raise cannot_read(FilePath(file), error) from None
-    except Exception as error:  # whatever torch makes of bytes that it did not write
+    except Exception as error:  # torch can raise anything for foreign bytes
         raise _refused(error) from None
     finally:
-        torch._utils._sparse_tensors_to_validate.clear()  # of those without memory nothing can be asked
+        torch._utils._sparse_tensors_to_validate.clear()  # tensors without memory cannot be validated
     return Container(root, file, start, reader.storages)
 
 
 def _stand_ins(stream: IO[bytes]) -> list[Any]:
-    """For each class or function that a file names and that is not allowed: a class of ours, called so. Nothing of what
-    is called so elsewhere is imported or run."""
+    """Create an empty class for each class or function in the file that is not allowed. Nothing is imported or
+    executed."""
     made = list[Any]()
     for full in torch.serialization.get_unsafe_globals_in_checkpoint(stream):
         module, _, name = full.rpartition(".")
@@ -149,25 +144,25 @@ def _stand_ins(stream: IO[bytes]) -> list[Any]:
 
 
 def _records(stream: IO[bytes]) -> tuple[dict[str, tuple[int, int]], bytes]:
-    """Of each record where its bytes begin and how many they are, and the pickle."""
+    """Return the pickle, and the offset and length of each record."""
     head = stream.read(4)
     if head[:1] == b"\x80":
         raise UsageError(f"written by torch before 1.6, or a plain pickle: {_AGAIN}")
     if head != b"PK\3\4":
-        raise FormatError("not a file of torch.save")
+        raise FormatError("not a torch.save file")
     found: dict[str, tuple[int, int]] = {}
     with zipfile.ZipFile(stream) as archive:
         names = {name.rpartition("/")[2]: name for name in archive.namelist()}
         if "data.pkl" not in names:
-            raise FormatError("a zip archive that torch.save did not write: there is no data.pkl in it")
+            raise FormatError("a zip archive that torch.save did not write: it has no data.pkl")
         if "constants.pkl" in names:
             raise UsageError(
-                "a TorchScript archive, which holds a program; save what is in it instead: "
+                "a TorchScript archive, which contains a program: save its state_dict instead: "
                 "torch.save(torch.jit.load(path).state_dict(), …)"
             )
         for info in archive.infolist():
             if info.compress_type != zipfile.ZIP_STORED:
-                raise UsageError(f"{info.filename} is compressed, and torch.save does not do that: {_AGAIN}")
+                raise UsageError(f"{info.filename} is compressed, which torch.save never does: {_AGAIN}")
             if info.filename.endswith("/byteorder") and archive.read(info) != b"little":
                 raise UsageError(f"written on a big-endian machine: {_AGAIN} on a little-endian one")
             stream.seek(info.header_offset)
@@ -180,31 +175,31 @@ def _records(stream: IO[bytes]) -> tuple[dict[str, tuple[int, int]], bytes]:
 
 
 def _refused(error: Exception) -> CorruptError | FormatError | UsageError:
-    """What torch says of a file that it does not load, in a sentence."""
+    """Convert torch's error about a file that it does not load."""
     text = str(error).rpartition("WeightsUnpickler error:")[2].rpartition("a trusted source.")[2].strip()
     if "to load DTensors" in text or "torch.distributed.tensor.DTensor" in text:
         return UsageError(
-            "it holds one rank's part of a DTensor: save .full_tensor(), or with torch.distributed.checkpoint"
+            "it contains one rank's shard of a DTensor: save .full_tensor(), or use torch.distributed.checkpoint"
         )
     if named := re.search(r"(?:GLOBAL|function|got) (?:<(?:\w+ ')?)?([\w.]*\w)", text):
-        return FormatError(f"it names {named[1]}, which is code, and nothing of it was run: {_AGAIN}")
+        return FormatError(f"it references {named[1]}, which is code and was not run: {_AGAIN}")
     if "quantized" in text:
-        return UsageError("it holds a quantized tensor: save its parts")
+        return UsageError("it contains a quantized tensor: save its component tensors")
     if "Unsupported operand" in text:
-        return UsageError(f"its pickle is not of protocol 2, which torch.save uses: {_AGAIN}")
+        return UsageError(f"its pickle does not use protocol 2, as torch.save does: {_AGAIN}")
     return CorruptError(f"the archive is damaged: {type(error).__name__}: {text.partition(chr(10))[0][:200]}")
 
 
 @contextmanager
 def opened(path: FilePath) -> Iterator[io.BufferedReader]:
-    """A file to read. UsageError if there is none, or it is something else, such as a pipe. UnreadableError if a read
-    fails, whatever zipfile, torch or an unpickler make of that."""
+    """Open a regular file. Raises UsageError if there is none. If a read fails, UnreadableError is raised, whatever
+    zipfile, torch or an unpickler make of the error."""
     try:
         fd = open_regular(path)
     except OSError as error:
         if error.errno not in LOST:
             raise cannot_read(path, error) from None
-        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+        raise UsageError(f"cannot read {path}: {error.strerror}") from None
     failures = list[OSError]()
     try:
         yield io.BufferedReader(FileSection(fd, 0, os.fstat(fd).st_size, failures))
@@ -217,7 +212,7 @@ def opened(path: FilePath) -> Iterator[io.BufferedReader]:
 
 
 class FileSection(io.RawIOBase):
-    """Some bytes of a file, as a file of its own. `failures` receives the errors of its reads."""
+    """A range of a file as a file object. `failures`: receives the errors of its reads."""
 
     def __init__(self, fd: int, start: int, length: int, failures: list[OSError]) -> None:
         self._fd, self._start, self._length, self._at, self._failures = fd, start, length, 0, failures
@@ -251,8 +246,8 @@ class FileSection(io.RawIOBase):
 
 
 @contextmanager
-def told(path: FilePath, inside: Path = ()) -> Iterator[None]:
-    """Errors say of which file they are."""
+def naming_file(path: FilePath, inside: Path = ()) -> Iterator[None]:
+    """Add the name of the file to errors."""
     try:
         yield
     except (CorruptError, FormatError, UsageError) as error:

@@ -1,8 +1,8 @@
-"""A `torch_dist` checkpoint of Megatron, as a run of `ckpt.megatron` holds it.
+"""Parse a `torch_dist` checkpoint of Megatron, with the entries of a run of `ckpt.megatron`.
 
-It is a folder of torch's distributed checkpoints (`convert.parse_dcp`), in which all layers of the decoder are one
-tensor, with `common.pt`, a file of torch.save, and `metadata.json` beside it. Of an optimizer that was saved
-`fully_reshardable` there are whole tensors; as what else one is saved, only Megatron can put together.
+It is a folder of torch's distributed checkpoints (`convert.parse_dcp`) in which all layers of the decoder are one
+tensor, plus `common.pt`, a torch.save file, and `metadata.json`. An optimizer saved as `fully_reshardable` has whole
+tensors; only Megatron can assemble the other kinds.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from ckpt.core.format.values import Path, show
 from ckpt.errors import CorruptError, UsageError
 from ckpt.tools.convert.parse_dcp import items_of
 from ckpt.tools.convert.parse_entries import AnyTensor, Chunks, Parts, TensorRef, Values, is_tensor
-from ckpt.tools.convert.parse_torch import load, opened, told
+from ckpt.tools.convert.parse_torch import load, naming_file, opened
 from ckpt.tools.convert.source import OriginEntry
 from ckpt.tools.convert.source_files import Foreign
 
 WHAT = "a torch_dist checkpoint of Megatron"
-LAYERS = re.compile(r"(decoder\.layers)\.(?!\d)(.+)")  # all of them in one tensor
+LAYERS = re.compile(r"(decoder\.layers)\.(?!\d)(.+)")  # all layers in one tensor
 STATE = re.compile(r"optimizer\.state\.(param|exp_avg|exp_avg_sq)\.(.+)")
-OPTIMIZER = ("optimizer.", "chained_")  # what keys of optimizers begin with
-NOWHERE = {"place": [0] * 5}  # random numbers of a rank that there is not, so nobody takes them (`ckpt.megatron`)
+OPTIMIZER = ("optimizer.", "chained_")  # prefixes of keys of optimizers
+NOWHERE = {"place": [0] * 5}  # random numbers of a rank that does not exist, so no rank restores them (`ckpt.megatron`)
 TOLD = ("checkpoint_version", "content_metadata", "iteration", "model", "opt_param_scheduler", "optimizer")
-MAX_SAID = 1 << 20  # bytes of Megatron's metadata.json
+MAX_SAID = 1 << 20  # most bytes of Megatron's metadata.json
 
 
 def sniff(path: FilePath) -> bool:
-    """Whether this is a folder in which Megatron says how it has written it."""
-    return "sharded_backend" in _said(path)
+    """Return True if the folder contains Megatron's description of its format."""
+    return "sharded_backend" in _megatron_metadata(path)
 
 
-def _said(path: FilePath) -> dict[str, Any]:
+def _megatron_metadata(path: FilePath) -> dict[str, Any]:
     try:
         found = json.loads(start_of(path / "metadata.json", MAX_SAID))
     except (ValueError, RecursionError):
@@ -49,26 +49,26 @@ def _said(path: FilePath) -> dict[str, Any]:
 
 
 def parse(path: FilePath, at: Path = ("model",)) -> Foreign:
-    """What such a checkpoint holds; the model goes to `at`. Errors as of `ckpt.tools.convert.parse_dcp`; UsageError for
-    another form of Megatron's."""
-    if (backend := _said(path)["sharded_backend"]) != "torch_dist":
+    """Parse such a checkpoint; the model goes to `at`. Errors as in `parse_dcp`; UsageError for another format of
+    Megatron's."""
+    if (backend := _megatron_metadata(path)["sharded_backend"]) != "torch_dist":
         raise UsageError(
-            f"{path} is of Megatron's form {backend!r:.40}, not torch_dist: load and save it with Megatron"
+            f"{path} has Megatron's format {backend!r:.40}, not torch_dist: load and save it with Megatron"
         )
     values, paths, _ = items_of(path, tensors_only=True)
     common = path / "common.pt"
-    with opened(common) as file, told(common):
+    with opened(common) as file, naming_file(common):
         plain = Values()
         found = plain.all_of(load(file, common.name))
         if type(found) is not dict:
-            raise CorruptError("not what Megatron writes")
-    with told(path):
+            raise CorruptError("not written by Megatron")
+    with naming_file(path):
         others = {key.partition("/")[0] for key in paths if key not in values}
         return _Reading(path, values, found, at).read(others, plain.objects)
 
 
 class _Reading:
-    """`tensors`: by Megatron's keys; `common`: what common.pt holds."""
+    """`tensors`: by Megatron's keys. `common`: contents of common.pt."""
 
     def __init__(self, folder: FilePath, tensors: Mapping[str, AnyTensor], common: Mapping[str, Any], at: Path) -> None:
         self._folder, self._common, self._at = folder, common, at
@@ -82,7 +82,8 @@ class _Reading:
         self._parts = Parts()
 
     def read(self, others: set[str], objects: Mapping[Path, str]) -> Foreign:
-        """`others`: keys of what is no tensor; `objects`: in common.pt, what only code could make."""
+        """Return the contents. `others`: keys of non-tensors. `objects`: objects in common.pt that only code could
+        create."""
         problem = self._problem() if self._trained else ""
         entries, parts, missed = [self._model(masters=not problem)], self._parts, dict[Path, str]()
         if self._trained and not problem:
@@ -104,21 +105,21 @@ class _Reading:
         )
 
     def _problem(self) -> str:
-        """Why nobody but Megatron can tell what the optimizer's state is of which weight; "" if it is clear."""
+        """Return why only Megatron can assign the optimizer's state to the weights, or "" if it is clear."""
         saved = self._common.get("optimizer")
         how = saved.get("param_state_sharding_type") if type(saved) is dict else None
         if how != "fully_reshardable":
             return (
-                f"which Megatron has saved {f'as {how}' if how else 'of another optimizer'}; have Megatron load it as "
-                "it was divided, and save it fully_reshardable, which is --dist-ckpt-optim-fully-reshardable"
+                f"which Megatron saved {f'as {how}' if how else 'from another optimizer'}; load it in Megatron with "
+                "the same sharding, and save it with --dist-ckpt-optim-fully-reshardable"
             )
         params, *moments = self._state.values()
         if any(params.keys() != one.keys() for one in moments) or not params.keys() <= self._weights.keys():
-            return "of which there is not the same for each weight"
+            return "which differs between weights"
         return ""
 
     def _model(self, *, masters: bool) -> OriginEntry:
-        """The weights; of those that were trained the fp32 ones."""
+        """Return the weights; for trained ones the fp32 copies."""
         better = self._state["param"] if masters else {}
         names = []
         for name, weight in self._weights.items():
@@ -139,7 +140,7 @@ class _Reading:
         return OriginEntry(path, "stateful", {}, names, data)
 
     def _settings(self) -> dict[str, Any]:
-        """As `ckpt.megatron` says what is alike on all ranks."""
+        """Return the values that `ckpt.megatron` saves once for all ranks."""
         saved = self._common["optimizer"]
         try:
             groups = [
@@ -150,17 +151,17 @@ class _Reading:
             (step,) = steps
             scale = {k: _number(self._folder, one) for k, one in saved.get("grad_scaler", {}).items()}
         except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise CorruptError(f"common.pt: not the state of an optimizer of Megatron: {error!r}") from None
+            raise CorruptError(f"common.pt: not the state of a Megatron optimizer: {error!r}") from None
         return {"step": step, "groups": groups, "scale": scale}
 
     def _left_out(self, keys: set[str]) -> str:
         keys = {key for key in keys if not key.startswith(OPTIMIZER) and not key.endswith("_extra_state")}
         named = ", ".join(sorted((keys | {str(key) for key in self._common}) - set(TOLD))) or "nothing"
-        return f"of Megatron's own {named} is left out; random numbers begin with what it seeds"
+        return f"skipped Megatron's own {named}; random numbers start from Megatron's seed"
 
 
 def _by_layer(tensors: Mapping[str, AnyTensor]) -> Iterator[tuple[str, AnyTensor]]:
-    """Each layer by itself, named as `ckpt.megatron` names it."""
+    """Split the tensors of all layers, with the names of `ckpt.megatron`."""
     for key, tensor in tensors.items():
         match = LAYERS.fullmatch(key)
         if match is None:
@@ -170,7 +171,7 @@ def _by_layer(tensors: Mapping[str, AnyTensor]) -> Iterator[tuple[str, AnyTensor
 
 
 def _layer(tensor: AnyTensor, number: int) -> AnyTensor:
-    """What is at a place of the first axis."""
+    """Return one layer: an index of the first axis."""
     item = BITS[tensor.dtype] // 8
     whole = (((0,) * len(tensor.shape), tensor.shape, tensor),) if isinstance(tensor, TensorRef) else tensor.parts
     found = []
@@ -184,7 +185,7 @@ def _layer(tensor: AnyTensor, number: int) -> AnyTensor:
 
 
 def _number(folder: FilePath, value: Any) -> Any:
-    """A tensor of one float as that."""
+    """Convert a tensor of one float to that number."""
     if not is_tensor(value):
         return value
     if value.dtype != "F32" or math.prod(value.shape) != 1:

@@ -1,5 +1,7 @@
-"""`<target>.partial`, where an export is made: beside the target, which appears by one rename when it is whole and
-durable. A journal there says what has been written, with its digest, so that the next call goes on from it.
+"""`<target>.partial`, the folder in which an export is written, next to the target.
+
+The target appears by one rename when the export is complete and durable. A journal in the folder lists the written
+bytes with their digests, so that the next call continues.
 """
 
 from __future__ import annotations
@@ -23,22 +25,22 @@ from ckpt.tools.convert.source_files import cannot_read
 
 
 def check_target(target: Path, *, single: bool = False) -> None:
-    """UsageError if something is there that an export would have to replace, or that it cannot become."""
+    """Raise UsageError if the target exists or cannot be created."""
     if os.path.ismount(target):
-        raise UsageError(f"{target} is where a file system is mounted: give a name inside it")
+        raise UsageError(f"{target} is a mount point: give a name inside it")
     if single and target.is_dir():
-        raise UsageError(f"{target} is a folder, and a file is to be made: give another name")
+        raise UsageError(f"{target} is a folder, but the output is a file: give another name")
     if target.is_symlink() or (target.exists() and not (target.is_dir() and not any(target.iterdir()))):
-        raise UsageError(f"{target} exists: nothing is ever replaced. Remove it, or choose another name")
+        raise UsageError(f"{target} exists and is never replaced: remove it, or choose another name")
 
 
 def partial_of(target: Path) -> Path:
-    """Where an export is made until it is whole."""
+    """Return the folder in which an export is written until it is complete."""
     return target.with_name(f"{target.name}.partial")
 
 
 class Workshop:
-    """`<target>.partial`: who works there, on what, and how far it is. One process at a time."""
+    """The folder `<target>.partial`, with its lock, plan and journal. One process at a time may use it."""
 
     def __init__(self, target: Path, plan: str) -> None:
         self.target, self.plan = target, plan
@@ -54,12 +56,12 @@ class Workshop:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(self._lock)
-            raise UsageError(f"another process is making {self.target} right now") from None
+            raise UsageError(f"another process is writing {self.target} now") from None
         except OSError as error:
             if self._lock < 0 or error.errno not in UNLOCKABLE:
                 if self._lock >= 0:
                     os.close(self._lock)
-                raise StoreError(f"{self.folder} cannot be written: {error.strerror}", advice="") from None
+                raise StoreError(f"cannot write {self.folder}: {error.strerror}", advice="") from None
         try:
             self._adopt()
         except BaseException as error:
@@ -73,13 +75,13 @@ class Workshop:
         os.close(self._lock)
 
     def _adopt(self) -> None:
-        """What was begun here, if it is the same."""
+        """Continue an interrupted export if it has the same plan."""
         about = self.folder / "plan.json"
         try:
             begun = json.loads(read_regular(about))["plan"]
         except FileNotFoundError:
             if any(path.name not in ("lock", "plan.new") for path in self.folder.iterdir()):
-                raise UsageError(f"{self.folder} is not ours: remove it, or choose another target") from None
+                raise UsageError(f"{self.folder} is not from an export: remove it, or choose another target") from None
             deferred = self.folder / "plan.new"
             write_regular(deferred, canonical({"plan": self.plan}))
             deferred.rename(about)
@@ -90,18 +92,18 @@ class Workshop:
             begun = None
         if begun != self.plan:
             raise UsageError(
-                f"{self.folder} holds an unfinished export of something else, or with other options: remove it, or "
+                f"{self.folder} contains an unfinished export from another source or with other options: remove it, or "
                 "choose another target"
             )
         with contextlib.suppress(FileNotFoundError):
             for line in read_regular(self.folder / "journal").splitlines():
-                with contextlib.suppress(ValueError, TypeError):  # the last one may be cut off
+                with contextlib.suppress(ValueError, TypeError):  # the last line may be truncated
                     name, start, stop, digest = json.loads(line)
                     self.noted[name, start, stop] = digest
 
     @property
     def stays(self) -> str:
-        return f"Nothing was made; what is sound so far stays in {self.folder}, for the next call: or remove it"
+        return f"Nothing was written to the target; intact data stays in {self.folder} for the next call"
 
     def path(self, file: OutFile, output: Output) -> Path:
         if output.staged:
@@ -109,12 +111,12 @@ class Workshop:
         return self.out if output.single else self.out / file.name
 
     def prepare(self, output: Output) -> None:
-        """All files at their full size: a disk that is too small is found out before anything is written."""
+        """Create all files at their full size, so that a full disk is detected before anything is written."""
         need = sum(file.size for file in output.files)
         try:
             for file in output.files:
                 _reserve(self.path(file, output), file.size)
-            if output.staged:  # what is made of them is about as large, and made anew each time
+            if output.staged:  # its output is about as large, and made again each time
                 _remove(self.out)
                 if shutil.disk_usage(self.folder).free < need:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -122,17 +124,17 @@ class Workshop:
                 self.out.mkdir(exist_ok=True)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                raise StoreError(f"{self.folder} cannot be written: {error.strerror}", advice="") from None
+                raise StoreError(f"cannot write {self.folder}: {error.strerror}", advice="") from None
             shutil.rmtree(self.folder, ignore_errors=True)
             free, need = shutil.disk_usage(self.target.parent).free, need * (1 + output.staged)
             raise FullError(
-                f"{self.target} needs {need >> 20} MiB, and {free >> 20} MiB are free there ({error.strerror}): "
-                "nothing was written. Make room, or choose another location",
+                f"{self.target} needs {need >> 20} MiB, and {free >> 20} MiB are free ({error.strerror}): "
+                "nothing was written. Free some space, or choose another location",
                 advice="",
             ) from None
 
     def note(self, done: Sequence[tuple[str, int, int, str]]) -> None:
-        """In the journal, durably: these bytes lie on the disk."""
+        """Record durably in the journal that these bytes are on the disk."""
         fd = open_regular(self.folder / "journal", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         try:
             os.write(fd, b"".join(b"\n" + json.dumps(one).encode() for one in done) + b"\n")
@@ -141,7 +143,7 @@ class Workshop:
             os.close(fd)
 
     def appear(self) -> None:
-        """Under the target's name, by one rename."""
+        """Give the output the target's name by one rename."""
         _sync_tree(self.out)
         check_target(self.target)
         try:
@@ -151,8 +153,8 @@ class Workshop:
                 _rename_new(self.out, self.target)
         except OSError as error:
             raise UsageError(
-                f"{self.target} appeared meanwhile, or cannot be made ({error.strerror}). What was exported is whole "
-                f"and lies in {self.out}"
+                f"{self.target} exists now or cannot be created ({error.strerror}). The complete export "
+                f"is in {self.out}"
             ) from None
         _sync(self.target.parent)
         point("export.appeared")
@@ -160,7 +162,7 @@ class Workshop:
 
 
 def _reserve(path: Path, size: int) -> None:
-    """A file of so many bytes, which the disk has room for. One that has them stays as it is."""
+    """Create a file of this size and allocate its space. An existing file of the size is kept."""
     path.parent.mkdir(parents=True, exist_ok=True)
     fd = open_regular(path, os.O_RDWR | os.O_CREAT)
     try:
@@ -190,13 +192,13 @@ def _remove(path: Path) -> None:
 
 
 def _rename_new(path: Path, target: Path) -> None:
-    """OSError if the target is there."""
+    """Rename without replacing: raises OSError if the target exists."""
     try:
         os.link(path, target)
     except OSError as error:
         if error.errno == errno.EEXIST:
             raise
-        check_target(target)  # a file system without links
+        check_target(target)  # for file systems without links
         os.rename(path, target)
     else:
         path.unlink()
@@ -214,7 +216,7 @@ def _sync(path: Path) -> None:
 
 
 def _sync_tree(path: Path) -> None:
-    """Files and the folders that name them."""
+    """Sync all files and the folders that contain them."""
     if path.is_dir():
         for folder, _, files in os.walk(path):
             for name in files:
@@ -226,11 +228,11 @@ def _sync_tree(path: Path) -> None:
 
 
 def failed(error: OSError, workshop: Workshop) -> StoreError:
-    stays = f"What was exported so far stays in {workshop.folder}: call the same again, and it goes on from there"
+    stays = f"The data exported so far stays in {workshop.folder}: repeat the command to continue from there"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return FullError(f"no room for {workshop.target} any more. {stays}", advice="")
+        return FullError(f"no space left for {workshop.target}. {stays}", advice="")
     read = error.filename and workshop.folder not in Path(error.filename).parents
     if read and error.errno not in LOST:
         return UnreadableError(f"{error.filename} cannot be read now: {error.strerror or error}. {stays}")
-    what = f"{error.filename} cannot be read" if read else f"{workshop.target} cannot be written"
+    what = f"cannot read {error.filename}" if read else f"cannot write {workshop.target}"
     return StoreError(f"{what}: {error.strerror or error}. {stays}", advice="")

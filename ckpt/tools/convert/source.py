@@ -1,11 +1,10 @@
-"""What offline commands read from: a state of whole tensors and plain values, wherever it lies.
+"""The source of an offline command: a state of whole tensors and plain values in any format.
 
     open -> view -> read
 
-An *origin* is a checkpoint of a run (`ckpt.tools.convert.source_run`), or files of another library
-(`convert.source_files`). Both keep tensors as pieces, each a box of a tensor whose bytes lie in one row somewhere.
-`Assembly` puts what comes of them, in whatever order, to where it is wanted, so that no tensor need ever be in memory
-whole.
+An *origin* is a checkpoint of a run (`ckpt.tools.convert.source_run`) or files of another library
+(`convert.source_files`). Both store tensors as pieces: boxes whose bytes are contiguous somewhere. `Assembly` copies
+pieces, in any order, to the requested memory, so that no tensor has to be in memory as a whole.
 """
 
 from __future__ import annotations
@@ -33,7 +32,8 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class OriginEntry(msgspec.Struct, frozen=True, array_like=True):
-    """One entry of a state, as a layout has it. `names`: of all its tensors, aliases too; `values`: tagged."""
+    """One entry of a state, as in a layout. `names`: all its tensors including aliases; `values`: tagged plain
+    values."""
 
     path: tuple[str | int, ...]
     kind: str
@@ -43,16 +43,16 @@ class OriginEntry(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def component(self) -> dict[str, Any]:
-        """As a layout has it."""
+        """Return the entry in the form of a layout."""
         return {"path": list(self.path), "kind": self.kind, "facts": self.facts, "names": list(self.names)}
 
 
 @dataclass(frozen=True)
 class RankView:
-    """What one rank takes of an origin. `tensors`: for every tensor of the entries, the label of the one that is meant.
+    """The part of an origin that one rank receives. `tensors`: label of the tensor for every name in the entries.
 
-    `aliases`: further names, each of one of these. `notes`: what a person should know, such as whose values were taken.
-    `step`: of the training, None if the files do not say.
+    `aliases`: further names, each with the name that it refers to. `notes`: information for users, for example whose
+        values were used. `step`: training step, None if unknown.
     """
 
     entries: tuple[OriginEntry, ...]
@@ -64,7 +64,8 @@ class RankView:
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """Elements `start` to `stop` of a box of a tensor, in row-major order, and memory for exactly their bytes."""
+    """A request for elements `start` to `stop` of a box of a tensor in row-major order, with memory for exactly these
+    bytes."""
 
     label: str
     box: Box
@@ -74,9 +75,10 @@ class Want:
 
 
 class Origin(Protocol):
-    """A state to read. `title`: what it is, for people, and `about` for programs; `identity`: equal if nothing can have
-    changed since; `keep`: bytes that it may hold between two readings. Errors are CorruptError, which names the tensor,
-    and StoreError.
+    """A readable state. `title`: description for users; `about`: the same for programs.
+
+    `identity`: equal if nothing can have changed. `keep`: bytes that it may cache between reads. Raises CorruptError
+        with the tensor's name, and StoreError.
     """
 
     title: str
@@ -86,36 +88,34 @@ class Origin(Protocol):
 
     @property
     def tensors(self) -> Mapping[str, TensorSpec]:
-        """Of whole tensors, by labels that are unique here."""
+        """Specifications of whole tensors by unique label."""
 
     @property
     def names(self) -> Mapping[str, str]:
-        """Of every name, aliases too, the label."""
+        """The label of every name, including aliases."""
 
     def view(self, rank: int = 0, world: int = 1) -> RankView:
-        """What a rank of so many takes. MismatchError if that is not clear."""
+        """Return what one of `world` ranks receives. Raises MismatchError if that is ambiguous."""
 
     def plain(self, wanted: Callable[[str], bool] = ...) -> dict[str, tuple[dict[str, Any], Json]]:
-        """By path of each entry that is wanted: what never changes about it, and its plain values, tagged."""
+        """Return, by path of each selected entry, its constant properties and its tagged plain values."""
 
     def same(self, label: str, other: Origin, theirs: str) -> bool:
-        """Whether digests alone tell that two tensors hold the same bytes."""
+        """Return True if digests prove that two tensors have the same bytes."""
 
     async def read(self, wants: Sequence[Want]) -> None:
-        """Fill all of these. What has been filled before an error must not be used."""
+        """Fill all requests. After an error their memory must not be used."""
 
     async def unchanged(self) -> None:
-        """CorruptError if what was read may not be what was there when it was opened."""
+        """Raise CorruptError if the source may have changed since it was opened."""
 
     async def aclose(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class _Landing:
-    """Where a piece and a want meet. `region`: in the piece; `target`: memory of that shape, and bytes of an element.
-
-    `run`: the bytes of the piece that this is, and `row` their place, if both are one row.
-    """
+    """The overlap of a piece and a request. `region`: inside the piece; `target`: memory of that shape with element
+    bytes. `run`: the bytes of the piece, and `row` their memory, if both are contiguous."""
 
     region: Box
     target: Bytes
@@ -124,13 +124,13 @@ class _Landing:
 
 @dataclass
 class Assembly:
-    """Takes bytes of pieces and puts them into wants. Different bytes may be added by different threads."""
+    """Copies bytes of pieces into requests. Threads may add different bytes concurrently."""
 
     _landings: dict[int, list[_Landing]] = field(default_factory=dict)
     _pieces: dict[int, tuple[Dims, int]] = field(default_factory=dict)
 
     def meet(self, number: int, piece: Box, want: Want) -> None:
-        """Note what a piece, known by its number from now on, has of a want."""
+        """Record the overlap of a piece, identified by its number, with a request."""
         item = len(want.into) // max(1, want.stop - want.start)
         place = 0
         for offsets, sizes in boxes_of_run(want.box[1], want.start, want.stop):
@@ -147,18 +147,18 @@ class Assembly:
             self._pieces[number] = piece[1], item
 
     def runs(self) -> Iterator[tuple[int, int, int]]:
-        """(piece, first byte, behind the last byte) of what is needed of each piece: the shortest row that has it."""
-        for number, found in self._landings.items():
+        """Yield the smallest contiguous range needed of each piece: (piece, first byte, end)."""
+        for number, overlaps in self._landings.items():
             sizes, item = self._pieces[number]
-            ends = [run_of(landing.region, sizes) for landing in found]
+            ends = [run_of(landing.region, sizes) for landing in overlaps]
             yield number, min(low for low, _ in ends) * item, max(high for _, high in ends) * item
 
     def landings(self, number: int) -> list[tuple[Box, Bytes]]:
-        """All that is wanted of a piece: boxes of it, and memory of their shape (and the bytes of an element)."""
+        """Return all requested boxes of a piece, each with memory of its shape and element bytes."""
         return [(landing.region, landing.target) for landing in self._landings[number]]
 
     def needs(self, number: int, start: int, stop: int) -> bool:
-        """Whether any of these bytes of a piece is wanted."""
+        """Return True if any of these bytes of a piece is requested."""
         sizes, item = self._pieces[number]
         for landing in self._landings[number]:
             low, high = landing.run or tuple(n * item for n in run_of(landing.region, sizes))
@@ -169,7 +169,7 @@ class Assembly:
         return False
 
     def room(self, number: int, start: int, stop: int) -> memoryview | None:
-        """Where these bytes of a piece may be put instead of adding them: if all belong in one place, and no other."""
+        """Return memory to read these bytes into directly, if one request needs all of them and no other does."""
         found = self._landings.get(number, ())
         if len(found) != 1 or found[0].run is None or start < found[0].run[0] or stop > found[0].run[1]:
             return None
@@ -177,7 +177,7 @@ class Assembly:
         return found[0].target.reshape(-1)[start - low : stop - low].data
 
     def add(self, number: int, start: int, data: memoryview) -> None:
-        """Bytes of a piece, whole elements, from byte `start` of it on."""
+        """Add bytes of a piece, whole elements, starting at byte `start`."""
         sizes, item = self._pieces[number]
         source = np.frombuffer(data, np.uint8)
         for landing in self._landings.get(number, ()):
@@ -210,21 +210,19 @@ def _scatter(source: Bytes, start: int, sizes: Dims, item: int, landing: _Landin
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:
-    """Whether a shell pattern matches a name, or is the name of what it belongs to: `model` means all of it."""
+    """Return True if a shell pattern matches a name or a prefix of its path: `model` matches everything below it."""
     return any(fnmatch.fnmatchcase(name, pattern) or name.startswith(f"{pattern}.") for pattern in patterns)
 
 
 def entry_matches(path: str, patterns: Sequence[str]) -> bool:
-    """An entry `sched` is meant by `sched` and by `sched.*`."""
+    """Return True for an entry `sched` with the patterns `sched` and `sched.*`."""
     return matches(path, patterns) or matches(f"{path}.", patterns)
 
 
 def select(view: RankView, patterns: Sequence[str], *, whole: bool = True) -> RankView:
-    """Only tensors whose name matches a shell pattern, and entries without tensors that do.
-
-    Of a module a part may be left; what else has lost a tensor is left out, unless it need not be `whole`. A tensor of
-    which only another name matches gets that name.
-    """
+    """Select tensors whose name matches a shell pattern, and matching entries without tensors. Modules may be selected
+    partly. Other entries that lose a tensor are dropped, unless `whole` is False. A tensor of which only an alias
+    matches gets that name."""
     entries, notes = list[OriginEntry](), list(view.notes)
     for entry in view.entries:
         names = tuple(name for name in entry.names if matches(name, patterns))
@@ -233,10 +231,10 @@ def select(view: RankView, patterns: Sequence[str], *, whole: bool = True) -> Ra
         elif not entry.names and entry_matches(show(entry.path), patterns):
             entries.append(entry)
         elif names:
-            notes.append(f"{show(entry.path)} is left out: only some of its tensors match")
+            notes.append(f"skipped {show(entry.path)}, because only some of its tensors match")
     tensors, aliases, called = dict[str, str](), dict[str, str](), dict[str, str]()
     kept = dict.fromkeys(name for entry in entries for name in entry.names)
-    for name in sorted(kept, key=lambda name: name in view.aliases):  # those that are known by it first
+    for name in sorted(kept, key=lambda name: name in view.aliases):  # primary names first
         of = view.aliases.get(name, name)
         if called.setdefault(of, name) == name:
             tensors[name] = view.tensors[of]
@@ -247,7 +245,7 @@ def select(view: RankView, patterns: Sequence[str], *, whole: bool = True) -> Ra
 
 
 def check_patterns(views: Sequence[RankView], patterns: Sequence[str]) -> None:
-    """UsageError that names a pattern which matches nothing."""
+    """Raise UsageError for a pattern that matches nothing."""
     names = {name for view in views for name in (*view.tensors, *view.aliases)}
     entries = [entry for view in views for entry in view.entries]
     for pattern in patterns:
@@ -255,25 +253,25 @@ def check_patterns(views: Sequence[RankView], patterns: Sequence[str]) -> None:
             entry_matches(show(entry.path), [pattern]) for entry in entries
         ):
             some = ", ".join(sorted(names)[:3]) or "(there are no tensors)"
-            raise UsageError(f"nothing matches {pattern!r}: names are such as {some}; * stands for anything")
+            raise UsageError(f"no name matches {pattern!r}: names are for example {some}; * matches any text")
 
 
 def canonical_names(entries: Iterable[OriginEntry], aliases: Mapping[str, str]) -> list[str]:
-    """The names of all tensors of some entries, each once, none of them an alias."""
+    """Return the names of all tensors of some entries, each once and without aliases."""
     return list(dict.fromkeys(aliases.get(name, name) for entry in entries for name in entry.names))
 
 
 # -- what is written beside tensors into files of other libraries, so that nothing is lost on the way back --
 
-DESCRIPTION = "__everystep__"  # the name that it has there
+DESCRIPTION = "__everystep__"  # its name in files of other libraries
 MAX_DESCRIPTION = 64 << 20  # bytes
 
 
 def fingerprint(root: Any, form: Callable[[Any], tuple[str, tuple[int, ...]] | None]) -> str:
-    """Of all that a file holds beside the bytes of tensors: whoever changes any of it changes this.
+    """Return a digest of everything in a file except the bytes of tensors.
 
-    `form`: dtype and shape of a tensor, None of anything else. Kinds of containers, the order in them, empty ones and
-    whether keys are numbers do not matter: not every format keeps these.
+    `form`: returns dtype and shape of a tensor, None for anything else. It ignores what some formats lose: types of
+        containers, order, empty containers, and whether keys are numbers.
     """
     lines = list[Any]()
     pending: list[tuple[tuple[str, ...], Any]] = [((), root)]
@@ -282,7 +280,7 @@ def fingerprint(root: Any, form: Callable[[Any], tuple[str, tuple[int, ...]] | N
         if (tensor := form(value)) is not None:
             lines.append([path, "tensor", *tensor])
         elif isinstance(value, Mapping):
-            # Settings by parameter are further names of what is there (`ckpt.tools.convert.to_dcp`).
+            # Settings by parameter are aliases (`ckpt.tools.convert.to_dcp`).
             pending += [((*path, str(k)), v) for k, v in value.items() if not str(k).startswith("param_groups.")]
         elif isinstance(value, (list, tuple)):
             pending += [((*path, str(i)), one) for i, one in enumerate(value)]
@@ -293,19 +291,19 @@ def fingerprint(root: Any, form: Callable[[Any], tuple[str, tuple[int, ...]] | N
 
 
 def _plain(value: Any) -> Any:
-    """Return the name of a dtype or a device of torch, which is what an import makes of it."""
+    """Return dtypes and devices of torch by name, as an import does."""
     return str(value) if type(value).__module__ == "torch" else value
 
 
 def describe(view: RankView, places: Mapping[str, Sequence[str | int]], seal: str = "") -> str:
-    """Entries and aliases as JSON text. `places`: under which keys of the file each tensor lies; `seal`: the
-    fingerprint of the file, without this text."""
+    """Return entries and aliases as JSON. `places`: path of each tensor in the file; `seal`: fingerprint of the
+    file."""
     aliases, at = dict(view.aliases), {name: tuple(place) for name, place in places.items()}
     return canonical(msgspec.to_builtins(Described(1, view.entries, aliases, at, view.step, seal))).decode()
 
 
 class Described(msgspec.Struct, frozen=True):
-    """What `describe` writes."""
+    """The contents of a description."""
 
     version: Annotated[int, Meta(le=1)]
     entries: tuple[OriginEntry, ...]
@@ -316,7 +314,7 @@ class Described(msgspec.Struct, frozen=True):
 
 
 def described(text: str) -> Described:
-    """CorruptError unless it is as `describe` writes it."""
+    """Parse a description. Raises CorruptError if it is invalid."""
     try:
         if len(text) > MAX_DESCRIPTION:
             raise ValueError("implausibly large")

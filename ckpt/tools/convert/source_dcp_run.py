@@ -1,7 +1,7 @@
-"""A checkpoint that torch's DCP has saved to a run of ours (`ckpt.dcp`), as modules, optimizers and plain values.
+"""A checkpoint that torch's DCP saved to a run (`ckpt.dcp`), as modules, optimizers and plain values.
 
-Such a checkpoint is one row of names. What they were nested in, DCP has said; objects that are no tensors it has
-pickled, and they are read by `ckpt.tools.convert.parse_torch`, like those in DCP's own folders.
+It is a flat list of names; DCP recorded how they were nested. Objects that are not tensors were pickled by DCP, and
+`ckpt.tools.convert.parse_torch` reads them, as in DCP's own folders.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from ckpt.errors import CorruptError, FormatError, UsageError
 from ckpt.tools.convert.parse_dcp import MAX_OBJECT, nested, paths_of
 from ckpt.tools.convert.parse_entries import OBJECT, TensorRef, Values
 from ckpt.tools.convert.parse_state import from_state
-from ckpt.tools.convert.parse_torch import load, told
+from ckpt.tools.convert.parse_torch import load, naming_file
 from ckpt.tools.convert.source import Origin, Want
 from ckpt.tools.convert.source_files import FilesOrigin, Foreign, admit
 from ckpt.tools.convert.source_run import DCP, RunOrigin
 
-STORED, PICKLED = "(stored) ", "(object) "  # so begin the names of what stands for a file here
+STORED, PICKLED = "(stored) ", "(object) "  # prefixes of names that stand for files here
 
 
 async def untangled(run: RunOrigin) -> DcpOrigin:
-    """The checkpoint in our terms. CorruptError if an object is damaged."""
+    """Convert the checkpoint to our entries. Raises CorruptError if an object is damaged."""
     entries = run.view().entries
     try:
         facts = [one["facts"] for view in run.saved.views for one in view.components if one["kind"] == DCP]
@@ -39,25 +39,25 @@ async def untangled(run: RunOrigin) -> DcpOrigin:
         names = list(dict.fromkeys([*order, *entries[0].names]))
         paths = paths_of(names, mappings)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CorruptError(f"{run.title}: what DCP said of it is damaged: {error}") from None
+        raise CorruptError(f"{run.title}: DCP's description of it is damaged: {error}") from None
     plain, held, found = Values(), dict[str, bytes](), dict[str, Any]()
     for name in names:
         spec = run.tensors[run.names[name]]
         if name in objects:
             held[PICKLED + name] = await _bytes_of(run, name, spec)
             try:
-                with told(Path(run.title), (name,)):
+                with naming_file(Path(run.title), (name,)):
                     container = load(io.BytesIO(held[PICKLED + name]), PICKLED + name)
                     value = plain.all_of(container, paths[name])
                 if value is OBJECT:
                     paths.pop(name)
                 else:
                     found[name] = value
-            except (FormatError, UsageError) as error:  # the weights beside it are not to be lost for it
-                plain.note(paths.pop(name), f"is left out: {error}")
+            except (FormatError, UsageError) as error:  # other weights must not be lost because of it
+                plain.note(paths.pop(name), f"skipped: {error}")
         else:
             found[name] = TensorRef(spec.dtype, spec.shape, STORED + name, 0)
-    with told(Path(run.title)):
+    with naming_file(Path(run.title)):
         foreign = admit(from_state(run.title, Path(), nested(found, paths), ("model",), plain), skip=True)
     return DcpOrigin(run, foreign, held)
 
@@ -72,7 +72,7 @@ async def _bytes_of(run: RunOrigin, name: str, spec: TensorSpec) -> bytes:
 
 
 class DcpOrigin(FilesOrigin):
-    """Tensors by the names that they get in our terms; those inside of objects come from the objects' bytes."""
+    """Tensors by their names in our entries; tensors inside objects come from the objects' bytes."""
 
     def __init__(self, run: RunOrigin, foreign: Foreign, held: dict[str, bytes]) -> None:
         self._run = run
@@ -98,9 +98,9 @@ class DcpOrigin(FilesOrigin):
         return self._run.same(self._labels[label], other._run, other._labels[theirs])
 
     async def read(self, wants: Sequence[Want]) -> None:
-        mine = [Want(self._labels[w.label], w.box, w.start, w.stop, w.into) for w in wants if w.label in self._labels]
-        if mine:
-            await self._run.read(mine)
+        own = [Want(self._labels[w.label], w.box, w.start, w.stop, w.into) for w in wants if w.label in self._labels]
+        if own:
+            await self._run.read(own)
         await super().read([want for want in wants if want.label not in self._labels])
 
     async def unchanged(self) -> None:

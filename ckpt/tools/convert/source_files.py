@@ -1,8 +1,8 @@
 """Files of other libraries as an origin: safetensors, `torch.save`, torch's distributed checkpoints.
 
-What such files say is parsed to a `Foreign` value first (`convert.parse_safetensors`, `convert.parse_torch`,
-`convert.parse_dcp`): which bytes of which file are which box of which tensor. Nothing in them is ever run. Their
-bytes carry no digests of ours: that they are what was written, only whoever wrote them can say.
+They are first parsed to a `Foreign` value (`convert.parse_safetensors`, `convert.parse_torch`, `convert.parse_dcp`):
+which bytes of which file are which box of which tensor. No code in them is executed. They have no digests, so damage in
+the bytes of tensors cannot be detected.
 """
 
 from __future__ import annotations
@@ -27,19 +27,17 @@ from ckpt.core.format.values import Json, Path, show
 from ckpt.errors import CheckpointError, CorruptError, UnreadableError, UsageError
 from ckpt.tools.convert.source import Assembly, Bytes, Origin, OriginEntry, RankView, Want, matches
 
-READ = 8 << 20  # bytes at once
+READ = 8 << 20  # bytes per read
 THREADS = 2
-SOME = 8  # objects that a message names
-CLOSE = 16 << 10  # bytes: elements that lie within so many are read at once
-CHANGED = "{} changed while it was read: let whoever writes it finish, and repeat this"
+SOME = 8  # most objects in a message
+CLOSE = 16 << 10  # elements within this many bytes are read together
+CHANGED = "{} changed while it was read: wait until it is written, and repeat the command"
 
 
 @dataclass(frozen=True, slots=True)
 class FilePiece:
-    """A box of a tensor, whose bytes lie in row-major order at byte `at` of a file.
-
-    `strides`: in elements, of a piece that lies in another order: then `at` is where its first element is.
-    """
+    """A box of a tensor whose bytes are stored in row-major order at byte `at` of a file. `strides`: in elements, for
+    another order; then `at` is the first element."""
 
     name: str
     dtype: str  # by our names
@@ -67,12 +65,12 @@ class FilePiece:
 
 @dataclass(frozen=True)
 class Foreign:
-    """What files of another library hold. `what`: for people, such as "a torch.save file".
+    """The contents of files of another library. `what`: their kind, for users, for example "a torch.save file".
 
-    `entries` are in our terms: weights as kind "module", optimizers as kind "optimizer" and so on, so that a
-    Checkpointer can restore from what is made of them. `notes`: what was left out or changed, and why. `held`: files
-    that are in memory, of bytes that lie in no file as they are, such as numpy arrays in a pickle. `objects`: what is
-    in the files and not here, since only code could make it, by its path there; `admit` decides about them.
+    `entries`: weights have kind "module", optimizers "optimizer" and so on, so that a Checkpointer can restore them.
+    `notes`: what was skipped or changed, and why. `held`: files in memory, for bytes that are in no file as such, for
+        example numpy arrays in a pickle. `objects`: unsupported objects by path, which only code could create; see
+        `admit`.
     """
 
     what: str
@@ -87,29 +85,29 @@ class Foreign:
 
 
 def admit(foreign: Foreign, only: Sequence[str] = (), *, skip: bool = False) -> Foreign:
-    """With a note of each object that is left out. UsageError that names them, unless they are to be skipped or are
-    nothing that `only` means."""
+    """Add a note for each skipped object. Raises UsageError listing them, unless `skip` is set or `only` excludes
+    them."""
     wanted = {
         path: what
         for path, what in foreign.objects.items()
         if not only or any(matches(show(path[:n]), only) for n in range(1, len(path) + 1))
     }
-    told = [f"{show(path)} ({what})" for path, what in wanted.items()]
-    if told and not skip:
-        named = ", ".join(told[:SOME]) + (f" and {len(told) - SOME} more" if len(told) > SOME else "")
+    objects = [f"{show(path)} ({what})" for path, what in wanted.items()]
+    if objects and not skip:
+        named = ", ".join(objects[:SOME]) + (f" and {len(objects) - SOME} more" if len(objects) > SOME else "")
         modules = [show(entry.path) for entry in foreign.entries if entry.kind == "module"]
         raise UsageError(
-            f"what only code could make again cannot be kept safely, and nothing of it was run: {named}. Add "
-            f"--skip-objects to leave it out, or take a part without it, such as --only {(modules or ['model'])[0]}"
+            f"these objects need code to recreate, which was not run: {named}. Add "
+            f"--skip-objects to skip them, or select other entries, for example --only {(modules or ['model'])[0]}"
         )
-    return replace(foreign, notes=(*foreign.notes, *(f"{one} is left out" for one in told)))
+    return replace(foreign, notes=(*foreign.notes, *(f"skipped {item}" for item in objects)))
 
 
 class FilesOrigin:
-    """Reads ranges of files. CorruptError if the pieces do not cover their tensors, or a file is too short.
+    """Reads ranges of files. Raises CorruptError if pieces do not cover their tensors, or a file is too short.
 
-    `before`: stamps of the files from before they were parsed (`stamps_of`). `elsewhere`: tensors that the entries
-    refer to, and that are not read here.
+    `before`: stamps of the files before parsing (`stamps_of`). `elsewhere`: tensors of the entries that are not read
+        here.
     """
 
     def __init__(
@@ -128,7 +126,7 @@ class FilesOrigin:
         check_tensors(self.tensors.values())
         self.names = {**{name: name for name in self.tensors}, **foreign.aliases}
         if dangling := [a for a, name in foreign.aliases.items() if name not in self.tensors or a in self.tensors]:
-            raise CorruptError(f"{dangling[0]} is another name of nothing")
+            raise CorruptError(f"{dangling[0]} is an alias of a missing tensor")
         check_components([e.component for e in foreign.entries], self.tensors.keys() | foreign.aliases.keys())
         self._stamps = {name: self._stamp(name) for name in {p.file for p in foreign.pieces} - foreign.held.keys()}
         self._before = {**self._stamps, **(before or {})}
@@ -140,7 +138,7 @@ class FilesOrigin:
         sizes |= {name: len(data) for name, data in foreign.held.items()}
         for piece in foreign.pieces:
             if piece.at < 0 or piece.at + piece.span > sizes[piece.file]:
-                raise CorruptError(f"{piece.name} lies behind the end of {piece.file}: the file was cut off")
+                raise CorruptError(f"{piece.name} is beyond the end of {piece.file}: the file is truncated")
 
     def view(self, rank: int = 0, world: int = 1) -> RankView:
         names = {name: name for name in self.tensors}
@@ -155,7 +153,7 @@ class FilesOrigin:
         }
 
     def same(self, label: str, other: Origin, theirs: str) -> bool:
-        return False  # there are no digests
+        return False  # these files have no digests
 
     async def read(self, wants: Sequence[Want]) -> None:
         await steady.files(self._read, wants)
@@ -184,7 +182,7 @@ class FilesOrigin:
             assembly.add(number, start, data)
 
     def _gather(self, piece: FilePiece, region: Box, target: Bytes) -> None:
-        """A box of a piece that lies in another order: what lies close together is read at once."""
+        """Read a box of a piece that is stored in another order; elements that are close together are read together."""
         assert piece.strides is not None
         (offsets, sizes), strides, item = region, piece.strides, target.shape[-1]
         span = (1 + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))) * item
@@ -214,7 +212,7 @@ class FilesOrigin:
             return stamp_of(os.fstat(fd))
 
     def _read_file(self, name: str, at: int, view: memoryview) -> None:
-        """CorruptError if the file has changed since."""
+        """Read bytes. Raises CorruptError if the file has changed."""
         with _opened(self._foreign.folder, name) as fd:
             if stamp_of(os.fstat(fd)) != self._stamps[name]:
                 raise CorruptError(CHANGED.format(self._foreign.folder / name))
@@ -225,33 +223,33 @@ class FilesOrigin:
                 except OSError as error:
                     raise cannot_read(self._foreign.folder / name, error) from None
                 if not count:
-                    raise CorruptError(f"{name} is shorter than it was: it changed while it was read")
+                    raise CorruptError(f"{name} became shorter while it was read")
                 done += count
 
     async def unchanged(self) -> None:
-        """What was read is of one version of the files."""
+        """Check that everything was read from one version of the files."""
         folder = self._foreign.folder
         try:
             same = self._before == await steady.files(lambda: {n: stamp_of(os.stat(folder / n)) for n in self._before})
-        except OSError:  # of an absent file
+        except OSError:  # a file is missing
             same = False
         if not same:
             raise CorruptError(CHANGED.format(folder))
 
     async def aclose(self) -> None:
-        """No file is open between readings."""
+        """Do nothing: no file is open between reads."""
 
 
 Stamp = tuple[int, int, int]
-"""What changes when a file does: size, time of change, and which file it is."""
+"""Size, modification time and inode of a file; they change when the file does."""
 
 
-def stamp_of(found: os.stat_result) -> Stamp:
-    return found.st_size, found.st_mtime_ns, found.st_ino
+def stamp_of(stat: os.stat_result) -> Stamp:
+    return stat.st_size, stat.st_mtime_ns, stat.st_ino
 
 
 def stamps_of(path: FilePath) -> dict[str, Stamp]:
-    """Of a file, or of the small files of a folder that say what is in the others."""
+    """Return the stamp of a file, or of the small files in a folder that describe the others."""
     if not path.is_dir():
         return {path.name: stamp_of(path.stat())}
     return {
@@ -262,7 +260,7 @@ def stamps_of(path: FilePath) -> dict[str, Stamp]:
 def _whole(pieces: list[FilePiece]) -> TensorSpec:
     first = pieces[0]
     if any((p.dtype, p.whole) != (first.dtype, first.whole) for p in pieces):
-        raise CorruptError(f"the files do not agree about the shape or dtype of {first.name}")
+        raise CorruptError(f"the files have different shapes or dtypes for {first.name}")
     spec = TensorSpec(first.name, first.dtype, first.whole)
     check_tensors([spec, *(TensorSpec(p.name, p.dtype, p.sizes, False, p.whole, p.offsets) for p in pieces)])
     try:
@@ -270,7 +268,7 @@ def _whole(pieces: list[FilePiece]) -> TensorSpec:
     except TangledError as error:
         raise CorruptError(f"{first.name}: {error}") from None
     if (least, most) != (1, 1):
-        raise CorruptError(f"some of {first.name} is {'missing' if least == 0 else f'there {most} times'}")
+        raise CorruptError(f"part of {first.name} is {'missing' if least == 0 else f'stored {most} times'}")
     return spec
 
 
@@ -282,16 +280,16 @@ def cannot_read(path: FilePath, error: OSError) -> CheckpointError:
     """Return the error for a file that could not be read. It is damage if the file is gone or not a regular file, or if
     its content led to an impossible request."""
     if error.errno in LOST:
-        return CorruptError(f"{path} cannot be read: {error.strerror or error}")
+        return CorruptError(f"cannot read {path}: {error.strerror or error}")
     return UnreadableError(f"{path} cannot be read now: {error.strerror or error}")
 
 
 @contextmanager
 def _opened(folder: FilePath, name: str) -> Iterator[int]:
-    """Only files inside the folder: what a file says is not trusted. (A link that the user has put there may point
-    anywhere: so do the caches of model hubs.)"""
+    """Open a file inside the folder. Names in files are not trusted. Links may lead outside, because the user created
+    them, as in caches of model hubs."""
     if FilePath(name).is_absolute() or ".." in FilePath(name).parts or "\0" in name:
-        raise CorruptError(f"names a file outside its folder: {name!r}")
+        raise CorruptError(f"references a file outside its folder: {name!r}")
     try:
         fd = open_regular(folder / name)
     except OSError as error:

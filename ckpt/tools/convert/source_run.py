@@ -1,4 +1,4 @@
-"""A checkpoint of a run as an origin: verified, and what is damaged in it comes from wherever else it is."""
+"""A checkpoint of a run as an origin. Every byte is verified; damaged chunks come from another copy."""
 
 from __future__ import annotations
 
@@ -25,15 +25,17 @@ from ckpt.core.log.records import Commit
 from ckpt.errors import CorruptError
 from ckpt.tools.convert.source import Assembly, Origin, OriginEntry, RankView, Want, canonical_names
 
-DCP = "dcp"  # the kind of the one entry of a checkpoint that torch's DCP has saved (`ckpt.dcp`)
-MOST_ROWS = 1 << 19  # blobs of tables that are kept for what is wanted next
-KEEP = 32 << 20  # bytes of pieces that the next readings are likely to want the rest of
+DCP = "dcp"  # kind of the single entry of a checkpoint that torch's DCP saved (`ckpt.dcp`)
+MOST_ROWS = 1 << 19  # most table rows kept for later reads
+KEEP = 32 << 20  # bytes kept of chunks that later reads are likely to need
 
 
 class RunOrigin:
-    """`repaired`: what came from elsewhere, in words; `far`: whether each request takes long; `finite`: what the
-    training said of the step; `others`: URLs of places that may have what is damaged here. Of very many ranks, the
-    tables of those are read that have what is wanted, and kept for what is wanted next."""
+    """A checkpoint of a run. `repaired`: what came from another copy, as text. `far`: requests are slow.
+
+    `finite`: as recorded by training. `others`: URLs with other copies. For very many ranks, only the needed tables are
+        read, and kept for later reads.
+    """
 
     def __init__(self, log: RunLog, commit: Commit, saved: SavedState, others: Sequence[str] = ()) -> None:
         url, attempt = log.store.url, commit.attempt
@@ -41,7 +43,7 @@ class RunOrigin:
         self.title = f"step {self.step} of {url}"
         self.identity = f"{url} {attempt}"
         self.about: dict[str, Any] = {"url": url, "step": self.step, "attempt": str(attempt)}
-        self._labels = {key: label for label, key in reversed(saved.labels.items())}  # no alias
+        self._labels = {key: label for label, key in reversed(saved.labels.items())}  # without aliases
         self.keys = {label: key for key, label in sorted(self._labels.items())}
         self.names = {label: self._labels[key] for label, key in saved.labels.items()}
         self.tensors = {label: self.saved.tensors[key].spec for label, key in self.keys.items()}
@@ -59,7 +61,8 @@ class RunOrigin:
         return entries_of(self.saved, wanted)
 
     def view(self, rank: int = 0, world: int = 1) -> RankView:
-        """By the rules of a restore: a rank takes its own values if there are any, and in turn if there are more."""
+        """Apply the rules of a restore: a rank receives its own values, and with more ranks values are assigned in
+        turn."""
         saved = self.saved
         entries = [OriginEntry(n.path, n.kind, n.facts, n.names, n.values) for n in saved.nodes(rank)]
         aliases = {name: of for e in entries for name in e.names if (of := saved.canonical(name, rank)) != name}
@@ -67,7 +70,7 @@ class RunOrigin:
         for name in canonical_names(entries, aliases):
             candidates = saved.instances(name)
             if not candidates:
-                raise CorruptError(f"{self.title} refers to {name}, which it does not hold")
+                raise CorruptError(f"{self.title} refers to {name}, which it does not contain")
             if len(candidates) == 1 or saved.identical(name):
                 tensors[name] = self._labels[name, candidates[0]]
                 continue
@@ -75,7 +78,7 @@ class RunOrigin:
             if isinstance(found, tuple):
                 tensors[name] = self._labels[found]
             elif world == saved.world:
-                continue  # others' own, of which this rank has none
+                continue  # values of other ranks; this rank has none
             else:
                 tensors[name] = self._labels[name, candidates[0]]
             own.append(name)
@@ -92,18 +95,18 @@ class RunOrigin:
         named = ", ".join([*what[:4], *(f"{len(what) - 4} more" for _ in what[4:5])])
         had = "had" if self.saved.directory is None else "may have had"
         if world == 1:
-            return [f"ranks {had} values of their own of {named}: those of the lowest rank that has any are taken"]
+            return [f"ranks {had} different values of {named}: those of the lowest rank that has any are used"]
         return [
-            f"ranks {had} values of their own of {named}: each of the {world} takes those of one of the "
-            f"{self.saved.world}, so ranks may draw the same random numbers, or read the same data. Where that "
-            "matters, restore the run itself: a Checkpointer divides them anew"
+            f"ranks {had} different values of {named}: each of the {world} ranks gets those of one of the "
+            f"{self.saved.world}, so ranks may draw the same random numbers, or read the same data. If that "
+            "matters, restore from the run with a Checkpointer, which divides them again"
         ]
 
     def _apart(self) -> Iterator[str]:
-        """The entries whose plain values differ from rank to rank; of very many ranks, whose may."""
+        """Yield entries whose plain values differ between ranks; for very many ranks, those that may differ."""
         if self.saved.directory is None:
             yield from (p.partition(" (rank ")[0] for p in self.plain() if p.endswith(")") and " (rank " in p)
-        else:  # to compare them all would be to read the parts of all ranks
+        else:  # comparing them would need the manifests of all ranks
             said = (component for view in self.saved.views for component in view.components)
             yield from (show(tuple(c["path"])) for c in said if c["kind"] not in SHARED_KINDS)
 
@@ -113,7 +116,7 @@ class RunOrigin:
         return self.saved.content(self.keys[label]) == other.saved.content(other.keys[theirs])
 
     async def read(self, wants: Sequence[Want]) -> None:
-        """Pieces of which only a part is wanted are kept for the next readings, within bounds."""
+        """Fill the requests. Chunks that are needed only partly are kept for later reads, within limits."""
         saved, assembly = await asyncio.to_thread(self.narrowed, [want.label for want in wants]), Assembly()
         table = saved.table
         for want in wants:
@@ -162,10 +165,10 @@ class RunOrigin:
                 held -= len(self._kept.pop(oldest))
 
     async def unchanged(self) -> None:
-        """Every byte was verified."""
+        """Do nothing: every byte was verified."""
 
     def narrowed(self, labels: Sequence[str]) -> SavedState:
-        """With all that is known of these tensors."""
+        """Return the state with the full tables of these tensors."""
         if self.saved.directory is None:
             return self.saved
         with self._narrowing:
@@ -188,18 +191,18 @@ class RunOrigin:
         self._ranks, self._has = ranks, has.keys()
 
     async def fetch(self, table: Table, blobs: Sequence[int], sink: Sink, room: Room) -> None:
-        """Verified blobs of a table, each handed over or put where there is room for it."""
+        """Read verified chunks of a table, and pass each to `sink` or put it into the memory that `room` returns."""
         await asyncio.to_thread(self._announce, table, blobs)
         try:
             found = await read_repair.fetch(self._log.store, self._attempt, table, blobs, sink, self._others, room)
         except CorruptError as error:
             raise CorruptError(
-                f"{error}. Give another location that has it (--from), an older step (RUN@STEP), or see `ckpt repair`"
+                f"{error}. Give another location of the run (--from) or an older step (RUN@STEP), or see `ckpt repair`"
             ) from error
         self.repaired += found
 
     def _announce(self, table: Table, blobs: Sequence[int]) -> None:
-        """What follows in the same files is likely to be wanted next."""
+        """Announce that the following bytes of the same files will probably be read next."""
         soon = getattr(self._log.store, "soon", None)
         if soon is None:
             return
@@ -214,7 +217,8 @@ class RunOrigin:
 
 
 async def checkpoint_of(log: RunLog, step: Which, others: Sequence[str] = ()) -> Origin:
-    """A checkpoint of a run whose log is open, the newest without `step`; what torch's DCP has saved, in our terms."""
+    """Return a checkpoint of an open run, by default the newest; checkpoints of torch's DCP are converted to our
+    entries."""
     repaired: list[str] = []
     commit, saved = await read.saved_of(log, step, others, repaired.append)
     run = RunOrigin(log, commit, saved, others)

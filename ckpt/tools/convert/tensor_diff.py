@@ -1,6 +1,6 @@
-"""How much the tensors of two origins differ, of any size, within a bound of memory.
+"""Compare the tensors of two origins, of any size, within a memory limit.
 
-For aligning precision: what a change of dtype, kernel, parallelism or library has done to weights or training state.
+Use it to measure how a change of dtype, kernel, parallelism or library affects weights or training state.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ckpt.core.format.layout import BITS
 from ckpt.tools.convert.cast import floats
 from ckpt.tools.convert.source import Bytes, Origin, Want
 
-CHUNK = 1 << 20  # elements compared at once
+CHUNK = 1 << 20  # elements compared per step
 WINDOW = 16 << 20  # bytes of each side in memory
 _NUMBERS = {
     "F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1", "U64": "<u8",
@@ -30,10 +30,9 @@ OnBytes = Callable[[int], None] | None
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """`differing`: elements that differ in any bit, or in value if the dtypes do. The largest absolute difference, the
-    largest relative to the larger of the two, and the cosine of the angle between both tensors: None where numpy
-    cannot tell what the numbers are, NaN where one is not a number.
-    """
+    """The difference of one pair. `differing`: elements that differ in any bit, or in value if the dtypes differ. Also
+    the largest absolute difference, the largest relative to the larger value, and the cosine of the angle between both:
+    None for dtypes that numpy lacks, NaN if an element is NaN."""
 
     name: str
     dtype: str
@@ -47,7 +46,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A tensor, and its labels on both sides. The shapes are equal."""
+    """A tensor and its labels on both sides. The shapes are equal."""
 
     name: str
     a: str
@@ -55,14 +54,14 @@ class Pair:
 
 
 def comparable(dtype: str, other: str) -> bool:
-    """Whether tensors of these dtypes can be compared element by element."""
+    """Return True if tensors of these dtypes can be compared element by element."""
     return dtype == other or all(d in _NUMBERS or d == "BF16" for d in (dtype, other))
 
 
 async def differences(
     one: Origin, two: Origin, pairs: Sequence[Pair], *, window: int = WINDOW, on_bytes: OnBytes = None
 ) -> list[Difference]:
-    """Of all pairs that differ in anything, in their order. CorruptError if a side is damaged."""
+    """Return the differences of all pairs that differ, in order. Raises CorruptError if a side is damaged."""
     tallies = {pair: _Tally(one.tensors[pair.a].dtype, two.tensors[pair.b].dtype) for pair in pairs}
     for batch in _batches(one, two, pairs, window):
         here, there = ([_want(o, getattr(p, side), *run) for p, *run in batch] for o, side in ((one, "a"), (two, "b")))
@@ -75,7 +74,7 @@ async def differences(
 
 
 def _batches(one: Origin, two: Origin, pairs: Sequence[Pair], window: int) -> Iterator[list[tuple[Pair, int, int]]]:
-    """Runs of elements, together of so many bytes on the larger side."""
+    """Yield batches of element ranges that fit into a window on the larger side."""
     batch, room = list[tuple[Pair, int, int]](), window
     for pair in pairs:
         item = max(BITS[o.tensors[label].dtype] for o, label in ((one, pair.a), (two, pair.b))) // 8
@@ -100,7 +99,7 @@ def _want(origin: Origin, label: str, start: int, stop: int) -> Want:
 
 @dataclass
 class _Tally:
-    """What is known so far of one pair."""
+    """The running result of one pair."""
 
     dtype: str
     other: str
@@ -134,7 +133,7 @@ class _Tally:
                 a, b = a[where], b[where]
                 apart, size = np.abs(a - b), np.maximum(np.abs(a), np.abs(b))
                 relative = np.divide(apart, size, out=np.zeros_like(apart), where=size != 0)
-                self.most = float(np.maximum(self.most, apart.max()))  # what is not a number stays that
+                self.most = float(np.maximum(self.most, apart.max()))  # NaN stays NaN
                 self.most_relative = float(np.maximum(self.most_relative, relative.max()))
 
     def result(self, name: str) -> Difference:
@@ -149,6 +148,6 @@ class _Tally:
 
 
 def numbers(rows: Bytes, dtype: str) -> npt.NDArray[Any]:
-    """Rows of bytes, one an element, as numbers wide enough to compare."""
-    found = floats(rows.reshape(-1), dtype) if dtype == "BF16" else rows.reshape(-1).view(_NUMBERS[dtype])
-    return found.astype("<c16" if dtype.startswith("C") else "<f8")
+    """View rows of bytes, one per element, as numbers wide enough to compare."""
+    values = floats(rows.reshape(-1), dtype) if dtype == "BF16" else rows.reshape(-1).view(_NUMBERS[dtype])
+    return values.astype("<c16" if dtype.startswith("C") else "<f8")

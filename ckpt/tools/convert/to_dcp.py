@@ -1,9 +1,9 @@
-"""A folder as torch's distributed checkpoints are: `.metadata` and `__0_0.distcp`, written by torch itself.
+"""Write a folder of torch's distributed checkpoints: `.metadata` and `__0_0.distcp`, written by torch itself.
 
-What is in it is what `dcp.save({"model": get_model_state_dict(…), "optim": get_optimizer_state_dict(…), …})` would have
-put there; so `dcp.load` into such a state dict finds everything, however many ranks it is divided among. Settings of
-optimizers are there in both forms that exist, as lists of groups and one by one for each parameter
-(`flatten_optimizer_state_dict=True`); both name the same bytes.
+The contents are those of `dcp.save({"model": get_model_state_dict(…), "optim": get_optimizer_state_dict(…), …})`. So
+`dcp.load` into such a state dict finds everything, whatever its sharding. Settings of optimizers are stored in both
+existing forms: as lists of groups, and for each parameter (`flatten_optimizer_state_dict=True`). Both name the same
+bytes.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from ckpt.tools.convert.output import Output, Sums
 from ckpt.tools.convert.source import Origin, RankView
 from ckpt.tools.convert.torch_state import Builder, Native, Place, Tensors, stage
 
-MANY = 50_000  # names that settings may have besides; .metadata has some 140 bytes for each, and converters read all
-FILE = "__0_0.distcp"  # as torch calls the one of the only rank
+MANY = 50_000  # most names for settings; .metadata has about 140 bytes for each, and converters read all
+FILE = "__0_0.distcp"  # torch's name of the file of a single rank
 
 Aliases = dict[str, tuple[str, Place]]
-"""Further names: of what, and which keys lead there."""
+"""Further names, each with the name that it refers to and the path of its keys."""
 
 
 def plan(origin: Origin, view: RankView, dtypes: Mapping[str, str]) -> Output:
-    """`dtypes`: as what to write each tensor, by label. UsageError if two values would get the same name."""
+    """Plan the files. `dtypes`: dtype to write by label. Raises UsageError if two values would get the same name."""
     native = Builder(view, Tensors(origin, dtypes), numbered=False, text_keys=True).build()
     notes = list(native.notes)
     _, places = flatten(native)
@@ -64,36 +64,34 @@ def plan(origin: Origin, view: RankView, dtypes: Mapping[str, str]) -> Output:
 
 
 def write(folder: Path, own: dict[str, Any], places: Mapping[str, Place], aliases: Aliases, tensors: Tensors) -> None:
-    """What is under each name, of tensors without another one, into a folder as torch would."""
+    """Write the named values, without aliases, to a folder like torch."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that there is one process
+        warnings.simplefilter("ignore", UserWarning)  # torch warns that there is only one process
         try:
             save(own, storage_writer=_Writer(folder, places, aliases), planner=_Planner(tensors))
-        except CheckpointException as error:  # around what has gone wrong, such as a full disk
+        except CheckpointException as error:  # wraps the actual error, for example a full disk
             raise next(iter(error.failures.values()))[0] from None
 
 
 def flatten(native: Native) -> tuple[dict[str, Any], dict[str, Place]]:
-    """What becomes an object of its own by its name, and the keys that lead there, as torch does it."""
+    """Return by name each value that becomes a separate object, and the path of its keys, like torch."""
     try:
         flat, places = flatten_state_dict(cast(dict[str, Any], native.root))
     except ValueError as error:
-        raise UsageError(
-            f"two values of the state get one name, so this format cannot tell them apart: {error}"
-        ) from None
+        raise UsageError(f"two values of the state would have the same name in this format: {error}") from None
     return flat, places
 
 
 def _tied(flat: Mapping[str, Any], places: Mapping[str, Place]) -> Aliases:
-    """Names of tensors that are there under another."""
+    """Return the names of tensors that are stored under another name."""
     first: dict[int, str] = {}
     owners = {name: first.setdefault(id(value), name) for name, value in flat.items() if isinstance(value, Tensor)}
     return {name: (owner, places[name]) for name, owner in owners.items() if owner != name}
 
 
 def _by_parameter(native: Native, taken: Mapping[str, Place], notes: list[str]) -> Aliases:
-    """Settings of optimizers by parameter, as `flatten_optimizer_state_dict=True` names them: further names of what is
-    there. An optimizer of which a name is taken has none, nor one that needs very many."""
+    """Return aliases for the settings of optimizers by parameter, as `flatten_optimizer_state_dict=True` names them.
+    Optimizers with a conflicting name, or with very many names, get none."""
     settings: dict[str, list[tuple[str, Place]]] = {}
     for name, place in taken.items():
         settings.setdefault(_joined(place[:-1]), []).append((name, place))
@@ -106,7 +104,7 @@ def _by_parameter(native: Native, taken: Mapping[str, Place], notes: list[str]) 
                     further = (*place[: len(groups.at)], f"param_groups.{param}.{place[-1]}")
                     found[_joined(further)] = name, further
         if reason := _reason_against(found, taken.keys() | every.keys()):
-            notes.append(f"settings of {_joined(groups.at)} are there by group, and not by parameter: {reason}")
+            notes.append(f"settings of {_joined(groups.at)} are stored by group but not by parameter: {reason}")
         else:
             every |= found
     return every
@@ -123,8 +121,7 @@ def _joined(place: Place) -> str:
 
 
 class Rows:
-    """Tensors of one shape and dtype as one tensor that has an axis more: each is a row of it, and written by itself.
-    Said in the words that DCP has for that."""
+    """Tensors of one shape and dtype as rows of one tensor, written row by row. Implements DCP's protocol for that."""
 
     def __init__(self, rows: list[Tensor]) -> None:
         self._rows = [row.unsqueeze(0) for row in rows]
@@ -143,7 +140,7 @@ class Rows:
 
 
 class _Planner(DefaultSavePlanner):
-    """Of the tensors, what has been written need not be in memory."""
+    """Drops tensors from memory after they are written."""
 
     def __init__(self, tensors: Tensors) -> None:
         super().__init__(flatten_state_dict=False)
@@ -159,10 +156,10 @@ class _Planner(DefaultSavePlanner):
 
 
 class _Writer(FileSystemWriter):
-    """Adds further names to what it has written, and says nothing of this machine."""
+    """Adds aliases to the metadata, and omits information about this machine."""
 
     def __init__(self, folder: Path, places: Mapping[str, Place], aliases: Aliases) -> None:
-        super().__init__(folder, sync_files=False)  # before the folder appears, all of it is
+        super().__init__(folder, sync_files=False)  # everything is synced before the folder appears
         self._places, self._aliases = places, aliases
 
     def storage_meta(self) -> StorageMeta:
@@ -171,10 +168,10 @@ class _Writer(FileSystemWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         known, further = dict(metadata.state_dict_metadata), list[WriteResult]()
         written: dict[str, list[WriteResult]] = {}
-        for one in (one for each in results for one in each):
-            written.setdefault(one.index.fqn, []).append(one)
+        for result in (result for each in results for result in each):
+            written.setdefault(result.index.fqn, []).append(result)
         for name, (of, _) in self._aliases.items():
             known[name] = known[of]
-            further += [replace(one, index=replace(one.index, fqn=name)) for one in written[of]]
+            further += [replace(result, index=replace(result.index, fqn=name)) for result in written[of]]
         places = {**self._places, **{name: place for name, (_, place) in self._aliases.items()}}
         super().finish(replace(metadata, state_dict_metadata=known, planner_data=places), [*results, further])

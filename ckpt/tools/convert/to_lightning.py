@@ -1,9 +1,9 @@
-"""A run of `ckpt.lightning` as the `.ckpt` file that Lightning would have written: for `load_from_checkpoint`,
+"""Write a run of `ckpt.lightning` as Lightning's own `.ckpt` file, for `load_from_checkpoint`,
 `trainer.test(ckpt_path=…)` and `trainer.fit(ckpt_path=…)`.
 
-Lightning's file holds the same things under other names. What it has no place for stays out: random numbers, which
-batches of the epoch were had already, what was logged in it, metrics that are collected. So `fit` goes on exactly from
-the end of an epoch, and from the middle of one as from Lightning's own files: with batches of its own choosing.
+Lightning's file stores the same values under other names. Values that it cannot store are omitted: random numbers,
+consumed batches of the epoch, values logged in it, collected metrics. So `fit` continues exactly from the end of an
+epoch; from the middle of one it continues like from Lightning's own files, with batches of its own choice.
 """
 
 from __future__ import annotations
@@ -19,19 +19,18 @@ from ckpt.tools.convert.source import DESCRIPTION, Origin, RankView
 from ckpt.tools.convert.to_torch import plan as plan_torch
 
 NOT_ONE = (
-    "a .ckpt is Lightning's file, and {} is of no Lightning run. --format torch writes it as torch.save would have, "
-    "--to NAME.safetensors its weights{}"
+    ".ckpt is Lightning's format, but {} is not from a Lightning run. --format torch writes it like torch.save, "
+    "--to NAME.safetensors writes its weights{}"
 )
-HUGGING_FACE = ", and `python -m ckpt.transformers RUN --to FOLDER` a folder for from_pretrained()"
-NAME = "checkpoint"  # the one entry of what a `ckpt.lightning.CheckpointIO` has saved, which is Lightning's file
-CONFIG = "everystep.omegaconf"  # in the place of an OmegaConf container: see ckpt.lightning.configs
-VERSION = "2.0.0"  # of the form, by which Lightning knows what to make of an old one
+HUGGING_FACE = ", and `python -m ckpt.transformers RUN --to FOLDER` writes a folder for from_pretrained()"
+NAME = "checkpoint"  # entry of a checkpoint by `ckpt.lightning.CheckpointIO`: the contents of Lightning's file
+CONFIG = "everystep.omegaconf"  # marks an OmegaConf container: see ckpt.lightning.configs
+VERSION = "2.0.0"  # version of the format, from which Lightning migrates old files
 OTHER_LOOPS = ("validate_loop", "test_loop", "predict_loop")
 
 
 def plan(origin: Origin, view: RankView, dtypes: Mapping[str, str]) -> Output:
-    """As of `convert.to_torch`. UsageError if neither a callback nor a CheckpointIO of `ckpt.lightning` has saved
-    it."""
+    """Plan the file like `convert.to_torch`. Raises UsageError unless `ckpt.lightning` saved the checkpoint."""
     more = HUGGING_FACE if PRETRAINED in {entry.path for entry in view.entries} else ""
 
     def shape(root: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -42,7 +41,7 @@ def plan(origin: Origin, view: RankView, dtypes: Mapping[str, str]) -> Output:
             raise UsageError(NOT_ONE.format(origin.title, more))
         return checkpoint(root, view.step or 0)
 
-    # What the notes tell of is mostly what Lightning's file has no place for.
+    # The notes mostly concern values that Lightning's file cannot store.
     return replace(plan_torch(origin, view, dtypes, shape), kind="Lightning", notes=())
 
 
@@ -58,9 +57,10 @@ def _without_marks(value: Any) -> Any:
 
 
 def checkpoint(root: Mapping[Any, Any], step: int) -> dict[str, Any]:
-    """`root`: the state of a `ckpt.lightning.CheckpointCallback`, nested. `step`: optimizer steps done."""
+    """Build the file's contents. `root`: nested state of a `ckpt.lightning.CheckpointCallback`; `step`: optimizer steps
+    done."""
     trainer = root["trainer"]
-    found = {
+    contents = {
         "epoch": 0,
         "global_step": step,
         "pytorch-lightning_version": VERSION,
@@ -72,34 +72,35 @@ def checkpoint(root: Mapping[Any, Any], step: int) -> dict[str, Any]:
         **trainer.get("constructed", {}),
         **trainer["hooks"],
     }
-    found["epoch"] = found["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]
+    contents["epoch"] = contents["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]
     if precision := root.get("scaler", trainer["precision"]):
-        found["MixedPrecision"] = precision
+        contents["MixedPrecision"] = precision
     if trainer["datamodule"]:
-        found[trainer.get("datamodule_name", "LightningDataModule")] = trainer["datamodule"]
-    found.pop(DESCRIPTION, None)
-    return found
+        contents[trainer.get("datamodule_name", "LightningDataModule")] = trainer["datamodule"]
+    contents.pop(DESCRIPTION, None)
+    return contents
 
 
 def _optimizer(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """As torch's own `state_dict` says it."""
+    """Return the state in the form of torch's `state_dict`."""
     return {"state": saved["state"], "param_groups": saved["param_groups"]}
 
 
 def _loops(fit: Mapping[str, Any]) -> dict[str, Any]:
-    """Where it was. We save behind the last batch of an epoch, Lightning behind that epoch, when it counts as done."""
-    found = {name: {**part} if isinstance(part, dict) else part for name, part in fit.items()}
+    """Return the loop state. We save after the last batch of an epoch, Lightning after the epoch, when it counts as
+    done."""
+    loops = {name: {**part} if isinstance(part, dict) else part for name, part in fit.items()}
     stepped = fit["epoch_loop.state_dict"]
-    if "_batches_that_stepped" in stepped:  # it is counted after we save; what is logged goes by it
-        found["epoch_loop.state_dict"] = {**stepped, "_batches_that_stepped": stepped["_batches_that_stepped"] + 1}
+    if "_batches_that_stepped" in stepped:  # counted after we save; it positions logged values
+        loops["epoch_loop.state_dict"] = {**stepped, "_batches_that_stepped": stepped["_batches_that_stepped"] + 1}
     if fit["epoch_loop.batch_progress"]["is_last_batch"]:
         progress = fit["epoch_progress"]
-        found["epoch_progress"] = {
+        loops["epoch_progress"] = {
             word: {**count, "processed": count["started"], "completed": count["started"]}
             for word, count in progress.items()
         }
     idle = {"state_dict": {}, "batch_progress": _NOTHING_DONE}
-    return {"fit_loop": found, **dict.fromkeys(OTHER_LOOPS, idle)}
+    return {"fit_loop": loops, **dict.fromkeys(OTHER_LOOPS, idle)}
 
 
 _ZERO = {"ready": 0, "started": 0, "processed": 0, "completed": 0}

@@ -1,7 +1,7 @@
-"""A run of ours that holds one checkpoint, cut for so many ranks: for a job to go on from, or to start from.
+"""Write a run with one checkpoint, sharded for a number of ranks, from which a job can continue or start.
 
-What all ranks hold together is cut along the first dimension, as `fully_shard` does, so that each rank of such a job
-finds what it needs in one file. What ranks have for themselves goes to them by the rules of a restore.
+Tensors that all ranks share are split along the first dimension, like `fully_shard`, so that each rank finds its data
+in one file. Values of single ranks are assigned by the rules of a restore.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from ckpt.tools.convert.source import Origin, OriginEntry, RankView
 def plan(
     origin: Origin, views: list[RankView], dtypes: Mapping[str, str], *, step: int, finite: bool | None = None
 ) -> Output:
-    """`views`: of each rank of the new world; `dtypes`: as what to write each tensor, by label. `finite`: whether it
-    is known to be, as of the checkpoint that it comes from."""
+    """Plan the run. `views`: one per rank of the new run. `dtypes`: dtype to write by label. `finite`: as recorded in
+    the checkpoint that it comes from."""
     world = len(views)
     if not 0 < world <= MAX_WORLD:
         raise UsageError(f"{world} ranks: choose a number from 1 to {MAX_WORLD}")
     chosen = [[[name, label, dtypes[label]] for name, label in view.tensors.items()] for view in views]
     nonce = file_digest(canonical([origin.identity, chosen, [len(view.entries) for view in views]]))[:8]
-    attempt = Attempt(1, step, nonce)  # the same each time, so that an interrupted export goes on
+    attempt = Attempt(1, step, nonce)  # always the same, so that an interrupted export can continue
     shared = _shared(views)
     planned = [_rank(origin, view, shared, dtypes, rank, world, attempt) for rank, view in enumerate(views)]
     layouts = [layout for layout, _ in planned]
@@ -52,7 +52,7 @@ def plan(
 
 
 def _shared(views: list[RankView]) -> set[str]:
-    """The names of which all ranks take the same tensor."""
+    """Return the names for which all ranks have the same tensor."""
     first = views[0].tensors
     return {name for name, label in first.items() if all(view.tensors.get(name) == label for view in views)}
 
@@ -83,12 +83,12 @@ def _rank(
         labels.append(label)
     components = [entry.component for entry in view.entries]
     layout = Layout(tuple(specs), dict(view.aliases), components, rank, world, instances, elsewhere)
-    Layout.from_json(layout.to_json())  # what could not be read again is not written
+    Layout.from_json(layout.to_json())  # raises if it could not be read again
     return layout, _pack(layout, labels, attempt)
 
 
 def chunk(shape: Dims, rank: int, world: int) -> Box | None:
-    """What a rank gets of a tensor, as `torch.chunk` cuts it along the first dimension; None if that is nothing."""
+    """Return a rank's box of a tensor, split like `torch.chunk` along the first dimension; None if it is empty."""
     if world == 1 or not shape or 0 in shape:
         return ((0,) * len(shape), shape) if rank == 0 else None
     step = -(-shape[0] // world)
@@ -119,7 +119,7 @@ async def _finish(
     finite: bool | None,
     sums: Sums,
 ) -> None:
-    for name in ("log", "parts", "index"):  # of a call that was interrupted: nobody has seen it
+    for name in ("log", "parts", "index"):  # left by an interrupted call, and never visible
         await asyncio.to_thread(shutil.rmtree, folder / name, ignore_errors=True)
     store = open_store(folder, writable=True)
     try:

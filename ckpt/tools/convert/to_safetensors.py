@@ -1,8 +1,7 @@
-"""Weights as the model hubs have them: safetensors files, in several with an index when they are large.
+"""Write weights in the form of model hubs: safetensors files, several with an index if they are large.
 
-Names lose the path of the model inside the state (`model.`), so that `from_pretrained` finds them. Of weights that are
-tied only one copy is written, and the header says of the other names which one they are, as safetensors' own
-`save_model` does.
+Names lose the path of the model in the state (`model.`), so that `from_pretrained` finds them. Tied weights are written
+once, and the header lists their other names, like safetensors' own `save_model`.
 """
 
 from __future__ import annotations
@@ -21,24 +20,24 @@ from ckpt.tools.convert.cast import FLOATS, dtype_called
 from ckpt.tools.convert.output import Literal, OutFile, Output, Sums, TensorRun
 from ckpt.tools.convert.source import Origin, RankView
 
-SHARD = 5_000_000_000  # bytes of a file, as transformers does
+SHARD = 5_000_000_000  # bytes per file, as in transformers
 INDEX = "model.safetensors.index.json"
 WEIGHTS = ("module", "custom module")
 
 
 def weights_of(view: RankView) -> RankView:
-    """Only what modules hold. UsageError if there is none."""
+    """Return only tensors of modules. Raises UsageError if there are none."""
     entries = tuple(entry for entry in view.entries if entry.kind in WEIGHTS)
     names = {view.aliases.get(name, name) for entry in entries for name in entry.names}
     if not names:
-        raise UsageError("there are no weights: no module of the state has tensors. Choose tensors with --only")
+        raise UsageError("the state has no module with tensors, so there are no weights: select tensors with --only")
     tensors = {name: label for name, label in view.tensors.items() if name in names}
     aliases = {alias: name for alias, name in view.aliases.items() if name in names}
     return replace(view, entries=entries, tensors=tensors, aliases=aliases)
 
 
 def cast_to(origin: Origin, views: Sequence[RankView], dtype: str | None) -> dict[str, str]:
-    """As what each tensor is written, by label. UsageError if there is nothing to cast."""
+    """Return the dtype to write by label. Raises UsageError if there is nothing to cast."""
     dtypes = {label: spec.dtype for label, spec in origin.tensors.items()}
     if dtype is None:
         return dtypes
@@ -52,12 +51,12 @@ def cast_to(origin: Origin, views: Sequence[RankView], dtype: str | None) -> dic
     }
     floats = {label for label in labels if dtypes[label] in FLOATS}
     if not floats:
-        raise UsageError("--dtype casts the floating-point weights of modules, and there are none among these")
+        raise UsageError("--dtype casts floating-point weights of modules, but the selection has none")
     return {**dtypes, **dict.fromkeys(floats, to)}
 
 
 def prefix_of(view: RankView) -> str:
-    """What the names of all tensors begin with and can lose: the path of the only module."""
+    """Return the prefix that all names can lose: the path of the only module."""
     if len(view.entries) != 1 or view.entries[0].kind not in WEIGHTS:
         return ""
     prefix = show(view.entries[0].path) + "."
@@ -67,24 +66,22 @@ def prefix_of(view: RankView) -> str:
 def plan(
     origin: Origin, view: RankView, dtypes: Mapping[str, str], *, shard: int = SHARD, single: str = "", prefix: str = ""
 ) -> Output:
-    """`dtypes`: as what to write each tensor, by label. `single`: the name of the one file, instead of a folder.
-
-    UsageError if a tensor has a dtype that safetensors files cannot hold.
-    """
+    """Plan the files. `dtypes`: dtype to write by label. `single`: name of the only file, instead of a folder. Raises
+    UsageError for a dtype that safetensors lacks."""
     if not view.tensors:
-        raise UsageError("there are no tensors among these, and safetensors files hold nothing else")
+        raise UsageError("the selection has no tensors, and safetensors files contain nothing else")
     called = {name: name.removeprefix(prefix) for name in (*view.tensors, *view.aliases)}
     for name, label in view.tensors.items():
         if dtypes[label] not in NATIVE:
             raise UsageError(
-                f"{name} has dtype {dtypes[label]}, which safetensors files cannot hold: leave it out with --only, or "
+                f"{name} has dtype {dtypes[label]}, which safetensors lacks: exclude it with --only, or "
                 "choose --format torch"
             )
     if "__metadata__" in called.values():
-        raise UsageError("a tensor is called __metadata__, which is reserved in safetensors files: leave it out")
+        raise UsageError("a tensor is called __metadata__, which safetensors reserves: exclude it with --only")
     tied = {called[alias]: called[name] for alias, name in view.aliases.items()}
     if "format" in tied:
-        raise UsageError('a tied tensor is called "format", which is reserved in safetensors files: leave it out')
+        raise UsageError('a tied tensor is called "format", which safetensors reserves: exclude it with --only')
     groups = _groups(origin, view, dtypes, shard if not single else 1 << 62)
     files, count = [], len(groups)
     for i, names in enumerate(groups):
@@ -98,12 +95,12 @@ def plan(
         if index is not None:
             write_regular(folder / INDEX, index)
 
-    notes = (f"the names of tensors are written without {prefix!r} in front",) if prefix else ()
+    notes = (f"the names of tensors are written without the prefix {prefix!r}",) if prefix else ()
     return Output("safetensors", tuple(files), finish, bool(single), notes=notes)
 
 
 def _groups(origin: Origin, view: RankView, dtypes: Mapping[str, str], most: int) -> list[list[str]]:
-    """The names of each file: in the order of the state, as many as go into so many bytes, one at least."""
+    """Group the names by file, in the order of the state: as many as fit into `most` bytes, at least one."""
     groups: list[list[str]] = [[]]
     held = 0
     for name, label in view.tensors.items():
@@ -124,7 +121,7 @@ def _elements(origin: Origin, label: str) -> int:
 def _file(
     name: str, origin: Origin, labels: Mapping[str, str], dtypes: Mapping[str, str], tied: Mapping[str, str]
 ) -> OutFile:
-    """Large elements first, so that each tensor lies at a multiple of them; the header in whole pages."""
+    """Plan one file: large elements first, so that tensors are aligned; the header fills whole pages."""
     order = sorted(labels, key=lambda n: -BITS[dtypes[labels[n]]])
     header: dict[str, object] = {"__metadata__": {"format": "pt", **tied}}
     runs, at = list[tuple[int, str]](), 0
@@ -150,7 +147,7 @@ def _all(origin: Origin, label: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def _index(files: list[OutFile], groups: list[list[str]], called: Mapping[str, str]) -> bytes:
-    """Which file has which tensor. Of tied ones only the copy that is there, as `save_pretrained` does."""
+    """Map each tensor to its file. Tied tensors are listed once, like `save_pretrained`."""
     where = {called[n]: file.name for file, names in zip(files, groups, strict=True) for n in names}
     total = sum(part.size for file in files for part in file.parts if isinstance(part, TensorRun))
     data = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}

@@ -1,8 +1,7 @@
-"""A file as `torch.save` writes it: the whole state as one dict, for `torch.load`.
+"""Write the whole state as one dict in a file for `torch.load`.
 
-What is in it is what `torch.save({"model": model.state_dict(), "optim": optim.state_dict(), …}, path)` would have put
-there, and beside it one text, under the name `convert.source.DESCRIPTION`, from which an import makes the state
-again.
+The contents are those of `torch.save({"model": model.state_dict(), "optim": optim.state_dict(), …}, path)`, plus one
+text under `convert.source.DESCRIPTION`, from which an import rebuilds the state.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from ckpt.tools.convert.torch_state import Builder, Tensors, orders_of, stage
 
 
 class _Frugal(io.RawIOBase):
-    """A file; of the tensors, what has been written to it need not be in memory."""
+    """A file object that drops tensors from memory after they are written."""
 
     def __init__(self, file: IO[bytes], tensors: Tensors) -> None:
         self._file, self._tensors = file, tensors
@@ -32,21 +31,18 @@ class _Frugal(io.RawIOBase):
         return count
 
 
-Shape = Callable[[dict[str | int, Any]], dict[Any, Any]]  # of a nested state, before it is saved
+Shape = Callable[[dict[str | int, Any]], dict[Any, Any]]  # changes the nested state before it is saved
 
 
 def plan(origin: Origin, view: RankView, dtypes: Mapping[str, str], shape: Shape = dict) -> Output:
-    """`dtypes`: as what to write each tensor, by label. The one file has no name yet. `shape`: what to make of the
-    nested state; by default that is what is saved.
-
-    The file can be loaded with `weights_only=True` and with `mmap=True`; tensors that are tied share memory in it.
-    UsageError if the state has no room for the description, or something was left out that other values need.
-    """
+    """Plan the file, which has no name yet. `dtypes`: dtype to write by label. `shape`: changes the nested state. The
+    file can be loaded with `weights_only=True` and `mmap=True`; tied tensors share memory in it. Raises UsageError if
+    the name of the description is taken, or an omitted value is needed by others."""
     native = Builder(view, Tensors(origin, dtypes), numbered=True, text_keys=False).build()
-    shape(native.root)  # what is wrong is said before anything is made
+    shape(native.root)  # raises errors before anything is written
     file, orders = stage(origin, view, dtypes), orders_of(view)
     if odd := [one for one, order in orders.items() if sorted(order) != list(range(len(origin.tensors[one].shape)))]:
-        raise CorruptError(f"{odd[0]}: {orders[odd[0]]!r:.80} is not an order of its dimensions")
+        raise CorruptError(f"{odd[0]}: {orders[odd[0]]!r:.80} is not a permutation of its dimensions")
 
     def finish(out: Path, sums: Sums) -> None:
         tensors = Tensors(origin, dtypes, output.staged_path(out, file), file, orders)

@@ -1,10 +1,9 @@
-"""A run of `ckpt.megatron` as the `torch_dist` checkpoint that Megatron would have written, for its own load at any
-sizes of parallelism.
+"""Write a run of `ckpt.megatron` as Megatron's own `torch_dist` checkpoint, loadable at any parallel sizes.
 
-That is a folder of torch's distributed checkpoints by the keys of Megatron's `ShardedTensor`s, of an optimizer that was
-saved `fully_reshardable`, with `common.pt` of plain values and `metadata.json` beside it. All layers of the decoder
-are one tensor there, with an axis for them. The weights have two keys for the same bytes: Megatron rounds those of the
-model when it loads them, to the dtype that it computes with.
+It is a folder of torch's distributed checkpoints with the keys of Megatron's `ShardedTensor`s and an optimizer saved as
+`fully_reshardable`, plus `common.pt` with plain values and `metadata.json`. All layers of the decoder are one tensor
+with an axis for layers. The weights have two keys for the same bytes, because Megatron rounds the model's weights to
+its compute dtype when loading.
 """
 
 from __future__ import annotations
@@ -36,17 +35,17 @@ METADATA = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-NUMBERS = "random numbers are left out: with what is written here Megatron begins with what it seeds"
+NUMBERS = "random numbers are omitted: Megatron starts from its seed"
 
 
 def plan(origin: Origin, view: RankView, dtypes: Mapping[str, str]) -> Output:
-    """`dtypes`: as what each tensor is written, by label. UsageError if this is no run of `ckpt.megatron`, or one that
-    Megatron has no form for; the message says what is the matter."""
+    """Plan the files. `dtypes`: dtype to write by label. Raises UsageError if this is not a run of `ckpt.megatron`, or
+    Megatron has no form for it."""
     paths = {entry.path for entry in view.entries}
     if not {(name,) for name in NEEDED} <= paths:
-        raise UsageError("only runs of ckpt.megatron can be torch_dist, and this is none: choose dcp")
+        raise UsageError("this is not a run of ckpt.megatron, so it cannot be written as torch_dist: choose dcp")
     if any(dtypes[label] != origin.tensors[label].dtype for label in view.tensors.values()):
-        raise UsageError("torch_dist has weights in fp32, which Megatron rounds when it loads them: leave out --dtype")
+        raise UsageError("torch_dist stores fp32 weights, which Megatron rounds when loading: omit --dtype")
     chosen = _without_numbers(view)
 
     def checkpoint(tensors: Tensors) -> tuple[dict[str, Any], Aliases, dict[str, Any]]:
@@ -78,53 +77,55 @@ def _without_numbers(view: RankView) -> RankView:
 
 
 def sharded(model: Mapping[str, Tensor], moments: Mapping[str, Tensor]) -> tuple[dict[str, Any], Aliases]:
-    """By Megatron's keys; and further keys of the same."""
-    found, aliases = dict[str, Any](), Aliases()
+    """Return the sharded tensors by Megatron's keys, and aliases."""
+    tensors, aliases = dict[str, Any](), Aliases()
     layers: dict[str, dict[int, Tensor]] = {}
     for prefix, name, tensor in _by_prefix(model, moments):
         if match := LAYER.fullmatch(name):
             layers.setdefault(f"{prefix}{match[1]}{match[3]}", {})[int(match[2])] = tensor
         else:
-            found[prefix + name] = tensor
+            tensors[prefix + name] = tensor
     count = max((number for one in layers.values() for number in one), default=-1) + 1
-    found |= {key: Rows(_all_of(key, one, count)) for key, one in layers.items()}
-    for key in [key for key in found if key.startswith(MASTERS)]:
+    tensors |= {key: Rows(_all_of(key, one, count)) for key, one in layers.items()}
+    for key in [key for key in tensors if key.startswith(MASTERS)]:
         aliases[key.removeprefix(MASTERS)] = key, (key.removeprefix(MASTERS),)
-    return found | _nothing(model, count), aliases
+    return tensors | _nothing(model, count), aliases
 
 
 def _by_prefix(model: Mapping[str, Tensor], moments: Mapping[str, Tensor]) -> Iterator[tuple[str, str, Tensor]]:
-    """What a key begins with, what goes on as the name of a parameter, and a tensor."""
+    """Yield the prefix of each key, the rest of it, and the tensor."""
     for name, weight in model.items():
         states = {key: moments.get(f"state.{name}.{key}") for key in MOMENTS}
-        yield ("" if None in states.values() else MASTERS), name, weight  # frozen, or trained
-        yield from ((f"optimizer.state.{key}.", name, one) for key, one in states.items() if one is not None)
+        yield ("" if None in states.values() else MASTERS), name, weight  # frozen or trained
+        yield from ((f"optimizer.state.{key}.", name, moment) for key, moment in states.items() if moment is not None)
 
 
 def _all_of(key: str, layers: Mapping[int, Tensor], count: int) -> list[Tensor]:
     if sorted(layers) != list(range(count)) or len({(one.dtype, one.shape) for one in layers.values()}) != 1:
         raise UsageError(
-            f"{key}: layers differ, or only some of them are trained, and in torch_dist they are one tensor: choose dcp"
+            f"{key}: layers differ or only some are trained, but torch_dist stores them as one tensor: choose dcp"
         )
     return [layers[number] for number in range(count)]
 
 
 def _nothing(model: Mapping[str, Tensor], count: int) -> dict[str, list[None]]:
-    """What modules say that they keep besides: nothing, without fp8. Megatron looks for it."""
+    """Return the empty extra state of modules, which Megatron expects without fp8."""
     matched = (LAYER.fullmatch(name) for name, weight in model.items() if weight.dim() == 2)
     linear = {f"{m[1]}{m[3].removesuffix('.weight')}" for m in matched if m and m[3].endswith(".weight")}
     attention = {"decoder.layers.self_attention.core_attention"}  # Transformer Engine's
-    return {f"{one}._extra_state/shard_{i}_{count}": [None] for one in linear | attention for i in range(count)}
+    return {f"{key}._extra_state/shard_{i}_{count}": [None] for key in linear | attention for i in range(count)}
 
 
 # -- what is alike on all ranks --
 
 
 def common(root: Mapping[str | int, Any], step: int) -> dict[str, Any]:
-    """Plain values, under the names of Megatron-LM; of the user's own under those that they have in the run."""
+    """Return plain values under the names of Megatron-LM, and the user's own under their names in the run."""
     saved = root["megatron"]
     if saved["step"] is None:
-        raise UsageError("the rank whose values are taken steps no parameters, so the optimizer's step is not known")
+        raise UsageError(
+            "the optimizer's step is unknown, because the rank whose values are used updates no parameters"
+        )
     groups = [{**group, "step": saved["step"]} for group in saved["groups"]]
     optimizer = {"optimizer": {"param_groups": groups}, "param_state_sharding_type": "fully_reshardable"}
     if scale := saved["scale"]:
@@ -134,5 +135,5 @@ def common(root: Mapping[str | int, Any], step: int) -> dict[str, Any]:
     if SCHEDULE in own:
         own["opt_param_scheduler"] = own.pop(SCHEDULE)
     if taken := sorted(own.keys() & (found.keys() | {"model", "args"})):
-        raise UsageError(f"{taken[0]} is what Megatron calls something else in its file: leave it out with --only")
+        raise UsageError(f"{taken[0]} is a reserved name in Megatron's file: exclude it with --only")
     return found | own

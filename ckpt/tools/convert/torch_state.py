@@ -1,7 +1,7 @@
-"""A state as torch itself would be given it to save: a nested dict of tensors and plain values.
+"""Build a state in the form that torch saves: a nested dict of tensors and plain values.
 
-It is made twice: first of tensors that have no memory, to find out what can be wrong, and again of tensors whose bytes
-lie in a file (`stage`), so that torch writes a state of any size without having it in memory.
+It is built twice: first with tensors without memory, to detect errors, and again with tensors whose bytes are in a file
+(`stage`), so that torch writes a state of any size without having it in memory.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from ckpt.tools.convert.output import Literal, OutFile, TensorRun
 from ckpt.tools.convert.source import DESCRIPTION, MAX_DESCRIPTION, Origin, OriginEntry, RankView, describe, fingerprint
 
 WEIGHTS = ("module", "custom module")
-WIDEST_INT = 2032  # bits; longer integers are written in a way that torch.load refuses
-ALIGN = 64  # bytes; where tensors begin, so that elements lie at multiples of their size
-UNMAPPED = (errno.ENODEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # of a file system that cannot map files
+WIDEST_INT = 2032  # bits; torch.load rejects longer integers
+ALIGN = 64  # bytes; alignment of tensors
+UNMAPPED = (errno.ENODEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # raised by file systems that cannot map files
 _NUMPY_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_NAME}
 
 Place = tuple[str | int, ...]
@@ -47,7 +47,7 @@ Place = tuple[str | int, ...]
 
 
 def stage(origin: Origin, view: RankView, dtypes: Mapping[str, str], name: str = "") -> OutFile:
-    """A file of the bytes of all tensors of a view, one behind the other."""
+    """Plan a file with the bytes of all tensors of a view."""
     parts, at = list[Literal | TensorRun](), 0
     for label in dict.fromkeys(view.tensors.values()):
         shape = origin.tensors[label].shape
@@ -59,8 +59,8 @@ def stage(origin: Origin, view: RankView, dtypes: Mapping[str, str], name: str =
 
 
 class Tensors:
-    """The tensors of an origin. Asked twice for the same, the same. `staged`: where their bytes lie, and the file that
-    `stage` has planned; without it they have no memory."""
+    """The tensors of an origin. The same request returns the same tensor. `staged`: path with their bytes, as planned
+    by `stage` in `file`; without it they have no memory."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class Tensors:
         file: OutFile | None = None,
         orders: Mapping[str, Sequence[int]] = MappingProxyType({}),
     ) -> None:
-        """`orders`: by label the dimensions from the outermost to the innermost in memory (see `orders_of`)."""
+        """`orders`: by label, the dimensions from outermost to innermost in memory (see `orders_of`)."""
         self._origin, self._dtypes, self._orders = origin, dtypes, orders
         self._made: dict[tuple[str, torch.dtype, tuple[int, ...]], Tensor] = {}
         self._bytes: dict[str, np.ndarray[Any, Any]] | None = None
@@ -94,7 +94,7 @@ class Tensors:
         return self._mapped
 
     def forget(self) -> None:
-        """What was read of the file need not be in this process's memory any more; it is read again when it is used."""
+        """Release the memory of what was read from the file; it is read again when it is used."""
         if self._mapped is not None:
             self._mapped.madvise(mmap.MADV_DONTNEED)
 
@@ -102,7 +102,7 @@ class Tensors:
         return self._make(label, TORCH_DTYPE[self._dtypes[label]], self._origin.tensors[label].shape)
 
     def array(self, label: str, reference: Json) -> Tensor | None:
-        """For a numpy array, which lies in the origin as plain bytes. None if torch has no such dtype."""
+        """Return a tensor for a numpy array, which the origin stores as plain bytes. None if torch lacks the dtype."""
         if type(reference.get("shape")) is not list:
             raise CorruptError(f"{reference.get('name')} has no shape")
         dtype, shape = plain_dtype(reference.get("dtype")), tuple(reference["shape"])
@@ -112,7 +112,7 @@ class Tensors:
         if ours is None or self._dtypes[label] != "U8":
             return None
         if math.prod(shape) * dtype.itemsize != self._origin.tensors[label].nbytes:
-            raise CorruptError(f"{reference['name']} has another number of bytes than its shape says")
+            raise CorruptError(f"{reference['name']} has a number of bytes that does not match its shape")
         return self._make(label, ours, shape)
 
     def _make(self, label: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
@@ -121,28 +121,28 @@ class Tensors:
             if self._bytes is None:
                 self._made[key] = torch.empty(shape, dtype=dtype, device="meta")
             elif label not in self._bytes:
-                self._made[key] = torch.empty(shape, dtype=dtype)  # of no elements
+                self._made[key] = torch.empty(shape, dtype=dtype)  # it has no elements
             else:
                 self._made[key] = torch.from_numpy(self._bytes[label]).view(dtype).reshape(shape)
-                if (order := self._orders.get(label)) is not None:  # these few are in memory until the file is written
+                if (order := self._orders.get(label)) is not None:  # these few stay in memory until the file is written
                     self._made[key] = torch.empty_permuted(shape, tuple(order), dtype=dtype).copy_(self._made[key])
         return self._made[key]
 
 
 def orders_of(view: RankView) -> dict[str, Sequence[int]]:
-    """Return the memory layout of each tensor that was not contiguous, by label. CorruptError if it is not one."""
-    found = dict[str, Sequence[int]]()
+    """Return the memory layout of each non-contiguous tensor by label. Raises CorruptError for an invalid one."""
+    layouts = dict[str, Sequence[int]]()
     for entry in view.entries:
         orders = entry.facts.get(ORDERS, {})
         if type(orders) is not dict:
-            raise CorruptError(f"{show(entry.path)}: what is stored of the memory layout of its tensors is not a dict")
+            raise CorruptError(f"{show(entry.path)}: the memory layout of its tensors is not a dict")
         for name, order in orders.items():
             label = view.tensors.get(view.aliases.get(name, name))
             if type(order) is not list or not all(type(dim) is int for dim in order):
-                raise CorruptError(f"{name}: {order!r:.80} is not an order of its dimensions")
+                raise CorruptError(f"{name}: {order!r:.80} is not a permutation of its dimensions")
             if label is not None:
-                found[label] = order
-    return found
+                layouts[label] = order
+    return layouts
 
 
 # -- what torch would have been given --
@@ -150,19 +150,19 @@ def orders_of(view: RankView) -> dict[str, Sequence[int]]:
 
 @dataclass(frozen=True, slots=True)
 class _Named:
-    """A tensor, or an array, that is still to be put in its place."""
+    """A tensor or array that is inserted later."""
 
     name: str
     reference: Json = None
 
 
 class _Branch(dict[str | int, Any]):
-    """A container that only the paths of entries tell of: a dict, or a list if its keys are 0, 1, 2, …"""
+    """A container known only from paths of entries: a dict, or a list if its keys are 0, 1, 2, …"""
 
 
 @dataclass(frozen=True)
 class Groups:
-    """The groups of one optimizer. `at`: its path; `params`: the names in each group, as they are written."""
+    """The groups of one optimizer. `at`: its path; `params`: the names in each group, as written."""
 
     at: Place
     params: tuple[tuple[str, ...], ...]
@@ -170,7 +170,7 @@ class Groups:
 
 @dataclass(frozen=True)
 class Native:
-    """`root`: what to save; `places`: the keys that lead to each tensor; `notes`: what was changed on the way."""
+    """The built state. `root`: what to save; `places`: path of each tensor; `notes`: what was changed."""
 
     root: dict[str | int, Any]
     places: Mapping[str, Place]
@@ -183,9 +183,11 @@ def _form(value: object) -> tuple[str, tuple[int, ...]] | None:
 
 
 class Builder:
-    """Makes what torch would have been given. `numbered`: optimizers call their parameters 0, 1, 2, … as torch's own
-    `state_dict` does; else they call them by name, as `torch.distributed.checkpoint` does. `text_keys`: in places, keys
-    of dicts are text, as in the latter's files."""
+    """Builds what torch would have saved.
+
+    `numbered`: optimizers number their parameters like torch's `state_dict`; otherwise they use names like
+        `torch.distributed.checkpoint`. `text_keys`: in paths, keys of dicts are text, as in the latter's files.
+    """
 
     def __init__(self, view: RankView, tensors: Tensors, *, numbered: bool, text_keys: bool) -> None:
         self._view, self._tensors, self._numbered, self._text_keys = view, tensors, numbered, text_keys
@@ -195,7 +197,7 @@ class Builder:
         self._modules = {name: e.path for e in view.entries if e.kind in WEIGHTS for name in e.names}
 
     def build(self) -> Native:
-        """UsageError if the names of the state leave no room for what is written beside it."""
+        """Build the state. Raises UsageError if the name of the description is taken."""
         root = _Branch()
         for entry in self._view.entries:
             _insert(root, entry.path, self._value(entry))
@@ -206,12 +208,12 @@ class Builder:
         if len(text) <= MAX_DESCRIPTION:
             found[DESCRIPTION] = text
         else:
-            self._changed[f"a description of {len(text)} bytes is left out, so an import has to guess"] += 1
+            self._changed[f"a description of {len(text)} bytes is omitted, so an import has to infer the entries"] += 1
         notes = tuple(f"{text} ({count})" for text, count in self._changed.items())
         return Native(found, self._places, tuple(self._optimizers), notes)
 
     def _known(self) -> RankView:
-        """Without the names of tensors that were left out."""
+        """Return the view without tensors that were omitted."""
         has = self._has
         entries = tuple(structs.replace(e, names=tuple(filter(has, e.names))) for e in self._view.entries)
         return replace(self._view, entries=entries)
@@ -251,7 +253,8 @@ class Builder:
             group.setdefault("param_names", [called[name] for name in params])
             groups.append(group)
         self._optimizers.append(Groups(entry.path, tuple(tuple(called[n] for n in g) for g in facts["params"])))
-        start = show((*entry.path, "params")) + "."  # what only the optimizer holds; torch's own loader ignores it
+        # tensors that only the optimizer has; torch's own loader ignores them
+        start = show((*entry.path, "params")) + "."
         own = {n.removeprefix(start): _Named(n) for n in entry.names if n.startswith(start) and self._has(n)}
         more = {
             decode(one["key"], _named) if "key" in one else keys[one["param"]]: decode(value, _named)
@@ -263,7 +266,7 @@ class Builder:
         return (saved | {"params": own} if own else saved) | extra
 
     def _fill(self, entry: OriginEntry, state: dict[str, dict[str, Any]]) -> None:
-        """Tensors of the state, each under its parameter's name and its own key."""
+        """Insert the tensors of the state under their parameter and key."""
         prefix = show((*entry.path, "state")) + "."
         inside = set(references(entry.values))
         split = splitter(state)
@@ -271,11 +274,11 @@ class Builder:
             if full.startswith(prefix) and full not in inside and self._has(full):
                 found = split(full.removeprefix(prefix))
                 if found is None:
-                    raise CorruptError(f"{full} is state of no parameter of its optimizer")
+                    raise CorruptError(f"{full} belongs to no parameter of its optimizer")
                 state[found[0]][found[1]] = _Named(full)
 
     def _relative(self, names: Sequence[str]) -> dict[str, str]:
-        """Parameters as their module names them; as the state names them if that would not be clear."""
+        """Return the names of parameters in their module; full names if those would be ambiguous."""
         found = {}
         for name in names:
             path = self._modules.get(name)
@@ -283,25 +286,26 @@ class Builder:
         return found if len(set(found.values())) == len(found) else {name: name for name in names}
 
     def _settle(self, value: Any, at: Place, *, text_keys: bool | None = None) -> Any:
-        """Tensors in the places of names, and nothing that `torch.load(weights_only=True)` would refuse."""
+        """Replace names by tensors, and convert values that `torch.load(weights_only=True)` would reject."""
         kind, text = type(value), self._text_keys if text_keys is None else text_keys
         if kind is _Named:
             return self._tensor(value, at)
         if kind in (dict, OrderedDict, Counter):
-            for key, one in list(value.items()):
-                if type(key) not in (str, int, float, bool, type(None)):  # others may hold what torch does not load
+            for key, item in list(value.items()):
+                # other keys may contain objects that torch does not load
+                if type(key) not in (str, int, float, bool, type(None)):
                     del value[key]
                     key = self._settle(key, at, text_keys=text)
-                value[key] = self._settle(one, (*at, str(key) if text else part_of(key)), text_keys=text)
+                value[key] = self._settle(item, (*at, str(key) if text else part_of(key)), text_keys=text)
             return value
         if kind in (list, tuple):
-            text = text and kind is list  # DCP leaves tuples whole, with all that is in them
-            return kind(self._settle(one, (*at, i), text_keys=text) for i, one in enumerate(value))
+            text = text and kind is list  # DCP keeps tuples whole, with their contents
+            return kind(self._settle(item, (*at, i), text_keys=text) for i, item in enumerate(value))
         if kind is set:
-            return {self._settle(one, at, text_keys=text) for one in value}
+            return {self._settle(item, at, text_keys=text) for item in value}
         if kind in (frozenset, deque):
             self._changed[f"a {kind.__name__} became a {'list' if kind is deque else 'tuple'}"] += 1
-            items = [self._settle(one, (*at, i), text_keys=text) for i, one in enumerate(value)]
+            items = [self._settle(item, (*at, i), text_keys=text) for i, item in enumerate(value)]
             return items if kind is deque else tuple(items)
         if isinstance(value, np.generic):
             return self._number(value)
@@ -322,7 +326,7 @@ class Builder:
     def _tensor(self, named: _Named, at: Place) -> Tensor:
         name = self._view.aliases.get(named.name, named.name)
         if name not in self._view.tensors:
-            raise UsageError(f"{named.name} is left out, but the values beside it need it: leave out all of {show(at)}")
+            raise UsageError(f"{named.name} is excluded, but other values need it: exclude all of {show(at)}")
         self._places.setdefault(name, at)
         label = self._view.tensors[name]
         if named.reference is None:
@@ -338,7 +342,7 @@ class Builder:
         kind = value.dtype.kind
         if kind in "biufc":
             self._changed["numpy scalars became Python numbers"] += 1
-            found = value.item()  # of a long double that is one again
+            found = value.item()  # for a long double this is again a long double
             return (
                 found if type(found) in (bool, int, float, complex) else complex(found) if kind == "c" else float(found)
             )
@@ -347,7 +351,7 @@ class Builder:
 
 
 def _named(reference: Json) -> object:
-    if reference.get("$") == "wrapper":  # made of several tensors, by a class that others need not have
+    if reference.get("$") == "wrapper":  # made of several tensors by a class that may not be installed elsewhere
         return {attribute: _named(one) for attribute, one in reference["tensors"]}
     if reference.get("$") not in ("tensor", "ndarray"):
         return as_plain(reference)
@@ -355,7 +359,7 @@ def _named(reference: Json) -> object:
 
 
 def _insert(root: _Branch, path: Place, value: Any) -> None:
-    """Put an entry's value where its path says; with an empty path it is the root itself."""
+    """Insert an entry's value at its path; an empty path is the root itself."""
     branch: Any = root
     if not path:
         if not isinstance(value, Mapping):

@@ -1,5 +1,5 @@
-"""Is this place, machine or network fit for a job? Measured before it begins, with advice.
+"""Check before a job whether its locations, machine and network are fit for it, and give advice.
 
-In: URLs, folders, the machine. Out: findings as values. It may not change anything it does not remove again, nor know
-torch or the command line.
+Input: URLs, folders, the machine. Output: findings as values. It changes nothing permanently, and imports neither torch
+nor the command line.
 """

@@ -1,4 +1,4 @@
-"""What follows from what was measured: how long saves and restores take, how often to save, and where. Pure."""
+"""Compute from the measurements how long saves and restores take, and how often to save where. No side effects."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from ckpt.store import folder_of
 from ckpt.tools.doctor.findings import GB, PROBLEM, Finding, JobSize, TierFindings
 from ckpt.tools.doctor.machine import Speed
 
-COST = 0.01  # of training that saving may take
+COST = 0.01  # share of training time that saving may cost
 
 
 @dataclass(frozen=True, slots=True)
 class Cadence:
-    """How long a save and a restore take in one place, and from which interval on it costs under 1 % of training.
-    `every`: in steps, None where nobody said how long one takes."""
+    """The duration of a save and a restore in one location, and the shortest interval that costs under 1 % of training.
+    `every`: the interval in steps, None if the duration of a step is unknown."""
 
     where: str
     save_s: float
@@ -30,23 +30,23 @@ def memory_cadence(job: JobSize, speed: Speed) -> Cadence:
     copy_s = job.here / speed.copy
     if speed.by_device:
         interval = 2 * copy_s
-        why = f"copying {job.here / GB:.1f} GB takes {copy_s:.2f} s of the copy engines, beside forward and backward"
+        why = f"copying {job.here / GB:.1f} GB takes {copy_s:.2f} s of the copy engines, in parallel with training"
     else:
         interval = copy_s / (COST * speed.cpus)
-        why = f"copying {job.here / GB:.1f} GB takes {copy_s:.2f} CPU-s of {speed.cpus:g} CPUs that train as well"
+        why = f"copying {job.here / GB:.1f} GB takes {copy_s:.2f} CPU-s of {speed.cpus:g} CPUs that also train"
     return Cadence("memory", copy_s, copy_s, interval, in_steps(interval, job.step_s), why)
 
 
 def place_cadence(job: JobSize, place: TierFindings, speed: Speed) -> Cadence:
-    """A save may keep the place busy for half of the time, and all CPUs for 1 % of it."""
+    """Return the interval at which saves use the store for half of the time at most, and the CPUs for 1 %."""
     rates, size = place.rates, job.state if place.shared else job.here
     save_s = size / rates.write + 4 * rates.put_s
     restore_s = size / max(rates.read, 1.0) + 4 * rates.get_s
     cpu_s = job.here * (rates.cpu_s + 0.1 / GB)  # and digests
     busy, costly = least_interval(save_s), cpu_s / (COST * speed.cpus)
-    what = "all nodes share it" if place.shared else "this machine's share"
+    what = "shared by all nodes" if place.shared else "this machine's share"
     why = f"{size / GB:.1f} GB ({what}) take {save_s:.1f} s and {cpu_s:.1f} CPU-s of {speed.cpus:g} CPUs; "
-    why += "the CPU decides" if costly > busy else "it may be busy for half of the time"
+    why += "limited by the CPU" if costly > busy else "limited to half of the store's time"
     interval = max(busy, costly)
     return Cadence(place.url, save_s, restore_s, interval, in_steps(interval, job.step_s), why)
 
@@ -56,7 +56,8 @@ def in_steps(interval_s: float, step_s: float | None) -> int | None:
 
 
 def conclude(job: JobSize, places: Sequence[TierFindings], speed: Speed) -> list[Cadence]:
-    """Memory first, then the places that were measured, the quickest first. Nothing where the state is not known."""
+    """Return the intervals of memory and of the measured locations, fastest first; nothing if the state's size is
+    unknown."""
     if not job.state:
         return []
     durable = [place_cadence(job, place, speed) for place in places if place.rates.write > 0]
@@ -68,15 +69,22 @@ def too_full(job: JobSize, place: TierFindings) -> list[Finding]:
     size = job.state if place.shared else job.here
     if place.free is None or not job.state or place.free > 3 * size:
         return []
-    text = f"{place.free / GB:.1f} GB, where a checkpoint takes {size / GB:.1f}"
-    return [Finding("room", text, PROBLEM, "Room for three is needed, with keep=2: free some, or a larger disk")]
+    text = f"{place.free / GB:.1f} GB free, and a checkpoint takes {size / GB:.1f}"
+    return [
+        Finding(
+            "room", text, PROBLEM, "keep=2 needs space for three checkpoints: free some space, or use a larger disk"
+        )
+    ]
 
 
 def tiers_line(
     job: JobSize, cadences: Sequence[Cadence], places: Sequence[TierFindings], speed: Speed, *, mended: bool = False
 ) -> str:
-    """Ready to be pasted, without places that have problems, unless these are taken as `mended`; empty where steps have
-    no length, or no place is left."""
+    """Return a line for the Checkpointer, ready to paste, without locations that have problems.
+
+    `mended`: include them as if the problems were fixed. Empty if the duration of a step is unknown or no location
+        remains.
+    """
     fine = {place.url for place in places if place.usable or mended}
     memory, durable = cadences[0] if cadences else None, [one for one in cadences[1:] if one.where in fine]
     if job.step_s is None or memory is None or not durable:
@@ -97,12 +105,12 @@ def tiers_line(
 
 
 def why_no_line(job: JobSize, cadences: Sequence[Cadence], places: Sequence[TierFindings], speed: Speed) -> str:
-    """What is missing for one, or how it is once the places have no problems any more."""
+    """Return what is missing for the line, or the line to use once the problems are fixed."""
     if not places:
-        return "Give the folder or bucket that the job shall save to: then there is a line tiers=[…] here to paste"
+        return "Give the folder or bucket that the job will save to, to get a line tiers=[…] to paste"
     if len(cadences) < 2:
-        return "Nothing could be written, see above: so there is no line tiers=[…] to paste"
+        return "No line tiers=[…] to paste, because nothing could be written: see above"
     if job.step_s is None:
-        return "Give --step-s: then there is a line tiers=[…] here to paste"
+        return "Give --step-s to get a line tiers=[…] to paste"
     line = tiers_line(job, cadences, places, speed, mended=True)
-    return f"Once the problems above are mended: {line}"
+    return f"Once the problems above are fixed: {line}"

@@ -1,6 +1,6 @@
-"""What `ckpt doctor` finds, and the words that its checks share: verdicts, a job, a place, figures for people.
+"""Findings of `ckpt doctor` and values that its checks share: verdicts, a job, a location, numbers as text.
 
-GB are 10**9 bytes, as disks and networks count.
+GB are 10**9 bytes, as for disks and networks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ OnBytes = Callable[[int], None] | None
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """`verdict`: "ok", "advice" or "problem"; `advice` says what to do. `data` is more of it for programs, as JSON."""
+    """One finding. `verdict`: "ok", "advice" or "problem". `advice`: what to do. `data`: details for programs, as
+    JSON."""
 
     what: str
     value: str
@@ -34,19 +35,22 @@ class Finding:
 
 
 def judge(what: str, value: str, bad: bool, advice: str, data: Any = None, *, verdict: str = ADVICE) -> Finding:
-    """All is well with it unless it is `bad`; only then the advice is given."""
+    """Return a finding that is OK, or has the verdict and the advice if it is `bad`."""
     return Finding(what, value, verdict, advice, data) if bad else Finding(what, value, data=data)
 
 
 def worst(findings: Sequence[Finding]) -> str:
-    """The verdict over all of them."""
+    """Return the worst verdict of all findings."""
     return max((f.verdict for f in findings), key=(OK, ADVICE, PROBLEM).index, default=OK)
 
 
 @dataclass(frozen=True, slots=True)
 class JobSize:
-    """`state` in bytes, over all ranks; `step_s` seconds a step; `world` ranks, `local` of them on this machine: `how`
-    that is known, for people."""
+    """The size of a job.
+
+    `state`: bytes over all ranks. `step_s`: seconds per step. `world`: ranks, of which `local` run on this machine.
+        `how`: source of that number, as text.
+    """
 
     state: int = 0
     step_s: float | None = None
@@ -56,13 +60,14 @@ class JobSize:
 
     @property
     def here(self) -> int:
-        """Bytes that this machine saves, replicas cut."""
+        """Bytes that this machine saves, without replicas."""
         return self.state * self.local // self.world
 
 
 @dataclass
 class StoreRates:
-    """`write` and `read` in bytes a second, `put_s` and `get_s` of a small object, `cpu_s` of CPU a byte written."""
+    """Measured rates: `write` and `read` in bytes per second, `put_s` and `get_s` per small object, `cpu_s` per byte
+    written."""
 
     write: float = 0.0
     read: float = 0.0
@@ -73,7 +78,7 @@ class StoreRates:
 
 @dataclass
 class TierFindings:
-    """What was found about one URL. `reached`: it could be read. `shared`: all nodes write to the same disks of it."""
+    """The findings about one URL. `reached`: it could be read. `shared`: all nodes write to the same disks."""
 
     url: str
     findings: list[Finding] = field(default_factory=list)
@@ -81,7 +86,7 @@ class TierFindings:
     reached: bool = True
     shared: bool = False
     free: int | None = None
-    options: bool = False  # whether it needs some
+    options: bool = False  # True if it needs storage options
 
     @property
     def usable(self) -> bool:
@@ -89,18 +94,19 @@ class TierFindings:
 
 
 def clock_difference(seconds: float, exact_s: float) -> Finding:
-    """`exact_s`: how far off a right clock may seem to be."""
+    """Judge a clock difference. `exact_s`: difference that a correct clock may show."""
     off, data = abs(seconds), round(seconds, 1)
     text = f"{'the same' if off <= exact_s else f'{seconds:+.0f} s'} at the other end"
     advice = "Set the clocks (chrony, NTP)"
     if off > max(60.0, exact_s):
-        advice += ": S3 refuses requests that are 15 minutes off, and accounts mislead"
+        advice += ": S3 rejects requests that are 15 minutes off, and run metrics become wrong"
         return Finding("clock", text, PROBLEM, advice, data)
     return judge("clock", text, off > exact_s + 2, advice, data)
 
 
 def cleaner(url: str) -> Callable[[str], str]:
-    """What takes passwords and queries out of URLs, and what options call a key or a token out of any text."""
+    """Return a function that removes passwords and queries from URLs, and keys and tokens in the options from any
+    text."""
     hidden: list[str] = []
     with contextlib.suppress(CheckpointError):
         hidden = sorted(_secrets_in(options_of(url)), key=len, reverse=True)
@@ -123,7 +129,7 @@ def _secrets_in(options: Mapping[str, Any]) -> Iterator[str]:
 
 
 def noise(size: int) -> memoryview:
-    """Page-aligned bytes that nothing on the way can make smaller."""
+    """Return page-aligned bytes that cannot be compressed."""
     view = memoryview(mmap.mmap(-1, max(size, 1)))[:size]
     for start in range(0, size, 16 * MIB):
         view[start : start + 16 * MIB] = os.urandom(min(16 * MIB, size - start))
@@ -131,7 +137,7 @@ def noise(size: int) -> memoryview:
 
 
 def read_text(file: Path | str) -> str:
-    """Of a file of the kernel; empty where it does not tell."""
+    """Return the text of a kernel file, empty if it cannot be read."""
     with contextlib.suppress(OSError):
         return Path(file).read_bytes().decode("utf-8", "replace")
     return ""

@@ -1,4 +1,4 @@
-"""What only folders have: a file system and its mount options, free space, fsync, a clock."""
+"""Checks that only folders need: file system, mount options, free space, fsync and clock."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ class FileSystem:
 
 
 def file_system(path: str, mountinfo: str | None = None) -> FileSystem:
-    """What a folder lies on. `mountinfo`: the text of /proc/self/mountinfo."""
+    """Return the file system of a folder. `mountinfo`: text of /proc/self/mountinfo."""
     text = mountinfo if mountinfo is not None else read_text("/proc/self/mountinfo")
     kind, options = mount_of(os.path.realpath(path), text)
     advice = ""
     if kind in VOLATILE:
-        advice = "It is memory: nothing there survives a reboot. Save to a disk; memory is what ckpt.Memory() is for"
+        advice = "This is memory, which does not survive a reboot. Save to a disk; use ckpt.Memory() for memory"
     elif kind in ("overlay", "aufs"):
-        advice = "It is the container's own layer and goes with the container: mount a volume"
+        advice = "This is the container's own layer, which is deleted with the container: mount a volume"
     elif kind.startswith("fuse"):
-        advice = "A file system in user space: ask its makers whether fsync and link keep their promises"
+        advice = "A file system in user space: check its documentation on fsync and atomic link"
     elif kind in SHARED and "soft" in options:
-        advice = "Mounted soft: the kernel may report an error for what it wrote, and lose it. Mount it hard"
+        advice = "Mounted soft: the kernel may lose data after a timeout. Mount it hard"
     elif kind in SHARED:
         advice = "Shared over the network: add a tier on a local disk, or save here less often"
     verdict = ADVICE if advice else OK
     if "ro" in options:
         verdict, advice = PROBLEM, "Mounted read-only: mount it for writing"
     elif options & {"nobarrier", "barrier=0"}:
-        verdict, advice = PROBLEM, "Without barriers a power cut takes what was acknowledged: mount it with them"
+        verdict, advice = PROBLEM, "Without barriers a power cut loses acknowledged writes: mount it with barriers"
     shared = kind in SHARED or (kind.startswith("fuse") and kind != "fuseblk")
     return FileSystem(kind, shared, Finding("file system", kind or "unknown", verdict, advice))
 
 
 def mount_of(path: str, mountinfo: str) -> tuple[str, set[str]]:
-    """Kind and options of the file system that a path lies on."""
+    """Return the type and options of the file system that contains a path."""
     best, kind, options = -1, "", set[str]()
     for line in mountinfo.splitlines():
         left, _, right = line.partition(" - ")
@@ -65,27 +65,27 @@ def mount_of(path: str, mountinfo: str) -> tuple[str, set[str]]:
 
 
 def nearest_folder(path: Path) -> Path:
-    """The innermost one that is there already."""
+    """Return the innermost existing folder of a path."""
     while not path.is_dir() and path != path.parent:
         path = path.parent
     return path
 
 
 def space(path: str) -> list[Finding]:
-    """Free bytes, first and with their number as data, and inodes."""
-    found = os.statvfs(nearest_folder(Path(path)))
-    free, total = found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
+    """Return free bytes (also as data) and free inodes."""
+    stats = os.statvfs(nearest_folder(Path(path)))
+    free, total = stats.f_bavail * stats.f_frsize, stats.f_blocks * stats.f_frsize
     tight = free < 0.05 * total or free < 64 * MIB
-    advice = "Free some: a full disk ends saves, not training, but then nothing new is durable"
+    advice = "Free some space: on a full disk saves fail, training continues, and nothing new is durable"
     rows = [judge("free space", f"{free / GB:.1f} of {total / GB:.1f} GB", tight, advice, free)]
-    if found.f_files:
-        advice = "Free some: each checkpoint takes a few files for each rank"
-        rows.append(judge("free inodes", f"{found.f_favail / 1e6:.1f} million", found.f_favail < 10_000, advice))
+    if stats.f_files:
+        advice = "Free some inodes: each checkpoint needs a few files per rank"
+        rows.append(judge("free inodes", f"{stats.f_favail / 1e6:.1f} million", stats.f_favail < 10_000, advice))
     return rows
 
 
 def disk(folder: str) -> list[Finding]:
-    """The time of fsync, and the clock of whoever keeps the file; in a scratch folder."""
+    """Measure fsync in a scratch folder, and compare the file server's clock."""
     found, clock = fsync_time(f"{folder}/sync"), Path(folder, "clock")
     clock.write_bytes(b"x")
     return [found, folder_fsync(folder), clock_difference(clock.stat().st_mtime - time.time(), 1.0)]
@@ -97,7 +97,7 @@ def folder_fsync(folder: str) -> Finding:
     try:
         os.fsync(fd)
     except OSError as error:
-        advice = "A power cut may undo the newest checkpoints here. The death of a process loses nothing"
+        advice = "A power cut may lose the newest checkpoints here. A crash of a process loses nothing"
         return Finding("fsync of folders", os.strerror(error.errno or 0), ADVICE, advice)
     finally:
         os.close(fd)
@@ -119,6 +119,6 @@ def fsync_time(path: str, *, times: int = 10, most_s: float = 3.0) -> Finding:
     median = statistics.median(taken)
     text = f"{duration(median)}, at most {duration(max(taken))}"
     if median > 0.1:
-        return Finding("fsync", text, ADVICE, "Slow: others write to this disk, or it has no cache that survives")
-    advice = "Faster than a disk can be: memory, or a disk that does not flush"
+        return Finding("fsync", text, ADVICE, "Slow: other processes write to this disk, or it has no power-safe cache")
+    advice = "Faster than any disk: this is memory, or a disk that does not flush"
     return judge("fsync", text, median < 20e-6, advice)

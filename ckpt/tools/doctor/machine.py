@@ -1,4 +1,4 @@
-"""What the machine allows: CPUs, memory, limits, a clock that does not jump; and how fast it copies snapshots."""
+"""Check CPUs, memory, limits and the clock of the machine, and measure how fast it copies snapshots."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from ckpt.tools.doctor.findings import ADVICE, GB, MIB, PROBLEM, Finding, JobSiz
 
 
 def machine(job: JobSize, *, proc: Path = Path("/proc"), sys_: Path = Path("/sys")) -> list[Finding]:
-    """Everything but GPUs and clocks that jump. `proc`, `sys_`: where the kernel tells."""
+    """Check everything except GPUs and the clock. `proc`, `sys_`: where the kernel's files are."""
     return [cpus(proc, sys_), memory(job, proc, sys_), *oom_group(proc, sys_), *limits(job)]
 
 
 def cpu_count(proc: Path = Path("/proc"), sys_: Path = Path("/sys")) -> float:
-    """CPUs that this process may use: its affinity, less what a cgroup takes away."""
+    """Return the CPUs that this process may use: its affinity, reduced by cgroup limits."""
     found = float(len(os.sched_getaffinity(0)))
     for file in cgroup_files("cpu", "cpu.max", proc, sys_):
         words = read_text(file).split()
@@ -44,13 +44,13 @@ def cpus(proc: Path, sys_: Path) -> Finding:
     load = float(words[0]) if words else 0.0
     text = f"{count:g}, load {load:g}"
     if count < 2:
-        return Finding("CPUs", text, ADVICE, "The writer takes its time from training: give each rank two")
-    advice = "Others are at work here: what is measured now is less than there is"
+        return Finding("CPUs", text, ADVICE, "The writer competes with training: give each rank two CPUs")
+    advice = "Other processes are running: the measured rates are lower than an idle machine's"
     return judge("CPUs", text, load > 1.2 * count, advice)
 
 
 def memory(job: JobSize, proc: Path, sys_: Path) -> Finding:
-    """Against the snapshots of the ranks here: three, and one that is being written for a tier."""
+    """Compare free memory with the snapshots of the local ranks: three, and one being written to a tier."""
     room = free_memory.room(proc, sys_ / "fs" / "cgroup")
     text = f"{room.available / GB:.1f} of {room.total / GB:.1f} GB available"
     text += "" if room.where == "machine" else " (a cgroup's limit)"
@@ -58,35 +58,35 @@ def memory(job: JobSize, proc: Path, sys_: Path) -> Finding:
         return Finding("memory", text, data=room.available)
     text += f", a snapshot takes {job.here / GB:.1f} GB"
     if 3 * job.here > 0.9 * room.available:
-        advice = "Too little for ckpt.Memory, which needs three or more snapshots: more nodes, or more memory"
+        advice = "Too little for ckpt.Memory, which needs three or more snapshots: use more nodes or more memory"
         return Finding("memory", text, PROBLEM, advice, room.available)
     tight = 4 * job.here > 0.8 * room.available
     return judge("memory", text, tight, "Tight: use ckpt.Memory(keep=2)", room.available)
 
 
 def cgroup_files(controller: str, name: str, proc: Path, sys_: Path) -> Iterator[Path]:
-    """The files of a name in the cgroups around this process, v1 and v2, the nearest first."""
+    """Yield a file of the cgroups that contain this process, v1 and v2, nearest first."""
     for chain in free_memory.cgroup_chains(proc, sys_ / "fs" / "cgroup", "self", controller):
         yield from (file for folder in chain if (file := folder / name).is_file())
 
 
 def oom_group(proc: Path, sys_: Path) -> list[Finding]:
-    """Whether the OOM killer takes all of a container at once."""
+    """Check whether the OOM killer kills all processes of the container together."""
     if not any(read_text(f).strip() == "1" for f in cgroup_files("memory", "memory.oom.group", proc, sys_)):
         return []
-    advice = "The OOM killer takes the writer along, and memory with it: set singleProcessOOMKill in the kubelet"
+    advice = "The OOM killer also kills the writer, and its memory is lost: set singleProcessOOMKill in the kubelet"
     return [Finding("cgroup oom group", "on", ADVICE, advice)]
 
 
 def limits(job: JobSize) -> list[Finding]:
-    """ulimits that would end a job, or be in its way."""
+    """Check ulimits that would end or hinder a job."""
     most = {
         "open files (ulimit -n)": (resource.RLIMIT_NOFILE, 1024, "Raise it: ulimit -n 65536"),
         "file size (ulimit -f)": (
-            resource.RLIMIT_FSIZE, max(job.here, GB), "Packs of a rank's whole share are one file: ulimit -f unlimited",
+            resource.RLIMIT_FSIZE, max(job.here, GB), "A rank's whole share may be one file: ulimit -f unlimited",
         ),
         "address space (ulimit -v)": (
-            resource.RLIMIT_AS, 1 << 60, "Snapshots are mapped by trainer and writer: ulimit -v unlimited",
+            resource.RLIMIT_AS, 1 << 60, "Trainer and writer map the snapshots: ulimit -v unlimited",
         ),
     }  # fmt: skip
     now = {what: resource.getrlimit(kind)[0] for what, (kind, _, _) in most.items()}
@@ -98,7 +98,7 @@ def limits(job: JobSize) -> list[Finding]:
 
 
 class ClockWatch:
-    """Whether the clock of this machine jumps while something else is done."""
+    """Detects jumps of the local clock while other checks run."""
 
     def __init__(self) -> None:
         self._offset = time.time() - time.monotonic()
@@ -106,13 +106,15 @@ class ClockWatch:
     def finding(self) -> Finding:
         jump = time.time() - time.monotonic() - self._offset
         if abs(jump) > 0.5:
-            return Finding("local clock", f"jumped by {jump:+.1f} s meanwhile", ADVICE, "Let chrony or NTP slew it")
+            return Finding(
+                "local clock", f"jumped by {jump:+.1f} s during the checks", ADVICE, "Let chrony or NTP slew it"
+            )
         return Finding("local clock", "steady")
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Of copies into host memory, in bytes a second; by devices of their own (GPUs), or by the CPUs."""
+    """Speed of copies into host memory in bytes per second, by GPU copy engines (`by_device`) or by CPUs."""
 
     copy: float
     by_device: bool
@@ -121,7 +123,7 @@ class Speed:
 
 
 def speed(device_rates: Sequence[float], job: JobSize) -> Speed:
-    """What copies a snapshot here."""
+    """Measure how fast snapshots are copied here."""
     room = free_memory.room().available
     if device_rates:
         return Speed(sum(device_rates[: job.local]), True, cpu_count(), room)
@@ -129,7 +131,7 @@ def speed(device_rates: Sequence[float], job: JobSize) -> Speed:
 
 
 def copy_rate(size: int = 128 * MIB) -> float:
-    """memcpy of one thread into memory that was touched before; more than fits into caches."""
+    """Measure memcpy of one thread into touched memory larger than the caches."""
     one, two = memoryview(bytearray(size)), memoryview(bytearray(size))
     times = []
     for _ in range(3):
@@ -160,30 +162,32 @@ print(json.dumps(rates))
 Run = Callable[[Sequence[str], float], str | None]
 
 
-def run_command(words: Sequence[str], timeout_s: float) -> str | None:
-    """What a program says, None if it cannot be run, fails, or takes too long."""
+def run_command(arguments: Sequence[str], timeout_s: float) -> str | None:
+    """Return the output of a program, None if it cannot be run, fails or takes too long."""
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=timeout_s, check=False, errors="replace")
+        done = subprocess.run(
+            arguments, capture_output=True, text=True, timeout=timeout_s, check=False, errors="replace"
+        )
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout if done.returncode == 0 else None
 
 
 def gpu_count(dev: Path = Path("/dev")) -> int:
-    """Those of NVIDIA that this machine has."""
+    """Count the NVIDIA GPUs of this machine."""
     return sum(re.fullmatch(r"nvidia\d+", file.name) is not None for file in dev.iterdir())
 
 
 def gpus(run: Run = run_command, dev: Path = Path("/dev")) -> tuple[list[Finding], list[float]]:
-    """Bytes a second from each to pinned host memory (none where that cannot be measured)."""
+    """Measure copies from each GPU to pinned host memory, bytes per second; none if that fails."""
     if not gpu_count(dev):
         return [Finding("GPU", "no GPU here")], []
-    said = run([sys.executable, "-c", COPY], 120.0)
+    output = run([sys.executable, "-c", COPY], 120.0)
     rates: list[float] = []
     with contextlib.suppress(ValueError, TypeError, IndexError):
-        rates = [float(rate) for rate in json.loads((said or "").strip().splitlines()[-1])]
+        rates = [float(rate) for rate in json.loads((output or "").strip().splitlines()[-1])]
     if not rates:
-        advice = "torch cannot use the GPU: look at `python -c 'import torch; torch.cuda.init()'`"
+        advice = "torch cannot use the GPU: run `python -c 'import torch; torch.cuda.init()'` for the reason"
         return [Finding("GPU copy to pinned memory", "not measured", ADVICE, advice)], []
     text = f"{', '.join(f'{rate / GB:.1f}' for rate in rates)} GB/s"
     advice = "Under 10 GB/s: few PCIe lanes, or memory of another socket (numactl)"

@@ -1,12 +1,11 @@
-"""What to know before a long job: whether places keep what they promise, how fast they are, what the machine allows.
+"""Check before a long job whether locations keep their guarantees, how fast they are, and what the machine allows.
 
-Each check is a small function that returns findings. Nothing is written but below a name of our own
-(`.ckpt-doctor-…` in folders, `doctor-…/` elsewhere), which is removed again however it ends; a place that holds
-somebody else's files is not written to at all. Every check has a deadline, every measurement a bound in bytes.
+Each check is a small function that returns findings. All files written have names of our own (`.ckpt-doctor-…` in
+folders, `doctor-…/` elsewhere) and are removed whatever happens; a location with files of other programs is not written
+to. Every check has a timeout, every measurement a limit in bytes.
 
-What any store must do is tried in `ckpt.tools.doctor.promises`; what only folders or S3 have, in `folder` and `s3`; the
-machine is looked at in `machine`, and what follows from it all is `advice`.
-Rates are of one process on this machine, at this moment.
+`ckpt.tools.doctor.promises` tests what every store must do; `folder` and `s3` test what only these have; `machine`
+checks the machine, and `advice` computes the recommendation. Rates are those of one process now.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from ckpt.tools.doctor.promises import Bounds, bandwidth, consistency, create_if
 from ckpt.tools.doctor.s3 import bare_s3, bucket
 
 FOLDER = ".ckpt-doctor-"
-LEFT_S = 3600  # a scratch name older than this belongs to a doctor that was killed
+LEFT_S = 3600  # older scratch names were left by a killed doctor
 RETRY_S, CLEAN_S = 5.0, 30.0
 
 
@@ -40,7 +39,7 @@ RETRY_S, CLEAN_S = 5.0, 30.0
 
 
 async def examine(url: str, bounds: Bounds, *, on_bytes: OnBytes = None) -> TierFindings:
-    """Everything about one place. Raises nothing that a place can be the reason of."""
+    """Run all checks of one location. Problems of the location become findings, never exceptions."""
     cleaned = cleaner(url)
     place = TierFindings(cleaned(url))
     try:
@@ -52,7 +51,7 @@ async def examine(url: str, bounds: Bounds, *, on_bytes: OnBytes = None) -> Tier
         place.findings.append(Finding("open", cleaned(str(error)), PROBLEM, "Correct the URL or its options"))
         return place
     if hasattr(store, "budget_s"):
-        store.budget_s = RETRY_S  # what is tried again elsewhere for minutes is told to a person after seconds
+        store.budget_s = RETRY_S  # other commands retry for minutes, but here a person waits
     try:
         await _examine(store, place, bounds, on_bytes)
     finally:
@@ -64,9 +63,9 @@ async def examine(url: str, bounds: Bounds, *, on_bytes: OnBytes = None) -> Tier
 
 async def _examine(store: Store, place: TierFindings, bounds: Bounds, on_bytes: OnBytes) -> None:
     add = place.findings.extend
-    looked = await bounded("run", look(store), bounds)
-    add(looked)
-    if looked[0].what == "reach":
+    found = await bounded("run", inspect(store), bounds)
+    add(found)
+    if found[0].what == "reach":
         place.reached = False
         return
     folder = folder_of(store.url)
@@ -75,17 +74,17 @@ async def _examine(store: Store, place: TierFindings, bounds: Bounds, on_bytes: 
         lies_on, room = file_system(root), space(root)
         place.shared, place.free = lies_on.shared, room[0].data
         add([lies_on.finding, *room])
-    if looked[0].data == "foreign":
+    if found[0].data == "foreign":
         return
     writable = await _probe(store, root, place, bounds, on_bytes)
     if (s3 := bare_s3(store)) is not None:
         add(await bounded("bucket", bucket(s3), bounds))
     elif root is None and writable:
-        add([Finding("clock", "this kind of store does not tell its time")])
+        add([Finding("clock", "this kind of store has no clock to compare")])
 
 
 async def _probe(store: Store, root: str | None, place: TierFindings, bounds: Bounds, on_bytes: OnBytes) -> bool:
-    """What needs writing; whether that is allowed at all."""
+    """Run the checks that write. Return whether writing is allowed."""
     add, rates = place.findings.extend, place.rates
     try:
         async with scratch(store, root, place.findings) as (inner, prefix):
@@ -103,28 +102,28 @@ async def _probe(store: Store, root: str | None, place: TierFindings, bounds: Bo
             add(await bounded("bandwidth", bandwidth(inner, prefix, less, rates, on_bytes), less))
             return True
     except (CheckpointError, OSError) as error:
-        add([Finding("write", str(error), PROBLEM, "Without writing there, nothing can be saved to it")])
+        add([Finding("write", str(error), PROBLEM, "Allow writing there: otherwise nothing can be saved to it")])
         return False
 
 
 async def bounded(what: str, check: Awaitable[list[Finding]], bounds: Bounds) -> list[Finding]:
-    """The findings of a check, or why there are none. One that cannot reach its place at all is called "reach"."""
+    """Run a check within its timeout; an error becomes a finding, named "reach" if the location cannot be reached."""
     try:
         async with asyncio.timeout(bounds.check_s):
             return await check
     except TimeoutError:
         name = "reach" if what == "run" else what
-        return [Finding(name, f"no answer within {bounds.check_s:g} s", PROBLEM, "Look at the network, and the server")]
+        return [Finding(name, f"no response within {bounds.check_s:g} s", PROBLEM, "Check the network and the server")]
     except (CheckpointError, OSError) as error:
         if what == "run" and not isinstance(error, (FormatError, CorruptError)):
             advice = "" if isinstance(error, AccessError) else "Check URL, endpoint and network; nothing was written"
             return [Finding("reach", str(error), PROBLEM, advice)]
-        return [Finding(what, str(error), PROBLEM, "Nothing can be relied on there before this works")]
+        return [Finding(what, str(error), PROBLEM, "Do not save there before this works")]
 
 
 @contextlib.asynccontextmanager
 async def scratch(store: Store, root: str | None, findings: list[Finding]) -> AsyncIterator[tuple[Store, str]]:
-    """A store and a prefix to write under, that are gone afterwards; if not, a finding says what is left."""
+    """Yield a store and a prefix to write under, and remove them afterwards; if that fails, add a finding."""
     name = f"{int(time.time())}-{secrets.token_hex(4)}"
     if root is not None:
         async with _scratch_folder(Path(root), FOLDER + name, findings) as inner:
@@ -137,12 +136,14 @@ async def scratch(store: Store, root: str | None, findings: list[Finding]) -> As
         try:
             await asyncio.wait_for(remove(store, prefix), CLEAN_S)
         except (CheckpointError, OSError, TimeoutError) as error:
-            findings.append(Finding("scratch", f"{prefix} is left there: {error}", PROBLEM, f"Delete {prefix} by hand"))
+            findings.append(
+                Finding("scratch", f"could not remove {prefix}: {error}", PROBLEM, f"Delete {prefix} by hand")
+            )
 
 
 @contextlib.asynccontextmanager
 async def _scratch_folder(root: Path, name: str, findings: list[Finding]) -> AsyncIterator[Store]:
-    """In the folder; or, where a job would make that first, in the nearest one above it."""
+    """Use a scratch folder inside `root`, or in its nearest existing parent."""
     root = nearest_folder(root)
     for left in root.glob(f"{FOLDER}*"):
         if _is_old(left.name.removeprefix(FOLDER)) and left.stat().st_uid == os.getuid():
@@ -155,13 +156,13 @@ async def _scratch_folder(root: Path, name: str, findings: list[Finding]) -> Asy
     finally:
         if inner is not None:
             await inner.aclose()
-        for _ in range(100):  # a thread may still be in its last write
+        for _ in range(100):  # a thread may still be finishing a write
             shutil.rmtree(folder, ignore_errors=True)
             if not folder.exists():
                 break
             await asyncio.sleep(0.05)
         else:
-            findings.append(Finding("scratch", f"{folder} is left there", PROBLEM, "Delete it by hand"))
+            findings.append(Finding("scratch", f"could not remove {folder}", PROBLEM, "Delete it by hand"))
 
 
 def _is_old(name: str) -> bool:
@@ -170,7 +171,7 @@ def _is_old(name: str) -> bool:
 
 
 async def remove(store: Store, prefix: str) -> None:
-    """Every object and unfinished upload under one of our prefixes."""
+    """Delete every object and unfinished upload under a prefix of ours."""
     assert prefix.startswith(PREFIX) and prefix.endswith("/")
     try:
         await store.drop_uploads(lambda key: not key.startswith(prefix))
@@ -181,9 +182,8 @@ async def remove(store: Store, prefix: str) -> None:
 # -- what is there --
 
 
-async def look(store: Store) -> list[Finding]:
-    """Whether there is a run, somebody else's files, or nothing. Only reads; but what an earlier doctor that was
-    killed has left goes."""
+async def inspect(store: Store) -> list[Finding]:
+    """Check whether there is a run, files of other programs, or nothing. Removes only leftovers of a killed doctor."""
     log = RunLog(store)
     try:
         await log.open()
@@ -192,12 +192,12 @@ async def look(store: Store) -> list[Finding]:
     state = log.state
     history = state.lineage()
     newest = history[0].step if history else None
-    said = "no checkpoint yet" if newest is None else f"newest step {newest}"
-    text = f"a run: {said}, {len(state.commits)} checkpoints, owner's epoch {state.epoch}"
+    newest_text = "no checkpoint yet" if newest is None else f"newest step {newest}"
+    text = f"a run: {newest_text}, {len(state.commits)} checkpoints, current term {state.epoch}"
     data = {"newest": newest, "epoch": state.epoch, "damaged": state.damaged}
     if state.damaged:
         text += f"; damaged records: {', '.join(map(str, state.damaged[:10]))}"
-    advice = "See `ckpt verify --all`. It can go on, but nothing is deleted there any more: better begin a new location"
+    advice = "See `ckpt verify --all`. The run can continue, but nothing is deleted there: better use a new location"
     return [judge("run", text, bool(state.damaged), advice, data, verdict=PROBLEM)]
 
 
@@ -208,12 +208,12 @@ async def _no_run(store: Store, why: str) -> list[Finding]:
         if folder.startswith(PREFIX) and _is_old(folder.removeprefix(PREFIX)):
             left.add(folder + "/")
         elif re.fullmatch(PREFIX + r"[0-9]+-[0-9a-f]{8}", folder):
-            continue  # another doctor is at work
+            continue  # another doctor is running
         elif await exists(store, "FORMAT.json"):
             return [Finding("run", why, PROBLEM, "Use the version that wrote it, or another location", "foreign")]
         else:
-            advice = "Choose a location of its own for each run. Nothing was written there"
-            return [Finding("run", f"it holds somebody else's files: {info.key}", PROBLEM, advice, "foreign")]
+            advice = "Choose a separate location for each run. Nothing was written there"
+            return [Finding("run", f"it contains files of another program: {info.key}", PROBLEM, advice, "foreign")]
     for prefix in left:
         await remove(store, prefix)
     return [Finding("run", "none yet, it is empty")]

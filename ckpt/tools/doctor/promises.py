@@ -1,4 +1,4 @@
-"""What any store must do, tried out: permissions, create-if-absent, consistency, and how fast it is."""
+"""Test what any store must do: permissions, create-if-absent and consistency, and measure its speed."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from ckpt.tools.doctor.s3 import bare_s3
 from ckpt.units import decimal, duration
 
 CREATORS, ROUNDS = 16, 3
-LARGEST = 128 * MIB  # of one object that is written to measure
+LARGEST = 128 * MIB  # size of the largest object written to measure
 RANGE, READERS = 8 * MIB, 4
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """`size` in bytes and `measure_s` in seconds, for writing and again for reading; `check_s` ends any one check."""
+    """Limits: `size` bytes and `measure_s` seconds for writing and again for reading; `check_s` seconds for any
+    check."""
 
     size: int = 256 * MIB
     measure_s: float = 10.0
@@ -33,7 +34,7 @@ class Bounds:
 
 
 async def permissions(store: Store, prefix: str) -> list[Finding]:
-    """Each thing that a run does there, tried once."""
+    """Try each operation that a run needs, once."""
     key, s3 = f"{prefix}permission", bare_s3(store)
 
     async def abort() -> None:
@@ -42,8 +43,8 @@ async def permissions(store: Store, prefix: str) -> list[Finding]:
             await upload.abort()
         else:
             name = f"{prefix}upload"
-            answer = await s3.call("create_multipart_upload", "cannot begin an upload", Key=s3.name(name))
-            await s3.drop(name, answer["UploadId"])
+            response = await s3.call("create_multipart_upload", "cannot begin an upload", Key=s3.name(name))
+            await s3.drop(name, response["UploadId"])
 
     async def listing() -> None:
         async for _ in store.list(prefix):
@@ -63,14 +64,16 @@ async def permissions(store: Store, prefix: str) -> list[Finding]:
         except NotFoundError as error:
             refused += [] if refused else [Finding("permissions", f"{name}: {error}", PROBLEM, "See consistency")]
         except FullError:
-            refused.append(Finding("free space", f"{name}: no space left", PROBLEM, "Free some: nothing can be saved"))
+            refused.append(
+                Finding("free space", f"{name}: no space left", PROBLEM, "Free some space: nothing can be saved")
+            )
         except StoreError as error:
             refused.append(Finding("permissions", f"{name}: {error}", PROBLEM, f"Allow these credentials to {name}"))
     return refused or [Finding("permissions", ", ".join(steps))]
 
 
 async def create_if_absent(store: Store, prefix: str) -> list[Finding]:
-    """Twice in turn, and many at once. Commits rest on this alone."""
+    """Create an object twice in turn, and by many callers at the same time. Commits depend on this alone."""
     advice = "Two jobs could overwrite each other's commits: keep runs where create-if-absent is atomic"
     await store.put(f"{prefix}once", b"first", create=True)
     try:
@@ -80,7 +83,7 @@ async def create_if_absent(store: Store, prefix: str) -> list[Finding]:
     else:
         return [Finding("create-if-absent", "ignored: an object was created twice", PROBLEM, advice)]
     if bytes(await store.get(f"{prefix}once")) != b"first":
-        return [Finding("create-if-absent", "refused, and overwritten all the same", PROBLEM, advice)]
+        return [Finding("create-if-absent", "rejected, but overwritten", PROBLEM, advice)]
     for number in range(ROUNDS):
         if problem := await _race(store, f"{prefix}race{number}"):
             return [Finding("create-if-absent", problem, PROBLEM, advice)]
@@ -88,7 +91,7 @@ async def create_if_absent(store: Store, prefix: str) -> list[Finding]:
 
 
 async def _race(store: Store, key: str) -> str:
-    """What went wrong when many made the same object at once."""
+    """Return what went wrong when many callers created the same object at the same time."""
     bodies = [b"%02d" % number * 64 for number in range(CREATORS)]
     calls = (store.put(key, body, create=True) for body in bodies)
     results = await asyncio.gather(*calls, return_exceptions=True)
@@ -97,14 +100,14 @@ async def _race(store: Store, key: str) -> str:
         if result is not None and not isinstance(result, ExistsError):
             raise result
     if len(winners) != 1:
-        return f"not atomic: {len(winners)} of {CREATORS} that created an object at once were told that they had"
-    return "" if bytes(await store.get(key)) == winners[0] else "not atomic: the winner's bytes are not there"
+        return f"not atomic: {len(winners)} of {CREATORS} simultaneous creations of one object succeeded"
+    return "" if bytes(await store.get(key)) == winners[0] else "not atomic: the winner's bytes were not stored"
 
 
 async def consistency(
     store: Store, prefix: str, rates: StoreRates, *, rounds: int = 8, most_s: float = 8.0
 ) -> list[Finding]:
-    """Whether what was written, replaced or deleted is seen at once, and how long small objects take."""
+    """Check that writes and deletions are visible immediately, and measure small objects."""
     problems: dict[str, str] = {}
     puts, gets = list[float](), list[float]()
     end = time.monotonic() + most_s
@@ -121,30 +124,30 @@ async def consistency(
             at = time.perf_counter()
             try:
                 if bytes(await store.get(key)) != body:
-                    problems["read after write"] = "an older object came back"
+                    problems["read after write"] = "an older object was returned"
             except NotFoundError:
-                problems["read after write"] = "what was just written was not there"
+                problems["read after write"] = "an object just written was not found"
             gets.append(time.perf_counter() - at)
         if not await listed(key):
-            problems["list after write"] = "what was just written was not listed"
+            problems["list after write"] = "an object just written was not listed"
         await store.delete(key)
         if await listed(key):
-            problems["list after delete"] = "what was just deleted was still listed"
+            problems["list after delete"] = "an object just deleted was still listed"
         if time.monotonic() > end:
             break
     rates.put_s, rates.get_s = statistics.median(puts), statistics.median(gets)
-    advice = "Runs are only safe where each answer is the newest: no cache, no gateway that lags behind"
-    found = [Finding(what, value, PROBLEM, advice) for what, value in problems.items()]
-    found = found or [Finding("consistency", "reads and listings see each write and deletion at once")]
+    advice = "Runs are only safe if every response is current: use no cache and no lagging gateway"
+    findings = [Finding(what, value, PROBLEM, advice) for what, value in problems.items()]
+    findings = findings or [Finding("consistency", "reads and listings show each write and deletion immediately")]
     latency = f"put {duration(rates.put_s)}, get {duration(rates.get_s)} (medians of {len(puts)})"
-    advice = "Each checkpoint takes a handful of these in turn; look for a nearer region or a less busy server"
-    return [*found, judge("latency", latency, rates.put_s > 0.5, advice)]
+    advice = "Each checkpoint needs a few of these in turn: use a nearer region or a less busy server"
+    return [*findings, judge("latency", latency, rates.put_s > 0.5, advice)]
 
 
 async def bandwidth(
     store: Store, prefix: str, bounds: Bounds, rates: StoreRates, on_bytes: OnBytes = None
 ) -> list[Finding]:
-    """Large objects, written and read as checkpoints are. The rates are those of the largest there was time for."""
+    """Write and read large objects like checkpoints. The rates are those of the largest that fit into the time."""
     data = await asyncio.to_thread(noise, min(bounds.size, LARGEST))
     written: list[tuple[int, float, float]] = []  # size, seconds, CPU
     end = time.monotonic() + bounds.measure_s
@@ -166,25 +169,25 @@ async def bandwidth(
     if not written:
         text = f"not {min(MIB, bounds.size) / 1e6:.0f} MB in {bounds.measure_s:g} s"
         return [Finding("bandwidth", text, PROBLEM, "Far too slow to save to")]
-    large = [one for one in written if one[0] >= max(written)[0] / 2]
+    large = [write for write in written if write[0] >= max(written)[0] / 2]
     total, seconds, cpu = map(sum, zip(*large, strict=True))
     rates.write, rates.cpu_s = total / seconds, cpu / total
     text = f"write {decimal(rates.write)}/s, {rates.cpu_s * GB:.2f} CPU-s a GB"
     if not await _read_back(store, prefix, [size for size, _, _ in written], data, bounds, rates, on_bytes):
-        advice = "Something on the way changes bytes: memory, disk or network. Do not train on this machine"
-        return [Finding("bandwidth", "what was read is not what was written", PROBLEM, advice)]
+        advice = "Memory, disk or network changes bytes. Do not train on this machine"
+        return [Finding("bandwidth", "the bytes read differ from the bytes written", PROBLEM, advice)]
     text += f", read {decimal(rates.read)}/s"
     text += f" ({sum(size for size, _, _ in written) / 1e6:.0f} MB)"
-    advice = "That is slow for checkpoints: save there rarely, and have a nearer tier as well"
+    advice = "This is slow for checkpoints: save there rarely, and add a nearer tier"
     return [judge("bandwidth", text, min(rates.write, rates.read) < 10e6, advice)]
 
 
 async def _read_back(
     store: Store, prefix: str, sizes: list[int], data: memoryview, bounds: Bounds, rates: StoreRates, on_bytes: OnBytes
 ) -> bool:
-    """Measure reading, largest objects first; whether every byte is as it was written."""
+    """Measure reading, largest objects first. Return True if every byte is as written."""
     done, same = 0, True
-    largest_first = sorted(enumerate(sizes), key=lambda one: -one[1])
+    largest_first = sorted(enumerate(sizes), key=lambda item: -item[1])
     spans = [(n, at, min(RANGE, size - at)) for n, size in largest_first for at in range(0, size, RANGE)]
     digests = {(at, length): blob_digest(data[at : at + length]) for _, at, length in spans}
     ranges = iter(spans)

@@ -1,4 +1,4 @@
-"""What S3 knows of besides objects: uploads lying about, rules, versions, its clock."""
+"""Check what only S3 has: unfinished uploads, lifecycle rules, versioning, the server's clock."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from ckpt.tools.doctor.findings import ADVICE, PROBLEM, Finding, clock_differenc
 
 
 def bare_s3(store: Any) -> Any:
-    """The store beneath all wrapping if it speaks S3, else None."""
+    """Return the innermost store if it is S3, else None."""
     while hasattr(store, "store"):
         store = store.store
     return store if all(hasattr(store, name) for name in ("call", "unfinished", "bucket", "engine")) else None
 
 
 async def bucket(s3: Any) -> list[Finding]:
-    """What S3 knows of besides objects: uploads lying about, rules, versions, its clock."""
-    found: list[Finding] = []
+    """Check unfinished uploads, lifecycle rules, versioning and the clock of a bucket."""
+    findings: list[Finding] = []
     for what, check in (("clock", s3_clock), ("unfinished uploads", _uploads), ("lifecycle", _rules)):
         try:
-            found += await check(s3)
+            findings += await check(s3)
         except StoreError as error:
-            advice = "Not allowed to look, or not known there: ask whoever owns the bucket"
-            found.append(Finding(what, str(error), ADVICE, advice))
-    return found
+            advice = "No permission to read this, or not supported: ask the owner of the bucket"
+            findings.append(Finding(what, str(error), ADVICE, advice))
+    return findings
 
 
 async def s3_clock(s3: Any) -> list[Finding]:
@@ -38,15 +38,18 @@ async def s3_clock(s3: Any) -> list[Finding]:
     middle = (at + time.time()) / 2
     date = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date")
     if not date:
-        return [Finding("clock", "the server does not say")]
+        return [Finding("clock", "the server sends no date")]
     with contextlib.suppress(ValueError, TypeError):
         return [clock_difference(parsedate_to_datetime(date).timestamp() + 0.5 - middle, 2.0)]
-    return [Finding("clock", "the server says no date that can be read")]
+    return [Finding("clock", "the server sends an invalid date")]
 
 
 async def _uploads(s3: Any) -> list[Finding]:
     left = [key for key, _ in await s3.unfinished() if not key.startswith(PREFIX)]
-    advice = "Their parts are paid for. A running job may be at them; else the next job that opens the run drops them"
+    advice = (
+        "Their parts are charged. A running job may be writing them; otherwise the next job that opens the run "
+        "aborts them"
+    )
     return [judge("unfinished uploads", str(len(left) or "none"), bool(left), advice, len(left) or None)]
 
 
@@ -55,35 +58,38 @@ async def _rules(s3: Any) -> list[Finding]:
         answer = await s3.call("get_bucket_lifecycle_configuration", "cannot read the lifecycle rules")
     except NotFoundError:
         answer = {}
-    versions = await s3.call("get_bucket_versioning", "cannot see whether versions are kept")
+    versions = await s3.call("get_bucket_versioning", "cannot read the versioning state")
     return lifecycle(answer.get("Rules", []), s3.prefix, str(versions.get("Status", "")) == "Enabled")
 
 
 def lifecycle(rules: Sequence[Mapping[str, Any]], prefix: str, versioned: bool) -> list[Finding]:
-    """What a bucket's rules do to a run under a prefix."""
+    """Return findings about the rules that affect a run under a prefix."""
     active = [rule for rule in rules if rule.get("Status") == "Enabled" and not _tagged(rule)]
     whole = [rule for rule in active if prefix.startswith(_prefix(rule))]
     touching = [rule for rule in active if _prefix(rule).startswith(prefix) or rule in whole]
-    found = []
+    findings = []
     if any("AbortIncompleteMultipartUpload" in rule for rule in whole):
-        found.append(Finding("lifecycle", "unfinished uploads are aborted"))
+        findings.append(Finding("lifecycle", "unfinished uploads are aborted"))
     else:
-        advice = "Their parts are paid for: add a rule with AbortIncompleteMultipartUpload after 7 days"
-        found.append(Finding("lifecycle", "no rule aborts unfinished uploads", ADVICE, advice))
+        advice = "Their parts are charged: add a rule with AbortIncompleteMultipartUpload after 7 days"
+        findings.append(Finding("lifecycle", "no rule aborts unfinished uploads", ADVICE, advice))
     for rule in touching:
         days = rule.get("Expiration", {}).get("Days")
         if days is not None or "Date" in rule.get("Expiration", {}):
-            advice = "Checkpoints and the log would vanish: exclude this prefix; what is old goes by keep="
+            advice = "Checkpoints and the log would be deleted: exclude this prefix, and use keep= for retention"
             when = f"after {days} days" if days is not None else "on a date"
-            found.append(Finding("lifecycle", f"a rule deletes objects {when}", PROBLEM, advice))
+            findings.append(Finding("lifecycle", f"a rule deletes objects {when}", PROBLEM, advice))
         cold = {str(t.get("StorageClass")) for t in rule.get("Transitions", ())} & {"GLACIER", "DEEP_ARCHIVE"}
         if cold:
-            advice = "From there nothing is restored within hours: exclude this prefix"
-            found.append(Finding("lifecycle", f"a rule moves objects to {', '.join(sorted(cold))}", ADVICE, advice))
+            advice = "A restore from there takes hours: exclude this prefix"
+            findings.append(Finding("lifecycle", f"a rule moves objects to {', '.join(sorted(cold))}", ADVICE, advice))
     if versioned and not any("NoncurrentVersionExpiration" in rule for rule in whole):
-        text = "on: checkpoints that keep= has deleted are still stored, and paid for"
-        return [*found, Finding("versioning", text, ADVICE, "Add a rule with NoncurrentVersionExpiration after a day")]
-    return [*found, Finding("versioning", "on, and old versions go" if versioned else "off")]
+        text = "on: checkpoints that keep= has deleted are still stored and charged"
+        return [
+            *findings,
+            Finding("versioning", text, ADVICE, "Add a rule with NoncurrentVersionExpiration after a day"),
+        ]
+    return [*findings, Finding("versioning", "on, and old versions are deleted" if versioned else "off")]
 
 
 def _prefix(rule: Mapping[str, Any]) -> str:

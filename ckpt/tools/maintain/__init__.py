@@ -1,5 +1,5 @@
-"""How is a whole run looked after from outside? Audit, repair, prune, copy.
+"""Maintain a whole run without a training job: audit, repair, prune, copy.
 
-In: runs in stores. Out: plans that can be shown, and what was done. It may not be needed by a training, nor know torch
-or the command line.
+Input: runs in stores. Output: plans to show, and results. Training does not import it; it imports neither torch nor the
+command line.
 """

@@ -1,10 +1,10 @@
-"""What is damaged among all that live checkpoints name, as `ckpt repair` needs to know it. Every pack is read once.
+"""Find damage in everything that live checkpoints reference, for `ckpt repair`. Every data file is read once.
 
-    look      the small files of every checkpoint, and which ranges of which packs they name
-    survey    those ranges, read and compared
+    look      the small files of every checkpoint, and the ranges of data files that they reference
+    survey    these ranges, read and compared
 
-What is retired while somebody looks is no damage. A small file is put right at once, in memory, if what is left of its
-checkpoint or another location can say what it was.
+Files retired during the audit are not damage. A small file is restored in memory immediately if the rest of its
+checkpoint or another location determines its content.
 """
 
 from __future__ import annotations
@@ -52,10 +52,8 @@ _RANGE = np.dtype([("pack", "<i4"), ("offset", "<i8"), ("stored", "<i8"), ("low"
 
 
 class Audit:
-    """Of the run behind `log`; `others`: runs in other places that may know more.
-
-    `commits`: the checkpoints that matter, by default all that are live.
-    """
+    """The damage of the run behind `log`. `others`: the same run in other locations, which may have intact copies.
+    `commits`: checkpoints to audit, default all live ones."""
 
     def __init__(self, log: RunLog, others: Sequence[RunLog] = (), commits: Sequence[Commit] | None = None) -> None:
         self.log, self.others, self.store = log, list(others), log.store
@@ -66,13 +64,13 @@ class Audit:
         self.sheets: list[AuditedTable] = []
         self.infos: dict[str, PackInfo] = {}
         self.sizes: dict[str, int] = {}
-        self._names: dict[str, int] = {}  # of packs, and their number in `_ranges`
+        self._names: dict[str, int] = {}  # names of data files with their numbers in `_ranges`
         self._ranges: Ranges = np.zeros(0, _RANGE)
 
     # -- what is damaged --
 
     async def look(self) -> int:
-        """Everything but tensors; how many bytes `survey` will read."""
+        """Read everything except tensors. Return how many bytes `survey` will read."""
         await self._format()
         for commit in self.commits:
             await self._structure(commit)
@@ -86,23 +84,23 @@ class Audit:
         return there is None or (info is not None and there != info.size)
 
     async def _measure(self, key: str) -> None:
-        """Read the size of one pack again. A listing may have been made while the folder was away for a moment."""
+        """Read the size of a file again, because a listing may have been made while the folder was unavailable."""
         self.sizes.pop(key, None)
         with contextlib.suppress(NotFoundError):
             self.sizes[key] = (await steady.head(self.store, key)).size
 
     def _ranges_of(self, table: Table) -> Ranges:
-        """All that it names."""
+        """Return all ranges that a table references."""
         rows = np.flatnonzero(table.stored > 0)
         numbers = np.array([self._names.setdefault(key, len(self._names)) for key in table.packs], np.int32)
-        found = np.zeros(len(rows), _RANGE)
+        ranges = np.zeros(len(rows), _RANGE)
         digests = np.ascontiguousarray(table.stored_digest[rows]).view("<u8").reshape(-1, 2)
-        found["pack"], found["offset"] = numbers[table.pack[rows]], table.offset[rows]
-        found["stored"], found["low"], found["high"] = table.stored[rows], digests[:, 0], digests[:, 1]
-        return found
+        ranges["pack"], ranges["offset"] = numbers[table.pack[rows]], table.offset[rows]
+        ranges["stored"], ranges["low"], ranges["high"] = table.stored[rows], digests[:, 0], digests[:, 1]
+        return ranges
 
     async def audit(self, on_bytes: OnBytes = None) -> AuditResult:
-        """Read everything that was found by `look`, a few batches at a time, and note what is damaged."""
+        """Read every range that `look` found, a few batches at a time, and record the damage."""
         damaged: dict[str, PackDamage] = {}
 
         def of(key: str) -> PackDamage:
@@ -143,7 +141,7 @@ class Audit:
         return self.found
 
     def _jobs(self) -> Iterator[tuple[str, list[DamagedRange] | None]]:
-        """Headers (None), and near ranges together."""
+        """Yield headers (None), and ranges that are close together in one batch."""
         most = FAR_READ if self.store.remote else READ
         for key in self._names:
             if key in self.infos:
@@ -152,14 +150,14 @@ class Audit:
                 yield key, group
 
     def named(self, key: str) -> Iterator[DamagedRange]:
-        """The ranges of a pack that live checkpoints name, in their order."""
+        """Yield the ranges of a data file that live checkpoints reference, in order."""
         low, high = np.searchsorted(self._ranges["pack"], [self._names[key], self._names[key] + 1])
         for row in self._ranges[low:high]:
             digest = np.array([row["low"], row["high"]], "<u8").tobytes()
             yield DamagedRange(key, int(row["offset"]), int(row["stored"]), digest)
 
     async def _damaged(self, pool: ThreadPoolExecutor, pieces: list[DamagedRange]) -> list[DamagedRange]:
-        """Those of near ranges that are not what they have to be. What lies behind the end is not asked for."""
+        """Return the ranges of a batch that are damaged. Nothing is read beyond the end of the file."""
         there = self.sizes.get(pieces[0].pack, 0)
         missing = [p for p in pieces if p.offset + p.stored > there]
         pieces = [p for p in pieces if p.offset + p.stored <= there]
@@ -190,7 +188,7 @@ class Audit:
         return True
 
     async def _forget_retired(self, damaged: dict[str, PackDamage]) -> None:
-        """A running job may have given checkpoints up while we looked: what only they name is no damage."""
+        """Remove damage that only checkpoints retired during the audit reference."""
         if not (damaged or self.found.files or self.found.unread):
             return
         live = (await self.log.refresh()).commits.keys()
@@ -206,7 +204,7 @@ class Audit:
         self.found.unread = [one for one in self.found.unread if one[0] not in gone]
 
     async def _name_rows(self, damaged: dict[str, PackDamage]) -> None:
-        """Which rows of which tables name each damaged piece. What names a damaged file is in memory from here on."""
+        """Find which table rows reference each damaged range. These tables stay in memory from here on."""
         by_place = {(p.pack, p.offset, p.stored): p for pack in damaged.values() for p in pack.pieces}
         concerned = [sheet for sheet in self.sheets if not damaged.keys().isdisjoint(sheet.packs)]
         await of_each(concerned, self._keep)
@@ -222,8 +220,8 @@ class Audit:
             pack.pieces = [piece for piece in pack.pieces if piece.rows]
 
     def verdicts(self) -> list[tuple[Attempt, str]]:
-        """Of every checkpoint, newest first: "sound", what a repair makes of it, "sound after this", "stays damaged",
-        or "lost", if bytes that it needs cannot be had."""
+        """Return a verdict for each checkpoint, newest first. "sound"; or the result of a repair: "sound after this",
+        "stays damaged", or "lost" if bytes that it needs are nowhere."""
         found: dict[Attempt, int] = {commit.attempt: 0 for commit in self.commits}
 
         def worse(attempts: Iterable[Attempt | None], much: int) -> None:
@@ -283,14 +281,14 @@ class Audit:
             self.sheets.append(AuditedTable(commit, index.packs, content=index))
             columns = [self._ranges, self._ranges_of(index)]
         else:
-            self.found.unread.append((commit.attempt, "neither its index nor all of its manifests can be had"))
+            self.found.unread.append((commit.attempt, "its index and some of its manifests are lost"))
             return
         self._ranges = np.unique(np.concatenate(columns))
 
     async def _ranks(
         self, commit: Commit, rows: Sequence[tuple[int, int, str]], layout_of: Callable[[str], dict[str, Any]]
     ) -> list[tuple[tuple[int, int, str], Part, Table]]:
-        """Read the manifests of some ranks, as far as they can be had."""
+        """Read the manifests of some ranks, as far as intact copies exist."""
         keys = [(part_key(commit.attempt, rank, number), digest, MAX_JSON) for rank, number, digest in rows]
         found = list[tuple[tuple[int, int, str], Part, Table]]()
         for row, (key, *_), (raw, _) in zip(rows, keys, await self._files(commit, keys), strict=True):
@@ -305,7 +303,7 @@ class Audit:
         return found
 
     async def load(self, sheet: AuditedTable) -> Table | None:
-        """Return the table of a sheet, read again if it is not in memory. None if it cannot be had any more."""
+        """Return the table of a sheet, read again if it is not in memory. None if it is lost now."""
         if sheet.content is None and sheet.part is not None:
             part = await self._part(sheet.commit, sheet.part, no_layout)
             return None if part is None else table_of(part)
@@ -336,13 +334,13 @@ class Audit:
     async def _files(
         self, commit: Commit, wanted: Sequence[tuple[str, str, int]]
     ) -> list[tuple[bytes | None, FileDamage | None]]:
-        """Small files by their keys, digests and limits."""
+        """Read small files, given their keys, digests and limits."""
         found = await of_each(wanted, lambda one: self._file(commit, *one))
         self.found.files += [damage for _, damage in found if damage is not None]
         return found
 
     async def _file(self, commit: Commit, key: str, digest: str, limit: int) -> tuple[bytes | None, FileDamage | None]:
-        """The right content, from here or elsewhere; and what is wrong with it here."""
+        """Return the correct content, from here or another location, and what is wrong with the file here."""
         damage: FileDamage | None = None
         for store in (self.store, *(other.store for other in self.others)):
             try:

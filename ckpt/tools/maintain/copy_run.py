@@ -1,7 +1,7 @@
-"""Copy checkpoints of a run to another location from outside: a new run, or one that is there.
+"""Copy checkpoints of a run to another location: a new run, or an existing one.
 
-It begins with a plan that can be shown; what decides is pure. Nothing here owns a run, and only where it is told to
-does a copy take one over. It may be stopped at any moment and called again: what was copied is found again.
+A plan comes first and can be shown; pure functions decide. A copy takes ownership of the target only with `take_over`.
+It may be interrupted at any moment and repeated: files already copied are found again.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from ckpt.errors import (
 from ckpt.store import Store, exists
 from ckpt.tools.maintain.prune import Item, some
 
-PARTS = 4  # ranks' parts copied at once
-COPIED = "copy:"  # so begins the nonce of an ACQUIRE that a copy has made: no job trains under it
+PARTS = 4  # copies of ranks' files in parallel
+COPIED = "copy:"  # prefix of the nonce in an ACQUIRE record by a copy: no job trains under it
 
 OnBytes = Callable[[int], None] | None
 
 
 @dataclass(frozen=True, slots=True)
 class CopyPlan:
-    """Newest first. A file that several of `copy` share counts with the first of them.
+    """What to copy, newest first. A file that several checkpoints share counts with the first one.
 
-    `lead`: the target's history is to go on from the newest of these; `fences`: whoever trains there. `after`: the
-    ACQUIRE that was the target's newest when this was decided.
+    `lead`: the target's history will continue from the newest of these. `fences`: a job that trains in the target is
+        fenced. `after`: the newest ACQUIRE record of the target when this was decided.
     """
 
     copy: tuple[Item, ...]
@@ -58,8 +58,8 @@ class CopyPlan:
     after: Acquire | None
 
 
-async def look(store: Store) -> RunLog | None:
-    """The run in a place, None if it is empty. FormatError if it holds somebody else's files."""
+async def open_target(store: Store) -> RunLog | None:
+    """Open the run in a location, None if it is empty. Raises FormatError if it contains files of another program."""
     log = RunLog(store)
     try:
         await log.open()
@@ -72,21 +72,20 @@ async def look(store: Store) -> RunLog | None:
 
 
 async def plan_copy(source: RunLog, target: RunLog | None, wanted: Sequence[Commit], take_over: bool) -> CopyPlan:
-    """What to do to have these in another location. `target`: None if there is no run yet.
-
-    What cannot be copied, because it is damaged or for another reason, is left out with the reason. UsageError if it
-    needs `take_over`, or the target is a different run; CorruptError if the target's log is damaged.
-    """
+    """Plan how to copy checkpoints to another location. `target`: None if there is no run yet. Damaged and other
+    checkpoints that cannot be copied are skipped with the reason. Raises UsageError if it needs `take_over` or the
+    target is a different run, and CorruptError if the target's log is damaged."""
     far = RunState() if target is None else target.state
     if target is not None and far.damaged:
         raise CorruptError(
-            f"log records {some(far.damaged)} of {target.store.url} are damaged or missing: nobody can say what was "
-            "given up there. Copy to another location"
+            f"log records {some(far.damaged)} of {target.store.url} are damaged or missing, so it is unknown which "
+            "checkpoints were "
+            "deleted there. Copy to another location"
         )
     if target is not None and far.commits and starts(source.state).isdisjoint(starts(far)):
         raise UsageError(
             f"{target.store.url} is a different run: it has no job in common with {source.store.url}, and the "
-            "checkpoints of both would become one history. Copy to another location"
+            "checkpoints of both would be mixed. Copy to another location"
         )
     copy, there, left_out = list[Item](), list[Item](), list[Item]()
     counted: set[str] = set()
@@ -107,51 +106,50 @@ async def plan_copy(source: RunLog, target: RunLog | None, wanted: Sequence[Comm
     fences = lead and not nobodys(far)
     if newest is not None and fences and not take_over:
         raise UsageError(
-            f"step {newest.step} is of a later start than any in the target, and would hide what a job saves there. "
-            "With --take-over the target goes on from it, and a job that trains there can save no more"
+            f"step {newest.step} is from a later job attempt than all in the target, and would hide later saves there. "
+            "With --take-over the target continues from it, and a job that trains there can no longer save"
         )
     after = far.acquires[-1] if far.acquires else None
     return CopyPlan(tuple(copy), tuple(there), tuple(left_out), target is None, lead, take_over, fences, after)
 
 
 def _newest(first: Item, there: Sequence[Item]) -> Attempt:
-    """Of those of the source that the target will have once the first is copied."""
+    """Return the newest of the source's checkpoints that the target will have after the first copy."""
     return max(item.attempt for item in (first, *there))
 
 
 def why_not(near: RunState, far: RunState, commit: Commit) -> str:
-    """Why a checkpoint cannot be brought to another location; empty if it can. Pure."""
+    """Return why a checkpoint cannot be copied to another location, or an empty string. No side effects."""
     attempt = commit.attempt
     if not commit.whole:
-        have = f"only {len(commit.parts)} of its {commit.world} parts"
+        have = f"files of only {len(commit.parts)} of its {commit.world} ranks"
         return f"{have} are in the source: the others are on the disks of other nodes"
     if far.ended(attempt) and attempt not in far.commits:
-        said = far.reasons.get(attempt, "retired")
-        return f"it was given up in the target ({said}) and cannot come back there: copy it to another location"
+        reason = far.reasons.get(attempt, "retired")
+        return f"it was deleted in the target ({reason}) and cannot return there: copy it to another location"
     undone = attempt not in in_history(near.acquires, near.commits)
     if undone and far.commits and attempt in in_history(far.acquires, {*far.commits, attempt}):
-        why = "a rollback has undone it in the source, and the target would take it for history"
+        why = "a rollback undid it in the source, but it would count in the target"
         return f"{why}: copy it to a new location"
     return ""
 
 
 def starts(state: RunState) -> set[str]:
-    """The nonces of the jobs that have trained a run, or what was copied into it. A copy has a root id of its own."""
+    """Return the nonces of all jobs that trained a run, including those of copied checkpoints. A copy has its own root
+    id."""
     attempts = (*state.commits, *state.held, *state.retired, *state.aborted)
-    return {one.nonce for one in (*state.acquires, *attempts)}
+    return {attempt.nonce for attempt in (*state.acquires, *attempts)}
 
 
 def nobodys(state: RunState) -> bool:
-    """Whether no job has ever taken the run over, or only a copy has since."""
+    """Return True if no job has ever owned the run, or only a copy has since."""
     return not state.acquires or state.acquires[-1].nonce.startswith(COPIED)
 
 
 def leads(far: RunState, newest: Attempt, take_over: bool) -> bool:
-    """Whether the target must be told that its history goes on from this one. Pure.
-
-    A job there saves under its epoch: what has a higher one would hide all of that for ever. And a copy has said from
-    where the history goes on, so what came later in the source would count as undone.
-    """
+    """Return True if the target must record that its history continues from this checkpoint. No side effects. A job
+    there saves under its term, and a checkpoint with a higher one would hide its saves forever. A copy has recorded
+    where the history continues, so later checkpoints of the source would count as undone."""
     history = in_history(far.acquires, {*far.commits, newest})
     if newest.epoch > far.epoch and newest not in far.commits:
         return True
@@ -161,7 +159,7 @@ def leads(far: RunState, newest: Attempt, take_over: bool) -> bool:
 
 
 async def _missing(log: RunLog, commit: Commit) -> str:
-    """What is wrong with a checkpoint at the first look; empty if nothing."""
+    """Return what is wrong with a checkpoint according to its metadata, or an empty string."""
     try:
         await promote.measure(log, commit)
     except (CorruptError, NotFoundError) as error:
@@ -170,7 +168,7 @@ async def _missing(log: RunLog, commit: Commit) -> str:
 
 
 async def _being_written(target: RunLog | None, attempt: Attempt, take_over: bool) -> str:
-    """Whether a job may be bringing an attempt to this folder right now: two who write one file spoil it."""
+    """Return a warning if a job may be copying this checkpoint to the folder now: two writers would corrupt a file."""
     if target is None or target.store.remote or take_over or nobodys(target.state):
         return ""
     packs = [] if attempt.epoch < target.state.epoch else [info.key async for info in target.store.list("packs/")]
@@ -182,27 +180,25 @@ async def _being_written(target: RunLog | None, attempt: Attempt, take_over: boo
 async def copy(
     source: RunLog, target: RunLog, plan: CopyPlan, *, go_on: bool = False, on_bytes: OnBytes = None
 ) -> list[Item]:
-    """Do it, the newest first. Whoever trains in the target is fenced only once the files are there.
-
-    CorruptError if the source is damaged, NoCheckpointError if it has retired a checkpoint meanwhile; but with `go_on`
-    such a one is left out, the others are copied, and what was left out is returned with the reason. FencedError if a
-    job took the target over meanwhile.
-    """
+    """Copy the checkpoints, newest first. A job in the target is fenced only after the files are complete. Raises
+    CorruptError if the source is damaged, NoCheckpointError if a checkpoint was deleted there during the copy. With
+    `go_on` such checkpoints are skipped and returned with the reason. Raises FencedError if a job took ownership of the
+    target."""
     left_out, leading, after = list[Item](), plan.lead, plan.after
     for item in plan.copy:
         commit = source.state.commits.get(item.attempt)
-        mine: Acquire | None = None
+        own: Acquire | None = None
         try:
             if commit is None:
                 raise NotFoundError(f"step {item.attempt.step} is gone")
             files = await files_of(target, target.state.commits.values())
             used = {key for keys in files.values() for key in keys}
             written = await _copy_files(source.store, target.store, commit, used, _at_most(item.size, on_bytes))
-            # Which one leads is decided by the first that is really here: those before it have turned out damaged.
+            # The first checkpoint that was really copied leads: those before it turned out to be damaged.
             newest = _newest(item, plan.there)
             if leading and leads(target.state, newest, plan.take_over):
-                mine = after = await _lead(target, after, newest)
-            await append_commit(target, mine, written, used=files, at=commit.time)
+                own = after = await _lead(target, after, newest)
+            await append_commit(target, own, written, used=files, at=commit.time)
             leading = False
         except (NotFoundError, CorruptError) as error:
             blamed = await _blame(source, item.attempt, error, target)
@@ -215,31 +211,31 @@ async def copy(
 
 
 def _at_most(most: int, on_bytes: OnBytes) -> OnBytes:
-    """Tells of so many bytes only: files that came with another checkpoint have been told of."""
+    """Report at most `most` bytes: files that came with another checkpoint were reported before."""
     if on_bytes is None:
         return None
     left = most
 
-    def tell(count: int) -> None:
+    def report(count: int) -> None:
         nonlocal left
         count = min(count, left)
         left -= count
         on_bytes(count)
 
-    return tell
+    return report
 
 
 async def _blame(
     source: RunLog, attempt: Attempt, error: CheckpointError, target: RunLog | None = None
 ) -> CheckpointError:
-    """Whether what cannot be read is damaged, and where, or was retired while we looked."""
+    """Convert a read error: the checkpoint is damaged in source or target, or was deleted during the copy."""
     if target is not None and str(error).startswith(target.store.url):
         return CorruptError(f"step {attempt.step} cannot be copied: {error}")
     if attempt in (await source.refresh()).commits:
         url = source.store.url
-        return CorruptError(f"step {attempt.step} of {url} is damaged: {error}. `ckpt repair {url}` may mend it")
+        return CorruptError(f"step {attempt.step} of {url} is damaged: {error}. `ckpt repair {url}` may repair it")
     return NoCheckpointError(
-        f"step {attempt.step} of {source.store.url} was given up while it was copied. Copy a newer one, or `ckpt keep` "
+        f"step {attempt.step} of {source.store.url} was deleted while it was copied. Copy a newer one, or `ckpt keep` "
         "it first"
     )
 
@@ -249,22 +245,24 @@ async def _copy_files(
 ) -> list[WrittenPart]:
     slim = Slim() if len(commit.parts) > MANY else None
 
-    async def one(part: tuple[int, int, str]) -> WrittenPart:
+    async def copy_rank(part: tuple[int, int, str]) -> WrittenPart:
         rank, number, digest = part
         await promote.copy_part(
             source, target, commit.attempt, rank, number, expected=digest, used=used, on_bytes=on_bytes
         )
-        # With packs of their size.
+        # read again for the sizes of its files
         return await load_part(target, commit.attempt, rank, number, expected=digest, slim=slim)
 
-    return await of_each(commit.parts, one, PARTS)
+    return await of_each(commit.parts, copy_rank, PARTS)
 
 
 async def _lead(log: RunLog, after: Acquire | None, attempt: Attempt) -> Acquire:
-    """Make the history of a run go on from an attempt. FencedError if somebody came after `after`."""
+    """Record that the history continues from this checkpoint. FencedError if `after` is not the last owner."""
 
     def check(state: RunState) -> None:
         if (state.acquires[-1] if state.acquires else None) != after:
-            raise FencedError(f"a job took {log.store.url} over while files were copied there: look again, and repeat")
+            raise FencedError(
+                f"a job took ownership of {log.store.url} while files were copied there: check it and repeat the copy"
+            )
 
     return await acquire(log, f"{COPIED}{new_nonce()}", restored=attempt, floor=attempt.epoch, check=check)

@@ -1,4 +1,4 @@
-"""What can be damaged in a run, and what can be done about each piece of it."""
+"""The damage of a run, and the possible repairs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Get = Callable[[], Awaitable[bytes | memoryview]]
 
 @dataclass(frozen=True, slots=True)
 class SoundCopy:
-    """Where a damaged piece can be had, and how. `get` gives it, verified: CorruptError or StoreError if not."""
+    """An intact copy of a damaged chunk. `get` reads and verifies it; raises CorruptError or StoreError."""
 
     where: str
     how: str
@@ -24,11 +24,8 @@ class SoundCopy:
 
 @dataclass(eq=False)
 class AuditedTable:
-    """A table that a live checkpoint consists of, and the packs that it names. `layout`: of the rank that wrote it, if
-    it is of one rank.
-
-    With thousands of ranks both are read again when they are needed. `part`: rank, try and digest of the manifest.
-    """
+    """A table of a live checkpoint, and the data files that it references. `layout`: that of its rank, for tables of
+    one rank. With thousands of ranks both are read again when needed. `part`: rank, retry, digest of the manifest."""
 
     commit: Commit
     packs: tuple[str, ...]
@@ -44,7 +41,7 @@ class AuditedTable:
 
 @dataclass(eq=False)
 class DamagedRange:
-    """A range of a pack that is damaged, and the rows that name it. `why`: it cannot be had."""
+    """A damaged range of a data file, and the rows that reference it. `why`: the reason why no intact copy exists."""
 
     pack: str
     offset: int
@@ -65,10 +62,8 @@ class DamagedRange:
 
 @dataclass(eq=False)
 class PackDamage:
-    """`problem`: of the file as a whole, empty if it has its size. `there`: bytes that it has, None: it is gone.
-
-    `unavailable`: bytes that neither this file, nor a cure, nor the same file elsewhere has. No file can be made then.
-    """
+    """The damage of one data file. `problem`: of the whole file, empty if its size is right. `there`: its bytes, None
+    if gone. `unavailable`: bytes that exist nowhere; then the file cannot be written again."""
 
     info: PackInfo
     there: int | None
@@ -76,7 +71,7 @@ class PackDamage:
     header: bool = False
     header_cure: SoundCopy | None = None
     pieces: list[DamagedRange] = field(default_factory=list)
-    known: bool = True  # its size and header are
+    known: bool = True  # its size and header are known
     unavailable: int = 0
 
     @property
@@ -98,15 +93,15 @@ class PackDamage:
 
     @property
     def worth(self) -> bool:
-        """Return True if the file is written again: it gets better, and no byte of it has to be invented."""
+        """Return True if the file is written again: that improves it, and every byte is known."""
         better = self.cured or self.header_cure is not None or self.size_is_wrong
         return self.known and not self.unavailable and bool(better)
 
 
 @dataclass(eq=False)
 class FileDamage:
-    """A small file. `raw`: what it has to be, None if that cannot be had; `source`: where it is from; `absent`: it is
-    gone, not damaged."""
+    """The damage of a small file. `raw`: its correct content, None if lost; `source`: where that comes from; `absent`:
+    the file is missing."""
 
     key: str
     step: int | None
@@ -118,12 +113,12 @@ class FileDamage:
 
 @dataclass
 class AuditResult:
-    """All that is damaged among what live checkpoints name. `records`: of the log, which nobody can repair."""
+    """All damage in what live checkpoints reference. `records`: damaged log records, which cannot be repaired."""
 
     records: list[int] = field(default_factory=list)
     files: list[FileDamage] = field(default_factory=list)
     packs: list[PackDamage] = field(default_factory=list)
-    unread: list[tuple[Attempt, str]] = field(default_factory=list)  # checkpoints not looked into as a whole, and why
+    unread: list[tuple[Attempt, str]] = field(default_factory=list)  # checkpoints not fully audited, and why
 
     @property
     def any(self) -> bool:
@@ -131,6 +126,6 @@ class AuditResult:
 
     @property
     def remains(self) -> bool:
-        """Whether something cannot be repaired."""
+        """Return True if something cannot be repaired."""
         gone = any(file.raw is None for file in self.files) or any(not pack.whole_again for pack in self.packs)
         return bool(self.records or self.unread) or gone

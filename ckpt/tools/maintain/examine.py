@@ -1,4 +1,4 @@
-"""Whether a checkpoint is sound, in words that name each problem once."""
+"""Check whether a checkpoint is intact, and name each problem once."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from ckpt.errors import NotFoundError, StoreError
 from ckpt.store import Store
 
 UNREADABLE = "cannot be read now"
-NAMED = re.compile(r"\b(packs|parts|index)/[\w.-]+\.(safetensors|json)\b")  # a file of a checkpoint, in a message
+NAMED = re.compile(r"\b(packs|parts|index)/[\w.-]+\.(safetensors|json)\b")  # a file name in a message
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`verdict`: "sound", "damaged", "cannot be read now", or "retired" while it was looked at; `problems`: what is
-    damaged, in words; `unreadable`: what cannot be read now, and may be intact."""
+    """The result for one checkpoint. `verdict`: "sound", "damaged", "cannot be read now", or "retired" during the
+    check. `problems`: the damage, as text. `unreadable`: files that cannot be read now and may be intact."""
 
     step: int
     attempt: str
@@ -30,7 +30,7 @@ class Verdict:
 async def examine(
     log: RunLog, commit: Commit, on_bytes: Callable[[int], None] | None = None, *, data: bool = True
 ) -> Verdict:
-    """Read a checkpoint back; without `data` only what describes it."""
+    """Read a checkpoint back. `data=False` reads only its metadata."""
     away = dict[str, None]()
     problems = await read.verify(
         log.store, commit, data=data, on_bytes=on_bytes, on_unreadable=lambda error: away.update({str(error): None})
@@ -42,8 +42,8 @@ async def examine(
 
 
 async def plainly(store: Store, problems: list[str]) -> list[str]:
-    """The same, but of a file that is not there only that."""
-    found, gone = list[str](), dict[str, bool]()
+    """Shorten the problems: for a missing file, state only that."""
+    shortened, gone = list[str](), dict[str, bool]()
     for problem in problems:
         if named := NAMED.search(problem):
             key = named[0]
@@ -54,5 +54,5 @@ async def plainly(store: Store, problems: list[str]) -> list[str]:
                 except StoreError as error:
                     gone[key] = isinstance(error, NotFoundError)
             problem = f"{key} is gone" if gone[key] else problem
-        found.append(problem)
-    return list(dict.fromkeys(found))
+        shortened.append(problem)
+    return list(dict.fromkeys(shortened))

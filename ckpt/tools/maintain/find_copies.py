@@ -1,8 +1,8 @@
-"""Where damaged pieces of packs can be had, bit for bit: see `ckpt repair`.
+"""Find intact copies of damaged chunks, bit for bit, for `ckpt repair`.
 
-Content decides, and each piece is fetched once and compared before it counts. In this order: the same range of the same
-file in another location; any sound blob of the same content, anywhere, as it is or encoded again in the same way.
-The header of a pack is had from another location, or made again by the code that made it.
+Content decides: each chunk is read once and compared before it counts. The order is: the same range of the same file in
+another location; then any intact chunk with the same content, as it is or encoded again in the same way. The header of
+a data file comes from another location, or is made again by the code that made it.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from ckpt.store import Store
 from ckpt.tools.maintain.audit import Audit
 from ckpt.tools.maintain.damage import AuditedTable, DamagedRange, Get, SoundCopy
 
-TRIES = 8  # blobs of the same content that are tried
-WORDS = (4, 2, 8, 1)  # bytes; of what belongs to no tensor any more
+TRIES = 8  # most chunks of the same content to try
+WORDS = (4, 2, 8, 1)  # word sizes in bytes, for chunks of tensors that no longer exist
 
 
 class CopyFinder:
-    """Finds damaged pieces elsewhere."""
+    """Finds intact copies of damaged chunks."""
 
     def __init__(self, audit: Audit) -> None:
         self.audit = audit
-        self._absent: set[tuple[str, str]] = set()  # (place, pack)
+        self._absent: set[tuple[str, str]] = set()  # (location, data file)
         self._rows: dict[Content, list[tuple[Store, Table, int]]] = {}
         self._looking: asyncio.Task[None] | None = None
 
     async def _look(self) -> None:
-        """Where the contents that may be of use lie, in all tiers: asked for once, and only if it matters."""
+        """Find where needed contents are stored in all tiers; done once and only if needed."""
         audit = self.audit
         wanted: set[Content] = set()
         for pack in audit.found.packs:
@@ -65,7 +65,7 @@ class CopyFinder:
                 except (CorruptError, FormatError, StoreError) as error:
                     if is_unreadable(error):
                         raise
-                    logger.warning("step %d of %s is of no use: %s", attempt.step, other.store.url, error)
+                    logger.warning("cannot repair from step %d in %s: %s", attempt.step, other.store.url, error)
 
     def _note(self, store: Store, table: Table, wanted: set[Content], bad: set[tuple[str, int]]) -> None:
         for row, one in enumerate(zip(map(bytes, table.digest), table.length.tolist(), strict=True)):
@@ -73,7 +73,7 @@ class CopyFinder:
                 self._rows.setdefault(one, []).append((store, table, row))
 
     async def cure(self, piece: DamagedRange) -> SoundCopy | None:
-        """None, and why, if it cannot be had bit for bit."""
+        """Return an intact copy, or None with the reason in `piece.why`."""
         for other in self.audit.others:
             get = partial(self._same_range, other.store, piece)
             if await _works(get):
@@ -82,11 +82,11 @@ class CopyFinder:
         await asyncio.shield(self._looking)
         sheet, row = piece.rows[0]
         table, codec = sheet.table, int(sheet.table.codec[row])
-        piece.why = "nobody has its content"
+        piece.why = "its content is nowhere else"
         for store, theirs, r in self._rows.get(table.content(row), ())[:TRIES]:
             have = partial(_blob, store, theirs, r)
             if not await _works(have):
-                piece.why = "where else its content is, that is damaged as well"
+                piece.why = "every other copy of its content is damaged too"
                 continue
             if codec == RAW:
                 return SoundCopy(store.url, "the same content", have)
@@ -94,29 +94,29 @@ class CopyFinder:
                 make = partial(self._encoded, piece, table, row, word, have)
                 if await _works(make):
                     return SoundCopy(store.url, "its content, encoded again", make)
-            piece.why = "its content is there, but it, or what it is based on, does not give the same bytes again"
+            piece.why = "its content exists, but encoding it again gives different bytes"
         return None
 
     async def _same_range(self, store: Store, piece: DamagedRange) -> memoryview:
-        place = store.url, piece.pack
-        if place in self._absent:
+        location = store.url, piece.pack
+        if location in self._absent:
             raise NotFoundError(f"{piece.pack} is not in {store.url}")
         try:
             view = await steady.get(store, piece.pack, start=piece.offset, length=piece.stored)
         except NotFoundError:
-            self._absent.add(place)
+            self._absent.add(location)
             raise
         return _matching(view, piece)
 
     async def _base(self, content: Content) -> bytes:
-        """CorruptError if nobody has it."""
+        """Return the bytes of a base. Raises CorruptError if they are nowhere."""
         for store, table, row in self._rows.get(content, ())[:TRIES]:
             try:
                 return await _blob(store, table, row)
             except (CorruptError, StoreError) as error:
                 if is_unreadable(error):
                     raise
-        raise CorruptError("nobody has its base")
+        raise CorruptError("its base is nowhere")
 
     async def _encoded(
         self, piece: DamagedRange, table: Table, row: int, word: int, have: Callable[[], Awaitable[bytes]]
@@ -126,7 +126,7 @@ class CopyFinder:
             base = await self._base(table.content(int(table.base[row])))
         plain = await have()
         if len(plain) % word:
-            raise CorruptError("not words of that size")
+            raise CorruptError("its length is not a multiple of the word size")
         return _matching(memoryview(await asyncio.to_thread(encoded_as, codec, plain, word, base)), piece)
 
     # -- headers --
@@ -148,7 +148,8 @@ class CopyFinder:
         return None
 
     def _tiles(self, info: PackInfo) -> dict[int, tuple[AuditedTable, int]]:
-        """A row for each range of a pack; empty unless they leave nothing out. Only ranks that wrote it name it so."""
+        """Return a row for each range of a data file, or nothing if they leave gaps. Only ranks that wrote the file
+        count."""
         rank, rows = rank_and_try(info.key)[0], dict[int, tuple[AuditedTable, int]]()
         for sheet in self.audit.sheets:
             table = sheet.table
@@ -167,32 +168,32 @@ class CopyFinder:
 
 
 async def _blob(store: Store, table: Table, row: int) -> bytes:
-    """The plain bytes of a row. CorruptError or StoreError unless they and what they need are sound."""
-    taken: list[bytes] = []
+    """Return the decoded bytes of a row. Raises CorruptError or StoreError unless they and their base are intact."""
+    blobs: list[bytes] = []
 
-    def take(blob: int, data: memoryview) -> None:
-        taken.append(bytes(data))
+    def receive(blob: int, data: memoryview) -> None:
+        blobs.append(bytes(data))
 
-    await read.fetch(store, table, read.plan_reads(table, [row], far=store.remote), take)
-    if not taken:
+    await read.fetch(store, table, read.plan_reads(table, [row], far=store.remote), receive)
+    if not blobs:
         raise CorruptError(f"{table.name_of(row)} cannot be read")
-    return taken[0]
+    return blobs[0]
 
 
 def _words(table: Table, row: int) -> list[int]:
-    """The sizes of words that a blob may have been cut into, the likeliest first."""
+    """Return word sizes that a chunk may have been split by, most likely first."""
     shards = [table.shards[shard] for shard in table.users(row)]
     return list(dict.fromkeys([*(word_of(shard.dtype) for shard in shards), *WORDS]))
 
 
 def _matching(view: memoryview, piece: DamagedRange) -> memoryview:
     if len(view) != piece.stored or blob_digest(view) != piece.digest:
-        raise CorruptError(f"not the bytes at {piece.offset} of {piece.pack}")
+        raise CorruptError(f"these are not the bytes at {piece.offset} of {piece.pack}")
     return view
 
 
 async def _works(get: Get) -> bool:
-    """Whether that can be had. StoreError if the place does not let itself be read now."""
+    """Return True if the copy can be read. Raises StoreError if the store cannot be read now."""
     try:
         await get()
     except (CorruptError, FormatError, StoreError) as error:
@@ -211,7 +212,7 @@ def _raw_header(layout: Layout) -> bytes:
 
 
 def _blobs_header(info: PackInfo, layout: Layout, tiles: dict[int, tuple[AuditedTable, int]]) -> bytes | None:
-    """Of a pack of blobs, by the code that made it. The rows of a rank's table are the blobs of its layout."""
+    """Make the header of a data file again with the code that made it. The rows of a rank's table are its chunks."""
     if not tiles or any(row >= len(layout.arrangement.blobs) for _, row in tiles.values()):
         return None
     zeros = memoryview(bytes(max(int(sheet.table.stored[row]) for sheet, row in tiles.values())))

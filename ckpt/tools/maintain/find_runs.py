@@ -1,4 +1,4 @@
-"""Which runs lie below a folder, or a URL."""
+"""Find the runs below a folder or URL."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from pathlib import Path
 from ckpt.store import folder_of, normalise, open_store, url_of
 
 MARK = "FORMAT.json"
-PRIVATE = "permission denied, so nobody knows whether it is a run"
-DEPTH = 3  # folders: who has runs deeper than that gives a folder nearer to them
+PRIVATE = "permission denied, so it may be a run"
+DEPTH = 3  # levels of folders to search; give a folder nearer to the runs to find deeper ones
 
 
 async def runs_below(url: str, *, patience_s: float = 10.0, closed: dict[str, str] | None = None) -> list[str]:
-    """Their URLs, sorted. What lies within a run is not looked at. In a bucket all names below are listed.
-    `closed` gets the folders that may be runs and cannot be looked into, and why."""
-    place = normalise(url)
-    folder = folder_of(place)
+    """Return the sorted URLs of the runs below a URL. Folders inside a run are skipped. In a bucket all names are
+    listed. `closed`: receives folders that may be runs but cannot be read, with the reason."""
+    location = normalise(url)
+    folder = folder_of(location)
     if folder is not None:
         return [url_of(path) for path in sorted(_walk(folder, DEPTH, {} if closed is None else closed))]
-    store = open_store(place, patience_s=patience_s)
+    store = open_store(location, patience_s=patience_s)
     try:
         marks = [info.key async for info in store.list() if info.key.endswith(f"/{MARK}")]
         found: list[str] = []
-        for run in sorted(mark.removesuffix(f"/{MARK}") for mark in marks):  # a folder comes before what is within
+        for run in sorted(mark.removesuffix(f"/{MARK}") for mark in marks):  # a folder sorts before its contents
             if not any(run.startswith(f"{above}/") for above in found):
                 found.append(run)
-        return [f"{place}/{run}" for run in found]
+        return [f"{location}/{run}" for run in found]
     finally:
         await store.aclose()
 
@@ -42,7 +42,7 @@ def _walk(folder: Path, depth: int, closed: dict[str, str]) -> Iterator[Path]:
                 yield path
             elif depth > 1 and url_of(path) not in closed:
                 yield from _walk(path, depth - 1, closed)
-    except (FileNotFoundError, NotADirectoryError):  # it went while we looked
+    except (FileNotFoundError, NotADirectoryError):  # deleted during the search
         return
     except OSError as error:
         closed[url_of(folder)] = _reason(error)
@@ -61,4 +61,4 @@ def _is_run(folder: Path, closed: dict[str, str]) -> bool:
 def _reason(error: OSError) -> str:
     if isinstance(error, PermissionError):
         return PRIVATE
-    return f"{error.strerror or error}, so nobody knows whether it is a run"
+    return f"{error.strerror or error}, so it may be a run"

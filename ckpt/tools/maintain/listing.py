@@ -1,4 +1,4 @@
-"""The checkpoints of a run, as somebody asks for them. It imports little, since people wait for `ckpt ls`."""
+"""List the checkpoints of a run. It imports little, so that `ckpt ls` starts quickly."""
 
 from __future__ import annotations
 
@@ -11,10 +11,16 @@ from ckpt.core.log.log import Commit, RunLog
 
 @dataclass(frozen=True, slots=True)
 class CheckpointInfo:
-    """One checkpoint of a run. `created`: UTC, ISO 8601; `bytes`: what it wrote itself, an
-    increment uses files of older ones besides; `gone`: files that it wrote are missing; `ranks` that saved it;
-    `reason`: why it was saved, "due" if by its cadence; `finite`: False if the training had gone wrong; `in_history`:
-    not undone by a rollback; `kept`: the note of who keeps it for ever."""
+    """One checkpoint of a run.
+
+    - `created`: UTC, ISO 8601. `ranks`: number that saved it.
+    - `bytes`: size of the files that it wrote; an increment also uses files of older checkpoints.
+    - `gone`: files that it wrote are missing.
+    - `reason`: why it was saved; "due" if it was scheduled.
+    - `finite`: False if training had diverged.
+    - `in_history`: False if a rollback undid it.
+    - `kept`: the note of its protection from deletion.
+    """
 
     step: int
     attempt: str
@@ -31,7 +37,7 @@ class CheckpointInfo:
 
 
 async def checkpoints_of(log: RunLog) -> tuple[list[CheckpointInfo], int]:
-    """Newest first; and the bytes of all packs there are."""
+    """Return the checkpoints, newest first, and the bytes of all data files."""
     commits = sorted(log.state.commits.values(), key=lambda c: c.attempt, reverse=True)
     history = {c.attempt: i for i, c in enumerate(log.state.lineage())}
     sizes, in_files = await sizes_of(log, commits)
@@ -41,7 +47,7 @@ async def checkpoints_of(log: RunLog) -> tuple[list[CheckpointInfo], int]:
             history.get(c.attempt) == 0, c.attempt in history, log.state.kept.get(c.attempt),
         )
         for c, size in zip(commits, sizes, strict=True)
-        if c.attempt in log.state.commits  # not retired while we looked
+        if c.attempt in log.state.commits  # not retired during the listing
     ]  # fmt: skip
     return rows, in_files
 
@@ -52,10 +58,8 @@ def created(commit: Commit) -> str:
 
 
 async def sizes_of(log: RunLog, commits: list[Commit]) -> tuple[list[int | None], int]:
-    """Bytes of the packs that each checkpoint wrote: not those of older ones that it uses, nor of tries that failed.
-
-    None if a full one has no pack of some part any more. And the bytes of all packs there are.
-    """
+    """Return the bytes of the data files that each checkpoint wrote, and of all data files. Files of older checkpoints
+    and of failed retries do not count. None if a full checkpoint lacks the file of a rank."""
     sizes = {(c.attempt, rank, number): 0 for c in commits for rank, number, _ in c.parts}
     there, total = set(), 0
     async for info in log.store.list("packs/"):

@@ -1,10 +1,9 @@
-"""Work on a whole run from outside: thin it out, clean it up, keep one checkpoint for ever. `maintain.copy_run`
-copies it.
+"""Prune, clean up and protect checkpoints of a run; `maintain.copy_run` copies them.
 
-Each begins with a plan that can be shown; what decides is pure. What is done then looks again first, since a job may be
-training there: a PLAN record is made of the very state that it follows. Nothing here owns a run. Records are appended
-for whoever does, and fence nobody. All of it may be stopped at any moment and called again: what a landed PLAN names
-and nobody has deleted yet is found by the next `gc`.
+A plan comes first and can be shown; pure functions decide. The state is read again before acting, because a job may be
+training there: a PLAN record is computed from exactly the state that it follows. These operations append records
+without owning the run or fencing a job. They may be interrupted at any moment and repeated: the next `gc` finds files
+that a recorded PLAN names and that still exist.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ from ckpt.errors import CheckpointError, CorruptError, NoCheckpointError, StoreE
 from ckpt.failpoints import point
 from ckpt.store import Store, is_temporary
 
-OURS = ("FORMAT.json", "log/", "faults/", "ledger/")  # files of a run that belong to no attempt
-TRIES = 10  # a job may commit between our look and our record, though not for ever
-BATCH, FAR_BATCH = 64, 1000  # files deleted between two words about it
+OURS = ("FORMAT.json", "log/", "faults/", "ledger/")  # files of a run that belong to no checkpoint
+TRIES = 10  # a job may commit between our read and our record, but not repeatedly
+BATCH, FAR_BATCH = 64, 1000  # files deleted between two progress updates
 
 OnBytes = Callable[[int], None] | None
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A checkpoint, or the files of an attempt, in a plan. `size` in bytes; `why` says why it is where it is."""
+    """A checkpoint, or the files of an unfinished one, in a plan. `size`: bytes. `why`: the reason for its row."""
 
     attempt: Attempt
     size: int = 0
@@ -46,16 +45,13 @@ def some(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers[:8])) + ", …" * (len(numbers) > 8)
 
 
-# -- what is in a place --
+# -- what a run consists of --
 
 
 @dataclass(frozen=True, slots=True)
 class RunFiles:
-    """All files of a place by name, with their sizes in bytes, and then what its log says.
-
-    `seen`: the checkpoints there were; `used`: the files that each of them needs, as far as it can be read; `unread`:
-    why others cannot.
-    """
+    """All files of a run with their sizes in bytes, and then the state of its log. `seen`: the checkpoints. `used`:
+    files that each needs, if it can be read. `unread`: why others cannot be read."""
 
     sizes: dict[str, int]
     seen: Set[Attempt]
@@ -63,23 +59,25 @@ class RunFiles:
     unread: dict[Attempt, CheckpointError] = field(default_factory=dict)
 
     def item(self, attempt: Attempt, keys: Iterable[str], why: str = "") -> Item:
-        found = [self.sizes[key] for key in keys if key in self.sizes]
-        return Item(attempt, sum(found), len(found), why)
+        sizes = [self.sizes[key] for key in keys if key in self.sizes]
+        return Item(attempt, sum(sizes), len(sizes), why)
 
     def files(self, keys: Iterable[str]) -> tuple[tuple[str, int], ...]:
         return tuple((key, self.sizes[key]) for key in keys)
 
     @property
     def owned(self) -> list[str]:
-        """What belongs to an attempt: nothing else is ever deleted."""
+        """Files that belong to a checkpoint: only these are ever deleted."""
         return [key for key in self.sizes if owner(key) is not None]
 
 
 async def take_stock(log: RunLog) -> RunFiles:
-    """The listing comes first: a file that appears later belongs to an attempt that is not in it."""
-    sizes = {info.key: info.size for info in sorted([info async for info in log.store.list()], key=lambda one: one.key)}
+    """Read files and log. The listing comes first: a file that appears later belongs to no checkpoint in it."""
+    sizes = {
+        info.key: info.size for info in sorted([info async for info in log.store.list()], key=lambda info: info.key)
+    }
     state = await log.refresh()
-    for _ in range(TRIES):  # a job may commit and retire while we read
+    for _ in range(TRIES):  # a job may commit and delete during the reads
         commits = dict(state.commits)
         unread = dict[Attempt, CheckpointError]()
         used = await retention.files_of(log, commits.values(), unread)
@@ -90,16 +88,16 @@ async def take_stock(log: RunLog) -> RunFiles:
 
 
 Decide = Callable[[RunFiles, RunState], Sweep | None]
-"""Pure. None: there is a checkpoint that came after the stock was taken."""
+"""Pure. Returns None if a checkpoint was committed after the files were listed."""
 
 
 def refuse(state: RunState, stock: RunFiles, url: str, retiring: Set[Attempt] = frozenset()) -> None:
-    """CorruptError or UnreadableError, with advice, if nobody can say which files are needed. Pure."""
+    """Raise CorruptError or UnreadableError with advice if it is unknown which files are needed. No side effects."""
     if state.damaged:
         raise CorruptError(
-            f"log records {some(state.damaged)} of {url} are damaged or missing, and may protect what looks "
-            "superfluous: nothing is deleted there. Go on in another location: `ckpt copy --all` brings over what is "
-            "whole"
+            f"log records {some(state.damaged)} of {url} are damaged or missing, and may protect files that look "
+            "unused: nothing was deleted. Continue in another location: `ckpt copy --all` copies all intact "
+            "checkpoints"
         )
     unreadable = sorted(a for a in (state.commits.keys() & stock.seen) - stock.used.keys() if a not in retiring)
     if unreadable:
@@ -107,25 +105,26 @@ def refuse(state: RunState, stock: RunFiles, url: str, retiring: Set[Attempt] = 
         errors = [stock.unread[attempt] for attempt in unreadable if attempt in stock.unread]
         if away := [error for error in errors if is_unreadable(error)]:
             raise UnreadableError(
-                f"step {steps} of {url} cannot be read now, so nobody knows which files it needs: nothing was deleted. "
+                f"nothing was deleted, because step {steps} of {url} cannot be read now and may need any file. "
                 f"The first error was: {away[0]}",
-                advice="Restore access to its files, and call the same again.",
+                advice="Restore access to its files, and repeat the command.",
             )
         raise CorruptError(
-            f"step {steps} of {url} cannot be read, so nobody knows which files it needs: nothing is deleted while it "
-            f"stays. `ckpt verify` says what is wrong, `ckpt rm {url}@{unreadable[0].step} --yes` gives it up beside a "
-            "sound one, and if it is kept, `ckpt keep --undo` comes first"
+            f"nothing was deleted, because step {steps} of {url} cannot be read and may need any file. "
+            f"`ckpt verify` lists the damage. If another checkpoint is intact, `ckpt rm {url}@{unreadable[0].step} "
+            "--yes` deletes "
+            "this one; if it is protected, run `ckpt keep --undo` first"
         )
 
 
 async def sweep(log: RunLog, stock: RunFiles, decide: Decide) -> Sweep:
-    """Land a PLAN that says what `decide` does of the newest state. Nothing is deleted here."""
+    """Record a PLAN that `decide` computes from the newest state. This deletes nothing."""
     for _ in range(TRIES):
         landed = await retention.land(log, None, partial(decide, stock))
         if landed is not None:
             return landed
         stock = await take_stock(log)
-    raise StoreError(f"{log.store.url} changes faster than it can be looked at: try again later", retryable=True)
+    raise StoreError(f"{log.store.url} changes faster than it can be read: try again later", retryable=True)
 
 
 async def delete(
@@ -136,7 +135,7 @@ async def delete(
     on_wait: Callable[[float], None] = lambda seconds: None,
     on_bytes: OnBytes = None,
 ) -> None:
-    """Delete what a landed PLAN names, after readers have had their time. `files`: with their sizes."""
+    """Delete files that a recorded PLAN names after waiting for readers. `files`: names and sizes."""
     if files and grace_s > 0:
         on_wait(grace_s)
         await asyncio.sleep(grace_s)
@@ -149,7 +148,7 @@ async def delete(
 
 
 Watch = Callable[[str, int], AbstractContextManager[OnBytes]]
-"""What shows how far something is: called with what is done, and how many bytes that takes."""
+"""Shows progress: called with the name of the task and its size in bytes."""
 
 
 def unwatched(what: str, total: int) -> AbstractContextManager[OnBytes]:
@@ -166,8 +165,8 @@ async def carry_out(
     on_wait: Callable[[float], None] = lambda seconds: None,
     watch: Watch = unwatched,
 ) -> tuple[list[str], Sweep]:
-    """Read `check` back, land the PLAN, delete what it names. The problems of what was read back come first: if there
-    are any, nothing was done."""
+    """Read `check` back, record the PLAN and delete its files. Return the problems of `check`; if any, nothing was
+    done."""
     total = sum(stock.sizes.get(key, 0) for key in stock.used[check.attempt])
     with watch("reading back", total) as on_bytes:
         problems = await read.verify(log.store, check, on_bytes=on_bytes)
@@ -185,7 +184,7 @@ async def carry_out(
 
 @dataclass(frozen=True, slots=True)
 class PrunePlan:
-    """`check`: what has to be read back before anything goes; `leftovers`: files of ended attempts that go as well."""
+    """What to delete. `check`: the checkpoint to read back first. `leftovers`: files of unfinished checkpoints."""
 
     check: Commit
     give_up: tuple[Item, ...]
@@ -196,7 +195,7 @@ class PrunePlan:
 
 
 def plan_prune(log: RunLog, stock: RunFiles, keep: retention.Keep) -> PrunePlan:
-    """Pure. CorruptError if nothing may be deleted there; NoCheckpointError if nothing is there."""
+    """Plan what to delete. Raises CorruptError if nothing may be deleted, NoCheckpointError if there is nothing."""
     state, check = log.state, read.choose(log)
     doomed = decide_prune(log.store.url, keep, check.attempt, stock, state) or Sweep()
     why = retention.why_kept(state, keep, {check.attempt})
@@ -216,13 +215,15 @@ def decide_prune(url: str, keep: retention.Keep, checked: Attempt, stock: RunFil
     retiring = retention.choose(state, keep, {checked})
     refuse(state, stock, url, retiring)
     if checked not in state.commits:
-        raise NoCheckpointError(f"{url}: step {checked.step}, which was read back, has been given up since. Repeat it")
+        raise NoCheckpointError(
+            f"{url}: step {checked.step}, which was read back, was deleted since. Repeat the command"
+        )
     doomed = retention.plan_deletion(state, retiring, {checked}, stock.used, stock.owned)
     return None if doomed is None else Sweep(retiring, tuple(doomed))
 
 
 async def prune(log: RunLog, stock: RunFiles, keep: retention.Keep, checked: Attempt) -> Sweep:
-    """Land the PLAN. `checked`: a checkpoint that was read back and found sound just now."""
+    """Record the PLAN. `checked`: a checkpoint that was just read back and is intact."""
     return await sweep(log, stock, partial(decide_prune, log.store.url, keep, checked))
 
 
@@ -231,8 +232,11 @@ async def prune(log: RunLog, stock: RunFiles, keep: retention.Keep, checked: Att
 
 @dataclass(frozen=True, slots=True)
 class GcPlan:
-    """By attempt. `opened`: attempts that may still become checkpoints; `ending`: those of them that are to be ended;
-    `uploads`: unfinished ones, by the name of what they were to be; `foreign`: files that are not ours."""
+    """What to clean up, by checkpoint.
+
+    `opened`: unfinished ones that may still be committed; `ending`: those of them to abort; `uploads`: unfinished
+        uploads, by the name of their object; `foreign`: files of other programs.
+    """
 
     doomed: tuple[Item, ...]
     delete: tuple[tuple[str, int], ...]
@@ -244,7 +248,7 @@ class GcPlan:
 
 
 def plan_gc(url: str, state: RunState, stock: RunFiles, uploads: Sequence[str], abort_open: bool) -> GcPlan:
-    """Pure. CorruptError if nothing may be deleted there."""
+    """Plan the clean-up. Raises CorruptError if nothing may be deleted there."""
     owned = sorted(by_owner([*stock.sizes, *uploads]).items())
     ending = tuple(a for a, _ in owned if abort_open and may_end(state, a))
     later = replace(state, aborted=state.aborted | set(ending))
@@ -264,7 +268,7 @@ def plan_gc(url: str, state: RunState, stock: RunFiles, uploads: Sequence[str], 
 
 
 def decide_gc(url: str, stock: RunFiles, state: RunState) -> Sweep | None:
-    """Nothing is given up, so nothing needs to have been read back; and a run without checkpoints may be cleaned up."""
+    """Delete no checkpoint, so none must be read back; a run without checkpoints can be cleaned up too."""
     refuse(state, stock, url)
     if not state.commits.keys() <= stock.used.keys():
         return None
@@ -274,15 +278,16 @@ def decide_gc(url: str, stock: RunFiles, state: RunState) -> Sweep | None:
 
 
 def may_end(state: RunState, attempt: Attempt) -> bool:
-    """Whether an attempt is open, and of an epoch that is over. What is HELD here may be a checkpoint elsewhere."""
+    """Return True if an unfinished checkpoint is of an earlier term. One that is HELD here may be complete
+    elsewhere."""
     return not state.ended(attempt) and attempt not in state.held and attempt.epoch < state.epoch
 
 
 def _why_open(state: RunState, attempt: Attempt) -> str:
     if attempt in state.held:
-        return "held for other nodes, whose disks may have the rest"
+        return "kept for other nodes, whose disks may have the rest"
     if attempt.epoch < state.epoch:
-        return "left by a crash, an interrupted copy, or being written"
+        return "left by a crash or an interrupted copy, or being written"
     return "being written, or left by a crash"
 
 
@@ -295,29 +300,30 @@ def _why_doomed(state: RunState, attempt: Attempt) -> str:
 
 
 async def unfinished(store: Store) -> list[str]:
-    """The names of what unfinished uploads were to be. None of them is dropped."""
-    found: list[str] = []
+    """Return the names of unfinished uploads without aborting any."""
+    names: list[str] = []
 
-    def note(key: str) -> bool:
-        found.append(key)
+    def remember(key: str) -> bool:
+        names.append(key)
         return True
 
-    await store.drop_uploads(note)
-    return sorted(set(found))
+    await store.drop_uploads(remember)
+    return sorted(set(names))
 
 
 async def gc(log: RunLog, stock: RunFiles, ending: Iterable[Attempt]) -> tuple[Sweep, int]:
-    """End these, land the PLAN, and drop unfinished uploads; what landed, and how many uploads were dropped."""
+    """Abort these checkpoints, record the PLAN and abort unfinished uploads. Return the PLAN and the number of
+    uploads."""
     for attempt in ending:
         await log.append(partial(_end, attempt), owner=None)
     landed = await sweep(log, stock, partial(decide_gc, log.store.url))
     state = log.state
 
-    def wanted(key: str) -> bool:
+    def keep_upload(key: str) -> bool:
         attempt = owner(key)
         return not is_temporary(key) if attempt is None else not state.ended(attempt)
 
-    return landed, await log.store.drop_uploads(wanted)
+    return landed, await log.store.drop_uploads(keep_upload)
 
 
 def _end(attempt: Attempt, state: RunState) -> Record | None:

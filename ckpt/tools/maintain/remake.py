@@ -1,4 +1,4 @@
-"""Make the index of a checkpoint again, out of the manifests of all ranks."""
+"""Make the index of a checkpoint again from the manifests of all ranks."""
 
 from __future__ import annotations
 
@@ -17,11 +17,8 @@ from ckpt.errors import CorruptError
 
 
 class IndexOf:
-    """Makes the index out of the manifests of all ranks.
-
-    many: with very many ranks, only what the index needs is kept of each manifest.
-    wanted: the index is lost.
-    """
+    """Makes the index from the manifests of all ranks. `many`: of each, keep only what the index needs. `wanted`: the
+    index is lost."""
 
     def __init__(self, *, many: bool, wanted: bool) -> None:
         self._slim = Slim() if many else None
@@ -32,13 +29,13 @@ class IndexOf:
 
     @property
     def layout_of(self) -> Callable[[str], dict[str, Any]]:
-        """How the layouts of parts are to be read."""
+        """Return the function that reads the layouts of manifests."""
         if self._slim is None:
             return unpress
         return self._slim.layout if self._wanted else no_layout
 
     def add(self, part: Part, table: Table) -> None:
-        """In rank order."""
+        """Add the files of one rank, in rank order."""
         if self._wanted and self._slim is not None:
             self._parts.append(self._slim.part(part))
             self._pieces.append(self._slim.pieces(table))
@@ -47,7 +44,7 @@ class IndexOf:
             self._tables.append(table)
 
     def made(self, commit: Commit) -> bytes | None:
-        """None if it is another."""
+        """Return the index, or None if its digest differs."""
         made = b"" if self._slim is not None else merge(self._tables).to_bytes()
         if file_digest(made) != commit.index and len(self._parts) == commit.world:
             with contextlib.suppress(CorruptError):

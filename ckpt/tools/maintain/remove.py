@@ -1,8 +1,8 @@
-"""Give up one checkpoint, because somebody says so.
+"""Delete one checkpoint on request.
 
-Unlike retention it takes what is asked for, also one of the newest: but only beside another one that a restore can take
-and that has just been read back, and never one that is kept. Files that other checkpoints use stay as long as they are
-needed. A save in progress that builds on it fails by name, and the next one is full.
+Unlike retention this may delete one of the newest, but only if another one was just read back and can be restored, and
+never a protected one. Files that other checkpoints use stay while they are needed. A save in progress that builds on it
+fails by name, and the next one is full.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from ckpt.tools.maintain.prune import Item, RunFiles, refuse, sweep
 
 @dataclass(frozen=True, slots=True)
 class RemovalPlan:
-    """`check`: what has to be read back before anything goes; `delete`: with sizes in bytes; `shared`: files of it that
-    stay, since others use them; `partial`: other nodes have parts of it; `unread`: steps of others that cannot be read,
-    so that all files of it stay."""
+    """What to delete. `check`: the checkpoint to read back first. `delete`: files with sizes in bytes. `shared`: its
+    files that others use and that stay. `partial`: other nodes have files of it. `unread`: steps of others that
+    cannot be read, so that all its files stay."""
 
     check: Commit
     item: Item
@@ -34,7 +34,8 @@ class RemovalPlan:
 
 
 def plan_removal(log: RunLog, stock: RunFiles, commit: Commit) -> RemovalPlan:
-    """Pure. UsageError if that one has to stay, CorruptError or UnreadableError if nothing may be deleted there."""
+    """Plan a deletion. UsageError if the checkpoint must stay; CorruptError or UnreadableError if nothing may be
+    deleted."""
     attempt, state = commit.attempt, log.state
     others = [c for c in state.lineage() if c.finite is not False and c.attempt != attempt]
     check = next((c for c in others if c.attempt in stock.used), None)
@@ -42,8 +43,9 @@ def plan_removal(log: RunLog, stock: RunFiles, commit: Commit) -> RemovalPlan:
         if any(is_unreadable(stock.unread[c.attempt]) for c in others if c.attempt in stock.unread):
             refuse(state, stock, log.store.url, {attempt})
         raise UsageError(
-            f"step {commit.step} is the only checkpoint of {log.store.url} that a restore can take: it stays. A run "
-            "that nobody needs any more is a folder, or what a bucket has under that name: delete that"
+            f"step {commit.step} is the only checkpoint of {log.store.url} that can be restored, so it is not "
+            "deleted. To delete a "
+            "whole run, delete its folder or prefix"
         )
     found = decide_removal(log.store.url, attempt, check.attempt, stock, state) or Sweep()
     going = set(found.delete)
@@ -55,22 +57,22 @@ def plan_removal(log: RunLog, stock: RunFiles, commit: Commit) -> RemovalPlan:
 
 
 def decide_removal(url: str, attempt: Attempt, checked: Attempt, stock: RunFiles, state: RunState) -> Sweep | None:
-    """Pure. None: there is a checkpoint that came after the stock was taken."""
+    """Return what to delete, or None if a checkpoint was committed after the files were listed. No side effects."""
     others = set() if attempt in stock.used else _unread(stock, state, attempt)
     refuse(state, stock, url, {attempt, *others})
     for one in (attempt, checked):
         if one not in state.commits:
-            raise NoCheckpointError(f"step {one.step} of {url} was given up a moment ago. Repeat it")
+            raise NoCheckpointError(f"step {one.step} of {url} was deleted since. Repeat the command")
     if attempt in state.kept:
         raise UsageError(
-            f"step {attempt.step} of {url} is kept: {state.kept[attempt]}. To let it go, first "
+            f"step {attempt.step} of {url} is protected: {state.kept[attempt]}. To delete it, first run "
             f"`ckpt keep {url}@{attempt.step} --undo --yes`"
         )
     if any(attempt in c.needs for c in state.held.values()):
-        raise UsageError(f"a save under way builds on step {attempt.step} of {url}: remove it once that has ended")
-    if others:  # two would block each other: this one is given up, and files go with the last that cannot be read
+        raise UsageError(f"a save in progress builds on step {attempt.step} of {url}: repeat this after it has ended")
+    if others:  # two unreadable checkpoints would block each other: delete this entry now, and files with the last one
         return Sweep({attempt})
-    listed = None if attempt in stock.used else stock.owned  # of one that cannot be read, whatever nobody else needs
+    listed = None if attempt in stock.used else stock.owned  # if unreadable, delete what no other checkpoint needs
     doomed = retention.plan_deletion(state, {attempt}, {checked}, stock.used, listed)
     if doomed is None:
         return None
@@ -78,12 +80,11 @@ def decide_removal(url: str, attempt: Attempt, checked: Attempt, stock: RunFiles
 
 
 def _unread(stock: RunFiles, state: RunState, attempt: Attempt) -> set[Attempt]:
-    """Other checkpoints that are damaged: nobody knows which files they need. Those that cannot be read now do not
-    count, because `refuse` has to see them."""
+    """Return other damaged checkpoints. Those that cannot be read now do not count, because `refuse` must see them."""
     others = (state.commits.keys() & stock.seen) - stock.used.keys() - {attempt}
     return {one for one in others if one not in stock.unread or not is_unreadable(stock.unread[one])}
 
 
 async def remove(log: RunLog, stock: RunFiles, attempt: Attempt, checked: Attempt) -> Sweep:
-    """Land the PLAN. `checked`: another checkpoint, that was read back and found sound just now."""
+    """Record the PLAN. `checked`: another checkpoint that was just read back and is intact."""
     return await sweep(log, stock, partial(decide_removal, log.store.url, attempt, checked))

@@ -1,14 +1,13 @@
-"""Put damaged files of a run right again, bit for bit, from whatever is sound somewhere.
+"""Repair damaged files of a run, bit for bit, from intact copies anywhere.
 
-    look, survey   what live checkpoints name, and which of it is damaged   (`ckpt.tools.maintain.audit`)
-    seek           where each damaged piece can be had                      (`ckpt.tools.maintain.find_copies`)
-    mend           the files are written again, whole, under their names
+    look, survey   find what live checkpoints reference, and the damage   (`ckpt.tools.maintain.audit`)
+    seek           find an intact copy of each damaged chunk              (`ckpt.tools.maintain.find_copies`)
+    mend           write the files again, completely, under their names
 
-Content decides: a piece is put back only if its digest is the one that the checkpoint says, wherever it came from. A
-pack is replaced as a whole, by a new file that is verified on its way; until that is complete the old one stays. Bytes
-that cannot be cured are copied as they are, and a file that lacks bytes which no location has is left alone. So
-a running job is not disturbed, and all of it may be stopped at any moment and called again. Nothing here deletes
-anything, and log records are not repaired: what is lost of the log, nobody else knows.
+Content decides: a chunk is used only if its digest is the one in the checkpoint. A data file is replaced completely by
+a new, verified one; until that is complete, the old one stays. Bytes without an intact copy are copied as they are, and
+a file with bytes that no location has is not touched. A running job is not disturbed, and a repair may be interrupted
+at any moment and repeated. Nothing is deleted. Log records are not repaired, because no other copy of them exists.
 
 A file that cannot be read now may be intact. Then `look`, `survey` and `seek` raise StoreError, and nothing is written.
 """
@@ -32,12 +31,12 @@ from ckpt.tools.maintain.audit import Audit, OnBytes
 from ckpt.tools.maintain.damage import PackDamage, SoundCopy
 from ckpt.tools.maintain.find_copies import CopyFinder
 
-CURES = 8  # pieces fetched at the same time
+CURES = 8  # chunks read in parallel
 
 
 @dataclass
 class Repaired:
-    """What was written again. `left`: given up by the run meanwhile; `failed`: (name, why)."""
+    """What was written again. `left`: files that the run no longer needs. `failed`: (name, reason)."""
 
     files: list[str] = field(default_factory=list)
     packs: list[str] = field(default_factory=list)
@@ -46,10 +45,10 @@ class Repaired:
 
 
 class Repair(Audit):
-    """What can be done about damage, and doing it."""
+    """An audit that can also repair the damage."""
 
     async def seek(self, on_bytes: OnBytes = None) -> None:
-        """For everything that is damaged: where it can be had. Each is fetched once, to be sure."""
+        """Find an intact copy of everything that is damaged. Each is read once to verify it."""
         if not self.found.packs:
             return
         seeker = CopyFinder(self)
@@ -65,24 +64,24 @@ class Repair(Audit):
         for pack in self.found.packs:
             if not pack.known:
                 for piece in pack.pieces:
-                    piece.why = "the part that says the size of its file cannot be had"
+                    piece.why = "the manifest with the size of its file is lost"
                 continue
             if pack.header:
                 pack.header_cure = await seeker.header(pack.info)
             pack.unavailable = await self._unavailable(pack)
 
     async def _unavailable(self, pack: PackDamage) -> int:
-        """Return how many bytes of a pack no location has: of its missing end, what is not cured."""
+        """Return how many bytes of a data file no location has: those of its missing end that are not repaired."""
         cured = [(p.offset, p.offset + p.stored) for p in pack.cured]
         if pack.header_cure is not None:
             cured.append((0, pack.info.header_size))
         lacking = without([(pack.there or 0, pack.info.size)], cured)
-        if lacking and await alike(self, pack.info):  # it has all that is not known to be lost
+        if lacking and await alike(self, pack.info):  # the other file has all bytes that are not known to be lost
             lacking = without(lacking, without(lacking, [(p.offset, p.offset + p.stored) for p in pack.lost]))
         return sum(end - start for start, end in lacking)
 
     async def mend(self, on_bytes: OnBytes = None) -> Repaired:
-        """Write again what can be had. What fails is left as it is, and the rest is gone on with."""
+        """Write repairable files again. A file that fails is left as it is, and the others continue."""
         done = Repaired()
         for file in self.found.files:
             if file.raw is None:
@@ -94,7 +93,7 @@ class Repair(Audit):
                 await self.store.put(file.key, file.raw, create=file.absent)
                 done.files.append(file.key)
             except ExistsError:
-                done.left.append(file.key)  # it has come back
+                done.left.append(file.key)  # it exists again
             except StoreError as error:
                 done.failed.append((file.key, str(error)))
         for pack in self.found.packs:
@@ -112,7 +111,7 @@ class Repair(Audit):
         return done
 
     async def _is_live(self, key: str) -> bool:
-        """Whether a live checkpoint needs this file: a running job may have given it up."""
+        """Return True if a live checkpoint needs this file: a running job may have deleted it."""
         live = (await self.log.refresh()).commits
         if not key.startswith("packs/"):
             attempt = owner(key)
@@ -121,7 +120,7 @@ class Repair(Audit):
 
 
 async def alike(audit: Audit, info: PackInfo) -> list[Store]:
-    """Return the other locations that have this file, with its size and its header."""
+    """Return the other locations that have this file with the same size and header."""
     found = []
     for other in audit.others:
         try:
@@ -137,11 +136,11 @@ async def alike(audit: Audit, info: PackInfo) -> list[Store]:
 
 
 class _Rewrite:
-    """One pack, streamed into its place. All that live checkpoints name in it is verified on its way."""
+    """Streams one data file to its new version. All ranges that live checkpoints reference are verified."""
 
     def __init__(self, repair: Repair, pack: PackDamage, alike: list[Store]) -> None:
         self.store, self.pack, self.info, self._alike = repair.store, pack, pack.info, alike
-        gone = {(p.offset, p.offset + p.stored) for p in pack.lost}  # which nobody expects to be right
+        gone = {(p.offset, p.offset + p.stored) for p in pack.lost}  # lost bytes, which cannot match
         self._digests: dict[tuple[int, int], set[bytes]] = {}
         for piece in repair.named(pack.info.key):
             self._digests.setdefault((piece.offset, piece.offset + piece.stored), set()).add(piece.digest)
@@ -171,11 +170,11 @@ class _Rewrite:
             raise
 
     def _check(self, start: int, view: memoryview) -> None:
-        """CorruptError if a range that ends here is not what it has to be."""
+        """Raise CorruptError if a range that ends here does not match its digest."""
         for (low, high), digest in self._hasher.feed(start, view):
             if self._digests[low, high] != {digest}:
                 where = f"{high - low} bytes at {low} of {self.info.key}"
-                raise CorruptError(f"{where} came out wrong while they were copied, so the old file stays")
+                raise CorruptError(f"{where} changed while they were copied, so the old file stays")
 
     async def _range(self, start: int, length: int) -> memoryview:
         view = page_aligned(length)
@@ -188,13 +187,13 @@ class _Rewrite:
         return view
 
     async def _cured(self, cure: SoundCopy) -> bytes | memoryview:
-        """One that goes over the end of a range is needed twice."""
+        """Return the intact bytes; kept for a chunk that crosses the end of a range and is needed twice."""
         if self._last is None or self._last[0] is not cure:
             self._last = cure, await cure.get()
         return self._last[1]
 
     async def _as_it_is(self, start: int, view: memoryview) -> None:
-        """Read what this file has, and what it lacks from the same file elsewhere. No byte is invented."""
+        """Read the bytes that this file has, and the missing ones from the same file elsewhere."""
         there, end = min(self.pack.there or 0, self.info.size), start + len(view)
         if start < there:
             part = view[: min(end, there) - start]
@@ -209,8 +208,8 @@ class _Rewrite:
 
 
 def without(ranges: Iterable[tuple[int, int]], others: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return what is left of some ranges when others are taken out of them. Pure."""
-    left = [one for one in ranges if one[0] < one[1]]
+    """Return the parts of some ranges that others do not cover. No side effects."""
+    left = [span for span in ranges if span[0] < span[1]]
     for low, high in others:
         left = [(a, b) for start, end in left for a, b in ((start, min(end, low)), (max(start, high), end)) if a < b]
     return left

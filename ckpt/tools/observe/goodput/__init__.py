@@ -1,5 +1,5 @@
-"""Where did the time of a run go? Timeline, breakdown, plan.
+"""Account for the time of a run: timeline, breakdown, plan.
 
-In: the ledgers of trainers and writers. Out: figures, as pure values. It may not know where a ledger is stored, who
-asks, or torch.
+Input: the run metrics of trainers and writers. Output: numbers, as pure values. It does not depend on where metrics are
+stored, on its callers, or on torch.
 """

@@ -1,22 +1,23 @@
-"""Where the time of a run went, from the accounts of all its incarnations (ckpt.core.cadence.ledger). Pure.
+"""Compute where the time of a run went from the metrics of all its job attempts (ckpt.core.cadence.ledger). Pure.
 
-    invalid training time = interruptions x (perceive + restart + restore + recompute) + what saving took from training
-    effective training time = 1 - invalid / wall-clock
+    lost time = interruptions x (detect + restart + restore + recompute) + time that saving took from training
+    goodput = 1 - lost time / wall-clock time
 
-Effective is hence all that neither faults nor saving took: pauses (`Checkpointer.pause()`) and what is other (the first
-warm-up, closing) are in it. What went into steps that stand is `Statement.trained`.
+Goodput thus includes everything that neither faults nor saving took: pauses (`Checkpointer.pause()`) and other time
+(the first warm-up, closing). `Statement.trained` counts only steps that were not lost.
 
-All incarnations are laid on one time line, and a cursor goes along it: every second is given to one part, once, so the
-parts add up to the wall-clock time. That begins when the first incarnation was ready to train.
+All job attempts are placed on one timeline. A cursor moves along it and assigns every second to exactly one part, so
+the parts add up to the wall-clock time. That begins when the first attempt was ready to train.
 
-- **perceive**: until a fault was noticed. Nobody knows when it happened: what follows the last step for as long as a
-  step usually takes is work that was lost, and what is beyond that was spent unnoticed.
-- **restart**: until the next incarnation could restore, in parts, and what its first step took beyond a usual one.
+- **perceive**: until a fault was detected. Its exact time is unknown: after the last step, the usual duration of a step
+  counts as lost work, and the rest as time until detection.
+- **restart**: until the next attempt could restore, in parts, and the extra time of its first step.
 - **restore**: as measured.
-- **recompute**: the unfinished step, and all steps that had been done before. Steps that were undone and are not done
-  again yet count as what they took when they were done. A step that has to be done a third time is done again because
-  of the later interruption, if that one lost it, else because of the earlier one.
-- **saving**: what the training loop waited for it, measured; and how much slower its steps were, an estimate.
+- **recompute**: the unfinished step, and all steps that had been done before. Lost steps that are not repeated yet
+  count
+  with their original duration. A step that is done a third time is charged to the later interruption if that lost it,
+  otherwise to the earlier one.
+- **saving**: time that the training loop waited, measured; and how much slower its steps were, estimated.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ from ckpt.tools.observe.goodput.breakdown import Statement
 from ckpt.tools.observe.goodput.timeline import PlacedAccount, placed
 from ckpt.tools.observe.goodput.walk import LedgerWalk
 
-QUIET_S = 150.0  # a ledger that was kept so recently is of a job that runs: in buckets it is put every minute
+QUIET_S = 150.0  # a job with metrics this recent counts as running; in buckets they are written every minute
 
 
 @dataclass(frozen=True, slots=True)
 class SettledRun:
-    """What one walk along the time line finds, and the line."""
+    """The result of one walk along the timeline, and the timeline."""
 
     statement: Statement
     line: tuple[PlacedAccount, ...] = ()
@@ -49,8 +50,9 @@ def settled(
     now: float | None = None,
     idle_after_s: float = math.inf,
 ) -> SettledRun:
-    """Of a whole run. `now`, in seconds since 1970, tells whether it is running, and no end is later than that.
-    If nothing ran for longer than `idle_after_s` after an interruption, somebody wanted that: it counts as idle."""
+    """Account for a whole run. `now`: seconds since 1970; decides whether it is running, and limits all times. If
+    nothing ran for longer than `idle_after_s` after an interruption, that time counts as idle, because it was
+    intended."""
     notes: list[str] = []
     line = placed(list(accounts), list(faults), notes, math.inf if now is None else now)
     if not line:

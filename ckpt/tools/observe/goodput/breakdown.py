@@ -1,7 +1,7 @@
-"""What became of the time of a run, in figures: what `ckpt.tools.observe.goodput.accounting` finds. Plain values.
+"""The breakdown of a run's time that `ckpt.tools.observe.goodput.accounting` computes. Plain values.
 
-invalid training time = interruptions x (perceive + restart + restore + recompute) + what saving took from training
-effective training time = 1 - invalid / wall-clock
+lost time = interruptions x (detect + restart + restore + recompute) + time that saving took from training goodput = 1 -
+lost time / wall-clock time
 """
 
 from __future__ import annotations
@@ -11,19 +11,16 @@ from collections import Counter
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-COUNTLESS = ("none", "moved")  # kinds that are no interruptions: stopped on purpose, copied
+COUNTLESS = ("none", "moved")  # kinds that are not interruptions: stopped on purpose, copied
 
 
 @dataclass(frozen=True, slots=True)
 class InterruptionCost:
-    """Of one interruption or of several, in seconds.
-
-    Of the restart: `leave`, from when it was noticed until the process was gone; `launch`, until the next one was
-    born; `start`, until it opened its Checkpointer: imports, model, process group; `open`; `setup`, until restore() was
-    called; `first_step`, what its first step took beyond a usual one; `unknown`: what cannot be divided, since nobody
-    wrote down when the process ended. Of the recomputation: `unfinished`, the step that was cut off; `redone`, steps
-    that had been done before; `undone`, those that have not been done again yet.
-    """
+    """The cost of one or several interruptions, in seconds. Parts of the restart: `leave`, from detection until the
+    process was gone; `launch`, until the next one was started; `start`, until it opened its Checkpointer: imports,
+    model, process group; `open`; `setup`, until restore() was called; `first_step`, extra time of its first step;
+    `unknown`, if the end of the process was not recorded. Parts of the recomputation: `unfinished`, the interrupted
+    step; `redone`, steps done again; `undone`, lost steps not done again yet."""
 
     perceive: float = 0.0
     leave: float = 0.0
@@ -60,14 +57,15 @@ RECOMPUTE = ("unfinished", "redone", "undone")
 
 @dataclass(frozen=True, slots=True)
 class Interruption:
-    """`kind`: of the fault that was noticed first (see ckpt.guard.report), or "left" by an exception that nobody
-    described, "unknown" if nobody noticed anything, "rollback", "taken over" by a newer job; "none" if the job was
-    stopped on purpose and "moved" if the run was copied: these two are no interruptions, but steps may be done again
-    after them.
+    """One interruption.
 
-    `at`: when it was noticed, in seconds since 1970; `step`: the last one that was done, None if there was none;
-    `restored`: the step that training went on from, None for none, with `source`, "memory" or a URL, "" for none;
-    `lost_steps`: that had to be done again, None as long as that is open; `resumed`: the next incarnation has opened.
+    `kind`: of the fault detected first (see ckpt.guard.report), or "left" (an exception without a report), "unknown"
+        (nothing was detected), "rollback", or "taken over" by a newer job. "none" (stopped on purpose) and "moved" (the
+        run was copied) are not interruptions, but steps may be repeated after them.
+
+    `at`: when it was detected, seconds since 1970. `step`: the last step done, None if there was none. `restored`: step
+        that training continued from, None if none, with `source`: "memory", a URL, or "". `lost_steps`: steps to
+        repeat, None while unknown. `resumed`: the next job attempt has opened the run.
     """
 
     kind: str
@@ -83,7 +81,7 @@ class Interruption:
 
     @property
     def counted(self) -> bool:
-        """Whether it is an interruption."""
+        """Return True if it counts as an interruption."""
         return self.kind not in COUNTLESS
 
     def to_json(self) -> dict[str, Any]:
@@ -92,17 +90,17 @@ class Interruption:
 
 @dataclass(frozen=True, slots=True)
 class Statement:
-    """Seconds, but for `begin` and `until`, which are moments, in seconds since 1970.
+    """The breakdown. All fields are seconds, except `begin` and `until`, which are seconds since 1970.
 
-    `wall_s` is the sum of `productive_s`, what interruptions cost, `stalled_s`, `slowed_s`, `paused_s` and `other_s`:
-    how much longer the first step took where no fault is to blame, closing, and what is under way. `effective` is all
-    of it that faults and saving did not take, `paused_s` and `other_s` too; `trained` is the share of `productive_s`,
-    steps that stand, alone. Told besides, and part of nothing: `first_start_s`, before the first incarnation was ready;
-    `idle_s`, between the end of a job that was closed and when the next was ready; `moved_s`, the same where the run
-    was copied meanwhile; `down_s`, from `until` to now, if it is not running. `steps`: that stand, each counted once,
-    by their numbers; `redone_steps`: done once more. `slowing_known`: False if most steps have nothing to be compared
-    with. `running`: a short while ago, at least. `ended`: "closed", or the kind of the last interruption if nothing
-    came after it; "" if nobody saw an end.
+    `wall_s` is the sum of `productive_s`, the cost of interruptions, `stalled_s`, `slowed_s`, `paused_s` and `other_s`
+    (extra time of first steps without a fault, closing, and unfinished steps). `effective`: goodput, which includes
+    `paused_s` and `other_s`. `trained`: share of `productive_s`, the steps that count. Outside `wall_s`:
+    `first_start_s`, before the first attempt was ready; `idle_s`, between a closed job and the next one; `moved_s`, the
+    same if the run was copied; `down_s`, from `until` to now if it is not running. `steps`: distinct steps that count;
+    `redone_steps`: steps repeated.
+    `slowing_known`: False if most steps cannot be compared with steps without a save. `running`: it was alive a short
+        time ago. `ended`: "closed", or the kind of the last interruption if nothing followed; "" if the end was not
+        recorded.
     """
 
     wall_s: float = 0.0
@@ -129,8 +127,8 @@ class Statement:
 
     @property
     def cost(self) -> InterruptionCost:
-        """Of all interruptions together."""
-        costs = [one.cost for one in self.interruptions]
+        """The cost of all interruptions together."""
+        costs = [interruption.cost for interruption in self.interruptions]
         return InterruptionCost(
             **{f.name: math.fsum(getattr(cost, f.name) for cost in costs) for f in fields(InterruptionCost)}
         )
@@ -145,27 +143,28 @@ class Statement:
 
     @property
     def effective(self) -> float | None:
-        """Of the wall-clock time, from 0 to 1; None where there is none yet."""
+        """Goodput, from 0 to 1; None before the first second."""
         return None if self.wall_s <= 0 else min(1.0, max(0.0, 1.0 - self.invalid_s / self.wall_s))
 
     @property
     def trained(self) -> float | None:
-        """The share of the wall-clock time that went into steps that stand, from 0 to 1."""
+        """Share of the wall-clock time in steps that count, from 0 to 1."""
         return None if self.wall_s <= 0 else min(1.0, max(0.0, self.productive_s / self.wall_s))
 
     @property
     def count(self) -> int:
-        """Interruptions."""
+        """Number of interruptions."""
         return sum(one.counted for one in self.interruptions)
 
     @property
     def training_s(self) -> float:
-        """In which steps were done, once or again, with what saving took."""
+        """Time in which steps were done or repeated, including saving."""
         return self.productive_s + self.cost.recompute + self.saving_s
 
     @property
     def mtbf_s(self) -> float | None:
-        """Training time between two interruptions; None without one: it is longer than `training_s` then."""
+        """Training time between two interruptions; None without an interruption: it is then longer than
+        `training_s`."""
         return self.training_s / self.count if self.count else None
 
     @property
@@ -174,7 +173,7 @@ class Statement:
 
     @property
     def by_source(self) -> dict[str, int]:
-        """How many interruptions ended with a restore from where; "" for none."""
+        """Count interruptions by the source of the restore; "" if nothing was restored."""
         ended = (one for one in self.interruptions if one.counted and one.lost_steps is not None)
         return dict(Counter(one.source for one in ended).most_common())
 

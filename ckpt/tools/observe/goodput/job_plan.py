@@ -1,9 +1,9 @@
-"""A whole job at any scale: what it is, where it saves, and what follows (`ckpt.core.cadence.model`). Pure.
+"""Forecast for a whole job at any scale: its size, its tiers and the result (`ckpt.core.cadence.model`). Pure.
 
     PlannedJob, numbers -> tiers() -> cadences() -> plan() -> Plan
 
 Every number has a source: given, measured by a run (`measured`), measured by a benchmark of this repository, published,
-or assumed and said to be. Cadences follow from all the rest, so that whatever is varied has the ones it would have.
+or assumed and marked as such. Save intervals are computed from all other numbers, also when one of these is varied.
 Times are seconds, sizes bytes.
 """
 
@@ -32,15 +32,15 @@ from ckpt.tools.observe.goodput.accounting import settled
 
 GB = 1e9
 MEMORY, REPLICA, SHARED = TIERS = ("memory", "replica", "shared")
-PARTS = ("cost_s", "write_s", "restore_s")  # of a tier, that may be measured: see TierCost
+PARTS = ("cost_s", "write_s", "restore_s")  # measurable parts of a tier: see TierCost
 SURVIVES = {MEMORY: ("process",), REPLICA: ("process", "node"), SHARED: ("process", "node", "all")}
 
-FAULTS_ENOUGH, HANGS_ENOUGH = 3, 10  # interruptions that say how often they come, and how many of them are hangs
+FAULTS_ENOUGH, HANGS_ENOUGH = 3, 10  # fewest interruptions for a rate, and for the share of hangs
 
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """One that a plan stands on, by default."""
+    """A default number of a plan, and its source."""
 
     value: float
     kind: str
@@ -52,35 +52,33 @@ NUMBERS = {
     "mtbf_s": Number(
         FLEET_GPU_S, "duration", "between interruptions of the job", "419 interruptions of Llama 3 in 54 days, per GPU"
     ),
-    "hang_s": Number(30.0, "duration", "until a hang is noticed", "on_hang(): ten steps, 30 s"),
-    "restart_s": Number(60.0, "duration", "from noticing a fault to restore()", "assumed: NOT OURS, and matters most"),
-    "crash_s": Number(0.002, "duration", "until a crash is noticed", "measured: make bench-faults; of a lost node NOT"),
+    "hang_s": Number(30.0, "duration", "until a hang is detected", "on_hang(): ten steps, 30 s"),
+    "restart_s": Number(60.0, "duration", "from detecting a fault to restore()", "assumed: matters most"),
+    "crash_s": Number(0.002, "duration", "until a crash is detected", "measured: make bench-faults; not for nodes"),
     "hang_share": Number(42 / 419, "share", "of the faults are hangs", "network and watchdog, Llama 3's table 5"),
-    "node_share": Number(0.99 * 207 / 419, "share", "of the faults take a node along", "assumed of Llama 3's causes"),
-    "all_share": Number(
-        0.01, "share", "of the faults take all nodes along", "a guess: a power cut, or a job that moves"
-    ),
-    "budget": Number(0.01, "share", "of training that saving to memory may take", 'that of every="auto"'),
+    "node_share": Number(0.99 * 207 / 419, "share", "of the faults also end a node", "assumed from Llama 3's causes"),
+    "all_share": Number(0.01, "share", "of the faults end all nodes", "a guess: a power cut, or a job that moves"),
+    "budget": Number(0.01, "share", "of training that saving to memory may take", 'as for every="auto"'),
     "pcie": Number(25e9, "rate", "of a GPU to host memory", "assumed: PCIe 4.0 x16; no GPU was measured"),
-    "network": Number(5e9, "rate", "between nodes, beside training", "assumed"),
+    "network": Number(5e9, "rate", "between nodes, during training", "assumed"),
     "store_write": Number(0.37e9, "rate", "a node, to the shared tier", "measured: make bench-storage, two cores"),
     "store_read": Number(1.23e9, "rate", "a node, from the shared tier", "measured: make bench-storage, two cores"),
     "store_write_all": Number(200e9, "rate", "of all nodes to the shared tier", "assumed"),
     "store_read_all": Number(400e9, "rate", "of all nodes from the shared tier", "assumed"),
-    "cores": Number(96.0, "count", "cores of a node, over which background work is spread", "assumed"),
-    "felt": Number(0.1, "share", "of the CPU time of saving is felt by training", "assumed: GPUs train, else 100 %"),
-    "beside": Number(0.1, "share", "of a copy to host memory is felt", "assumed: copy engines work beside compute"),
+    "cores": Number(96.0, "count", "cores of a node, shared by background work", "assumed"),
+    "felt": Number(0.1, "share", "of the CPU time of saving slows training", "assumed: GPUs train, else 100 %"),
+    "beside": Number(0.1, "share", "of a copy to host memory slows training", "assumed: copy engines run in parallel"),
     "blocks_s": Number(0.002, "duration", "that step() blocks for a snapshot", "measured: make bench, 1.6 ms"),
-    "open_s": Number(0.8, "duration", "of a restore besides moving bytes", "measured: make bench, make bench-scale"),
+    "open_s": Number(0.8, "duration", "of a restore without moving bytes", "measured: make bench, make bench-scale"),
     "cpu_network": Number(0.5, "count", "s of CPU time a GB, at each end of the network", "assumed"),
     "cpu_store": Number(0.91, "count", "s of CPU time a GB, to an object store", "measured: make bench-storage"),
 }
-"""Besides, what a tier takes: <tier>.<part>, in seconds."""
+"""Also the measured parts of a tier: <tier>.<part>, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedJob:
-    """`state`: bytes over all ranks, nothing twice; `per_node`: ranks of a node."""
+    """A planned job. `state`: bytes over all ranks without replicas; `per_node`: ranks per node."""
 
     gpus: int
     state: float
@@ -98,8 +96,8 @@ class PlannedJob:
 
 @dataclass(frozen=True, slots=True)
 class PlannedTier:
-    """`cost_s`, `write_s`, `restore_s`: as in `TierCost`; `survives`: kinds of faults, by what is gone; `every`: steps,
-    None: to be found, 0: never."""
+    """A tier of the job. `survives`: kinds of faults. `every`: steps; None: to be computed, 0: never. Costs as in
+    `TierCost`."""
 
     name: str
     cost_s: float
@@ -113,7 +111,7 @@ Numbers = Mapping[str, float]
 
 
 def defaults(job: PlannedJob) -> dict[str, float]:
-    """A hang is noticed by on_hang() ten steps after the last, at least 30 s, and began half a step after that."""
+    """Return the default numbers. on_hang() detects a hang ten steps, at least 30 s, after the last step."""
     n = {name: number.value for name, number in NUMBERS.items()}
     n["mtbf_s"] /= job.gpus
     n["hang_s"] = max(n["hang_s"], 10 * job.step_s) + 1.0 - job.step_s / 2
@@ -121,7 +119,7 @@ def defaults(job: PlannedJob) -> dict[str, float]:
 
 
 def shares(n: Numbers) -> dict[str, float]:
-    """Of the faults, by what is gone: the trainer, its node, or all nodes."""
+    """Return the shares of faults that end the trainer, its node, or all nodes."""
     found = {"node": n["node_share"], "all": n["all_share"]}
     process = 1 - sum(found.values())
     if min(process, *found.values()) < 0:
@@ -134,18 +132,16 @@ def perceive_s(n: Numbers) -> float:
 
 
 def tiers(job: PlannedJob, n: Numbers) -> list[PlannedTier]:
-    """What saves and restores take, the nearest tier first; what was measured stands. The replica is that of
-    Memory(replicas=2), where there is another node.
-
-    Bytes are copied off the GPU beside training, and from there on they move in the background; that takes CPU time, of
-    which training feels a part, by a core's share of a node."""
+    """Return the cost of saves and restores per tier, nearest first; measured numbers take precedence. The replica is
+    that of Memory(replicas=2), if there is another node. Copies from the GPU run in parallel with training, and later
+    copies in the background; a share of their CPU time slows training."""
     node_bytes = job.rank_bytes * min(job.per_node, job.gpus)
     copy, send, opens = job.rank_bytes / n["pcie"], node_bytes / n["network"], n["open_s"] + job.rank_bytes / n["pcie"]
     put = job.state / min(n["store_write"] * job.nodes, n["store_write_all"])
     get = job.state / min(n["store_read"] * job.nodes, n["store_read_all"])
     felt = n["felt"] * node_bytes / GB / n["cores"]  # seconds of training for each CPU-s a GB
     both_ends = 2 * felt * n["cpu_network"]
-    times = {  # of which what was measured stands
+    times = {  # measured values take precedence
         MEMORY: (n["blocks_s"] + n["beside"] * copy, copy, opens),
         REPLICA: (both_ends, copy + send, opens + send),
         SHARED: (felt * n["cpu_store"], copy + put, opens + get),
@@ -162,8 +158,8 @@ def tiers(job: PlannedJob, n: Numbers) -> list[PlannedTier]:
 
 
 def served(chosen: Sequence[PlannedTier], n: Numbers, step_s: float) -> dict[str, float]:
-    """The share of faults after which each tier is restored from: the one with the newest step, on average. Where no
-    cadence is known yet, the nearest. UsageError where nothing survives."""
+    """Return the share of faults that are restored from each tier: the one with the newest step on average. If
+    intervals are unknown, that is the nearest one. Raises UsageError if no tier survives a kind of fault."""
     found = dict.fromkeys((one.name for one in chosen), 0.0)
     for kind, share in shares(n).items():
         left = [one for one in chosen if kind in one.survives and one.every != 0]
@@ -176,8 +172,8 @@ def served(chosen: Sequence[PlannedTier], n: Numbers, step_s: float) -> dict[str
 
 
 def cadences(job: PlannedJob, n: Numbers, chosen: Sequence[PlannedTier]) -> list[PlannedTier]:
-    """With `every`. A tier is needed by those faults that the nearer ones do not survive; what serves none is not saved
-    to. Where there is a replica it is sent what memory has, as often as the network allows."""
+    """Set `every`. A tier serves the faults that nearer tiers do not survive; a tier that serves none is not saved to.
+    A replica receives what memory has, as often as the network allows."""
     needed = served([replace(one, every=None) for one in chosen], n, job.step_s)
     replica_s = sum(one.cost_s for one in chosen if one.name == REPLICA)
     found = list[PlannedTier]()
@@ -198,7 +194,7 @@ def _with_cadence(one: PlannedTier, cost_s: float, share: float, job: PlannedJob
     if not share:
         return replace(one, every=0)
     mtbf_s = n["mtbf_s"] / share
-    if one.name == MEMORY:  # one write is over before the next begins
+    if one.name == MEMORY:  # one write ends before the next begins
         least_s = max(cost_s / n["budget"], one.write_s - cost_s)
     else:
         least_s = least_interval(one.write_s, mtbf_s, shared=True)
@@ -206,17 +202,17 @@ def _with_cadence(one: PlannedTier, cost_s: float, share: float, job: PlannedJob
 
 
 def expected(job: PlannedJob, n: Numbers, chosen: Sequence[PlannedTier]) -> Forecast:
-    """Once every tier has its cadence."""
+    """Forecast the result when every tier has its interval."""
     share = served(chosen, n, job.step_s)
-    every_s = {one.name: one.every * job.step_s if one.every else math.inf for one in chosen}
+    every_s = {tier.name: tier.every * job.step_s if tier.every else math.inf for tier in chosen}
     costs = [TierCost(t.name, t.cost_s, every_s[t.name], t.restore_s, t.write_s, share[t.name]) for t in chosen]
     return predict(Costs(perceive_s(n), n["restart_s"], costs), n["mtbf_s"])
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """`restart_s`: the longest that gives `goal`, `mtbf_s`: the shortest, all else as it is but for the cadences; None:
-    that alone is not enough."""
+    """The plan. `restart_s`: longest restart that reaches `goal`; `mtbf_s`: shortest MTBF that does, with adapted
+    intervals. None: this change alone is not enough."""
 
     job: PlannedJob
     numbers: Numbers
@@ -235,9 +231,9 @@ class Plan:
 
 
 def plan(job: PlannedJob, n: Numbers, goal: float = 0.995) -> Plan:
-    """With the tiers that such a job has. UsageError for what makes no sense."""
+    """Plan the tiers of a job. Raises UsageError for impossible numbers."""
     if not 0 < goal < 1:
-        raise UsageError(f"--goal: {goal!r} makes no sense: it is a share between 0 and 1, such as 0.995 or 99.5%")
+        raise UsageError(f"--goal: {goal!r} must be a share between 0 and 1, for example 0.995 or 99.5%")
     if job.step_s > n["mtbf_s"]:
         raise UsageError(f"a step of {job.step_s:g} s is longer than the time between faults, {n['mtbf_s']:g} s")
 
@@ -252,7 +248,7 @@ def plan(job: PlannedJob, n: Numbers, goal: float = 0.995) -> Plan:
 
 
 def _turn(good: Callable[[float], bool], fine: float, bad: float) -> float | None:
-    """The last value on the way from `fine` to `bad` that is good; None if `fine` is not."""
+    """Return the last good value between `fine` and `bad`; None if `fine` is not good."""
     if not good(fine):
         return None
     for _ in range(60):
@@ -265,8 +261,8 @@ def _turn(good: Callable[[float], bool], fine: float, bad: float) -> float | Non
 
 
 def measured(accounts: Iterable[Account]) -> dict[str, float]:
-    """What the ledger of a run says, by the names of numbers; besides `gpus`, `step_s` and `rank_bytes`. The last
-    durable tier is the shared one."""
+    """Return what the metrics of a run measured, by the names of numbers, plus `gpus`, `step_s` and `rank_bytes`. The
+    last durable tier counts as the shared one."""
     history = in_order(accounts)
     bill = settled(history).statement
     if not history:
@@ -290,7 +286,7 @@ def measured(accounts: Iterable[Account]) -> dict[str, float]:
 
 
 def last_tier(accounts: Iterable[Account]) -> list[str]:
-    """The URL of the last durable tier of a run, which is taken for the shared one; none if nothing was saved."""
+    """Return the URL of the last durable tier, which counts as the shared one; an empty list if nothing was saved."""
     return list(dict.fromkeys(url for account in in_order(accounts) for url in account.saves))[-1:]
 
 
@@ -310,8 +306,8 @@ def _of_tiers(history: Sequence[Account]) -> dict[str, float | None]:
 
 
 def scaled(known: Numbers, job: PlannedJob, n: Numbers) -> dict[str, float]:
-    """Numbers of a run, for another job: what moves bytes goes by those that a rank has, faults come by GPUs, and more
-    ranks do not get more out of the shared tier than all of them do. UsageError for what is no number."""
+    """Scale the numbers of a run to another job. Costs of moving bytes scale with the bytes per rank, faults with GPUs;
+    the rates of the shared tier are limited for all ranks together. Raises UsageError for invalid numbers."""
     there, gpus = known.get("rank_bytes", job.rank_bytes), known.get("gpus", job.gpus)
     scale = job.rank_bytes / positive("rank_bytes", there)
     found = dict[str, float]()
@@ -319,9 +315,9 @@ def scaled(known: Numbers, job: PlannedJob, n: Numbers) -> dict[str, float]:
         if name in ("gpus", "step_s", "rank_bytes"):
             continue
         if name not in n and name not in {f"{tier}.{part}" for tier in TIERS for part in PARTS}:
-            raise UsageError(f"there is no number {name!r} in a plan")
+            raise UsageError(f"a plan has no number {name!r}")
         value, part = positive(name, value, zero=True), name.partition(".")[2]
-        if part:  # opening and committing do not depend on bytes, nor what step() blocks
+        if part:  # opening, committing and blocking of step() do not depend on bytes
             fixed = min(value, n["blocks_s"] if part == "cost_s" else n["open_s"])
             value = fixed + scale * (value - fixed)
         found[name] = value * positive("gpus", gpus) / job.gpus if name == "mtbf_s" else value

@@ -1,11 +1,10 @@
-"""All incarnations of a run on one time line.
+"""Place all job attempts of a run on one timeline.
 
-Time is a coordinate of its own here, in seconds since the first incarnation was born: within one boot of a machine it
-follows its monotonic clock, and from there to another machine the wall clock. If that went back meanwhile, no time has
-passed, and a note says so. One rank's account stands for an incarnation; those of others tell of faults.
+The time coordinate is seconds since the first attempt was started. It follows the monotonic clock within one boot of a
+machine, and the wall clock between machines. If that went back, no time has passed and a note reports it. The metrics
+of one rank represent an attempt; those of other ranks only contribute faults.
 
-Nothing that an account or a report says is believed beyond what is possible: no end after now, and none that was
-noticed after the next incarnation was born.
+Recorded times are limited to possible ones: no end after now, and no fault detected after the next attempt was started.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from ckpt.core.cadence.ledger import TOGETHER_S, Account, Restore, StepRow, in_o
 from ckpt.guard.report import Fault, incidents
 from ckpt.units import duration, moment
 
-SKEW_S = 60.0  # the clocks of machines differ; what is further in the future than that is nonsense too
-SLIGHT_S = 1.0  # a clock that was set back by less than that deserves no note
+SKEW_S = 60.0  # allowed difference between machines' clocks; later times count as now
+SLIGHT_S = 1.0  # a clock set back by less needs no note
 
 
 @dataclass
 class PlacedAccount:
-    """An incarnation on the time line. `offset`: from its clock to the line; `ceiling`: when another took the run over;
-    `others`: accounts of other ranks; `moved`: the next one trains in a copy."""
+    """A job attempt on the timeline. `offset`: from its clock to the timeline; `ceiling`: when another attempt took
+    ownership. `others`: metrics of other ranks; `moved`: the next attempt trains in a copy."""
 
     account: Account
     others: list[Account]
@@ -37,78 +36,78 @@ class PlacedAccount:
     moved: bool = False
 
     def t(self, at: float) -> float:
-        """A moment of its clock, on the line."""
+        """Convert a time of its clock to the timeline."""
         return min(at + self.offset, self.ceiling)
 
     def wall(self, t: float) -> float:
-        """A moment of the line, in seconds since 1970."""
+        """Convert a time of the timeline to seconds since 1970."""
         return self.account.wall(t - self.offset)
 
     def starts(self, before: PlacedAccount) -> float:
-        """On the line: when it was born, or opened the run, if that was in the same process as the one before."""
+        """Return when it was started, or opened the run if that was in the process of the previous attempt."""
         born = self.t(self.account.born)
         return born if born >= before.t(before.account.opened) else self.t(self.account.opening)
 
     @property
     def epochs(self) -> set[str]:
-        """All that it opened."""
+        """The terms that it opened."""
         return {self.account.epoch, *(one.epoch for one in self.account.restores)}
 
     @property
     def last(self) -> float:
-        """By its clock: up to when something is known of it. What was kept after its end is no part of that."""
+        """The last known time by its clock. Records after its end do not count."""
         end = self.account.end
         return max(_active(self.account), end.at, end.gone) if end else max(_active(self.account), self.account.kept)
 
     @cached_property
     def rows(self) -> list[StepRow]:
-        """As far as nobody had taken the run over, and the steps after the last row."""
-        found = list[StepRow]()
+        """Its steps before another attempt took ownership, including those after the last row."""
+        rows_before = list[StepRow]()
         for row in [*self.account.rows, *_unfiled(self.account)]:
             if row.at + self.offset <= self.ceiling:
-                found.append(row)
+                rows_before.append(row)
                 continue
             whole = row.seconds + row.paused
             share = 1 - (row.at + self.offset - self.ceiling) / whole if whole > 0 else 0.0
             done = math.floor(row.steps * share)
             if done > 0:
-                found.append(_part(row, done))
+                rows_before.append(_part(row, done))
             break
-        return found
+        return rows_before
 
     def events(self) -> Iterator[Restore | StepRow]:
-        """Rows and restores in the order in which they came."""
+        """Yield rows and restores in order of time."""
         restores = [one for one in self.account.restores if one.at + self.offset <= self.ceiling]
         timed = [(row.at, 0, row) for row in self.rows] + [(one.at, 1, one) for one in restores]
         return (event for _, _, event in sorted(timed, key=lambda each: each[:2]))
 
     @cached_property
     def began_with(self) -> Restore | None:
-        """What it restored before its first step: the last of several, but something rather than nothing."""
+        """The restore before its first step: the last one that restored something."""
         first = min((row.at for row in self.account.rows), default=math.inf)
         restores = sorted((one for one in self.account.restores if one.at < first), key=lambda one: one.at)
         return next((one for one in reversed(restores) if one.step is not None), restores[0] if restores else None)
 
     @property
     def failed(self) -> bool:
-        """Account.failed, by what other ranks saw and wrote as well."""
+        """Return True if it failed according to any rank."""
         beat = self.t(self.account.beat)
         return self.account.failed or any(at > beat for at, _, _ in self._seen(beat, 0.0) if self.account.end)
 
     def noticed(self, since: float) -> tuple[float | None, str, str]:
-        """When its end was first noticed, on the line, the kind of what was, and what was said of it. Faults that were
-        seen long before `since`, the last step, were survived, and so were hangs that were seen before it."""
+        """Return when its end was first detected (on the timeline), the kind and the description. Faults long before
+        `since`, the last step, were survived, and so were hangs before it."""
         end = self.account.end
         seen = self._seen(since, TOGETHER_S)
         times = [one[0] for one in seen[:1]] + ([self.t(end.at)] if end else [])
         kind, summary = seen[0][1:] if seen else ("left" if end and end.how == "left" else "death" if end else "", "")
-        for cause, *others in incidents(self.reports):  # an exception that a peer's end has caused is not the cause
+        for cause, *others in incidents(self.reports):  # an exception caused by the end of a peer is not the cause
             if any(one.kind == kind and one.summary.startswith(summary) for one in others):
                 kind, summary = cause.kind, cause.summary
         return (min(times) if times else None), kind or "unknown", summary
 
     def _seen(self, since: float, before_s: float) -> list[tuple[float, str, str]]:
-        """What may have ended it, from so long before its last step on: when, its kind, and what was said of it."""
+        """Return faults that may have ended it, starting this long before its last step: time, kind and description."""
         found = [
             (self._t_of(account, one.at), one.kind, one.summary, one.ends, self._has_clock_of(account))
             for account in (self.account, *self.others)
@@ -130,7 +129,7 @@ class PlacedAccount:
         return self.t_wall(other.wall(at))
 
     def t_wall(self, moment: float) -> float:
-        """A moment in seconds since 1970, on the line."""
+        """Convert seconds since 1970 to the timeline."""
         wall, mono = self.account.anchor
         return self.t(mono + moment - wall)
 
@@ -138,7 +137,7 @@ class PlacedAccount:
 def placed(
     accounts: list[Account], faults: list[Fault], notes: list[str], now: float = math.inf
 ) -> list[PlacedAccount]:
-    """One of each incarnation, in order, each with its place on the line. `now`: in seconds since 1970."""
+    """Return one entry per job attempt, in order, with its offset. `now`: seconds since 1970."""
     ranks: dict[str, dict[int, Account]] = defaultdict(dict)
     for account in map(_ordered, accounts):
         account = _until(account, now, notes)
@@ -163,7 +162,7 @@ def placed(
 
 
 def _place(before: PlacedAccount, one: PlacedAccount, notes: list[str]) -> None:
-    """Find the offset of an incarnation, and whether it took over from the one before."""
+    """Find the offset of an attempt, and whether it took ownership from the previous one."""
     a, b = before.account, one.account
     before.moved = a.url != b.url and ((a.inode != b.inode and 0 not in (a.inode, b.inode)) or a.inode == b.inode == 0)
     last = before.last
@@ -180,19 +179,19 @@ def _place(before: PlacedAccount, one: PlacedAccount, notes: list[str]) -> None:
             one.offset -= gap
             if gap < -SLIGHT_S:
                 went = f"the clock went back by {duration(-gap)} from {a.epoch} to {b.epoch}"
-                notes.append(f"{went}: no time between them")
+                notes.append(f"{went}, so no time is counted between them")
     if before.moved:
-        notes.append(f"from {b.epoch} on the run is a copy: what lies between is no part of its time")
+        notes.append(f"from {b.epoch} on the run is a copy, so the time before that is not counted")
     elif overlap:
         before.ceiling = one.offset + b.opened
         notes.append(
-            f"{b.epoch} took the run over at {moment(b.wall(b.opened))} while {a.epoch} still ran:"
-            " what that did afterwards is not counted"
+            f"{b.epoch} took ownership at {moment(b.wall(b.opened))} while {a.epoch} was running,"
+            " so later steps of that attempt are not counted"
         )
 
 
 def _came_later(before: PlacedAccount, one: PlacedAccount) -> bool:
-    """Whether it restored a step that the one before did after that, if one believes the clocks."""
+    """Return True if it restored a step that the previous attempt did later, according to the clocks."""
     restore = one.began_with
     if restore is None or restore.step is None or restore.attempt.rpartition("-")[0] not in before.epochs:
         return False
@@ -204,7 +203,7 @@ def _came_later(before: PlacedAccount, one: PlacedAccount) -> bool:
 
 
 def _left(fault: Fault) -> bool:
-    """Whether its process really left, or was gone; others may have been survived."""
+    """Return True if the process ended with this fault; other faults may have been survived."""
     return fault.exit_code is not None or (fault.by == "writer" and fault.kind in ("death", "oom"))
 
 
@@ -213,13 +212,13 @@ def same_clock(a: Account, b: Account) -> bool:
 
 
 def _active(account: Account) -> float:
-    """When it last did something, by its clock."""
+    """Return when it was last active, by its clock."""
     ends = [one.at + one.seconds for one in account.restores]
     return max(account.opened, account.beat, *(row.at for row in account.rows), *ends, -math.inf)
 
 
 def _unfiled(account: Account) -> list[StepRow]:
-    """Steps that were done after the last row."""
+    """Return steps done after the last row."""
     at, step = account.opened, None
     for one in account.restores:
         if one.at + one.seconds >= at:
@@ -233,7 +232,7 @@ def _unfiled(account: Account) -> list[StepRow]:
 
 
 def _part(row: StepRow, steps: int) -> StepRow:
-    """The first steps of a row."""
+    """Return the first steps of a row."""
     share = steps / row.steps
     whole = row.seconds + row.paused
     return StepRow(
@@ -243,7 +242,7 @@ def _part(row: StepRow, steps: int) -> StepRow:
 
 
 def _ordered(account: Account) -> Account:
-    """The same, born before it opened, and with rows of one step at least."""
+    """Return the metrics with consistent times and rows of at least one step."""
     opened = max(account.opened, account.opening, account.born)
     opening = min(account.opening, opened) or opened
     rows = [
@@ -261,13 +260,13 @@ def _ordered(account: Account) -> Account:
 
 
 def _until(account: Account, now: float, notes: list[str]) -> Account:
-    """The same, with no end after now."""
+    """Return the metrics with no end after now."""
     limit = max(_active(account), account.anchor[1] + now - account.anchor[0])
     end = account.end
     late = max([account.kept] + ([end.at, end.gone] if end else [])) - limit
     if late <= SKEW_S:
         return account
-    note = f"{account.epoch} is said to have gone on until {duration(late)} from now: that counts as now"
+    note = f"{account.epoch} has times up to {duration(late)} in the future, which count as now"
     if note not in notes:
         notes.append(note)
     end = replace(end, at=min(end.at, limit), gone=min(end.gone, limit)) if end else None

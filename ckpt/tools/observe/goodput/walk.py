@@ -1,4 +1,4 @@
-"""Along the time line of a run: every second goes to one part, once. `goodput.accounting` says to which."""
+"""Walk along the timeline of a run and assign every second to one part, as `goodput.accounting` defines."""
 
 from __future__ import annotations
 
@@ -12,16 +12,19 @@ from ckpt.tools.observe.goodput.breakdown import COUNTLESS, Interruption, Interr
 from ckpt.tools.observe.goodput.timeline import PlacedAccount
 from ckpt.units import duration, moment
 
-LONG_S = 3600.0  # nothing ran for so long: somebody may have wanted that, which deserves a note
-COMPARABLE = 3  # steps of one incarnation that say how long its steps take
-ENOUGH = 4  # beside which nothing was saved, as in ckpt.core.cadence.overhead
-FAR, FAR_S = 5.0, 0.5  # usual steps, and seconds: a single step that takes so much longer does more than a step
+LONG_S = 3600.0  # a longer break may have been intended, which deserves a note
+COMPARABLE = 3  # fewest steps of an attempt that define its usual step time
+ENOUGH = 4  # fewest steps without a save, as in ckpt.core.cadence.overhead
+FAR, FAR_S = 5.0, 0.5  # multiples of a usual step, and seconds: a single step that is longer contains other work
 
 
 class UsualSteps:
-    """What is usual. `share`: of what single rows say of slowing, what is left of it in the sum over all of them, where
-    faster and slower steps cancel out; `usual`: seconds a step takes, without saving; `first`: the first of an
-    incarnation; `here`: a step of the present incarnation."""
+    """Usual durations. `share`: the part of the slowing in single rows that remains when faster and slower steps cancel
+    out.
+
+    `usual`: seconds per step without saving; `first`: of the first step of an attempt; `here`: of a step of the current
+        one.
+    """
 
     def __init__(self, rows: Sequence[Sequence[StepRow]]) -> None:
         self._rows = rows
@@ -40,7 +43,7 @@ class UsualSteps:
         self.here = _median([(self._step_s(row), row.steps) for row in rows]) if comparable else self.usual
 
     def slowing_known(self, line: Sequence[PlacedAccount]) -> bool:
-        """Of most steps at least; a few beside which nothing is saved have to be there, but for the first one."""
+        """Return True if slowing is known for most steps; that needs a few steps without a save, besides the first."""
         known = unknown = 0
         for one, rows in zip(line, self._rows, strict=True):
             steps = sum(row.steps for row in rows)
@@ -52,7 +55,7 @@ class UsualSteps:
         return known >= unknown
 
     def far(self) -> list[float]:
-        """How much longer than usual single steps took beside which something was saved, if that is very much."""
+        """Return the extra time of single steps with a save, if it is very long."""
         more = [
             row.seconds - row.stalled - self.usual
             for rows in self._rows
@@ -66,7 +69,7 @@ class UsualSteps:
 
 
 def _median(weighted: list[tuple[float, int]]) -> float:
-    """Of values with weights; 0 for none."""
+    """Return the weighted median, 0 for no values."""
     half, total = sum(weight for _, weight in weighted) / 2, 0.0
     for value, weight in sorted(weighted):
         total += weight
@@ -77,8 +80,8 @@ def _median(weighted: list[tuple[float, int]]) -> float:
 
 @dataclass
 class _Loss:
-    """An interruption while it is settled. `high`: the last step that was done before it; `besides`: as what the time
-    until training goes on is told, if no fault is to blame; `gap`: what the time until the next process is born is."""
+    """An interruption under construction. `high`: the last step done before it. `besides`: name of the time until
+    training resumes, if no fault caused it. `gap`: name of the time until the next process starts."""
 
     kind: str
     at: float = 0.0
@@ -95,7 +98,7 @@ class _Loss:
 
     @property
     def listed(self) -> bool:
-        """What cost nothing and was no interruption need not be told."""
+        """Return False if it cost nothing and was not an interruption."""
         return self.kind not in COUNTLESS or bool(self.lost) or any(self.seconds.values())
 
     def frozen(self) -> Interruption:
@@ -106,7 +109,7 @@ class _Loss:
 
 
 class LedgerWalk:
-    """Goes along the line and gives each second to one part."""
+    """Walks along the timeline and assigns each second to one part."""
 
     def __init__(self, line: Sequence[PlacedAccount], notes: list[str], idle_after_s: float, now: float) -> None:
         self._line, self.notes, self._idle_after_s, self._now = line, notes, idle_after_s, now
@@ -117,12 +120,12 @@ class LedgerWalk:
         self.parts: dict[str, float] = defaultdict(float)
         self.besides: dict[str, float] = defaultdict(float)
         self.losses: list[_Loss] = []
-        self._highs: list[_Loss] = []  # whose steps are not all done again: later ones have lower marks
-        self._waiting: list[_Loss] = []  # for the step that training goes on from
+        self._highs: list[_Loss] = []  # interruptions whose steps are not all repeated; later ones have lower marks
+        self._waiting: list[_Loss] = []  # interruptions waiting for the step that training resumes from
         self._done: list[tuple[int, int, float]] = []  # work done for the first time: steps after, up to, seconds
-        self._position: int | None = None  # the last step that is done, as the present incarnation stands
+        self._position: int | None = None  # the last step done in the current attempt
         self.redone = self.standing = 0
-        self._fresh = True  # the present incarnation has not done a step
+        self._fresh = True  # the current attempt has not done a step yet
         self.ended = ""  # see Statement
 
     def all(self) -> None:
@@ -135,19 +138,19 @@ class LedgerWalk:
             if number == 0 and self._position:
                 began = one.began_with
                 if began is not None and began.step is not None:
-                    self.notes.append(f"the ledger begins at step {began.step}: nothing is known of what was before")
+                    self.notes.append(f"the metrics begin at step {began.step}: earlier steps are unknown")
             loss = self._end(one, after)
         end = self._line[-1].account.end
         self.ended = loss.kind if loss is not None else "closed" if end is not None else ""
         self._undo()
         if slow := self._numbers.far():
             self.notes.append(
-                f"{len(slow)} steps beside a save took {duration(math.fsum(slow))} longer than others: evaluations"
-                " beside a save look like slowing by it. Put them into pause()"
+                f"{len(slow)} steps during a save took {duration(math.fsum(slow))} longer than others: evaluations"
+                " during a save look like slowing by it. Put them into pause()"
             )
         if not self.slowing_known:
             known = "known for some steps only" if self.parts["slowed"] else "not known"
-            self.notes.append(f"how much saving slowed the steps is {known}: none was without a save, or too few")
+            self.notes.append(f"how much saving slowed the steps is {known}: too few steps had no save")
 
     # -- time --
 
@@ -156,7 +159,7 @@ class LedgerWalk:
         self.cursor = max(self.cursor, until)
 
     def _way(self, loss: _Loss, until: float, name: str) -> None:
-        """Until training goes on."""
+        """Spend the time until training resumes."""
         if loss.besides:
             self._spend(until, self.besides, loss.besides)
         else:
@@ -189,22 +192,22 @@ class LedgerWalk:
                 self._stand(event.step)
 
     def _wait(self, one: PlacedAccount, loss: _Loss) -> None:
-        """Until the process is born."""
+        """Spend the time until the process is started."""
         born, account = one.t(one.account.born), one.account
         if not loss.besides and born - self.cursor > min(LONG_S, self._idle_after_s):
             began, ended = moment(account.wall(account.born - (born - self.cursor))), moment(account.wall(account.born))
             idle = born - self.cursor > self._idle_after_s
-            counts = "counts as idle" if idle else "counts as restart; if it was wanted, give --idle-after"
-            self.notes.append(f"nothing ran from {began} to {ended}, {duration(born - self.cursor)}: that {counts}")
+            counts = "counts as idle" if idle else "counts as restart; if it was intended, use --idle-after"
+            self.notes.append(f"nothing ran from {began} to {ended}, {duration(born - self.cursor)}: this {counts}")
             if idle:
                 self._spend(born, self.besides, "idle")
         self._way(loss, born, loss.gap)
 
     def _row(self, one: PlacedAccount, row: StepRow, first: _Loss | None) -> None:
-        """Some steps. `first`: what came before, if they are the first after it."""
+        """Account for some steps. `first`: the preceding interruption, if they are the first after it."""
         if self._position is None:
             self._stand(row.step - row.steps)
-        elif row.step <= self._position:  # it went back, and nobody wrote down how
+        elif row.step <= self._position:  # it went back, and the restore is not recorded
             at = one.wall(self.cursor)
             self._lose(_Loss("rollback", at, epoch=one.account.epoch, resumed=True))
             self._stand(row.step - row.steps)
@@ -212,25 +215,25 @@ class LedgerWalk:
         until = max(one.t(row.at), self.cursor)
         span = until - self.cursor
 
-        def take(wanted: float, name: str, into: dict[str, float]) -> None:
+        def spend(wanted: float, name: str, into: dict[str, float]) -> None:
             nonlocal span
             got = min(max(0.0, wanted), span)
             span -= got
             into[name] += got
 
-        take(span - row.seconds - row.paused, "other", self.parts)
-        take(row.paused, "paused", self.parts)
-        take(row.stalled, "stalled", self.parts)
-        take(row.slowed * self._numbers.share, "slowed", self.parts)
+        spend(span - row.seconds - row.paused, "other", self.parts)
+        spend(row.paused, "paused", self.parts)
+        spend(row.stalled, "stalled", self.parts)
+        spend(row.slowed * self._numbers.share, "slowed", self.parts)
         if first is not None:
             into, name = (self.parts, "other") if first.besides else (first.seconds, "first_step")
-            take(span - row.steps * self._numbers.here, name, into)
+            spend(span - row.steps * self._numbers.here, name, into)
         self._work(self._position, row.step, span)
         self.cursor = until
         self._position = row.step
 
     def _work(self, low: int, high: int, seconds: float) -> None:
-        """Steps after `low` up to `high`: again, or for the first time."""
+        """Account for steps after `low` up to `high`, done again or for the first time."""
         each = seconds / (high - low)
         for loss, count in self._owed(low, high):
             loss.seconds["redone"] += count * each
@@ -241,7 +244,7 @@ class LedgerWalk:
             self.parts["productive"] += (high - low) * each
 
     def _owed(self, low: int, high: int) -> Iterator[tuple[_Loss, int]]:
-        """Who is to blame for each of these steps: of those that lost it, the last."""
+        """Yield the interruption that caused each of these repeated steps: the last one that lost it."""
         for loss in reversed(self._highs):
             assert loss.high is not None
             if loss.high > low:
@@ -262,7 +265,7 @@ class LedgerWalk:
         return loss
 
     def _stand(self, step: int) -> None:
-        """Training goes on from here."""
+        """Resume training from this step."""
         self._position = step
         for loss in self._waiting:
             loss.lost = 0 if loss.high is None else max(0, loss.high - step)
@@ -271,7 +274,7 @@ class LedgerWalk:
     # -- its end --
 
     def _end(self, one: PlacedAccount, after: PlacedAccount | None) -> _Loss | None:
-        """What comes between it and the next one."""
+        """Account for the time between an attempt and the next one."""
         account, end = one.account, one.account.end
         loss = _Loss("none", one.wall(self.cursor), epoch=account.epoch)
         if after is not None and one.moved:
@@ -291,13 +294,13 @@ class LedgerWalk:
             return None
         if end is not None and end.how == "closed":
             self.notes.append(
-                f"{account.epoch} was closed after a {loss.kind}, without another step: that counts as an interruption."
-                " Put what takes long on purpose into pause()"
+                f"{account.epoch} was closed after a {loss.kind} without another step, which counts as an interruption."
+                " Put long intended work into pause()"
             )
         return self._fault(one, after, loss, noticed)
 
     def _gone(self, one: PlacedAccount, after: PlacedAccount | None, end: End) -> float:
-        """When its process was gone: before the next was born, whatever is said."""
+        """Return when its process was gone, at the latest when the next one was started."""
         gone = one.t(max(end.at, end.gone))
         return gone if after is None else min(gone, max(self.cursor, after.starts(one)))
 
@@ -325,12 +328,14 @@ class LedgerWalk:
             self._spend(one.t(one.last), loss.seconds, "leave")
         if missing and after is not None:
             self._unseen(one, after, after.t(after.account.born), True)
-            self.notes.append(f"between {account.epoch} and {after.account.epoch} an incarnation is not in the ledger")
+            self.notes.append(
+                f"the metrics of a job attempt between {account.epoch} and {after.account.epoch} are missing"
+            )
         loss.gap = "launch" if end is not None and not missing else "unknown"
         return self._lose(loss)
 
     def _unnoticed(self, one: PlacedAccount, after: PlacedAccount | None, loss: _Loss, missing: bool) -> None:
-        """Trainer and writer went together: what was done last, and when it ended, is not known."""
+        """Trainer and writer ended together, so the last step and the time of the end are unknown."""
         loss.kind = "unknown"
         if after is None:
             return
@@ -338,24 +343,24 @@ class LedgerWalk:
         self._unseen(one, after, after.t(born), missing)
         since, until = moment(account.wall(max(account.kept, account.beat))), moment(after.account.wall(born))
         self.notes.append(
-            f"nothing is known from {since} to {until}: nobody was left to see the end of {account.epoch}"
+            f"nothing is known from {since} to {until}: trainer and writer of {account.epoch} ended together"
         )
 
     def _perceive(self, loss: _Loss, noticed: float) -> None:
-        """The step that was cut off, and the time that nobody knew of it."""
+        """Account for the interrupted step and the time until detection."""
         self._spend(min(noticed, self.cursor + self._numbers.here), loss.seconds, "unfinished")
-        if self._fresh:  # it was its first one, which takes longer
+        if self._fresh:  # its first step, which takes longer
             more = max(0.0, self._numbers.first - self._numbers.here)
             self._spend(min(noticed, self.cursor + more), loss.seconds, "first_step")
         self._spend(noticed, loss.seconds, "perceive")
 
     def _missing(self, one: PlacedAccount, after: PlacedAccount) -> bool:
-        """Whether there was another incarnation between these two."""
+        """Return True if another attempt ran between these two."""
         epoch = _origin(after)
         return epoch not in self._epochs and one.account.number < _number(epoch) < after.account.number
 
     def _unseen(self, one: PlacedAccount, after: PlacedAccount | None, until: float, missing: bool) -> None:
-        """The next one restored a step that nobody saw done: there was work before the end, at the usual pace."""
+        """Account for unrecorded steps before the end: the next attempt restored a later step."""
         restore = after.began_with if after is not None else None
         if after is None or restore is None or restore.step is None or self._position is None:
             return
@@ -367,11 +372,11 @@ class LedgerWalk:
         self.cursor += max(0.0, seconds)
         self._position = restore.step
         self.notes.append(
-            f"{steps} steps before step {restore.step} were done unseen: they count as {duration(seconds)}"
+            f"{steps} steps before step {restore.step} are not in the metrics: they count as {duration(seconds)}"
         )
 
     def _undo(self) -> None:
-        """What was undone and has not been done again is lost as well."""
+        """Count steps that were undone and not done again as lost."""
         position, standing = self._position, 0
         for low, high, seconds in self._done:
             keep = high if position is None else min(max(position, low), high)
@@ -386,7 +391,7 @@ class LedgerWalk:
 
 
 def _origin(one: PlacedAccount) -> str:
-    """The epoch that wrote what it restored; "" for none."""
+    """Return the term that wrote what it restored; "" for none."""
     restore = one.began_with
     return restore.attempt.rpartition("-")[0] if restore is not None else ""
 

@@ -1,4 +1,5 @@
-"""What does a run look like over time, for people? One page, as a file of HTML.
+"""The report page of a run, as one HTML file.
 
-In: statements and chronicles, as values. Out: text and SVG. It may not read stores, nor know torch or the command line.
+Input: statements and chronicles, as values. Output: text and SVG. It reads no stores, and imports neither torch nor the
+command line.
 """

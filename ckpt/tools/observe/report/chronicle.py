@@ -1,7 +1,4 @@
-"""When a run did what, for pictures of it: what its incarnations did on one time line, put together to few figures.
-
-`goodput.accounting` says what everything cost together, and when; here is what a picture shows of it.
-"""
+"""The events of a run over time, for charts, reduced to few numbers. `goodput.accounting` has the totals."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ BUCKETS = range(-56, 33)  # of stalls, see ckpt.core.cadence.ledger.stall_bucket
 
 @dataclass(frozen=True)
 class ShownEvent(Generic[T]):
-    """Something that the ledger has, and when it was, in seconds since 1970."""
+    """A recorded event and its time, seconds since 1970."""
 
     at: float
     one: T
@@ -30,8 +27,8 @@ class ShownEvent(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Incident:
-    """What one or several ranks wrote about the same; `reported`: in `faults/`, else a line of the ledger is all;
-    `asked`: it is no fault, but a save that was asked for, or due before the time is over."""
+    """The reports of one or several ranks about one incident. `reported`: in `faults/`, otherwise only a line in the
+    metrics. `asked`: it is not a fault but a requested save, or one because the job's time was nearly over."""
 
     at: float
     kind: str
@@ -47,7 +44,8 @@ class Incident:
 
 @dataclass
 class Chronicle:
-    """`curve`: (when, step), None where a line is broken; `stalls`: how many saves, by bucket."""
+    """The events of a run. `curve`: (time, step), None where a line is interrupted; `stalls`: number of saves by
+    bucket."""
 
     begin: float = 0.0
     until: float = 0.0
@@ -62,16 +60,16 @@ class Chronicle:
 
     @property
     def faults(self) -> list[Incident]:
-        return [one for one in self.incidents if not one.asked]
+        return [incident for incident in self.incidents if not incident.asked]
 
     @property
     def asked(self) -> list[Incident]:
-        """Saves that were asked for, or due before the time was over."""
-        return [one for one in self.incidents if one.asked]
+        """Requested saves, and those because the job's time was nearly over."""
+        return [incident for incident in self.incidents if incident.asked]
 
 
 def chronicle(run: SettledRun, faults: Sequence[Fault]) -> Chronicle:
-    """Of a whole run, whose reports these are."""
+    """Build the chronicle of a whole run and its fault reports."""
     line = run.line
     found = Chronicle(incidents=_incidents(line, faults))
     if not line:

@@ -1,4 +1,4 @@
-"""What a `Statement` says, in words, and in rows for tables: of a terminal, and of a page."""
+"""Format a `Statement` as text and table rows, for terminals and pages."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from ckpt.guard.report import in_words
 from ckpt.tools.observe.goodput.breakdown import Interruption, InterruptionCost, Statement
 from ckpt.units import LEAST_S, duration, moment
 
-NEWEST, FIRST = 100, 15  # rows of a table: that are there at all, and that are seen at once
-TIERS = ("one", "two", "three", "four")  # classes: the first tiers of a run; further ones are in tables only
+NEWEST, FIRST = 100, 15  # most rows of a table, and rows shown without expanding
+TIERS = ("one", "two", "three", "four")  # classes of the first tiers of a run; further ones appear only in tables
 
 NAMES = {
     "trained": "training",
     "saving": "saving",
-    "recompute": "steps done once more",
+    "recompute": "steps repeated",
     "restore": "restoring",
     "restart": "restarting",
-    "perceive": "until a fault was noticed",
+    "perceive": "until a fault was detected",
     "paused": "paused on purpose",
     "other": "other",
 }
@@ -25,32 +25,32 @@ NAMES = {
 
 INNER = {
     "restart": (
-        ("leave", "until the process was gone"), ("launch", "until the next was born"),
+        ("leave", "until the process was gone"), ("launch", "until the next was started"),
         ("start", "imports, model, process group"), ("open", "opening the run"),
-        ("setup", "until restore() was called"), ("first_step", "first step, beyond a usual one"),
-        ("unknown", "not divided: nobody saw the end"),
+        ("setup", "until restore() was called"), ("first_step", "extra time of the first step"),
+        ("unknown", "not divided: the end was not recorded"),
     ),
     "recompute": (
-        ("unfinished", "the step that was cut off"), ("redone", "steps done once more"),
-        ("undone", "steps not done again yet"),
+        ("unfinished", "the interrupted step"), ("redone", "steps repeated"),
+        ("undone", "lost steps not repeated yet"),
     ),
 }  # fmt: skip
 
 
 def inner_parts(name: str, cost: InterruptionCost) -> list[tuple[str, float]]:
-    """What the restart and the recomputation are made of, without what is 0."""
+    """Return the parts of the restart or the recomputation that are not 0."""
     return [(text, some) for field, text in INNER.get(name, ()) if (some := getattr(cost, field)) > 0]
 
 
 def percent(value: float) -> str:
-    """With as many digits as make the rest of 100 % plain: 99.95 %, 97 %, 0.003 %."""
+    """Format a share with enough digits for its distance from 100 %: 99.95 %, 97 %, 0.003 %."""
     small = min(value, 1 - value)
     digits = 0 if small <= 0 else min(6, max(1, 1 - math.floor(math.log10(100 * small))))
     return f"{100 * value:.{digits}f} %"
 
 
 def share(some: float, whole: float) -> str:
-    """One as a part of the other."""
+    """Format one value as a share of another."""
     value = 100 * some / whole if whole > 0 else 0.0
     if value <= 0:
         return "0 %"
@@ -69,7 +69,7 @@ def clip(text: str, most: int = 160) -> str:
 def summary(found: Statement) -> list[tuple[str, str]]:
     rows = [
         ("effective training time", "not known yet" if found.effective is None else percent(found.effective)),
-        ("invalid training time", duration(found.invalid_s)),
+        ("lost training time", duration(found.invalid_s)),
         ("trained", "not known yet" if found.trained is None else trained_line(found, found.trained)),
         ("wall-clock time", f"{duration(found.wall_s)}, from {moment(found.begin)} to {moment(found.until)}"),
         ("state", state_line(found)),
@@ -92,10 +92,10 @@ def summary(found: Statement) -> list[tuple[str, str]]:
 
 
 def trained_line(found: Statement, share: float) -> str:
-    """Effective is more than that, where something was paused or other."""
+    """Return the trained share, and the paused and other time that goodput also includes."""
     besides = (("paused", found.paused_s), ("other", found.other_s))
     told = " and ".join(f"{duration(seconds)} {name}" for name, seconds in besides if seconds >= LEAST_S)
-    return f"{percent(share)} in steps that stand" + f"; effective has {told} besides" * bool(told)
+    return f"{percent(share)} in steps that count" + f"; effective also includes {told}" * bool(told)
 
 
 def state_line(found: Statement) -> str:
@@ -103,16 +103,16 @@ def state_line(found: Statement) -> str:
         return "running"
     if found.ended == "closed":
         return f"closed {moment(found.until)}"
-    since = f"for {duration(found.down_s)}: that is counted nowhere"
+    since = f"for {duration(found.down_s)}, which is not counted"
     if found.ended:
         return f"ended ({in_words(found.ended)}) {moment(found.until)}, not started again {since}"
-    return f"last seen {moment(found.until)}; nobody saw it end, and nothing was heard {since}"
+    return f"last seen {moment(found.until)}; its end was not recorded, and there was no sign of it {since}"
 
 
 def steps_line(found: Statement) -> str:
     line = f"{found.steps:,}"
     if found.redone_steps:
-        line += f", and {found.redone_steps:,} done once more"
+        line += f", and {found.redone_steps:,} repeated"
     return line if found.usual_step_s is None else f"{line}; one takes {duration(found.usual_step_s)}"
 
 
@@ -123,7 +123,7 @@ def interruptions_line(found: Statement) -> str:
 
 
 def parts(found: Statement) -> list[tuple[str, str, str, str]]:
-    """What all seconds went into. Parts that are 0 are left out, but for those that the equation has."""
+    """Return the rows of the breakdown. Parts that are 0 are omitted, except those of the equation."""
     cost = found.cost
     rows = []
     for name in ("perceive", "restart", "restore", "recompute"):
@@ -152,7 +152,7 @@ INTERRUPTION = ("when", "kind", "step", "lost", "restored from", "perceive", "re
 
 
 def interruption(one: Interruption) -> tuple[object, ...]:
-    """A line of a table with the titles `INTERRUPTION`."""
+    """Return a table row with the titles `INTERRUPTION`."""
     lost = "?" if one.lost_steps is None else one.lost_steps
     source = "not yet" if one.lost_steps is None else f"{one.source}, step {one.restored}" if one.source else "nothing"
     cost = (one.cost.perceive, one.cost.restart, one.cost.restore, one.cost.recompute)

@@ -1,9 +1,9 @@
-"""One page about a run, to look at and to show: `ckpt report -o`. All figures in it are found elsewhere.
+"""The report page of a run: `ckpt report -o`. Other modules compute its numbers.
 
     Statement (ckpt.tools.observe.goodput.accounting), Chronicle (ckpt.tools.observe.report.chronicle)
-        -> page -> one file of HTML that needs no other
+        -> page -> one self-contained HTML file
 
-What comes from the run is text, never markup: it goes through `ckpt.tools.observe.report.svg.esc`.
+Data of the run is text, never markup: it passes through `ckpt.tools.observe.report.svg.esc`.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from ckpt.tools.observe.report.svg import Plot, clock, count, decades, esc, lege
 from ckpt.units import decimal, duration, moment
 
 PARTS_OF = ("part", "time", "of wall-clock", "per interruption")
-ASKED = "saves that were asked for"
-MOST_DOTS = 400  # of a picture, for each tier
+ASKED = "requested saves"
+MOST_DOTS = 400  # most points per tier in a chart
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What a page is about. `problems`: what could not be read, or is missing; `made`: when, in seconds since 1970;
-    `stored`: steps of the checkpoints that there are."""
+    """The input of a page. `problems`: what could not be read; `made`: time of the page, seconds since 1970; `stored`:
+    steps of the existing checkpoints."""
 
     url: str
     statement: Statement
@@ -42,7 +42,7 @@ class Subject:
 
 
 def page(one: Subject) -> str:
-    """All of it."""
+    """Return the whole page."""
     parts = [_head(one), _problems(one.problems)]
     if one.chronicle.accounts:
         parts += [_summary(one.statement), _time(one.statement), _timeline(one.chronicle)]
@@ -57,8 +57,8 @@ def page(one: Subject) -> str:
     else:
         parts += [stored(one), tables.faults(one.chronicle), tables.asked(one.chronicle)]
     parts.append(
-        f"<footer>Made {esc(moment(one.made))} by everystep {esc(one.version)} from what the run has written down."
-        " Point at a picture, or focus it and use the arrow keys, to read its figures.</footer>"
+        f"<footer>Made {esc(moment(one.made))} by everystep {esc(one.version)} from the recorded metrics of the run."
+        " Point at a chart, or focus it and use the arrow keys, to read its values.</footer>"
     )
     return style.whole(f"Report: {esc(one.url, 120)}", "\n".join(filter(None, parts)))
 
@@ -80,7 +80,7 @@ def _head(one: Subject) -> str:
 def _problems(problems: Sequence[str]) -> str:
     if not problems:
         return ""
-    more = f"<p>and {len(problems) - 12:,} more</p>" if len(problems) > 12 else ""
+    more = f"<p>{len(problems) - 12:,} more</p>" if len(problems) > 12 else ""
     return f'<div class="warn" role="note">{"".join(f"<p>{esc(text, 600)}</p>" for text in problems[:12])}{more}</div>'
 
 
@@ -105,14 +105,14 @@ def _time(found: Statement) -> str:
     label = f"Parts of {duration(wall)} wall-clock time: " + "; ".join(text for _, _, text in bars)
     return (
         f"<section><h2>Where the time went</h2><p class=soft>All parts add up to {duration(wall)} of wall-clock time,"
-        f" from when the first start was ready. Invalid is what interruptions and saving took.</p>"
+        f" starting when the first start was ready. Lost is the time of interruptions and saving.</p>"
         f"{stacked(label, bars)}{legend((name, NAMES[name]) for name in shown)}"
         f"{table(PARTS_OF, figures.parts(found), range(1, 4), 'parts')}</section>"
     )
 
 
 def _timeline(found: Chronicle) -> str:
-    """The step that training was at, over time."""
+    """Chart the current step over time."""
     steps = [point[1] for point in found.curve if point is not None]
     if not steps:
         return ""
@@ -138,7 +138,7 @@ def _timeline(found: Chronicle) -> str:
         f"Steps over time: from {min(steps):,} to {max(steps):,}, {len(found.starts):,} starts, {len(dots):,} restores,"
         f" {len(found.faults):,} faults, {len(found.asked):,} {ASKED}."
     )
-    says = "The step that training was at: where it drops, a restore went back."
+    says = "The current step of training. It drops when a restore goes back."
     key = legend(drawn, [(kind, name) for kind, name, some in rules if some and few])
     return f'<section><h2>Timeline</h2><p class="soft">{says}</p>{plot.render()}{key}</section>'
 
@@ -150,7 +150,7 @@ def stalls(found: Chronicle) -> str:
     title = "<h2>How long training waited for a save</h2>"
     total = sum(found.stalls.values())
     if not total:
-        says = "Nothing is known of single saves: none was taken, or an older version kept the ledger."
+        says = "No data about single saves: none was taken, or an older version recorded the metrics."
         return f'<section>{title}<p class="soft">{says}</p></section>'
     half, most = _quantile(found.stalls, 0.5), _quantile(found.stalls, 0.99)
     low, high = min(found.stalls), max(found.stalls)
@@ -162,7 +162,9 @@ def stalls(found: Chronicle) -> str:
                 f"{duration(_edge(bucket))} to {duration(_edge(bucket + 1))}\n{number:,} saves, {share(number, total)}"
             )
             plot.column(_edge(bucket), _edge(bucket + 1) * 0.985, number, "one", text)
-    says = f"Of {total:,} saves half took less than {duration(half)} from training, 99 % less than {duration(most)}."
+    says = (
+        f"Half of {total:,} saves blocked training for less than {duration(half)}, 99 % for less than {duration(most)}."
+    )
     plot.label = f"Number of saves by how long training waited. {says}"
     return f'<section>{title}<p class="soft">{says}</p>{plot.render()}</section>'
 
@@ -172,7 +174,7 @@ def _edge(bucket: int) -> float:
 
 
 def _quantile(stalls: dict[int, int], share: float) -> float:
-    """The upper edge of the bucket that it lies in."""
+    """Return the upper edge of the bucket with this quantile."""
     left = share * sum(stalls.values())
     for bucket in sorted(stalls):
         left -= stalls[bucket]
@@ -212,17 +214,17 @@ def lag(found: Chronicle) -> str:
             )  # fmt: skip
         if number < len(TIERS):
             for d in saves[:: max(1, math.ceil(len(saves) / MOST_DOTS))]:
-                more = f"{duration(d.one.seconds)}, training {d.one.behind:,} steps further by then"
+                more = f"{duration(d.one.seconds)}, training was {d.one.behind:,} steps further by then"
                 plot.dot(
                     d.at, d.one.seconds, TIERS[number], f"step {d.one.step:,}, {moment(d.at)}\n{clip(url)}\n{more}", 3
                 )
-    plot.label = "Seconds from the order to write until committed, over time. " + "; ".join(
+    plot.label = "Seconds from the request to the commit, over time. " + "; ".join(
         f"{line[0]}: {line[3]} usually, {line[4]} at the 99th percentile" for line in lines
     )
     titles = ("tier", "saves", "failed", "usually", "99 %", "behind", "state", "stored")
     return (
-        f'<section>{title}<p class="soft">From the order to write until it was committed, of each save that the ledger'
-        f" kept. Behind: how many steps training had gone on by then, at most.</p>{plot.render()}"
+        f'<section>{title}<p class="soft">Time from the request to the commit of each recorded save.'
+        f" Behind: most steps that training did in this time.</p>{plot.render()}"
         f"{legend(zip(TIERS, (clip(url, 60) for url in good), strict=False))}"
         f"{table(titles, lines, range(1, 8))}</section>"
     )
@@ -238,12 +240,12 @@ def _none_landed(found: Chronicle, tiers: dict[str, list[ShownEvent[LandedSave]]
     lasted = math.fsum(s.seconds for _, s in saves) / count if count else 0.0
     longest = max(s.longest_s for _, s in saves)
     return (
-        f"{count:,} saves took {duration(lasted)} on average, {duration(longest)} at most. The version that kept this"
-        " ledger wrote nothing down of single ones."
+        f"{count:,} saves took {duration(lasted)} on average, {duration(longest)} at most. The version that recorded"
+        " these metrics did not record single saves."
     )
 
 
 def stored(one: Subject) -> str:
     steps = sorted(one.stored)
     says = f"{len(steps):,}: step " + ", ".join(f"{s:,}" for s in steps[-12:]) if steps else "none"
-    return f'<section><h2>Checkpoints that are there</h2><p class="soft">{esc(says)}</p></section>'
+    return f'<section><h2>Existing checkpoints</h2><p class="soft">{esc(says)}</p></section>'

@@ -1,6 +1,6 @@
-"""How a report page looks, and the little that moves on it. Constants: nothing of a run gets in here.
+"""Style and script of a report page. Constants only: no data of a run is inserted.
 
-Colours are those of Okabe and Ito, which people with any colour vision tell apart; on dark ground somewhat lighter.
+The colours are those of Okabe and Ito, distinguishable with any colour vision; slightly lighter on a dark background.
 """
 
 from __future__ import annotations
@@ -159,11 +159,11 @@ def _digest(text: str) -> str:
 POLICY = (
     f"default-src 'none'; script-src {_digest(SCRIPT)}; style-src {_digest(STYLE)}; base-uri 'none'; form-action 'none'"
 )
-"""Nothing is fetched, and no other script or style than these two is obeyed."""
+"""Nothing is loaded, and only this script and style are allowed."""
 
 
 def whole(title: str, body: str) -> str:
-    """A page. `title` and `body` are HTML already."""
+    """Return a page. `title` and `body` are already HTML."""
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'

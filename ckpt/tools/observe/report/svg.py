@@ -1,11 +1,10 @@
-"""Pictures of figures, as SVG in HTML: few forms, drawn by hand so that a page needs nothing but itself.
+"""Charts as SVG in HTML, drawn directly so that a page is self-contained.
 
-Horizontally everything is in per cent, vertically in pixels: so a picture is as wide as there is room, and its text is
-never stretched. Lines are paths in a nested picture that is stretched, with strokes that are not. Colours are
-classes.
+Horizontal coordinates are per cent and vertical ones pixels, so a chart fills the available width and its text is never
+stretched. Lines are paths in a nested, stretched SVG with unstretched strokes. Colours are classes.
 
-All text goes through `esc`: none of it is markup. A mark with `tip` shows that text when it is pointed at, or reached
-by the arrow keys.
+All text passes through `esc`, so none of it is markup. A mark with `tip` shows that text when pointed at or selected
+with the arrow keys.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from dataclasses import dataclass, field
 
 from ckpt.units import duration
 
-CLIP = 300  # characters of a text from outside that are shown
-WIDE = 1000  # units of a stretched picture
+CLIP = 300  # most characters of a text from outside
+WIDE = 1000  # width units of a stretched chart
 
 
 def esc(text: object, most: int = CLIP) -> str:
-    """Text for HTML, also inside of attributes: nothing in it is markup, steers a direction, or is endless."""
+    """Escape text for HTML and attributes: no markup, no control characters, limited length."""
     plain = str(text)
     plain = plain if len(plain) <= most else f"{plain[:most]}…"
     shown = "".join(
@@ -41,7 +40,7 @@ def tip(text: str) -> str:
 
 @dataclass(frozen=True)
 class Scale:
-    """From values to a share of the length, 0 to 1. `ticks`: values that are written at it."""
+    """Maps values to a share of the length, 0 to 1. `ticks`: labelled values."""
 
     low: float
     high: float
@@ -60,7 +59,7 @@ class Scale:
 
 
 def linear(low: float, high: float, name: Callable[[float], str], most: int = 5) -> Scale:
-    """From round numbers to round numbers."""
+    """Return a scale between round numbers."""
     if high <= low:
         high = low + 4
     raw = (high - low) / most
@@ -72,7 +71,7 @@ def linear(low: float, high: float, name: Callable[[float], str], most: int = 5)
 
 
 def decades(low: float, high: float, name: Callable[[float], str]) -> Scale:
-    """Logarithmic, from a power of ten to one."""
+    """Return a logarithmic scale between powers of ten."""
     low = max(low, 1e-9)
     first, last = math.floor(math.log10(low) + 1e-9), math.ceil(math.log10(max(high, low)) - 1e-9)
     last = max(last, first + 1)
@@ -82,7 +81,7 @@ def decades(low: float, high: float, name: Callable[[float], str]) -> Scale:
 
 
 def seconds(value: float) -> str:
-    """Powers of ten of a second, as they are."""
+    """Format powers of ten of a second."""
     return f"{value:g} s" if 1 <= value < 10_000 else duration(value)
 
 
@@ -90,7 +89,7 @@ _CLOCK_STEPS = (1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 3 * 3600, 
 
 
 def clock(begin: float, until: float, most: int = 6) -> Scale:
-    """Wall-clock time, as the clock on the wall here shows it."""
+    """Return a scale of local time."""
     span = max(1e-3, until - begin)
     day = 86400.0
     step = next((float(s) for s in _CLOCK_STEPS if span / s <= most), day * math.ceil(span / day / most))
@@ -100,12 +99,12 @@ def clock(begin: float, until: float, most: int = 6) -> Scale:
         form = "%H:%M:%S" if step < 60 else "%H:%M" if span < 20 * 3600 else "%b %-d %H:%M" if step < day else "%b %-d"
         ticks = [first + n * step for n in range(most + 1) if first + n * step <= until]
         return Scale(begin, until, tuple((tick, time.strftime(form, time.localtime(tick))) for tick in ticks))
-    except (OverflowError, OSError, ValueError):  # of a clock that was never set
+    except (OverflowError, OSError, ValueError):  # a clock that was never set
         return Scale(begin, until)
 
 
 def count(value: float) -> str:
-    """A number of things: 950, 12k, 1.5M."""
+    """Format a count: 950, 12k, 1.5M."""
     for size, name in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= (10 * size if name == "k" else size):
             return f"{value / size:.3g}{name}"
@@ -125,7 +124,7 @@ def px(value: float) -> str:
 
 @dataclass
 class Plot:
-    """A picture with two axes. `label` says to those who do not see it what it shows."""
+    """A chart with two axes. `label`: description for screen readers."""
 
     x: Scale
     y: Scale
@@ -137,13 +136,13 @@ class Plot:
         return 6 + (self.height - 6) * (1 - self.y.at(value))
 
     def column(self, low: float, high: float, top: float, kind: str, text: str = "") -> None:
-        """A rectangle between values, from 0 on."""
+        """Draw a rectangle between two values, starting at 0."""
         left, right, y = self.x.at(low), self.x.at(high), self.down(top)
         where = f'x="{pc(left)}" width="{pc(right - left)}" y="{px(y)}" height="{px(max(0.4, self.down(0) - y))}"'
         self.marks.append(f'<rect class="{kind}" {where}{tip(text)}/>')
 
     def line(self, points: Iterable[tuple[float, float] | None], kind: str) -> None:
-        """Broken where a point is None."""
+        """Draw a line, interrupted where a point is None."""
         words, pen = [], "M"
         for point in points:
             if point is None:
@@ -161,7 +160,7 @@ class Plot:
         self.marks.append(f'<circle class="dot {kind}" {where}{tip(text)}/>')
 
     def rule(self, x: float, kind: str, text: str = "") -> None:
-        """A line from top to bottom, which is easy to point at."""
+        """Draw a vertical line with a wide area to point at."""
         at = pc(self.x.at(x))
         where = f'x1="{at}" x2="{at}" y1="0" y2="{self.height}"'
         self.marks.append(f'<line class="rule {kind}" {where}/><line class="hit" {where}{tip(text)}/>')
@@ -191,7 +190,7 @@ class Plot:
 
 
 def stacked(label: str, parts: Sequence[tuple[str, float, str]]) -> str:
-    """One bar of parts (class, size, tip) that fills the width."""
+    """Return one bar of parts (class, size, tip) that fills the width."""
     total = math.fsum(size for _, size, _ in parts) or 1.0
     marks, left = [], 0.0
     for kind, size, text in parts:
@@ -204,7 +203,7 @@ def stacked(label: str, parts: Sequence[tuple[str, float, str]]) -> str:
 
 
 def table(titles: Sequence[str], lines: Sequence[Sequence[object]], numbers: Iterable[int] = (), kind: str = "") -> str:
-    """`numbers`: columns that are set to the right; `kind`: a class."""
+    """Return a table. `numbers`: columns aligned to the right; `kind`: a class."""
     right = set(numbers)
 
     def cells(word: str, values: Sequence[object]) -> str:
@@ -223,7 +222,7 @@ def table(titles: Sequence[str], lines: Sequence[Sequence[object]], numbers: Ite
 
 
 def legend(parts: Iterable[tuple[str, str]], rules: Iterable[tuple[str, str]] = ()) -> str:
-    """(class, name) of what is in a picture: of areas and dots, and of lines from top to bottom."""
+    """Return a legend of (class, name) for areas and dots, and for vertical lines."""
     marks = [(f'<rect class="{kind}" width="12" height="12" rx="2"/>', name) for kind, name in parts]
     marks += [(f'<line class="rule {kind}" x1="6" x2="6" y1="0" y2="12"/>', name) for kind, name in rules]
     items = "".join(

@@ -1,4 +1,4 @@
-"""Tables of a report page: faults, restores, decisions; how columns look. Interruptions are in `figures`."""
+"""Tables of a report page: faults, restores, decisions. `figures` has the interruptions."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ def _kinds(found: Statement) -> str:
 def faults(found: Chronicle) -> str:
     shown = found.faults[-NEWEST:]
     if not shown:
-        return '<section><h2>Faults</h2><p class="soft">None was noticed.</p></section>' if found.accounts else ""
+        return '<section><h2>Faults</h2><p class="soft">None was detected.</p></section>' if found.accounts else ""
     lines = [
         (moment(f.at), in_words(f.kind), _ranks(f.ranks), "" if f.step is None else f"{f.step:,}", f.text, _saved(f),
          f.advice, ", ".join(f.hosts[:4]) + (" …" if len(f.hosts) > 4 else ""))
         for f in reversed(shown)
     ]  # fmt: skip
     titles = ("when", "kind", "rank", "step", "what was seen", "what was saved", "advice", "host")
-    says = "What was noticed, what was saved of it, and what should be done, as the ranks wrote it down."
+    says = "What the ranks detected and saved, and what to do, from their reports."
     return _section("Faults, newest first", says, titles, lines, len(found.faults), (3,))
 
 
 def asked(found: Chronicle) -> str:
-    """Saves out of turn that no fault was the cause of."""
+    """Return requested saves without a fault."""
     shown = found.asked[-NEWEST:]
     if not shown:
         return ""
@@ -56,8 +56,8 @@ def asked(found: Chronicle) -> str:
         for one in reversed(shown)
     ]  # fmt: skip
     titles = ("when", "what", "rank", "step", "why", "what was saved")
-    says = "By a call, a command or a signal, or because the time of the job was nearly over. Training went on."
-    return _section("Saves that were asked for, newest first", says, titles, lines, len(found.asked), (3,))
+    says = "By a call, a command or a signal, or because the job's time was nearly over. Training continued."
+    return _section("Requested saves, newest first", says, titles, lines, len(found.asked), (3,))
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -67,7 +67,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 def _saved(one: Incident) -> str:
     good = [s for s in one.saved if not s.error]
     if not one.reported:
-        return "nothing was written down"
+        return "nothing was recorded"
     best = sorted({(s.step, s.tier) for s in good}, reverse=True)[:3]
     lines = [f"step {step:,} in {tier}" for step, tier in best]
     lines += [f"not in {s.tier}: {s.error}" for s in one.saved if s.error][:2]
@@ -84,15 +84,15 @@ def restores(found: Chronicle) -> str:
         half, most = duration(statistics.median(times)), duration(times[-1])
         says = f"{len(times):,} {'restore' if len(times) == 1 else 'restores'}: {half} usually, {most} at most."
     if mended := sum(r.one.repaired > 0 for r in every):
-        says += f" {mended:,} took damaged pieces from a further tier."
+        says += f" {mended:,} read damaged chunks from a further tier."
     if passed := sum(r.one.passed_over > 0 for r in every):
-        says += f" {passed:,} passed newer checkpoints over that could not be used."
+        says += f" {passed:,} skipped newer checkpoints that could not be used."
     lines = [
         (moment(r.at), "none" if r.one.step is None else f"{r.one.step:,}", r.one.source or "nothing",
          duration(r.one.seconds), f"{r.one.repaired:,}", f"{r.one.passed_over:,}", r.one.why)
         for r in reversed(every[-NEWEST:])
     ]  # fmt: skip
-    titles = ("when", "step", "from", "took", "pieces repaired", "passed over", "why")
+    titles = ("when", "step", "from", "took", "chunks repaired", "skipped", "why")
     return _section("Restores, newest first", says, titles, lines, len(every), (1, 3, 4, 5))
 
 
@@ -108,16 +108,16 @@ def cadence(found: Chronicle) -> str:
                  "" if cost is None else duration(cost), d.one.why.get(place, ""))
             )  # fmt: skip
     titles = ("when", "from step", "tier", "every … steps", "a save costs", "why")
-    says = 'How often every="auto" has found that saving pays, and why.'
-    return _section("Cadence", says, titles, lines[:NEWEST], len(lines), (1, 3, 4))
+    says = 'Save intervals chosen by every="auto", and why.'
+    return _section("Save intervals", says, titles, lines[:NEWEST], len(lines), (1, 3, 4))
 
 
 def notes(found: Statement) -> str:
     if not found.notes:
         return ""
     shown = "".join(f"<li>{esc(note, 600)}</li>" for note in found.notes[-30:])
-    more = f" ({len(found.notes) - 30:,} earlier ones are not shown)" if len(found.notes) > 30 else ""
-    says = f"What is uncertain about these figures{more}."
+    more = f" ({len(found.notes) - 30:,} earlier notes are not shown)" if len(found.notes) > 30 else ""
+    says = f"Uncertainties of these numbers{more}."
     return f'<section><h2>Notes</h2><p class="soft">{says}</p><ul>{shown}</ul></section>'
 
 
@@ -125,7 +125,7 @@ def _section(
     title: str, says: str, titles: Sequence[str], lines: Sequence[Sequence[object]], total: int,
     numbers: Iterable[int] = (),
 ) -> str:  # fmt: skip
-    hidden = f" The newest {len(lines):,} of {total:,} are here." if total > len(lines) else ""
+    hidden = f" The newest {len(lines):,} of {total:,} are shown." if total > len(lines) else ""
     first, rest = lines[:FIRST], lines[FIRST:]
     more = f"<details><summary>{len(rest):,} earlier ones</summary>{table(titles, rest, numbers)}</details>" * bool(
         rest

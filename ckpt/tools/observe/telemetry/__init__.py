@@ -1,5 +1,5 @@
-"""What does a rank do right now? Its status, as gauges and for exporters.
+"""The current status of a rank, as gauges and for exporters.
 
-In: looks at a trainer and its writer. Out: Prometheus, TensorBoard and text. It may not change what it looks at, nor
-import torch: it runs in the writer.
+Input: observations of a trainer and its writer. Output: Prometheus, TensorBoard and text. It changes nothing that it
+observes, and does not import torch, because it runs in the writer.
 """

@@ -1,7 +1,7 @@
-"""Metrics out of the writer: a Prometheus endpoint, and scalars for TensorBoard.
+"""Export metrics from the writer: a Prometheus endpoint, and scalars for TensorBoard.
 
-The packages for it are loaded here, in the writer, and only if they are wanted; TensorBoard's without torch and without
-TensorFlow. Whatever goes wrong is said once, and tried again: it never gets in the way of a save.
+The packages are imported in the writer, only if needed; TensorBoard without torch and TensorFlow. Errors are logged
+once and retried. They never delay a save.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from ckpt.metrics import INSTALL, Metrics
 from ckpt.tools.observe.telemetry.gauges import KINDS, Gauge, gauges
 from ckpt.tools.observe.telemetry.status import RankStatus
 
-SCRAPE_S = 5.0  # for a look, while somebody waits for an answer
-PATIENCE_S, SOON_S = 3.0, 0.2  # for a port to become free before a word is said; between two tries
-AGAIN_S = 2.0  # between them afterwards
-LAST_S = 2.0  # for the last scalars to be written, when the writer leaves
+SCRAPE_S = 5.0  # longest time for the status while a client waits
+PATIENCE_S, SOON_S = 3.0, 0.2  # how long a port may be busy before a warning, and the interval between attempts
+AGAIN_S = 2.0  # the interval between attempts afterwards
+LAST_S = 2.0  # for writing the last scalars when the writer exits
 Look = Callable[[], Coroutine[Any, Any, RankStatus]]
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 class Exporter:
-    """Everything runs in the writer's event loop. `look()`: at our rank; `warn`: says something to the user; `serves`:
-    told where the endpoint is, "" for nowhere."""
+    """Serves and records metrics in the writer's event loop. `look()`: returns the status of our rank. `warn`: shows a
+    warning to the user; `serves`: receives the address of the endpoint, "" for none."""
 
     def __init__(self, look: Look, warn: Callable[[str], None], serves: Callable[[str], None]) -> None:
         self._look, self._warn, self._serves = look, warn, serves
@@ -47,7 +47,7 @@ class Exporter:
         self._written: tuple[int, str] | None = None
 
     async def begin(self, wanted: Metrics | None, rank: int, local_rank: int) -> None:
-        """A trainer wants this from now on; what is served already goes on."""
+        """Start what a trainer has configured; what already runs continues."""
         now = None if wanted is None else (wanted, rank, local_rank)
         self._written = None
         if self._events is not None and now == self._wanted:
@@ -65,7 +65,7 @@ class Exporter:
             self._recording = asyncio.create_task(self._record(folder, wanted.every_s))
 
     async def stop(self) -> None:
-        """Serve and write nothing any more."""
+        """Stop serving and recording."""
         self.stop_serving()
         if self._recording is not None:
             self._recording.cancel()
@@ -76,7 +76,7 @@ class Exporter:
                 await asyncio.wait_for(deferred(events.close), LAST_S)
 
     def stop_serving(self) -> None:
-        """Give the port back: the next writer may want it before this one has left."""
+        """Release the port: the next writer may need it before this one has exited."""
         if self._serving is not None:
             self._serving.cancel()
         server, self._server, self._serving = self._server, None, None
@@ -85,7 +85,7 @@ class Exporter:
             threading.Thread(target=_end, args=(server,), daemon=True).start()
 
     async def finish(self) -> None:
-        """The writer leaves: write down how it ended, if that is quick."""
+        """Record how training ended before the writer exits, if that is quick."""
         with contextlib.suppress(TimeoutError, Exception):
             if self._events is not None:
                 await asyncio.wait_for(self._write(self._events), LAST_S)
@@ -93,7 +93,7 @@ class Exporter:
             await self.stop()
 
     def _say(self, what: str, text: str) -> None:
-        """Once of each kind, until it has gone well again."""
+        """Warn once per kind of problem, until it is solved."""
         if what not in self._said:
             self._said.add(what)
             self._warn(text)
@@ -101,7 +101,7 @@ class Exporter:
     # -- Prometheus --
 
     async def _serve(self, host: str, port: int) -> None:
-        """Until the port could be had."""
+        """Serve, retrying until the port is free."""
         loop, patience = asyncio.get_running_loop(), time.monotonic() + PATIENCE_S
         while self._server is None:
             starting = deferred(_start, host, port, self._look, loop)
@@ -111,14 +111,14 @@ class Exporter:
                 starting.add_done_callback(_end_late)
                 raise
             except ImportError as error:
-                self._say("import", f"no metrics are served: {error}. {INSTALL}")
+                self._say("import", f"cannot serve metrics: {error}. {INSTALL}")
                 return
             except Exception as error:
-                if time.monotonic() < patience:  # a writer that is about to leave may still have it
+                if time.monotonic() < patience:  # a writer that is about to exit may still use it
                     await asyncio.sleep(SOON_S)
                     continue
-                about = f"no metrics are served at {host}:{port}: {error}"
-                advice = "Free the port, or give another prometheus_port=; training goes on, and it is tried again"
+                about = f"cannot serve metrics at {host}:{port}: {error}"
+                advice = "Free the port, or use another prometheus_port=. Training continues, and serving is retried"
                 self._say("port", f"{about}. {advice}")
                 await asyncio.sleep(AGAIN_S)
                 continue
@@ -126,7 +126,7 @@ class Exporter:
             self._serves(f"http://{f'[{host}]' if ':' in host else host}:{port}/metrics")
             if "port" in self._said:
                 self._said.discard("port")
-                log.info("metrics are served at %s:%d now", host, port)
+                log.info("serving metrics at %s:%d", host, port)
 
     # -- TensorBoard --
 
@@ -138,15 +138,15 @@ class Exporter:
                 await self._write(self._events)
                 self._said.discard("events")
             except FileNotFoundError:
-                self._events = None  # somebody has deleted it
+                self._events = None  # the file was deleted
                 await asyncio.sleep(min(every_s, SOON_S))
                 continue
             except ImportError as error:
-                self._say("import", f"no scalars are written: {error}. {INSTALL}")
+                self._say("import", f"cannot write scalars: {error}. {INSTALL}")
                 return
             except Exception as error:
-                about = f"no scalars are written to {folder}: {error}"
-                self._say("events", f"{about}. Training goes on, and it is tried again")
+                about = f"cannot write scalars to {folder}: {error}"
+                self._say("events", f"{about}. Training continues, and writing is retried")
             await asyncio.sleep(every_s)
 
     async def _write(self, events: EventFile) -> None:
@@ -160,7 +160,7 @@ class Exporter:
 
 
 def deferred(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:
-    """In a thread of its own, which the process does not wait for when it ends: a disk or a driver may hang."""
+    """Run a function in a daemon thread, which does not delay the end of the process if a disk or driver hangs."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
@@ -185,12 +185,12 @@ def deferred(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asy
 
 
 def tag_of(gauge: Gauge) -> str:
-    """As ckpt/tier_lag_steps/file:///data/run1."""
+    """Return the tag of a gauge, for example ckpt/tier_lag_steps/file:///data/run1."""
     return "/".join(filter(None, ("ckpt", gauge.name.removeprefix("ckpt_"), gauge.label)))
 
 
 def _start(host: str, port: int, look: Look, loop: asyncio.AbstractEventLoop) -> Any:
-    """In a thread, since to import takes a while. Another thread of the server asks for a look at each scrape."""
+    """Start the server, in a thread because of its imports. The server's threads request the status for each scrape."""
     client: Any = importlib.import_module("prometheus_client")
     core: Any = importlib.import_module("prometheus_client.core")
 
@@ -215,13 +215,13 @@ def _end(server: Any) -> None:
 
 
 def _end_late(starting: asyncio.Future[Any]) -> None:
-    """Nobody waits for it any more."""
+    """End a server whose start nothing waits for any more."""
     if not starting.cancelled() and starting.exception() is None:
         threading.Thread(target=_end, args=(starting.result(),), daemon=True).start()
 
 
 def families(look: RankStatus, core: Any) -> Iterator[Any]:
-    """What prometheus_client writes out. `core`: its module of that name."""
+    """Yield what prometheus_client serves. `core`: its module of that name."""
     found: dict[str, Any] = {}
     run, rank = look.run, str(look.rank)
     for one in gauges(look):
@@ -235,11 +235,9 @@ def families(look: RankStatus, core: Any) -> Iterator[Any]:
 
 
 class EventFile:
-    """Scalars by step, in a file that TensorBoard reads. Any thread may call it.
-
-    ImportError without the package; OSError where the folder cannot be written to: then the file is as it was;
-    FileNotFoundError once it was deleted.
-    """
+    """Scalars by step in a file for TensorBoard. Any thread may call it. Raises ImportError without the package,
+    OSError if the folder cannot be written to (the file is then unchanged), and FileNotFoundError once the file was
+    deleted."""
 
     def __init__(self, folder: Path) -> None:
         self._event: Any = importlib.import_module("tensorboard.compat.proto.event_pb2")
@@ -258,13 +256,13 @@ class EventFile:
             raise
 
     def start(self) -> None:
-        """A new trainer: what is written for its first step and later ones takes the place of what was there."""
+        """Start a new trainer: values from its first step on replace earlier ones."""
         self._starts = True
 
     def write(self, step: int, values: dict[str, float]) -> None:
         with self._lock:
             if os.fstat(self._file.fileno()).st_nlink == 0:
-                raise FileNotFoundError("the events were deleted")
+                raise FileNotFoundError("the event file was deleted")
             if self._starts:
                 session = self._event.SessionLog(status=self._event.SessionLog.START)
                 self._append(self._event.Event(wall_time=time.time(), step=step, session_log=session))
@@ -274,7 +272,7 @@ class EventFile:
             self._append(self._event.Event(wall_time=time.time(), step=step, summary=summary))
 
     def _append(self, event: Any) -> None:
-        """Half of a record would spoil all that comes after it."""
+        """Append a complete record: half of one would corrupt everything after it."""
         buffer = io.BytesIO()
         self._records.RecordWriter(buffer).write(event.SerializeToString())
         record, before, written = buffer.getvalue(), self._file.tell(), 0

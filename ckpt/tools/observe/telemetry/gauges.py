@@ -1,4 +1,4 @@
-"""A look at a rank as metrics: names with units, and words that say what a high value means. Pure."""
+"""Convert the status of a rank to metrics: names with units, and a description of what high values mean. Pure."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from operator import attrgetter
 
 from ckpt.tools.observe.telemetry.status import RankStatus
 
-MEMORY = "memory"  # stands for the tier that is memory
+MEMORY = "memory"  # label of the memory tier
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One metric. `value`: of a rank, or one for each value of its `label`; None where it is not known. `counter`: it
-    only grows while the writer lives; then its name ends in _total where it is served."""
+    """One metric. `value`: of a rank, or one per value of its `label`; None if unknown. `counter`: it only grows while
+    the writer lives; served names then end in _total."""
 
     value: Callable[[RankStatus], float | dict[str, float | None] | None]
     help: str
     counter: bool = False
-    label: str = ""  # besides run and rank
+    label: str = ""  # in addition to run and rank
 
 
 def _tiers(name: str) -> Callable[[RankStatus], dict[str, float | None]]:
@@ -37,92 +37,91 @@ def _started(look: RankStatus) -> bool:
 
 KINDS: dict[str, Kind] = {
     "ckpt_trainer_up": Kind(attrgetter("trains"),
-        "1 while the training process lives and has not let go of its run, else 0. At 0 the writer still holds the "
-        "last snapshots, for a while."),
+        "1 while the training process lives and has not released its run, else 0. At 0 the writer still holds the "
+        "last snapshots for a while."),
     "ckpt_idle_seconds": Kind(attrgetter("idle_s"),
-        "Time since the training loop gave the last sign of life. High, compared with ckpt_step_seconds: it hangs, "
-        "is stopped, or does something else."),
+        "Time since the last sign of life of the training loop. If high compared with ckpt_step_seconds, training "
+        "hangs, is stopped, or does other work."),
     "ckpt_step": Kind(lambda look: look.step if _started(look) else None,
-        "Number of the last step that was done. Behind that of other ranks: this rank is slow."),
+        "The last step done. If behind other ranks, this rank is slow."),
     "ckpt_steps": Kind(attrgetter("calls"), "Steps done since this process opened its run.", counter=True),
     "ckpt_step_seconds": Kind(lambda look: look.step_s or None,
-        "What the recent steps took, each, saving included. High: look at ckpt_stall_ratio; if that is low, "
-        "checkpointing is not the reason."),
+        "Duration of recent steps, including saving. If high, check ckpt_stall_ratio; if that is low, checkpointing "
+        "is not the reason."),
     "ckpt_samples_per_second": Kind(attrgetter("samples_s"),
-        "Of this rank, by the samples_per_step that the user gave."),
-    "ckpt_flops_per_second": Kind(attrgetter("flops_s"), "Of this rank, by the flops_per_step that the user gave."),
+        "Samples per second of this rank, from samples_per_step."),
+    "ckpt_flops_per_second": Kind(attrgetter("flops_s"), "FLOPs per second of this rank."),
     "ckpt_mfu_ratio": Kind(attrgetter("mfu"),
-        "Model FLOPs utilisation: of what the device can do at most, by the user's figures."),
+        "Model FLOPs utilisation: share of the device's peak, from flops_per_step and peak_flops."),
     "ckpt_stall_seconds": Kind(lambda look: look.stall_s if look.step_s else None,
-        "What saving made each of the recent steps wait. High: snapshots are copied more slowly than steps come; "
+        "Time that each recent step waited for saving. If high, snapshots are copied more slowly than steps come: "
         "save less often, or give Memory more slots."),
     "ckpt_stall_ratio": Kind(lambda look: look.stall_share if look.step_s else None,
-        "Share of the recent time that training waited for saving. Above 0.01, checkpointing is a bottleneck; about "
-        "0, it is none, however slow the steps are."),
+        "Share of the recent time that training waited for saving. Above 0.01, checkpointing is a bottleneck; near "
+        "0 it is not, however slow the steps are."),
     "ckpt_stalled_seconds": Kind(attrgetter("stalled_s"),
-        "Time that training has waited for saving, in all.", counter=True),
+        "Total time that training has waited for saving.", counter=True),
     "ckpt_slowed_seconds": Kind(lambda look: None if look.slowed_s is None else max(0.0, look.slowed_s),
-        "How much longer steps took because something was saved beside them, besides the wait. An estimate, of the "
-        "rank that keeps the ledger. Growing fast: storage takes cores or bandwidth from training; max_mib_s= holds "
-        "it back."),
+        "Extra time of steps during a save, in addition to the wait. An estimate, of the rank that records the run "
+        "metrics. If it grows fast, storage takes cores or bandwidth from training; max_mib_s= limits it."),
     "ckpt_goodput_ratio": Kind(attrgetter("goodput"),
-        "Share of the time since this process opened its run that went into steps: not into waiting for saves, "
-        "restoring or pauses. Low right after a start."),
-    "ckpt_snapshots": Kind(attrgetter("saves"), "Snapshots that were taken.", counter=True),
+        "Share of the time since this process opened its run that went into steps, not into waiting for saves, "
+        "restoring or pauses. Low after a start."),
+    "ckpt_snapshots": Kind(attrgetter("saves"), "Snapshots taken.", counter=True),
     "ckpt_skipped": Kind(attrgetter("skipped"),
-        "Snapshots that were left out since no slot was free, and saves that a tier was too slow for. Growing: "
-        "checkpointing cannot keep up; save less often.", counter=True),
-    "ckpt_restore_seconds": Kind(attrgetter("restore_s"), "What the last restore took."),
+        "Snapshots skipped because no slot was free, and saves skipped because a tier was too slow. If it grows, "
+        "checkpointing cannot keep up: save less often.", counter=True),
+    "ckpt_restore_seconds": Kind(attrgetter("restore_s"), "Duration of the last restore."),
     "ckpt_faults": Kind(attrgetter("faults"),
-        "Faults that were seen: deaths, hangs, signals and others.", counter=True),
+        "Detected faults: crashes, hangs, signals and others.", counter=True),
     "ckpt_tier_step": Kind(lambda look: {MEMORY: look.in_memory} | _tiers("committed")(look),
-        "The newest step that is whole in this tier: what a restart finds there.", label="tier"),
+        "The newest complete step in this tier, which a restart would restore.", label="tier"),
     "ckpt_tier_lag_steps": Kind(
         lambda look: {MEMORY: look.memory_lag} | _tiers("lag_steps")(look) if _started(look) else {},
-        "Steps that would be lost if this tier alone were left. High and growing: it is slower than checkpoints "
-        "come.", label="tier"),
+        "Steps that would be lost if only this tier survived. If high and growing, it is slower than the rate of "
+        "checkpoints.", label="tier"),
     "ckpt_tier_lag_seconds": Kind(lambda look: _tiers("lag_s")(look) if _started(look) else {},
-        "The same as training time.", label="tier"),
+        "The same in training time.", label="tier"),
     "ckpt_tier_waiting": Kind(_tiers("waiting"),
-        "Checkpoints on their way to this tier. Above 1: it is slower than they come.", label="tier"),
+        "Checkpoints waiting for this tier. Above 1, it is slower than their rate.", label="tier"),
     "ckpt_tier_write_bytes_per_second": Kind(lambda look: {tier.url: tier.rate or None for tier in look.tiers},
-        "Bytes of state that this tier takes a second, now or at the last checkpoint. Low with a high lag: the "
-        "storage is the bottleneck.", label="tier"),
+        "Bytes of state per second that this tier takes, now or for the last checkpoint. If low with a high lag, "
+        "the storage is the bottleneck.", label="tier"),
     "ckpt_tier_saves": Kind(_tiers("saves"),
-        "Checkpoints that this rank's writer brought to this tier.", counter=True, label="tier"),
+        "Checkpoints that this rank's writer wrote to this tier.", counter=True, label="tier"),
     "ckpt_tier_failures": Kind(_tiers("failed"),
-        "Checkpoints that were not written to this tier; ckpt top says why.", counter=True, label="tier"),
+        "Checkpoints that could not be written to this tier; ckpt top shows why.", counter=True, label="tier"),
     "ckpt_tier_left_out": Kind(_tiers("left_out"),
-        "Checkpoints that were left out since this tier was too slow: raise its every=.", counter=True, label="tier"),
+        "Checkpoints skipped because this tier was too slow: raise its every=.", counter=True, label="tier"),
     "ckpt_tier_raw_bytes": Kind(_tiers("raw"),
-        "Bytes of the states that were saved to this tier.", counter=True, label="tier"),
+        "Bytes of the states saved to this tier.", counter=True, label="tier"),
     "ckpt_tier_stored_bytes": Kind(_tiers("stored"),
-        "Bytes that were stored for them: less than raw where increments or compression help.",
+        "Bytes stored for them: less than raw if increments or compression help.",
         counter=True, label="tier"),
     "ckpt_process_resident_memory_bytes": Kind(
         lambda look: {"trainer": look.trainer_rss or None, "writer": look.writer_rss},
-        "Memory of the training process and of its writer. The snapshots, which they share, may be counted in both.",
+        "Memory of the training process and its writer. The shared snapshots may be counted in both.",
         label="process"),
     "ckpt_snapshot_memory_bytes": Kind(attrgetter("snapshots"),
-        "Memory that is set aside for snapshots. High: fewer of Memory(keep=)."),
+        "Memory reserved for snapshots. If high, reduce Memory(keep=)."),
     "ckpt_host_available_memory_bytes": Kind(attrgetter("available"),
-        "Memory that can still be taken on this machine, or in this cgroup. Low: the OOM killer is near."),
+        "Free memory on this machine or in this cgroup. If low, the OOM killer is near."),
     "ckpt_writer_cpu_seconds": Kind(attrgetter("writer_cpu_s"),
-        "CPU time of the writer, at low priority. Growing by more than 1 a second on a machine whose cores are "
-        "busy: it may slow training.", counter=True),
+        "CPU time of the writer, at low priority. If it grows by more than 1 per second on a machine with busy "
+        "cores, it may slow training.", counter=True),
     "ckpt_device_busy_ratio": Kind(_device("busy"),
-        "Share of the time that the accelerator is busy, as its driver says. Low while ckpt_stall_ratio is about 0: "
-        "training waits for something else than saving."),
-    "ckpt_device_used_memory_bytes": Kind(_device("used"), "Memory of the accelerator that is taken, by anybody."),
+        "Share of the time that the accelerator is busy, from its driver. If low while ckpt_stall_ratio is near 0, "
+        "training does not wait for saving but for something else."),
+    "ckpt_device_used_memory_bytes": Kind(_device("used"), "Used memory of the accelerator, by all processes."),
     "ckpt_device_own_memory_bytes": Kind(_device("mine"),
-        "Memory of the accelerator that the training process has taken."),
-    "ckpt_device_memory_bytes": Kind(_device("total"), "Memory of the accelerator."),
+        "Memory of the accelerator used by the training process."),
+    "ckpt_device_memory_bytes": Kind(_device("total"), "Total memory of the accelerator."),
 }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Gauge:
-    """One value. `label`: of the kind's label."""
+    """One value. `label`: value of the kind's label."""
 
     name: str
     value: float
@@ -130,7 +129,7 @@ class Gauge:
 
 
 def gauges(look: RankStatus) -> list[Gauge]:
-    """All that is known of a rank; what is not known is left out."""
+    """Return all known metrics of a rank."""
     found = []
     for name, kind in KINDS.items():
         values = kind.value(look)

@@ -1,6 +1,6 @@
-"""What the driver says about the accelerator of a process, from outside: NVML, where driver and package are there.
+"""Query the accelerator of a process from outside through NVML, if driver and package are installed.
 
-Nothing here raises, and nothing is tried again once it has failed: a machine without a GPU is the usual case.
+Nothing here raises, and a failure is never retried: machines without a GPU are common.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ckpt.tools.observe.telemetry.status import DeviceStatus
 
 
 class Devices:
-    """`nvml`: the module to ask; by default pynvml, if it is installed."""
+    """The accelerators of this machine. `nvml`: module to use, default pynvml if it is installed."""
 
     def __init__(self, nvml: Any = None) -> None:
         self._given: Any = nvml
@@ -24,8 +24,8 @@ class Devices:
         self._asking = threading.Lock()
 
     def look(self, pid: int) -> DeviceStatus | None:
-        """The device on which a process runs, or the only one there is; None if nobody knows. May take long: call it in
-        a thread. While another thread is at it, which may hang in the driver, None."""
+        """Return the device of a process, or the only one; None if unknown. May take long: call it in a thread. Returns
+        None while another thread queries, because that may hang in the driver."""
         if not self._asking.acquire(blocking=False):
             return None
         try:
@@ -33,8 +33,8 @@ class Devices:
                 self._tried = True
                 self._open()
             return None if self._nvml is None else self._look(pid)
-        except Exception as error:  # whatever a driver says
-            log.info("the devices cannot be looked at any more: %r", error)
+        except Exception as error:  # drivers raise any kind of exception
+            log.info("stopped querying accelerators after an error: %r", error)
             self._nvml = None
             return None
         finally:
@@ -53,13 +53,13 @@ class Devices:
             for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle):
                 if process.pid == pid:
                     return self._describe(handle, process.usedGpuMemory)
-        # In a container the driver may count processes by other numbers.
+        # In a container the driver may use other process ids.
         return self._describe(handles[0], None) if len(handles) == 1 else None
 
     def _describe(self, handle: Any, mine: int | None) -> DeviceStatus:
         nvml: Any = self._nvml
         memory, name, busy = nvml.nvmlDeviceGetMemoryInfo(handle), nvml.nvmlDeviceGetName(handle), None
-        with contextlib.suppress(Exception):  # partitions of a device have no such figure
+        with contextlib.suppress(Exception):  # partitions of a device lack this value
             busy = nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100
         text = name.decode() if isinstance(name, bytes) else str(name)
         return DeviceStatus(text, busy, mine, int(memory.used), int(memory.total))

@@ -1,7 +1,7 @@
-"""What the trainer does, for who wants to know: its status, read out of what the writer has anyway, and metrics.
+"""Answer queries about the trainer: its status, from data that the writer has anyway, and metrics.
 
-Nobody pays for a look but who asks: nothing is looked at in between. What the trainer does is in its heartbeat, shared
-memory, which still says it when the trainer is dead.
+Only queries cost anything; nothing is polled in between. The trainer's progress is in its heartbeat, shared memory that
+remains readable when the trainer is dead.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from ckpt.tools.observe.telemetry.exporter import Exporter, deferred
 from ckpt.tools.observe.telemetry.nvml import Devices
 from ckpt.tools.observe.telemetry.status import DeviceStatus, RankStatus, SlotStatus, TierStatus, shown
 
-RECENT_S, RECENT = 60.0, 16  # of the last steps: so many seconds, and so many steps if those take longer
-MOST_TEXT = 500  # characters of a fault that are shown
-DEVICE_S, DEVICE_WAIT_S = 1.0, 2.0  # between two questions to the driver; for its answer
+RECENT_S, RECENT = 60.0, 16  # recent steps: this many seconds, and this many steps if those take longer
+MOST_TEXT = 500  # most characters of a fault to show
+DEVICE_S, DEVICE_WAIT_S = 1.0, 2.0  # interval between queries of the driver, and the wait for its response
 _STATES = {EMPTY: status.EMPTY, FILLING: status.FILLING, EAGER: status.EAGER, SEALED: status.SEALED}
 
 
 @dataclass(slots=True)
 class _Stretch:
-    """Of training, without a restore in it. What saving had cost when it began, in all."""
+    """A stretch of training without a restore, with the totals of saving at its begin."""
 
     begin: float = 0.0
     calls: int = 0
@@ -51,14 +51,14 @@ class _Stretch:
     paused: float = 0.0
 
     def trained(self, last: StepDone | None) -> float:
-        """Seconds that went into its steps."""
+        """Return the seconds that went into its steps."""
         if last is None:
             return 0.0
         return max(0.0, last.when - self.begin - (last.stalled - self.stalled) - (last.paused - self.paused))
 
 
 class Observers:
-    """Who wants to know what the trainer does: its status, and metrics. Everything runs in the writer's event loop."""
+    """Answers queries about the trainer and exports metrics, in the writer's event loop."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Observers:
         self._heartbeat: Heartbeat | None = None
         self._pid = 0
         self._stretch = _Stretch()
-        self._trained = 0.0  # in the stretches before
+        self._trained = 0.0  # in earlier stretches
         self._restored: watch.RestoreDone | None = None
         self._devices, self._device_at = Devices(), float("-inf")
         self._device: DeviceStatus | None = None
@@ -87,20 +87,20 @@ class Observers:
 
     @handles(watch.Show)
     async def show(self, request: watch.Show, caller: Caller) -> None:
-        """Who it is."""
+        """Register a trainer and its heartbeat."""
         if self._heartbeat is not None:
             self._heartbeat.close()
         self._heartbeat, self._told, self._pid = Heartbeat.attach(caller.fds[0]), request, self._trainer.pid
         self._stretch = _Stretch(request.opened)
         self._trained, self._restored = 0.0, None
-        if request.restored is not None:  # before this writer began
+        if request.restored is not None:  # restored before this writer started
             self.restored(request.restored)
         metrics = None if request.metrics is None else Metrics(**request.metrics)
         await self.exporter.begin(metrics, request.rank, request.local_rank)
 
     @handles(watch.RestoreDone)
     def restored(self, request: watch.RestoreDone) -> None:
-        """It has called restore()."""
+        """Record a call of restore()."""
         if self._heartbeat is None:
             return
         at = request.at
@@ -113,7 +113,7 @@ class Observers:
         self._restored = request
 
     def _metrics_at(self, where: str) -> None:
-        """Where they are served, "" for nowhere."""
+        """Record the address of the endpoint, "" for none."""
         self._serves = where
 
     # -- a look --
@@ -123,7 +123,7 @@ class Observers:
         return (await self.look()).to_json()
 
     async def look(self) -> RankStatus:
-        """With what the driver says of the device, if it does so soon."""
+        """Return the status, including the device if the driver responds quickly."""
         found = self.look_now()
         if time.monotonic() > self._device_at + DEVICE_S:
             self._device_at, self._device = time.monotonic(), None
@@ -132,18 +132,18 @@ class Observers:
         return replace(found, device=self._device)
 
     def look_now(self) -> RankStatus:
-        """Without the device."""
+        """Return the status without the device."""
         found = self._with_memory(self._who())
         if self._restored is not None:
             step, seconds = self._restored.step, self._restored.seconds
             restore_s, source = None if step is None else seconds, shown(self._restored.source)
             found = replace(found, started=step, restore_s=restore_s, restored_from=source)
-        if self._heartbeat is None or found.pid != self._pid:  # a new one has not said yet what it does
+        if self._heartbeat is None or found.pid != self._pid:  # a new trainer has not sent its heartbeat yet
             return found
         return self._with_steps(found, self._heartbeat, self._heartbeat.read())
 
     def _who(self) -> RankStatus:
-        """Whose it is, what the trainer said when it began, and what became of it since."""
+        """Return whose run it is, the trainer's settings, and its state since."""
         told, account, owner = self._told, self._books.account, self._run.owner
         trainer = self._trainer.state()
         metrics = (told and told.metrics) or {}
@@ -183,7 +183,7 @@ class Observers:
         )
 
     def _done(self, heartbeat: Heartbeat) -> list[StepDone]:
-        """The last steps of this stretch."""
+        """Return the last steps of this stretch."""
         return heartbeat.since(self._stretch.calls)[1]
 
     def _with_steps(self, found: RankStatus, heartbeat: Heartbeat, beat: Beat) -> RankStatus:
@@ -212,7 +212,7 @@ class Observers:
 
 
 def recent(done: list[StepDone]) -> tuple[float, float, float]:
-    """What a step took of late, what saving made it wait, and the share of that: all 0 as long as it is not known."""
+    """Return duration, stall and stall share of recent steps; all 0 while unknown."""
     if len(done) < 2:
         return 0.0, 0.0, 0.0
     since = done[-1].when - RECENT_S
@@ -225,7 +225,7 @@ def recent(done: list[StepDone]) -> tuple[float, float, float]:
 
 
 def _lag(step: int, there: int | None, started: int | None) -> int:
-    """Steps that would be lost. Where nothing is, all since the start."""
+    """Return the steps that would be lost; without any checkpoint, all since the start."""
     return max(0, step - (there if there is not None else started or 0))
 
 
@@ -251,7 +251,7 @@ def _tier(tier: OpenTier, step: int, started: int | None, done: list[StepDone], 
         left_out=flow.left_out,
         raw=flow.raw,
         stored=flow.stored,
-        error=flow.error if tier.opened or flow.error else "it could not be opened yet",
+        error=flow.error if tier.opened or flow.error else "not opened yet",
     )
 
 

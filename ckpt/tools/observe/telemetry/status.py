@@ -1,8 +1,8 @@
-"""One look at what a rank does now, as plain values: made by its writer, shown by `ckpt top`, served as metrics.
+"""The current status of a rank as plain values. Its writer creates it, `ckpt top` shows it, and metrics are derived
+from it.
 
-A look costs the trainer nothing: it is read out of memory that the trainer shares with its writer, and it can be had
-after the trainer's death as well. It holds no credentials. Versions are lenient with each other: a field that one does
-not know is left out, and one that is missing has its default.
+It costs the trainer nothing: the writer reads shared memory, also after the trainer's death. It contains no
+credentials. Versions are compatible: unknown fields are ignored, and missing ones have their default.
 """
 
 from __future__ import annotations
@@ -21,8 +21,12 @@ MOST_TIERS, MOST_SLOTS = 64, 256
 
 @dataclass(frozen=True, slots=True)
 class SlotStatus:
-    """Memory for one snapshot. `state`: "empty", "filling" (a copy is under way), "eager" (all is there but what only
-    optimizers change) or "sealed" (a whole snapshot); `step`: -1 for none; `nbytes`: of the snapshot."""
+    """Memory for one snapshot.
+
+    `state`: "empty", "filling" (being copied), "eager" (complete except what only optimizers change) or "sealed"
+        (complete).
+    `step`: -1 for none. `nbytes`: size of the snapshot.
+    """
 
     state: str = EMPTY
     step: int = -1
@@ -32,13 +36,13 @@ class SlotStatus:
 
 @dataclass(frozen=True, slots=True)
 class TierStatus:
-    """A durable tier. `every`: steps between its checkpoints; `committed`: the newest step there, None for none.
+    """A durable tier. `every`: steps between its checkpoints. `committed`: the newest step there, None for none.
 
-    `writing`: the step on its way there now, None for none, with `done` of `total` bytes; `rate`: bytes of state a
-    second, now or at the last one; `waiting`: checkpoints on their way, those that wait for their turn among them.
-    `lag_steps`, `lag_s`: training that would be lost if this tier alone were left. Since this writer began: `saves`
-    that became checkpoints, `failed`, `left_out` since the tier was too slow, bytes of states (`raw`) and of what was
-    stored for them. `error`: of the last save that failed, "" once another has succeeded.
+    `writing`: step being written, None for none, with `done` of `total` bytes. `rate`: bytes of state per second, now
+        or for the last one. `waiting`: checkpoints being written or queued. `lag_steps`, `lag_s`: training that would
+        be lost if only this tier survived. Since this writer started: `saves` committed, `failed`, `left_out` because
+        the tier was too slow, `raw` bytes of states, and bytes `stored` for them. `error`: of the last failed save, ""
+        after a success.
     """
 
     url: str = ""
@@ -61,8 +65,8 @@ class TierStatus:
 
 @dataclass(frozen=True, slots=True)
 class DeviceStatus:
-    """An accelerator as its driver sees it. `busy`: share of the time, from 0 to 1; bytes: `mine` those of the trainer
-    (None where the driver does not tell), `used` by anybody, of `total`."""
+    """An accelerator as its driver reports it. `busy`: share of the time, from 0 to 1. Bytes of memory: `mine` of the
+    trainer (None if unknown), `used` by all processes, of `total`."""
 
     name: str = ""
     busy: float | None = None
@@ -76,22 +80,22 @@ class RankStatus:
     """One rank. Seconds, bytes and steps; "recent" is the last minute, or the last steps if they take longer.
 
     `run`: URL of its first tier, or memory:NAME; `at`: seconds since 1970; `pid`: of the trainer, `writer`: of its
-    writer; `trainer`: "alive", "frozen" (stopped by a signal), "dead", "left" (it let go, and lives) or "closed".
-    `doing`: "opening", "training", "paused", "restoring", "leaving", or "starting" until it has said so; `step`: the
-    last one, -1 for none; `calls`: steps done since it was opened; `idle_s`: since the last sign of life; `usual_s`:
-    what a step usually takes; `step_s`: what the recent ones took, 0 if unknown.
+        writer; `trainer`: "alive", "frozen" (stopped by a signal), "dead", "left" (alive, but released its memory) or
+        "closed".
+    `doing`: "opening", "training", "paused", "restoring", "leaving", or "starting" before its first report; `step`: the
+        last one, -1 for none; `calls`: steps since opening; `idle_s`: since the last sign of life; `usual_s`: usual
+        duration of a step; `step_s`: of recent steps, 0 if unknown.
 
-    `stall_s`: what saving made a recent step wait; `stall_share`: of the time; `stalled_s`: in all; `slowed_s`: how
-    much longer steps took besides because something was saved, an estimate, None where nobody keeps it. `trained_s` of
-    `wall_s` went into steps, since this incarnation began. `saves`, `skipped`: snapshots taken and left out. All of
-    this is up to the last call of step(), what that one cost not included.
-    `started`: the step that was restored, None for none, in `restore_s` from `restored_from`.
+    `stall_s`: how long a recent step waited for saving; `stall_share`: of the time; `stalled_s`: total; `slowed_s`:
+        extra time of steps during saves, an estimate, None if not recorded. `trained_s` of `wall_s` went into steps
+        since this job attempt began. `saves`, `skipped`: snapshots taken and skipped. All of these exclude the last
+        call of step().
+    `started`: the restored step, None for none, in `restore_s` from `restored_from`.
 
-    `in_memory`: the newest step of which memory holds a whole snapshot, `memory_lag` steps behind. `faults`: since
-    the writer began, without saves that were asked for; `fault`: the last one, in a line, with its time `fault_at`.
-    `leaves_s`: until a writer whose trainer is gone lets go of its memory, None for one that has a trainer.
-    Bytes of memory: `trainer_rss`, `writer_rss` (both count the snapshots, which they share), `snapshots`, and
-    `available` on this machine.
+    `in_memory`: the newest complete step in memory, `memory_lag` steps behind. `faults`: since the writer started,
+        without requested saves; `fault`: the last one as a line, with its time `fault_at`. `leaves_s`: time until a
+        writer without a trainer releases its memory, None with a trainer. Bytes of memory: `trainer_rss`, `writer_rss`
+        (both include the shared snapshots), `snapshots`, and `available` on this machine.
     """
 
     run: str = ""
@@ -145,18 +149,18 @@ class RankStatus:
 
     @property
     def not_durable(self) -> int | None:
-        """The newest step in memory that no tier has: killing the writer loses it. None if there is none."""
+        """The newest step in memory that no tier has, None if there is none. Killing the writer loses it."""
         durable = max((tier.committed for tier in self.tiers if tier.committed is not None), default=-1)
         return self.in_memory if self.in_memory is not None and self.in_memory > durable else None
 
     @property
     def steps_s(self) -> float | None:
-        """Steps a second, None if nobody knows yet."""
+        """Steps per second, None if unknown."""
         return 1 / self.step_s if self.step_s > 0 else None
 
     @property
     def samples_s(self) -> float | None:
-        """Samples a second of this rank, where the user has said how many a step has."""
+        """Samples per second of this rank, if samples_per_step is configured."""
         rate = self.steps_s
         return None if rate is None or self.samples_per_step is None else rate * self.samples_per_step
 
@@ -167,13 +171,13 @@ class RankStatus:
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs utilisation: of what the device can do at most, from 0 to 1."""
+        """Model FLOPs utilisation: share of the device's peak, from 0 to 1."""
         flops = self.flops_s
         return None if flops is None or self.peak_flops is None else flops / self.peak_flops
 
     @property
     def goodput(self) -> float | None:
-        """The share of the time since this incarnation began that went into steps; None before the first."""
+        """Share of the time since this job attempt began that went into steps; None before the first step."""
         return None if not self.calls or self.wall_s <= 0 else min(1.0, self.trained_s / self.wall_s)
 
     def to_json(self) -> dict[str, Any]:
@@ -182,16 +186,16 @@ class RankStatus:
 
     @classmethod
     def from_json(cls, data: Any) -> RankStatus:
-        """CorruptError if it is none."""
+        """Parse a status. Raises CorruptError if it is invalid."""
         try:
             most = {"slots": data.get("slots", [])[:MOST_SLOTS], "tiers": data.get("tiers", [])[:MOST_TIERS]}
             return typed(cls, {**data, **most})
         except (AttributeError, TypeError, ValueError) as error:
-            raise CorruptError(f"this is no look at a rank: {error}") from None
+            raise CorruptError(f"not the status of a rank: {error}") from None
 
 
 def shown(url: str) -> str:
-    """A URL without what may be a secret: no user, no password, no query. Folders and names stay what they are."""
+    """Return a URL without user, password and query. Folders and names are unchanged."""
     parts = urlsplit(url)
     if not parts.scheme or parts.scheme in ("file", "memory"):
         return url

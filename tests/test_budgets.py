@@ -35,7 +35,7 @@ BUDGETS = {
     "core/state": (4_620, 3_200),
     "core/writer": (2_870, 2_070),
     "dcp": (1_680, 1_150),
-    "deepspeed": (480, 310),
+    "deepspeed": (470, 310),
     "guard": (2_910, 2_030),
     "lightning": (2_540, 1_770),
     "megatron": (540, 360),

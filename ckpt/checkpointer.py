@@ -70,8 +70,8 @@ class Checkpointer:
     - `on_fault`: function called in a background thread with each `Fault`, including faults that ended earlier job
       attempts on this machine. `faults` lists the latter.
     - `metrics`: port for Prometheus, or `ckpt.Metrics`, which also supports TensorBoard.
-    - `takeover`: take the run from the process that trains it. That process is fenced: it saves nothing more. An older
-      Checkpointer of the run in this process is closed.
+    - `takeover`: take the run from the process that trains it, at its newest checkpoint in a tier. That process is
+      fenced: it saves nothing more. An older Checkpointer of the run in this process is closed.
 
     Raises StateError if the state cannot be saved, FormatError or StoreError if a tier cannot be used, and InUseError
     if another process trains the run. Use it as a context manager, or call `close()`.

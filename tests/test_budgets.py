@@ -24,16 +24,16 @@ BUDGETS = {
     "backends": (2_780, 1_960),
     "core/": (10, 10),
     "core/cadence": (1_000, 670),
-    "core/checkpoint": (5_290, 3_450),
+    "core/checkpoint": (5_300, 3_460),
     "core/format": (4_130, 2_760),
-    "core/ipc": (2_070, 1_380),
+    "core/ipc": (1_970, 1_310),
     "core/log": (1_090, 730),
     "core/ranks": (1_280, 880),
     "core/restore": (1_140, 740),
-    "core/run": (5_230, 3_890),
+    "core/run": (5_180, 3_850),
     "core/snapshot": (1_820, 1_350),
     "core/state": (4_620, 3_200),
-    "core/writer": (2_870, 2_070),
+    "core/writer": (2_890, 2_060),
     "dcp": (1_680, 1_150),
     "deepspeed": (470, 310),
     "guard": (2_910, 2_030),
@@ -48,11 +48,11 @@ BUDGETS = {
     "tools/convert": (4_710, 3_360),
     "tools/doctor": (1_120, 800),
     "tools/maintain": (1_880, 1_290),
-    "tools/observe": (3_360, 2_050),
+    "tools/observe": (3_370, 2_050),
     "torchtitan": (370, 270),
     "transformers": (1_510, 990),
 }
-TOTAL = (64_400, 43_470)
+TOTAL = (64_280, 43_370)
 C_LINES = 150
 STEP_FILES, RESTORE_FILES = 87, 82
 

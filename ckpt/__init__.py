@@ -69,7 +69,7 @@ _HOMES = {
     "WriterError": "errors",
 }
 
-# Modules of their own; some need an extra.
+# Separate modules; some need an extra.
 _PARTS = ("dcp", "deepspeed", "events", "lightning", "megatron", "ray", "torchtitan", "transformers")
 
 __all__ = sorted(_HOMES)  # not those: `import *` should not need an extra

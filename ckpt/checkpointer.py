@@ -70,8 +70,8 @@ class Checkpointer:
     - `on_fault`: function called in a background thread with each `Fault`, including faults that ended earlier job
       attempts on this machine. `faults` lists the latter.
     - `metrics`: port for Prometheus, or `ckpt.Metrics`, which also supports TensorBoard.
-    - `takeover`: take the run from the process that trains it. That process is fenced: it saves nothing more. An older
-      Checkpointer of the run in this process is closed.
+    - `takeover`: take the run from the process that trains it, at its newest checkpoint in a tier. That process is
+      fenced: it saves nothing more. An older Checkpointer of the run in this process is closed.
 
     Raises StateError if the state cannot be saved, FormatError or StoreError if a tier cannot be used, and InUseError
     if another process trains the run. Use it as a context manager, or call `close()`.
@@ -149,6 +149,7 @@ class Checkpointer:
         self._closing = Closing(
             session, progress, self._staged, self._writes, self._keeper, self._fault_handler, departures
         )
+        session.orders.start()
         undo.callback(self._fault_handler.stop, STOP_S)
         self._fault_handler.start()
         for fault in self.faults:
@@ -194,19 +195,17 @@ class Checkpointer:
     def _step(self, step: int, finite: bool | None) -> Save | None:
         self._progress.check_usable()
         self._progress.check_next(step)
-        requested = self._out_of_turn.due(step)
-        tiers = self._saves.tiers_due(step, requested)
+        tiers, due, ordered = self._saves.decide(step)
         save = None
         try:
             with self._progress.saving(step):
                 self._progress.begin(step, finite)
-                if tiers or requested or self._saves.memory_due(step):
-                    save = self._saves.begin(step, tiers, explicit=requested, asked=requested)
+                if due:
+                    save = self._saves.begin(step, tiers, explicit=ordered, asked=ordered)
         except SkippedError as error:  # no memory is available for it
-            self._saves.on_refused(step, error, self._saves.tiers_due(step, asked=False))
-        finally:
-            if requested:
-                self._out_of_turn.answer(save)
+            self._saves.on_refused(step, error)
+        if save is not None and ordered:
+            self._out_of_turn.answer(save)
         self._session.errors.raise_pending()
         return save
 
@@ -325,6 +324,7 @@ class Checkpointer:
                 return found
             finally:
                 self._out_of_turn.went_back()
+                self._session.orders.resume()
 
     # -- the end --
 

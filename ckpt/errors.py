@@ -105,7 +105,8 @@ class InUseError(CheckpointError):
     """Another process trains this run. It continues, and nothing was changed."""
 
     advice = (
-        "Stop that process first, or pass takeover=True to fence it and continue from its newest step. "
+        "Stop that process first, or pass takeover=True to fence it and continue from its newest "
+        "checkpoint in a tier. "
         "`ckpt show RUN` and ckpt.load only read, so they work while it trains."
     )
 

@@ -28,14 +28,15 @@ class Memory:
       training time allows. See `ckpt.Auto`.
     - `keep`: number of snapshots, 2 to 12, default 3. Each takes as much memory as the state. One more per durable tier
       is added for the write in progress; fewer if memory is short.
-    - `linger_s`: how long the writer holds the memory after the trainer has died, seconds, default 600.
+    - `linger_s`: how long the writer holds the memory after the trainer has died and every tier has the newest step,
+      seconds, default 120.
     - `replicas`: 2 keeps a copy of each snapshot on another node, sent in the background, so that memory survives the
       loss of a node. Default 1.
     """
 
     every: int | str | Auto = 1
     keep: int = 3
-    linger_s: float = 600.0
+    linger_s: float = 120.0
     replicas: int = 1
 
     def __post_init__(self) -> None:

@@ -13,7 +13,7 @@ to the object that has a method for it. The core receives everything else throug
 
 The process runs in its own session, at low CPU and I/O priority, without torch. It owns the name of the run on this
 machine while it holds the run's memory; a second writer that finds the name taken does not start. Two kinds of threads
-feed one event loop: one reader per connection (`server`), and threads that wait for the trainer's death (`succession`).
+feed one event loop: one reader per connection (`server`), and threads that wait for the trainer's death (`life`).
 
 When the trainer dies, the writer digests the snapshots and writes them, newest first. It then waits for a restart,
 which finds it by RUN_KEY, and exits after `linger_s`. When the trainer closes, the writer finishes and exits.
@@ -38,15 +38,14 @@ from ckpt.core.ipc.channel import Channel
 from ckpt.core.ipc.free_memory import spare_from_oom
 from ckpt.core.ipc.process import Process
 from ckpt.core.ipc.protocol import failure
-from ckpt.core.writer.after_death import AfterDeath
 from ckpt.core.writer.bookkeeper import Bookkeeper
 from ckpt.core.writer.dispatch import Background, Dispatch
 from ckpt.core.writer.held_run import HeldRun, PresentTrainer
+from ckpt.core.writer.life import Life
 from ckpt.core.writer.memory import HeldMemory
 from ckpt.core.writer.opening import TierOpener
 from ckpt.core.writer.persist import Drain, Persister
 from ckpt.core.writer.server import Server, call_myself
-from ckpt.core.writer.succession import Succession
 from ckpt.core.writer.throttle import Throttle
 from ckpt.errors import CheckpointError, NameTakenError, UsageError, WriterError
 from ckpt.guard.fault_reports import FaultReporter
@@ -73,10 +72,9 @@ async def serve(
     drain = Drain(trainer, run, memory, parts, settler, throttle, background)
     opener = TierOpener(trainer, run, promoter, books, throttle, memory)
     watch = FaultReporter(key, trainer, run, memory, drain, books, background)
-    after_death = AfterDeath(trainer, run, memory, persister, drain, books, watch, server, background)
-    succession = Succession(trainer, run, memory, parts, opener, books, watch, after_death, server, background)
+    life = Life(trainer, run, memory, parts, opener, persister, drain, books, watch, server, background)
     observers = Observers(trainer, run, memory, drain, books, watch)
-    core = (run, settler, promoter, persister, drain, opener, books, after_death, succession, memory)
+    core = (run, settler, promoter, persister, drain, opener, books, life, memory)
     replicator = Replicator(memory)  # first, because it must copy a snapshot before its memory is released
     await server.run(Dispatch(replicator, *core, watch, observers))
     observers.exporter.stop_serving()

@@ -23,20 +23,20 @@ BUDGETS = {
     "adapters": (1_730, 1_210),
     "backends": (2_800, 1_980),
     "core/": (10, 10),
-    "core/cadence": (1_040, 690),
-    "core/checkpoint": (5_350, 3_470),
+    "core/cadence": (1_000, 670),
+    "core/checkpoint": (5_370, 3_480),
     "core/format": (4_180, 2_790),
-    "core/ipc": (2_080, 1_380),
+    "core/ipc": (1_970, 1_310),
     "core/log": (1_100, 730),
-    "core/ranks": (1_170, 820),
+    "core/ranks": (1_280, 880),
     "core/restore": (1_140, 740),
-    "core/run": (5_220, 3_900),
+    "core/run": (5_190, 3_850),
     "core/snapshot": (1_820, 1_350),
     "core/state": (4_620, 3_200),
-    "core/writer": (2_860, 2_070),
+    "core/writer": (2_880, 2_060),
     "dcp": (1_680, 1_150),
-    "deepspeed": (480, 310),
-    "guard": (2_910, 2_030),
+    "deepspeed": (470, 310),
+    "guard": (2_900, 2_030),
     "lightning": (2_540, 1_770),
     "megatron": (540, 360),
     "plugins": (280, 220),
@@ -48,13 +48,13 @@ BUDGETS = {
     "tools/convert": (4_720, 3_360),
     "tools/doctor": (1_120, 800),
     "tools/maintain": (1_880, 1_290),
-    "tools/observe": (3_360, 2_050),
+    "tools/observe": (3_370, 2_050),
     "torchtitan": (370, 270),
     "transformers": (1_510, 990),
 }
-TOTAL = (64_470, 43_530)
+TOTAL = (64_430, 43_440)
 C_LINES = 150
-STEP_FILES, RESTORE_FILES = 88, 82
+STEP_FILES, RESTORE_FILES = 87, 82
 
 
 def sizes() -> dict[str, tuple[int, int]]:

@@ -41,7 +41,7 @@ def imported(tree: ast.AST) -> Iterator[str]:
     [
         ("ckpt/core/writer/server.py", "from ckpt.core.snapshot import stage"),
         ("ckpt/writer_process.py", "from ckpt.core.state import tensors"),
-        ("ckpt/core/writer/after_death.py", "def f():\n    from ckpt.guard.report import Fault"),
+        ("ckpt/core/writer/life.py", "def f():\n    from ckpt.guard.report import Fault"),
         ("ckpt/core/format/digest.py", "from ckpt.tools.maintain import damage"),
         ("ckpt/core/log/log.py", "def f():\n    import torch"),
         ("backends/ckpt_backends/local.py", "from ckpt.core.log.log import RunLog"),

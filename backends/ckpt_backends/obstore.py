@@ -119,7 +119,7 @@ class DataPath:
         if self._credentials is not None:
             common["credential_provider"] = self._held
         retry: Any = {"max_retries": RETRIES, "retry_timeout": timedelta(minutes=5)}
-        # A part is sent before anything is read, so the read timeout would run meanwhile.
+        # A part is sent before anything is read, so the read timeout would already run.
         self.patient = Place(
             self.store.bucket, client_options=network | {"timeout": 2 * reading}, retry_config=retry, **common
         )

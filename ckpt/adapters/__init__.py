@@ -1,7 +1,7 @@
-"""How are kinds of state that the core does not know read, and how do they get back?
+"""Adapters: read and restore kinds of state that the core does not know.
 
-Importing this package registers its adapters with the core (`ckpt.core.state.adapter` is the port). A new one is a file
-here and a line below.
+Importing this package registers its adapters with the core (the interface is `ckpt.core.state.adapter`). A new one is a
+file here and a line below.
 """
 
 from ckpt.adapters.modules import CustomModuleNode

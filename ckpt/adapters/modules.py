@@ -1,10 +1,10 @@
-"""Modules that are more than their parameters and buffers: an own `state_dict()` or loader, hooks, extra state.
+"""Modules with more than parameters and buffers: their own `state_dict()` or loader, hooks, extra state.
 
-State-dict hooks and methods mostly rename, divide or gather what lies there: read as it lies, it restores the same, and
-nobody has to be asked between two steps of training. So each module with words of its own is asked once, with
-collectives refused, and what it said is compared with what lies there. Only one that says something else is asked again
-at every reading; extra state is asked for by itself. Whether a module's own loader accepts a saved state is tried on a
-copy whose tensors have no memory.
+State-dict hooks and methods mostly rename, divide or gather the tensors of the module. Saving the tensors as they are
+in memory restores the same, and calls no such code between two steps of training. So the state_dict() of each module
+with such code is called once, with collectives refused, and the result is compared with its tensors. It is called again
+at every reading only if it has something else; extra state is requested separately. Whether a module's own loader
+accepts a saved state is tested on a copy whose tensors have no memory.
 """
 
 from __future__ import annotations
@@ -55,11 +55,14 @@ EXTRA = "_extra_state"
 
 @dataclass
 class OwnState:
-    """By prefix: `speakers` are asked for state_dict() at every reading, and nothing below them is read as it lies;
-    `extras` for get_extra_state(); `loaders` have their say in loading, so they are handed their own state once it is
-    restored. `names`: what tensors are called, if not as they lie; `left_out`: which of them are not saved. `unasked`:
-    loaders that have a load_state_dict() and nothing else. They lie inside of another module, whose load_state_dict()
-    does not call theirs, so that what theirs would accept does not count.
+    """What modules do themselves, by prefix.
+
+    `speakers`: their state_dict() is called at every reading, and no tensor below them is read directly.
+    `extras`: their get_extra_state() is called.
+    `loaders`: modules with their own loaders, which get their state when it is restored.
+    `names`: names of tensors that differ from those in the module. `left_out`: tensors that are not saved.
+    `unasked`: loaders with only a load_state_dict(), inside of another module whose load_state_dict() does not call
+        theirs. So it does not matter what theirs would accept.
     """
 
     speakers: dict[str, nn.Module] = field(default_factory=dict)
@@ -72,15 +75,15 @@ class OwnState:
 
     @property
     def spoken(self) -> bool:
-        """Whether there is more than parameters and buffers."""
+        """Return whether there is more than parameters and buffers."""
         return bool(self.speakers or self.extras)
 
     def speaks(self, prefix: str) -> bool:
-        """Whether a module is, or lies in, one that speaks for itself."""
+        """Return whether a module is, or is inside, one of the `speakers`."""
         return any(prefix.startswith(speaker) for speaker in self.speakers)
 
     def drop(self, prefix: str) -> None:
-        """Forget all about what lies below."""
+        """Forget everything below a prefix."""
         for found in (self.speakers, self.extras, self.names, self.loaders):
             for key in [key for key in found if key.startswith(prefix)]:
                 del found[key]
@@ -88,7 +91,7 @@ class OwnState:
 
 
 def lying(module: nn.Module, words: OwnState, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Parameters and persistent buffers of what does not speak for itself, by full name."""
+    """Yield parameters and persistent buffers, by full name, except those in `speakers`."""
     for name, _, each in named_modules(module):
         here = prefix + (name + "." if name else "")
         if not words.speaks(here):
@@ -98,10 +101,8 @@ def lying(module: nn.Module, words: OwnState, prefix: str = "") -> Iterator[tupl
 
 
 def listen(module: nn.Module, path: Path) -> OwnState:
-    """What the modules in `module` say of themselves. What follows from it for the user is logged, once.
-
-    Raises StateError if two tensors have one name.
-    """
+    """Find what the modules in `module` do themselves. What the user should know about it is logged once. Raises
+    StateError if two tensors have the same name."""
     words, seen = OwnState(), dict[str, Tensor]()
     for name, tensor in lying(module, words):
         if not is_one(seen.setdefault(name, tensor), tensor):
@@ -110,16 +111,16 @@ def listen(module: nn.Module, path: Path) -> OwnState:
     for (verdict, kind), prefixes in words.notes.items():
         first = show((*path, prefixes[0].rstrip("."))) if prefixes[0] else show(path)
         more = f" and {len(prefixes) - 1} more" if len(prefixes) > 1 else ""
-        _say(f"{first}{more} ({kind.__name__}): {verdict}")
+        _warn_once(f"{first}{more} ({kind.__name__}): {verdict}")
     return words
 
 
-_said: set[str] = set()
+_warned: set[str] = set()
 
 
-def _say(text: str) -> None:
-    if text not in _said:
-        _said.add(text)
+def _warn_once(text: str) -> None:
+    if text not in _warned:
+        _warned.add(text)
         logger.warning("%s", text)
 
 
@@ -145,7 +146,7 @@ def _listen(module: nn.Module, prefix: str, words: OwnState) -> None:
 
 
 def _adds_to_speaker(wrapper: nn.Module, prefix: str, words: OwnState, extra: bool) -> bool:
-    """Return True if a wrapper has state next to a module of the same name that speaks for itself."""
+    """Return True if a wrapper has state next to that of a speaker with the same name."""
     if extra and prefix in words.extras:
         return True
     return prefix in words.speakers and bool(wrapper._parameters or wrapper._buffers or len(wrapper._modules) > 1)
@@ -155,7 +156,7 @@ LOADING = ("load_state_dict", "_load_from_state_dict")
 
 
 def _own(module: nn.Module, loading: tuple[str, ...] = LOADING) -> tuple[bool, bool]:
-    """Whether a module has hooks or methods of its own for saving, and for loading."""
+    """Return whether a module has its own hooks or methods for saving, and for loading."""
 
     def has(methods: tuple[str, ...], hooks: Iterable[Any]) -> bool:
         owners = (next(c for c in type(module).__mro__ if name in vars(c)).__module__ for name in methods)
@@ -169,16 +170,16 @@ def _own(module: nn.Module, loading: tuple[str, ...] = LOADING) -> tuple[bool, b
 
 
 GATHERS = (
-    "its state_dict() runs collectives, so it is not asked. Parameters, buffers and extra state are saved as they lie; "
-    "anything else that its hooks add is not saved"
+    "its state_dict() runs collectives, so it is not called. Parameters, buffers and extra state are saved as they are "
+    "in memory; anything else that its hooks add is not saved"
 )
-REARRANGES = "its state_dict() rearranges its parameters. They are saved as they lie, which restores the same"
+REARRANGES = "its state_dict() rearranges its parameters. They are saved as they are in memory, which restores the same"
 LEAVES_OUT = "its state_dict() leaves out some parameters or buffers. They are not saved"
-SPEAKS = "its state_dict() says more than its parameters and buffers, so it is called at every save"
+SPEAKS = "its state_dict() has more than its parameters and buffers, so it is called at every save"
 
 
 def _judge(module: nn.Module, prefix: str, words: OwnState, loads: bool) -> str:
-    """Note what follows from the words of one module; what to tell the user of it."""
+    """Record what follows from the state_dict() of one module. Returns what to tell the user."""
     said = _ask(module)
     if said is None:
         return GATHERS
@@ -207,17 +208,18 @@ def _judge(module: nn.Module, prefix: str, words: OwnState, loads: bool) -> str:
 
 
 def _rearranged(new: Mapping[str, Any], missing: Mapping[str, Tensor], again: Mapping[str, Any]) -> bool:
-    """Whether what is new may be made of what is missing: as much of it, and nothing that lies somewhere else."""
+    """Return whether the new tensors may be made of the missing ones: as many elements, and stored nowhere else."""
     if not all(isinstance(value, Tensor) for value in new.values()):
         return False
     if any(isinstance(v := again.get(key), Tensor) and memory_id(v) == memory_id(value) for key, value in new.items()):
-        return False  # both answers are alive, so this is kept somewhere
+        return False  # both results exist, so this is stored somewhere
     apart = {memory_id(tensor): tensor.numel() for tensor in missing.values()}
     return sum(apart.values()) == sum(int(value.numel()) for value in new.values())
 
 
 def _rename(here: Mapping[str, Tensor], said: Mapping[str, Tensor], words: OwnState) -> None:
-    """Tensors that a module calls otherwise, such as a wrapper that leaves out its own part of the name."""
+    """Record tensors with other names in the state_dict(), such as those of a wrapper that removes its part of the
+    name."""
     other: dict[object, list[str]] = {}
     for key, tensor in said.items():
         if key not in here:
@@ -228,7 +230,7 @@ def _rename(here: Mapping[str, Tensor], said: Mapping[str, Tensor], words: OwnSt
 
 
 class Refusing(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Collectives end in an error before anything is sent."""
+    """Collectives raise an error before anything is sent."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -237,15 +239,15 @@ class Refusing(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         distributed = sys.modules.get("torch.distributed.tensor")
         if distributed is not None and any(issubclass(one, distributed.DTensor) for one in types):
-            return NotImplemented  # what it makes of it comes here again
+            return NotImplemented  # the operations that it runs come here again
         if func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem"):
             self.refused = True
-            raise RuntimeError(f"{func} is a collective, and other ranks are not asked")
+            raise RuntimeError(f"{func} is a collective, but the other ranks do not take part")
         return func(*args, **(kwargs or {}))
 
 
 def _ask(module: nn.Module) -> dict[str, Any] | None:
-    """What a module says; None if it cannot say it without other ranks."""
+    """Return a module's state_dict(); None if it needs other ranks."""
     mode = Refusing()
     try:
         with torch.no_grad(), mode:
@@ -257,7 +259,7 @@ def _ask(module: nn.Module) -> dict[str, Any] | None:
 
 
 def hand_back(module: nn.Module) -> None:
-    """Let a module that has its say in loading see what has been restored: its hooks may derive more from it."""
+    """Call the loader of a module with its restored state, because its hooks may derive more from it."""
     mode = Refusing()
     try:
         with mode:
@@ -270,11 +272,9 @@ def hand_back(module: nn.Module) -> None:
 def hand_resized(
     module: nn.Module, path: Path, tensors: Mapping[str, Tensor], strict: bool, inner: bool = False
 ) -> None:
-    """Load tensors of other shapes than the module's own ones through its own loader, which may resize these.
-
-    Everything else is in place already. `tensors`: by their names within the module. Raises MismatchError if the loader
-    raises an error. inner: as in `load_into`.
-    """
+    """Load tensors whose shapes differ from those of the module with its own loader, which may resize its tensors.
+    Everything else has been restored already. `tensors`: by their names within the module. Raises MismatchError if the
+    loader raises an error. `inner`: see `load_into`."""
     state = module.state_dict()
     named = {plain_key(module, key): key for key in state}
     for key, value in state.items():
@@ -290,17 +290,15 @@ def hand_resized(
         )
         if strict:
             raise MismatchError(
-                f"{problem}. The rest was restored: make the module as it was, and restore again"
+                f"{problem}. The rest was restored: create the module as it was, and restore again"
             ) from error
         logger.warning("%s. They were left as they are", problem)
 
 
 def load_into(module: nn.Module, state: Mapping[str, Any], *, strict: bool, inner: bool = False) -> Any:
-    """Call load_state_dict(), which need not have the parameter `strict` if the module has written it.
-
-    Return what it returns. inner: load as the load_state_dict() of a module around it would, which does not call the
-    one that this module has written.
-    """
+    """Call load_state_dict(), without `strict` if the module's own one does not have this parameter. Returns its
+    result. `inner`: load like the load_state_dict() of an enclosing module, which does not call this module's own
+    one."""
     if inner:
         return nn.Module.load_state_dict(module, state, strict=strict)
     parameters = inspect.signature(module.load_state_dict).parameters
@@ -335,7 +333,7 @@ def accepts(module: nn.Module, state: Mapping[str, Any], *, plain: bool, inner: 
                 # If the loader does not return what it misses, its names must be the same now.
                 return not mode.refused and (found is not None or _forms(twin.state_dict()) == names)
         except Exception as error:
-            if "in loading state_dict for" in str(error) or mode.refused:  # it is torch that refuses the keys
+            if "in loading state_dict for" in str(error) or mode.refused:  # torch refuses the keys
                 return False
             raise Untried(f"its loader failed on a copy of the module without memory: {error!r:.200}") from error
 
@@ -347,7 +345,7 @@ class Untried(Exception):
 def _twin(module: nn.Module) -> nn.Module:
     """Return a copy without memory, whose hooks for loading reach nothing of the original."""
     if any(isinstance(one, torch.jit.ScriptModule) for one in module.modules()):
-        raise TypeError("a ScriptModule has memory in its copy")
+        raise TypeError("the copy of a ScriptModule has memory")
     memo: dict[int, Any] = {}
     with _WithoutMemory():
         twin = copy.deepcopy(module, memo)
@@ -365,10 +363,8 @@ def _twin(module: nn.Module) -> nn.Module:
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
-    """Return what deepcopy() returns, but copies of functions, which have copies of what they keep.
-
-    Raises TypeError for what would reach the original.
-    """
+    """Return what deepcopy() returns, but with copies of functions, which have copies of the values that they keep.
+    Raises TypeError for values through which the original could be changed."""
     if isinstance(value, partial):
         return partial(_copied(value.func, memo), *_copied(value.args, memo), **_copied(value.keywords, memo))
     if isinstance(value, MethodType):
@@ -389,7 +385,7 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
 
 
 def _leaves(value: object) -> Iterator[object]:
-    """Yield what is in lists, tuples, sets and dicts."""
+    """Yield the values in lists, tuples, sets and dicts."""
     if isinstance(value, list | tuple | set | frozenset | dict):
         for one in value.values() if isinstance(value, dict) else value:
             yield from _leaves(one)
@@ -446,13 +442,13 @@ def _forms(state: Mapping[str, Any]) -> dict[str, object]:
 
 
 class CustomModuleNode(ModuleNode):
-    """Any module, read as the core does it, and with it what it says of itself (`listen`)."""
+    """Any module: read like in the core, and with what it does itself (`listen`)."""
 
     def __init__(self, path: Path, module: nn.Module) -> None:
         super().__init__(path, module)
         self._words, self._heard = OwnState(), list[nn.Module]()
-        self._untried: list[str] = []  # why loaders could not be asked whether they accept the checkpoint
-        self._order: list[str] = []  # names, and prefixes of modules that say more
+        self._untried: list[str] = []  # reasons why loaders could not be tested with the checkpoint
+        self._order: list[str] = []  # names, and prefixes of `speakers`
 
     @staticmethod
     def owns(value: object) -> bool:
@@ -490,8 +486,8 @@ class CustomModuleNode(ModuleNode):
         return None if omitted else self._words.names.get(name, name)
 
     def _and_words(self, piece: Contents) -> Contents:
-        """All that it consists of by key, as its state_dict() would say it."""
-        collect, exact = Collector(), Collector(exact=True)  # set_extra_state() gets its values as they were
+        """Collect all its values by key, like its state_dict()."""
+        collect, exact = Collector(), Collector(exact=True)  # set_extra_state() gets the exact values
         state: dict[str, Json] = {}
         for key in self._order:
             if key in self._words.extras:
@@ -505,7 +501,7 @@ class CustomModuleNode(ModuleNode):
             else:
                 form = self._forms.get(key)
                 state[key] = {"$": "tensor", "name": self._name(key)} if form is None else form.to_json()
-        replicas = replicated_by_ddp(self.whole)  # modules with a state_dict() of their own may exchange tensors
+        replicas = replicated_by_ddp(self.whole)  # modules with their own state_dict() may exchange tensors
         loose = []
         for e in (*collect.entries, *exact.entries):
             of, whole = e.part_of, e.owner.tensor
@@ -574,10 +570,8 @@ class CustomModuleNode(ModuleNode):
     def _resized(
         self, saved: SavedNode, theirs: Collection[str], own: Mapping[str, StateEntry], placement: Placement
     ) -> dict[str, str]:
-        """Return what the loaders of modules decide about: saved tensors of other shapes than those here.
-
-        Also those of which there is None here. By name: the prefix of the loader.
-        """
+        """Return what the loaders of modules decide about: saved tensors whose shapes differ from those here. This
+        includes those that are None here. By name: the prefix of the loader."""
         found: dict[str, str] = {}
         if not self._words.loaders:
             return found
@@ -604,7 +598,7 @@ class CustomModuleNode(ModuleNode):
     def _created(
         self, resized: Mapping[str, str], own: Mapping[str, StateEntry], weights: Collection[str], placement: Placement
     ) -> dict[str, tuple[str, Tensor]]:
-        """Return what `_resized` found, with new tensors that will be filled."""
+        """Return the result of `_resized`, with new tensors that will be filled."""
         found: dict[str, tuple[str, Tensor]] = {}
         for name, prefix in resized.items():
             if (entry := own.get(name)) is None:
@@ -616,11 +610,9 @@ class CustomModuleNode(ModuleNode):
         return found
 
     def _weights(self, theirs: Collection[str], own: Mapping[str, StateEntry], placement: Placement) -> set[str]:
-        """Return which saved tensors become parameters, so that ranks must not have saved different values of them.
-
-        What has no tensor of its name here is a parameter if one is left here that was not saved, and has the last part
-        of its name, or else its shape.
-        """
+        """Return which saved tensors become parameters, for which all ranks must have saved the same values. A tensor
+        whose name is not here counts as a parameter if there is a parameter here that was not saved and that has the
+        same last part of its name, or else the same shape."""
         parameters = {
             self._name(f"{name}.{key}" if name else key)
             for name, _, module in named_modules(self.whole)
@@ -639,9 +631,9 @@ class CustomModuleNode(ModuleNode):
         return {name for name in theirs if is_weight(name)}
 
     def _differing(self, theirs: Collection[str], own: Mapping[str, StateEntry], placement: Placement) -> set[str]:
-        """Return the names of tensors that are on one side only, or have another shape on the other one."""
+        """Return the names of tensors that are only on one side, or have different shapes."""
         if not (self._words.loaders or self._words.speakers):
-            return set()  # nobody would be asked about them
+            return set()  # no loader to handle them
         shared = (name for name in theirs if name in own and _has_other_shape(name, own[name], placement))
         return {*(own.keys() ^ set(theirs)), *shared}
 
@@ -653,10 +645,8 @@ class CustomModuleNode(ModuleNode):
         differing: Collection[str],
         placement: Placement,
     ) -> dict[str, nn.Module]:
-        """Return modules of which something differs, and whose own loaders accept all of their saved state.
-
-        They get all of it. By prefix; none of them lies in another one.
-        """
+        """Return modules with differences, whose own loaders accept all of their saved state. They get all of it. By
+        prefix; none of them is inside another one."""
         words, found = self._words, dict[str, nn.Module]()
         keys = {self._key(name) for name in differing} | {key for key in state if self._is_unclaimed(key, state[key])}
         loaders = [(prefix, module) for prefix, module in words.loaders.items() if prefix not in words.unasked]
@@ -686,8 +676,8 @@ class CustomModuleNode(ModuleNode):
         return found
 
     def _lies_plainly(self, prefix: str, saved: SavedNode, own: Mapping[str, StateEntry]) -> bool:
-        """Return True if what is saved of a module is what its loader takes: plain tensors, as its state_dict() has
-        them."""
+        """Return True if the saved state of a module is what its loader takes: plain tensors, as in its
+        state_dict()."""
         rearranged = [
             p for (verdict, _), ps in self._words.notes.items() if verdict in (GATHERS, REARRANGES) for p in ps
         ]
@@ -699,7 +689,7 @@ class CustomModuleNode(ModuleNode):
         )
 
     def _is_unclaimed(self, key: str, value: Json) -> bool:
-        """Return True for a saved value that is not a tensor and that no module here asks for by itself."""
+        """Return True for a saved value that is not a tensor and that no module here handles."""
         if self._words.speaks(key) or any(key == prefix + EXTRA for prefix in self._words.extras):
             return False
         return not (type(value) is dict and value.get("$") in ("tensor", "wrapper"))
@@ -712,12 +702,12 @@ class CustomModuleNode(ModuleNode):
         return any(name.startswith(self._name(prefix + EXTRA)) for prefix in self._words.extras)
 
     def _saved_state(self, saved: SavedNode) -> dict[str, Json]:
-        """What was saved of it by key. CorruptError if it is not that."""
+        """Return its saved state by key. CorruptError if that is not the state of a module."""
         if saved.kind == "module":
             return {self._key(name): {"$": "tensor", "name": name} for name in saved.names}
         found = unpaired(saved.values)
         if found is None:
-            raise CorruptError(f"{show(self.path)}: what is stored of it is not the state of a module")
+            raise CorruptError(f"{show(self.path)}: its stored state is not the state of a module")
         return found
 
     def _prepare_words(

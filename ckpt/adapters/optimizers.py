@@ -1,11 +1,10 @@
-"""Optimizers that do more than torch's: hooks, an own `state_dict()` or loader, helper objects in their state.
+"""Optimizers that do more than torch's: hooks, their own `state_dict()` or loader, helper objects in their state.
 
-Whose code is called is decided here, and so is which packages are trusted to add nothing (`TRUSTED`).
+This module decides whose code is called, and which packages are trusted to add nothing (`TRUSTED`).
 
-Helper objects are such as the projectors of GaLore. Their attributes are saved. A restore sets them on the object that
-is already there, or makes an object of the same class without calling any of its code. Only a class that the
-optimizer's own package defines or imports, and that is an ordinary Python class, can be made again. Nothing that a file
-names is ever imported.
+Examples of helper objects are the projectors of GaLore. Their attributes are saved. A restore sets them on the object
+that already exists, or creates an object of the same class without calling any of its code. That works only for an
+ordinary Python class which the optimizer's own package defines or imports. Nothing that a file names is ever imported.
 """
 
 from __future__ import annotations
@@ -47,21 +46,19 @@ from ckpt.core.state.wrappers import is_wrapped
 from ckpt.errors import CorruptError, MismatchError, StateError
 from ckpt.events import log
 
-BEFORE_SAYING = "_optimizer_state_dict_pre_hooks"  # where torch's optimizers have them
+BEFORE_SAYING = "_optimizer_state_dict_pre_hooks"  # the attribute of torch's optimizers with them
 
 
 class CustomOptimizerNode(OptimizerNode):
-    """Any optimizer whose state lies in `.state` and `.param_groups`.
-
-    If it has a `state_dict()` that adds entries to those of torch, these are saved as `extra`, and a restore hands them
-    to its `load_state_dict()`. A restore also calls this loader if it, or its hooks, may derive something.
-    """
+    """Any optimizer whose state is in `.state` and `.param_groups`. If it has a `state_dict()` that adds entries to
+    those of torch, these are saved as `extra`, and a restore passes them to its `load_state_dict()`. A restore also
+    calls this loader if it, or its hooks, may derive something."""
 
     def __init__(self, path: Path, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(path, optimizer)
         self._objects = self._encoder = ObjectsOf(optimizer)
         self._adds_entries, self._same = speaks_for_itself(optimizer), all_of_one_state(optimizer)
-        self._extra: dict[str, Any] = {}  # of the reading that is under way
+        self._extra: dict[str, Any] = {}  # of the current reading
 
     @staticmethod
     def owns(value: object) -> bool:
@@ -110,7 +107,7 @@ class CustomOptimizerNode(OptimizerNode):
         if found is None:
             return None
         if not self._adds_entries:
-            placement.problem(f"{show(self.path)}: its state_dict() had entries of its own, and has none here")
+            placement.problem(f"{show(self.path)}: its state_dict() had additional entries, but has none here")
             return None
         if self._note_differing({("extra", ""): found}, _rows_of_extra, placement):
             return None
@@ -125,7 +122,8 @@ class CustomOptimizerNode(OptimizerNode):
         return ObjectsOf(self.optimizer)
 
     def _load(self, extra: dict[str, Any], state: dict[Any, Any]) -> None:
-        """Call the optimizer's own loader, and undo what torch's does to values, such as casts to dtypes of weights."""
+        """Call the optimizer's own loader, and undo changes of torch's loader, such as casts to the dtypes of
+        weights."""
         said, groups = self._say(state), self.optimizer.param_groups
         sharing = [vars(one) for one in self._same if vars(one).get("param_groups") is groups]
         try:
@@ -139,7 +137,7 @@ class CustomOptimizerNode(OptimizerNode):
                 show(self.path),
                 error,
             )
-        # torch's loader makes another list, and a wrapper that shares the groups would keep the old one.
+        # torch's loader creates another list, and a wrapper that shares the groups would keep the old one.
         groups = next((one["param_groups"] for one in sharing if one["param_groups"] is not groups), groups)
         for one in sharing:
             one["param_groups"] = groups
@@ -152,7 +150,8 @@ class CustomOptimizerNode(OptimizerNode):
         self._put(state)
 
     def _say(self, state: dict[Any, Any]) -> dict[str, Any]:
-        """Return the `state_dict()` of what was restored. What it writes before it reads would be of this process."""
+        """Return the `state_dict()` of the restored state. Values that it writes first would be those of this
+        process."""
         held = {key: dict(values) for key, values in state.items() if isinstance(values, dict)}
         groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         hooks = [(vars(one), vars(one).get(BEFORE_SAYING)) for one in self._same]
@@ -174,7 +173,7 @@ class CustomOptimizerNode(OptimizerNode):
 
 
 class SeparateOptimizerNode(StatefulNode):
-    """An optimizer that keeps its state elsewhere: only its `state_dict()` has it."""
+    """An optimizer with its state elsewhere: only its `state_dict()` contains it."""
 
     def __init__(self, path: Path, target: torch.optim.Optimizer) -> None:
         super().__init__(path, target)
@@ -191,23 +190,25 @@ class SeparateOptimizerNode(StatefulNode):
         return contents
 
     def _build(self, saved: SavedNode, placement: Placement) -> Callable[[], Any] | None:
-        # Its loader wants tensors that lie on the ranks like those that it has.
+        # Its loader needs tensors with the same placement on the ranks as its own.
         like = {entry.name: entry for entry in self.read(Names()).loose}
         objects = RestoredObjects(self._objects, saved.values)
         try:
             return placement.build(saved.values, like=like, guarded=True, objects=objects)
         except MismatchError as error:
-            placement.problem(f"{show(self.path)} begins anew, since not all of its state can be had: {error}")
+            placement.problem(
+                f"{show(self.path)} starts from the beginning, because a part of its state cannot be restored: {error}"
+            )
             return None
 
     def _load(self, state: Any) -> None:
         """Torch's own loader casts moments to the dtypes of the weights: undo that."""
         self.target.load_state_dict(state)
-        _recast(self.target.state_dict(), state)  # the dicts of parameters in it are those that the optimizer has
+        _recast(self.target.state_dict(), state)  # its dicts of parameters are those of the optimizer
 
 
 def _recast(live: Any, saved: Any) -> Any:
-    """Return what a loader made of a value, with the saved tensors where it has changed their dtype."""
+    """Return what a loader made of a value, but with the saved tensors where it changed their dtype."""
     if isinstance(live, Tensor):
         cast = isinstance(saved, Tensor) and saved.shape == live.shape and saved.dtype != live.dtype
         return saved.to(live.device) if cast else live
@@ -236,7 +237,7 @@ def _is_trusted(owner: type) -> bool:
 
 
 def speaks_for_itself(optimizer: Any) -> bool:
-    """Return True if `state_dict()` may say more than `.state` and `.param_groups`: it is overridden, or has hooks."""
+    """Return True if `state_dict()` may have more than `.state` and `.param_groups`: it is overridden, or has hooks."""
     if vars(optimizer).get("_optimizer_state_dict_post_hooks") or "state_dict" in vars(optimizer):
         return True
     owner = next((one for one in type(optimizer).__mro__ if "state_dict" in vars(one)), None)
@@ -259,7 +260,7 @@ def _derives_when_loaded(optimizer: Any) -> bool:
 
 
 class _Groups(list[dict[str, Any]]):
-    """Groups whose values torch's loader takes as they are: its deep copy would make other parameters of them."""
+    """Groups whose values torch's loader takes unchanged: its deep copy would turn parameters into others."""
 
     def __deepcopy__(self, memo: Any) -> list[dict[str, Any]]:
         return [dict(group) for group in self]
@@ -270,10 +271,8 @@ def _raw(tensor: Tensor) -> Tensor:
 
 
 def _is_derived(loaded: Any, saved: Any, param: Any) -> bool:
-    """Return True if an optimizer's loader made another value of a saved one, and did not only cast or copy it.
-
-    torch's casts to the dtype of the parameter, and many an optimizer back again.
-    """
+    """Return True if an optimizer's loader made another value of a saved one, and did not only cast or copy it. torch's
+    casts to the dtype of the parameter, and many optimizers cast back."""
     if isinstance(loaded, Tensor) and isinstance(saved, Tensor):
         if type(loaded) is not type(saved) or is_wrapped(saved) or is_dtensor(saved) or loaded is saved:
             return False
@@ -287,10 +286,8 @@ def _is_derived(loaded: Any, saved: Any, param: Any) -> bool:
 
 def keeps_elsewhere(optimizer: torch.optim.Optimizer) -> bool:
     """Return True if `state_dict()` returns something other than `.state` and `.param_groups`, such as the states of
-    several optimizers.
-
-    A wrapper that forwards both and only adds entries to its `state_dict()` keeps nothing elsewhere.
-    """
+    several optimizers. A wrapper that forwards both and only adds entries to its `state_dict()` keeps nothing
+    elsewhere."""
     if not speaks_for_itself(optimizer):
         return False
     owner = next(one for one in type(optimizer).__mro__ if "state_dict" in vars(one))
@@ -304,10 +301,10 @@ def keeps_elsewhere(optimizer: torch.optim.Optimizer) -> bool:
 
 @dataclass
 class ObjectsOf:
-    """Encodes the objects of one optimizer, and fills or makes them again.
+    """Encodes the objects of one optimizer, and fills or creates them again.
 
-    `params`: by id, the names of its parameters. `early`: names of the objects that there were when it was first read;
-    None during that reading. `live`: by name, the objects of the last reading.
+    `params`: by id, the names of its parameters. `early`: names of the objects that existed when it was first read;
+        None during that reading. `live`: by name, the objects of the last reading.
     """
 
     optimizer: torch.optim.Optimizer
@@ -315,14 +312,14 @@ class ObjectsOf:
     early: set[str] | None = None
     live: dict[str, object] = field(default_factory=dict)
     _names: dict[int, str] = field(default_factory=dict)
-    _bound: set[str] = field(default_factory=set)  # names of objects that can only be filled, never made
+    _bound: set[str] = field(default_factory=set)  # names of objects that can be filled, but not created
 
     def begin(self, params: Mapping[int, str]) -> None:
         """Begin a reading."""
         self.params, self.live, self._names, self._bound = params, {}, {}, set()
 
     def end(self) -> None:
-        """End a reading that raised nothing."""
+        """End a reading that raised no error."""
         if self.early is None:
             self.early = set(self._bound)
 
@@ -338,7 +335,7 @@ class ObjectsOf:
             return {"$": "object", "name": known}
         name = show(path)
         if (said := _name_of_given(value)) is not None:
-            if "param_groups" not in path:  # a restarted script makes the same groups
+            if "param_groups" not in path:  # a restarted script creates the same groups
                 self._bind(name, path, value)
             self.live[name] = value
             return {"$": "given", "name": name, "v": said}
@@ -347,7 +344,7 @@ class ObjectsOf:
         try:
             return self._by_attributes(value, path, extern)
         except StateError:
-            # Its attributes cannot be saved. Take back what was collected of them, and try its own state_dict().
+            # Its attributes cannot be saved. Remove what was collected of them, and try its own state_dict().
             del extern.entries[entries:]
             extern.objects = {key: extern.objects[key] for key in objects}
             self._names = {key: self._names[key] for key in names}
@@ -367,25 +364,25 @@ class ObjectsOf:
         kind = type(value)
         if why := self._refusal(kind):
             raise StateError(
-                f"{show(path)}: an object of type {kind.__module__}.{kind.__qualname__} cannot be saved: {why}. Give "
-                "it state_dict() and load_state_dict(), or keep tensors and plain values instead of it"
+                f"{show(path)}: an object of type {kind.__module__}.{kind.__qualname__} cannot be saved: {why}. Add "
+                "state_dict() and load_state_dict() to it, or use tensors and plain values instead"
             )
         name = class_name(kind, path)
         attributes = encode(dict(sorted(_attributes(value).items())), path, extern)
         return {"$": "object", "name": show(path), "class": name, "attributes": attributes}
 
     def _bind(self, name: str, path: Path, value: object) -> None:
-        """Note an object that a restart can only fill. Raises StateError if a restart will not have it."""
+        """Record an object that a restart can only fill. StateError if it will not exist after a restart."""
         self._bound.add(name)
         if self.early is not None and name not in self.early:
             raise StateError(
-                f"{show(path)}: the optimizer made this {type(value).__module__}.{type(value).__qualname__} during the "
-                "training, and a restarted process could not make it again. Make it when the optimizer is made, or "
-                "before the Checkpointer is created"
+                f"{show(path)}: the optimizer created this {type(value).__module__}.{type(value).__qualname__} during "
+                "the training, and a restarted process could not create it again. Create it with the optimizer, "
+                "or before the Checkpointer"
             )
 
     def _refusal(self, kind: type) -> str:
-        """Return why objects of a class cannot be made again without running its code, "" if they can."""
+        """Return why objects of a class cannot be created again without calling its code, "" if they can."""
         if kind is SimpleNamespace:
             return ""
         if getattr(kind, "__new__", None) is not getattr(object, "__new__", None):
@@ -423,16 +420,16 @@ class ObjectsOf:
             return live if isinstance(live, torch.Generator) else torch.Generator(device=reference["device"])
         if "attributes" not in reference:
             if not isinstance(adapt(live) or live, Stateful):
-                raise MismatchError(f"{name} has a state in the checkpoint, and the optimizer has no such object here")
+                raise MismatchError(f"{name} has a state in the checkpoint, but the optimizer has no such object here")
             return live
         kind = class_of(reference)
         if why := self._refusal(kind):
-            raise MismatchError(f"{name}: a {kind.__module__}.{kind.__qualname__} cannot be made again: {why}")
+            raise MismatchError(f"{name}: a {kind.__module__}.{kind.__qualname__} cannot be created again: {why}")
         return live if type(live) is kind else SimpleNamespace() if kind is SimpleNamespace else object.__new__(kind)
 
 
 class RestoredObjects:
-    """Fills the objects of an optimizer, or makes them again. What was one object becomes one object."""
+    """Fills the objects of an optimizer, or creates them again. Shared objects stay shared."""
 
     def __init__(self, owner: ObjectsOf, values: Json) -> None:
         self._owner = owner
@@ -443,7 +440,8 @@ class RestoredObjects:
         self._made: dict[str, object] = {}
 
     def check(self, values: Json) -> list[str]:
-        """Return what differs from the checkpoint. MismatchError or CorruptError if an object cannot be had at all."""
+        """Return what differs from the checkpoint. MismatchError or CorruptError if an object cannot be restored at
+        all."""
         problems = []
         for one in _objects_in(values):
             tag, name = one["$"], one.get("name")
@@ -451,7 +449,7 @@ class RestoredObjects:
                 if type(one.get("v")) is not str or one["v"] not in self._params:
                     raise MismatchError(f"the state refers to a parameter {one.get('v')!r:.200} that is not here")
             elif type(name) is not str or (tag != "given" and name not in self._defined):
-                raise CorruptError(f"nothing is stored of the object {name!r:.200}")
+                raise CorruptError(f"the checkpoint has no contents of the object {name!r:.200}")
             elif tag == "given":
                 here = self._owner.live.get(name)
                 if here is None:
@@ -467,7 +465,7 @@ class RestoredObjects:
         return decode(data, lambda one: self.decode(one) if one["$"] == "parameter" else decode_constant(one))
 
     def decode(self, reference: dict[str, Any]) -> object:
-        """Return what a reference stands for. Objects are filled when the reference with their contents comes."""
+        """Return the value of a reference. An object is filled at the reference that has its contents."""
         if reference["$"] == "parameter":
             number = self._params[reference["v"]]
             groups = self._owner.optimizer.param_groups
@@ -498,7 +496,7 @@ _GENERATORS: dict[str, Callable[[], Any]] = {
 
 
 def _kind_of_generator(value: object) -> str | None:
-    """Return the name of a generator of Python or numpy that can be made again; None for everything else."""
+    """Return the name of a generator of Python or numpy that can be created again; None for everything else."""
     if type(value) is random.Random:
         return "random.Random"
     if type(value) is np.random.RandomState and type(value._bit_generator) is np.random.MT19937:
@@ -511,12 +509,12 @@ def _kind_of_generator(value: object) -> str | None:
 
 
 def _defines(reference: dict[str, Any]) -> bool:
-    """Return True if a reference has the contents of its object, and does not only repeat it."""
+    """Return True if a reference has the contents of its object, and is not only a repetition."""
     return "attributes" in reference or "state" in reference
 
 
 def _objects_in(values: Json) -> list[dict[str, Any]]:
-    """Return all references to objects, those inside of others too."""
+    """Return all references to objects, including nested ones."""
     found, pending = [], [values]
     while pending:
         value = pending.pop()
@@ -530,7 +528,7 @@ _WITHOUT_STATE = (logging.Logger, re.Pattern, ModuleType)
 
 
 def _name_of_given(value: object) -> str | None:
-    """Return what names a class, a function, a partial call of one, or an object without state. None for the rest."""
+    """Return a name for a class, a function, a partial call of one, or an object without state. None otherwise."""
     if isinstance(value, functools.partial):
         inner = _name_of_given(value.func)
         return None if inner is None else f"a partial call of {inner}"
@@ -557,7 +555,7 @@ def _attributes(value: object) -> dict[str, object]:
 
 
 def _set_attributes(target: object, wanted: Any) -> None:
-    """Give an object these attributes and no others. None of its code is called."""
+    """Set exactly these attributes of an object. None of its code is called."""
     slots = _slots(type(target))
     if type(wanted) is not dict or not all(type(key) is str for key in wanted):
         raise CorruptError(f"not the attributes of an object: {wanted!r:.80}")

@@ -1,7 +1,8 @@
-"""Tensors that a trainer divides among its ranks in a way of its own: said by name and place, read, and put back.
+"""Tensors that a trainer divides among its ranks in its own way: they are described by name and position, read,
+restored.
 
-To the checkpoint they are the tensors of a module of which each rank holds some: what was saved as `ckpt.Shards` can be
-restored as a module under the same names, and the other way round.
+In the checkpoint they are the tensors of a module of which each rank has some. So a saved `ckpt.Shards` can be restored
+as a module with the same names, and vice versa.
 """
 
 from __future__ import annotations
@@ -26,17 +27,17 @@ from ckpt.errors import StateError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shard:
-    """What this rank's memory (`tensor`, of any device) holds of a whole tensor of the given `shape`.
+    """The part of a whole tensor of the given `shape` that is in this rank's memory (`tensor`, on any device).
 
     - `Shard(tensor, shape)`: all of it.
-    - `Shard(tensor, shape, offsets)`: the box of the sizes of `tensor` that begins at these indices.
-    - `Shard(tensor, shape, start=a)`: elements a, a + 1, … of the whole in row-major order, as flat buffers hold them;
-      `tensor` has one dimension and no gaps. It may be empty: then this rank has nothing of it.
-    - `Shard(tensor, shape, offsets, within=sizes, start=a)`: such a run of the elements of a box of these sizes, as a
-      flat buffer holds them of a parameter that tensor parallelism has divided before.
+    - `Shard(tensor, shape, offsets)`: the box with the sizes of `tensor` that begins at these indices.
+    - `Shard(tensor, shape, start=a)`: elements a, a + 1, … of the whole in row-major order, as in flat buffers;
+      `tensor` has one dimension and no gaps. It may be empty: then this rank has no part of it.
+    - `Shard(tensor, shape, offsets, within=sizes, start=a)`: such a range of the elements of a box of these sizes, as
+      in the flat buffer of a parameter that tensor parallelism has divided before.
 
-    `replicas`: the ranks that hold this very piece alike, this one among them; each of them stages some of it. None:
-    only this one. Restored in place.
+    `replicas`: the ranks that have exactly this piece, including this one; each of them stages a part of it. None: only
+        this one. Restored in place.
     """
 
     tensor: Tensor
@@ -51,19 +52,19 @@ Pieces = Mapping[str, Shard | Sequence[Shard] | Tensor]
 
 
 class Shards:
-    """Named tensors of which every rank holds some pieces: an entry of the state, `{"masters": ckpt.Shards(pieces)}`.
+    """Named tensors of which every rank has some pieces: an entry of the state, `{"masters": ckpt.Shards(pieces)}`.
 
-    pieces: by the name of a tensor what this rank has of it: one `Shard` or several, or an empty list for nothing. Or a
-        function that returns this; it is called at every step, so memory may move (a dict that it returns again is
-        taken to be unchanged). All ranks name the same tensors, and their pieces together cover each exactly once,
-        replicas counted as one: else the save fails. A plain tensor is this rank's own, as elsewhere in the state. Two
-        names of one `Shard` object are one tensor.
-    optimizer: whose `step()` alone changes them: their copy may then go beside the next forward and backward. None:
-        they are copied before `cp.step()` returns.
-    restored: called without arguments when all tensors of the state have been filled, to derive what follows from them.
-    ranks: that hold these tensors together, in order to give the stages of a pipeline names of their own; None: all.
+    pieces: this rank's parts of each tensor by its name: one `Shard` or several, or an empty list for none. Or a
+        function that returns this; it is called at every step, so the memory may change (a dict that it returns again
+        is assumed to be unchanged). All ranks name the same tensors, and their pieces together cover each exactly once,
+        replicas counted once; otherwise the save fails. A plain tensor belongs to this rank, as elsewhere in the state.
+        Two names of one `Shard` object are one tensor.
+    optimizer: the only one whose `step()` changes them: their copy may then overlap with the next forward and backward.
+        None: they are copied before `cp.step()` returns.
+    restored: called without arguments when all tensors of the state have been filled, to compute what depends on them.
+    ranks: those that hold these tensors together, so that each stage of a pipeline can have its own names. None: all.
 
-    StateError from `step()`, `save()` and `restore()` names the tensor that cannot be saved, and why.
+    StateError from `step()`, `save()` and `restore()` names the tensor that cannot be saved, and the reason.
     """
 
     def __init__(
@@ -79,23 +80,23 @@ class Shards:
         self.ranks = None if ranks is None else tuple(sorted(ranks))
 
     def pieces(self) -> Pieces:
-        """As they are now."""
+        """Return the current pieces."""
         return self._pieces() if callable(self._pieces) else self._pieces
 
 
 class ShardsNode:
-    """Reads a `Shards`, and puts it back."""
+    """Reads a `Shards`, and restores it."""
 
     kind = "module"
 
     def __init__(self, path: Path, target: Shards) -> None:
         self.path, self.target = path, target
-        self.unguarded = False  # the optimizer's steps run no hooks
+        self.unguarded = False  # the optimizer's steps call no hooks
         self._said: Pieces | None = None
         self._forms: list[object] = []
         self._memories = Memories()
         self._contents: Contents | None = None
-        self._here: dict[str, StateEntry] = {}  # by its name in the state: of which this rank has something
+        self._here: dict[str, StateEntry] = {}  # by name in the state: the tensors of which this rank has a part
 
     @staticmethod
     def owns(value: object) -> bool:
@@ -109,13 +110,13 @@ class ShardsNode:
         said = self.target.pieces()
         if self._contents is None or said is not self._said or self._memories.changed():
             pieces = self._checked(said)
-            owners: dict[tuple[int, ...], str] = {}  # of which a name is another one
+            owners: dict[tuple[int, ...], str] = {}  # the owner of each further name
             forms: list[object] = [
                 (name, owners.setdefault(tuple(map(id, own)), name), [_form(one) for one in own])
                 for name, own in pieces.items()
             ]
             if self._contents is None or forms != self._forms:
-                self._contents = None  # should it fail half-way
+                self._contents = None  # in case it fails
                 self._contents = self._divide(pieces)
             self._said, self._forms = said, forms
             self._memories = Memories([_memory(one) for own in pieces.values() for one in own])
@@ -136,10 +137,10 @@ class ShardsNode:
         return show((*self.path, name))
 
     def _checked(self, said: Pieces) -> dict[str, Sequence[Shard | Tensor]]:
-        """What this rank has of each, as a list. StateError if it is none, or of memory that cannot be saved."""
+        """Return this rank's parts of each tensor as a list. StateError if they are invalid or cannot be saved."""
         found: dict[str, Sequence[Shard | Tensor]] = {}
         if not isinstance(said, Mapping):
-            raise StateError(f"{show(self.path)}: the pieces of a Shards are a dict by name, not {type(said)}")
+            raise StateError(f"{show(self.path)}: the pieces of a Shards must be a dict by name, not {type(said)}")
         for name, each in said.items():
             own = [each] if isinstance(each, Shard | Tensor) else each
             odd = not isinstance(own, Sequence) or not all(isinstance(s, Shard) for s in own if s is not each)
@@ -147,7 +148,9 @@ class ShardsNode:
                 raise StateError(f"{show(self.path)}: {name!r} must be a str, with a ckpt.Shard or a list of them")
             for one in own:
                 if is_dtensor(memory := _memory(one)):
-                    raise StateError(f"{self._name(name)}: a DTensor says itself where it lies: put it into the state")
+                    raise StateError(
+                        f"{self._name(name)}: a DTensor contains its own placement: put it into the state directly"
+                    )
                 check(memory, (*self.path, name))
             found[name] = own
         return found
@@ -161,8 +164,8 @@ class ShardsNode:
         for one in shards:
             if one.tensor.dtype != first.tensor.dtype or tuple(one.shape) != tuple(first.shape):
                 raise StateError(
-                    f"{show(path)}: this rank says that it is {list(first.shape)} of {first.tensor.dtype}, and "
-                    f"{list(one.shape)} of {one.tensor.dtype}: all pieces name the shape and dtype of one tensor"
+                    f"{show(path)}: pieces of this rank differ: {list(first.shape)} of {first.tensor.dtype}, and "
+                    f"{list(one.shape)} of {one.tensor.dtype}: all must have the shape and dtype of the whole tensor"
                 )
         boxes = [(view, at, one.replicas) for one in shards for view, at in _boxes(one, path)]
         shape = tuple(first.shape)
@@ -200,7 +203,7 @@ def _memory(one: Shard | Tensor) -> Tensor:
 
 
 def _form(one: Shard | Tensor) -> object:
-    """Equal for the same claim on the same memory."""
+    """Return a value that is equal for the same part of the same memory."""
     tensor = _memory(one)
     memory = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
     place = (one.shape, one.offsets, one.within, one.start, one.replicas) if isinstance(one, Shard) else None
@@ -208,7 +211,7 @@ def _form(one: Shard | Tensor) -> object:
 
 
 def _boxes(one: Shard, path: Path) -> Iterator[tuple[Tensor, Dims]]:
-    """It as rectangles: views of its memory, and where they lie in the whole. StateError if it cannot be."""
+    """Yield a shard as rectangles: views of its memory, and their positions in the whole. StateError if impossible."""
     whole, memory = tuple(one.shape), one.tensor
     view = memory.detach()
     offsets = (0,) * len(whole) if one.offsets is None else tuple(one.offsets)
@@ -226,8 +229,8 @@ def _boxes(one: Shard, path: Path) -> Iterator[tuple[Tensor, Dims]]:
         )
     if not 0 <= one.start <= stop <= math.prod(within):
         raise StateError(
-            f"{show(path)}: elements {one.start} to {stop} are out of range: there are {math.prod(within)}. Leave "
-            f"padding out, by narrow()"
+            f"{show(path)}: elements {one.start} to {stop} are out of range: there are {math.prod(within)}. "
+            "Remove padding with narrow()"
         )
     place = 0
     for at, sizes in boxes_of_run(within, one.start, stop):
@@ -235,7 +238,7 @@ def _boxes(one: Shard, path: Path) -> Iterator[tuple[Tensor, Dims]]:
         yield view[place : place + count].view(sizes), tuple(i + j for i, j in zip(offsets, at, strict=True))
         place += count
     if not place and whole:
-        yield view.new_empty((0,) * len(whole)), (0,) * len(whole)  # names the tensor, its shape and dtype
+        yield view.new_empty((0,) * len(whole)), (0,) * len(whole)  # has the name of the tensor, its shape and dtype
 
 
 def _check_inside(offsets: Dims, sizes: Dims, whole: Dims, path: Path) -> None:

@@ -1,8 +1,8 @@
 """Tensors that torch calls traceable wrapper subclasses, such as Float8 weights and the moments of 8-bit optimizers.
 
-Their `__tensor_flatten__` names the tensors in them and tells their context, all else that they consist of. One is made
-again only by its class, if that is imported already and the context is plain: nothing that a file names is ever
-imported, and nothing unpickled.
+Their `__tensor_flatten__` returns the names of the tensors in them and their context, which is everything else. One is
+created again only by its class, if that is already imported and the context is plain: nothing that a file names is ever
+imported, and nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class WrapperSubclasses:
     def check(self, tensor: Any, name: str) -> None:
         attributes, context = tensor.__tensor_flatten__()
         if not all(isinstance(getattr(tensor, attribute), Tensor) for attribute in attributes):
-            raise StateError(f"{name}: this {type(tensor).__name__} names something in it that is no tensor")
+            raise StateError(f"{name}: this {type(tensor).__name__} lists an attribute that is not a tensor")
         if _hides_values(context):
             raise StateError(
                 f"{name}: this {type(tensor).__name__} keeps a tensor or an array in its context, which would not be "
-                "saved. Let its __tensor_flatten__ name it among its tensors"
+                "saved. Add it to the tensors that its __tensor_flatten__ returns"
             )
 
     def unflatten(self, kind: Any, form: WrapperForm, inner: Mapping[str, Tensor]) -> Tensor:
@@ -46,18 +46,19 @@ class WrapperSubclasses:
         try:
             with torch.no_grad():
                 made = kind.__tensor_unflatten__(dict(inner), context, torch.Size(form.size), form.stride)
-        except Exception as error:  # the code of others, on what a file says
-            raise MismatchError(f"{form.name}: {form.shown} does not take what was saved of it: {error!r}") from error
+        except Exception as error:  # other people's code, with data from a file
+            raise MismatchError(f"{form.name}: {form.shown} does not accept its saved parts: {error!r}") from error
         if not isinstance(made, Tensor):
-            raise MismatchError(f"{form.name}: {form.shown} makes something else of what was saved of it")
+            raise MismatchError(f"{form.name}: {form.shown} does not return a tensor for its saved parts")
         return made
 
 
 def _said(context: Any) -> Json:
-    """As plain values, as far as it consists of them. Of all else what it is: enough to compare, not to make it."""
+    """Return it as plain values as far as possible. Other values are described: enough to compare, but not to create
+    them."""
     try:
         return encode(context, (), _described)
-    except StateError:  # nested without end, say
+    except StateError:  # nested without end, for example
         return _named(context)
 
 
@@ -79,7 +80,7 @@ def _named(value: object) -> dict[str, Json]:
 
 
 def _held(value: object) -> list[Any] | dict[str, Any]:
-    """What an object consists of, as far as that can be seen."""
+    """Return the parts of an object, as far as they are visible."""
     if isinstance(value, tuple | list | set | frozenset):
         return list(value)
     if isinstance(value, Mapping):
@@ -91,7 +92,7 @@ def _held(value: object) -> list[Any] | dict[str, Any]:
 
 
 def _hides_values(context: Any) -> bool:
-    """Whether a tensor or an array is among what a context consists of."""
+    """Return whether a context contains a tensor or an array."""
     pending, seen = [context], dict[int, Any]()
     while pending:
         value = pending.pop()
@@ -105,7 +106,7 @@ def _hides_values(context: Any) -> bool:
 
 
 def _context(form: WrapperForm) -> Any:
-    """MismatchError if it is not plain."""
+    """Decode the context. MismatchError if it is not plain."""
 
     def extern(reference: Json) -> object:
         said = reference["v"]
@@ -114,8 +115,8 @@ def _context(form: WrapperForm) -> Any:
         if reference["$"] == "torch.Size":
             return torch.Size(dims_of(said))
         raise MismatchError(
-            f"{form.name}: this {form.shown} cannot be made again, as {said!r:.200} is among what it consists of. "
-            "Restore when it is there, and it is filled in place"
+            f"{form.name}: this {form.shown} cannot be created again, because it contains {said!r:.200}. "
+            "Create it before the restore, which then fills it in place"
         )
 
     return decode(form.context, extern)

@@ -81,7 +81,7 @@ async def find(urls: Sequence[str], step: int | None) -> Found:
     try:
         return await _find(urls, step)
     except NotFoundError:
-        return await _find(urls, step)  # retired meanwhile, so there is a newer one
+        return await _find(urls, step)  # it has just been retired, so there is a newer one
 
 
 async def _find(urls: Sequence[str], step: int | None) -> Found:

@@ -257,8 +257,7 @@ class StorageReader(storage.StorageReader):
         return replace(plan, storage_data=str(self._found.attempt))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """On the coordinator: check that all ranks found the same checkpoint, because a save may have ended
-        meanwhile."""
+        """On the coordinator: check that all ranks found the same checkpoint, because a save may have just ended."""
         chosen = sorted({str(plan.storage_data) for plan in plans})
         if len(chosen) > 1:
             raise PeerError(f"ranks found different newest checkpoints ({', '.join(chosen)}): pass a checkpoint_id")

@@ -1,8 +1,8 @@
-"""How does a DeepSpeed engine save every step, and come back under any ZeRO stage and with any number of ranks?
+"""The adapter for DeepSpeed: save every step of an engine, and resume with any ZeRO stage and any number of ranks.
 
-In: an engine. Out: a `ckpt.Checkpointer` whose state says fp32 weights and moments by parameter name, as runs of the
-flattened parameter (`ckpt.Shards`). Only `internals` knows DeepSpeed's inside; nothing here knows the writer's or the
-trainer's.
+Input: an engine. Output: a `ckpt.Checkpointer` whose state has fp32 weights and moments by parameter name, as ranges of
+the flattened parameter (`ckpt.Shards`). Only `internals` depends on DeepSpeed's internals; nothing here depends on the
+internals of the writer or the trainer.
 """
 
 from ckpt.deepspeed.attach import EngineCheckpointer as EngineCheckpointer

@@ -1,12 +1,12 @@
 """A Checkpointer for a DeepSpeed engine.
 
-Its state has four entries, and those of the user beside them:
+Its state has four entries, in addition to those of the user:
 
-- `model`: of each parameter the fp32 master weights, under the name that it has in the model, whole for who reads it;
-  frozen parameters as they are, buffers of each rank. So a plain model restores it too.
-- `optim`: `state.NAME.exp_avg` and what else the optimizer keeps of each parameter.
-- `engine`: counts, the loss scale, settings of the optimizer's groups.
-- `sched`: the engine's schedule of the learning rate, if it has one.
+- `model`: the fp32 master weights of each parameter, under its name in the model, as a whole tensor for readers; frozen
+  parameters in their own dtype, buffers of each rank. So a plain model can restore it too.
+- `optim`: `state.NAME.exp_avg` and everything else that the optimizer keeps for each parameter.
+- `engine`: counters, the loss scale, settings of the optimizer's groups.
+- `sched`: the engine's learning rate schedule, if it has one.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ OURS = ("model", "optim", "engine", "sched")
 
 
 class EngineCheckpointer(Checkpointer):
-    """A Checkpointer that counts the engine's steps. Made by `attach`."""
+    """A Checkpointer that counts the engine's steps. Created by `attach`."""
 
     def __init__(self, engine: Engine, state: dict[str, Any], tiers: object, **options: Any) -> None:
         self._engine = engine
         super().__init__(state, tiers, **options)
 
     def step(self, step: int | None = None, *, finite: bool | torch.Tensor | None = None) -> Save | None:
-        """Call after every `engine.step()` (or `engine.train_batch()`). While gradients are being accumulated it does
-        nothing. `step`: by default `engine.global_steps`. Else as `ckpt.Checkpointer.step`."""
+        """Call this after every `engine.step()` (or `engine.train_batch()`). It does nothing while gradients are being
+        accumulated. `step`: `engine.global_steps` by default. For the rest see `ckpt.Checkpointer.step`."""
         if not self._engine.between_steps:
             return None
         return super().step(self._engine.global_steps if step is None else step, finite=finite)
 
 
 def attach(engine: Any, tiers: object, *, state: dict[str, Any] | None = None, **options: Any) -> EngineCheckpointer:
-    """The Checkpointer of what `deepspeed.initialize` returned, before the first step.
+    """Return a Checkpointer for the engine that `deepspeed.initialize` returned. Call it before the first step.
 
         cp = ckpt.deepspeed.attach(engine, "runs/exp1", state={"rng": ckpt.RNG(), "loader": loader})
         for step in range(cp.restore(default=0), steps):
@@ -51,20 +51,20 @@ def attach(engine: Any, tiers: object, *, state: dict[str, Any] | None = None, *
             cp.step()
         cp.close()
 
-    `tiers`, `options`: as of `ckpt.Checkpointer`. `state`: what else belongs to the training: loaders, random numbers.
-    ZeRO 0 to 3, bf16, fp16 with loss scaling, fp32, optimizer states offloaded to the host; a run goes on under another
-    stage, another precision and with another number of ranks. UsageError for an engine that is none of these, says
-    what to do; ImportError at import for a version of DeepSpeed that is not known.
+    `tiers`, `options`: see `ckpt.Checkpointer`. `state`: other parts of the training, such as loaders and random
+        numbers. Supported: ZeRO 0 to 3, bf16, fp16 with loss scaling, fp32, optimizer states offloaded to the host. A
+        run can be resumed with another stage, another precision and another number of ranks. Raises UsageError, with
+        advice, for other engines. An unsupported version of DeepSpeed raises ImportError at import.
     """
     own = dict(state or {})
     if taken := sorted(own.keys() & set(OURS)):
-        raise UsageError(f"{', '.join(taken)}: ckpt.deepspeed has entries of these names itself; name yours otherwise")
+        raise UsageError(f"{', '.join(taken)}: ckpt.deepspeed uses these names for its own entries: rename yours")
     inside, ours = entries(engine)
     return EngineCheckpointer(inside, ours | own, tiers, **options)
 
 
 def entries(engine: Any) -> tuple[Engine, dict[str, Any]]:
-    """An engine's own entries of a state. UsageError as of `attach`."""
+    """Return the wrapped engine and its own entries of a state. Raises UsageError like `attach`."""
     inside = made_together("attach", partial(Engine, engine))
     ours: dict[str, Any] = {
         "model": Shards(

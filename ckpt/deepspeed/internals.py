@@ -1,8 +1,8 @@
-"""All that is known of DeepSpeed's inside: where the fp32 weights and the optimizer's state of a parameter lie.
+"""Everything that depends on DeepSpeed's internals: where fp32 weights and the optimizer's state of a parameter are.
 
-Each of its optimizers keeps, in flat buffers or whole, an fp32 copy of what it trains. `_fragments_*` find, for one of
-them, which elements of each parameter this rank has, and where. It was read in the versions `KNOWN`; another one is
-refused at import, as is one of these that lacks what is used here.
+Each of its optimizers keeps an fp32 copy of what it trains, in flat buffers or as whole tensors. `_fragments` finds
+which elements of each parameter this rank has, and where: by `_of_*`, one for each kind of optimizer. This was written
+for the versions `KNOWN`. Other versions are refused at import, and so is one without a name used here.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ckpt.adapters.shards import Shard
 from ckpt.errors import StateError, UsageError
 from ckpt.version import check_known
 
-KNOWN = ((0, 18), (0, 20))  # from, and below
+KNOWN = ((0, 18), (0, 20))  # the first supported version, and the first unsupported one
 USED: dict[Any, tuple[str, ...]] = {
     DeepSpeedZeroOptimizer: ("update_lp_params", "_lazy_init_hp_params_optimizer_state"),
     BF16_Optimizer: ("update_lp_params", "_lazy_init_hp_params_optimizer_state"),
@@ -51,13 +51,13 @@ for _class, _names in USED.items():
         if not hasattr(_class, _name):
             raise ImportError(f"DeepSpeed {deepspeed.__version__} has no {_class.__name__}.{_name}")
 
-_SCALES = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")  # what moves, of any loss scaler
+_SCALES = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")  # the values of a loss scaler that change
 
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """`count` elements of a flattened parameter, from `start` on. They lie in `master` from `at` on, and so do the
-    moments in the optimizer's state of it. `alike`: every rank has these."""
+    """`count` elements of a flattened parameter, from `start` on. They begin at `at` in `master`, and so do the moments
+    in the optimizer's state of it. `alike`: every rank has these."""
 
     master: Tensor
     at: int
@@ -67,10 +67,8 @@ class Fragment:
 
 
 class Engine:
-    """One DeepSpeed engine: what is to be saved of it, and how it goes on from it.
-
-    `optimizer`: the torch optimizer inside; `ranks`: those that hold this stage's parameters together, None: all.
-    """
+    """One DeepSpeed engine: what to save of it, and how to restore it. `optimizer`: the torch optimizer inside.
+    `ranks`: those that hold this stage's parameters together, None for all."""
 
     def __init__(self, engine: Any) -> None:
         self._engine, self._zero = engine, engine.optimizer
@@ -89,18 +87,18 @@ class Engine:
     # -- what is to be saved --
 
     def weights(self) -> dict[str, Shard | Tensor]:
-        """Of every parameter and buffer, by name."""
+        """Return the weights of every parameter and buffer by name."""
         others = [self._untrained_memory(p) for p in self._names if not self._is_trained(p)]
         return self._unless_same("weights", [*self._masters, *others, *self._buffers().values()], self._all_weights)
 
     def moments(self) -> dict[str, Shard | Tensor]:
-        """What the optimizer keeps of every parameter, by `state.NAME.KEY`."""
+        """Return the optimizer's values of every parameter, by `state.NAME.KEY`."""
         keys = self._keys()
         there = [self.optimizer.state[master][key] for key in keys for master in self._masters]
         return self._unless_same("moments", [*self._masters, *there], lambda: self._all_moments(keys))
 
     def _unless_same(self, what: str, of: list[Tensor], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """The same dict as before if it would be made of the same memory: to make one takes milliseconds."""
+        """Return the previous dict if a new one would have the same memory, because creating one takes milliseconds."""
         known, now = self._last.get(what), list(map(Tensor.data_ptr, of))
         same = known is not None and now == known[1] and all(map(is_, of, known[0]))
         if known is None or not same:
@@ -134,7 +132,7 @@ class Engine:
         }
 
     def _is_trained(self, p: Tensor) -> bool:
-        """Also if other ranks have all of it."""
+        """Return True for a trained parameter, even if other ranks have all of it."""
         return p in self._fragments or hasattr(p, "_hp_mapping")
 
     def _shard(self, p: Any, memory: Callable[[Tensor], Tensor]) -> Shard:
@@ -143,7 +141,7 @@ class Engine:
         return Shard(flat, _shape(p), start=one.start, replicas=self._every if one.alike else None)
 
     def _untrained(self, p: Any) -> Shard:
-        """A parameter that no optimizer has, in its own precision."""
+        """Return a parameter that no optimizer trains, in its own precision."""
         if not hasattr(p, "ds_id"):
             return Shard(p.detach(), tuple(p.shape), replicas=self._every)
         start, count = _piece(p)
@@ -154,14 +152,15 @@ class Engine:
         return found
 
     def _keys(self) -> list[str]:
-        """What the optimizer keeps of each element. StateError if it keeps more, which nobody could divide anew."""
+        """Return the keys that the optimizer has per element. StateError for others, which cannot be divided among
+        ranks."""
         found: dict[str, None] = {}
         for master in self._masters:
             for key, value in self.optimizer.state.get(master, {}).items():
                 if isinstance(value, Tensor) and value.numel() > 1:
                     if value.shape != master.shape:
                         raise StateError(
-                            f"{type(self.optimizer).__name__} keeps {key} of shape {list(value.shape)} beside weights "
+                            f"{type(self.optimizer).__name__} keeps {key} of shape {list(value.shape)} for weights "
                             f"of shape {list(master.shape)}: ckpt.deepspeed cannot divide it among other ranks"
                         )
                     if value.dim():
@@ -169,7 +168,7 @@ class Engine:
         return [key for key in found if all(key in self.optimizer.state.get(m, {}) for m in self._masters)]
 
     def state_dict(self) -> dict[str, Any]:
-        """What is alike on all ranks: counts, scale, settings."""
+        """Return what is the same on all ranks: counters, scale, settings."""
         engine = self._engine
         groups = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
         return {
@@ -199,13 +198,13 @@ class Engine:
                 own[key] = torch.full_like(live, value) if isinstance(live, Tensor) else type(live)(value)
 
     def _scaler(self) -> Any:
-        """What counts a scale that moves; None if there is none."""
+        """Return the scaler with a changing scale; None if there is none."""
         scaler = getattr(self._zero, "loss_scaler", None) or getattr(self._zero, "loss_scale_config", None)
         dynamic = getattr(scaler, "dynamic", getattr(scaler, "dynamic_loss_scale", False))
         return scaler if dynamic else None
 
     def _counts(self) -> dict[str, float]:
-        """What the optimizer keeps beside elements, such as its step. StateError if its parts do not agree."""
+        """Return the optimizer's scalars, such as its step. StateError if they differ between parameters."""
         found: dict[str, float] = {}
         for master in self._masters:
             for key, value in self.optimizer.state.get(master, {}).items():
@@ -213,7 +212,7 @@ class Engine:
                     continue
                 number = value.item() if isinstance(value, Tensor) else value
                 if found.setdefault(key, number) != number:
-                    raise StateError(f"the optimizer has other counts {key} of some parameters: {found[key]}, {number}")
+                    raise StateError(f"the optimizer's {key} differs between parameters: {found[key]}, {number}")
         return found
 
     # -- where training is --
@@ -224,26 +223,25 @@ class Engine:
 
     @property
     def between_steps(self) -> bool:
-        """Not while gradients are accumulated: they are not saved."""
+        """False while gradients are accumulated, because they are not saved."""
         return bool(self._engine.micro_steps % self._engine.gradient_accumulation_steps() == 0)
 
     # -- going on --
 
     def _begin(self) -> None:
-        """The optimizer has the state that it makes in its first step, so that there is something to save and to fill
-        also before that: a step may be left out for its loss scale."""
+        """Create the state that the optimizer would create in its first step. Then there is something to save and to
+        fill before that step, which may be skipped because of the loss scale."""
         for master in self._masters:
             if not self.optimizer.state.get(master):
                 if any(group.get("dampening") for group in self.optimizer.param_groups):
-                    raise UsageError(
-                        "ckpt.deepspeed: SGD with dampening begins otherwise than from zeros: not supported"
-                    )
+                    raise UsageError("ckpt.deepspeed: SGD with dampening does not start from zeros: not supported")
                 self.optimizer.state[master] = self._example(master)
         if hasattr(self._zero, "_lazy_init_hp_params_optimizer_state"):
             self._zero._lazy_init_hp_params_optimizer_state()
 
     def _example(self, master: Tensor) -> dict[str, Any]:
-        """The state of a parameter as the first step makes it, with nothing in it: found out with a small one."""
+        """Return the state of a parameter as the first step creates it, but empty. A small parameter is used to find
+        it."""
         small = torch.zeros(8, dtype=master.dtype, device=master.device, requires_grad=True)
         small.grad = torch.zeros_like(small)
         trial = copy.copy(self.optimizer)
@@ -261,7 +259,7 @@ class Engine:
 
     @torch.no_grad()
     def weights_restored(self) -> None:
-        """The weights that the model computes with, from the fp32 ones. All ranks take part."""
+        """Compute the weights of the model from the fp32 ones. All ranks take part."""
         zero = self._zero
         if isinstance(zero, DeepSpeedZeroOptimizer_Stage3):
             zero.checkpoint_event_prologue()
@@ -279,22 +277,22 @@ class Engine:
 
 
 def refuse(engine: Any) -> None:
-    """UsageError for what this module does not know how to divide."""
+    """Raise UsageError for anything that this module cannot divide."""
     zero = engine.optimizer
     why = ""
     if zero is None or not hasattr(getattr(zero, "optimizer", zero), "param_groups"):
         why = "this engine has no optimizer: save engine.module with ckpt.Checkpointer"
     elif getattr(engine, "has_moe_layers", False):
-        why = "experts (MoE) are held by other ranks than the rest: not supported yet"
+        why = "experts (MoE) are on other ranks than the rest: not supported yet"
     elif _slices(engine) > 1:
         why = "tensor parallelism inside DeepSpeed (AutoTP, an mpu) is not supported yet"
     elif getattr(zero, "swap_optimizer", False) or getattr(zero, "params_in_nvme_and_cpu", False):
-        why = "states that are offloaded to NVMe are not in memory: offload them to the host"
+        why = "states that are offloaded to NVMe are not in memory: offload them to the host instead"
     elif getattr(engine, "zenflow", False) or "SuperOffload" in type(zero).__name__:
-        why = f"{type(zero).__name__} keeps states apart: not supported yet"
+        why = f"{type(zero).__name__} keeps states separately: not supported yet"
     elif own := _tied_in_part(engine.module):
         why = (
-            f"stages of the pipeline that share a layer have {own} each for itself: build that layer without, or tie it"
+            f"pipeline stages that share a layer have separate copies of {own}: build that layer without it, or tie it"
         )
     elif any(_divided_otherwise(p, engine) for p in engine.module.parameters()):
         why = "parameters are divided within groups of ranks (MiCS, hpZ): not supported yet"
@@ -303,13 +301,13 @@ def refuse(engine: Any) -> None:
 
 
 def _slices(engine: Any) -> int:
-    """Ranks that have a part of each tensor. Stages of a pipeline have other tensors, and count as model parallel."""
+    """Return how many ranks share each tensor. Pipeline stages have other tensors, but count as model parallel."""
     pipeline = getattr(engine, "grid", None)
     return int(engine.mp_world_size if pipeline is None else pipeline.get_slice_parallel_world_size())
 
 
 def _tied_in_part(module: Any) -> str:
-    """A parameter of which each stage has its own, under one name; "" if there is none."""
+    """Return a parameter that each stage has separately under one name; "" if there is none."""
     for key, tied in getattr(module, "tied_comms", {}).items():
         for name, _ in tied["module"].named_parameters():
             if len(tied["ranks"]) > 1 and name not in tied["weight_attr"]:
@@ -324,19 +322,19 @@ def _divided_otherwise(p: Any, engine: Any) -> bool:
 
 
 def _shape(p: Any) -> tuple[int, ...]:
-    """Of the whole parameter: ZeRO-3 empties it."""
+    """Return the shape of the whole parameter, which ZeRO-3 empties."""
     return tuple(getattr(p, "ds_shape", p.shape))
 
 
 def _piece(p: Any) -> tuple[int, int]:
-    """Which elements this rank has of a parameter that ZeRO-3 has divided: pieces of one size, the last ones padded."""
+    """Return the elements that this rank has of a parameter split by ZeRO-3: equal pieces, the last ones padded."""
     size = int(p.ds_tensor.ds_numel)
     start = min(size * int(dist.get_rank(p.ds_process_group)), int(p.ds_numel))
     return start, min(size, int(p.ds_numel) - start)
 
 
 def _fragments(engine: Any, zero: Any) -> dict[Tensor, Fragment]:
-    """By parameter. Not of those that other ranks have all of, nor of frozen ones."""
+    """Return the fragments by parameter, except of frozen parameters and of those that other ranks have as a whole."""
     if isinstance(zero, DeepSpeedZeroOptimizer_Stage3):
         return dict(_of_stage_3(engine, zero))
     if isinstance(zero, DeepSpeedZeroOptimizer):
@@ -354,7 +352,7 @@ def _fragments(engine: Any, zero: Any) -> dict[Tensor, Fragment]:
         return dict(_of_flat(zero))
     if isinstance(zero, torch.optim.Optimizer):
         return {p: Fragment(p, 0, 0, p.numel(), True) for group in zero.param_groups for p in group["params"]}
-    raise UsageError(f"ckpt.deepspeed does not know where {type(zero).__name__} keeps its weights")
+    raise UsageError(f"ckpt.deepspeed does not support {type(zero).__name__}")
 
 
 def _of_stage_3(engine: Any, zero: Any) -> Iterator[tuple[Tensor, Fragment]]:
@@ -365,7 +363,7 @@ def _of_stage_3(engine: Any, zero: Any) -> Iterator[tuple[Tensor, Fragment]]:
 
 
 def _of_mapping(engine: Any, masters: list[Tensor]) -> Iterator[tuple[Tensor, Fragment]]:
-    """Wherever the cuts through the flat buffer of a group fall."""
+    """Handle any split of the flat buffer of a group."""
     for p in engine.module.parameters():
         mapping = getattr(p, "_hp_mapping", None)
         if mapping is not None:
@@ -374,7 +372,7 @@ def _of_mapping(engine: Any, masters: list[Tensor]) -> Iterator[tuple[Tensor, Fr
 
 
 def _of_flat(zero: Any) -> Iterator[tuple[Tensor, Fragment]]:
-    """One flat buffer a group, whole on every rank."""
+    """Handle one flat buffer per group, whole on every rank."""
     for params, master in zip(zero.fp16_groups, zero.fp32_groups_flat, strict=True):
         at = 0
         for p in params:

@@ -87,7 +87,6 @@ class FaultHandler:
             return
         _armed.add(self)
         try:
-            self._out_of_turn.start()
             self._perception.arm()
             self._excepthook.put_in()
             for name, target in (

@@ -174,7 +174,7 @@ class FaultReporter:
         leave = watchdog.hang is not None and watchdog.hang.action == "exit"
         fault.exit_code = 128 + signal.SIGKILL if leave else None
         await self.keep(fault)
-        if leave and watchdog.heartbeat.read().calls == stall.evidence.calls:  # unless it has done a step meanwhile
+        if leave and watchdog.heartbeat.read().calls == stall.evidence.calls:  # no step in the meantime
             end(watchdog, "it hangs")
 
     def signal(self, watchdog: Watchdog, number: int) -> Fault:

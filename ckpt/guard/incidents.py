@@ -98,7 +98,7 @@ class CaseCloser:
                 call.leave = None  # a handler installed later decides
             if call.note is not None and self._incidents.heartbeat.read().calls != call.note.evidence["calls"]:
                 call.leave = None  # the trainer has done a step
-            self._incidents.leaving = ends = call.leave is not None  # otherwise a later death is a fault of its own
+            self._incidents.leaving = ends = call.leave is not None  # otherwise a later death is a separate fault
             fault.exit_code = call.leave
         fault.timings["total_s"] = call.passed_s
         log.warning("%s", fault.line)

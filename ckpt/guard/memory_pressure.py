@@ -29,7 +29,7 @@ class OomKills:
 
     def since(self, earlier: OomKills) -> str:
         """Return "cgroup" or "machine" if the OOM killer has struck there since, otherwise "". The machine counts only
-        if the cgroup has no counter of its own."""
+        if the cgroup has no own counter."""
         if self.where == earlier.where and self.cgroup is not None and earlier.cgroup is not None:
             return "cgroup" if self.cgroup > earlier.cgroup else ""
         if self.machine is None or earlier.machine is None:
@@ -53,8 +53,7 @@ class PressureWatch:
 
     - less than `share` of the total is available;
     - processes wait for memory for `share` of the time, or a cgroup is held at its limit repeatedly. A file cache that
-      fills
-      a cgroup and the search for huge pages do that too, so these only count while memory is scarce;
+      fills a cgroup and the search for huge pages do that too, so these only count while memory is scarce;
     - a cgroup has run out of memory.
 
     An episode ends after `fine_s` seconds without any of these and with twice the share available. Everything is

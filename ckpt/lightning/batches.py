@@ -49,7 +49,7 @@ def _logger(trainer: Any) -> logging.Logger:
 class BatchFeed:
     """Records where batches come from, and comes back to a batch.
 
-    Lightning restores loaders with a state of their own (all loaders of a training, or none counts). With other
+    Lightning restores loaders that have a state (all loaders of a training, or none counts). With other
     loaders, the order of an epoch, and what their workers draw, follow from the random state at two moments: when the
     iterator was created, and when the first batch was requested. So the iterator is created again from those, the
     batches that are done are fetched again and dropped, and then the random state is set to that of the step.
@@ -320,7 +320,7 @@ class BatchFeed:
             warn(
                 self._trainer,
                 "saved by %d ranks and restored by %d in the middle of an epoch: the batches of its rest are divided "
-                "anew, so that some samples may come twice and some not at all in this epoch",
+                "again, so that some samples may come twice and some not at all in this epoch",
                 self._saved_world,
                 self._world,
             )

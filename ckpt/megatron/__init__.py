@@ -1,8 +1,9 @@
-"""How does a Megatron-core GPT model with its distributed optimizer save every step, and come back divided otherwise?
+"""The adapter for Megatron-core GPT models with a distributed optimizer: save every step, and resume with another
+division.
 
-In: model chunks and their optimizer. Out: a `ckpt.Checkpointer` whose state says fp32 weights and moments by the name
-of the parameter in the whole model, as runs of boxes of it (`ckpt.Shards`): no rank asks another for anything. Only
-`internals` knows Megatron's inside; nothing here knows the writer's or the trainer's.
+Input: model chunks and their optimizer. Output: a `ckpt.Checkpointer` whose state has fp32 weights and moments by the
+name of the parameter in the whole model, as boxes of it (`ckpt.Shards`). Ranks do not communicate. Only `internals`
+depends on Megatron's internals; nothing here depends on the internals of the writer or the trainer.
 """
 
 from ckpt.megatron.attach import attach as attach

@@ -1,12 +1,12 @@
 """A Checkpointer for Megatron-core.
 
-Its state has four entries, and those of the user beside them:
+Its state has four entries, in addition to those of the user:
 
-- `model`: of each parameter the fp32 master weights, under the name that it has in the whole model, whole for who
-  reads it; frozen parameters as they are.
+- `model`: the fp32 master weights of each parameter, under its name in the whole model, as a whole tensor for readers;
+  frozen parameters in their own dtype.
 - `optim`: `state.NAME.exp_avg` and `state.NAME.exp_avg_sq`.
 - `megatron`: the optimizer's step, settings of its groups, the loss scale.
-- `rng`: random numbers, those of Megatron's tracker among them.
+- `rng`: random states, including those of Megatron's tracker.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ OURS = ("model", "optim", "megatron", "rng")
 def attach(
     model_chunks: Sequence[Any], optimizer: Any, tiers: object, *, state: dict[str, Any] | None = None, **options: Any
 ) -> Checkpointer:
-    """The Checkpointer of Megatron's DDP-wrapped model chunks and what `get_megatron_optimizer` made of them.
+    """Return a Checkpointer for Megatron's DDP-wrapped model chunks and what `get_megatron_optimizer` returned for
+    them.
 
         cp = ckpt.megatron.attach(model, optimizer, "runs/exp1", state={"sched": opt_param_scheduler})
         for iteration in range(cp.restore(default=0), iterations):
@@ -37,16 +38,16 @@ def attach(
             cp.step(iteration + 1)
         cp.close()
 
-    Call it on all ranks before the first step. `tiers`, `options`: as of `ckpt.Checkpointer`. `state`: what else
-    belongs to the training: the schedule of the learning rate, loaders. Random numbers are saved without being named.
-    A run goes on with other sizes of tensor, pipeline and data parallelism. UsageError for what is not known, on all
-    ranks if it is one of them, says what to do; ImportError at import for a version of megatron-core that is not known.
+    Call it on all ranks before the first step. `tiers`, `options`: see `ckpt.Checkpointer`. `state`: other parts of the
+    training, such as loaders and the learning rate schedule. Random states are always saved. A run can be resumed with
+    other sizes of tensor, pipeline and data parallelism. Raises UsageError, with advice, for anything unsupported, on
+    all ranks if it occurs on one. An unsupported version of megatron-core raises ImportError at import.
     """
     own = dict(state or {})
     if taken := sorted(own.keys() & set(OURS)):
-        raise UsageError(f"{', '.join(taken)}: ckpt.megatron has entries of these names itself; name yours otherwise")
+        raise UsageError(f"{', '.join(taken)}: ckpt.megatron uses these names for its own entries: rename yours")
     if twice := sorted(name for name, one in own.items() if isinstance(one, RNG)):
-        raise UsageError(f"{', '.join(twice)}: ckpt.megatron saves random numbers itself: leave ckpt.RNG() out")
+        raise UsageError(f"{', '.join(twice)}: ckpt.megatron saves random states already: remove ckpt.RNG()")
     inside = made_together("attach", partial(Megatron, model_chunks, optimizer))
     ours = {
         "model": Shards(
@@ -56,11 +57,11 @@ def attach(
         "megatron": inside,
         "rng": RandomNumbers(),
     }
-    return Checkpointer(ours | {name: _again(one) for name, one in own.items()}, tiers, **options)
+    return Checkpointer(ours | {name: _reloadable(one) for name, one in own.items()}, tiers, **options)
 
 
 class _Schedule:
-    """Megatron's schedule of the learning rate, which counts from where it is when it loads."""
+    """Megatron's learning rate schedule, which adds a loaded step to its current one."""
 
     def __init__(self, schedule: Any) -> None:
         self._schedule = schedule
@@ -73,6 +74,6 @@ class _Schedule:
         self._schedule.load_state_dict(state)
 
 
-def _again(value: Any) -> Any:
-    """The same, or what can be restored more than once."""
+def _reloadable(value: Any) -> Any:
+    """Return the value, or a wrapper that can be restored more than once."""
     return _Schedule(value) if isinstance(value, OptimizerParamScheduler) else value

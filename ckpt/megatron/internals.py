@@ -1,9 +1,9 @@
-"""All that is known of Megatron's inside: where the fp32 weights and the moments of a parameter lie.
+"""Everything that depends on Megatron's internals: where the fp32 weights and the moments of a parameter are.
 
-Its distributed optimizer keeps, of every parameter, the run of elements that falls to this data parallel rank; the
-model says by its `ShardedTensor`s which box of the whole the parameter is. Both together say which elements of the
-whole a rank has. It was read in the versions `KNOWN`; another one is refused at import, as is one of these that lacks
-what is used here.
+Its distributed optimizer keeps, of every parameter, the range of elements of this data parallel rank. The model's
+`ShardedTensor`s give the box of the whole tensor that the parameter is. Together they determine which elements of the
+whole a rank has. This was written for the versions `KNOWN`. Other versions are refused at import, and so is one without
+a name used here.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ckpt.adapters.shards import Shard
 from ckpt.errors import StateError, UsageError
 from ckpt.version import check_known
 
-KNOWN = ((0, 16), (0, 17))  # from, and below
+KNOWN = ((0, 16), (0, 17))  # the first supported version, and the first unsupported one
 USED: dict[Any, tuple[str, ...]] = {
     DistributedOptimizer: ("_copy_main_params_to_model_params", "_get_model_param_range_map"),
     DistributedDataParallel: ("start_param_sync",),
@@ -45,7 +45,7 @@ USED: dict[Any, tuple[str, ...]] = {
         "get_tensor_and_data_parallel_group",
     ),
 }
-GROUPS = (  # of an optimizer: parameters, and the runs of them that it steps
+GROUPS = (  # attributes of an optimizer: parameters, and the ranges of them that it steps
     ("model_float16_groups", "shard_fp32_from_float16_groups"),
     ("model_fp32_groups", "shard_fp32_groups"),
 )
@@ -62,8 +62,10 @@ for _owner, _names in USED.items():
 @dataclass(frozen=True, slots=True)
 class Box:
     """Elements `start` to `stop` of a flattened parameter are this box of the tensor `name`, of the given shape.
-    `alike`: the tensor parallel ranks that have the same; `everybody`: all that have it. `copied`: another stage of
-    the pipeline has it as well, and saves it."""
+
+    `alike`: the tensor parallel ranks with the same elements; `everybody`: all ranks with them. `copied`: another stage
+        of the pipeline has the tensor as well, and saves it.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -85,10 +87,10 @@ class Stepped:
 
 
 class Megatron:
-    """Model chunks and their optimizer: what is to be saved of them, and how they go on from it.
+    """Model chunks and their optimizer: what to save of them, and how to restore it.
 
-    `optimizer`: the torch optimizer inside, None if there are several, or steps of it are left out; `ranks`: that hold
-    this stage of the pipeline together, None: all.
+    `optimizer`: the torch optimizer inside, None if there are several or it may skip steps. `ranks`: those that hold
+        this stage of the pipeline together, None for all.
     """
 
     def __init__(self, model_chunks: Sequence[Any], optimizer: Any) -> None:
@@ -98,12 +100,12 @@ class Megatron:
         stage = _ranks(parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True))
         self.ranks = None if len(stage) == dist.get_world_size() else stage
         self._scaler = self._parts[0].grad_scaler
-        skips = self._scaler is not None and bool(self._scaler.state_dict())  # steps, as its scale moves
+        skips = self._scaler is not None and bool(self._scaler.state_dict())  # it skips steps while its scale changes
         self.optimizer = self._parts[0].optimizer if len(self._parts) == 1 and not skips else None
         boxes = {p: boxes for chunk in self._chunks for p, boxes in _boxes_of(chunk, stage)}
         self._held = {p: held for part in self._parts for p, held in _held_by(part)}
         if unknown := [name for chunk in self._chunks for name, p in chunk.named_parameters() if p not in boxes]:
-            raise UsageError(f"ckpt.megatron: sharded_state_dict() does not say where {unknown[0]} lies in the model")
+            raise UsageError(f"ckpt.megatron: sharded_state_dict() has no entry for {unknown[0]}")
         self._tied = _tied_embedding(self._chunks)
         for p, own in boxes.items():
             if own[0].copied and (p is not self._tied or not p.requires_grad):
@@ -117,19 +119,19 @@ class Megatron:
     # -- what is to be saved --
 
     def weights(self) -> dict[str, list[Shard]]:
-        """Of every parameter, by its name in the whole model."""
+        """Return the weights of every parameter, by its name in the whole model."""
         memory = [*(held.master for held in self._held.values()), *self._frozen]
         return self._unless_same("weights", memory, self._all_weights)
 
     def moments(self) -> dict[str, list[Shard]]:
-        """What the optimizer keeps of every parameter, by `state.NAME.KEY`."""
+        """Return the optimizer's moments of every parameter, by `state.NAME.KEY`."""
         memory = [self._state(held.master)[key] for held in self._held.values() for key in MOMENTS]
         return self._unless_same("moments", memory, self._all_moments)
 
     def _unless_same(
         self, what: str, memory: list[Tensor], make: Callable[[], dict[str, list[Shard]]]
     ) -> dict[str, list[Shard]]:
-        """The same dict as before if it would be made of the same memory: to make one takes milliseconds."""
+        """Return the previous dict if a new one would have the same memory, because creating one takes milliseconds."""
         known, now = self._last.get(what), list(map(Tensor.data_ptr, memory))
         same = known is not None and now == known[1] and all(map(is_, memory, known[0]))
         if known is None or not same:
@@ -164,7 +166,7 @@ class Megatron:
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """What is alike on all ranks: the step, settings, the loss scale."""
+        """Return what is the same on all ranks: the step, settings, the loss scale."""
         scale = dict(self._scaler.state_dict()) if self._scaler is not None else {}
         if isinstance(scale.get("scale"), Tensor):
             scale["scale"] = scale["scale"].item()
@@ -179,8 +181,8 @@ class Megatron:
             self._set_step(step)
         elif self._held:
             raise StateError(
-                "how many steps the optimizer has made is not known to this rank: the one that saved in its place had "
-                "no parameters to step. Restore with the sizes of parallelism that saved, or on another number of ranks"
+                "this rank does not know the optimizer's step: the rank that saved in its place had no parameters to "
+                "train. Restore with the same sizes of parallelism as when saving, or on another number of ranks"
             )
 
     def _set_step(self, step: float) -> None:
@@ -195,7 +197,7 @@ class Megatron:
                 own["step"] = torch.full_like(own["step"], step)
 
     def load_state_dicts(self, states: list[dict[str, Any]], rank: int, world: int) -> None:
-        """When the number of ranks has changed: that of any rank that stepped something."""
+        """Called when the number of ranks has changed: load the state of any rank that trained parameters."""
         self.load_state_dict(next((state for state in states if state["step"] is not None), states[0]))
 
     def _groups(self) -> list[dict[str, Any]]:
@@ -203,24 +205,24 @@ class Megatron:
 
     @property
     def _counts_by_parameter(self) -> bool:
-        """As torch's Adam does; fused ones count by group."""
+        """True for torch's Adam; fused ones count by group."""
         return any(isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW) for part in self._parts)
 
     def _step(self) -> float | None:
-        """Of the optimizer; None if this rank steps nothing. StateError if its parameters do not agree."""
+        """Return the optimizer's step; None if this rank steps nothing. StateError if it differs between parameters."""
         if self._counts_by_parameter:
             steps = {float(self._state(held.master)["step"]) for held in self._held.values()}
         else:
             steps = {float(group["step"]) for group in self._groups() if group["params"] and "step" in group}
         if len(steps) > 1:
-            raise StateError(f"the optimizer has made other numbers of steps of some parameters: {sorted(steps)}")
+            raise StateError(f"the number of optimizer steps differs between parameters: {sorted(steps)}")
         return steps.pop() if steps else None if not self._held else 0.0
 
     # -- going on --
 
     def _begin(self) -> None:
-        """The optimizer has the moments that it makes in its first step, so that there is something to save and to
-        fill also before that."""
+        """Create the moments that the optimizer would create in its first step, so that they can be saved and filled
+        before it."""
         for part in self._parts:
             part.init_state_fn(part.optimizer, part.config)
             for group in part.optimizer.param_groups:
@@ -232,19 +234,19 @@ class Megatron:
 
     @torch.no_grad()
     def weights_restored(self) -> None:
-        """The weights that the model computes with, from the fp32 ones. All ranks take part."""
+        """Compute the weights of the model from the fp32 ones. All ranks take part."""
         if self._tied is not None:
-            self._bring_embedding(self._tied)
+            self._send_embedding(self._tied)
         for part in self._parts:
             part._copy_main_params_to_model_params()
         for chunk in self._chunks:
             if chunk.ddp_config.overlap_param_gather:
-                chunk.start_param_sync(force_sync=True)  # ends one of before that is under way, and does no more
+                chunk.start_param_sync(force_sync=True)  # wait for one in progress, if any; it does nothing else
             chunk.start_param_sync(force_sync=True)
 
-    def _bring_embedding(self, weight: Tensor) -> None:
-        """To the last stage, whose output layer has a copy of the first one's embedding, divided otherwise. Bits are
-        added to zeros."""
+    def _send_embedding(self, weight: Tensor) -> None:
+        """Send the first stage's embedding to the last stage, whose output layer has a copy of it with another
+        division. Its bits are added to zeros."""
         first, held = weight in self._boxes, self._held.get(weight)
         for key in (None, *MOMENTS):
             whole = torch.zeros(weight.numel(), dtype=torch.int32, device=weight.device)
@@ -262,7 +264,7 @@ class Megatron:
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    """Of a group of the optimizer: what a schedule changes, and what else is plain."""
+    """Return what a schedule changes in a group of the optimizer, and its other plain values."""
     return {
         key: value
         for key, value in group.items()
@@ -271,7 +273,7 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _run(memory: Tensor, first: int, box: Box, replicas: tuple[int, ...] | None = None) -> list[Shard]:
-    """What flat memory, which begins with element `first` of a parameter, has of a box of it."""
+    """Return the part of a box that is in flat memory, which begins with element `first` of a parameter."""
     flat = memory.detach().view(-1)
     start, stop = max(first, box.start), min(first + flat.numel(), box.stop)
     if start >= stop:
@@ -281,7 +283,7 @@ def _run(memory: Tensor, first: int, box: Box, replicas: tuple[int, ...] | None 
 
 
 def _held_by(part: Any) -> Iterator[tuple[Tensor, Stepped]]:
-    """Of one optimizer: what it steps of each parameter that it steps some of."""
+    """Yield the part of each parameter that one optimizer steps."""
     for models, masters in GROUPS:
         for params, runs in zip(getattr(part, models), getattr(part, masters), strict=True):
             for p, master in zip(params, runs, strict=True):
@@ -289,7 +291,7 @@ def _held_by(part: Any) -> Iterator[tuple[Tensor, Stepped]]:
 
 
 def _tied_embedding(chunks: list[Any]) -> Tensor | None:
-    """This stage's embedding, or its copy, if the first and the last stage of a pipeline have the same."""
+    """Return this stage's embedding, or its copy, if the first and the last stage of a pipeline share it."""
     group = parallel_state.get_embedding_group(check_initialized=False)
     if group is None or group.size() == 1:
         return None
@@ -302,7 +304,7 @@ def _tied_embedding(chunks: list[Any]) -> Tensor | None:
 
 
 def _boxes_of(chunk: Any, stage: tuple[int, ...]) -> Iterator[tuple[Tensor, list[Box]]]:
-    """Of every parameter of a chunk: what it is of the whole model, each layer under a name of its own."""
+    """Yield the boxes of the whole model that each parameter of a chunk is. Each layer has its own name."""
     said = chunk.module.sharded_state_dict(metadata={"non_homogeneous_layers": True})
     for one in nested_values(said):
         if isinstance(one, ShardedTensor | ShardedTensorFactory) and not isinstance(one.data, torch.nn.Parameter):
@@ -311,16 +313,16 @@ def _boxes_of(chunk: Any, stage: tuple[int, ...]) -> Iterator[tuple[Tensor, list
             yield one.data, _boxes(one, [one], stage)
         elif isinstance(one, ShardedTensorFactory):
             yield one.data, _boxes(one, [part for part in nested_values(one.build()) if part is not None], stage)
-        elif not one.key.endswith("_extra_state"):  # of Transformer Engine: empty without fp8
-            raise UsageError(f"ckpt.megatron: {one.key} is no tensor: not supported yet")
+        elif not one.key.endswith("_extra_state"):  # from Transformer Engine: empty without fp8
+            raise UsageError(f"ckpt.megatron: {one.key} is not a tensor: not supported yet")
 
 
 def _boxes(one: Any, parts: list[Any], stage: tuple[int, ...]) -> list[Box]:
-    """A tensor as boxes of the whole one. UsageError if its memory is not these, one after the other."""
+    """Return a tensor as boxes of the whole one. UsageError if its memory is not a sequence of them."""
     tp = _ranks(parallel_state.get_tensor_model_parallel_group())
     count, total = one.data.numel(), math.prod(parts[0].global_shape)
     if total not in (count, count * len(tp)):
-        raise UsageError(f"ckpt.megatron: {one.key} is divided otherwise than among {len(tp)} ranks: not supported yet")
+        raise UsageError(f"ckpt.megatron: {one.key} is not divided among {len(tp)} ranks: not supported yet")
     replicated = total == count
     alike = tp if replicated and len(tp) > 1 else None
     everybody = stage if replicated else _ranks(parallel_state.get_data_parallel_group(with_context_parallel=True))
@@ -336,7 +338,7 @@ def _boxes(one: Any, parts: list[Any], stage: tuple[int, ...]) -> list[Box]:
         found.append(Box(part.key, shape, offsets, sizes, at, stop, alike, everybody, copied))
         at = stop
     if at != count:
-        raise UsageError(f"ckpt.megatron: {one.key} is not saved as a whole: not supported yet")
+        raise UsageError(f"ckpt.megatron: {one.key} is not saved completely: not supported yet")
     return found
 
 
@@ -345,7 +347,7 @@ def _ranks(group: Any) -> tuple[int, ...]:
 
 
 def refuse(chunks: list[Any], parts: list[Any]) -> None:
-    """UsageError for what this module does not know how to divide."""
+    """Raise UsageError for anything that this module cannot divide."""
     why = _of_models(chunks) or _of_optimizers(parts)
     if why:
         raise UsageError(f"ckpt.megatron: {why}")
@@ -354,14 +356,12 @@ def refuse(chunks: list[Any], parts: list[Any]) -> None:
 def _of_models(chunks: list[Any]) -> str:
     for chunk in chunks:
         if not isinstance(chunk, DistributedDataParallel):
-            return (
-                f"model_chunks are a list of what Megatron's DistributedDataParallel wraps, not {type(chunk).__name__}"
-            )
+            return f"model_chunks must be a list of Megatron's DistributedDataParallel, not {type(chunk).__name__}"
         config = chunk.config
         if getattr(config, "fp8", None) or getattr(config, "fp4", None):
             return "weights in fp8 or fp4 are not supported yet"
         if getattr(config, "num_moe_experts", None):
-            return "experts (MoE) are held by other ranks than the rest: not supported yet"
+            return "experts (MoE) are on other ranks than the rest: not supported yet"
         if getattr(config, "mtp_num_layers", None) and parallel_state.get_pipeline_model_parallel_world_size() > 1:
             return "multi-token prediction in a pipeline is not supported yet"
         if chunk.ddp_config.num_distributed_optimizer_instances > 1:
@@ -376,11 +376,11 @@ def _of_optimizers(parts: list[Any]) -> str:
         if not isinstance(part, DistributedOptimizer):
             return f"{type(part).__name__} is not Megatron's DistributedOptimizer: set use_distributed_optimizer=True"
         if part.is_stub_optimizer:
-            return "nothing of this rank's stage is trained: not supported yet"
+            return "this rank's stage has nothing to train: not supported yet"
         if part.ddp_config.use_megatron_fsdp:
-            return "Megatron's FSDP divides parameters otherwise: not supported"
+            return "Megatron's FSDP divides parameters in another way: not supported"
         if part.config.use_precision_aware_optimizer:
-            return "a precision-aware optimizer keeps its weights inside: not supported yet"
+            return "a precision-aware optimizer keeps its weights internally: not supported yet"
         if part.config.optimizer_cpu_offload or part.init_state_fn is None:
             return "an optimizer that is offloaded to the host is not supported yet"
     return ""

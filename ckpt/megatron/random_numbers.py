@@ -1,4 +1,4 @@
-"""Random numbers of a rank of Megatron: what `ckpt.RNG` saves, and the streams of the tracker beside it."""
+"""Random states of a rank of Megatron: what `ckpt.RNG` saves, and the streams of the tracker."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from ckpt.core.state.stateful import RNG
 
 
 class RandomNumbers(RNG):
-    """All ranks of a tensor parallel group draw the same numbers outside the tracker's regions. So nobody may take
-    over the streams of just any rank: where tensor or pipeline parallelism have other sizes than those that saved, all
-    begin with what Megatron has seeded.
-    """
+    """Outside the tracker's regions, all ranks of a tensor parallel group draw the same numbers. So a rank must not
+    take over the streams of any other rank: if the sizes of tensor or pipeline parallelism have changed since the
+    save, all keep what Megatron has seeded."""
 
     def state_dict(self) -> dict[str, Any]:
         states = {name: _get(stream) for name, stream in get_cuda_rng_tracker().get_states().items()}
@@ -26,7 +25,7 @@ class RandomNumbers(RNG):
             self._take(state)
 
     def load_state_dicts(self, states: list[dict[str, Any]], rank: int, world: int) -> None:
-        """When the number of ranks has changed: data parallel ranks beyond those that saved begin with them again."""
+        """Called when the number of ranks has changed: additional data parallel ranks use the saved states again."""
         *here, replica = place_of_rank()
         alike = [state for state in states if state["place"][:4] == here]
         if alike:
@@ -45,13 +44,13 @@ class RandomNumbers(RNG):
 
 
 def _get(stream: Any) -> torch.Tensor:
-    """The state of a stream; with graphs of CUDA it is a generator."""
+    """Return the state of a stream, which is a generator if CUDA graphs are used."""
     found: torch.Tensor = stream.get_state() if isinstance(stream, torch.Generator) else stream
     return found
 
 
 def place_of_rank() -> tuple[int, int, int, int, int]:
-    """Sizes of tensor and pipeline parallelism, this rank's place in them, and among data parallel ranks."""
+    """Return the sizes of tensor and pipeline parallelism, and the rank's position in them and in data parallelism."""
     return (
         parallel_state.get_tensor_model_parallel_world_size(),
         parallel_state.get_pipeline_model_parallel_world_size(),

@@ -1,1 +1,1 @@
-"""What works beside the core through its public messages, and which the core does not know."""
+"""Optional parts that use public messages of the core, and that the core does not depend on."""

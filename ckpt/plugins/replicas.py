@@ -1,14 +1,14 @@
-"""A second copy of the memory on another node, so that a snapshot survives the loss of one.
+"""A second copy of the memory on another node, so that a snapshot survives the loss of a node.
 
-Each writer sends every new snapshot of its trainer to the writer of one rank on another node (`Memory(replicas=2)`),
-which keeps it in an arena of its own, labelled like the first copy. Training is not involved: what is sent is sealed
-already. If the network is slower than the steps, steps between are left out; the newest is always sent next.
+Each writer sends every new snapshot of its trainer to the writer of one rank on another node (`Memory(replicas=2)`).
+That writer keeps it in a separate arena, labelled like the first copy. Training is not affected, because only sealed
+snapshots are sent. If the network is slower than the steps, some steps are skipped; the newest is always sent next.
 
-This is a plug-in: `ckpt.writer_process` makes a `Replicator` beside the core's writer. It handles requests of its own
-(`Serve`, `Partner`, `Push`), and `Retract` as well as the core does. The core knows the copies only as
-`HeldMemory.copies`, which a restore may read.
+This is a plug-in: `ckpt.writer_process` creates a `Replicator` next to the core's writer. It handles its own requests
+(`Serve`, `Partner`, `Push`), and, like the core, `Retract`. The core sees the copies only as `HeldMemory.copies`, which
+a restore may read.
 
-    push:   token, then for each snapshot: header (JSON), data, plain values, one byte: whole, or overwritten meanwhile
+    push:   token, then for each snapshot: header (JSON), data, plain values, one byte: complete, or overwritten
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from ckpt.failpoints import point
 CHUNK = 4 << 20
 CONNECT_S = 5.0
 RETRY_S = 2.0
-SILENCE_S = 120.0  # a peer that neither takes nor gives a byte for so long is gone
+SILENCE_S = 120.0  # a peer that neither sends nor receives a byte for this long is considered lost
 MAX_HEADER = 64 << 20
-OLD_AFTER = 64  # snapshots of ours without one of the other rank's
+OLD_AFTER = 64  # snapshots of this rank without one of the other rank
 _SIZE = struct.Struct("!I")
 
 
 class Replicator:
-    """Both ends: takes copies of another rank's snapshots, and sends ours to a partner."""
+    """Both ends: receives copies of another rank's snapshots, and sends ours to a partner."""
 
     def __init__(self, memory: HeldMemory) -> None:
         self._memory, self.arenas = memory, memory.copies
-        self._fresh: set[int] = set()  # ranks that have sent something since `push` looked last
+        self._fresh: set[int] = set()  # ranks that have sent something since the last check in `push`
         self._pushed = 0
         self._token = secrets.token_hex(16)
         self._listener: socket.socket | None = None
@@ -57,14 +57,14 @@ class Replicator:
         self._rank = 0
         self._next: tuple[Arena, int, Label, Layout] | None = None
         self._wake = asyncio.Event()
-        self._taken_back: list[Attempt] = []
-        self._said = False
+        self._withdrawn: list[Attempt] = []
+        self._warned = False
 
     # -- taking --
 
     @handles(requests.Serve)
     def serve(self, request: requests.Serve) -> requests.Json:
-        """Listen; how others reach us."""
+        """Listen. Returns how others can connect."""
         if self._listener is None:
             self._listener = listen()
             self._listener.setblocking(False)
@@ -81,7 +81,7 @@ class Replicator:
         while True:
             try:
                 sock, _ = await loop.sock_accept(listener)
-            except OSError:  # out of descriptors, say: the partner tries again
+            except OSError:  # out of descriptors, for example: the partner tries again
                 await asyncio.sleep(RETRY_S)
                 continue
             sock.setblocking(False)
@@ -95,7 +95,7 @@ class Replicator:
                     while True:
                         await self._take_one(sock)
         except (OSError, TimeoutError, ValueError, KeyError, TypeError, CheckpointError, MemoryError) as error:
-            log.info("a copy of another rank's memory ends here: %s", error)
+            log.info("stopped receiving a copy of another rank's memory: %s", error)
 
     async def _take_one(self, sock: socket.socket) -> None:
         size = _SIZE.unpack(await _read(sock, _SIZE.size, wait_s=None))[0]
@@ -103,7 +103,7 @@ class Replicator:
             raise ValueError(f"a header of {size} bytes")
         header = json.loads(bytes(await _read(sock, size)))
         if "drop" in header:
-            self._drop(int(header["rank"]), Attempt.parse(header["drop"]))
+            self._discard(int(header["rank"]), Attempt.parse(header["drop"]))
             return
         rank, layout = int(header["rank"]), Layout.from_json(header["layout"])
         attempt, values_size = Attempt.parse(header["attempt"]), int(header["values_size"])
@@ -117,7 +117,7 @@ class Replicator:
         slot = empty[0] if empty else held[-1][0]
         finite = header["finite"]
         if finite is not None and type(finite) is not bool:
-            raise ValueError("a snapshot that is neither finite nor not")
+            raise ValueError("the flag finite of a snapshot is not a bool")
         label = Label(FILLING, order, attempt, layout.digest, data_size, values_size, float(header["time"]), finite)
         arena.set_label(slot, label)
         self._memory.keep_layout(layout)
@@ -129,8 +129,8 @@ class Replicator:
         arena.set_label(slot, _sealed(label) if whole else Label(EMPTY))
         self._fresh.add(rank)
 
-    def _drop(self, rank: int, attempt: Attempt) -> None:
-        """It was taken back there."""
+    def _discard(self, rank: int, attempt: Attempt) -> None:
+        """Drop a snapshot that its sender has withdrawn."""
         arena = self.arenas.get(rank)
         for slot, label in arena.sealed() if arena is not None else ():
             if arena is not None and label.attempt == attempt:
@@ -147,7 +147,7 @@ class Replicator:
         return arena
 
     def _drop_old(self) -> None:
-        """Our trainer has sealed many newer steps: a rank that has sent nothing meanwhile is not there any more."""
+        """Drop the copies of ranks that are gone: they sent nothing while our trainer sealed many steps."""
         for rank in self.arenas.keys() - self._fresh:
             self.arenas.pop(rank).close()
         self._fresh.clear()
@@ -156,7 +156,7 @@ class Replicator:
 
     @handles(requests.Partner)
     def send_to(self, request: requests.Partner) -> None:
-        """From now on our snapshots, those of `request.rank`, go to this partner."""
+        """From now on, send our snapshots, which are those of `request.rank`, to this partner."""
         started = self._partner is not None
         self._partner, self._rank = request.contact, request.rank
         if not started:
@@ -164,7 +164,7 @@ class Replicator:
 
     @handles(requests.Push)
     def push(self, request: requests.Push) -> None:
-        """This snapshot is the next to be sent; one that was waiting is left out."""
+        """Send this snapshot next, and skip one that is still waiting."""
         slot, arena, layouts = request.slot, self._memory.arenas[request.arena], self._memory.layouts
         label = arena.label(slot)
         if label is None or str(label.attempt) != request.attempt or label.layout not in layouts:
@@ -177,12 +177,12 @@ class Replicator:
 
     @handles(requests.Retract)
     def take_back(self, request: requests.Retract) -> None:
-        """A snapshot turned out not to be of one moment: the copy must go as well."""
+        """Drop a snapshot that turned out to be inconsistent, and its copy."""
         attempt = Attempt.parse(request.attempt)
         if self._next is not None and self._next[2].attempt == attempt:
             self._next = None
         if self._partner is not None:
-            self._taken_back.append(attempt)
+            self._withdrawn.append(attempt)
             self._wake.set()
 
     async def _send(self) -> None:
@@ -193,17 +193,17 @@ class Replicator:
                     while partner is self._partner:
                         await self._wake.wait()
                         self._wake.clear()
-                        while self._taken_back:
-                            await self._send_drop(sock, self._taken_back[0])
-                            self._taken_back.pop(0)
+                        while self._withdrawn:
+                            await self._send_drop(sock, self._withdrawn[0])
+                            self._withdrawn.pop(0)
                         if self._next is not None:
                             await self._send_one(sock, *self._next)
             except (OSError, TimeoutError) as error:
-                say = log.info if self._said else log.warning
-                self._said = True
-                say("memory is not copied to another node now: %s", error)
+                warn = log.info if self._warned else log.warning
+                self._warned = True
+                warn("memory is currently not copied to another node: %s", error)
                 await asyncio.sleep(RETRY_S)
-                self._wake.set()  # what was under way is sent again
+                self._wake.set()  # send the interrupted one again
 
     async def _send_drop(self, sock: socket.socket, attempt: Attempt) -> None:
         header = json.dumps({"rank": self._rank, "drop": str(attempt)}).encode()
@@ -211,7 +211,7 @@ class Replicator:
         await asyncio.wait_for(loop.sock_sendall(sock, _SIZE.pack(len(header)) + header), SILENCE_S)
 
     async def _connect(self) -> tuple[socket.socket, dict[str, Any]]:
-        loop, problem = asyncio.get_running_loop(), OSError("the partner left no address")
+        loop, problem = asyncio.get_running_loop(), OSError("the partner has no address")
         partner = self._partner
         assert partner is not None
         for address in partner["addresses"]:
@@ -247,7 +247,7 @@ class Replicator:
             for start in range(0, len(part), CHUNK):
                 await asyncio.wait_for(loop.sock_sendall(sock, part[start : start + CHUNK]), SILENCE_S)
         await asyncio.wait_for(loop.sock_sendall(sock, arena.values(slot, label)), SILENCE_S)
-        whole = arena.label(slot) == label  # the trainer may have gone round the ring meanwhile
+        whole = arena.label(slot) == label  # false if the trainer has overwritten the slot in the meantime
         await loop.sock_sendall(sock, b"\x01" if whole else b"\x00")
 
     def close(self) -> None:
@@ -272,5 +272,5 @@ async def _read_into(sock: socket.socket, view: memoryview, wait_s: float | None
     while done < len(view):
         count = await asyncio.wait_for(loop.sock_recv_into(sock, view[done : done + CHUNK]), wait_s)
         if not count:
-            raise OSError("the other end hung up")
+            raise OSError("the peer closed the connection")
         done += count

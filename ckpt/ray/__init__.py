@@ -1,7 +1,7 @@
-"""How does a Ray Train worker save every step, come back from memory when Ray starts it again, and report to Ray?
+"""The adapter for Ray Train: save every step of a worker, restore it from memory when Ray restarts it, report to Ray.
 
-In: what a training function has, under `TorchTrainer`. Out: a `ckpt.Checkpointer` whose run lies in the experiment's
-own storage. Only public names of Ray are used.
+Input: a training function under `TorchTrainer`. Output: a `ckpt.Checkpointer` whose run is in the storage of the
+experiment. Only public names of Ray are used.
 """
 
 from ckpt.ray.worker import WorkerCheckpointer as WorkerCheckpointer

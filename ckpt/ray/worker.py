@@ -1,7 +1,7 @@
 """A Checkpointer in a worker of Ray Train.
 
-Ray keeps what is reported to it, and deletes it by its `num_to_keep`. So what it is given is a folder of one small file
-that says where a step is (`POINTER`); the run is beside it, and Ray never touches that.
+Ray stores what is reported to it, and deletes it by its `num_to_keep`. So the reported checkpoint is a folder with one
+small file that names the run and the step (`POINTER`). The run itself is next to it, and Ray never changes it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ckpt.errors import CorruptError, UsageError
 from ckpt.tiers import Memory, Tier
 from ckpt.version import check_known
 
-KNOWN = ((2, 60), (2, 70))  # from, and below
+KNOWN = ((2, 60), (2, 70))  # the first supported version, and the first unsupported one
 POINTER = "everystep.json"
 MAX_POINTER = 1 << 20  # bytes
 SCHEMES = {"local": "", "s3": "s3://", "gcs": "gs://", "abfs": "az://"}  # of pyarrow's file systems
@@ -38,15 +38,16 @@ check_known("ckpt.ray", "Ray", ray.__version__, KNOWN)
 
 
 class WorkerCheckpointer(Checkpointer):
-    """A Checkpointer that reports to Ray. Made by `attach`. `place`: where its run is."""
+    """A Checkpointer that reports to Ray. Created by `attach`. `place`: the folder or URL of its run."""
 
     def __init__(self, state: dict[str, Any], tiers: list[Any], place: str, **options: Any) -> None:
         self.place = place
         super().__init__(state, tiers, **options)
 
     def report(self, metrics: dict[str, Any], **options: Any) -> None:
-        """`ray.train.report`, on all workers, with a checkpoint that names the step that was done last, which is being
-        saved to every tier. Ray waits for all workers here, as ever; not for the save. `options`: of `report`."""
+        """Call `ray.train.report`, on all workers, with a checkpoint that names the step that was just done. That step
+        is saved to every tier. Ray waits here for all workers, as usual, but not for the save. `options`: of
+        `report`."""
         step = self.save().step
         if ray.train.get_context().get_world_rank() > 0:
             ray.train.report(metrics, checkpoint=None, **options)
@@ -66,7 +67,7 @@ def attach(
     place: str | None = None,
     **options: Any,
 ) -> WorkerCheckpointer:
-    """The Checkpointer of a worker, in the function that `TorchTrainer` runs, on all workers.
+    """Return the Checkpointer of a worker. Call it in the function that `TorchTrainer` runs, on all workers.
 
         with ckpt.ray.attach({"model": model, "optim": optim, "rng": ckpt.RNG()}, every=500) as cp:
             for step in range(cp.restore(default=0), steps):
@@ -75,10 +76,11 @@ def attach(
                 if (step + 1) % 500 == 0:
                     cp.report({"loss": float(loss)})
 
-    Every step goes to `memory`, every `every`-th one to `also` and to `place`, by default the folder `everystep` in the
-    experiment's storage (`RunConfig(storage_path=, name=)`). Workers that Ray starts again (`FailureConfig`) come back
-    to the last step in memory, a later `fit` of the same name to the newest there, with any number of workers.
-    `state`, `keep`, `options`: as of `ckpt.Checkpointer`. UsageError for storage that everystep does not know.
+    Every step is saved to `memory`, and every `every`-th one to `also` and to `place`. The default of `place` is the
+    folder `everystep` in the storage of the experiment (`RunConfig(storage_path=, name=)`). Workers that Ray restarts
+    (`FailureConfig`) resume at the last step in memory. A later `fit` with the same name resumes at the newest step in
+    `place`, with any number of workers. `state`, `keep`, `options`: see `ckpt.Checkpointer`. Raises UsageError for
+    storage that everystep does not support.
     """
     place = place or _experiments_place()
     tiers = [memory or Memory(), *also, Tier(place, every=every, keep=keep)]
@@ -90,19 +92,18 @@ def _experiments_place() -> str:
     kind = storage.storage_filesystem.type_name
     if kind not in SCHEMES:
         raise UsageError(
-            f'Ray\'s storage is {kind!r}: say where the run is to be, ckpt.ray.attach(state, place="s3://…")'
+            f"everystep does not support Ray's storage {kind!r}: pass a folder or URL, "
+            'ckpt.ray.attach(state, place="s3://…")'
         )
     return f"{SCHEMES[kind]}{storage.experiment_fs_path}/everystep"
 
 
 def place_of(checkpoint: Any) -> str:
-    """`RUN@STEP` of a checkpoint that was reported, such as `result.checkpoint`: for `ckpt.load` and the commands.
-
-    UnreadableError if its file cannot be read now, CorruptError if it is lost or damaged.
-    """
+    """Return `RUN@STEP`, for `ckpt.load` and the commands, of a reported checkpoint such as `result.checkpoint`. Raises
+    UnreadableError if its file cannot be read now, CorruptError if it is lost or damaged."""
     with checkpoint.as_directory() as folder:
         try:
             said = json.loads(run(steady.files(read_regular, Path(folder, POINTER), MAX_POINTER)))
             return f"{said['run']}@{int(said['step'])}"
         except (OSError, ValueError, TypeError, KeyError) as error:
-            raise CorruptError(f"{checkpoint.path} is no checkpoint that ckpt.ray has reported: {error}") from None
+            raise CorruptError(f"{checkpoint.path} is not a checkpoint that ckpt.ray reported: {error}") from None

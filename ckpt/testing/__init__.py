@@ -1,4 +1,4 @@
-"""What every store promises, as tests: for those who write a store of their own.
+"""Tests of the guarantees of every store, for authors of stores.
 
     # test_my_store.py
     from ckpt.testing import StoreTests
@@ -14,10 +14,10 @@
         def make(self):
             return MyStore(self.url, writable=True)
 
-Only the contract (`ckpt.store.Store`) is used, so a store that passes can hold checkpoints. A listing may have any
-order: the tests sort what it gives. Needs pytest.
+Only the interface (`ckpt.store.Store`) is used, so a store that passes can hold checkpoints. Listings may have any
+order: the tests sort them. Needs pytest.
 
-`in_virtual_time` is for tests of what waits: retries, limits, deadlines.
+`in_virtual_time` is for tests of code that waits: retries, limits, deadlines.
 """
 
 from ckpt.testing.large_objects import LargeObjectTests, RangeTests
@@ -32,4 +32,4 @@ __all__ = ["StoreTests", "in_virtual_time"]
 
 
 class StoreTests(SmallObjectTests, ListingTests, LargeObjectTests, RangeTests):
-    """Subclass it, and give it a `make`. Each test uses one place, empty at its start."""
+    """Subclass this, and define `make`. Each test uses one location, which is empty at its start."""

@@ -1,4 +1,4 @@
-"""What a store promises of large objects, which are uploaded in ranges, and of ranges read out of any."""
+"""Tests of large objects, which are uploaded in ranges, and of reading ranges of any object."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ RANGES = [
 
 
 class LargeObjectTests(OverStores):
-    """Uploads: from the first range to `finish`, or given up, or forgotten."""
+    """Uploads: from the first range to `finish`, or aborted, or abandoned."""
 
     async def test_upload_in_ranges(self, store: Store) -> None:
-        """Ranges at the same time make the object: of odd sizes in any order, or part by part where it has parts."""
+        """Ranges written concurrently make up the object: of odd sizes in any order, or part by part if the store has
+        parts."""
         probe = await store.upload("packs/probe", size=1 << 20)
         await probe.abort()
         size = 2 * probe.part + 12_345
@@ -45,7 +46,7 @@ class LargeObjectTests(OverStores):
             assert bytes(view) == data[start : start + length]
 
     async def test_upload_and_ranges_of_any_shape(self, store: Store) -> None:
-        """For any size, cuts, order and alignment of memory: every range read back is what was written."""
+        """For any size, split, order and alignment of memory, every range read is equal to what was written."""
 
         async def shape(store: Store, seed: int) -> None:
             draw = random.Random(seed)
@@ -60,7 +61,7 @@ class LargeObjectTests(OverStores):
             for a, b in cuts:
                 view = aligned(b - a, draw.choice((0, 1, 512)))
                 view[:] = content[a:b]
-                views.append(view)  # as they are until `finish`
+                views.append(view)  # not changed until `finish`
                 await target.write_at(a, view)
             await target.finish()
             assert bytes(await store.get(f"packs/{seed}")) == content
@@ -75,8 +76,8 @@ class LargeObjectTests(OverStores):
             await shape(store, seed)
 
     async def test_upload_means_nothing_before_finish(self, store: Store, other: Store) -> None:
-        """Nobody reads the whole object before `finish`: it is not there, or does not have its bytes yet. The name is
-        there afterwards."""
+        """Before `finish`, the whole object cannot be read: it does not exist, or does not have its bytes yet. Then the
+        name exists."""
         target = await store.upload("packs/p", size=len(BLOB))
         if target.part == 0:
             await target.write_at(0, memoryview(BLOB)[:PAGE])
@@ -96,18 +97,18 @@ class LargeObjectTests(OverStores):
         assert bytes(await other.get("packs/p")) == BLOB
 
     async def test_upload_is_create_only(self, store: Store) -> None:
-        """A name that is taken is refused, at the latest by `finish`, and what is there stays."""
+        """An existing name is refused, at the latest by `finish`, and its object does not change."""
         if not self.creates_uploads:
-            pytest.skip("the store does not promise it")
+            pytest.skip("the store does not guarantee it")
         await upload(store, "packs/p", b"first")
         with pytest.raises(ExistsError):
             await upload(store, "packs/p", b"second")
         assert bytes(await store.get("packs/p")) == b"first"
 
     async def test_one_of_many_uploads_wins(self, store: Store, other: Store) -> None:
-        """Of several uploads of one name at once, one gets it, and its bytes are there."""
+        """Of several concurrent uploads of one name, one succeeds, and its bytes are stored."""
         if not self.creates_uploads:
-            pytest.skip("the store does not promise it")
+            pytest.skip("the store does not guarantee it")
         attempts = [upload((store, other)[i % 2], "packs/p", b"%d" % i * 9000) for i in range(6)]
         results = await asyncio.gather(*attempts, return_exceptions=True)
         winners = [i for i, result in enumerate(results) if result is None]
@@ -116,8 +117,8 @@ class LargeObjectTests(OverStores):
         assert bytes(await store.get("packs/p")) == b"%d" % winners[0] * 9000
 
     async def test_an_upload_replaces_only_if_it_is_told_to(self, store: Store, other: Store) -> None:
-        """With `replace`, and only at its end: longer or shorter bytes stand in place of the old ones, for whoever
-        opens it, and a name that nobody had is as good."""
+        """Only with `replace`, and only at the end, an upload replaces the old bytes, longer or shorter, for every
+        reader. It also works for a new name."""
         for i, (old, new) in enumerate(((BLOB, BLOB[::-1]), (b"short", BLOB), (BLOB, b""), (None, BLOB))):
             key = f"packs/{i}"
             if old is not None:
@@ -137,8 +138,8 @@ class LargeObjectTests(OverStores):
             assert bytes(await store.get(key, start=0, length=len(new))) == new
 
     async def test_a_replacement_that_is_given_up_changes_nothing(self, store: Store, other: Store) -> None:
-        """What was there stays, whether the upload was aborted before its first byte, in the middle, or forgotten; and
-        a later one gets through."""
+        """The object does not change if the upload is aborted before its first byte, in the middle, or abandoned. A
+        later upload succeeds."""
         await upload(store, "packs/p", BLOB)
         for written in (False, True):
             target = await store.upload("packs/p", size=len(BLOB), replace=True)
@@ -160,13 +161,13 @@ class LargeObjectTests(OverStores):
         assert await keys(other) == ["packs/p"] and bytes(await store.get("packs/p")) == BLOB[::-1]
 
     async def test_uploads_at_the_same_time(self, store: Store) -> None:
-        """Several large objects being written do not mix their bytes up."""
+        """Concurrent writes of several large objects do not mix up their bytes."""
         await asyncio.gather(*(upload(store, f"packs/{i}", bytes([i]) * 5 + BLOB) for i in range(8)))
         for i in range(8):
             assert bytes(await store.get(f"packs/{i}")) == bytes([i]) * 5 + BLOB
 
     async def test_upload_does_not_take_more_than_was_declared(self, store: Store) -> None:
-        """Bytes past the declared size are refused."""
+        """Bytes beyond the declared size are refused."""
         target = await store.upload("packs/p", size=10)
         with pytest.raises(StoreError):
             await target.write_at(0, memoryview(b"x" * 11))
@@ -174,7 +175,8 @@ class LargeObjectTests(OverStores):
         assert await keys(store) == []
 
     async def test_abort_leaves_nothing(self, store: Store) -> None:
-        """Given up at any time, also twice, nothing is left, nothing is there to be dropped, and the name is free."""
+        """After an abort at any time, and a second one, nothing is left to read or to drop, and the name can be
+        used."""
         for written in (False, True):
             target = await store.upload("packs/p", size=8)
             if written:
@@ -187,7 +189,7 @@ class LargeObjectTests(OverStores):
         assert bytes(await store.get("packs/p")) == b"whole"
 
     async def test_drop_uploads(self, store: Store, other: Store) -> None:
-        """What a dead process began is found, unless it is wanted or an object like any other; objects stay."""
+        """Uploads of a dead process are found, except wanted ones and normal objects; objects are not deleted."""
         await upload(store, "packs/finished", BLOB)
         await store.put("log/0", b"x")
         if not self.has_unfinished:
@@ -203,17 +205,17 @@ class LargeObjectTests(OverStores):
             assert await other.drop_uploads(lambda key: False) == 1
             assert await other.drop_uploads(lambda key: False) == 0
             for target in left:
-                await target.abort()  # what is gone already is no error
+                await target.abort()  # it is not an error if one is gone already
         assert await keys(other) == ["log/0", "packs/finished"]
         assert bytes(await other.get("packs/finished")) == BLOB
 
 
 class RangeTests(OverStores):
-    """Exactly the bytes that were asked for, or an error."""
+    """Exactly the requested bytes, or an error."""
 
     @pytest.mark.parametrize("scratch", ["none", "aligned", "misaligned", "just the length", "too small", "huge"])
     async def test_ranges(self, store: Store, scratch: str) -> None:
-        """Exactly the bytes asked for, whatever scratch memory was given."""
+        """Exactly the requested bytes, with any scratch memory."""
         await upload(store, "packs/p", BLOB)
         for start, length in RANGES:
             into = {
@@ -228,10 +230,10 @@ class RangeTests(OverStores):
             assert bytes(view) == BLOB[start : start + length], (start, length)
 
     async def test_scatter(self, store: Store) -> None:
-        """Where a store that is not remote has it: views of any size are filled in turn, or it is an error."""
+        """For a local store with this method: views of any size are filled in turn, or it raises an error."""
         scatter: Any = getattr(store, "scatter", None)
         if store.remote or scatter is None:
-            pytest.skip("it has no such method")
+            pytest.skip("the store has no such method")
         await store.put("packs/x", BLOB)
         views = [memoryview(bytearray(size)) for size in (3, 0, 1, len(BLOB) // 2)]
         scatter("packs/x", 5, views)
@@ -241,7 +243,7 @@ class RangeTests(OverStores):
                 scatter(key, start, [memoryview(bytearray(2)), memoryview(bytearray(1))])
 
     async def test_many_ranges_at_once(self, store: Store) -> None:
-        """Reads at the same time do not mix their bytes up."""
+        """Concurrent reads do not mix up their bytes."""
         for i in range(10):
             await upload(store, f"packs/{i}", bytes([i]) * 3 + BLOB)
 
@@ -253,7 +255,7 @@ class RangeTests(OverStores):
 
     @pytest.mark.parametrize(("start", "length"), [(0, len(BLOB) + 1), (len(BLOB), 1), (len(BLOB) - 5, 6), (10**9, 10)])
     async def test_a_short_range_is_an_error(self, store: Store, start: int, length: int) -> None:
-        """Fewer bytes than asked for are never given."""
+        """Fewer bytes than requested are never returned."""
         await upload(store, "packs/p", BLOB)
         for into in (None, aligned(len(BLOB) + 4 * PAGE)):
             with pytest.raises(TruncatedError) as caught:
@@ -261,7 +263,7 @@ class RangeTests(OverStores):
             assert not caught.value.retryable
 
     async def test_from_somewhere_to_the_end(self, store: Store) -> None:
-        """Without a length, all that is left; a start behind the end is an error."""
+        """Without a length, the rest is read; a start beyond the end is an error."""
         await store.put("index/i", BLOB)
         for start in (0, 1, PAGE, len(BLOB) - 1, len(BLOB)):
             assert bytes(await store.get("index/i", start=start)) == BLOB[start:]
@@ -269,7 +271,7 @@ class RangeTests(OverStores):
             await store.get("index/i", start=len(BLOB) + 1)
 
     async def test_a_cancelled_call_harms_no_other(self, store: Store) -> None:
-        """Calls that are cancelled on their way end at once, and the store goes on working."""
+        """Cancelled calls end immediately, and the store continues to work."""
         await upload(store, "packs/p", BLOB)
         calls = [asyncio.ensure_future(store.get("packs/p", start=i, length=PAGE)) for i in range(20)]
         await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""How a test of stores runs, and what these tests have in common."""
+"""How a test of stores runs, and what these tests share."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from typing import Any
 
 from ckpt.store import Store
 
-BLOB = bytes(range(256)) * 100 + b"tail"  # 25,604 bytes: whole pages, and a rest
+BLOB = bytes(range(256)) * 100 + b"tail"  # 25,604 bytes: whole pages, and a remainder
 
 
 async def keys(store: Store, prefix: str = "") -> list[str]:
-    """List a store, and sort what it gave in any order."""
+    """Return the sorted keys of a listing."""
     return sorted([info.key async for info in store.list(prefix)])
 
 
 def aligned(size: int, shift: int = 0) -> memoryview:
-    """Page-aligned memory, or memory so many bytes off."""
+    """Return page-aligned memory, or memory with an offset of `shift` bytes."""
     return memoryview(mmap.mmap(-1, max(1, size + shift)))[shift : shift + size]
 
 
 def pieces(part: int, size: int) -> list[tuple[int, int]]:
-    """(start, end) of the ranges in which an upload takes an object."""
+    """Return the ranges, as (start, end), in which an upload takes an object."""
     return [(start, min(start + part, size)) for start in range(0, size, part)] if part else [(0, size)]
 
 
 async def upload(store: Store, key: str, data: bytes, *, replace: bool = False) -> None:
-    """Write a large object as the library does: ranges begun in order, several at a time."""
+    """Write a large object like the library does: ranges started in order, several at a time."""
     target = await store.upload(key, size=len(data), **({"replace": True} if replace else {}))
     try:
         view = memoryview(data)
@@ -43,21 +43,22 @@ async def upload(store: Store, key: str, data: bytes, *, replace: bool = False) 
 
 
 class OverStores:
-    """Tests are coroutines that are given a `store`, open until they end, and some an `other` over the same place."""
+    """The tests are coroutines with an argument `store`, which is open until they end, and some with an `other` for the
+    same location."""
 
     has_unfinished = False
-    """Whether an upload that was begun and forgotten is invisible and found by `drop_uploads`."""
+    """Whether an abandoned upload is invisible, and found by `drop_uploads`."""
     creates_uploads = True
-    """Whether an upload refuses a name that is taken; the names of packs are unique anyway."""
+    """Whether an upload refuses an existing name; the names of packs are unique anyway."""
     many = 1500
-    """How many objects to list; more than the store gives at once."""
+    """The number of objects to list; more than the store lists at once."""
 
     def make(self) -> Store:
-        """A store, writable, over the place of this test. Called while an event loop runs."""
+        """Return a writable store for the location of this test. Called while an event loop runs."""
         raise NotImplementedError
 
     def reopen(self, store: Store) -> Store:
-        """A second store over the same place, as another process would have it."""
+        """Return a second store for the same location, like in another process."""
         return self.make()
 
     def __init_subclass__(cls) -> None:
@@ -68,7 +69,7 @@ class OverStores:
 
 
 def _given_stores(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
-    """The test as pytest calls it: without an event loop, and with what it is parametrized by alone."""
+    """Return the test as pytest calls it: without an event loop, and only with its parametrized arguments."""
     parameters = inspect.signature(test).parameters
 
     async def main(suite: OverStores, arguments: dict[str, Any]) -> None:

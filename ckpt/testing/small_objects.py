@@ -1,4 +1,4 @@
-"""What a store promises of small objects, of deleting them, and of listing."""
+"""Tests of small objects, of deleting them, and of listing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class SmallObjectTests(OverStores):
     """Put, get, head and delete."""
 
     async def test_put_and_get(self, store: Store) -> None:
-        """What was put is read back, from bytes, bytearray and memoryview, empty or not."""
+        """Objects from bytes, bytearray and memoryview are read back, empty or not."""
         datas: list[Buffer] = [b"", b"x", bytearray(b"abc"), memoryview(b"defg"), BLOB * 10]
         for i, data in enumerate(datas):
             await store.put(f"some/{i}.json", data)
@@ -29,7 +29,7 @@ class SmallObjectTests(OverStores):
             assert await store.head(f"some/{i}.json") == ObjectInfo(f"some/{i}.json", len(data))
 
     async def test_put_replaces_and_create_does_not(self, store: Store) -> None:
-        """`create=True` refuses a name that is taken, and leaves what is there; without it the object is replaced."""
+        """`create=True` refuses an existing name, and does not change its object; without it the object is replaced."""
         await store.put("log/0.json", b"first", create=True)
         with pytest.raises(ExistsError):
             await store.put("log/0.json", b"second", create=True)
@@ -38,7 +38,7 @@ class SmallObjectTests(OverStores):
         assert bytes(await store.get("log/0.json")) == b"third, and longer"
 
     async def test_empty_objects(self, store: Store) -> None:
-        """No bytes are an object like any other: it is there, it can be read, and its name is taken."""
+        """An empty object is like any other: it exists, it can be read, and its name is in use."""
         await store.put("log/0", b"", create=True)
         for data in (b"", b"x"):
             with pytest.raises(ExistsError):
@@ -52,7 +52,8 @@ class SmallObjectTests(OverStores):
         assert await keys(store) == ["log/0", "packs/p"]
 
     async def test_one_of_many_creators_wins(self, store: Store, other: Store) -> None:
-        """Create-if-absent is atomic: of twenty at once, in two stores, one succeeds, and its bytes are there."""
+        """Create-if-absent is atomic: of twenty concurrent calls, in two stores, one succeeds, and its bytes are
+        stored."""
         attempts = [(store, other)[i % 2].put("log/1.json", b"%d" % i * 100, create=True) for i in range(20)]
         results = await asyncio.gather(*attempts, return_exceptions=True)
         winners = [i for i, result in enumerate(results) if result is None]
@@ -62,7 +63,7 @@ class SmallObjectTests(OverStores):
         assert await keys(store) == ["log/1.json"]
 
     async def test_others_see_it(self, store: Store, other: Store) -> None:
-        """What a call has done is seen by another store over the same place as soon as it has returned."""
+        """The effect of a call is visible to another store for the same location when the call has returned."""
         for data in (b"one", b"two, longer"):
             await store.put("log/0", data)
             assert bytes(await other.get("log/0")) == data
@@ -73,7 +74,8 @@ class SmallObjectTests(OverStores):
         assert await keys(other) == ["packs/p"]
 
     async def test_what_is_not_there(self, store: Store) -> None:
-        """NotFoundError from every reading call, which no retry mends; deleting it succeeds, again and again."""
+        """NotFoundError, which is not retryable, from every reading call. Deleting a missing object succeeds,
+        repeatedly."""
         await store.put("packs/other", b"x")
         for key in ("packs/none", "none", "other/none"):
             for call in (store.head(key), store.get(key), store.get(key, limit=9), store.get(key, length=5)):
@@ -86,7 +88,7 @@ class SmallObjectTests(OverStores):
         assert await keys(store) == []
 
     async def test_errors_are_clear(self, store: Store) -> None:
-        """A name that is taken is no error that a retry mends, and the message says which name."""
+        """The error for an existing name is not retryable, and its message has the name."""
         await store.put("log/taken.json", b"first", create=True)
         with pytest.raises(ExistsError, match="taken") as caught:
             await store.put("log/taken.json", b"second", create=True)
@@ -95,7 +97,7 @@ class SmallObjectTests(OverStores):
             await store.get("log/missing.json")
 
     async def test_a_folder_is_no_object(self, store: Store) -> None:
-        """A prefix of a key names nothing."""
+        """A prefix of a key is not an object."""
         await store.put("packs/one", b"x")
         for call in (store.head("packs"), store.get("packs"), store.get("packs", start=0, length=1)):
             with pytest.raises(StoreError):
@@ -103,7 +105,7 @@ class SmallObjectTests(OverStores):
         assert bytes(await store.get("packs/one")) == b"x"
 
     async def test_deleted_objects_can_be_made_again(self, store: Store) -> None:
-        """Neither a whole nor a ranged read gives the old bytes of a name that was deleted, or replaced."""
+        """Neither a whole nor a ranged read returns the old bytes of an object that was deleted or replaced."""
         for data in (b"a" * 9000, b"b" * 9000):
             await upload(store, "packs/p", data)
             assert bytes(await store.get("packs/p", start=10, length=5000)) == data[:5000]
@@ -115,7 +117,8 @@ class SmallObjectTests(OverStores):
             assert bytes(await store.get("index/i", start=0, length=50)) == data[:50]
 
     async def test_delete_many(self, store: Store) -> None:
-        """Exactly the named ones go, missing ones among them or not, also more than fit one request, and none."""
+        """Exactly the named objects are deleted: with and without missing ones, more than fit into one request, and
+        none."""
         names = [f"packs/{i}" for i in range(12)]
         for name in [*names, "packs/1.more", "log/0"]:
             await store.put(name, b"x")
@@ -126,7 +129,7 @@ class SmallObjectTests(OverStores):
         assert await keys(store) == ["log/0", "packs/1.more"]
 
     async def test_a_limit_for_whole_objects(self, store: Store) -> None:
-        """An object of `limit` bytes is read; one that has more is a CorruptError."""
+        """An object of `limit` bytes is read; a larger one raises CorruptError."""
         await store.put("log/0", b"12345")
         await store.put("log/empty", b"")
         for limit in (5, 6, 1 << 40):
@@ -137,7 +140,7 @@ class SmallObjectTests(OverStores):
         assert bytes(await store.get("log/empty", limit=0)) == b""
 
     async def test_bad_keys_are_refused(self, store: Store) -> None:
-        """Names from data never become paths: each call refuses them, and nothing is made."""
+        """Names from data never become paths: each call refuses them, and nothing is created."""
         await store.put("good", b"x")
         for key in BAD_KEYS:
             calls: list[Awaitable[object]] = [
@@ -157,10 +160,10 @@ class SmallObjectTests(OverStores):
 
 
 class ListingTests(OverStores):
-    """A listing gives what is there, in any order."""
+    """A listing returns what exists, in any order."""
 
     async def test_list_takes_a_folder(self, store: Store) -> None:
-        """All keys with their sizes, or those within a folder; its name without the slash is refused."""
+        """All keys with their sizes, or those in a folder; its name without the slash is refused."""
         names = ["log/000000000010.json", "log/000000000002.json", "packs/b", "packs/a.safetensors", "a-b/c", "a0"]
         for name in names:
             await store.put(name, name.encode())
@@ -174,7 +177,7 @@ class ListingTests(OverStores):
                 await keys(store, prefix)
 
     async def test_many_objects_are_listed(self, store: Store) -> None:
-        """Each object is listed once, also where the store gives them page by page."""
+        """Each object is listed once, even if the store lists them page by page."""
         names = [f"log/{i:06d}" for i in range(self.many)]
         room = asyncio.Semaphore(16)
 
@@ -188,7 +191,7 @@ class ListingTests(OverStores):
         assert await keys(store) == names[:1]
 
     async def test_other_calls_while_listing(self, store: Store) -> None:
-        """Whoever walks through a listing may read and delete what it names."""
+        """Objects can be read and deleted while a listing is in progress."""
         for i in range(5):
             await store.put(f"log/{i}", b"x")
         async for info in store.list("log/"):

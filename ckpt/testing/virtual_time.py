@@ -1,4 +1,4 @@
-"""An event loop whose clock jumps, for tests of what waits."""
+"""An event loop with a clock that jumps, for tests of code that waits."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ T = TypeVar("T")
 
 
 def in_virtual_time(work: Coroutine[Any, Any, T], *, turns: int | None = None) -> T:
-    """Run a coroutine on an event loop whose clock starts at 0 and jumps to the next timer when nothing is left to do.
-
-    For code that waits for timers and for other tasks only, not for threads or sockets. RuntimeError if all tasks wait
-    and no timer is set, or if the loop goes round more than `turns` times: somebody polls.
-    """
+    """Run a coroutine on an event loop whose clock starts at 0, and jumps to the next timer when there is nothing else
+    to do. Only for code that waits for timers and other tasks, not for threads or sockets. RuntimeError if all tasks
+    wait and no timer is set, or if the loop runs more than `turns` iterations, because a task polls."""
     with asyncio.Runner(loop_factory=lambda: _VirtualLoop(turns)) as runner:
         return runner.run(work)
 
@@ -30,7 +28,7 @@ class _VirtualLoop(asyncio.SelectorEventLoop):
 
 
 class _Clock(selectors.SelectSelector):
-    """A selector that does not wait: time passes instead."""
+    """A selector that does not wait, but advances the time."""
 
     def __init__(self, turns: int | None) -> None:
         super().__init__()
@@ -42,6 +40,8 @@ class _Clock(selectors.SelectSelector):
             self._turns -= 1
         if timeout is None or self._turns == 0:
             self._turns = None  # so that the loop can be closed
-            raise RuntimeError("the loop turns and turns" if timeout is not None else "every task waits, for nothing")
+            raise RuntimeError(
+                "the event loop does not end" if timeout is not None else "every task waits, and no timer is set"
+            )
         self.now += max(0.0, timeout)
         return super().select(0)

@@ -1,1 +1,1 @@
-"""What people use beside training: the command, and what looks after, converts, checks and watches runs."""
+"""Tools for users: the command line, and the maintenance, conversion, checking and observation of runs."""

@@ -1,7 +1,8 @@
-"""How does a torchtitan job save every step, and come back from the last one?
+"""The adapter for torchtitan: a checkpoint manager that saves every step and resumes from the last one.
 
-In: what torchtitan's trainer gives its checkpoint manager. Out: a manager of its own kind over a `ckpt.Checkpointer`,
-with weights as they lie in memory. Only `internals` knows torchtitan's inside; nothing here knows the writer's.
+Input: what torchtitan's trainer passes to its checkpoint manager. Output: a manager with the same interface, which uses
+a `ckpt.Checkpointer` and saves weights in the layout that they have in memory. Only `internals` depends on torchtitan's
+internals; nothing here depends on the writer's.
 """
 
 from ckpt.torchtitan.manager import CheckpointManager as CheckpointManager

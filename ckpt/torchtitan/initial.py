@@ -1,4 +1,4 @@
-"""A state filled from a run that is only read: nothing is written there, and whoever trains it goes on."""
+"""Fill a state from another run, which is only read: nothing is written there, and its own job can continue."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ckpt.store import normalise
 
 
 def is_run(url: str) -> bool:
-    """Whether a run is there, also where the url names one step of it. StoreError if it cannot be looked at."""
+    """Return whether there is a run at a URL, which may also name one of its steps. StoreError if it cannot be read."""
     try:
         log = read.run(read.open_run(normalise(spelling.split(url, None)[0])))
     except FormatError:
@@ -28,10 +28,10 @@ def is_run(url: str) -> bool:
 
 
 def fill(state: dict[str, Any], url: str, step: int | None = None, *, only: bool = False) -> Restored:
-    """Fill the state with the newest checkpoint of a run, or that of `step`. All ranks take part, and see that place.
+    """Fill the state with the newest checkpoint of a run, or that of `step`. All ranks take part, and must see it.
 
-    `only`: what else the checkpoint holds is left alone. NoCheckpointError if there is none, MismatchError if it does
-    not fit, CorruptError if none is sound.
+    `only`: ignore everything else in the checkpoint. Raises NoCheckpointError if there is none, MismatchError if it
+        does not fit, CorruptError if all are damaged.
     """
     place, which = spelling.split(url, step)
     wanted, place = spelling.number(which), normalise(place)
@@ -55,5 +55,5 @@ def fill(state: dict[str, Any], url: str, step: int | None = None, *, only: bool
 
 
 def _entry(problem: str) -> str:
-    """The entry of the state whose name a problem begins with."""
+    """Return the entry of the state that a problem is about: the text begins with its name."""
     return problem.split(maxsplit=1)[0].split(".")[0].rstrip(":")

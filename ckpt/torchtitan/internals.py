@@ -1,6 +1,6 @@
-"""All that is known of torchtitan's inside: what a checkpoint manager is given, and how its parts are to be saved.
+"""Everything that depends on torchtitan's internals: the arguments of a checkpoint manager, and how to save its parts.
 
-It was read in the versions `KNOWN`; another one is refused at import, as is one of these that lacks what is used here.
+It was written for the versions `KNOWN`. Other versions are refused at import, and so is one without a name used here.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ckpt.core.state.stateful import RNG, Resizable
 from ckpt.errors import UsageError
 from ckpt.version import check_known
 
-KNOWN = ((0, 3), (0, 4))  # from, and below
+KNOWN = ((0, 3), (0, 4))  # the first supported version, and the first unsupported one
 HOOKS = ("_load", "_save", "_maybe_wait_for_staging", "_wait_for_saving", "_close")
 
 
@@ -48,48 +48,46 @@ for _class, _names in {BaseCheckpointManager: HOOKS, OwnManager: ("_load", "_sav
             raise ImportError(f"torchtitan {VERSION} has no {_class.__name__}.{_name}")
 
 RNG_ENTRY = "rng"
-ANEW = f"exclude_from_loading=['{DATALOADER}'] begins the data anew"
+ANEW = f"exclude_from_loading=['{DATALOADER}'] starts the data from the beginning"
 
 
 class Weights:
-    """Parameters and lasting buffers of all parts of the model, under their names and as they lie in memory.
-
-    torchtitan's own `state_dict()` is not asked: it gathers fused weights on every rank, to save them divided.
-    """
+    """Parameters and persistent buffers of all parts of the model, with their names and their layout in memory.
+    torchtitan's own `state_dict()` is not called, because it gathers and splits fused weights on every rank."""
 
     def __init__(self, parts: Sequence[nn.Module]) -> None:
-        """UsageError for parts that say more of themselves than tensors, or that share a name."""
+        """Raises UsageError for parts with state other than tensors, or with a name in common."""
         found: dict[str, Tensor] = {}
         homes: list[tuple[str, nn.Module, str]] = []
         for prefix, _, module in (one for part in parts for one in named_modules(part)):
             if type(module).get_extra_state is not nn.Module.get_extra_state:
-                raise UsageError(f"ckpt.torchtitan: {prefix} has extra state beside tensors: not supported yet")
+                raise UsageError(f"ckpt.torchtitan: {prefix} has extra state in addition to tensors: not supported yet")
             for members, passing in ((module._parameters, ()), (module._buffers, module._non_persistent_buffers_set)):
                 for key, tensor in members.items():
                     if tensor is None or key in passing:
                         continue
                     name = f"{prefix}.{key}" if prefix else key
                     if found.setdefault(name, tensor) is not tensor:
-                        raise UsageError(f"ckpt.torchtitan: two parts of the model have a tensor called {name}")
+                        raise UsageError(f"ckpt.torchtitan: two parts of the model have a tensor named {name}")
                     if members is module._buffers:
                         homes.append((name, module, key))
         self.module = ModulePart(parts[0], found)
         self._buffers = [(_owner(self.module, name), module, key) for name, module, key in homes]
 
-    def look_again(self) -> None:
-        """A model may have put another tensor into the place of a buffer."""
+    def refresh(self) -> None:
+        """Read the buffers again: a model may have replaced the tensor of one."""
         for own, module, key in self._buffers:
             own[key] = module._buffers[key]
 
 
 def _owner(module: nn.Module, name: str) -> dict[str, Tensor | None]:
-    """The buffers among which the one of this name is."""
+    """Return the buffers of the module that contains the one with this name."""
     return module.get_submodule(name.rpartition(".")[0])._buffers
 
 
 class Batches:
-    """torchtitan's data loader. Each rank says where its share of the data is, under the number of that share: ranks
-    that have come together in other ways look for theirs in what all have said."""
+    """The data loader of torchtitan. Each rank saves the position of its share of the data under the number of that
+    share. When the number of ranks has changed, each rank looks for its share in the states of all."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
@@ -100,10 +98,12 @@ class Batches:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if isinstance(self._loader, ParallelAwareDataloader) and (gone := self.state_dict().keys() - state.keys()):
-            raise UsageError(f"where {', '.join(gone)} of the data is, another rank has saved, or none. {ANEW}")
+            raise UsageError(
+                f"this rank's checkpoint does not have the position of {', '.join(gone)} in the data. {ANEW}"
+            )
         try:
             self._loader.load_state_dict(state)
-        except AssertionError as error:  # so it says that it cannot be divided among another number
+        except AssertionError as error:  # the data cannot be divided among another number of ranks
             raise UsageError(f"{error} {ANEW}") from error
 
     def load_state_dicts(self, states: list[dict[str, Any]], rank: int, world: int) -> None:
@@ -114,7 +114,7 @@ class Batches:
 
 
 class NotLoaded:
-    """An entry that is saved, and stays what it is when others are loaded."""
+    """An entry that is saved, but not changed when others are loaded."""
 
     def __init__(self, entry: Any) -> None:
         self._entry = entry
@@ -128,17 +128,17 @@ class NotLoaded:
 
 
 class Job:
-    """What one manager was given. `state`: what is to be saved of it, under torchtitan's own names."""
+    """The arguments of one manager. `state`: what to save of them, under torchtitan's own names."""
 
     def __init__(self, config: Any, folder: str, given: dict[str, Any]) -> None:
-        """`given`: the keyword arguments of a manager beside these. UsageError for what is not known how to save."""
+        """`given`: all other keyword arguments of a manager. Raises UsageError for anything that cannot be saved."""
         if config.create_seed_checkpoint:
             raise UsageError(
-                "ckpt.torchtitan makes no seed checkpoints: have torchtitan's own CheckpointManager make one, and give "
-                "its folder as initial_load_path"
+                "ckpt.torchtitan does not create seed checkpoints: create one with torchtitan's own CheckpointManager, "
+                "and pass its folder as initial_load_path"
             )
         if config.last_save_in_hf and given["sd_adapter"] is None:
-            raise UsageError("last_save_in_hf: torchtitan knows no form of Hugging Face for this model")
+            raise UsageError("last_save_in_hf: torchtitan has no Hugging Face format for this model")
         self._config, self._folder, self._given = config, folder, given
         self._weights = Weights(given["model_parts"])
         self._optimizers = list(given["optimizers"])
@@ -149,7 +149,7 @@ class Job:
         if unknown := sorted(self._left - {OPTIMIZER, *rest}):
             raise UsageError(f"exclude_from_loading: {', '.join(unknown)} is not in the state ({', '.join(rest)})")
         parts = len(given["model_parts"])
-        kinds = len(self._optimizers) // parts  # of optimizers, of which each part has one each
+        kinds = len(self._optimizers) // parts  # number of optimizers per part
         joint = [Joint(self._optimizers[kind::kinds]) if parts > 1 else self._optimizers[kind] for kind in range(kinds)]
         self.state: dict[str, Any] = {
             MODEL: self._weights.module,
@@ -159,16 +159,16 @@ class Job:
 
     @property
     def model(self) -> dict[str, Any]:
-        """The entry of the weights alone."""
+        """The entry of the weights only."""
         return {MODEL: self.state[MODEL]}
 
-    def look_again(self) -> None:
-        self._weights.look_again()
+    def refresh(self) -> None:
+        self._weights.refresh()
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
-        """Around what fills the state, so that what is not to be loaded stays what it was."""
-        self.look_again()
+        """A context for filling the state; at its end, entries that must not be loaded get their old values back."""
+        self.refresh()
         before = [copy.deepcopy(one.state_dict()) for one in self._optimizers] if OPTIMIZER in self._left else []
         yield
         for one, was in zip(self._optimizers, before, strict=False):
@@ -176,20 +176,18 @@ class Job:
             one.load_state_dict(was)
 
     def load_from_theirs(self) -> bool:
-        """Begin with what `initial_load_path` and `initial_load_in_hf` say, as torchtitan's own manager reads it."""
+        """Load `initial_load_path` and `initial_load_in_hf` with torchtitan's own manager."""
         with self._theirs(self._folder) as own:
             return bool(own._load(-1))
 
     def export(self, step: int, folder: str) -> None:
-        """The weights alone into `folder`/step-`step`, as torchtitan's own manager writes them in the end. All ranks
-        take part."""
+        """Write only weights to `folder`/step-`step`, as torchtitan's manager does at the end. All ranks take part."""
         with self._theirs(folder) as own:
             own._save_last_step(step)
 
     @contextlib.contextmanager
     def _theirs(self, folder: str) -> Iterator[Any]:
-        """torchtitan's own manager, for as long as it is needed: it holds all fused weights of the model a second time,
-        gathered."""
+        """A context with torchtitan's own manager, which has a second, gathered copy of all fused weights."""
         fields = {one.name for one in dataclasses.fields(BaseCheckpointManager.Config)}
         settings = {name: getattr(self._config, name) for name in fields}
         settings |= {"folder": folder, "keep_latest_k": 0, "exclude_from_loading": sorted(self._left - {RNG_ENTRY})}

@@ -1,4 +1,4 @@
-"""A checkpoint manager for torchtitan: its config goes where torchtitan's own one goes, and has the same fields."""
+"""A checkpoint manager for torchtitan. Its config replaces that of torchtitan's own one, and has the same fields."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ckpt.torchtitan.internals import BaseCheckpointManager, Job, filesystem, ty
 
 
 class CheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
-    """Keeps every step in memory that outlives the trainer, and every `interval`-th one in its folder and in `also`.
+    """Keeps every step in memory that outlives the trainer, and saves every `interval`-th one to its folder and `also`.
 
         checkpoint=ckpt.torchtitan.CheckpointManager.Config(enable=True, interval=500, also=["s3://bucket/run1"])
 
-    A job that comes back goes on from its last step. All calls come from torchtitan's trainer. UsageError from the
-    constructor for what is not known how to save, and from `load` for data that cannot be divided among these ranks.
+    A restarted job resumes at its last step. torchtitan's trainer makes all the calls. The constructor raises
+    UsageError for anything that cannot be saved, and `load` for data that cannot be divided among these ranks.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -29,13 +29,13 @@ class CheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         """The fields of torchtitan's `BaseCheckpointManager.Config`, and these."""
 
         also: list[str] = field(default_factory=list)
-        """Further folders or URLs that every `interval`-th step goes to."""
+        """Further folders or URLs to which every `interval`-th step is saved."""
 
         memory: Annotated[Memory, tyro.conf.Suppress] = field(default_factory=Memory)
         """How steps are kept in memory."""
 
         options: Annotated[dict[str, Any], tyro.conf.Suppress] = field(default_factory=dict)
-        """What else goes to `ckpt.Checkpointer`, such as metrics=9100."""
+        """Other arguments of `ckpt.Checkpointer`, such as metrics=9100."""
 
     def __init__(self, config: Config, *, base_folder: str = "", **given: Any) -> None:
         self.enable, self.save_future = config.enable, None
@@ -50,7 +50,7 @@ class CheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
             self._checkpointer = Checkpointer(self._job.state, [config.memory, *places], **config.options)
 
     def _load(self, step: int = -1) -> bool:
-        """The last step that there is, or the one that is asked for; without any what the config says to begin with."""
+        """Load the last step, or the requested one. If there is none, load the initial state of the config."""
         wanted = None if step == -1 else step
         with self._job.loading():
             if self._checkpointer is not None:
@@ -64,16 +64,16 @@ class CheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         if path and not config.initial_load_in_hf and initial.is_run(path):
             only = config.initial_load_model_only
             done = initial.fill(self._job.model if only else self._job.state, path, only=only)
-            log.info("begins with %sstep %s of %s", "the weights of " if only else "", done.step, path)
+            log.info("starting from %sstep %s of %s", "the weights of " if only else "", done.step, path)
             return True
         return bool(path or config.initial_load_in_hf) and self._job.load_from_theirs()
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
-        """True if this step goes to a folder. The last one is there when this returns."""
+        """Return True if this step is saved to a folder. If it is the last one, it is complete there on return."""
         config, checkpointer = self._config, self._checkpointer
         if checkpointer is None:
             return False
-        self._job.look_again()
+        self._job.refresh()
         checkpointer.step(curr_step)
         first = curr_step == 1 and config.enable_first_step_checkpoint
         if first or last_step:
@@ -85,13 +85,13 @@ class CheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         return first or last_step or curr_step % config.interval == 0
 
     def _maybe_wait_for_staging(self) -> None:
-        """A step of an optimizer waits by itself for copies of what it is about to change."""
+        """Does nothing, because each step of an optimizer waits for copies of what it changes."""
 
     def _wait_for_saving(self) -> None:
-        """Nobody waits for places while training."""
+        """Does nothing: training does not wait for uploads."""
 
     def _close(self) -> None:
-        """Also while an exception is on its way: then it does not wait for other ranks."""
+        """Also called while an exception propagates: then it does not wait for other ranks."""
         if self._checkpointer is not None:
             checkpointer, self._checkpointer = self._checkpointer, None
             checkpointer.__exit__(*sys.exc_info())

@@ -322,7 +322,7 @@ def test_all_writers_of_this_machine_and_how_one_is_ended(run_dir: str, own_sock
         process.wait()
         assert eventually(lambda: top("--json").json["writers"][0]["not_durable"] is None, PATIENCE_S)
         (one,) = top("--json").json["writers"]
-        assert one["trainer"] == "dead" and 0 < one["leaves_s"] <= 600
+        assert one["trainer"] == "dead" and 0 < one["leaves_s"] <= 120
         assert str(writer.pid) in top().out and "dead" in top().out
         assert f"writer {writer.pid} holds" in top(run_dir).out
         writer.suspend()

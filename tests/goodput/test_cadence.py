@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import ckpt
 from ckpt.core.cadence import cadence
-from ckpt.core.cadence.cadence import Auto, Change, History, SaveCost, Schedule, TierCadence, decide, differs
+from ckpt.core.cadence.cadence import Auto, History, SaveCost, TierCadence, decide, differs
 from ckpt.core.cadence.ledger import Account, Decision, End, Restore, SeenFault, StepRow
 from ckpt.core.cadence.overhead import Meter
 from ckpt.errors import UsageError
@@ -101,22 +101,6 @@ def test_other_times_are_refused(text: str) -> None:
     """With those that are known."""
     with pytest.raises(UsageError, match="10min"):
         ckpt.Tier("/tmp/x", every=text)
-
-
-# -- which steps are due --
-
-
-def test_a_change_holds_from_its_step_on() -> None:
-    """Before it the old cadence holds, also for who asks later; what is decided last counts."""
-    schedule = Schedule(2, [10])
-    schedule.change(Change(100, 5, (50,)))
-    assert [step for step in range(90, 112) if schedule.memory_due(step)] == [90, 92, 94, 96, 98, 100, 105, 110]
-    assert schedule.tiers_due(90) == [0] and schedule.tiers_due(110) == [] and schedule.tiers_due(150) == [0]
-    schedule.change(Change(200, 1, (20,)))
-    schedule.change(Change(180, 3, (30,)))  # decided later: what was to begin at 200 is forgotten
-    assert schedule.at(300) == Change(180, 3, (30,)) and schedule.at(179) == Change(100, 5, (50,))
-    assert schedule.newest == Change(180, 3, (30,))
-    assert not any(Schedule(0, [1]).memory_due(step) for step in range(10))  # 0 steps are never
 
 
 # -- what follows from costs --

@@ -273,7 +273,7 @@ with ckpt.Checkpointer(state, [ckpt.Memory(every="auto"), ckpt.Tier(sys.argv[1],
         time.sleep(0.008)
         dist.barrier()
         cp.step(step + 1)
-    newest = cp._session.cadence.schedule.newest
+    newest = cp._session.intervals.plan.newest
     told = f"RANK {dist.get_rank()} {newest.step} {newest.memory} {newest.tiers} {cp.stats.saves}"
     print(told, flush=True)
 os._exit(0)

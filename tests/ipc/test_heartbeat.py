@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ckpt.core.ipc.heartbeat import LEAVING, NEVER, OPENING, PAUSED, RESTORING, STATES, TRAINING, Beat, Heartbeat
+from ckpt.core.ipc.heartbeat import LEAVING, OPENING, PAUSED, RESTORING, STATES, TRAINING, Beat, Heartbeat
 from ckpt.errors import CorruptError
 from ckpt.store import PAGE
 
@@ -22,9 +22,8 @@ from ckpt.core.ipc.heartbeat import Heartbeat
 heartbeat = Heartbeat.attach(int(sys.argv[1]))
 for _ in sys.stdin:
     beat = heartbeat.read()
-    print(beat.calls, beat.step, beat.when, beat.doing, beat.updates, heartbeat.save_at, heartbeat.usual_s, flush=True)
+    print(beat.calls, beat.step, beat.when, beat.doing, beat.updates, heartbeat.usual_s, flush=True)
     heartbeat.usual_s = 0.25
-    heartbeat.save_at = 99
 """
 
 
@@ -36,17 +35,16 @@ def heartbeat() -> Iterator[Heartbeat]:
 
 
 def test_a_new_page_says_that_nothing_has_come_yet(heartbeat: Heartbeat) -> None:
-    """No step, no pace, no step to save at, and a sign of life of just now."""
+    """No step, no pace, and a sign of life of just now."""
     before = time.monotonic()
     found = Heartbeat.create().read()
     assert before <= found.when <= time.monotonic()
     assert (found.calls, found.step, found.updates, found.doing) == (0, -1, 0, "opening")
-    assert (heartbeat.save_at, heartbeat.usual_s, heartbeat.step, heartbeat.state) == (NEVER, 0.0, -1, OPENING)
+    assert (heartbeat.usual_s, heartbeat.step, heartbeat.state) == (0.0, -1, OPENING)
 
 
 def test_every_field_is_seen_by_another_mapping(heartbeat: Heartbeat) -> None:
-    """What one writes, another reads: the loop's fields, the fault handler's and the writer's, each without the
-    others."""
+    """What one writes, another reads: the loop's fields and the writer's, each without the others."""
     other = Heartbeat.attach(os.dup(heartbeat.fd))
     at = time.monotonic()
     heartbeat.beat(7)
@@ -62,10 +60,8 @@ def test_every_field_is_seen_by_another_mapping(heartbeat: Heartbeat) -> None:
         heartbeat.touch(state)
         assert other.state == state and other.read().doing == STATES[state]
     assert (other.step, other.read().calls) == (9, 2)  # a touch is no step
-    heartbeat.save_at, other.usual_s = 10**18 - 1, 1.5
-    assert (other.save_at, heartbeat.usual_s) == (10**18 - 1, 1.5)
-    heartbeat.save_at = NEVER
-    assert other.save_at == NEVER and other.read().updates == 2
+    other.usual_s = 1.5
+    assert heartbeat.usual_s == 1.5 and other.read().updates == 2
     other.close()
 
 
@@ -84,8 +80,8 @@ def test_two_processes_see_each_other(heartbeat: Heartbeat) -> None:
                 beat = heartbeat.read()
                 expected = [beat.calls, beat.step, beat.when, "training", beat.updates]
                 assert seen[:5] == [str(value) for value in expected]
-            assert seen[5:] == ["99", "0.25"]  # of its own, written after the first line
-            assert (heartbeat.save_at, heartbeat.usual_s) == (99, 0.25)
+            assert seen[5:] == ["0.25"]  # of its own, written after the first line
+            assert heartbeat.usual_s == 0.25
         finally:
             other.stdin.close()
             other.wait(10)

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import click.testing
+import msgspec
 import pytest
 import torch
 
@@ -53,7 +54,7 @@ from ckpt.core.format.table import PRESSED, Table, columns_of, merge
 from ckpt.core.ipc import channel, process
 from ckpt.core.ipc.arena import SEALED, Arena, Label
 from ckpt.core.ipc.protocol import MOST_BYTES
-from ckpt.core.ipc.requests import Close, Greeting, Taken
+from ckpt.core.ipc.requests import Close, Lend
 from ckpt.core.ipc.watch_requests import Look
 from ckpt.core.log.log import RunLog, record_key
 from ckpt.core.log.records import MARK, Acquire, Commit, RunState
@@ -74,7 +75,6 @@ from ckpt.core.run.supervise.held_snapshots import HeldSnapshots
 from ckpt.core.run.supervise.memory import SnapshotMemory
 from ckpt.core.run.supervise.next_arena import NextArena
 from ckpt.core.run.supervise.opening import RunOpener
-from ckpt.core.run.supervise.writer_supervisor import WriterSupervisor
 from ckpt.core.run.supervise.writes import KnownLayouts
 from ckpt.core.snapshot import device, snapshot, stage
 from ckpt.core.snapshot.fill import SlotFiller
@@ -563,6 +563,9 @@ def run_in_writers(patch: pytest.MonkeyPatch, code: str, *, instead: bool = Fals
     patch.setattr(writer_client, "_BOOT", code if instead else f"{code}; {writer_client._BOOT}")
 
 
+MEMORY_IS_SHORT = "import ckpt.core.writer.life as life; life.SHORT = 2.0"  # for `run_in_writers`
+
+
 def compare_no_replicas() -> None:
     """Turn off the comparison of replicas across ranks in this process."""
     ReplicaCheck.said_of = lambda self, attempt: {}  # type: ignore[method-assign]
@@ -605,6 +608,25 @@ def wait_for_writers_for(answer_s: float, meet_s: float | None = None, patient_s
         find_writer.MEET_S = meet_s
 
 
+def wait_for_release_for(seconds: float) -> None:
+    """Set how long this process waits for the writer of a fenced job to release its memory."""
+    find_writer.FREED_S = seconds
+
+
+def stop_writer_after_its_first_answer() -> None:
+    """Stop the writer that this process finds as soon as it has answered once, and never resume it."""
+    ask = writer_client.WriterClient.ask_patiently
+
+    def stopping(self: Any, *arguments: Any) -> Any:
+        found = ask(self, *arguments)
+        if found[0].alive:
+            os.kill(found[0].pid, signal.SIGSTOP)
+            find_writer.DYING_S = 0.0
+        return found
+
+    writer_client.WriterClient.ask_patiently = stopping  # type: ignore[method-assign]
+
+
 def wake_no_writer() -> None:
     """Make this process not resume stopped writers."""
     writer_client.WriterClient._wake = lambda self: 0  # type: ignore[method-assign, assignment]
@@ -635,11 +657,6 @@ def writers_in(folder: str) -> list[int]:
     return channel.writers_of(name_of_writer_in(folder))
 
 
-def trainer_named(run: str) -> int | None:
-    """Return the PID of the process that owns the socket name of a run's trainer, or None."""
-    return channel.holder(channel.trainer_key(name_of_writer(run)))
-
-
 def take_name_of_writer(name: str) -> Any:
     """Take the socket name of a writer. Return a socket that never answers, or None if the name is taken."""
     return channel.listen(name)
@@ -650,10 +667,9 @@ def names_taken(name: str) -> dict[int, str]:
     return channel.siblings(name)
 
 
-def addresses_of(name: str, *, of_trainer: bool = False) -> list[str]:
-    """Return the socket addresses at which a writer, or its trainer, may listen."""
-    chosen = channel.trainer_key(name) if of_trainer else name
-    return [channel._address(chosen, number) for number in range(channel.NAMES)]
+def addresses_of(name: str) -> list[str]:
+    """Return the socket addresses at which a writer may listen."""
+    return [channel._address(name, number) for number in range(channel.NAMES)]
 
 
 VARIABLE_OF_NAMES = channel.RUNTIME  # the environment variable that separates the socket names of runs
@@ -680,19 +696,8 @@ def is_at_the_writer(run: str, pid: int) -> bool:
     key = name_of_writer(run)
     if (channel.ask_once(key, Look(), 10.0) or {}).get("pid") == pid:
         return True
-    there = channel.ask_once(key, Greeting(visit=True), 10.0)
+    there = channel.ask_once(key, Lend(), 10.0)
     return there is not None and there.trainer == pid
-
-
-def has_lost_its_trainer(run: str) -> bool:
-    """Return True if the writer of a run reports that its trainer has ended."""
-    there = channel.ask_once(name_of_writer(run), Greeting(visit=True), 10.0)
-    return there is not None and not there.alive
-
-
-def say_memory_was_taken(run: str, memories: list[str]) -> None:
-    """Notify the writer of a run that another writer has adopted these arenas."""
-    channel.ask_once(name_of_writer(run), Taken(memories), 10.0)
 
 
 class LateWriter:
@@ -738,13 +743,7 @@ MEMORY_IS_ADOPTED: Moment = (Stager, "use")
 MEMORY_IS_PREPARED: Moment = (SnapshotMemory, "take_prepared")
 COPIED_BESIDE_TRAINING: Moment = (SlotFiller, "fill_guarded")
 NEXT_WRITER_GETS_MEMORY: Moment = (SnapshotMemory, "on_new_writer")
-ORPHANS_ARE_TAKEN: Moment = (HeldSnapshots, "take_orphans")
-TAKING_OVER: dict[str, Moment] = {  # while a trainer takes ownership from another one
-    "memory": (SnapshotMemory, "inherit"),
-    "messages": (WriterSupervisor, "_listen"),
-    "orphans": ORPHANS_ARE_TAKEN,
-    "opening": (RunOpener, "open"),
-}
+LEFT_OVER_MEMORY_IS_TAKEN: Moment = (HeldSnapshots, "take_left_over")
 FILE_IS_CONVERTED: Moment = (source_files.FilesOrigin, "_read")
 
 
@@ -823,13 +822,12 @@ def stop_before_sealing(step: int) -> None:
     Arena.set_label = stopping  # type: ignore[method-assign]
 
 
-def do_not_say_that_a_trainer_has_gone(patch: pytest.MonkeyPatch) -> None:
-    """Hide from a trainer that inherits memory that its previous owner has ended."""
-    inherit = SnapshotMemory.inherit
+def inherit_from_a_process_that_has_not_ended(patch: pytest.MonkeyPatch, pid: int) -> None:
+    """Make a trainer that inherits memory believe that this process is a dead trainer that has not ended yet."""
+    inherit, of = SnapshotMemory.inherit, process.Process.of(pid)
 
     def lingering(self: SnapshotMemory, hello: Any, fds: list[int]) -> None:
-        hello = type(hello)(**{**{f: getattr(hello, f) for f in hello.__struct_fields__}, "gone": False})
-        inherit(self, hello, fds)
+        inherit(self, msgspec.structs.replace(hello, writing_on=[(of.pid, of.started)]), fds)
 
     patch.setattr(SnapshotMemory, "inherit", lingering)
 
@@ -1005,7 +1003,7 @@ def give_up_slots(cp: ckpt.Checkpointer) -> None:
 
 
 def slots_held_for_others(cp: ckpt.Checkpointer) -> int:
-    """Count the previous owners for whom snapshots in memory must not be overwritten."""
+    """Count the reasons for which snapshots in memory must not be overwritten."""
     return cp._session.stager.slots._holds
 
 

@@ -106,13 +106,13 @@ def test_each_rank_holds_its_part_of_what_load_returns(case: str, resumed: Said,
 
 
 REFUSED = {
-    "experts": "experts (MoE) are held by other ranks",
+    "experts": "experts (MoE) are on other ranks",
     "optimizer": "FP32Optimizer is not Megatron's DistributedOptimizer: set use_distributed_optimizer=True",
-    "names": "optim: ckpt.megatron has entries of these names itself",
-    "random": "numbers: ckpt.megatron saves random numbers itself",
-    "chunks": "Megatron's DistributedDataParallel wraps, not GPTModel",
+    "names": "optim: ckpt.megatron uses these names for its own entries",
+    "random": "numbers: ckpt.megatron saves random states already",
+    "chunks": "model_chunks must be a list of Megatron's DistributedDataParallel, not GPTModel",
     "fp8": "weights in fp8 or fp4",
-    "precision": "a precision-aware optimizer keeps its weights inside",
+    "precision": "a precision-aware optimizer keeps its weights internally",
     "offloaded": "an optimizer that is offloaded to the host",
     "instances": "several instances of the distributed optimizer",
     "buffer": "rank 1: ckpt.megatron: seen is a buffer",  # which has it alone

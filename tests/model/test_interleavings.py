@@ -495,7 +495,7 @@ BROKEN = [
 RARE = {
     what_was_in_use_is_in_use: 250,
     a_writer_expires_its_own_sources: 1090,
-    the_pack_goes_though_its_part_may_be_there: 3150,
+    the_pack_goes_though_its_part_may_be_there: 2050,
     what_is_missing_once_is_missing: 170,
     what_was_read_need_not_be_looked_at_again: 30,
     who_puts_a_record_need_not_look_again: 25,

@@ -81,18 +81,18 @@ def jobs() -> Iterator[list[Job]]:
 
 
 def test_second_job_wins(run_dir: str, own_sockets: Path, jobs: list[Job]) -> None:
-    """The second goes on from the first one's memory; the first is fenced at its next durable save, and ever after."""
+    """The second starts from the newest checkpoint of the first, which is fenced at its next save, and ever after."""
     jobs.append(first := Job(run_dir))
     assert first.train(5) == "done 5"
     jobs.append(second := Job(run_dir))
-    assert second.start == ["5", "memory"], "the last step is in the first one's memory only"
+    assert second.start == ["4", f"file://{run_dir}"], "step 5 is in the first one's memory only"
     assert first.train(1) == "error FencedError"
     assert first.train(1) == "error FencedError"
-    assert second.train(3) == "done 8"
+    assert second.train(3) == "done 7"
     first.close()
-    assert second.train(1) == "done 9"
-    assert second.close() == toy.reference(9)
-    assert steps_on_disk(run_dir)[0] == 9
+    assert second.train(1) == "done 8"
+    assert second.close() == toy.reference(8)
+    assert steps_on_disk(run_dir)[0] == 8
     assert problems(run_dir) == []
     for job in (first, second):
         job.kill()
@@ -106,9 +106,9 @@ def test_killed_loser_harms_nothing(run_dir: str, jobs: list[Job]) -> None:
     jobs.append(second := Job(run_dir))
     assert first.train(1) == "error FencedError"
     first.kill()
-    assert second.train(2) == "done 7"
-    assert second.close() == toy.reference(7)
-    assert steps_on_disk(run_dir)[0] == 7
+    assert second.train(2) == "done 6"
+    assert second.close() == toy.reference(6)
+    assert steps_on_disk(run_dir)[0] == 6
     assert problems(run_dir) == []
 
 

@@ -3,8 +3,6 @@ end of the interpreter, in the middle of a takeover."""
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 import time
 from pathlib import Path
@@ -21,7 +19,6 @@ from ckpt.errors import UsageError
 from kills import steps_on_disk
 from processes import eventually, killed, run_script, writers
 from test_promise_ends import restored
-from test_promise_ownership import LIFE, Life, patched, start_of
 
 
 def steps(cp: ckpt.Checkpointer, state: dict[str, Any], count: int) -> None:
@@ -188,26 +185,6 @@ def test_a_forked_child_holds_nothing_and_waits_for_nothing(run_dir: str) -> Non
     as it wants; the trainer goes on."""
     done = run_script(CHILDREN, run_dir)
     assert (done.returncode, done.stdout) == (0, "7\n"), done.stderr
-
-
-SLOWLY = "inside.interrupt_at(inside.FOREVER, inside.NEXT_WRITER_GETS_MEMORY, lambda: time.sleep(2), always=True)"
-
-
-def test_a_takeover_while_the_next_writer_gets_the_memory(run_dir: str) -> None:
-    """A trainer's writer is killed, and the next one has the run's name, but no memory yet, when somebody takes the run
-    over: that one waits for the memory, and goes on from the newest step."""
-    with Life("memory:handing", 6, code=patched(SLOWLY)) as first:
-        writer = int(first.ask("cp.writer_pid"))
-        os.kill(writer, signal.SIGKILL)
-        time.sleep(1.0)
-        assert start_of("memory:handing", 0, "takeover", "kill") == ["start", "6", "6", "memory"]
-        assert first.do().startswith("FencedError")
-
-
-def test_negative_control_nothing_is_slow(run_dir: Path) -> None:
-    """The same trainer without the delay, as a writer that was given everything answers at once."""
-    with Life("memory:handing", 6, code=LIFE):
-        assert start_of("memory:handing", 0, "takeover", "kill") == ["start", "6", "6", "memory"]
 
 
 # -- steps that are to stay --

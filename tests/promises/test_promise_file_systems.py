@@ -141,12 +141,12 @@ def test_negative_control_io_error_of_folder_fsync_fails_the_save(library: str, 
 
 
 @pytest.fixture
-def intruder(run_dir: str, own_sockets: Path, request: pytest.FixtureRequest) -> Iterator[str]:
-    """Have another user's process take every socket name of a run's writer, or of its trainer."""
+def intruder(run_dir: str, own_sockets: Path) -> Iterator[str]:
+    """Have another user's process take every socket name of a run's writer."""
     if os.getuid() != 0:
         pytest.skip("only root can start a process of another user")
     inside.begin_folder(run_dir)  # its socket names depend on its id
-    names = inside.addresses_of(inside.name_of_writer_in(run_dir), of_trainer=request.param == "trainer")
+    names = inside.addresses_of(inside.name_of_writer_in(run_dir))
     code = (
         "import os, socket, sys\n"
         "os.setuid(65534)\n"
@@ -160,7 +160,6 @@ def intruder(run_dir: str, own_sockets: Path, request: pytest.FixtureRequest) ->
         process.kill()
 
 
-@pytest.mark.parametrize("intruder", ["writer", "trainer"], indirect=True)
 def test_socket_names_taken_by_another_user_are_named(intruder: str) -> None:
     environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
     words = [sys.executable, "-c", TRAIN, intruder, "2", "return"]

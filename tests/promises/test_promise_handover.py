@@ -15,6 +15,7 @@ import pytest
 
 import ckpt
 import inside
+import run_files
 from kills import Trainer
 from parallel import free_port
 from processes import PYTHONPATH, eventually, start_python, writers
@@ -179,22 +180,71 @@ def test_what_fails_after_a_close_is_tried_again(place: Place, own_sockets: Path
     assert start(**place.options) == "start 3 3"
 
 
+# -- a writer that outlives its trainer --
+
+FAR = (
+    FOLDER
+    + "; options['tiers'][:1] = [ckpt.Memory(linger_s=float(os.environ['LINGER']))]"
+    + ("; options['tiers'].append(ckpt.Tier(os.environ['FAR'], every=1000))")
+)
+
+
+def far_options(tmp_path: Path, linger_s: float) -> dict[str, Any]:
+    return {"patch": FAR, "PLACE": str(tmp_path / "run"), "FAR": str(tmp_path / "far"), "LINGER": str(linger_s)}
+
+
+@pytest.mark.parametrize("reachable", [True, False], ids=["reachable", "moved away"])
+def test_newest_step_reaches_every_tier_after_the_death_of_all_ranks(
+    reachable: bool, own_sockets: Path, tmp_path: Path
+) -> None:
+    """Two ranks are killed long before the next scheduled checkpoint, and nobody restarts them. Their writers bring the
+    newest step to the nearest tier and to the one behind, also if that one comes back only later. Then they leave."""
+    far, aside = tmp_path / "far", tmp_path / "aside"
+    with two_ranks(4, **far_options(tmp_path, 0)) as ranks:
+        if not reachable:
+            far.rename(aside)
+        for rank in ranks:
+            rank.process.kill()
+    assert eventually(lambda: inside.steps_at(tmp_path / "run")[:1] == [4])
+    if not reachable:
+        assert len(writers(own_sockets)) == 2
+        aside.rename(far)
+    assert eventually(lambda: inside.steps_at(far) == [4])
+    assert eventually(lambda: not writers(own_sockets), 90.0)
+    assert inside.problems_at(far) == [] and ckpt.load(str(far))["w"].tolist() == [4.0] * 8
+
+
+@pytest.mark.parametrize("short", [True, False], ids=["short", "negative control"])
+def test_writer_keeps_memory_for_a_restart_unless_it_is_short(short: bool, own_sockets: Path, tmp_path: Path) -> None:
+    """When every tier has the newest step, memory only makes a restart faster, so it is released if memory is short."""
+    patch = "\nos.environ.pop('CKPT_TEST_WRITERS', 0)\nimport inside; inside.run_in_writers(inside.FOREVER, "
+    patch += "inside.MEMORY_IS_SHORT)"
+    options = far_options(tmp_path, 600)
+    with Rank(4, **{**options, "patch": FAR + (patch if short else "")}) as one:
+        assert one.trained() == "start 0 0"
+    assert eventually(lambda: inside.steps_at(tmp_path / "far") == [4])
+    if short:
+        assert eventually(lambda: not writers(own_sockets))
+    assert start(**options) == "start 4 4"
+    assert bool(one.writer in [writer.pid for writer in writers(own_sockets)]) != short
+
+
 # -- a trainer that has left, and lives --
 
 
-def test_memory_that_is_let_go_of_late_is_free_then(own_sockets: Path) -> None:
-    """A trainer leaves, and is still copying when the next one comes. That one waits until it has let go of its memory,
-    and not until it has died."""
+def test_memory_of_a_trainer_that_left_and_lives_is_only_read(own_sockets: Path) -> None:
+    """A trainer leaves, and its process lives and copies on. The next one restores that memory, and stages into memory
+    of its own, so that neither waits for the other."""
     late = "import inside; inside.do_before_it_lets_go_of_memory(cp, lambda: (print('leaving'), sys.stdin.readline()))"
     with Rank(4) as first:
         first.trained()
         assert first.do(late) == "done 4"
         assert first.do("inside.abandon(cp)") == "leaving"
         with Rank(4) as second:
-            assert eventually(lambda: inside.is_at_the_writer(RUN, second.process.pid))
-            assert first.do("") == "done 4"
             assert second.trained() == "start 4 4"
             assert [second.do("train()"), second.do("train()"), second.do("train()")] == ["done 5", "done 6", "done 7"]
+            assert first.do("") == "done 4"
+        assert start() == "start 7 7"
 
 
 def test_an_error_in_the_staging_thread_is_no_death() -> None:
@@ -234,23 +284,34 @@ def test_a_writer_that_never_answers_is_no_older_step(own_sockets: Path) -> None
     assert start() == "start 4 4"
 
 
-def test_a_writer_goes_only_when_all_it_has_is_held_elsewhere(own_sockets: Path) -> None:
-    """Told that its memory has been taken, it looks whether that is all of its memory."""
-    with Rank(4) as first:
-        first.trained()
-    assert eventually(lambda: inside.has_lost_its_trainer(RUN))
-    inside.say_memory_was_taken(RUN, ["00" * 16])
-    assert start() == "start 4 4"
+def test_memory_of_ranks_that_are_gone_is_held_by_the_new_job(own_sockets: Path, tmp_path: Path) -> None:
+    """Two ranks die, one starts: it borrows the memory of the other rank, whose writer leaves then. Killed before its
+    first step, it leaves all of that to the next start."""
+    with two_ranks(4, patch=FOLDER, PLACE=str(tmp_path / "run")) as ranks:
+        left_over = inside.process_of(ranks[1].writer)
+    with Rank(patch=FOLDER, PLACE=str(tmp_path / "run")) as one:
+        assert one.trained() == "start 4 4"
+        assert eventually(lambda: not left_over.alive)
+        assert [writer.pid for writer in writers(own_sockets)] == [one.writer]
+    for file in run_files.data_files(tmp_path / "run"):
+        file.unlink()
+    assert start(patch=FOLDER, PLACE=str(tmp_path / "run")) == "start 4 4"
 
 
-def test_every_rank_that_loses_a_run_is_told(own_sockets: Path) -> None:
-    """Two ranks train, and one takes the run over: both are told at their next call, and the one has their newest
-    step. So it is if it dies right after."""
-    with two_ranks(4) as ranks:
-        with Rank(0, "takeover") as one:
+def test_takeover_by_fewer_ranks_fences_every_rank(own_sockets: Path, tmp_path: Path) -> None:
+    """Two ranks train, and a job of one rank takes over: it starts from their newest checkpoint, and both ranks get
+    FencedError at their next call."""
+    with two_ranks(4, patch=FOLDER, PLACE=str(tmp_path / "run")) as ranks:
+        for rank in ranks:
+            rank.say("cp.save().committed(60)")
+        assert [rank.line() for rank in ranks] == ["done 4"] * 2
+        for rank in ranks:
+            rank.say("train()")
+        assert [rank.line() for rank in ranks] == ["done 5"] * 2
+        with Rank(0, "takeover", patch=FOLDER, PLACE=str(tmp_path / "run")) as one:
             assert one.trained() == "start 4 4"
+            assert eventually(lambda: [writer.pid for writer in writers(own_sockets)] == [one.writer])
         assert [rank.do("train()").split()[0] for rank in ranks] == ["FencedError"] * 2
-    assert start() == "start 4 4"
 
 
 def test_a_takeover_that_fails_ends_no_training_of_any_rank(own_sockets: Path, tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""Who owns a run, and its memory: one at a time, provably; whoever loses it is told, and what it held is found."""
+"""A run has one owner at a time. A takeover fences the previous owner through the log, and releases its memory; a
+restart after a death inherits memory."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ LIFE = """
 import os, sys, time, ckpt, torch
 from torch import nn
 place, until, words = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
-w = nn.Parameter(torch.zeros(8))
+w = nn.Parameter(torch.zeros(int(os.environ.get("SIZE", 8))))
 opt = torch.optim.SGD([w], lr=1.0)
 place = {"name": place[7:]} if place.startswith("memory:") else {"tiers": place}
 with ckpt.Checkpointer({"w": w, "opt": opt}, takeover="takeover" in words, **place) as cp:
@@ -66,8 +67,10 @@ def patched(patch: str) -> str:
 class Life(Trainer):
     """A script that has trained up to a step, and does one more for each empty line it is told; others are code."""
 
-    def __init__(self, place: str, until: int, *words: str, before: Sequence[str] = (), code: str = LIFE) -> None:
-        super().__init__(code, place, until, "go on", *words, before=before, stderr=None)
+    def __init__(
+        self, place: str, until: int, *words: str, before: Sequence[str] = (), code: str = LIFE, **more: str
+    ) -> None:
+        super().__init__(code, place, until, "go on", *words, before=before, stderr=None, **more)
         self.began = self.line()
         if self.began.startswith("start"):
             assert self.line() == "trained"
@@ -75,6 +78,10 @@ class Life(Trainer):
     def ask(self, code: str) -> str:
         """What it prints in answer."""
         return self.do(f"print({code}, flush=True)")
+
+    def commit(self) -> str:
+        """The step that it is at, once that is durable."""
+        return self.ask("cp.save().committed(60).step")
 
 
 def start_of(place: str, until: int = 0, *words: str) -> list[str]:
@@ -101,56 +108,110 @@ def test_a_run_whose_trainer_lives_is_not_taken_over_by_an_opening(where: str, r
     assert start_of(place, 0) == ["start", "5", "5", "memory"]
 
 
-def test_whoever_loses_a_run_is_told_and_its_memory_is_found(run_dir: str) -> None:
-    """With takeover=True the second goes on from the first one's newest step, the first is told at its next call, and a
-    third finds that step, though the second was killed before it had done any of its own."""
-    with Life("memory:taken", 4) as first:
-        assert start_of("memory:taken", 0, "takeover", "kill") == ["start", "4", "4", "memory"]
+def shared_memory(pid: int) -> int:
+    """Bytes of shared memory that a process has mapped and touched."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssShmem:"))
+
+
+def on_disk(run_dir: str, step: int) -> str:
+    return f"start {step} {step} file://{run_dir}"
+
+
+@pytest.mark.parametrize("stopped", [False, True], ids=["trains", "stopped"])
+def test_takeover_fences_through_the_log_and_releases_memory(stopped: bool, run_dir: str, own_sockets: Path) -> None:
+    """The second job starts from the newest checkpoint. The writer of the first has released all memory by then, even
+    though its trainer is stopped and has it mapped. The first job gets FencedError at its next call."""
+    with Life(run_dir, 3, SIZE=str(1 << 22)) as first:
+        assert first.commit() == "3" and [first.do(), first.do()] == ["staged 4", "staged 5"]
+        pid, writer = first.process.pid, int(first.ask("cp.writer_pid"))
+        assert shared_memory(pid) > 3 * (4 << 22)
+        if stopped:
+            first.process.send_signal(signal.SIGSTOP)
+        with Life(run_dir, 0, "takeover", SIZE=str(1 << 22)) as second:
+            assert second.began == on_disk(run_dir, 3)
+            assert shared_memory(pid) < 4 << 22
+            assert eventually(lambda: writer not in [process.pid for process in writers(own_sockets)])
+            assert second.do() == "staged 4" and second.commit() == "4"
+            first.process.send_signal(signal.SIGCONT)
+            assert first.do().startswith("FencedError") and first.do().startswith("FencedError")
+            assert second.do() == "staged 5"
+    with Life(run_dir, 0, SIZE=str(1 << 22)) as third:
+        assert third.began == "start 5 5 memory"
+
+
+def test_idle_writer_releases_memory_when_another_machine_takes_over(run_dir: str) -> None:
+    """Nobody asks the writer: it reads the log by itself, although its job saves nothing."""
+    with Life(run_dir, 3) as first:
+        assert first.commit() == "3" and first.do() == "staged 4"
+        writer = inside.process_of(int(first.ask("cp.writer_pid")))
+        away = 'import os, tempfile\nos.environ["CKPT_RUNTIME_DIR"] = tempfile.mkdtemp()\n' + LIFE
+        assert start_of_script(away, run_dir, 0, "takeover")[:2] == ["start", "3"]
+        assert eventually(lambda: not writer.alive)
         assert first.do().startswith("FencedError")
-        assert start_of("memory:taken", 6, "kill") == ["start", "4", "4", "memory"]
-    assert start_of("memory:taken") == ["start", "6", "6", "memory"]
 
 
-@pytest.mark.parametrize("moment", inside.TAKING_OVER)
-def test_a_taker_that_dies_half_way_leaves_what_was_there(moment: str, run_dir: str) -> None:
-    """Whenever one that takes a run over is killed, the next start goes on from the newest step of the history: neither
-    from nothing, nor from one that was undone."""
-    patch = f"inside.act_instead(inside.FOREVER, inside.TAKING_OVER[{moment!r}], lambda: os.kill(os.getpid(), 9))"
-    with Life("memory:halfway", 6) as first:
-        assert first.ask("cp.restore(step=5)") == "5"
-        assert killed(run_script(patched(patch), "memory:halfway", 9, "takeover"))
-    assert start_of("memory:halfway") == ["start", "5", "5", "memory"]
+def test_takeover_names_a_stopped_writer_and_its_memory(run_dir: str) -> None:
+    """The writer cannot release anything while it is stopped. The job is fenced all the same, and the next start finds
+    the memory released after the writer was resumed."""
+    patch = "inside.wait_for_release_for(2.0); inside.stop_writer_after_its_first_answer()"
+    with Life(run_dir, 3, SIZE=str(1 << 20)) as first:
+        assert first.commit() == "3"
+        writer = int(first.ask("cp.writer_pid"))
+        refused = run_script(patched(patch), run_dir, 9, "takeover").stderr
+        assert f"InUseError: process {writer} (stopped by SIGSTOP), a writer of this run that holds " in refused
+        size = float(refused.split("a writer of this run that holds ")[1].split(" MB")[0])
+        assert size >= 3 * 4 * (1 << 20) / 1e6
+        os.kill(writer, signal.SIGCONT)
+        with Life(run_dir, 0, "takeover", SIZE=str(1 << 20)) as second:
+            assert second.began == on_disk(run_dir, 3)
+        assert first.do().startswith("FencedError")
+
+
+def test_run_in_memory_only_is_not_taken_over_from_a_living_trainer(run_dir: str) -> None:
+    """Without a log there is nothing that could fence the first job, so nothing is taken from it."""
+    with Life("memory:taken", 4) as first:
+        assert "takeover=True needs a folder or URL" in run_script(LIFE, "memory:taken", 9, "takeover").stderr
+        assert first.do() == "staged 5"
+    assert start_of("memory:taken", 0, "takeover") == ["start", "5", "5", "memory"]
+
+
+@pytest.mark.parametrize("fail", ["acquire.done", "run.taken"])
+def test_killed_takeover_leaves_the_newest_checkpoint(fail: str, run_dir: str) -> None:
+    """The second job is killed when it has fenced the first one, or when it has become the owner."""
+    with Life(run_dir, 6) as first:
+        assert first.commit() == "6" and first.ask("cp.restore(step=6)") == "6" and first.do() == "staged 7"
+        assert killed(run_script(LIFE, run_dir, 9, "takeover", fail=f"trainer/{fail}:kill:1"))
+        assert start_of(run_dir, 0, "takeover") == on_disk(run_dir, 6).split()
+        assert first.do().startswith("FencedError")
 
 
 @pytest.mark.parametrize("third", ["", "takeover"])
-def test_one_that_comes_into_a_takeover_harms_nothing(third: str, run_dir: str) -> None:
-    """A first trainer is taken over from by a second, and before that has opened the run a third comes. Without
-    takeover it is refused; with it the second is told. Whoever has the run goes on from the first one's last step."""
+def test_third_start_harms_no_takeover_under_way(third: str, run_dir: str) -> None:
+    """A second job takes over from a first one, and before it has opened the run a third one comes. The third is
+    refused, also with takeover=True, because the second has not read the log yet."""
     held = patched(
         "hold = lambda: (print('held', flush=True), sys.stdin.readline(), {})[-1]\n"
-        "inside.act_instead(inside.FOREVER, inside.ORPHANS_ARE_TAKEN, hold)"
+        "inside.act_instead(inside.FOREVER, inside.LEFT_OVER_MEMORY_IS_TAKEN, hold)"
     )
-    with Life("memory:three", 4) as first, Life("memory:three", 0, "takeover", code=held) as second:
-        assert second.began == "held"
-        found = run_script(LIFE, "memory:three", 6, "kill", third)
-        assert first.do().startswith("FencedError")
-        second.say()
-        if third:
-            assert killed(found) and found.stdout.split() == ["start", "4", "4", "memory"]
-            assert second.line() == ""
-        else:
+    with Life(run_dir, 4) as first:
+        assert first.commit() == "4"
+        with Life(run_dir, 0, "takeover", code=held) as second:
+            assert second.began == "held"
+            found = run_script(patched("inside.wait_for_release_for(1.0)"), run_dir, 6, "kill", third)
             assert "InUseError" in found.stderr
-            assert [second.line(), second.line(), second.do()] == ["start 4 4 memory", "trained", "staged 5"]
-    last = "6" if third else "5"
-    assert start_of("memory:three") == ["start", last, last, "memory"]
+            assert first.do().startswith("FencedError")
+            second.say()
+            assert [second.line(), second.line(), second.do()] == [on_disk(run_dir, 4), "trained", "staged 5"]
+    assert start_of(run_dir) == ["start", "5", "5", "memory"]
 
 
-@pytest.mark.parametrize("where", ["folder", pytest.param("memory:alone", marks=pytest.mark.long)])
-def test_a_trainer_whose_writer_has_died_is_seen(where: str, run_dir: str) -> None:
+def test_a_trainer_whose_writer_has_died_is_seen(run_dir: str) -> None:
     """Its writer is killed, and before it has another one somebody opens the run: refused, and the trainer goes on."""
-    place = run_dir if where == "folder" else where
+    place = run_dir
     with Life(place, 4) as first:
         writer = int(first.ask("cp.writer_pid"))
+        assert eventually(lambda: any((Path(run_dir) / "ledger").glob("[0-9]*.json")))
         first.process.send_signal(signal.SIGSTOP)
         os.kill(writer, signal.SIGKILL)
         assert f"InUseError: process {first.process.pid}" in run_script(LIFE, place, 9).stderr
@@ -176,87 +237,70 @@ def test_a_trainer_waits_for_the_name_of_a_writer_that_goes(run_dir: str) -> Non
     assert start_of("memory:late") == ["start", "6", "6", "memory"]
 
 
-def test_a_trainer_that_lost_takes_no_name_again(run_dir: str) -> None:
-    """It has heard that the run is another's; that one and all writers are killed. It does not stand in the way of the
-    next start."""
-    with Life("memory:lost", 4) as first:
-        with Life("memory:lost", 7, "takeover") as second:
-            assert first.do().startswith("FencedError")
-            writer = int(second.ask("cp.writer_pid"))
-        for pid in {writer, int(first.ask("__import__('inside').writer_of(cp)"))}:
-            os.kill(pid, signal.SIGKILL)
-        assert first.do().startswith("FencedError")
-        assert start_of("memory:lost") == ["start", "0", "0", "None"]
-
-
-def test_a_loser_that_stands_still_is_in_nobodys_way(run_dir: str) -> None:
-    """A run is taken over from a trainer that is stopped: whoever comes later is refused as long as the second lives,
-    whatever becomes of the first."""
-    with Life("memory:still", 4) as first:
+def test_fenced_trainer_keeps_nobody_from_starting(run_dir: str) -> None:
+    """A run is taken over from a stopped trainer. A third start is refused only while the second job lives. The first
+    gets FencedError when it resumes, and never takes the name of the run again."""
+    with Life(run_dir, 4) as first:
+        assert first.commit() == "4"
         first.process.send_signal(signal.SIGSTOP)
-        with Life("memory:still", 6, "takeover") as second:
-            assert second.began == "start 4 4 memory"
-            assert "InUseError" in run_script(LIFE, "memory:still", 9).stderr
-            first.kill()
-            assert eventually(lambda: inside.trainer_named("memory:still") is not None)
-            os.kill(int(second.ask("cp.writer_pid")), signal.SIGKILL)
-            assert f"InUseError: process {second.process.pid}" in run_script(LIFE, "memory:still", 9).stderr
+        with Life(run_dir, 6, "takeover") as second:
+            assert second.began == on_disk(run_dir, 4)
+            assert f"InUseError: process {second.process.pid}" in run_script(LIFE, run_dir, 9).stderr
             assert second.do() == "staged 7"
-        assert start_of("memory:still") == ["start", "7", "7", "memory"]
+        with Life(run_dir, 8) as third:
+            assert third.began == "start 7 7 memory"
+            first.process.send_signal(signal.SIGCONT)
+            assert first.do().startswith("FencedError")
+            assert third.do() == "staged 9"
+            writer = int(third.ask("cp.writer_pid"))
+        os.kill(writer, signal.SIGKILL)
+        assert first.do().startswith("FencedError")
+        assert start_of(run_dir)[0] == "start"
 
 
-def test_what_nobody_will_see_is_not_acknowledged(run_dir: str) -> None:
-    """A trainer is stopped, as a machine that is suspended, before it has sealed a step, loses its run, and goes on:
-    that step comes after what its successor has seen, and is not told as staged, however late the word of it comes."""
-    with Life("memory:late", 4, code=patched("inside.stop_before_sealing(5)")) as first:
+def test_step_sealed_after_the_fence_is_not_acknowledged(run_dir: str) -> None:
+    """A trainer is stopped before it has sealed a step, as on a suspended machine, loses its run, and resumes."""
+    with Life(run_dir, 4, code=patched("inside.stop_before_sealing(5)")) as first:
+        assert first.commit() == "4"
         first.say()
         assert eventually(lambda: psutil.Process(first.process.pid).status() == psutil.STATUS_STOPPED)
-        with Life("memory:late", 4, "takeover") as second:
-            assert second.began == "start 4 4 memory"
+        with Life(run_dir, 4, "takeover") as second:
+            assert second.began == on_disk(run_dir, 4)
             first.process.send_signal(signal.SIGCONT)
             assert first.line().startswith("FencedError")
             assert second.do() == "staged 5"
 
 
-def test_who_lost_a_run_and_stands_still_keeps_nobody_from_starting_again(run_dir: str) -> None:
-    """Its writer says that it has lost the run, so the name that it still has is nobody's. It is told when it wakes."""
-    with Life("memory:wakes", 4) as first:
-        first.process.send_signal(signal.SIGSTOP)
-        with Life("memory:wakes", 6, "takeover") as second:
-            assert second.began == "start 4 4 memory"
-        with Life("memory:wakes", 8) as third:
-            assert third.began == "start 6 6 memory"
-            first.process.send_signal(signal.SIGCONT)
-            assert first.do().startswith("FencedError")
-            assert third.do() == "staged 9"
-
-
 def test_a_child_does_not_keep_its_parents_name(run_dir: str) -> None:
     """A forked child outlives the trainer: the run is nobody's all the same."""
     with Life("memory:parent", 4) as first:
-        assert inside.trainer_named("memory:parent") == first.process.pid
         child = int(first.ask("os.fork() or time.sleep(600)"))
     try:
-        assert inside.trainer_named("memory:parent") is None
         assert start_of("memory:parent") == ["start", "4", "4", "memory"]
     finally:
         os.kill(child, signal.SIGKILL)
 
 
+@pytest.mark.parametrize("where", ["memory:silent", "folder"])
 @pytest.mark.parametrize("lives", [True, False])
-def test_a_writer_that_stands_still_is_ended_only_if_its_trainer_is_dead(lives: bool, run_dir: str) -> None:
-    """It cannot be woken up. An opening is refused while its trainer lives, which goes on with it afterwards; after
-    that one's death it is ended, and the run begins, however long it was waited for."""
+def test_silent_writer_is_killed_only_if_its_trainer_is_dead(lives: bool, where: str, run_dir: str) -> None:
+    """It cannot be resumed. A start is refused, unless the ledger proves that the trainer is dead: then the writer is
+    killed, and the start restores from the folder."""
+    place = run_dir if where == "folder" else where
     patch = "inside.wait_for_writers_for(2.0, 2.0); inside.wake_no_writer()"
-    with Life("memory:silent", 4) as first:
+    with Life(place, 4) as first:
+        if where == "folder":
+            assert first.commit() == "4"
         writer = int(first.ask("cp.writer_pid"))
         os.kill(writer, signal.SIGSTOP)
         if lives:
-            assert "InUseError" in run_script(patched(patch), "memory:silent", 0).stderr
+            assert "InUseError" in run_script(patched(patch), place, 0).stderr
             os.kill(writer, signal.SIGCONT)
             assert first.do() == "staged 5" and int(first.ask("cp.writer_pid")) == writer
-    if not lives:
-        assert run_script(patched(patch), "memory:silent", 0).stdout.split() == ["start", "0", "0", "None"]
+    if not lives and where == "folder":
+        assert run_script(patched(patch), place, 0).stdout.split() == on_disk(run_dir, 4).split()
+    elif not lives:
+        assert f"process {writer} (stopped by SIGSTOP)" in run_script(patched(patch), place, 0).stderr
 
 
 def test_a_takeover_that_cannot_succeed_ends_no_training(run_dir: str, tmp_path: Path) -> None:
@@ -308,6 +352,7 @@ def test_a_fresh_folder_is_a_fresh_run(run_dir: str, own_sockets: Path) -> None:
     assert killed(run_script(LIFE, run_dir, 5, "kill"))
     remove(run_dir)
     assert start_of(run_dir, 3, "kill") == ["start", "0", "0", "None"]
+    assert eventually(lambda: len(writers(own_sockets)) == 1)
     assert start_of(run_dir) == ["start", "3", "3", "memory"]
     remove(run_dir)
     assert eventually(lambda: not writers(own_sockets))

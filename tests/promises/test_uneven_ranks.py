@@ -45,6 +45,11 @@ try:
         train(last + 1, last + 2)
         try: cp.score(last + 2, 0.5)
         except ckpt.PeerError as error: found["score"] = str(error)
+    if how == "one scores, both go back":
+        if rank == 0: cp.score(last, 0.5)
+        step = cp.restore()
+        train(step + 1, step + 1)
+        found["score"] = [cp.score(step + 1, 0.1), best.scores]
     if how == "one is killed" and rank == 1:
         cp.save().staged(60)
         others.set("killed", "")
@@ -127,6 +132,12 @@ def test_score_fails_when_rank_0_has_left(run_dir: str) -> None:
     """Rank 0 decides which steps are the best, so the others would wait for it in vain."""
     found, logged = uneven(run_dir, "one raises, the other scores", 4, 4)
     assert found[1]["score"].startswith("rank 0 left without close(), so nobody decides"), (found, logged)
+
+
+def test_scores_agree_again_after_restore(run_dir: str) -> None:
+    """Rank 1 was interrupted before a score that rank 0 gave. It does not take that one for the next."""
+    found, logged = uneven(run_dir, "one scores, both go back", 4, 4)
+    assert found[0] == found[1] and found[0]["score"] == [True, [[0.1, 5]]], (found, logged)
 
 
 def test_slow_rank_fails_no_save(run_dir: str) -> None:

@@ -319,13 +319,13 @@ def test_what_is_no_message_of_ours_is_told(store: Any, rubbish: bytes) -> None:
 
     def posted(world: World) -> Any:
         if world.rank == 1:
-            store.set(f"{world._prefix}1/1", rubbish)
+            store.set(f"{world.prefix}1/1", rubbish)
             return OWN
         return world.agree("x", 0)
 
     def decided(world: World) -> Any:
         if world.rank == 0:
-            store.set(f"{world._prefix}1/verdict", rubbish)
+            store.set(f"{world.prefix}1/verdict", rubbish)
             return OWN
         return world.agree("x", 0)
 
@@ -384,7 +384,7 @@ def test_what_dead_processes_said_is_not_believed(store_of: StoreOf) -> None:
     store_of(0).set("everystep/answers/" + "00" * 8, board.pack("22" * 8))
 
     def body(world: World) -> Any:
-        return world._prefix, world.agree("x", world.rank)
+        return world.prefix, world.agree("x", world.rank)
 
     outcomes = together(3, store_of, body)
     assert {prefix for prefix, _ in outcomes} == {outcomes[0][0]}

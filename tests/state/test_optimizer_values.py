@@ -459,9 +459,9 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
         lambda p: defaultdict(list),
         r": .*defaultdict cannot be saved: its class has its own __new__",
     ),
-    "generator of another class": (lambda p: Dice(1), r": .*made this .*Dice during the training"),
-    "late object that can only be filled": (lambda p: Counting(), r": .*made this .*Counting during the training"),
-    "late function": (lambda p: halved, r": .*made this builtins\.function during the training"),
+    "generator of another class": (lambda p: Dice(1), r": .*created this .*Dice during the training"),
+    "late object that can only be filled": (lambda p: Counting(), r": .*created this .*Counting during the training"),
+    "late function": (lambda p: halved, r": .*created this builtins\.function during the training"),
     "member of a local enum": (lambda p: local_member(), r": .*cannot find this class by its name.*top level"),
     "set of objects": (lambda p: {Projector(p)}, r": the key .*Projector.* cannot be saved"),
 }
@@ -517,8 +517,8 @@ def test_state_of_a_foreign_tensor_is_refused_before_the_first_step(tmp_path: Pa
     ("kind", "old", "new", "error"),
     [
         ("Helpers", '"Projector"', '"Missing"', r"no such class: import test_optimizer_values"),
-        ("Helpers", f'"{__name__}", "Projector"', '"threading", "Thread"', r"cannot be made again"),
-        ("Helpers", f'"{__name__}", "Projector"', '"os", "_wrap_close"', r"cannot be made again"),
+        ("Helpers", f'"{__name__}", "Projector"', '"threading", "Thread"', r"cannot be created again"),
+        ("Helpers", f'"{__name__}", "Projector"', '"os", "_wrap_close"', r"cannot be created again"),
         ("Settings", '"FAST"', '"GONE"', r"Mode has no member 'GONE'"),
         ("Settings", '"Mode"', '"Projector"', r"is not an Enum"),
         ("Settings", '"Limits"', '"Mode"', r"is not a named tuple"),
@@ -526,7 +526,7 @@ def test_state_of_a_foreign_tensor_is_refused_before_the_first_step(tmp_path: Pa
         ("Settings", '"float64"', '"system"', r"not a torch\.dtype"),
         ("Expanded", "[[1, 4], [3, 5]]", "[[9, 4], [3, 5]]", r"cannot be expanded by"),
         ("OtherGenerators", '"numpy.PCG64"', '"numpy.seed"', r"unknown kind of generator"),
-        ("EarlyHelper", '"state": {"count"', '"stale": {"count"', r"nothing is stored of the object"),
+        ("EarlyHelper", '"state": {"count"', '"stale": {"count"', r"has no contents of the object"),
         ("SharedHelper", '"v": "net.0.weight"', '"v": "net.9.weight"', r"refers to a parameter 'net\.9\.weight'"),
     ],
 )
@@ -861,7 +861,7 @@ def test_entries_without_a_loader_here_are_a_mismatch() -> None:
     state, twin = made(WRAPPED["forwarding"], 0), made(Momentum, 1)
     train(state, range(2))
     saved = Saved(Capture(state).read())
-    with pytest.raises(MismatchError, match=r"opt: its state_dict\(\) had entries of its own"):
+    with pytest.raises(MismatchError, match=r"opt: its state_dict\(\) had additional entries"):
         saved.restore(twin)
     saved.restore(twin, strict=False)
     assert all(torch.equal(a, b) for a, b in zip(weights(state), weights(twin), strict=True))

@@ -42,11 +42,11 @@ WRONG: dict[str, tuple[Any, str]] = {
     "run of rows": (ckpt.Shard(FULL.view(4, 5), (4, 5), start=0), "must be memory of one dimension"),
     "shapes": (
         [ckpt.Shard(FULL[:10], (4, 5), start=0), ckpt.Shard(FULL[10:], (20,), start=10)],
-        "all pieces name the shape and dtype of one tensor",
+        "all must have the shape and dtype of the whole tensor",
     ),
     "dtypes": (
         [ckpt.Shard(FULL[:10], (4, 5), start=0), ckpt.Shard(FULL[10:].double(), (4, 5), start=10)],
-        "all pieces name the shape and dtype of one tensor",
+        "all must have the shape and dtype of the whole tensor",
     ),
     "replicas without this rank": (ckpt.Shard(FULL, (20,), replicas=(1,)), "replicas=[1] must be ranks of [0, 1]"),
     "replicas beyond the ranks": (ckpt.Shard(FULL, (20,), replicas=(0, 2)), "replicas=[0, 2] must be ranks of"),

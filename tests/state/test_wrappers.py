@@ -170,7 +170,7 @@ def test_a_context_that_is_not_plain_is_filled_and_not_made() -> None:
     saved.restore(twin)
     assert torch.equal(twin["mine"][0].inner.codes, state["mine"][0].inner.codes)
     assert torch.equal(twin["mine"][0].shift, state["mine"][0].shift)
-    with pytest.raises(MismatchError, match=r"cannot be made again, as 'wrapped_toy\.Odd'"):
+    with pytest.raises(MismatchError, match=r"cannot be created again, because it contains 'wrapped_toy\.Odd'"):
         saved.restore({"mine": []})
 
 
@@ -219,7 +219,9 @@ class Thrower(Quantised):
         raise ValueError("no")
 
 
-@pytest.mark.parametrize(("kind", "said"), [(Liar, "makes something else"), (Thrower, "does not take what was saved")])
+@pytest.mark.parametrize(
+    ("kind", "said"), [(Liar, "makes something else"), (Thrower, "does not accept its saved parts")]
+)
 def test_a_class_that_does_not_keep_its_word_is_refused(kind: type[Quantised], said: str) -> None:
     """Tensors that nobody fills, or an error of its own: an error of ours, by name, and nothing is changed."""
     twin: State = {"mine": []}
@@ -237,7 +239,7 @@ class Mixed(Quantised):
 
 def test_a_part_that_is_no_tensor_is_refused() -> None:
     """By the name of the wrapper."""
-    with pytest.raises(StateError, match=r"mine\.0: this Mixed names something in it that is no tensor"):
+    with pytest.raises(StateError, match=r"mine\.0: this Mixed lists an attribute that is not a tensor"):
         Capture({"mine": [Mixed.of(torch.randn(4))]}).read()
 
 

@@ -15,6 +15,7 @@ import ckpt
 from ckpt.core.ipc.watch_requests import Report
 from ckpt.core.log.log import RunLog
 from ckpt.store import open_store
+from processes import eventually
 
 
 def durable(run: str) -> list[int]:
@@ -38,20 +39,36 @@ def trained() -> tuple[nn.Parameter, torch.optim.Optimizer]:
     return weight, torch.optim.SGD([weight], lr=1.0)
 
 
-def test_what_was_saved_on_purpose_is_not_given_up(run_dir: str, trained: Any) -> None:
-    """A round for a step that this rank has passed is given up, unless the step went to disk in another way."""
+def order(cp: ckpt.Checkpointer, step: int) -> None:
+    """Order the save of a step, as another rank would."""
+    cp._session.orders.post("save", step, {"why": "test", "grace_s": 30.0, "tries": 1})
+
+
+def test_an_order_for_a_passed_step_uses_memory(run_dir: str, trained: Any) -> None:
+    """Memory has step 7, but not step 6 any more, which fails. Step 5 was saved on purpose, and stays."""
     weight, optimizer = trained
     tiers = [ckpt.Memory(), ckpt.Tier(run_dir, every=1000, keep=9)]
     with ckpt.Checkpointer({"w": weight, "opt": optimizer}, tiers) as cp:
         cp.restore(default=0)
-        for step in range(1, 8):
+        for step in range(1, 15):
             update(weight, optimizer, float(step))
             cp.step(step)
             if step == 5:
                 cp.save().committed(30)
-        assert not cp._out_of_turn.set_step(5) and not cp._out_of_turn.set_step(6)
-        cp.save().committed(30)
-        assert durable(run_dir) == [5, 7]
+            if step == 7:
+                order(cp, 7)
+                assert eventually(lambda: durable(run_dir) == [5, 7])
+                at_7 = weight.detach().clone()
+        order(cp, 5)
+        order(cp, 6)
+        assert eventually(lambda: [one.step for one in cp._session.supervisor.writes._retracts] == [])
+        order(cp, 15)
+        update(weight, optimizer, 15.0)
+        save = cp.step(15)
+        assert save is not None and save.tiers
+        save.committed(30)
+        assert durable(run_dir) == [5, 7, 15]
+        assert cp.restore(step=7) == 7 and torch.equal(weight, at_7)
 
 
 def test_a_request_returns_what_became_of_it(run_dir: str, trained: Any) -> None:

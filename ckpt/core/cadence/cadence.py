@@ -1,7 +1,7 @@
 """How often to save: `every="auto"`.
 
     what steps took (ckpt.core.writer.bookkeeper) -> Costs -> decide() -> Decision
-        -> agreed by all ranks (ckpt.core.run.cadence_sync) -> Schedule
+        -> ordered for all ranks (ckpt.core.run.save_plan) -> SavePlan
 
 - **Memory** is saved as often as a budget allows: every step, if a snapshot takes at most 1 % of it from training. And
   more often where faults come so thick that doing their steps again costs more than the snapshots would.
@@ -86,42 +86,6 @@ def is_auto(every: object) -> bool:
     """Whether it is to be found out what is best, and not only how many steps a time has."""
     found = as_every(every)
     return isinstance(found, Auto) and found.every_s is None
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """From a step on. `memory`: steps between snapshots, 0 for none; `tiers`: between checkpoints of each tier."""
-
-    step: int
-    memory: int
-    tiers: tuple[int, ...]
-
-
-class Schedule:
-    """Which steps are due. Read by the training loop, changed by another thread: it is replaced, never changed."""
-
-    def __init__(self, memory: int, tiers: Sequence[int]) -> None:
-        self._changes: tuple[Change, ...] = (Change(-1, memory, tuple(tiers)),)
-
-    @property
-    def newest(self) -> Change:
-        return self._changes[-1]
-
-    def at(self, step: int) -> Change:
-        changes = self._changes
-        return next((one for one in reversed(changes) if one.step <= step), changes[0])
-
-    def change(self, change: Change) -> None:
-        """What was to begin later than that is forgotten. Those of long ago too."""
-        kept = [one for one in self._changes if one.step < change.step]
-        self._changes = (*kept[-3:], change)
-
-    def memory_due(self, step: int) -> bool:
-        every = self.at(step).memory
-        return every > 0 and step % every == 0
-
-    def tiers_due(self, step: int) -> list[int]:
-        return [i for i, every in enumerate(self.at(step).tiers) if every > 0 and step % every == 0]
 
 
 @dataclass(frozen=True, slots=True)

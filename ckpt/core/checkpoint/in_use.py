@@ -15,8 +15,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ckpt.core.cadence.ledger import Account
+from ckpt.core.checkpoint.commit import acquire
 from ckpt.core.checkpoint.ledger_files import interval_s, newest_accounts
-from ckpt.core.checkpoint.open_tier import open_place
+from ckpt.core.checkpoint.open_tier import OpenTier, open_place
+from ckpt.core.format.manifest import new_nonce
 from ckpt.core.ipc.process import Process, boot_id, namespace
 from ckpt.core.log.log import RunLog
 from ckpt.errors import CorruptError, FormatError, InUseError, NotFoundError, StoreError, UnreadableError
@@ -75,15 +77,28 @@ async def check_free(
         await asyncio.sleep(LOOK_FAR_S if log.store.remote else LOOK_S)
 
 
-async def check_places(specs: Sequence[dict[str, Any]], *, unused: bool = False) -> None:
-    """Open these places, and let go of them: what would keep a run from using them is raised now. `unused`: InUseError
-    if somebody trains the run."""
+async def check_unused(specs: Sequence[dict[str, Any]]) -> None:
+    """Open these tiers and close them. InUseError if somebody trains the run."""
     for spec in specs:
         place = await open_place(spec)
         try:
-            if unused:
-                await check_free(place.log, lambda text: logger.warning("%s", text), _of_this_process)
+            await check_free(place.log, lambda text: logger.warning("%s", text), _of_this_process)
         finally:
+            await place.store.aclose()
+
+
+async def fence(specs: Sequence[dict[str, Any]]) -> None:
+    """Fence the job that owns a run: it saves nothing in these tiers from now on, and its writers release its memory.
+    Nothing is changed unless all tiers can be used."""
+    places = list[OpenTier]()
+    try:
+        for spec in specs:
+            places.append(await open_place(spec))
+        nonce, floor = new_nonce(), max(place.log.state.epoch for place in places)
+        for place in places:
+            await acquire(place.log, nonce, floor=floor)
+    finally:
+        for place in places:
             await place.store.aclose()
 
 

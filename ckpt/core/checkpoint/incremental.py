@@ -20,6 +20,7 @@ import numpy as np
 
 from ckpt.core.format.layout import BLOB, Layout, TensorSpec
 from ckpt.core.format.manifest import Attempt, PackInfo, Part, owner
+from ckpt.core.format.slim import RankPieces
 from ckpt.core.format.table import Table
 from ckpt.core.log.records import RunState
 
@@ -53,6 +54,21 @@ class Policy:
             return True
         number, off = divmod(attempt.step, self.cadence)
         return (not off and number % self.full_every == 0) or chain + 1 >= min(2 * self.full_every, MAX_CHAIN)
+
+
+@dataclass(frozen=True)
+class WrittenPart:
+    """A stored part, with its table. With thousands of ranks `pieces` stands in place of the table."""
+
+    part: Part
+    digest: str
+    table: Table
+    pieces: RankPieces | None = None
+
+    @property
+    def packs(self) -> tuple[str, ...]:
+        """The data files that its table names."""
+        return self.table.packs if self.pieces is None else self.pieces.packs
 
 
 @dataclass(frozen=True)

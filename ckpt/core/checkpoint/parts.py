@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 from ckpt.core.checkpoint import steady
 from ckpt.core.checkpoint.concurrent import of_each
+from ckpt.core.checkpoint.incremental import WrittenPart as WrittenPart
 from ckpt.core.format.digest import file_digest
 from ckpt.core.format.manifest import (
     MAX_JSON,
@@ -25,7 +25,7 @@ from ckpt.core.format.manifest import (
     unpress,
 )
 from ckpt.core.format.rank_index import MAX_DIRECTORY, Directory, is_directory
-from ckpt.core.format.slim import RankPieces, Slim
+from ckpt.core.format.slim import Slim
 from ckpt.core.format.table import MAX_TABLE, Table, empty
 from ckpt.core.log.records import Commit
 from ckpt.errors import CorruptError, FormatError, NotFoundError, TruncatedError
@@ -36,21 +36,6 @@ FEW = 4  # packs, each of which is asked for by itself
 AT_ONCE = 16  # parts
 NO_SIZES: Mapping[str, int] = MappingProxyType({})
 MANY = 64  # ranks: what their parts say alike is kept once
-
-
-@dataclass(frozen=True)
-class WrittenPart:
-    """A stored part, with its table. With thousands of ranks `pieces` stands in place of the table."""
-
-    part: Part
-    digest: str
-    table: Table
-    pieces: RankPieces | None = None
-
-    @property
-    def packs(self) -> tuple[str, ...]:
-        """The data files that its table names."""
-        return self.table.packs if self.pieces is None else self.pieces.packs
 
 
 async def read_exact(store: Store, key: str, digest: str, limit: int) -> memoryview:

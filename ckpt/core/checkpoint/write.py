@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ckpt.core.checkpoint.incremental import Previous
-from ckpt.core.checkpoint.parts import WrittenPart as WrittenPart
+from ckpt.core.checkpoint.incremental import WrittenPart as WrittenPart
 from ckpt.core.checkpoint.parts import load_part
 from ckpt.core.format.digest import DIGEST_SIZE, blob_digest, file_digest
 from ckpt.core.format.layout import Layout, pages

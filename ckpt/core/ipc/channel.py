@@ -47,7 +47,7 @@ CONNECT_S = 2.0
 BIND_S = 1.0  # for a name that is in use to answer, or to become free
 NAMES = 4
 PLACE = 16  # characters of a key that stand for the path or URL; as many follow for the identity of the run
-QUEUE = 4096  # all ranks of a node may ask all writers at once; and a trainer never answers those who ask for its name
+QUEUE = 4096  # all ranks of a node may ask all writers at once
 RUNTIME = "CKPT_RUNTIME_DIR"
 AT_WORK, LEAVING = "ckpt-writer", "ckpt-leaving"  # what a writer calls its process
 _LISTENING = "00010000"  # the flags of such a socket in /proc/net/unix
@@ -189,11 +189,6 @@ def _bound() -> Iterator[tuple[str, str, bool]]:
             fields = line.split(maxsplit=7)
             if len(fields) == 8:
                 yield fields[7].strip(), fields[6], fields[3] == _LISTENING
-
-
-def trainer_key(key: str) -> str:
-    """Names the trainer of a run on this host, beside the writer that has `key`."""
-    return f"trainer/{key}"
 
 
 def node_id() -> str:
@@ -347,12 +342,6 @@ def holder(key: str) -> int | None:
             if (pid := _holder(_address(key, number))) is not None:
                 return pid
     return None
-
-
-def has_owner(key: str) -> bool:
-    """Whether a process has this name, as the kernel lists it: that asks nobody, and so tells nothing of who it is."""
-    addresses = {f"@{_address(key, number)[1:]}" for number in range(NAMES)}
-    return any(name in addresses for name, _, _ in _bound())
 
 
 def _taken(key: str, number: int) -> bool:

@@ -1,8 +1,7 @@
 """What the training loop is doing, in a few pages of memory that its writer sees too.
 
 The trainer's main thread writes where it is; nobody sends a message for it. The writer compares that with the usual
-pace, also when the trainer is frozen. In the other direction there is one flag, the step from which on to save, which
-`OutOfTurn` sets and the training loop reads, and the pace that the writer has learnt.
+pace, also when the trainer is frozen. In the other direction there is the pace that the writer has learnt.
 
 Every field is eight bytes, aligned, and has one writer, so that nobody reads half of it. Behind the fields is a ring of
 the last steps, when each was done and what saving had cost by then: from it the writer keeps the ledger, also of a
@@ -22,12 +21,11 @@ from ckpt.store import PAGE
 
 OPENING, TRAINING, PAUSED, RESTORING, LEAVING = range(5)
 STATES = ("opening", "training", "paused", "restoring", "leaving")
-NEVER = 2**63 - 1  # no step at which to save
 
 _MAGIC = 0x3230_4553_4C55_5031
 _SEALS = 0x0001 | 0x0002 | 0x0004
 _ADD_SEALS = 1033
-# Fields: magic, calls, step, when (ns), state, updates, save_at; of the writer: usual (ns); and paused (ns)
+# Fields: magic, calls, step, when (ns), state, updates, paused (ns); of the writer: usual (ns)
 _RING, _ENTRIES, _WIDTH = PAGE // 8, 512, 8  # each entry: step, when (ns), stalled (ns), saves, skipped, paused (ns)
 _SIZE = PAGE + 8 * _ENTRIES * _WIDTH
 
@@ -79,7 +77,7 @@ class Heartbeat:
         memory = mmap.mmap(fd, _SIZE)
         memory.madvise(mmap.MADV_DONTFORK)
         fields = memoryview(memory).cast("q")
-        fields[2], fields[6], fields[0] = -1, NEVER, _MAGIC
+        fields[2], fields[0] = -1, _MAGIC
         heartbeat = cls(fd, memory)
         heartbeat.touch(OPENING)
         return heartbeat
@@ -98,7 +96,7 @@ class Heartbeat:
         at, now = self._at, time.monotonic_ns()
         entry = _RING + at[1] % _ENTRIES * _WIDTH
         at[entry], at[entry + 1], at[entry + 2], at[entry + 3] = step, now, int(stalled_s * 1e9), saves
-        at[entry + 4], at[entry + 5] = skipped, at[8]
+        at[entry + 4], at[entry + 5] = skipped, at[6]
         at[2], at[3], at[4] = step, now, TRAINING
         at[1] += 1
 
@@ -108,7 +106,7 @@ class Heartbeat:
 
     def paused(self, seconds: float) -> None:
         """So long nothing was trained, on purpose."""
-        self._at[8] += int(seconds * 1e9)
+        self._at[6] += int(seconds * 1e9)
 
     def touch(self, state: int) -> None:
         """Another thing is being done from now on."""
@@ -117,17 +115,6 @@ class Heartbeat:
     def update(self) -> None:
         """An optimizer begins to change something."""
         self._at[5] += 1
-
-    # -- the fault handler --
-
-    @property
-    def save_at(self) -> int:
-        """The first step that is not below it is to be saved; NEVER if none is."""
-        return self._at[6]
-
-    @save_at.setter
-    def save_at(self, step: int) -> None:
-        self._at[6] = step
 
     # -- the writer --
 
@@ -162,7 +149,7 @@ class Heartbeat:
     @property
     def paused_s(self) -> float:
         """How long nothing was trained on purpose, so far."""
-        return self._at[8] / 1e9
+        return self._at[6] / 1e9
 
     def read(self) -> Beat:
         at = self._at

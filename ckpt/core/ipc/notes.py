@@ -7,10 +7,6 @@ from typing import Any
 from ckpt.core.ipc.protocol import Note
 
 
-class GoneNote(Note, frozen=True):
-    """No earlier trainer can write to the arenas any more: the present one may stage into what it inherited."""
-
-
 class UnpinnedNote(Note, frozen=True):
     """A slot that was being written when the trainer came is free."""
 

@@ -20,68 +20,56 @@ Digest = tuple[str, int, str, bool]  # attempt, rank, the digests of its blobs i
 # -- whose run it is --
 
 
-class GreetingReply(Body, frozen=True):
-    """What a writer holds, and who it is. `trainer`: its process, `alive`: it lives and is not dead to the writer,
-    `taken`: it lives and has lost the run just now, `gone`: nobody writes to the arenas any more. `lost`: tiers whose
-    run was removed; `losers`: who has lost the run, and lives; `foreign`: arenas that other ranks staged into;
-    `writing`: slots, by arena, that are being written. The descriptors of all `arenas` come with it."""
+class LendReply(Body, frozen=True):
+    """What a writer holds. `trainer`: its process, `since`: when it came (seconds since 1970), `alive`: it lives, so
+    nobody else may continue its run. The descriptors of all `arenas` come with the reply; nobody writes to the
+    `foreign` ones. `acquires`: the history of the snapshots, up to the present owner. `roots`: the ids of the opened
+    runs, by URL. `sees`: whether the writer sees the file `Lend.proof`."""
 
     pid: int
     alive: bool
-    taken: bool
     trainer: int
     since: float
-    gone: bool
-    lost: list[str]
     arenas: list[str]
     foreign: list[str]
     layouts: dict[str, Json]
     digests: list[Digest]
-    writing: list[tuple[str, int]]
     acquires: list[Owner]
-    faults: list[Json]
-    losers: list[int]
+    roots: dict[str, str]
+    sees: bool
     protocol: int = PROTOCOL
     library: str = VERSION
+
+
+class Lend(Request[LendReply], frozen=True):
+    """Lend memory to another rank of this job, or of a new one, which only reads it. `look`: send no arenas. `fenced`:
+    the same, and read the log first, because the caller has fenced our job there; WriterError if this writer leaves.
+    `proof`: the name of a temporary file in the folder of the nearest tier, which only those see who see that folder.
+    """
+
+    proof: str = ""
+    look: bool = False
+    fenced: bool = False
+    protocol: int = PROTOCOL
+    library: str = VERSION
+
+
+class GreetingReply(LendReply, frozen=True, kw_only=True):
+    """What a writer hands over. `writing_on`: processes (number and start time) whose devices may write to the arenas
+    until they have ended; `lost`: tiers whose run was removed; `writing`: slots that are being written to a tier, by
+    arena; `faults`: reports that no trainer has received yet."""
+
+    writing_on: list[tuple[int, int]]
+    lost: list[str]
+    writing: list[tuple[str, int]]
+    faults: list[Json]
 
 
 class Greeting(Request[GreetingReply], frozen=True):
-    """A trainer comes, which is the writer's from now on: unless it only is on a `visit`, or the present one lives and
-    this is no `takeover`. `losers`: processes that have lost the run to it. (Not `hello`: writers of before there were
-    versions would give it their memory.)"""
+    """A trainer comes, which the writer serves from now on, unless its own lives."""
 
-    takeover: bool = False
-    visit: bool = False
-    losers: list[int] = field(default_factory=list)
     protocol: int = PROTOCOL
     library: str = VERSION
-
-
-class WhoseReply(Body, frozen=True):
-    """The trainer's process, epoch and nonce that were opened, and processes that have lost the run and are there.
-    `roots`: by URL, the ids of the runs that were opened; `sees`: whether the writer sees the file of the question."""
-
-    trainer: int
-    owner: tuple[int, str] | None
-    losers: list[int]
-    roots: dict[str, str]
-    sees: bool
-
-
-class Whose(Request[WhoseReply], frozen=True):
-    """Whose run is it, as far as the writer knows? `proof`: a temporary file in the folder of the nearest tier, by
-    which the two find out whether they see the same folder; "" for none."""
-
-    proof: str = ""
-
-
-class Lose(Request[None], frozen=True):
-    """Another job takes the run over: the trainer has lost it."""
-
-
-class Drop(Request[bool], frozen=True):
-    """A new run has begun at this path or URL. The writer checks whether that is so in all of its tiers. If it is, and
-    its trainer is dead, the writer releases its memory and ends. Replied with whether it does."""
 
 
 class TierFound(Body, frozen=True):
@@ -161,12 +149,6 @@ class Distrust(Request[None], frozen=True):
     """A restore found damage in this tier: no checkpoint that is there now is built on."""
 
     url: str
-
-
-class Taken(Request[None], frozen=True):
-    """Another writer has these arenas as well, and goes on."""
-
-    arenas: list[str]
 
 
 class Leave(Request[None], frozen=True):

@@ -49,6 +49,14 @@ class Board:
             body = b"p%d" % len(starts)
         self._ask(partial(self._store.set, key, body))
 
+    def create(self, key: str, body: bytes) -> bytes:
+        """Put a value of at most `PIECE` bytes unless the key is there. Return the value that is there then."""
+        return bytes(self._ask(lambda: self._store.compare_set(key, "", body)))
+
+    def read(self, key: str) -> bytes:
+        """Return what `create` has put."""
+        return bytes(self._ask(lambda: self._store.get(key)))
+
     def get(self, keys: list[str]) -> list[Json]:
         """Of keys that are there."""
         bodies = self._ask(lambda: [bytes(self._store.get(key)) for key in keys])
@@ -108,11 +116,12 @@ class Board:
 
 
 class Alone:
-    """The store of a job of one rank, for its mailbox."""
+    """The store of a job of one rank, for its mailbox and its orders."""
 
     def __init__(self) -> None:
         values: dict[str, bytes] = {}
         self.set, self.get = values.__setitem__, values.__getitem__
+        self.compare_set: Callable[[str, str, bytes], bytes] = lambda key, _, body: values.setdefault(key, body)
         self.check: Callable[[list[str]], bool] = lambda keys: values.keys() >= set(keys)
 
 

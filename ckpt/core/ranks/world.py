@@ -6,6 +6,7 @@ collects, decides and posts the verdict. Keys:
 
     everystep/worlds/<rank>     a token of the process that wants to meet the others as this rank
     everystep/<n>/<turn>/<rank>, everystep/<n>/<turn>/verdict, everystep/<n>/mail/<key>, everystep/<n>/farewell/<rank>
+    everystep/<n>/orders/<generation>/<number>      see `ckpt.core.ranks.orders`
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from typing import Any, TypeVar
 from ckpt import errors
 from ckpt.core.ipc import channel
 from ckpt.core.ranks.board import ANSWER_S, PAUSE_S, Alone, Board, Json, pack, unpack
-from ckpt.core.ranks.save_rounds import Round, SaveRounds
 from ckpt.errors import CheckpointError, DeadlineError, PeerError, TransferError, UsageError, from_wire, to_wire
 from ckpt.events import log as logger
 
@@ -53,7 +53,7 @@ class World:
         self._store = Alone() if size == 1 else store  # kept: a TCPStore lives as long as its object
         self._board = Board(self._store).another()
         self.job = self._meet()  # the same on all ranks, and new for each start of the job
-        self._prefix = f"everystep/{self.job}/"
+        self.prefix = f"everystep/{self.job}/"  # of all keys
         self._turn = 0
         self._done: list[str] = []  # keys that nobody needs any more
         self._stale: list[str] = []  # keys that nobody needs once all have come to the next turn
@@ -137,7 +137,7 @@ class World:
         decide, timeout_s = decide or list, self.timeout_s if timeout_s is None else timeout_s
         if self.size == 1:
             return decide([mine])
-        turn, self._turn = f"{self._prefix}{self._turn}/", self._turn + 1
+        turn, self._turn = f"{self.prefix}{self._turn}/", self._turn + 1
         try:
             post = pack({"topic": topic, "value": mine})
         except UsageError as error:
@@ -154,22 +154,21 @@ class World:
         post = pack({"topic": LEFT, "error": _wire(PeerError(f"rank {self.rank} {why}"))})
         with contextlib.suppress(Exception):
             for key in (str(self.rank) if self.rank else "verdict", LEFT):
-                self._board.put(f"{self._prefix}{self._turn}/{key}", post)
+                self._board.put(f"{self.prefix}{self._turn}/{key}", post)
+
+    def connect(self) -> Board:
+        """Return a new connection for a background thread. PeerError if the store does not answer."""
+        return Board(self._store).another()
 
     def mailbox(self) -> Mailbox:
         """For a background thread: messages to other ranks, over a connection of its own."""
-        return Mailbox(self._board.another(), f"{self._prefix}mail/")
-
-    def save_rounds(self, on_round: Callable[[Round], None]) -> SaveRounds:
-        """For saves out of turn, over a connection of its own."""
-        store = self._store.clone() if hasattr(self._store, "clone") else self._store
-        return SaveRounds(store, f"{self._prefix}rounds/", self.rank, self.size, on_round)
+        return Mailbox(self.connect(), f"{self.prefix}mail/")
 
     def farewell(self, timeout_s: float = 10.0) -> None:
         """Every rank's last call. Rank 0, which often hosts the store, waits here for the others. Never raises."""
         self._board.answer_s = min(ANSWER_S, timeout_s)
         with contextlib.suppress(Exception):
-            keys = [f"{self._prefix}farewell/{rank}" for rank in range(1, self.size)]
+            keys = [f"{self.prefix}farewell/{rank}" for rank in range(1, self.size)]
             if self.rank:
                 self._board.put(keys[self.rank - 1], pack(None))
                 self._board.has(keys[:1])  # its answer says that the word has arrived

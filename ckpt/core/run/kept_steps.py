@@ -19,14 +19,14 @@ from ckpt.events import log
 
 
 class KeptSteps:
-    """Of one Checkpointer. The first rank decides which are the best, and waits for nobody: the others hear it from
-    the mailbox. What earlier incarnations have scored, the run logs say, which the writer has read."""
+    """Keeps steps for one Checkpointer. Rank 0 decides which are the best and waits for no other rank. The others wait
+    for its verdict in `score`. The run logs, which the writer has read, contain the scores of earlier starts."""
 
     def __init__(self, session: Session, progress: Progress, keeper: StepKeeper, writes: TierWrites) -> None:
         self._session, self._progress, self._keeper, self._writes = session, progress, keeper, writes
         self._best = session.settings.best
         self._asked: dict[int, str] | None = None  # what the user has named, or had at an earlier start
-        self._scored = 0  # calls
+        self._scored = 0  # calls since the last restore
         if self._best is not None:
             self._best.scores = []  # it may have been another run's
 
@@ -71,7 +71,8 @@ class KeptSteps:
         assert best is not None
         if world.size == 1:
             return self._decide(step, value)
-        key, self._scored = f"score/{self._scored}", self._scored + 1
+        epoch = self._session.supervisor.owner.epoch  # so that ranks agree again after a restore
+        key, self._scored = f"score/{epoch}/{self._scored}", self._scored + 1
         mailbox = self._session.ownership.mailbox()
         if world.rank > 0:
             try:
@@ -125,6 +126,7 @@ class KeptSteps:
     def went_back(self) -> None:
         """After a restore, on all ranks: what was scored in the history that it leads to, and is there."""
         best, step = self._best, self._progress.step
+        self._scored = 0
         if best is None:
             return
 

@@ -1,30 +1,32 @@
 """Save out of turn: the newest step that all ranks can have, within the time that is left.
 
-    request_save -> agree on a step that all training loops save, or stage the last step and take what is in memory
+    request_save -> order a step that all training loops save, or stage the last step and take what is in memory
                  -> have the writer make it durable -> Outcome
 
-The guard calls `request_save` when it sees a fault, and so does a user who asks for a save. The training loop takes
-part by two calls in each `step()`: `due` returns whether this step was requested, `answer` passes the save on. Other
-ranks hear of a request by a round (`ckpt.core.ranks.save_rounds`), and a rank that had passed the step of a round calls
-another. No call here waits for the training loop, another rank or the writer without a deadline.
+The guard calls `request_save` when it sees a fault, and so does a user who asks for a save. Other ranks receive orders
+through `ckpt.core.ranks.orders`, and every rank executes them here. The training loop passes on by `answer` each save
+that was ordered. No call here waits for the training loop, another rank or the writer without a deadline.
 """
 
 from __future__ import annotations
 
 import contextlib
-import queue
+import math
 import threading
 import time
 from dataclasses import dataclass, field
+from functools import partial
 
-from ckpt.core.format.manifest import Attempt
-from ckpt.core.ipc.heartbeat import NEVER, OPENING, RESTORING
+from ckpt.core.ipc.heartbeat import OPENING, RESTORING
 from ckpt.core.ipc.requests import Persist, SavedInTier
-from ckpt.core.ranks.save_rounds import Round, SaveRounds, step_ahead
+from ckpt.core.log.log import Acquire
+from ckpt.core.ranks.orders import Order
 from ckpt.core.run.progress import Progress, Staged
-from ckpt.core.run.saves import Saves
+from ckpt.core.run.save_plan import Late
+from ckpt.core.run.saves import TOO_LATE, Saves
 from ckpt.core.run.session import Session
 from ckpt.core.run.step_keeper import StepKeeper
+from ckpt.core.run.supervise.writer_client import start_thread
 from ckpt.errors import CheckpointError, FencedError, PeerError, WriterError
 from ckpt.events import log
 from ckpt.save import Save
@@ -35,8 +37,8 @@ PERSIST_S = 60.0  # for what is in memory to become durable, if the other ranks 
 COPYING_S = 2.0  # for a copy that is under way
 GUESS_S = 0.1
 PATIENCE_S = 0.5  # for the training loop to come, beyond what its steps take
-ROUND_S = 1.0  # for the other ranks to be told
-MISSED = 3  # rounds that may be called because some rank was past the step
+AHEAD = 2  # steps by which an order lies ahead of the rank that posts it, plus two pauses of the readers
+TRIES = 3  # orders for one request, each because some rank had passed the step of the one before
 MOST_WHY = 200  # characters of a reason that other ranks log
 
 
@@ -64,55 +66,40 @@ class Outcome:
 
 
 class OutOfTurn:
-    """Saves one Checkpointer out of turn. `due`, `answer` and `went_back` belong to the training loop."""
+    """Saves one Checkpointer out of turn. `answer` and `went_back` belong to the training loop."""
 
     def __init__(self, session: Session, progress: Progress, staged: Staged, saves: Saves, keeper: StepKeeper) -> None:
         self._session, self._progress, self._staged = session, progress, staged
         self._saves, self._keeper = saves, keeper
         self._world, self._supervisor, self._heartbeat = session.world, session.supervisor, session.heartbeat
-        self._turn = threading.Lock()  # of the thread that deals with a request, or with a round of another rank
-        self._answers: dict[int, Save] = {}
+        self._orders = session.orders
+        self._turn = threading.Lock()  # of the thread that deals with a request, or with an order of another rank
+        self._answers: list[Save] = []  # the last ones that were ordered
         self._answered = threading.Condition()
-        self._last_due = -1
-        self._rounds: SaveRounds | None = None
         self._stopped = False
-
-    def start(self) -> None:
-        """Listen to other ranks."""
-        if self._world.size > 1:
-            self._rounds = self._world.save_rounds(self._on_round)
+        self._orders.hear("save", self._on_save)
+        self._orders.hear("persist", self._on_persist)
+        self._orders.hear("interval", self._on_interval)
 
     def stop(self, timeout_s: float) -> None:
-        """Listen no more. A request that is being dealt with is finished first, if it is in time."""
+        """Answer no more requests. One that is being dealt with is finished first, if it is in time."""
         self._stopped = True
         with self._answered:
             self._answered.notify_all()
-        if self._rounds is not None:
-            self._rounds.stop()
         if self._turn.acquire(timeout=timeout_s):
             self._turn.release()
 
     # -- the training loop --
 
-    def due(self, step: int) -> bool:
-        """Return True if this step was requested. One comparison with a number in shared memory."""
-        at = self._heartbeat.save_at
-        if step < at or at == self._last_due:
-            return False
-        self._last_due = at
-        return True
-
     def went_back(self) -> None:
-        """Forget which step was requested, because step numbers come again."""
-        self._last_due, self._heartbeat.save_at = -1, NEVER
+        """Forget which saves were ordered, because step numbers come again."""
         with self._answered:
             self._answers.clear()
 
-    def answer(self, save: Save | None) -> None:
-        """Pass on the save of the step that was due; None if there was none."""
+    def answer(self, save: Save) -> None:
+        """Pass on a save that was ordered."""
         with self._answered:
-            if save is not None:
-                self._answers = {**dict(list(self._answers.items())[-8:]), self._last_due: save}
+            self._answers = [*self._answers[-8:], save]
             self._answered.notify_all()
 
     # -- the port --
@@ -148,16 +135,13 @@ class OutOfTurn:
             ready = held is not None and held == self._heartbeat.step
             # What memory has already need not be waited for, unless all ranks have the time to save the same step.
             ask = not (blocked or loop_ended) and (not ready or not (alone or leaving))
-            if ask and self._save_agreed(outcome, why, end, hurried=deadline is not None):
+            if ask and self._save_ordered(outcome, why, end, hurried=deadline is not None):
                 return outcome
             if not ready and (step := self._stage_last()) is not None:
                 outcome.add("live", step, "memory", outcome.passed_s)
             outcome.staged_s = outcome.passed_s
             if not alone and not blocked:
-                for _ in range(MISSED):  # until the round is ours, and not another rank's for a step
-                    called = self._call_round(-1, why, end)
-                    if called is None or called.step < 0:
-                        break
+                self._order("persist", -1, why, end, 0, join=-1)
             if blocked and leaving and self._supervisor.memory.outlives_us:
                 self._note_memory(outcome)  # the writer makes it durable while the launcher starts the next trainer
             else:
@@ -194,16 +178,17 @@ class OutOfTurn:
 
     # -- one step of all training loops --
 
-    def _save_agreed(self, outcome: Outcome, why: str, end: float, *, hurried: bool) -> bool:
+    def _save_ordered(self, outcome: Outcome, why: str, end: float, *, hurried: bool) -> bool:
         """Have the training loops of all ranks save one step; False if they do not come."""
-        if (agreed := self._agree(why, end)) is None:
+        before, usual_s = self._heartbeat.step, self._usual_s()
+        if (order := self._order_save(usual_s, why, end, TRIES)) is None:
             return False
-        ahead, needed_s = agreed
+        needed_s = max(1, order.step - before) * usual_s
         patience_s = min(_left(end) / 2, 3 * needed_s + PATIENCE_S) if hurried else _left(end)
         patient, tried = time.monotonic() + patience_s, list[Save]()
         while time.monotonic() < patient and not self._stopped:
-            with self._answered:  # this step, or one that was called for later
-                found = [save for step, save in self._answers.items() if step >= ahead and save not in tried]
+            with self._answered:  # this step, or one that was ordered later
+                found = [save for save in self._answers if save.step >= order.step and save not in tried]
                 if not found:
                     self._answered.wait(min(1.0, _left(patient)))
                     continue
@@ -212,22 +197,12 @@ class OutOfTurn:
                 return True
         return False
 
-    def _agree(self, why: str, end: float) -> tuple[int, float] | None:
-        """Have the training loops of all ranks save one step. Return it, and how long they usually take until then."""
-        for _ in range(MISSED):
-            if self._stopped:
-                return None
-            step, usual_s = self._heartbeat.step, self._usual_s()
-            ahead = step + 1
-            if self._rounds is not None:
-                called = self._call_round(step_ahead(step, usual_s, self._rounds.pause_s), why, end)
-                if called is None or called.step < 0:
-                    return None
-                ahead = called.step
-            if self.set_step(ahead):
-                return ahead, (ahead - step) * usual_s
-            # It was another's round, too early for us: call a later one.
-        return None
+    def _order_save(self, usual_s: float, why: str, end: float, tries: int) -> Order | None:
+        """Order the first step that all ranks can still save; another rank's order for a step ahead will do."""
+        step = self._heartbeat.step
+        pauses = math.ceil(2 * self._orders.pause_s / usual_s) if usual_s > 0 else 0
+        ahead = 1 if self._world.size == 1 else AHEAD + pauses
+        return self._order("save", step + ahead, why, end, tries, join=step + 1)
 
     def _usual_s(self) -> float:
         """How long a step takes; as long as nobody has learnt that, a guess from what happens now."""
@@ -237,17 +212,14 @@ class OutOfTurn:
         time.sleep(GUESS_S)
         return GUESS_S / max(1, self._heartbeat.step - before)
 
-    def set_step(self, step: int) -> bool:
-        """Have the training loop save this step; False if it has passed it already."""
-        if self._heartbeat.step < step:
-            self._heartbeat.save_at = step
-            if self._heartbeat.step < step or self._last_due == step:
-                return True
-        if not self._saves.is_sent(step):  # else it went to disk in another way
-            owner, rank = self._supervisor.owner, self._world.rank
-            attempt = Attempt(owner.epoch, step, owner.nonce)
-            self._supervisor.writes.retract(attempt, f"rank {rank} had passed step {step} by then")
-        return False
+    def _order(self, kind: str, step: int, why: str, end: float, tries: int, *, join: int) -> Order | None:
+        """Post an order, or join one of another rank. None if the store does not answer, and ranks cannot be told."""
+        try:
+            body = {"why": why[:MOST_WHY], "grace_s": _left(end), "tries": tries}
+            return self._orders.post(kind, step, body, join=join)
+        except PeerError as error:
+            log.warning("%s", error)
+            return None
 
     def _follow_save(self, outcome: Outcome, save: Save, end: float) -> bool:
         """Until it is as safe as it gets; False if it failed, perhaps since another rank had passed that step."""
@@ -266,47 +238,42 @@ class OutOfTurn:
         outcome.durable_s = outcome.passed_s
         return True
 
-    # -- other ranks --
+    # -- orders of all ranks, in the thread that reads or posts them --
 
-    def _call_round(self, step: int, why: str, end: float) -> Round | None:
-        """Tell the other ranks; None if they cannot be told in time."""
-        if self._rounds is None:
-            return None
-        found: queue.SimpleQueue[Round | None] = queue.SimpleQueue()
-        rounds = self._rounds
+    def _on_save(self, order: Order) -> None:
+        if order.rank != self._world.rank:
+            log.info("rank %d requests a save: %s", order.rank, order.body["why"])
+        late = self._session.intervals.plan.order(order.step)
+        if late is not None:
+            work = partial(self._save_late, order, late, self._supervisor.owner, time.monotonic())
+            start_thread(work, "ckpt-late-save")
 
-        def post() -> None:
-            try:
-                found.put(rounds.call(step, why[:MOST_WHY], _left(end)))
-            except PeerError as error:
-                log.warning("%s", error)
-                found.put(None)
+    def _save_late(self, order: Order, late: Late, owner: Acquire, began: float) -> None:
+        """Save from memory a step that this rank had passed. If memory has lost it, order a later step."""
+        self._staged.newest_step(COPYING_S)
+        if owner != self._supervisor.owner:
+            return  # a restore came between, and the same number is another step
+        save = self._saves.save_late(late, owner, f"had passed step {late.step} when it was ordered")
+        if save is not None:
+            self.answer(save)
+        elif order.body["tries"] > 1 and not (self._session.intervals.plan.awaits_step or self._stopped):
+            end = began + order.body["grace_s"]
+            self._order_save(self._usual_s(), order.body["why"], end, order.body["tries"] - 1)
 
-        threading.Thread(target=post, name="ckpt-round", daemon=True).start()
-        with contextlib.suppress(queue.Empty):
-            return found.get(timeout=ROUND_S)
-        return None
+    def _on_persist(self, order: Order) -> None:
+        if order.rank != self._world.rank:
+            log.info("rank %d requests a save of what is in memory: %s", order.rank, order.body["why"])
+            start_thread(partial(self._persist_ordered, time.monotonic() + order.body["grace_s"]), "ckpt-persist")
 
-    def _on_round(self, heard: Round) -> None:
-        """Another rank has called; in the thread that heard it. What is quick is done at once."""
-        log.info("rank %d asks for a save: %s", heard.rank, heard.why)
-        if self._can_save and (heard.step < 0 or not self.set_step(heard.step)):
-            end = time.monotonic() + heard.grace_s
-            following = threading.Thread(target=self._follow, args=(heard, end), name="ckpt-follow-round", daemon=True)
-            following.start()
-
-    def _follow(self, heard: Round, end: float) -> None:
+    def _persist_ordered(self, end: float) -> None:
         with self._turn:
-            if self._stopped or not self._can_save:
-                return
-            try:
-                if heard.step >= 0:  # we were past that step: call for a later one
-                    self._agree(heard.why, end)
-                else:  # somebody cannot come: make durable what is in memory
-                    self.await_copy()
-                    self._persist(Outcome(), end, far=False)
-            except Exception:
-                log.exception("the request of rank %d could not be dealt with", heard.rank)
+            if not self._stopped and self._can_save:
+                self.await_copy()
+                self._persist(Outcome(), end, far=False)
+
+    def _on_interval(self, order: Order) -> None:
+        for late in self._session.intervals.change(order):
+            self._saves.save_late(late, self._supervisor.owner, TOO_LATE)
 
     # -- what is in memory --
 

@@ -73,7 +73,6 @@ class Ownership:
                 self.supervisor.run.roles[i] = Role(tuple(group), group.index(world.rank), world.size)
             self.supervisor.hear(HeldNote, self._on_held)
             self.take_over(found["epoch"], None)
-            self.supervisor.held.drop_former()
             self._find_partner()
         except BaseException:
             for supervisor in made:

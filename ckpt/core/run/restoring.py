@@ -53,8 +53,7 @@ class Restoring:
 
     def _fill(self, step: int | None, strict: bool) -> tuple[Restored, RestoreSource | None]:
         session = self._session
-        together(session.world, "settle", lambda: self._settle_staging(step))
-        session.cadence.settle()
+        session.intervals.begin(together(session.world, "settle", lambda: self._settle(step), max))
         result = Restored(step=None)
         urls = [tier.url for tier in session.tiers]
         with session.supervisor.held.snapshots() as snapshots:
@@ -76,14 +75,16 @@ class Restoring:
             )
         return result, source
 
-    def _settle_staging(self, step: int | None) -> None:
-        """No copy may be under way while the state is overwritten; the step that is asked for must have arrived."""
+    def _settle(self, step: int | None) -> list[Any]:
+        """Wait until no copy is under way, because the state is overwritten, and until the requested step has arrived.
+        Return what the ranks agree on before they restore."""
         timeout_s = self._session.settings.busy_timeout_s
         self._session.stager.do(lambda: None, timeout_s)
         if self._session.world.size > 1:  # the owner changes for all at once: nothing under way may be fenced off
             self._writes.wait(timeout_s)
         elif step is not None:
             self._writes.wait(timeout_s, step)
+        return self._session.intervals.suspend()
 
     def _touch(self) -> None:
         self._progress.torn = True

@@ -13,9 +13,10 @@ from functools import partial
 from ckpt.core.format.manifest import Attempt
 from ckpt.core.format.replicas import DIFFER, Replicas
 from ckpt.core.ipc.arena import Arena
-from ckpt.core.run.cadence_sync import TOO_LATE
+from ckpt.core.log.log import Acquire
 from ckpt.core.run.progress import Progress, Staged, StagedStep
 from ckpt.core.run.replica_check import ReplicaCheck
+from ckpt.core.run.save_plan import Late
 from ckpt.core.run.session import Session
 from ckpt.core.run.supervise.writer_client import HUNG_UP
 from ckpt.core.run.supervise.writes import WriteInFlight
@@ -30,6 +31,7 @@ from ckpt.subscribers import publish
 from ckpt.units import decimal, duration
 
 SENT = 64  # attempts, more than can be under way
+TOO_LATE = "received new save intervals too late"
 
 
 class TierWrites:
@@ -164,26 +166,19 @@ class Saves:
         writes.replicas_of, writes.on_drift = self._replicas.said_of, self._replicas.find_differing
         self._dropped = False  # whether the last snapshot was: the next step is saved instead, due or not
         self._exposed: set[str] = set()  # tensors that others than optimizers write to; replaced, never changed
-        self._written: deque[int] = deque(maxlen=256)  # steps that went to a durable tier, or were to
+        self._plan = session.intervals.plan
         self._said_left_out = False
         self._noted_no_memory = False
 
-    def is_sent(self, step: int) -> bool:
-        """Whether it goes to a durable tier in any case."""
-        return bool(self._session.cadence.schedule.tiers_due(step)) or step in self._written
-
-    def tiers_due(self, step: int, asked: bool) -> list[int]:
-        """The numbers of the tiers that this step goes to."""
-        due = self._session.settings.everywhere if asked else self._session.cadence.schedule.tiers_due(step)
-        return sorted({*due, *self._writes.owed}) if self._writes.owed else due
-
-    def memory_due(self, step: int) -> bool:
-        due = self._dropped or self._session.cadence.schedule.memory_due(step)
-        return due and self._session.supervisor.memory.rings
+    def decide(self, step: int) -> tuple[list[int], bool, bool]:
+        """Decide what is saved at this step. Return the tiers that it goes to, whether it goes to memory at all, and
+        whether it was ordered."""
+        decision = self._plan.decide(step)
+        tiers = sorted({*decision.tiers, *self._writes.owed})
+        memory = (self._dropped or decision.memory) and self._session.supervisor.memory.rings
+        return tiers, bool(tiers) or decision.ordered or memory, decision.ordered
 
     def new(self, step: int, tiers: list[int]) -> tuple[Save, Attempt]:
-        if tiers:
-            self._written.append(step)
         owner = self._session.supervisor.owner
         attempt = Attempt(owner.epoch, step, owner.nonce)
         return Save(step, str(attempt), [self._session.tiers[i].url for i in tiers]), attempt
@@ -200,7 +195,9 @@ class Saves:
         """Save the state as it is now. `timeout_s`: given by close()."""
         started = time.perf_counter()
         save, attempt = self.new(step, tiers)
-        save.told = asked and not self._session.cadence.schedule.tiers_due(step)  # a best effort is no error
+        if explicit and tiers:
+            self._plan.saved_everywhere(step)
+        save.told = asked and not self.is_scheduled(step)  # a best effort is no error
         try:
             reading, values = self._read()
             sizes, must = (reading.layout.arrangement.data_size, len(values)), explicit or bool(tiers)
@@ -224,12 +221,27 @@ class Saves:
         self._submit(save, job, started)
         return save
 
+    def is_scheduled(self, step: int) -> bool:
+        """Return True if the intervals want this step in some tier."""
+        return bool(self._plan.at(step).tiers_due(step))
+
+    def save_late(self, late: Late, owner: Acquire, why: str) -> Save | None:
+        """Save a step that has passed, from memory. Return its save. If memory has lost the step, fail it by name on
+        all ranks, unless it is in some tier already, and return None. `owner`: when the step was done."""
+        attempt = Attempt(owner.epoch, late.step, owner.nonce)
+        if late.has <= late.wants and (staged := self._staged.held(attempt)) is not None:
+            self._writes.write_missing(staged, sorted(late.wants - late.has))  # fails if a later step takes the slot
+            return staged.save
+        if not late.has or late.has - late.wants:
+            self._session.supervisor.writes.retract(attempt, f"rank {self._session.world.rank} {why}")
+        return None
+
     def write_again(self, save: Save, job: PendingSnapshot) -> None:
         """It is in memory already, perhaps on its way to a tier: write it to the tiers that it misses."""
         assert job.place is not None
         if save.told:
             self._session.errors.forget(save)
-        self._written.append(save.step)
+        self._plan.saved_everywhere(save.step)
         for i, tier in enumerate(self._session.tiers):
             if tier.url not in save.tiers or save.failed(tier.url):
                 self._writes.write_also(save, job.attempt, job.place, i)
@@ -330,11 +342,10 @@ class Saves:
         if not alone and supervisor.memory.newer == SURELY_NEWER:
             self._session.ownership.tell_newer(job.attempt.epoch)
 
-    def on_refused(self, step: int, error: SkippedError, tiers: Sequence[int]) -> None:
-        """Count a step that got no memory. If it was scheduled, the next call raises why. `tiers`: those of its
-        schedule."""
+    def on_refused(self, step: int, error: SkippedError) -> None:
+        """Count a step that got no memory. If it was scheduled, the next call raises why."""
         self._stats.skipped += 1
-        if tiers or self._is_noted_in_memory_alone():
+        if self.is_scheduled(step) or self._writes.owed or self._is_noted_in_memory_alone():
             self._session.errors.note(_naming(step, error))
         else:
             log.info("%s", error)

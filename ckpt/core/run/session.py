@@ -24,10 +24,11 @@ from ckpt.core.ipc import channel
 from ckpt.core.ipc.heartbeat import Heartbeat
 from ckpt.core.ipc.notes import CadenceNote, DamagedNote, PeerDiedNote
 from ckpt.core.ipc.watch_requests import KeepBooks, Show
+from ckpt.core.ranks.orders import Orders
 from ckpt.core.ranks.world import World
 from ckpt.core.restore.early_look import EarlyLook
-from ckpt.core.run.cadence_sync import CadenceSync
 from ckpt.core.run.ownership import Ownership
+from ckpt.core.run.save_plan import Intervals
 from ckpt.core.run.supervise.writer_supervisor import WriterSupervisor
 from ckpt.core.run.unsaved_optimizers import UnsavedOptimizers
 from ckpt.core.snapshot.device import memory_node, traced
@@ -215,10 +216,12 @@ class Session:
         self.supervisor.hear(DamagedNote, self._on_damaged)
         self.supervisor.on_failure = self.errors.note
         self.errors.fenced = self.supervisor.writer.lost  # while it was opened
-        self.cadence = CadenceSync(
-            self.world, self.supervisor, self.heartbeat, self.memory, self.tiers, self.ownership.cadence
+        self.orders = Orders(self.world)
+        self.ends.callback(self.orders.stop)
+        known = self.ownership.cadence
+        self.intervals = Intervals(
+            self.world, self.orders, self.supervisor, self.heartbeat, self.memory, self.tiers, known
         )
-        self.ends.callback(self.cadence.stop)
         self.stalls = Stalls(self.stager, self.heartbeat, settings.busy_timeout_s)
         self.hook = UpdateHook(self.stalls.before_update, self.capture.unguard, self.capture.concerns)
         self.ends.callback(self.hook.remove)
@@ -289,12 +292,12 @@ class Session:
             url=self.settings.url,
             opening=self.began,
             opened=time.monotonic(),
-            places=self.cadence.places(),
+            places=self.intervals.places(),
             versions={"everystep": VERSION, "torch": torch.__version__, "python": platform.python_version()},
             decides=self.world.rank == 0,
-            cadence=self.cadence.began,
+            cadence=self.intervals.began,
         )
-        self.supervisor.hear(CadenceNote, self.cadence.propose)
+        self.supervisor.hear(CadenceNote, self.intervals.propose)
         later = msgspec.structs.replace(request, again=True)
         self.supervisor.standing.tell(request, (self.heartbeat.fd,), later=later)
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 from ckpt import events
 from ckpt.core.ipc.channel import Channel
 from ckpt.core.ipc.protocol import PROTOCOL, Incoming, Request, message_of, table
-from ckpt.core.ipc.requests import Greeting
+from ckpt.core.ipc.requests import Greeting, Lend
 from ckpt.errors import ProtocolError
 from ckpt.version import VERSION
 
@@ -86,7 +86,7 @@ class Dispatch:
         return replies[0]
 
 
-def check_version(greeting: Greeting) -> None:
+def check_version(greeting: Greeting | Lend) -> None:
     """ProtocolError for a trainer of another version, before anything changes."""
     if greeting.protocol != PROTOCOL:
         raise ProtocolError(

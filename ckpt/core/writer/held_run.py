@@ -17,7 +17,6 @@ import psutil
 from ckpt import events
 from ckpt.core.checkpoint.open_tier import OpenTier
 from ckpt.core.format.manifest import Attempt
-from ckpt.core.ipc import channel as link
 from ckpt.core.ipc.channel import Channel
 from ckpt.core.ipc.notes import FencedNote, SaidNote
 from ckpt.core.ipc.process import Process, number_in_proc
@@ -33,12 +32,12 @@ T = TypeVar("T")
 
 
 class PresentTrainer:
-    """The trainer of the run that this writer works for, or worked for until it died, left or lost the run."""
+    """The trainer that this writer serves, or served until it died, left or lost the run."""
 
     def __init__(self, channel: Channel | None, process: Process) -> None:
-        self.adoptions = 0  # trainers that have taken this writer over
-        self._losers: dict[Channel, str] = {}  # who has lost the run to another trainer, and what they are told
-        self._lost_by: list[Process] = []  # the same, and those that our trainer knows of
+        self.adoptions = 0  # trainers that have inherited this writer
+        self.fenced: FencedError | None = None  # why its job does not own the run any more
+        self._earlier: list[Process] = []  # trainers that were found dead, and their processes may not have ended
         self._begin(channel, process)
 
     def _begin(self, channel: Channel | None, process: Process) -> None:
@@ -48,7 +47,6 @@ class PresentTrainer:
         self.left = False  # whether it lives, and has said that it is done
         self.closed = False  # whether it waits no longer for what is unfinished
         self.announced = False  # whether it has said that, and why, it is about to end
-        self.dispossessed = False  # whether it has lost the run, and lives
         self.ended_at: float | None = None  # when it was found to have died, left, closed or lost the run (monotonic)
         self.crashed = asyncio.Event()  # set by whoever sees it crash: a large process takes a while to die of that
 
@@ -56,8 +54,15 @@ class PresentTrainer:
     def pid(self) -> int:
         return self.process.pid
 
+    @property
+    def writing_on(self) -> list[Process]:
+        """Processes that were found dead, and whose devices may write to the arenas until they have ended."""
+        found = [*self._earlier, *([] if self.left else [self.process])]
+        return [one for one in dict.fromkeys(found) if one.alive]
+
     def adopted_by(self, channel: Channel, process: Process) -> None:
         """This is our trainer from now on."""
+        self._earlier = self.writing_on
         self.adoptions += 1
         self._begin(channel, process)
 
@@ -70,13 +75,18 @@ class PresentTrainer:
         """It has died, left, closed or lost the run, as of the first call."""
         self.ended_at = self.ended_at or time.monotonic()
 
-    def dispossess(self, text: str) -> None:
-        """It has lost the run, and is told so whenever it asks for something."""
-        self.fenced(text)
-        if self.channel is not None:
-            self._losers[self.channel], self.channel = text, None
-        self.dead = self.announced = self.dispossessed = True
+    def fence(self, error: FencedError) -> None:
+        """It has lost the run to another job, and is told so whenever it asks for something."""
+        events.log.warning("%s", error)
+        self.fenced = error
+        self.tell(FencedNote(str(error)))
+        self.dead = self.announced = True
         self.disown()
+
+    def check_not_fenced(self, channel: Channel | None = None) -> None:
+        """FencedError if it has lost the run. `channel`: whose request this is."""
+        if self.fenced is not None and channel in (None, self.channel):
+            raise FencedError(str(self.fenced))
 
     # -- what it is told --
 
@@ -91,34 +101,12 @@ class PresentTrainer:
         events.log.warning("%s", text)
         self.tell(SaidNote(text))
 
-    def fenced(self, text: str) -> None:
-        """It has lost the run."""
-        events.log.warning("%s", text)
-        self.tell(FencedNote(text))
-
     # -- connections --
 
     def hung_up(self, channel: Channel) -> None:
         """End-of-file is never evidence of death: the pidfd and the mutex are."""
-        self._losers.pop(channel, None)
         if channel is self.channel:
             self.channel = None
-
-    def check_not_lost(self, channel: Channel) -> None:
-        """FencedError for a trainer that has lost the run."""
-        if channel in self._losers:
-            raise FencedError(self._losers[channel])
-
-    def knows_losers(self, pids: Iterable[int]) -> None:
-        """These have lost the run too, says a trainer."""
-        self._lost_by += map(Process.of, pids)
-
-    def losers(self, trainer: Process) -> list[int]:
-        """Who has lost this run, and lives: each is told when it looks, and none trains it any more. `trainer`: the one
-        that has it, or is about to."""
-        self._lost_by += [Process.of(link.peer_pid(loser.sock)) for loser in self._losers]
-        self._lost_by = [one for one in dict.fromkeys(self._lost_by) if one.alive and one != trainer]
-        return [one.pid for one in self._lost_by]
 
     # -- what became of it --
 
@@ -148,7 +136,8 @@ class HeldRun:
         self.next_nonces: frozenset[str] = frozenset()  # an ACQUIRE with one of these is by our own job
         self.acquires: list[Acquire] = []  # the history that the snapshots in memory belong to
         self.taking = asyncio.Lock()  # held while the run is taken over by us
-        self.linger_s, self.commit_s, self.first_number = 600.0, 600.0, 0
+        self.linger_s, self.commit_s, self.first_number = 120.0, 600.0, 0
+        self.leaves_at: float | None = None  # when memory is released, once all of it is durable (monotonic)
 
     # -- who owns it --
 

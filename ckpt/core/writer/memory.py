@@ -21,7 +21,6 @@ from ckpt.core.format.replicas import Replicas
 from ckpt.core.ipc import requests
 from ckpt.core.ipc.arena import Arena, ArenaKeeper, Label
 from ckpt.core.ipc.free_memory import room
-from ckpt.core.ipc.mutex import Got
 from ckpt.core.ipc.requests import Digest
 from ckpt.core.log.log import Acquire, in_history
 from ckpt.core.writer.dispatch import Answer, Caller, handles
@@ -30,7 +29,6 @@ from ckpt.errors import SaveError, SkippedError
 from ckpt.events import log
 
 HAND_OVER_S = 5.0
-LET_GO_S = 1.0  # for a thread of ours to be scheduled
 MAX_LAYOUTS = 256  # far more than a trainer believes us to have
 MEMORY_SHARE = 0.8  # of the available memory, that an arena may take
 RING_SHARE = 0.5  # of all memory, that the arenas of a machine may take beyond two slots each: they are made at once
@@ -97,7 +95,6 @@ class HeldMemory:
         self.arenas: dict[str, Arena] = {}
         self.keeping: dict[str, ArenaKeeper] = {}  # the same arenas
         self.foreign: set[str] = set()  # those that other ranks staged into: nobody goes on in them here
-        self.locked_by: dict[str, int] = {}  # by arena, the last adoption whose trainer has locked it
         self.layouts: dict[str, Layout] = {}
         self.digests: dict[tuple[Attempt, int], bytes] = {}  # by attempt, and rank that took the snapshot
         self.late: set[tuple[Attempt, int]] = set()  # of these they were computed by `digest_ring`, or after a death
@@ -119,34 +116,23 @@ class HeldMemory:
         if foreign:
             self.foreign.add(arena.id.hex())
 
-    def disown(self) -> None:
-        """What is here is of a trainer that has lost the run, and lives. From now on nothing that it copies there is
-        acknowledged: what was until now is seen by whoever takes over, who is answered after this."""
-        self.foreign.update(self.arenas)
-        for key in self.arenas:
-            self.keeping[key].let_go(LET_GO_S)
+    def free_all(self) -> None:
+        """Return the memory to the system, although the trainer may live: it has lost the run. Nothing that it copies
+        there from now on is acknowledged. Only this may change slots without holding their mutex: whoever reads one
+        compares its label afterwards, or is fenced as well."""
+        for key, arena in list(self.arenas.items()):
+            for slot in range(arena.slots):
+                arena.give_up(slot)
+            self.release(requests.ReleaseArena(key))
 
     @handles(requests.ReleaseArena)
     def release(self, request: requests.ReleaseArena) -> None:
         """This arena is not needed any more."""
         key = request.arena
-        self.locked_by.pop(key, None)
         arena = self.arenas.pop(key, None)
         if arena is not None:
             self.keeping.pop(key).let_go()
             arena.close()
-
-    def unlocked(self, adoption: int | None) -> bool:
-        """Whether nobody has locked any of it; what the trainer of this adoption has does not count."""
-        for key, arena in self.arenas.items():
-            if adoption is not None and self.locked_by.get(key) == adoption:
-                continue  # before it could lock this, the one before has let go of it
-            if key in self.foreign:
-                continue  # of a trainer that has lost the run, where nobody else ever writes
-            if arena.mutex.try_lock() is Got.BUSY:
-                return False
-            arena.mutex.unlock()
-        return True
 
     def layouts_in_use(self, arenas: Iterable[Arena]) -> dict[str, Any]:
         """What a trainer needs to read what is in these, in JSON. A state that has another at each step leaves many."""

@@ -227,6 +227,7 @@ class PartWriter:
         reason: str,
     ) -> WrittenPart | None:
         def check(problem: str = "was overwritten in memory while it was written") -> None:
+            self.trainer.check_not_fenced()  # else the slot may have been released meanwhile
             # A trainer that lives may go round the ring: before it changes a byte it changes the label.
             if arena.settled(slot) != label:
                 raise SaveError(f"step {attempt.step} {problem}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from ckpt.errors import CheckpointError, FencedError, FullError, SaveError, Skip
 
 FAR_QUEUE = 1  # checkpoints that wait for the one that is on its way from memory to a tier that is slow
 LATE_S = 30.0  # for the parts of other ranks, when nobody is left to wait for them
+FAR_LATE_S = 600.0  # the same in a tier where they take their time
 COMMON_S = 1.0  # until the step before the newest will do, if not all ranks have the newest
 OTHERS_S = 5.0  # for other ranks to bring theirs, when ours is written
 
@@ -258,6 +260,41 @@ class Drain:
     async def _drain_alive(self, attempts: list[Attempt], tier: OpenTier | None = None) -> None:
         with contextlib.suppress(CheckpointError):
             await self.drain(self.trainer.adoptions, attempts, tier)
+
+    # -- after the end of a trainer --
+
+    async def make_durable(self, adoptions: int, tier: OpenTier, owed: Collection[Attempt] | None = None) -> bool:
+        """Bring what belongs into this tier there: the ring, or the `owed` part of it, into the nearest; its newest
+        step into any other. Return False if something has to be tried again."""
+        nearest = self.run.tiers[0]
+
+        def is_over(attempts: list[Attempt], tier: OpenTier) -> bool:
+            return adoptions != self.trainer.adoptions or tier.in_flight.isdisjoint(attempts)
+
+        if tier.role.world == 1:
+            while not is_over(due := self._due(tier, owed), tier):
+                await asyncio.sleep(0.02)  # it may fail yet
+            return await self.drain(adoptions, due, tier)
+        if tier is nearest:
+            return await self.drain(adoptions, self._due(tier, owed), tier)
+        # The ranks choose the same step, because the nearest tier tells which ones all of them have.
+        await _until(lambda: is_over(self._newer(nearest, owed), nearest), LATE_S)
+        due = self._due(tier, owed)
+        stored = await self.drain(adoptions, due, tier)
+        await _until(lambda: is_over(due, tier), FAR_LATE_S)
+        return stored
+
+    def _due(self, tier: OpenTier, owed: Collection[Attempt] | None) -> list[Attempt]:
+        nearest, found = self.run.tiers[0], self.wanted(owed)
+        if tier is nearest:
+            return found
+        newer = self._newer(nearest, owed) if tier.role.world > 1 else []
+        return found[len(newer) :][:1]
+
+    def _newer(self, nearest: OpenTier, owed: Collection[Attempt] | None) -> list[Attempt]:
+        """Steps in memory that are newer than all that the nearest tier has of these ranks."""
+        there = nearest.log.state.commits.keys() | nearest.log.state.held.keys()
+        return list(itertools.takewhile(lambda attempt: attempt not in there, self.wanted(owed)))
 
     # -- one by one --
 

@@ -104,7 +104,7 @@ class Server:
     async def _answer(self, dispatch: Dispatch, channel: Channel, incoming: Incoming, request: Request[object]) -> None:
         value: object
         try:
-            self._trainer.check_not_lost(channel)
+            self._trainer.check_not_fenced(channel)
             value = await dispatch.answer(request, Caller(channel, incoming.fds))
         except Exception as error:
             if self.left.is_set() and isinstance(error, RuntimeError):  # its threads have ended already

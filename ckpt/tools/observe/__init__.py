@@ -1,1 +1,1 @@
-"""What tells how a run does: its goodput, its report, its metrics."""
+"""Observe a run: its goodput, report and metrics."""

@@ -8,11 +8,9 @@ import socket
 import time
 from collections.abc import Callable
 
-from ckpt.core.checkpoint.in_use import check_places
+from ckpt.core.checkpoint.in_use import check_unused, fence
 from ckpt.core.checkpoint.read import run
 from ckpt.core.ipc import channel, requests
-from ckpt.core.ipc.claim import Claim
-from ckpt.core.ipc.process import Process
 from ckpt.core.run.supervise.current_writer import CurrentWriter
 from ckpt.core.run.supervise.opening import OPEN_S, RunOpener
 from ckpt.core.run.supervise.writer_client import WriterClient
@@ -31,6 +29,7 @@ from ckpt.tiers import Tier
 
 MEET_S = 60.0  # for the name of a run to be ours, or that of a writer that we can ask
 DYING_S = 3.0  # for a trainer that was killed to be seen as dead
+FREED_S = 15.0  # for a writer whose job is fenced to release its memory
 HELLO_S = 10.0  # for a writer that was left to answer; it may be stopped
 PATIENT_S = 60.0  # if it is not: at low priority it may get little of a busy machine, and it has the newest steps
 RESPAWN_LIMIT = 3  # writers that die within RESPAWN_WINDOW_S, before we stop trying
@@ -58,45 +57,75 @@ def in_use(tiers: list[Tier], pid: int, age_s: float | None, what: str = "") -> 
     return InUseError(f"{who} on this machine ({socket.gethostname()}) trains {what}{run}{since}")
 
 
+class Intruder:
+    """A start that finds a trainer of the run alive, on this machine. With `takeover` it fences that job in the log and
+    waits until its writers have released their memory; otherwise it is refused."""
+
+    def __init__(self, tiers: list[Tier], takeover: bool) -> None:
+        self._tiers, self._takeover, self._fenced = tiers, takeover, False
+
+    def make_way(self, found: WriterClient, hello: requests.LendReply, what: str = "") -> None:
+        """Return when the writer has let go, or is about to. `what`: of the run, for messages.
+
+        Raises InUseError if the trainer lives on, and what keeps us from using the tiers.
+        """
+        refusal = in_use(self._tiers, hello.trainer, time.time() - hello.since, what)
+        if not self._takeover:
+            raise refusal
+        if not self._tiers:
+            raise InUseError(f"{refusal}, and takeover=True needs a folder or URL, through which that job is fenced")
+        if not self._fenced:
+            run(fence([tier.spec() for tier in self._tiers]))
+            self._fenced = True
+            log.warning("%s: that job is fenced, and can save no more", refusal)
+        end = time.monotonic() + FREED_S
+        while time.monotonic() < end:
+            try:
+                if not found.ask(requests.Lend(fenced=True), max(0.1, end - time.monotonic())).alive:
+                    return
+            except WriterError:
+                return
+            except DeadlineError:
+                break
+            time.sleep(0.1)
+        raise InUseError(
+            f"{found.described()}, has not released it within {FREED_S:g} s, although its job is fenced. Start again "
+            f"when it has, or end it: kill -9 {found.found_pid}"
+        )
+
+
 class WriterFinder:
-    """Of one rank. `meanwhile` is what we have to do ourselves while a writer starts; if it fails, no writer has us as
-    its trainer. `on_spawned` is told of each writer that was started."""
+    """Finds or starts the writer of one rank. `meanwhile` is what we have to do ourselves while a writer starts; if it
+    fails, no writer has us as its trainer. `on_spawned` is called with each writer that was started."""
 
     def __init__(
         self,
         writer: CurrentWriter,
         run: RunOpener,
         key: str,
-        claim: Claim,
         tiers: list[Tier],
-        takeover: bool,
+        intruder: Intruder,
         meanwhile: Callable[[], object],
         on_spawned: Callable[[WriterClient], None],
     ) -> None:
         self._writer, self._run, self._meanwhile, self._on_spawned = writer, run, meanwhile, on_spawned
-        self._key, self._claim, self._tiers, self._takeover = key, claim, tiers, takeover
+        self._key, self._tiers, self._intruder = key, tiers, intruder
         self._deaths: list[float] = []
         self._respawns = 0
         self._said = 0  # bytes that had been said when the newest of our writers began
-        self._losers: list[int] = []  # who has lost the run to us, and may not have heard of it: stopped, say
 
     def find_or_spawn(self) -> Found:
-        """The writer that has this run's name on this machine, or a new one, which takes the name."""
-        began = time.monotonic()
-        end = began + MEET_S
+        """Return the writer that has this run's name on this machine, or a new one, which takes the name."""
+        end = time.monotonic() + MEET_S
         while True:
-            self._enter()
             client = WriterClient.find(self._key)
             try:
                 if client is not None:
                     return self._join(client)
-                # Who trains it, and has lost its writer, is about to have another, which gets its memory.
-                if self._claim.take() is None or time.monotonic() > began + HELLO_S:
-                    self._say_unreachable()
-                    return self.spawn(), None
+                self._say_unreachable()
+                return self.spawn(), None
             except _Ended:
-                began = time.monotonic()
-                end = began + MEET_S
+                end = time.monotonic() + MEET_S
             except (NameTakenError, _Leaving):  # another start was quicker, or it is about to leave
                 pass
             if time.monotonic() > end:
@@ -104,35 +133,18 @@ class WriterFinder:
             time.sleep(0.02)
 
     def spawn(self, *, next_one: bool = False) -> WriterClient:
-        """NameTakenError if another one has the name of this run. `next_one`: as of `WriterClient.spawn`."""
+        """Start a writer. NameTakenError if another one has the name of this run. `next_one`: see
+        `WriterClient.spawn`."""
         client = WriterClient.spawn(self._key, next_one=next_one)
         try:
             self._meanwhile()
-            client.greet(OPEN_S, OPEN_S, losers=self._losers)
+            client.greet(OPEN_S, OPEN_S)
         except BaseException:
             client.send(requests.Close())
             client.close()
             raise
         self._on_spawned(client)
         return client
-
-    def _whose(self) -> requests.WhoseReply | None:
-        """Whose run it is, says the writer that has its name; None if there is none that can say it."""
-        with contextlib.suppress(CheckpointError):
-            return channel.ask_once(self._key, requests.Whose(), HELLO_S)
-        return None
-
-    def _enter(self) -> None:
-        """Have the name of this run's trainer, before anything of the run is touched. InUseError if somebody else who
-        lives has it, unless we take the run over, or it has lost the run. One that was killed just now may take a
-        moment to be seen as dead."""
-        end = time.monotonic() + DYING_S
-        while (other := self._claim.take()) is not None and not self._takeover:
-            if (found := self._whose()) is not None and other in found.losers:
-                return  # it stands still, and has the name until it hears of that
-            if time.monotonic() > end:
-                raise in_use(self._tiers, other, time.monotonic() - Process.of(other).born if other else None)
-            time.sleep(0.1)
 
     def _say_unreachable(self) -> None:
         if others := channel.writers_of(self._key):
@@ -144,10 +156,15 @@ class WriterFinder:
             )
 
     def _join(self, found: WriterClient) -> Found:
-        """Be the trainer of a writer that holds memory. _Leaving if it had to go: the name is free, or will be."""
+        """Become the trainer of a writer that holds memory. _Leaving if it had to go: the name is free, or will be."""
         try:
+            self._await_end_of_trainer(found)
             self._meanwhile()
-            hello, fds = self._greet(found)
+            hello, fds = found.greet(HELLO_S, PATIENT_S)
+            if hello.alive:  # another start was quicker
+                for fd in fds:
+                    os.close(fd)
+                raise in_use(self._tiers, hello.trainer, time.time() - hello.since)
         except _Ended:
             raise
         except WriterError as error:
@@ -162,35 +179,25 @@ class WriterFinder:
             found.send(requests.Leave())
             found.close()
             raise RunGoneError.of(self._tiers[0].url)
-        self._losers = hello.losers
         return found, (hello, fds)
 
-    def _greet(self, found: WriterClient) -> Greeted:
-        """Introduce ourselves. A trainer that was killed just now may take a moment to be seen as dead; one that lives
-        loses the run only if we take it over, and can use the places."""
+    def _await_end_of_trainer(self, found: WriterClient) -> None:
+        """A trainer that was killed just now may take a moment to be seen as dead. One that lives has to make way."""
         end = time.monotonic() + DYING_S
-        while True:
-            hello, fds = self._say_hello(found)
-            if not hello.alive:
-                return hello, fds
-            for fd in fds:
-                os.close(fd)
-            if self._takeover:
-                run(check_places([tier.spec() for tier in self._tiers]))
-                return self._say_hello(found, takeover=True)
+        while (reply := self._look(found)).alive:
             if time.monotonic() > end:
-                raise in_use(self._tiers, hello.trainer, time.time() - hello.since)
+                self._intruder.make_way(found, reply)
             time.sleep(0.1)
 
-    def _say_hello(self, found: WriterClient, *, takeover: bool = False) -> Greeted:
-        """A writer that does not answer is ended; not that of a trainer that lives, unless we take the run over."""
+    def _look(self, found: WriterClient) -> requests.LendReply:
+        """Ask a writer whose it is. One that does not answer is killed if the tiers prove that nobody trains."""
         try:
-            return found.greet(HELLO_S, PATIENT_S, takeover=takeover)
+            return found.ask_patiently(requests.Lend(look=True), HELLO_S, PATIENT_S)[0]
         except DeadlineError as error:
-            if not self._takeover:
-                self._enter()
-                run(check_places([tier.spec() for tier in self._tiers], unused=True))
-            log.warning("a writer of this run does not answer (%s): it is ended, and its memory with it", error)
+            if not self._tiers:
+                raise InUseError(f"{found.described()}, does not answer: end it to start without its memory") from None
+            run(check_unused([tier.spec() for tier in self._tiers]))
+            log.warning("%s, does not answer (%s): it is killed, and its memory is lost", found.described(), error)
             found.end()
             raise _Ended(str(error)) from None
 
@@ -246,8 +253,10 @@ class WriterFinder:
 
     def _check_mine(self) -> None:
         """FencedError if the writer that has the name serves an owner that is none of ours."""
-        found = self._whose()
-        if found is not None and not self._run.is_ours(found.owner):
+        found = None
+        with contextlib.suppress(CheckpointError):
+            found = channel.ask_once(self._key, requests.Lend(look=True), HELLO_S)
+        if found is not None and found.acquires and not self._run.is_ours(found.acquires[-1]):
             raise FencedError(f"process {found.trainer} on this machine has opened this run")
 
 

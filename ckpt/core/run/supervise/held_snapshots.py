@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ckpt.core.checkpoint.losses import Loss
@@ -15,7 +15,7 @@ from ckpt.core.log.log import in_history
 from ckpt.core.ranks.world import World
 from ckpt.core.restore.sources import HeldSnapshot
 from ckpt.core.run.supervise.current_writer import CurrentWriter
-from ckpt.core.run.supervise.find_writer import DYING_S, HELLO_S, PATIENT_S, in_use
+from ckpt.core.run.supervise.find_writer import DYING_S, HELLO_S, PATIENT_S, Intruder
 from ckpt.core.run.supervise.memory import HeldElsewhere, SnapshotMemory, as_digests
 from ckpt.core.run.supervise.opening import RunOpener
 from ckpt.core.run.supervise.writer_client import REQUEST_S, WriterClient
@@ -30,19 +30,18 @@ FORMER_S = 3.0  # for a writer to reply that probably holds another run
 
 
 @dataclass(frozen=True)
-class Visited:
-    """What another writer holds, and whether its trainer lives, which is `trainer`."""
+class Lent:
+    """What another writer has lent us, and its reply."""
 
     held: HeldElsewhere
-    alive: bool
-    trainer: int
-    since: float
+    reply: requests.LendReply
 
 
 class HeldSnapshots:
-    """As one rank sees them. Orphans are in the writers of local ranks that this job does not have: the ranks that are
-    there now share them out. Former writers have the same path or URL and another key: they hold another run, or this
-    one, if its folder was restored from a copy, or if only the nearest tier was emptied."""
+    """The snapshots in the memory of this node, as one rank sees them. Of another job with more local ranks, writers
+    without a trainer are left over: the ranks of this job share them, borrow their memory, and have their own writers
+    hold it. So are former writers, which have the same path or URL and another key: they hold another run, or this one,
+    if its folder was restored from a copy, or if only the nearest tier was emptied."""
 
     def __init__(
         self,
@@ -53,10 +52,10 @@ class HeldSnapshots:
         memory: SnapshotMemory,
         layouts: KnownLayouts,
         run: RunOpener,
-        takeover: bool,
+        intruder: Intruder,
     ) -> None:
         self._key, self._writer, self._stager, self._world = key, writer, stager, world
-        self._memory, self._layouts, self._run, self._takeover = memory, layouts, run, takeover
+        self._memory, self._layouts, self._run, self._intruder = memory, layouts, run, intruder
         self.damage: list[Loss] = []  # of the snapshots that were looked for last
 
     def sealed(self) -> dict[Attempt, int]:
@@ -91,14 +90,14 @@ class HeldSnapshots:
     def snapshots(self) -> Iterator[Iterator[HeldSnapshot]]:
         """Of all ranks of the node; valid inside the context. Looked for when they are asked for, so that ranks can
         agree on what goes wrong with it."""
-        visited: list[HeldElsewhere] = []
+        borrowed: list[HeldElsewhere] = []
         try:
-            yield self._look(visited)
+            yield self._look(borrowed)
         finally:
-            for held in visited:
+            for held in borrowed:
                 held.close()
 
-    def _look(self, visited: list[HeldElsewhere]) -> Iterator[HeldSnapshot]:
+    def _look(self, borrowed: list[HeldElsewhere]) -> Iterator[HeldSnapshot]:
         inherited = self._memory.inherited
         with contextlib.suppress(CheckpointError):  # the writer digests what it writes, and the ring after a death
             everything = self._layouts.differ_from(self._world.size)
@@ -108,8 +107,8 @@ class HeldSnapshots:
         self.damage[:] = _damage(ours)
         found = {(one.attempt, one.layout.rank): one for one in _sealed(ours)}
         for key in self._beside():
-            if (there := self._visit(key)) is not None:
-                visited.append(there.held)
+            if (there := self._borrow(key)) is not None:
+                borrowed.append(there.held)
                 self.damage += _damage(there.held)
                 inherited.learn(there.held.acquires)
                 for one in _sealed(there.held):
@@ -122,7 +121,7 @@ class HeldSnapshots:
         """Their keys, ours among them, where there are several ranks."""
         return list(channel.siblings(self._key).values()) if self._world.size > 1 else []
 
-    def _orphans(self) -> list[str]:
+    def _left_over(self) -> list[str]:
         world, found = self._world, channel.siblings(self._key)
         return [key for n, key in found.items() if n >= world.local_size and n % world.local_size == world.local_rank]
 
@@ -130,119 +129,83 @@ class HeldSnapshots:
         """Return True if this rank is the one that looks at what another local rank has left."""
         return local_rank % self._world.local_size == self._world.local_rank
 
-    def _former(self) -> dict[str, requests.WhoseReply]:
-        """Return what former writers reply, by key. `sees` is set for those that see the same folder as we do."""
-        ours = self._key.rpartition("-")[0]
+    def _former(self, is_ours: Callable[[requests.LendReply], bool]) -> list[str]:
+        """Return the keys of former writers that hold our run, which `is_ours` tells by their replies."""
+        ours, found = self._key.rpartition("-")[0], list[str]()
         keys = [key for key in channel.at_place(self._key) if key.rpartition("-")[0] != ours]
-        found: dict[str, requests.WhoseReply] = {}
         if not keys:
             return found
         with _proof(self._run.tiers) as proof:
             for key in (key for key in keys if self._share(int(key.rpartition("-")[2]))):
                 with contextlib.suppress(CheckpointError):  # of another version, for example
-                    if (reply := channel.ask_once(key, requests.Whose(proof), FORMER_S)) is not None:
-                        found[key] = reply
+                    reply = channel.ask_once(key, requests.Lend(proof), FORMER_S)
+                    if reply is not None and is_ours(reply):
+                        found.append(key)
         return found
 
-    def _former_of_folder(self) -> list[str]:
-        """Return the former writers that hold the run of our nearest tier, in the very same folder."""
-        near = self._run.near
-        former = self._former() if near else {}
-        return [key for key, reply in former.items() if reply.sees and near.items() <= reply.roots.items()]
+    def _in_our_folder(self, reply: requests.LendReply) -> bool:
+        """Return True for a writer that holds the run of our nearest tier, in the very same folder."""
+        return bool(self._run.near) and reply.sees and self._run.near.items() <= reply.roots.items()
 
-    def _former_of_run(self) -> list[str]:
-        """Return those that hold this run, by any of its tiers. The run has to be open."""
-        near, roots = self._run.near, self._run.roots
-        return [
-            key
-            for key, reply in self._former().items()
-            if (roots.items() & reply.roots.items()) - (set() if reply.sees else near.items())
-        ]
+    def _of_our_run(self, reply: requests.LendReply) -> bool:
+        """Return True for a writer that holds this run, by any of its tiers. The run has to be open."""
+        return bool((self._run.roots.items() & reply.roots.items()) - (set() if reply.sees else self._run.near.items()))
 
-    def check_orphans(self) -> None:
-        """Before anything is taken: InUseError if such a rank is still trained, and this is no takeover."""
-        for key in () if self._takeover else [*self._orphans(), *self._former_of_folder()]:
-            found = self._visit_orphan(key)
-            if found is not None:
+    def check_left_over(self) -> None:
+        """Before anything is taken: wait until no trainer of such a writer trains the run. See `Intruder`."""
+        for key in [*self._left_over(), *self._former(self._in_our_folder)]:
+            if (found := self._borrow_unused(key)) is not None:
                 found.held.close()
 
-    def take_orphans(self) -> dict[str, list[str]]:
-        """Have our writer hold what they hold. Returns whose arenas it has now."""
-        return self._take(self._orphans())
+    def take_left_over(self) -> None:
+        """Have our writer hold what writers without a trainer hold."""
+        self._take(self._left_over())
 
-    def take_former(self) -> dict[str, list[str]]:
-        """The same of former writers that hold this run."""
-        return self._take(self._former_of_run())
+    def take_former(self) -> bool:
+        """The same of former writers that hold this run. Return True if there were some."""
+        keys = self._former(self._of_our_run)
+        self._take(keys)
+        return bool(keys)
 
-    def drop_former(self) -> None:
-        """The run has begun here: have former writers end whose run was in its place."""
-        for key in self._former():
-            with contextlib.suppress(CheckpointError):
-                channel.ask_once(key, requests.Drop(), FORMER_S)
-
-    def _take(self, keys: list[str]) -> dict[str, list[str]]:
-        taken: dict[str, list[str]] = {}
+    def _take(self, keys: list[str]) -> None:
         for key in keys:
-            found = self._visit_orphan(key)
-            if found is not None:
+            if (found := self._borrow_unused(key)) is not None:
                 self._layouts.take(found.held.layouts)
                 self._memory.take(found.held)
-                taken[key] = [*(arena.id.hex() for arena in found.held.arenas), *found.held.damaged]
-        return taken
 
-    def dismiss(self, taken: dict[str, list[str]]) -> None:
-        """Our writer holds these arenas now, and knows their history: writers that hold no others are not needed."""
-        for key, arenas in taken.items():
-            client = WriterClient.find(key)
-            if client is not None:
-                with contextlib.suppress(CheckpointError):
-                    client.ask(requests.Taken(arenas), 10.0)
-                client.close()
-
-    def _visit_orphan(self, key: str) -> Visited | None:
-        """Once its trainer is dead, or has lost the run to us. InUseError if it lives, and this is no takeover."""
-        end, told = time.monotonic() + DYING_S, False
+    def _borrow_unused(self, key: str) -> Lent | None:
+        """Once its trainer is dead, or its job is fenced."""
+        end = time.monotonic() + DYING_S
         while True:
-            found = self._visit(key)
-            if found is None or not found.alive:
+            found = self._borrow(key)
+            if found is None or not found.reply.alive:
                 return found
             found.held.close()
-            if self._takeover and not told:
-                self._run.open(self._writer.client)  # who lost the run to us has lost it, even if we fail: fail before
-                self._take_from(key)
-                told = True
-            if time.monotonic() > end:
-                raise in_use(self._run.tiers, found.trainer, time.time() - found.since, "a rank of ")
+            if time.monotonic() > end and (client := WriterClient.find(key)) is not None:
+                try:
+                    self._intruder.make_way(client, found.reply, "a rank of ")
+                finally:
+                    client.close()
             time.sleep(0.1)
 
-    def _take_from(self, key: str) -> None:
-        """Tell a trainer that lives, by its writer, that it has lost the run."""
-        client = WriterClient.find(key)
-        if client is not None:
-            try:
-                client.ask(requests.Lose(), PATIENT_S)
-            finally:
-                client.close()
-
-    def _visit(self, key: str) -> Visited | None:
-        """What another writer of this run on this node holds; it keeps its trainer. None if it is gone. That it does
-        not say so is an error: it may be the newest that there is."""
+    def _borrow(self, key: str) -> Lent | None:
+        """What another writer of this run on this node holds. None if it is gone. That it does not reply is an error:
+        its memory may be the newest that there is."""
         client = WriterClient.find(key)
         if client is None:
             return None
         try:
-            hello, fds = client.greet(HELLO_S, PATIENT_S, visit=True)
+            reply, fds = client.ask_patiently(requests.Lend(), HELLO_S, PATIENT_S)
             compare = self._layouts.differ_from(self._world.size)
-            digests = client.ask(requests.AskDigests(all=True)) if compare else hello.digests
-            held = HeldElsewhere.of(hello, fds, digests)
-            return Visited(held, hello.alive, hello.trainer, hello.since)
+            digests = client.ask(requests.AskDigests(all=True)) if compare else reply.digests
+            return Lent(HeldElsewhere.of(reply, fds, digests), reply)
         except WriterError as error:
             log.warning("a writer on this node is gone, with what it held: %s", error)
             return None
         except (DeadlineError, OSError) as error:  # it stands still, or its memory cannot be mapped here
             raise DeadlineError(
-                f"a writer of this run on this machine does not say what it holds ({error}), which may be the newest "
-                f"step: try again, or end it (`ps`: {channel.AT_WORK} … {key}) to do without"
+                f"{client.described()}, does not lend it ({error}), and it may be the newest step: try again, or end "
+                f"it (`ps`: {channel.AT_WORK} … {key}) to do without"
             ) from error
         finally:
             client.close()

@@ -19,7 +19,7 @@ from ckpt.core.log.log import Acquire
 from ckpt.core.ranks.world import World
 from ckpt.core.run.supervise.current_writer import CurrentWriter, WriterUser
 from ckpt.core.run.supervise.next_arena import NextArena
-from ckpt.core.run.supervise.writer_client import ENDING_S, WriterClient, start_thread
+from ckpt.core.run.supervise.writer_client import WriterClient, start_thread
 from ckpt.core.snapshot.stage import Stager
 from ckpt.errors import CorruptError, WriterError
 from ckpt.events import log
@@ -51,7 +51,7 @@ class HeldElsewhere:
 
     @classmethod
     def of(
-        cls, hello: requests.GreetingReply, fds: list[int], digests: list[requests.Digest] | None = None
+        cls, hello: requests.LendReply, fds: list[int], digests: list[requests.Digest] | None = None
     ) -> HeldElsewhere:
         """As a writer says it of itself. `digests`: if more were asked for."""
         layouts = {digest: Layout.from_json(layout) for digest, layout in hello.layouts.items()}
@@ -107,7 +107,6 @@ class SnapshotMemory(WriterUser):
         self._spares: list[Arena] = []  # inherited or outgrown, kept until a newer snapshot is sealed
         self._foreign: set[bytes] = set()  # arenas that other ranks staged into
         self._arriving: Arena | None = None  # the next one, until it is staged into
-        self._before: Process | None = None  # who may still write to what was inherited
         self._read_before: set[tuple[bytes, int]] = set()  # slots that the writer read from when it was found
         self._watched: tuple[WriterClient, bytes] | None = None  # who waits for our death, by the mutex of which arena
         self._copied = False  # whether another writer keeps a copy of our memory
@@ -137,8 +136,6 @@ class SnapshotMemory(WriterUser):
             client.send(requests.AttachArena(foreign=arena.id in self._foreign), (arena.fd,))
         for arena_id, slot in list(self._read_before):  # by the writer that has died
             self.on_read(arena_id.hex(), slot)
-        if self._before is not None:  # only that writer would have said when
-            start_thread(partial(self._await_gone, self._before), "ckpt-before")
         if (current := self._stager.arena) is not None:
             self._watch(current)
         self.next.drop()
@@ -155,9 +152,9 @@ class SnapshotMemory(WriterUser):
         self._arriving = usable[-1] if usable else None
         self._spares = [arena for arena in self.inherited.arenas if arena is not self._arriving]
         start_thread(partial(_touch_newest, self.inherited.arenas), "ckpt-touch")
-        if not hello.gone:
-            self._before = Process.of(hello.trainer)
+        if earlier := [Process(*one) for one in hello.writing_on]:
             self._stager.slots.hold(1)
+            start_thread(partial(self._await_gone, earlier), "ckpt-before")
         for arena in self.inherited.arenas:
             for slot in (slot for key, slot in hello.writing if key == arena.id.hex()):
                 self._stager.slots.pin(arena, slot)
@@ -175,13 +172,6 @@ class SnapshotMemory(WriterUser):
                 self._spares.append(self._arriving)
             self._arriving = None
 
-    def on_gone(self) -> None:
-        """The trainer before us writes there no more."""
-        with self._writer.lock:
-            before, self._before = self._before, None
-        if before is not None:
-            self._stager.slots.hold(-1)
-
     def on_read(self, arena: str, slot: int) -> None:
         """The writer has read what it was reading when we came."""
         key = bytes.fromhex(arena), slot
@@ -191,13 +181,11 @@ class SnapshotMemory(WriterUser):
         if pinned:
             self._stager.slots.unpin(*key)
 
-    def _await_gone(self, before: Process) -> None:
-        """Our own look at it. That we have its mutex says that it has let go, or is about to end; a device may copy for
-        it until it has."""
-        end = time.monotonic() + ENDING_S
-        while before.alive and time.monotonic() < end:
+    def _await_gone(self, earlier: list[Process]) -> None:
+        """Overwrite nothing until these trainers have ended: a device may copy for them until then."""
+        while any(process.alive for process in earlier):
             time.sleep(0.05)
-        self.on_gone()
+        self._stager.slots.hold(-1)
 
     def take(self, found: HeldElsewhere) -> None:
         """Have our writer hold what another one does, of a rank that this job does not have."""

@@ -132,10 +132,10 @@ class RunOpener:
     def _spoken_for(self) -> list[int]:
         return [i for i, role in enumerate(self.roles) if role.place == 0]
 
-    def is_ours(self, owner: tuple[int, str] | None) -> bool:
-        """Whether this is an owner of our history, or will be."""
+    def is_ours(self, owner: requests.Owner) -> bool:
+        """Return True if this is an owner of our history, or will be."""
         ours = {(one.epoch, one.nonce) for one in (*self._held.inherited.acquires, self.owner)}
-        return owner is None or owner in ours or owner[1] in self._nonces
+        return owner[:2] in ours or owner[1] in self._nonces
 
     def resume(self) -> None:
         """All ranks have taken the run over: what was on its way to further tiers can go on."""

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -29,6 +29,7 @@ from ckpt.core.ipc.protocol import PROTOCOL, REPLY, Incoming, Note, Request, enc
 from ckpt.core.ipc.requests import Greeting, GreetingReply
 from ckpt.errors import CheckpointError, DeadlineError, InUseError, ProtocolError, UsageError, WriterError
 from ckpt.events import log
+from ckpt.units import decimal
 
 # From Python 3.12 on no thread can be started at the end of the interpreter, and a writer may die then.
 SPARES = 2  # what the client of one writer takes
@@ -222,25 +223,21 @@ class WriterClient:
                 raise
             raise DeadlineError(f"the writer did not answer {type(request).__name__} within {timeout_s:g} s") from None
 
-    def greet(
-        self,
-        timeout_s: float,
-        patient_s: float,
-        *,
-        takeover: bool = False,
-        visit: bool = False,
-        losers: Sequence[int] = (),
-    ) -> tuple[GreetingReply, list[int]]:
-        """Introduce ourselves; longer than `timeout_s` is waited only for a writer that can run. One that was stopped
-        is woken up. `takeover`: be its trainer, whoever was. To `visit` is only to look: it keeps its trainer.
-        `losers`: who has lost the run to us. ProtocolError for a writer of another version, which is left as it is."""
-        future, began = self.send(Greeting(takeover, visit, list(losers))), time.monotonic()
+    def greet(self, timeout_s: float, patient_s: float) -> tuple[GreetingReply, list[int]]:
+        """Become its trainer, and get what it holds, unless its own trainer lives. As `ask_patiently`."""
+        hello, fds = self.ask_patiently(Greeting(), timeout_s, patient_s)
+        self._process = self._found or Process.of(hello.pid)
+        return hello, fds
+
+    def ask_patiently(self, request: Request[R], timeout_s: float, patient_s: float) -> tuple[R, list[int]]:
+        """Ask a writer that was found. A stopped one is resumed after `timeout_s`, and has `patient_s` to reply.
+
+        Raises ProtocolError for a writer of another version, which is left as it is, and DeadlineError.
+        """
+        future, began = self.send(request), time.monotonic()
         while True:
             try:
-                hello, fds = future.result(timeout_s)
-                if not visit:
-                    self._process = self._found or Process.of(hello.pid)
-                return hello, fds
+                return future.result(timeout_s)
             except (ProtocolError, UsageError) as error:  # the latter of before there were versions
                 raise self._foreign(error) from None
             except TimeoutError as error:
@@ -265,12 +262,25 @@ class WriterClient:
             f"first tier, if there is one; or, to do without what it holds, end it: kill -9 {pid}"
         )
 
+    @property
+    def found_pid(self) -> int:
+        """The process that was found under the name of the run; 0 if we started it, or cannot see it."""
+        return 0 if self._found is None else self._found.pid
+
+    def described(self) -> str:
+        """Name the writer that we found, for messages: its process, its memory, and whether it is stopped."""
+        if self._found is None or self._found.pid <= 0:
+            return "the writer of this run in another container"
+        stopped = " (stopped by SIGSTOP)" if self._found.suspended else ""
+        memory = decimal(self._found.shared_bytes)
+        return f"process {self._found.pid}{stopped}, a writer of this run that holds {memory} of memory"
+
     def _wake(self) -> bool:
         """Whether the writer that we found can run."""
         with contextlib.suppress(psutil.Error, OSError, ValueError):
             found = psutil.Process(number_in_proc(link.peer_pid(self._channel.sock)))
             if found.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
-                log.warning("the writer (process %d) was stopped: it is told to go on", found.pid)
+                log.warning("resumed %s", self.described())
                 found.resume()
             return bool(found.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD))
         return False

@@ -13,12 +13,11 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from ckpt.core.ipc import notes, requests
-from ckpt.core.ipc.claim import Claim
 from ckpt.core.ipc.protocol import Note
 from ckpt.core.log.log import Acquire
 from ckpt.core.ranks.world import World
 from ckpt.core.run.supervise.current_writer import CurrentWriter, StandingRequests
-from ckpt.core.run.supervise.find_writer import WriterFinder
+from ckpt.core.run.supervise.find_writer import Intruder, WriterFinder
 from ckpt.core.run.supervise.held_snapshots import HeldSnapshots
 from ckpt.core.run.supervise.memory import SnapshotMemory
 from ckpt.core.run.supervise.opening import RunOpener
@@ -57,7 +56,6 @@ class WriterSupervisor:
         self._mourned: WriterClient | None = None  # the last one whose death was seen to
         self.faults: list[requests.Json] = []  # of earlier incarnations, that nobody was told yet
         self.on_failure: Callable[[CheckpointError], None] = lambda error: None
-        self._claim = Claim(key)
         self.writer = writer = CurrentWriter()
         self.memory = SnapshotMemory(writer, stager, world, tiers, memory, node)
         self.layouts = KnownLayouts(writer, self.memory)
@@ -66,26 +64,21 @@ class WriterSupervisor:
         self.acknowledgements = Acknowledgements(writer, self.layouts)
         writer.users = [self.layouts, self.memory, self.standing, self.writes, self.acknowledgements]
         self.run = RunOpener(writer, self.memory, tiers, memory, world, commit_s, takeover, root)
-        self.held = HeldSnapshots(key, writer, stager, world, self.memory, self.layouts, self.run, takeover)
-        self._finder = WriterFinder(writer, self.run, key, self._claim, tiers, takeover, node, self._listen)
+        intruder = Intruder(tiers, takeover)
+        self.held = HeldSnapshots(key, writer, stager, world, self.memory, self.layouts, self.run, intruder)
+        self._finder = WriterFinder(writer, self.run, key, tiers, intruder, node, self._listen)
         self._hear_all()
         self._begin()
 
     def _begin(self) -> None:
-        try:
-            self.held.check_orphans()
-            self._meet()
-        except BaseException:
-            self._claim.drop()
-            raise
+        self.held.check_left_over()
+        self._meet()
         self._spares = SpareThreads()
-        self._claim.take_soon()  # a trainer that has lost the run, and stands still, may have it yet
         try:
-            taken = self.held.take_orphans()
+            self.held.take_left_over()
             self.opened = self.writer.insist(self.run.open)
-            if former := self.held.take_former():
-                self.opened = self.writer.insist(self.run.open)  # its writer must know the history of that memory
-            self.held.dismiss({**taken, **former})
+            if self.held.take_former():
+                self.opened = self.writer.insist(self.run.open)  # our writer must know the history of that memory
         except BaseException:
             self.give_up()
             raise
@@ -101,10 +94,7 @@ class WriterSupervisor:
         self.layouts.known = dict(self.memory.inherited.layouts)
         self.faults = hello.faults
         self._listen(client)
-        if hello.taken:
-            log.warning("process %d trained this run here: it can save no more", hello.trainer)
-        else:
-            log.info("took over the memory that process %d left", hello.trainer)
+        log.info("inherited the memory that process %d left", hello.trainer)
         self._adopted = True
         self.memory.adopt()
 
@@ -131,7 +121,6 @@ class WriterSupervisor:
 
     def _hear_all(self) -> None:
         """What the writer says of memory and of the run. Others listen to the rest, once they are there."""
-        self.hear(notes.GoneNote, lambda note: self.memory.on_gone())
         self.hear(notes.UnpinnedNote, lambda note: self.memory.on_read(note.arena, note.slot))
         self.hear(notes.StoredNote, self.writes.on_stored)
         self.hear(notes.SaidNote, lambda note: log.warning("%s", note.text))
@@ -195,7 +184,6 @@ class WriterSupervisor:
 
     def _lose(self, error: FencedError) -> None:
         self.writer.lost = self.writer.lost or error
-        self._claim.drop()
 
     # -- the run --
 
@@ -250,12 +238,10 @@ class WriterSupervisor:
 
     def _hang_up(self) -> None:
         self.client.close()
-        self._claim.drop()
         self._spares.end()
 
     def forget(self) -> None:
         """In a forked child: close our copies of what belongs to the parent."""
         self.client.forget()
         self._spares.end()
-        self._claim.forget()
         self.memory.forget()

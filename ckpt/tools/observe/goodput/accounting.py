@@ -14,9 +14,8 @@ the parts add up to the wall-clock time. That begins when the first attempt was 
 - **restart**: until the next attempt could restore, in parts, and the extra time of its first step.
 - **restore**: as measured.
 - **recompute**: the unfinished step, and all steps that had been done before. Lost steps that are not repeated yet
-  count
-  with their original duration. A step that is done a third time is charged to the later interruption if that lost it,
-  otherwise to the earlier one.
+  count with their original duration. A step that is done a third time is charged to the later interruption if it lost
+  that step, otherwise to the earlier one.
 - **saving**: time that the training loop waited, measured; and how much slower its steps were, estimated.
 """
 

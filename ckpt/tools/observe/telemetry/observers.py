@@ -142,6 +142,11 @@ class Observers:
             return found
         return self._with_steps(found, self._heartbeat, self._heartbeat.read())
 
+    def _leaves_s(self, now: float) -> float:
+        """Seconds until the writer leaves; as long as it makes memory durable, at least as many as it lingers then."""
+        leaves_at = self._run.leaves_at
+        return self._run.linger_s if leaves_at is None else max(0.0, leaves_at - now)
+
     def _who(self) -> RankStatus:
         """Return whose run it is, the trainer's settings, and its state since."""
         told, account, owner = self._told, self._books.account, self._run.owner
@@ -159,7 +164,7 @@ class Observers:
             writer=os.getpid(),
             epoch="" if owner is None else f"{owner.epoch}.{owner.nonce}",
             trainer=trainer,
-            leaves_s=max(0.0, ended + self._run.linger_s - now) if trainer in ("dead", "left") else None,
+            leaves_s=self._leaves_s(now) if trainer in ("dead", "left") else None,
             slowed_s=None if account is None else sum(row.slowed for row in account.rows),
             wall_s=max(0.0, ended - (told.opening if told else now)),
             faults=self._reporter.seen,

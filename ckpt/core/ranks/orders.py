@@ -1,0 +1,217 @@
+"""One channel of orders, by which ranks agree on what to save without a collective.
+
+Intervals of a fixed number of steps need no order, because every rank derives from its step what is due. Orders carry
+the rest. Any rank posts one, and every rank executes it, the one that posted it included:
+
+    save       save the first step that is not below `step`, to every tier     `ckpt.core.run.out_of_turn`
+    persist    some training loop stands still: make durable what memory has   `ckpt.core.run.out_of_turn`
+    interval   from `step` on, save at other intervals                         `ckpt.core.run.save_plan`
+
+**Types.** `Order` is one order. `Orders` is this rank's end of the channel. `ckpt.core.run.save_plan.SavePlan` holds
+what save and interval orders change, and is all that the training loop reads.
+
+**Calls.** `hear(kind, handler)` for each kind, then `start`. After that:
+
+    post (any thread)      create the next number in the job's key-value store, unless it is there
+                           -> execute that number -> repeat until the order there is ours
+    reader (a thread)      is the next number there? -> execute it -> repeat; else pause
+    execute (under a lock) skip a number that was executed already -> call the handler
+    restore (main thread)  suspend -> the ranks agree -> begin(generation) -> resume when the state is restored
+
+The training loop calls none of these, and never waits for a thread that does.
+
+**Invariants.** `test_negative_control_the_model_finds_if` in `tests/model/test_orders_at_random.py` takes each rule
+away. The names of its cases are in parentheses.
+
+1. One number has one order, and every rank executes the numbers in order, each once (a number is executed twice).
+2. One save order saves one step: each rank saves the first step that is not below the ordered one. If it has passed
+   that step and memory has lost it, it fails the save of exactly that step by name (a rank saves the next step instead;
+   the loop decides without the lock; one order displaces another).
+3. After an interval order each step has the same tiers on all ranks, or fails by name (a late rank keeps the steps of
+   the old interval).
+4. An order from before a restore is never executed after it. Keys carry a generation, which the restore's first
+   agreement raises. From then until the state is restored a rank neither posts nor executes (a restore keeps the
+   generation; orders are read during a restore).
+5. An order whose post failed is either in the store, and all ranks execute it, or none does (a rank executes what it
+   could not post).
+
+**Faults.**
+
+- *The poster dies*: the order is in the store, or it is not. `compare_set` creates number and body together.
+- *Two post at the same time*: one gets the number. The other executes that order, then joins it or posts the next.
+- *A rank is far ahead*: it uses the slot if memory still holds the step. Otherwise it fails that save by name and
+  orders a later step. *Far behind*: the order waits in the plan until the loop comes to the step.
+- *A rank hangs*: its reader still executes orders, and any other rank can post. The requester notices that no save
+  comes, and orders `persist`.
+- *The store is slow*: ranks read less often. *It does not answer*: `post` raises `PeerError` after `POST_S`, and the
+  caller saves what its own memory has. The reader connects again for as long as the run is open.
+- *One rank only*: the channel is the same, over a dict, without a reader.
+- *A restart with another number of ranks*: keys begin with the name of the meeting (`ckpt.core.ranks.world`), which is
+  new.
+
+Orders stay in the store. There are few. Scores (`ckpt.core.run.kept_steps`) are not orders, because all ranks wait for
+them. Nor are the posts of ranks that leave (`ckpt.core.run.departures`): N ranks that close would make N x N requests.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ckpt.core.ranks.board import Board, Json, pack, unpack
+from ckpt.core.ranks.world import World
+from ckpt.errors import PeerError
+from ckpt.events import log
+
+LOOK_S = 0.25  # between two requests of the reader
+LOOKS_PER_S = 2000  # of all ranks together, which the host of the store answers
+SLOW = 20  # if the store is slow, the reader pauses this many times as long as an answer takes
+AGAIN_S = 30.0  # the longest pause
+POST_S = 1.0  # for the store to answer while an order is posted
+STOP_S = 2.0  # for the reader to end; it may hang in the store
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """One order. `number`: counted from 0 in each generation; `rank`: that posted it; `body`: what its kind needs."""
+
+    generation: int
+    number: int
+    rank: int
+    kind: str
+    step: int
+    body: Json
+
+
+class Orders:
+    """Post and execute orders on one rank. `pause_s`: how long the reader pauses at present; 0 for one rank."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._handlers: dict[str, Callable[[Order], None]] = {}
+        self._lock = threading.RLock()  # a signal handler may post
+        self._generation = self._next = 0
+        self._suspended = False
+        self._usual_s = max(LOOK_S, world.size / LOOKS_PER_S) if world.size > 1 else 0.0
+        self.pause_s = self._usual_s
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._boards: tuple[Board, Board] | None = self._connect()  # to read and to post; None if they have failed
+
+    def hear(self, kind: str, handler: Callable[[Order], None]) -> None:
+        """Have orders of this kind executed by `handler`, which must return soon. Call before `start`."""
+        self._handlers[kind] = handler
+
+    def start(self) -> None:
+        """Execute orders of other ranks from now on."""
+        if self._world.size > 1:
+            self._thread = threading.Thread(target=self._read, name="ckpt-orders", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Read no more. Posting still works."""
+        self._stopped.set()
+        if self._thread is not None:
+            self._thread.join(STOP_S)
+
+    def post(self, kind: str, step: int, body: Json, *, join: int | None = None) -> Order:
+        """Post an order, and return it when this rank has executed it.
+
+        step: at least two ahead of what this rank has seen, if the kind is about a later step
+        join: an order of this kind for that step or a later one, which another rank posts at the same time, will do;
+            it is returned instead
+
+        Raises PeerError if the store does not answer, or during a restore. The order may be in the store all the same.
+        """
+        generation = -1 if self._suspended else self._generation  # in which the caller has chosen the step
+        while True:
+            with self._lock:
+                if self._suspended or self._generation != generation:
+                    raise PeerError("the ranks restore, so that the order is dropped")
+                order = Order(generation, self._next, self._world.rank, kind, step, body)
+            ours = pack([order.rank, kind, step, body])
+            found = self._create(self._key(generation, order.number), ours)
+            there = self._execute(order.generation, order.number, found)
+            if found == ours:
+                return order
+            if join is not None and there is not None and there.kind == kind and there.step >= join:
+                return there
+
+    def _create(self, key: str, body: bytes) -> bytes:
+        boards = self._boards
+        if boards is None:
+            raise PeerError("the store of the job cannot be reached: its last answer did not come")
+        try:
+            return boards[1].create(key, body)
+        except PeerError:
+            self._boards = None  # the reader connects again
+            raise
+
+    def _connect(self) -> tuple[Board, Board]:
+        """Connect to the store twice, so that no post waits for an answer to the reader. This may take seconds."""
+        reads, posts = self._world.connect(), self._world.connect()
+        posts.answer_s = POST_S
+        return reads, posts
+
+    def catch_up(self) -> None:
+        """Execute all orders that are in the store. PeerError if it does not answer."""
+        self._boards = boards = self._boards or self._connect()
+        board = boards[0]
+        while not self._suspended:
+            generation, number = self._generation, self._next
+            if not board.has([self._key(generation, number)]):
+                return
+            self._execute(generation, number, board.read(self._key(generation, number)))
+
+    def _key(self, generation: int, number: int) -> str:
+        return f"{self._world.prefix}orders/{generation}/{number}"
+
+    def _execute(self, generation: int, number: int, raw: bytes) -> Order | None:
+        """Execute an order unless another thread has, or a restore came between. Return it if it can be read."""
+        try:
+            rank, kind, step, body = unpack(raw)
+            order = Order(generation, number, int(rank), str(kind), int(step), body)
+        except (TypeError, ValueError, PeerError) as error:
+            order = None
+            log.warning("order %d of this job cannot be read, and is skipped: %r", number, error)
+        with self._lock:
+            if self._suspended or (generation, number) != (self._generation, self._next):
+                return order
+            self._next += 1
+            if order is not None and (handler := self._handlers.get(order.kind)) is not None:
+                try:
+                    handler(order)
+                except Exception:
+                    log.exception("the %s order of rank %d could not be executed", order.kind, order.rank)
+        return order
+
+    def _read(self) -> None:
+        while not self._stopped.wait(self.pause_s):
+            began = time.monotonic()
+            try:
+                self.catch_up()
+                self.pause_s = min(AGAIN_S, max(self._usual_s, SLOW * (time.monotonic() - began)))
+            except PeerError as error:
+                if self._boards is not None:
+                    log.info("orders of other ranks cannot be read for now: %s", error)
+                self._boards, self.pause_s = None, min(AGAIN_S, 2 * self.pause_s)
+
+    # -- a restore, to which all ranks come --
+
+    def suspend(self) -> int:
+        """Neither post nor execute orders until `resume`. Return the generation, which all ranks have in common."""
+        with self._lock:
+            self._suspended = True
+            return self._generation
+
+    def begin(self, generation: int) -> None:
+        """Leave all orders of before behind. Call on all ranks with the number that they agreed on."""
+        with self._lock:
+            self._generation, self._next = generation, 0
+
+    def resume(self) -> None:
+        """Post and execute orders again."""
+        with self._lock:
+            self._suspended = False

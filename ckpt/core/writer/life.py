@@ -1,0 +1,439 @@
+"""The life of a writer: which trainer it serves, who may inherit its memory, and when it leaves.
+
+    state       what it means                                          next
+    SERVING     a trainer lives and may save                           DRAINING, FENCED, LEAVING
+    DRAINING    the trainer is gone; the nearest tier gets all of      LINGERING, SERVING, FENCED, LEAVING
+                memory, and every other tier its newest step
+    LINGERING   that is done; memory is kept for `linger_s`, or until  SERVING, FENCED, LEAVING
+                memory is short
+    FENCED      another job owns the run; memory is released           LEAVING
+    LEAVING     the socket name is free; writes that began are ended   -
+
+Who decides: the kernel says that a trainer is dead (its robust mutex, its pidfd), the run log says that a run has a new
+owner. No message does. A trainer that says that it leaves or closes decides that for itself only.
+
+    trainer dies        mutex or pidfd -> `died` -> DRAINING; `_outlive` makes memory durable, lingers, leaves
+    trainer leaves      `Leave` -> the same, though its process may live
+    trainer closes      `Close` -> LEAVING; first DRAINING if something is unfinished, so that a restart finds it
+    a trainer comes     `Greeting` -> refused while ours lives; else it inherits: memory, history, fault reports
+    another job comes   it appends ACQUIRE to the log; `_check_owner_regularly`, or its `Lend(fenced=True)`,
+                        makes us read that: `_fence` notifies the trainer, releases memory, frees the name
+
+Faults:
+
+- Two trainers come at once: one event loop answers them in turn. The first inherits, the second finds a trainer that
+  lives. If both start a writer, the kernel gives the socket name to one.
+- A trainer is stopped (SIGSTOP) and resumes later: it lives, so nobody inherits from it. If another job has fenced it
+  meanwhile, its next call raises FencedError, and what it copied into released slots is read by nobody.
+- This process is stopped: it keeps its name and its memory. A start resumes it, or fails with an error that names this
+  process and the size of its memory. Only a takeover or the ledger may prove that it can be killed.
+- A process number is used again: processes are compared by number and start time, and waited for by pidfd.
+- Another user's process: the socket accepts only connections of this user.
+- A trainer dies while it opens the run: it is ours since its `Greeting`, so that death is one like any other.
+- A restart has fewer local ranks: its ranks share the writers that have no trainer any more. They borrow the memory
+  (`Lend`), and have their own writers hold it (`AttachArena`) before the new job becomes the owner. The old writers
+  read that in the log, and leave. With more local ranks, some find no writer, and start one.
+- Memory of a dead trainer may be mapped by the new job, so `_fence` closes it. Memory of a living trainer nobody else
+  uses, so `_fence` also returns its pages to the system.
+- The trainer writes on after its death was noticed: devices may copy until the process has ended. The new trainer waits
+  for that before it overwrites a slot; `GreetingReply.writing_on` says for which processes.
+- A write is under way when memory is released: `PresentTrainer.check_not_fenced` fails it after its last read and
+  before its manifest is stored, so that no other job can commit bytes of a released slot.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import select
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from ckpt import events, failpoints
+from ckpt.core.format.manifest import Attempt
+from ckpt.core.ipc import channel as link
+from ckpt.core.ipc import requests
+from ckpt.core.ipc.arena import Arena
+from ckpt.core.ipc.channel import Channel
+from ckpt.core.ipc.free_memory import room
+from ckpt.core.ipc.mutex import Got
+from ckpt.core.ipc.process import Process
+from ckpt.core.writer.bookkeeper import Bookkeeper
+from ckpt.core.writer.dispatch import Answer, Background, Caller, check_version, handles
+from ckpt.core.writer.held_run import LOST_S, HeldRun, PresentTrainer
+from ckpt.core.writer.memory import HAND_OVER_S, HeldMemory
+from ckpt.core.writer.opening import TierOpener
+from ckpt.core.writer.parts import PartWriter
+from ckpt.core.writer.persist import Drain, Persister
+from ckpt.core.writer.server import Server
+from ckpt.core.writer.watch import TrainerWatch
+from ckpt.errors import FencedError, InUseError
+from ckpt.units import duration
+
+OWNER_S = 10.0  # between two checks of who owns the run
+RETRY_S = 5.0  # between two tries to make memory durable
+RETRY_FOR_S = 3600.0  # for a tier that fails all the time; not while it takes bytes
+SHORT = 0.05  # share of memory that is available, below which nothing is kept that every tier has
+POLL_S = 0.2  # between two checks of whether a trainer has come
+
+
+class State(Enum):
+    """What a writer does at the moment; see the table above."""
+
+    SERVING = "serving"
+    DRAINING = "draining"
+    LINGERING = "lingering"
+    FENCED = "fenced"
+    LEAVING = "leaving"
+
+
+NEXT = {
+    State.SERVING: {State.DRAINING, State.FENCED, State.LEAVING},
+    State.DRAINING: {State.LINGERING, State.SERVING, State.FENCED, State.LEAVING},
+    State.LINGERING: {State.SERVING, State.FENCED, State.LEAVING},
+    State.FENCED: {State.LEAVING},
+    State.LEAVING: set[State](),
+}
+
+
+@dataclass(eq=False)
+class Life:
+    """Runs in the event loop of the writer, except for the threads that wait for a death."""
+
+    trainer: PresentTrainer
+    run: HeldRun
+    held_memory: HeldMemory
+    parts: PartWriter
+    opener: TierOpener
+    persister: Persister
+    drain: Drain
+    books: Bookkeeper
+    watch: TrainerWatch
+    server: Server
+    background: Background
+    state: State = State.SERVING
+    _checking: asyncio.Task[None] | None = None
+    _owned_for: int = -1  # the adoption whose trainer has become the owner
+
+    def __post_init__(self) -> None:
+        self._await_death()
+
+    def _enter(self, state: State) -> None:
+        """Move to a state. A move that the table does not have is a mistake in this file."""
+        if state is not self.state:
+            assert state in NEXT[self.state], f"{self.state.value} -> {state.value}"
+            self.state = state
+
+    # -- the end of a trainer --
+
+    def _await_death(self) -> None:
+        """Wait for the end of the present trainer. `watch_arena` does the same for each arena, and is earlier."""
+        self.background.thread(self._wait_gone, self.trainer.process)
+        self.background.spawn(self._wait_crashed(self.trainer.crashed, self.trainer.adoptions))
+
+    async def _wait_crashed(self, crashed: asyncio.Event, adoptions: int) -> None:
+        await crashed.wait()
+        self.died(adoptions)
+
+    @handles(requests.WatchArena)
+    def watch_arena(self, request: requests.WatchArena) -> None:
+        arena = self.held_memory.arenas[request.arena]
+        self.background.thread(self._wait_owner_died, arena, self.trainer.adoptions)
+
+    def _wait_owner_died(self, arena: Arena, adoptions: int) -> None:
+        """Wait in the mutex of the trainer's staging thread until it is unlocked or its owner dies."""
+        got = arena.mutex.lock()
+        arena.mutex.unlock()
+        if got is Got.OWNER_DIED:
+            self.background.post(self.died, adoptions)
+
+    def _wait_gone(self, process: Process) -> None:
+        """Wait for the end of a process, which comes later than that of its mutex."""
+        with contextlib.suppress(ProcessLookupError):
+            fd = os.pidfd_open(process.pid)
+            if Process.of(process.pid) == process:  # else the number belongs to another process by now
+                select.select([fd], [], [])
+            os.close(fd)
+        self.background.post(self._on_gone, process)
+
+    def _on_gone(self, process: Process) -> None:
+        self.books.gone(process.pid)
+        if process != self.trainer.process:
+            return
+        adoptions = self.trainer.adoptions
+        if self.state in (State.DRAINING, State.LINGERING) and not self.trainer.closed:
+            # A crash is noticed before the process ends: something may have been sealed in between.
+            self.background.spawn(self._drain_again(adoptions))
+        self.died(adoptions)
+
+    async def _drain_again(self, adoptions: int) -> None:
+        await asyncio.to_thread(self.held_memory.digest_ring)
+        await self.drain.drain(adoptions)
+
+    def died(self, adoptions: int) -> None:
+        """The trainer of this adoption has died, or has left."""
+        if self.state is State.SERVING and adoptions == self.trainer.adoptions:
+            self._enter(State.DRAINING)
+            self.trainer.dead = True
+            self._ended("died")
+            self.background.spawn(self._outlive(adoptions))
+
+    def _ended(self, how: str) -> None:
+        """Note that the trainer has "died", "left" or "closed"."""
+        self.trainer.end()
+        self.books.ended(how)
+
+    async def _outlive(self, adoptions: int) -> None:
+        """Make memory durable, keep it for the next trainer, and leave."""
+        failpoints.point("drain.started")
+        drained = asyncio.Event()
+        self.watch.died(drained)
+        await self._until_all_is_read(adoptions)
+        await asyncio.to_thread(self.held_memory.digest_ring)
+        try:
+            await self._make_durable(adoptions, drained)
+            await self._linger(adoptions)
+        except FencedError as error:
+            self._fence(error)
+        finally:
+            if adoptions == self.trainer.adoptions:
+                self._leave()
+                await self._finish()
+
+    async def _until_all_is_read(self, adoptions: int) -> None:
+        """A trainer that died while it handed us the memory of a dead writer has sent some that we have yet to read."""
+        end = time.monotonic() + HAND_OVER_S
+        while not self.held_memory.handed_over.is_set() and adoptions == self.trainer.adoptions:
+            if self.trainer.channel is None or time.monotonic() > end:
+                return
+            await asyncio.sleep(0.01)
+
+    async def _make_durable(
+        self, adoptions: int, drained: asyncio.Event, owed: Collection[Attempt] | None = None
+    ) -> None:
+        """Bring memory, or the `owed` part of it, to the nearest tier, and its newest step to every other tier. Retry
+        what fails, until another trainer or another run has come.
+
+        drained: set when the nearest tier has everything
+        """
+        began, missing = time.monotonic(), list(self.run.tiers)
+        while adoptions == self.trainer.adoptions:
+            for tier in list(missing):
+                if await self.drain.make_durable(adoptions, tier, owed):
+                    missing.remove(tier)
+                if self.run.tiers[0] not in missing:
+                    drained.set()
+            if not missing or await self.run.replaced():
+                break
+            await self.run.check_owner()
+            seconds = time.monotonic() - began
+            if seconds > max(RETRY_FOR_S, self.run.linger_s) or (seconds > self.run.linger_s and _memory_is_short()):
+                urls = ", ".join(tier.url for tier in missing)
+                events.log.warning("gave up bringing memory to %s after %s", urls, duration(seconds))
+                return
+            await asyncio.sleep(RETRY_S)
+        drained.set()
+
+    async def _linger(self, adoptions: int) -> None:
+        """Keep memory as long as somebody may come for it. FencedError if another job owns the run."""
+        if adoptions != self.trainer.adoptions:
+            return
+        self._enter(State.LINGERING)
+        checked, self.run.leaves_at = float("-inf"), time.monotonic() + self.run.linger_s
+        while adoptions == self.trainer.adoptions and self.held_memory.something():
+            now = time.monotonic()
+            if now >= self.run.leaves_at:
+                return
+            if now > checked + RETRY_S:
+                checked = now
+                await self.run.check_owner()
+                if await self.run.replaced():
+                    events.log.warning("another run has begun in place of this one: its memory is released")
+                    return
+                if self.run.tiers and _memory_is_short():
+                    events.log.warning("memory is short: released the snapshots, which every tier has")
+                    return
+            await asyncio.sleep(min(POLL_S, self.run.linger_s))
+
+    # -- a trainer comes --
+
+    @handles(requests.Greeting)
+    async def greet(self, request: requests.Greeting, caller: Caller) -> Answer:
+        """Serve this trainer from now on, unless ours lives. Raises InUseError for a trainer that this process cannot
+        see, and WriterError if this writer leaves."""
+        check_version(request)
+        trainer, memory = self.trainer, self.held_memory
+        if caller.channel is not trainer.channel:
+            await memory.until_handed_over()
+        self.server.check_stays()
+        lost = await self.run.lost()  # before anything changes
+        self.server.check_stays()
+        process = _process_of(caller.channel)
+        lives = process != trainer.process and trainer.process.alive
+        adopts = caller.channel is not trainer.channel and (not lives or trainer.dead)
+        if trainer.left and lives:
+            memory.foreign.update(memory.arenas)  # that process may copy into them until it ends
+        shown = list(memory.arenas.values())
+        reply = requests.GreetingReply(
+            **self._held(shown, process),
+            writing_on=[(one.pid, one.started) for one in trainer.writing_on if one != process],
+            lost=lost,
+            writing=list(self.parts.reads),
+            faults=self.watch.hand_over() if adopts else [],
+        )
+        if adopts:
+            self._enter(State.SERVING)
+            self.run.leaves_at = None
+            trainer.adopted_by(caller.channel, process)
+            self._await_death()
+        return Answer(reply, tuple(arena.fd for arena in shown))
+
+    @handles(requests.Lend)
+    async def lend(self, request: requests.Lend, caller: Caller) -> Answer:
+        """Show another trainer what is here. It gets the arenas themselves, and may keep them."""
+        check_version(request)
+        await self.held_memory.until_handed_over()
+        if request.fenced:
+            await self._check_owner(everywhere=True)
+            self.server.check_stays()
+        shown = [] if request.look or request.fenced else self.held_memory.all()
+        held = self._held(shown, Process.of(link.peer_pid(caller.channel.sock)))
+        held["sees"] = bool(request.proof) and self.run.sees(request.proof)
+        return Answer(requests.LendReply(**held), tuple(arena.fd for arena in shown))
+
+    def _held(self, shown: list[Arena], process: Process) -> dict[str, Any]:
+        trainer, memory = self.trainer, self.held_memory
+        return {
+            "pid": os.getpid(),
+            "alive": process != trainer.process and trainer.process.alive and not trainer.dead,
+            "trainer": trainer.pid,
+            "since": trainer.since,
+            "arenas": [arena.id.hex() for arena in shown],
+            "foreign": list(memory.foreign),
+            "layouts": memory.layouts_in_use(shown),
+            "digests": memory.known_digests(),
+            "acquires": [(a.epoch, a.nonce, str(a.restored) if a.restored else None) for a in self.run.acquires],
+            "roots": self.run.roots,
+            "sees": False,
+        }
+
+    # -- another job owns the run --
+
+    @handles(requests.OwnRun)
+    async def own(self, request: requests.OwnRun) -> list[requests.PartsHere]:
+        if self._checking is None:
+            self._checking = self.background.spawn(self._check_owner_regularly())
+        found = await self.opener.own(request)
+        self._owned_for = self.trainer.adoptions
+        return found
+
+    async def _check_owner_regularly(self) -> None:
+        while self.state not in (State.FENCED, State.LEAVING):
+            await asyncio.sleep(OWNER_S)
+            if self.state is State.SERVING:
+                await self._check_owner()
+
+    async def _check_owner(self, *, everywhere: bool = False) -> None:
+        """Read the log, and let go of everything if another job owns the run. A rank checks the tiers that it speaks
+        for: the others would ask a bucket as often as there are ranks."""
+        if self.state is State.SERVING and (self._owned_for != self.trainer.adoptions or self.run.taking.locked()):
+            return  # the newest owner in the log may be our trainer, which has fenced an earlier job
+        try:
+            await self.run.check_owner(None if everywhere else self.run.spoken_for())
+        except FencedError as error:
+            self._fence(error)
+        except Exception as error:
+            events.log.warning("cannot check who owns the run: %s", error)
+
+    def _fence(self, error: FencedError) -> None:
+        """Another job owns the run: notify the trainer, release the memory, and free the name for that job."""
+        if self.state in (State.FENCED, State.LEAVING):
+            return
+        lives = self.state is State.SERVING
+        self._enter(State.FENCED)
+        self.trainer.fence(error)
+        if lives:
+            self.watch.stop()
+            self._ended("left")
+            self.held_memory.free_all()
+        self._leave()
+        self.background.spawn(self._finish())
+
+    # -- leaving --
+
+    def _leave(self) -> None:
+        self._enter(State.LEAVING)
+        self.server.leave()
+
+    async def _finish(self) -> None:
+        await self.books.finish()
+        await self.persister.finish_begun()
+        self.server.finished.set()
+
+    @handles(requests.Leave)
+    def on_leave(self, request: requests.Leave, caller: Caller) -> None:
+        """The trainer lets go of everything, and its process may live on."""
+        if self.trainer.channel not in (caller.channel, None):
+            return  # another trainer has come in its place
+        self.trainer.announced = self.trainer.left = True
+        self.books.ended("left")
+        self.died(self.trainer.adoptions)
+
+    @handles(requests.Close)
+    async def on_close(self, request: requests.Close, caller: Caller) -> None:
+        """The trainer is done: finish what began, clean up and leave. As long as something is unfinished, a new trainer
+        may inherit it, as after a death."""
+        trainer = self.trainer
+        if trainer.channel not in (caller.channel, None):
+            return  # another trainer has come in its place
+        adoptions, owed = trainer.adoptions, self.persister.begun()
+        trainer.announced = trainer.left = trainer.closed = True
+        self.watch.stop()
+        self._ended("left" if request.failed else "closed")
+        if owed:
+            if self.state is State.SERVING:
+                self._enter(State.DRAINING)
+            trainer.dead = True
+            await self._see_out(adoptions, owed)
+            if adoptions != trainer.adoptions:
+                return  # another trainer has inherited it
+        if self.state is not State.LEAVING:
+            self._leave()
+        try:
+            await self.books.finish()
+            try:  # a trainer that lost the run has to be told at its end
+                await asyncio.wait_for(self.run.check_owner(self.run.spoken_for()), LOST_S)
+            except TimeoutError:
+                pass  # a bucket does not answer
+            finally:
+                await self.persister.close()
+        finally:
+            self.background.loop.call_later(0.05, self.server.finished.set)  # after the reply has left
+
+    async def _see_out(self, adoptions: int, owed: set[Attempt]) -> None:
+        """Make durable what the trainer asked for before it closed, until another one inherits it."""
+        while adoptions == self.trainer.adoptions and self.persister.unfinished:
+            await asyncio.sleep(0.01)
+        try:
+            await self._make_durable(adoptions, asyncio.Event(), owed)
+        except FencedError as error:
+            events.log.warning("%s", error)
+        if adoptions == self.trainer.adoptions:
+            await self.persister.finish_begun()
+
+
+def _memory_is_short() -> bool:
+    return room().share < SHORT
+
+
+def _process_of(channel: Channel) -> Process:
+    process = Process.of(link.peer_pid(channel.sock))
+    if process.started < 0:
+        raise InUseError(
+            "the memory of this run is held by a writer in another container, which cannot see this process"
+        )
+    return process

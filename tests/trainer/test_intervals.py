@@ -1,0 +1,151 @@
+"""Ranks change their save intervals together, by orders.
+
+Ranks are threads here, each with its own `Orders` and `Intervals`, over one store. Their writers and training loops are
+played. All orders of events are in `tests/model/test_orders_at_random.py`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore
+
+import ckpt
+from ckpt.core.cadence.ledger import Decision
+from ckpt.core.ipc.heartbeat import Heartbeat
+from ckpt.core.ipc.notes import CadenceNote
+from ckpt.core.ipc.watch_requests import SetCadence
+from ckpt.core.ranks import orders as channel
+from ckpt.core.ranks.orders import Order, Orders
+from ckpt.core.ranks.world import World, together
+from ckpt.core.run import save_plan as module
+from ckpt.core.run.save_plan import Change, Intervals, Late
+from processes import eventually
+
+URL = "file:///tmp/x"
+
+
+class PlayedSupervisor:
+    """What `Intervals` sends to the writer."""
+
+    def __init__(self) -> None:
+        self.standing = self
+        self.told: list[dict[str, Any]] = []
+
+    def tell(self, request: SetCadence) -> None:
+        self.told.append(request.decision)
+
+
+class Rank:
+    def __init__(self, world: World) -> None:
+        self.world, self.orders = world, Orders(world)
+        self.supervisor, self.heartbeat = PlayedSupervisor(), Heartbeat.create()
+        self.heartbeat.beat(100 + world.rank)
+        memory, tiers = ckpt.Memory(every="auto"), [ckpt.Tier(URL, every="auto")]
+        self.intervals = Intervals(world, self.orders, self.supervisor, self.heartbeat, memory, tiers, {})  # type: ignore[arg-type]
+        self.late: list[Late] = []
+        self.orders.hear("interval", self.change)
+
+    def change(self, order: Order) -> None:
+        self.late += self.intervals.change(order)
+
+    @property
+    def newest(self) -> Change:
+        return self.intervals.plan.newest
+
+    def restore(self) -> None:
+        agreed = together(self.world, "settle", self.intervals.suspend, max)
+        self.intervals.begin(agreed)
+        self.orders.resume()
+
+
+class Ranks(list[Rank]):
+    def propose(self, memory: int, tier: int) -> None:
+        decision = Decision(0, {"memory": memory, URL: tier}, step_s=0.5)
+        self[0].intervals.propose(CadenceNote(asdict(decision)))
+
+    def agree(self, memory: int) -> bool:
+        return eventually(
+            lambda: {rank.newest for rank in self} == {self[0].newest} and self[0].newest.memory == memory
+        )
+
+    def together(self, work: Callable[[Rank], object]) -> None:
+        with ThreadPoolExecutor(len(self)) as pool:
+            list(pool.map(work, self))
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
+    """Three ranks that have met, at steps 100 to 102. Rank 2 reads no orders until `orders.start()`."""
+    monkeypatch.setattr(channel, "LOOK_S", 0.02)
+    store, size = HashStore(), 3
+    with ThreadPoolExecutor(size) as pool:
+        worlds = pool.map(lambda rank: World(rank, size, store, node="n", timeout_s=20.0), range(size))
+        made = Ranks(map(Rank, worlds))
+    for rank in made[:2]:
+        rank.orders.start()
+    yield made
+    for rank in made:
+        rank.orders.stop()
+
+
+def test_all_ranks_change_at_one_step_well_ahead(ranks: Ranks) -> None:
+    """Until then the old intervals hold. Every writer is told."""
+    ranks[2].orders.start()
+    assert all(rank.newest == Change(-1, 4, (100,)) for rank in ranks)
+    ranks.propose(10, 500)
+    assert ranks.agree(10)
+    change = ranks[0].newest
+    assert change.step >= 100 + module.AHEAD + module.AHEAD_S / 0.5 and change.tiers == (500,)
+    assert all(rank.intervals.plan.at(change.step - 1) == Change(-1, 4, (100,)) for rank in ranks)
+    assert [len(rank.supervisor.told) for rank in ranks] == [1, 1, 1]
+    assert not any(rank.late for rank in ranks)
+
+
+def test_changes_follow_each_other_in_order(ranks: Ranks) -> None:
+    ranks[2].orders.start()
+    for number in range(1, 4):
+        ranks.propose(number, 100 * number)
+        assert ranks.agree(number)
+    assert [[told["every"]["memory"] for told in rank.supervisor.told] for rank in ranks] == [[1, 2, 3]] * 3
+
+
+def test_a_late_rank_finds_the_steps_that_differ(ranks: Ranks) -> None:
+    """Only steps that one interval saves durably and the other does not. What both save, or neither, stays."""
+    ranks.propose(10, 30)
+    assert eventually(lambda: ranks[1].newest.step >= 0)
+    step, plan = ranks[0].newest.step, ranks[2].intervals.plan
+    for at in range(103, step + 201):
+        plan.decide(at)
+    ranks[2].orders.start()
+    assert ranks.agree(10)
+    expected = [s for s in range(step, step + 201) if (s % 100 == 0) != (s % 30 == 0)]
+    assert [late.step for late in ranks[2].late] == expected and expected
+    assert all(late.has == ({0} if late.step % 100 == 0 else set()) for late in ranks[2].late)
+    assert not ranks[0].late and not ranks[1].late
+
+
+def test_a_restore_brings_the_last_change_to_all_ranks(ranks: Ranks) -> None:
+    """Rank 2 has not read the order. After the restore it holds from any step on, and is not executed again."""
+    ranks.propose(10, 500)
+    assert eventually(lambda: ranks[0].newest.step >= 0 and ranks[1].newest.step >= 0)
+    assert ranks[2].newest == Change(-1, 4, (100,))
+    ranks.together(Rank.restore)
+    assert [rank.newest for rank in ranks] == [Change(-1, 10, (500,))] * 3
+    ranks[2].orders.start()
+    time.sleep(0.2)
+    assert ranks[2].newest == Change(-1, 10, (500,)) and not ranks[2].supervisor.told
+    ranks.propose(20, 1000)
+    assert ranks.agree(20)
+
+
+def test_one_rank_changes_at_its_next_step() -> None:
+    """No other rank has to be told."""
+    rank = Rank(World(0, 1))
+    rank.intervals.propose(CadenceNote(asdict(Decision(0, {"memory": 1, URL: 50}))))
+    assert eventually(lambda: rank.newest == Change(101, 1, (50,)))

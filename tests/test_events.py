@@ -289,7 +289,7 @@ def test_failures_and_faults_are_told(run_dir: str) -> None:
     assert second.returncode == 1 and "boom" in second.stderr
     found = told(second)
     faults = [one for one in found if one["kind"] == "fault"]
-    assert [one["fault"] for one in faults] == ["death", "exception"] and "died" in faults[0]["account"]
+    assert [one["fault"] for one in faults] == ["death", "exception"] and "was killed" in faults[0]["account"]
     assert [one["step"] for one in found if one["kind"] == "restored"] == [5]
     assert found[-1]["kind"] == "closed"
 

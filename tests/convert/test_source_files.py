@@ -525,7 +525,7 @@ def test_other_containers_are_refused_with_advice(tmp_path: Path) -> None:
     assert not parse_torch.sniff(path)
     with pytest.raises(FormatError, match=r"not a torch\.save file"):
         parse_torch.parse(path)
-    with pytest.raises(UsageError, match="cannot be read"):
+    with pytest.raises(UsageError, match="cannot read"):
         parse_torch.parse(tmp_path / "none.pt")
 
 

@@ -303,7 +303,7 @@ def test_the_last_fault_is_not_what_came_of_it() -> None:
     stored = place._account(RunStored(RUN, 1.0))
     for first, second in ((killed, torn), (torn, killed)):
         text = picture(TopView(RUN, [look(fault=first.line, fault_at=second.time)], stored=stored))
-        assert "rank 1 died" in text and "rank 0 raised" not in text, text
+        assert "rank 1 was killed" in text and "rank 0 raised" not in text, text
     later = look(fault="rank 0 ran out of memory", fault_at="2026-01-02T03:09:04+00:00")
     assert "ran out of memory" in picture(TopView(RUN, [later], stored=stored))
 

@@ -274,7 +274,7 @@ def test_what_cannot_be_loaded_is_said(run_dir: str, tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "notes.txt").write_text("mine")
     for call, text in (
-        (lambda: load({"w": torch.ones(2)}, run_dir, 4), "does not hold step 4 .steps there: 3"),
+        (lambda: load({"w": torch.ones(2)}, run_dir, 4), "does not have step 4 .available steps: 3"),
         (lambda: load({"w": torch.ones(2)}, tmp_path / "none"), "no run at"),
         (lambda: load({"w": torch.ones(2)}, tmp_path / "other"), "no run at"),
         (lambda: load({"v": torch.ones(2)}, run_dir), "Missing key in checkpoint state_dict: v"),
@@ -712,7 +712,7 @@ def test_a_state_that_changes_while_it_is_written_is_refused(tmp_path: Path) -> 
 
 def test_what_changes_in_one_place_is_the_state_of_some_moment(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The digest is that of the bytes that are stored, so they can be read. The change comes after the copy."""
-    w, real = torch.zeros(3_000_000), rank_write.Stream._take
+    w, real = torch.zeros(3_000_000), rank_write.Stream._read
 
     def take(self: Any, length: int) -> memoryview:
         w.add_(1)
@@ -728,7 +728,7 @@ def test_what_changes_in_one_place_is_the_state_of_some_moment(run_dir: str, mon
             return found
 
     monkeypatch.setattr(rank_write, "Stream", Raced)
-    monkeypatch.setattr(Raced, "_take", take)
+    monkeypatch.setattr(Raced, "_read", take)
     save({"w": w}, 1, run_dir)
     assert load({"w": torch.zeros(3_000_000)}, run_dir)["w"].min() > 0
 
@@ -974,7 +974,7 @@ def test_an_object_with_code_in_it_is_refused_before_anything_changes(run_dir: s
 def test_objects_that_are_no_archives_are_refused() -> None:
     """Random bytes, nothing at all, an old-style pickle."""
     for raw in (b"", b"PK\x03\x04", os.urandom(300), pickle.dumps(print), pickle.dumps(Bomb("/nowhere"))):
-        with pytest.raises(ckpt.UsageError, match="refused"):
+        with pytest.raises(ckpt.UsageError, match="rejected"):
             objects.check_object("x", memoryview(raw))
     objects.check_object("x", pickled({"a": [1, "x", (2.5, None)], "t": torch.ones(3)}))
 
@@ -1036,7 +1036,7 @@ class Odd:
     ids=lambda how: how[0].__name__,
 )
 def test_odd_pickles_of_harmless_classes_are_refused(how: Any) -> None:
-    with pytest.raises(ckpt.UsageError, match="refused"):
+    with pytest.raises(ckpt.UsageError, match="rejected"):
         objects.check_object("x", pickled(Odd(*how)))
 
 
@@ -1329,7 +1329,7 @@ def test_ranks_that_disagree_are_told(reports: Reports) -> None:
     found = [one["said"] for one in said[2] if one["job"][0] == "apart"]
     assert len(found) == 2
     for texts in found:
-        assert "saves step 6, the coordinator" in texts[0] and "the coordinator to" in texts[1]
+        assert "saves step 6, but the coordinator" in texts[0] and "the coordinator to" in texts[1]
     assert history(f"{root}/cached") == [3, 2, 1]
     assert ckpt.load(root / "cached", step=2)["divided"][0, 0] == 2.0
 

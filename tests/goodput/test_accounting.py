@@ -539,7 +539,14 @@ def timelines(draw: st.DrawFn) -> list[Account]:
             one.rows[at] = replace(row, stalled=draw(few), slowed=draw(st.floats(-1.0, 1.0)), paused=draw(few))
         if one.rows and draw(st.integers(0, 3)) == 0:
             to = draw(st.integers(0, one.step))
-            back = Restore(one.beat + draw(few), draw(few), to, "memory", f"{one.epoch}-{to}", f"{number}.xyz")
+            back = Restore(
+                one.beat + draw(few),
+                draw(few),
+                to,
+                "memory",
+                f"{to:09d}.{one.epoch.replace('.', '-')}",
+                f"{number}.xyz",
+            )
             one.restores.append(back)
             begin = back.at + back.seconds
             one.rows += [StepRow(begin + n, to + n, 1, 1.0) for n in range(1, draw(st.integers(0, 9)) + 1)]
@@ -689,7 +696,9 @@ def test_only_the_newest_interruptions_are_shown(run: Path) -> None:
         run, *(died(account(n, 30.0 * n, first=n, steps=3, of="" if n == 1 else f"{n - 1}.abc")) for n in range(1, 24))
     )
     text = invoke(run).stdout
-    assert text.count("crash or kill  ") == 20 and "23 crash or kill" in text and "3 earlier; --json shows all" in text, text
+    assert (
+        text.count("crash or kill  ") == 20 and "23 crash or kill" in text and "3 earlier; --json shows all" in text
+    ), text
 
 
 def test_idle_hours_are_an_option(run: Path) -> None:

@@ -311,7 +311,7 @@ def test_a_writer_of_before_there_were_versions_is_not_spoken_to_in_its_words(
         said = one.line()
     listener.close()
     assert "ProtocolError" in said and "is it of another version?" in said
-    assert "hello" not in heard and heard[-1] == "greeting"
+    assert "hello" not in heard and heard[-1] == "lend"
 
 
 def test_negative_control_the_same_version_is_understood(own_sockets: Path, other_version: str) -> None:

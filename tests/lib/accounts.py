@@ -31,7 +31,7 @@ def account(number: int, born: float, first: int = 1, steps: int = 10, step_s: f
     given = {"back": 1.0, "of": "", "source": "memory", "clock": WALL, "boot": "one", **given}
     back, of, source, clock = (given.pop(name) for name in ("back", "of", "source", "clock"))
     restored = first - 1 if of else None
-    attempt = f"{of}-{restored}" if of else ""
+    attempt = f"{restored or 0:09d}.{of.replace('.', '-')}" if of else ""
     found = Account(
         f"{number}.abc", anchor=(clock, 0.0), born=born, opening=born + 2, opened=born + 3, inode=7, url="file:///run"
     )

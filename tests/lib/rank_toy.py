@@ -185,8 +185,9 @@ def train(
     if salts is not None:
         inside.compare_no_replicas()
     toy, open_saves = Toy(), list[ckpt.Save]()
-    place = {"name": "toy", "tiers": None} if run is None else {"tiers": [ckpt.Memory(), ckpt.Tier(run, every, 2)]}
-    with ckpt.Checkpointer(toy.state, **place) as cp:  # type: ignore[arg-type]
+    place: dict[str, Any] = {"tiers": [ckpt.Memory(), ckpt.Tier(run, every, 2)]} if run is not None else {}
+    place = place or {"name": "toy", "tiers": ckpt.Memory(linger_s=25)}
+    with ckpt.Checkpointer(toy.state, **place) as cp:
         logging.getLogger("ckpt").addHandler(NextWriter((spares or {}).get(str(rank), [])))
         start = cp.restore(default=0)
         say("start", step=start, wrong=toy.wrong(start) if start else [], **told(cp.last_restore))

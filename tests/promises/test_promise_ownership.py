@@ -485,4 +485,4 @@ def test_a_checkpointer_of_another_thread_says_what_signals_do(caplog: pytest.Lo
     thread = threading.Thread(target=make)
     thread.start()
     thread.join()
-    assert "SIGTERM: no trigger here" in caplog.text
+    assert "SIGTERM: not a trigger" in caplog.text

@@ -238,7 +238,7 @@ class Unlisted(Honest):
 MISFITS = {
     "twice": "create if absent: it lets an object be created twice",
     "both": "create if absent: it says that an object is there already, and overwrites it",
-    "whole": "ranges: asked for 13 bytes of an object from byte 7 on, it does not give them .* bytes came",
+    "whole": "ranges: asked for 13 bytes of an object from byte 7 on, it does not give them .*bytes were requested",
     "first": "ranges: asked for 13 bytes of an object from byte 7 on, it gives others",
     "lost": "read after write: an object that was just stored cannot be found",
     "unlisted": "read after write: an object that was just stored is not listed",

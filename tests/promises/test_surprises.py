@@ -73,7 +73,7 @@ def test_a_file_with_an_object_in_it_is_imported_without_it(tmp_path: Path, call
     assert "--skip-objects" in refused.err and "--only model" in refused.err and not (tmp_path / "no").exists()
     assert call("import", source, tmp_path / "part", "--only", "model").code == 0
     all_but = call("import", source, tmp_path / "all-but", "--skip-objects")
-    assert all_but.code == 0 and "cli.args (an object of argparse.Namespace) is left out" in all_but.out
+    assert all_but.code == 0 and "skipped cli.args (an object of argparse.Namespace)" in all_but.out
     assert call("import", source, tmp_path / "no", "--only", "cli").code == 2
     compared = call("diff", tmp_path / "all-but", source)
     assert compared.code == 0 and "argparse.Namespace" in compared.err
@@ -193,7 +193,7 @@ def test_targets_that_cannot_be_are_refused_at_once(run: Path, tmp_path: Path, c
     found = call("restore", run, "--to", tmp_path / "empty.pt")
     assert found.code == 2 and "is a folder" in found.err and not (tmp_path / "empty.pt.partial").exists()
     found = call("restore", run, "--to", "/proc")
-    assert found.code == 2 and "mounted" in found.err
+    assert found.code == 2 and "mount point" in found.err
 
 
 def test_a_run_whose_name_ends_like_a_step(run: Path, tmp_path: Path, call: Any) -> None:

@@ -547,7 +547,7 @@ def test_bytes_are_counted_as_they_arrive(how: str) -> None:
         seen = await watched(encoder.flow, encoder.write(slow, snapshot, source, None))
         assert seen == sorted(seen) and len(set(seen)) > 2 and seen[0] == 0
         flow = UploadStats()
-        copied = copy_part(near, Limit(MemoryStore(), bytes_per_s=50e6), attempt, 0, 0, on_bytes=flow.add)
+        copied = copy_part(near, Limit(MemoryStore(), bytes_per_s=50e6), attempt, 0, on_bytes=flow.add)
         if how == "raw":
             seen = await watched(flow, copied)
             assert seen == sorted(seen) and len(set(seen)) > 2

@@ -274,7 +274,7 @@ def test_beside_the_trainers_own_checkpoints(run_dir: str, tmp_path: Path, undis
     assert hf_toy.run(f"{run_dir}-2", resume=theirs, kill=("stop", 14), **setting) == {}
     found = hf_toy.run(f"{run_dir}-2", **setting)
     assert (found["started_at"], found["step"]) == (14, 16)
-    with pytest.raises(ckpt.UsageError, match="brought step 12"):
+    with pytest.raises(ckpt.UsageError, match="restored step 12"):
         hf_toy.run(f"{run_dir}-3", kill=("stop", 7))
         hf_toy.run(f"{run_dir}-3", resume=theirs, **setting)
 

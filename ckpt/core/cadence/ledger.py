@@ -306,6 +306,11 @@ def bounded(events: Sequence[T]) -> list[T]:
     return list(events) if len(events) <= MOST_EVENTS else [*events[:half], *events[-half:]]
 
 
+def term_of(checkpoint: str) -> str:
+    """Return the term of a checkpoint id as accounts write it, `<term>.<nonce>`; "" for an empty id."""
+    return checkpoint.partition(".")[2].replace("-", ".")
+
+
 def in_order(accounts: Iterable[Account]) -> list[Account]:
     return sorted(accounts, key=lambda one: (one.number, one.wall(one.opening)))
 

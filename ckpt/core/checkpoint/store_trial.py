@@ -89,7 +89,7 @@ def refused(store: Store, guarantee: str, did: str) -> StoreError:
         inner = inner.store
     endpoint = getattr(inner, "endpoint", "")
     return StoreError(
-        f"{store.url}{endpoint and f' at {endpoint}'} cannot hold a run: it does not guarantee {guarantee}: {did}. "
-        f"Nothing was saved there. Use a folder, S3, gs:// or az://, or another store that guarantees {CREATE}, {READ} "
-        f"and {RANGES}"
+        f"{store.url}{endpoint and f' at {endpoint}'} cannot store a run, because it does not guarantee {guarantee}: "
+        f"{did}. Nothing was saved there. Use a folder, S3, gs:// or az://, or another store that guarantees {CREATE}, "
+        f"{READ} and {RANGES}"
     )

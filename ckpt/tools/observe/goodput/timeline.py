@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from ckpt.core.cadence.ledger import TOGETHER_S, Account, Restore, StepRow, in_order
+from ckpt.core.cadence.ledger import TOGETHER_S, Account, Restore, StepRow, in_order, term_of
 from ckpt.guard.report import Fault, incidents
 from ckpt.units import duration, moment
 
@@ -193,7 +193,7 @@ def _place(before: PlacedAccount, one: PlacedAccount, notes: list[str]) -> None:
 def _came_later(before: PlacedAccount, one: PlacedAccount) -> bool:
     """Return True if it restored a step that the previous attempt did later, according to the clocks."""
     restore = one.began_with
-    if restore is None or restore.step is None or restore.attempt.rpartition("-")[0] not in before.epochs:
+    if restore is None or restore.step is None or term_of(restore.attempt) not in before.epochs:
         return False
     restored = one.account.wall(restore.at + restore.seconds)
     done = [row for row in before.account.rows if row.step - row.steps < restore.step <= row.step]

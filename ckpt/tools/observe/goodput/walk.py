@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from ckpt.core.cadence.ledger import End, StepRow
+from ckpt.core.cadence.ledger import End, StepRow, term_of
 from ckpt.tools.observe.goodput.breakdown import COUNTLESS, Interruption, InterruptionCost
 from ckpt.tools.observe.goodput.timeline import PlacedAccount
 from ckpt.units import duration, moment
@@ -393,7 +393,7 @@ class LedgerWalk:
 def _origin(one: PlacedAccount) -> str:
     """Return the term that wrote what it restored; "" for none."""
     restore = one.began_with
-    return restore.attempt.rpartition("-")[0] if restore is not None else ""
+    return term_of(restore.attempt) if restore is not None else ""
 
 
 def _number(epoch: str) -> int:

@@ -357,7 +357,7 @@ def test_the_command_writes_all_or_nothing(run: Path, tmp_path: Path) -> None:
     """A file that is there is kept, unless told; nothing else is left beside it; - is stdout."""
     write(run, died(rich(1, 0.0)), rich(2, 90.0, 51))
     target = tmp_path / "out" / "report.html"
-    with pytest.raises(click.UsageError, match="cannot write .*: No such file"):
+    with pytest.raises(click.UsageError, match=r"cannot write .*: No such file"):
         raise invoke(run, "-o", target).exception
     target.parent.mkdir()
     result = invoke(run, "-o", target)

@@ -24,7 +24,7 @@ BUDGETS = {
     "backends": (2_800, 1_980),
     "core/": (10, 10),
     "core/cadence": (1_010, 670),
-    "core/checkpoint": (5_370, 3_480),
+    "core/checkpoint": (5_370, 3_490),
     "core/format": (4_180, 2_790),
     "core/ipc": (1_970, 1_310),
     "core/log": (1_100, 730),

@@ -919,16 +919,17 @@ def test_next_writer_of_a_rank_never_mixes_files_with_the_last(left: str) -> Non
 
 
 @pytest.mark.usefixtures("hasty")
-@pytest.mark.parametrize("same", [True, False])
-def test_index_of_another_committer_must_have_the_same_bytes(same: bool) -> None:
+@pytest.mark.parametrize("there", ["the same", "changed", "longer", "shorter"])
+def test_index_of_another_committer_must_have_the_same_bytes(there: str) -> None:
     """The index is a function of the manifests. Other bytes under its name end the checkpoint, with their name."""
 
     async def scenario() -> None:
         ranks = await Ranks.open()
         parts = [await ranks.write(rank) for rank in range(3)]
         index = commit_checks.index_of(parts)
-        ranks.store.objects[index_key(ranks.attempt())] = index if same else index[:-1] + b"x"
-        if same:
+        others = {"the same": index, "changed": index[:-1] + b"x", "longer": index + b"x", "shorter": index[:-1]}
+        ranks.store.objects[index_key(ranks.attempt())] = others[there]
+        if there == "the same":
             await ranks.settle(parts[0])
             await ranks.check()
         else:

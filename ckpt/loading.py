@@ -192,6 +192,6 @@ async def _open(location: str, which: Which) -> tuple[Commit, SavedState, list[S
                 raise NoCheckpointError(f"{error}. {losses.listed(missed)}") from None
             raise
         missed = losses.passed_over(damage, commit.attempt, acquires, step=step)
-        return commit, await read.load_saved(log.store, commit, keep=True), missed
+        return commit, await read.load_saved(log.store, commit), missed
     finally:
         await log.store.aclose()

@@ -211,13 +211,12 @@ def metadata_of(saved: SavedState) -> Metadata:
         raise CorruptError(f"the manifests' data on torch's names is damaged: {error!r}") from None
     entries: dict[str, STORAGE_TYPES] = {}
     # shared by tensors with the same sharding, because there may be thousands of ranks
-    chunks: dict[object, list[ChunkStorageMetadata]] = {}
+    chunks: dict[int, list[ChunkStorageMetadata]] = {}
     for name, key in saved.labels.items():
         spec = saved.tensors[key].spec
         if name in objects and (spec.dtype != "U8" or len(spec.shape) != 1):
             raise CorruptError(f"{name} is listed as an object, but stored as a tensor")
-        directory = saved.directory
-        how = key if directory is None else directory.pattern_number(directory.number[key])
+        how = saved.index.pattern_number(saved.index.number[key])
         if how not in chunks:
             chunks[how] = [ChunkStorageMetadata(torch.Size(at), torch.Size(sizes)) for at, sizes in saved.boxes(key)]
         entries[name] = BytesStorageMetadata() if name in objects else _entry(spec, chunks[how])

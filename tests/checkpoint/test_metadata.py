@@ -9,9 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ckpt.core.checkpoint.parts import layout_of
 from ckpt.core.checkpoint.write import build_table
+from ckpt.core.format.index import Share, build
 from ckpt.core.format.layout import Layout, TensorSpec
-from ckpt.core.format.manifest import Part, canonical, press, unpress
+from ckpt.core.format.manifest import Part, SharedLayout, canonical, press, unpress
 from ckpt.core.format.table import Table
 from run_files import checkpoint_id, data_key
 
@@ -27,9 +29,10 @@ def a_layout(count: int = TENSORS, shape: tuple[int, ...] = (16, 4)) -> Layout:
 
 def sizes_of(layout: Layout) -> dict[str, int]:
     table = build_table(layout, data_key(checkpoint_id(1)), os.urandom(16 * len(layout.arrangement.blobs)))
-    part = Part(checkpoint_id(1), 0, 1, layout.as_json, [None], table.to_bytes(), [])
+    part = Part(checkpoint_id(1), 0, 1, layout.shared, [None], table.to_bytes(), [])
+    index = build([Share(0, 1, layout.shared, [None], table)])
     return {
-        "header": len(layout.arrangement.header({})), "index": len(part.table), "part": len(part.to_bytes())
+        "header": len(layout.arrangement.header({})), "index": len(index.to_bytes()), "part": len(part.to_bytes())
     }  # fmt: skip
 
 
@@ -39,7 +42,7 @@ def test_a_checkpoint_takes_little_beside_its_tensors() -> None:
     layout = a_layout()
     found = sizes_of(layout)
     assert sum(found.values()) < MOST * TENSORS, found
-    plain = 2 * sum(column.nbytes for column in plain_columns(layout).values()) + len(canonical(layout.as_json))
+    plain = 2 * sum(column.nbytes for column in plain_columns(layout).values()) + len(canonical(layout.shared.data))
     assert found["header"] + plain > 2 * MOST * TENSORS
 
 
@@ -49,18 +52,39 @@ def plain_columns(layout: Layout) -> dict[str, np.ndarray]:  # type: ignore[type
     return dict(columns_of(build_table(layout, data_key(checkpoint_id(1)), None).to_bytes(), "a table"))
 
 
-def test_a_layout_is_worked_out_once() -> None:
-    """However many checkpoints have it: a part of the next one takes the text that is there, and whoever reads a second
-    one gets what he has read already."""
+def test_manifests_in_memory_share_one_layout() -> None:
+    """Manifests of two steps with the same layout have one object, which is the layout that was written."""
     layout = a_layout(10)
-    assert layout.as_json is layout.as_json
-    first, second = (Part(checkpoint_id(step), 0, 1, layout.as_json, [None], b"", []).to_bytes() for step in (1, 2))
+    table = build_table(layout, data_key(checkpoint_id(1)), None)
+    first, second = (Part(checkpoint_id(step), 0, 1, layout.shared, [None], b"", []).to_bytes() for step in (1, 2))
     a, b = Part.from_bytes(first, "a part"), Part.from_bytes(second, "a part")
-    assert a.layout is b.layout and Layout.from_json(a.layout) == layout
-    assert Layout.from_json(a.layout).digest == layout.digest
-    moved = replace(a, layout=a_layout(11).as_json), replace(a, layout=dict(a_layout(11).to_json()))
-    assert [Part.from_bytes(one.to_bytes(), "a part").layout for one in moved] == [a_layout(11).as_json] * 2
+    assert a.layout is b.layout and a.layout == layout.shared
+    assert layout_of(replace(a, table=table.to_bytes()), table, layout) is layout
+    again = layout_of(a, table)
+    assert again.arrangement.header({}) == layout.arrangement.header({}) and set(again.tensors) == set(layout.tensors)
+    moved = Part.from_bytes(replace(a, layout=a_layout(11).shared).to_bytes(), "a part")
+    assert moved.layout == a_layout(11).shared != a.layout
     assert a.to_bytes() == first and Part.from_bytes(a.to_bytes(), "a part") == a
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_with_the_same_tensors_have_the_same_layout_text(world: int) -> None:
+    """Whichever of them stages a tensor. A rank with a tensor of its own differs only if others have none."""
+    specs = [TensorSpec(f"t{i}", "F32", (4,)) for i in range(4)]
+    component = {"path": ["model"], "kind": "module", "facts": {}, "names": [*(t.name for t in specs), "own"]}
+
+    def layout(rank: int) -> Layout:
+        mine = [t for i, t in enumerate(specs) if i % world == rank]
+        others = {t.name: (t.dtype, t.shape) for t in specs if t not in mine}
+        own = TensorSpec("own", "U8", (8,), instance=rank)
+        return Layout((*mine, own), {}, [component], rank, world, {"own": rank}, others)
+
+    layouts = [layout(rank) for rank in range(world)]
+    assert len({one.shared.text for one in layouts}) == 1
+    for one in layouts:
+        table = build_table(one, data_key(checkpoint_id(1), one.rank), None)
+        again = Layout.of_manifest(SharedLayout(text=one.shared.text), one.rank, world, table.columns.specs())
+        assert replace(again, tensors=one.tensors) == one and set(again.tensors) == set(one.tensors)
 
 
 @pytest.mark.parametrize("count", [0, 1, 160_000])
@@ -71,7 +95,7 @@ def test_what_is_written_is_read(count: int) -> None:
     table = build_table(layout, data_key(checkpoint_id(1)), b"")
     again = Table.from_bytes(table.to_bytes(), "a table")
     assert again.shards == table.shards and len(again.length) == 0
-    assert unpress(press(canonical(layout.as_json))) == layout.as_json
+    assert unpress(press(canonical(layout.shared.data))) == layout.shared.data
 
 
 def test_equal_digests_take_no_less_than_others(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from ckpt.core.checkpoint.write import build_table
 from ckpt.core.format.layout import Layout, TensorSpec
 from ckpt.core.format.manifest import Attempt
 from ckpt.core.format.saved_state import SavedState
-from ckpt.core.format.table import merge
 from ckpt.tools.convert.source_run import RunOrigin
 from run_files import checkpoint_id, data_key
 
@@ -24,7 +23,7 @@ def two_ranks(*own: str) -> SavedState:
         layouts.append(layout)
         digests = b"".join(bytes([rank + 1] * 16) for _ in own)
         tables.append(build_table(layout, data_key(checkpoint_id(1), rank), digests))
-    return SavedState(layouts, [[None], [None]], merge(tables))
+    return SavedState(layouts, [[None], [None]], tables)
 
 
 def test_names_with_hashes_are_told_apart() -> None:

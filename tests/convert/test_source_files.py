@@ -128,7 +128,7 @@ def saved(foreign: Foreign) -> tuple[SavedState, list[bytes]]:
         packs=("pack",),
     )
     values = json.loads(json.dumps([e.values for e in foreign.entries], allow_nan=False, sort_keys=True))
-    return SavedState([layout], [values], table), blobs
+    return SavedState([layout], [values], [table]), blobs
 
 
 def restore(foreign: Foreign, state: dict[str, Any]) -> None:

@@ -23,7 +23,7 @@ from torch import nn
 import ckpt
 import forgery
 import inside
-from ckpt.core.format import codec, join_ranks, rank_index
+from ckpt.core.format import codec, index
 from ckpt.core.format.digest import blob_digest, file_digest
 from ckpt.core.format.manifest import Part, index_key, manifest_key
 from ckpt.core.format.table import DTYPES, Table
@@ -182,15 +182,16 @@ def swollen(run: forgery.Run) -> forgery.Objects:
 
 
 def crowded(run: forgery.Run) -> forgery.Objects:
-    """A directory of two ranks whose few compressed bytes are hundreds of megabytes of empty lists."""
+    """An index of two ranks whose few compressed bytes are hundreds of megabytes of empty lists."""
     objects, attempt = run
     parts = [Part.from_bytes(objects[manifest_key(attempt, rank)], "a part") for rank in range(2)]
     tables = [Table.from_bytes(part.table, "a table") for part in parts]
-    columns = dict(join_ranks.build(parts, tables).columns)
-    lists = b'{"aliases":[{}],"components":[],"instances":[{}],"values":[' + b"[]," * (80 << 20)
-    columns["views"] = np.frombuffer(lists + b'0],"views":[[0,[],0,0]]}', np.uint8)
-    columns["view"] = np.zeros(2, np.int32)
-    raw = rank_index.Directory(columns, (), (), (), ()).to_bytes()
+    shares = [index.Share(p.rank, p.world, p.layout, p.values, t) for p, t in zip(parts, tables, strict=True)]
+    columns = dict(index.build(shares).columns)
+    lists = b'{"layouts":[{"aliases":{},"components":[],"instances":{}}],"values":[' + b"[]," * (80 << 20)
+    columns["views"] = np.frombuffer(lists + b'0],"views":[[0,0,[]]]}', np.uint8)
+    columns["view"] = columns["alike"] = np.zeros(2, np.int32)
+    raw = index.Index(columns, (), (), ()).to_bytes()
     last = max(key for key in objects if key.startswith("log/"))
     record = json.loads(objects[last])
     record["body"]["index"] = file_digest(raw)

@@ -47,10 +47,11 @@ from ckpt.core.checkpoint import (
 from ckpt.core.checkpoint import commit as commits
 from ckpt.core.format import codec, manifest
 from ckpt.core.format.digest import blob_digest, file_digest
+from ckpt.core.format.index import Share, build
 from ckpt.core.format.layout import BLOB, Layout, TensorSpec, pages
 from ckpt.core.format.manifest import Attempt, Part, data_key, index_key, manifest_key, owner
 from ckpt.core.format.saved_state import SavedState
-from ckpt.core.format.table import PRESSED, Table, columns_of, merge
+from ckpt.core.format.table import FILE, Table, columns_of, merge
 from ckpt.core.ipc import channel, process
 from ckpt.core.ipc.arena import SEALED, Arena, Label
 from ckpt.core.ipc.protocol import MOST_BYTES
@@ -86,7 +87,7 @@ from ckpt.core.state.capture import Capture, Reading
 from ckpt.core.state.filler import Filler
 from ckpt.core.state.structure import Structure
 from ckpt.core.state.tensors import TORCH_DTYPE
-from ckpt.errors import CheckpointError, CorruptError, NoCheckpointError, NotFoundError, StateError
+from ckpt.errors import CheckpointError, CorruptError, FormatError, NoCheckpointError, NotFoundError, StateError
 from ckpt.failpoints import INCREMENT_POINTS as INCREMENT_POINTS
 from ckpt.failpoints import POINTS as POINTS
 from ckpt.failpoints import TRAINER_POINTS as TRAINER_POINTS
@@ -394,13 +395,12 @@ def history(url: str | Path) -> dict[int, SavedStep]:
 
 
 def newest(url: str | Path) -> SavedStep:
-    """Return the newest checkpoint, read from its index alone. Its other files may be damaged or missing."""
+    """Return the newest checkpoint, read from its manifests alone. Its other files may be damaged or missing."""
 
     async def look(log: RunLog) -> SavedStep:
         commit = log.state.lineage()[0]
-        index = await parts.load_index(log.store, commit)
-        assert isinstance(index, Table)
-        return SavedStep(commit, index)
+        tables = await parts.load_ranks(log.store, commit, [rank for rank, _ in commit.parts])
+        return SavedStep(commit, merge([table for _, table in tables.values()]))
 
     return _with_log(url, look)
 
@@ -1394,12 +1394,14 @@ def table_in(raw_part: bytes) -> bytes:
     return Part.from_bytes(raw_part, "a part").table
 
 
-def _indexed(tables: list[bytes]) -> bytes:
-    """Return the index for these chunk tables, or the last table if they do not fit together."""
+def _indexed(manifests: list[bytes], before: bytes) -> bytes:
+    """Return the index of these manifests, or the one before if they do not fit together."""
     try:
-        return merge([Table.from_bytes(raw, "a table") for raw in tables]).to_bytes() if len(tables) > 1 else tables[0]
-    except CorruptError:
-        return tables[-1]
+        found = [Part.from_bytes(raw, "a part") for raw in manifests]
+        shares = [Share(p.rank, p.world, p.layout, p.values, Table.from_bytes(p.table, "a table")) for p in found]
+        return build(shares).to_bytes()
+    except (CorruptError, FormatError):
+        return before
 
 
 def forge(
@@ -1417,23 +1419,18 @@ def forge(
     objects, attempt = dict(run[0]), run[1]
     key, last = manifest_key(attempt, rank), max(k for k in objects if k.startswith("log/"))
     log_record = json.loads(objects[last])
-    tables = [table_in(objects[manifest_key(attempt, r)]) for r, _ in log_record["body"]["manifests"]]
-    found = {k: v.copy() for k, v in columns_of(tables[rank], "a table").items()}
+    found = {k: v.copy() for k, v in columns_of(table_in(objects[key]), "a table").items()}
     columns(found)
     if table is None:
-        table = PRESSED.to_bytes(found)
+        table = FILE.to_bytes(found)
     document = opened_part(objects[key])
-    before = document["layout_digest"]
     document["table"] = base64.b64encode(table).decode()
     part(document)
-    if document.get("layout_digest") == before:
-        with contextlib.suppress(Exception):  # not a layout at all
-            document["layout_digest"] = Layout.from_json(document["layout"]).digest
     raw_part = raw_part or resealed(document)
     objects[key] = raw_part
     log_record["body"]["manifests"][rank] = [rank, file_digest(raw_part)]
-    tables[rank] = table
-    index = _indexed(tables)
+    manifests = [objects[manifest_key(attempt, r)] for r, _ in log_record["body"]["manifests"]]
+    index = _indexed(manifests, objects[index_key(attempt)])
     log_record["body"] |= {"index": file_digest(index)}
     body(log_record["body"])
     record(log_record)
@@ -1646,7 +1643,7 @@ class Saved:
     def restore(self, state: dict[str, Any], *, strict: bool = True) -> None:
         layout = Layout.from_json(json.loads(self.layout))
         table = write.build_table(layout, data_key(Attempt(1, 1, "0badcafe"), 0), None)
-        saved = SavedState([layout], [json.loads(self.values)], table, digested=False)
+        saved = SavedState([layout], [json.loads(self.values)], [table], digested=False)
         placement = Capture(state).place(saved, strict=strict)
         placement.check()
         filler = Filler(saved, placement.fills, placement.lying)

@@ -29,7 +29,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ckpt.core.format.partition as share_module
-from ckpt.core.checkpoint.commit import acquire, check_fit, commit, create_run
+from ckpt.core.checkpoint.commit import acquire, commit, create_run
+from ckpt.core.checkpoint.commit_checks import index_of
 from ckpt.core.checkpoint.write import RankSnapshot as ToWrite
 from ckpt.core.checkpoint.write import WrittenPart, digest_blobs, write_part
 from ckpt.core.format.boxes import Box, intersect
@@ -313,7 +314,7 @@ def check_restored(sources: Sequence[RestoreSource], wholes: list[Whole], ranks:
 @dataclass(frozen=True)
 class Case:
     """What is saved by whom, restored by whom, and how finely it is cut (bytes). `nodes`: of all ranks that save, if
-    it is restored from their memory; `listed`: its index is a directory."""
+    it is restored from their memory; `listed`: only the index and the manifests that are needed are read."""
 
     wholes: list[Whole]
     before: Ranks
@@ -332,8 +333,7 @@ def check_resharding(case: Case) -> None:
         patch.setattr("ckpt.core.format.partition.GRAIN", case.grain)
         patch.setattr("ckpt.core.format.partition.LEAST", 1)
         patch.setattr("ckpt.core.format.layout.BLOB", case.blob)
-        if case.listed:
-            patch.setattr("ckpt.core.checkpoint.commit_checks.WHOLE", -1)
+        patch.setattr("ckpt.core.checkpoint.read.FEW", 1 if case.listed else 1000)
         pieces = [staged(wholes, before, rank) for rank in range(before.size)]
         check_shares(wholes, before, pieces, case.grain)
 
@@ -345,10 +345,10 @@ def check_resharding(case: Case) -> None:
                 check_restored(sources, wholes, case.after, turned=case.turned)
             return
         made, found = asyncio.run(written(store, parts))
-        check_fit(found)
+        index_of(found)
         with opened(store, made) as source:
             assert source.saved.tensors.keys() == {w.key for w in wholes}
-            assert (source.saved.directory is not None) == (case.listed and before.size > 1)
+            assert source.saved.complete != (case.listed and before.size > 1)
             check_restored([source], wholes, case.after, turned=case.turned)
 
 
@@ -486,13 +486,13 @@ def test_shards_that_do_not_fit_together_are_refused(change: str) -> None:
 
     sound, odd = MemoryStore(), MemoryStore()
     made, found = asyncio.run(written(sound, parts))
-    check_fit(found)
+    index_of(found)
     with opened(sound, made) as source:
         check_restored([source], wholes, ranks, turned=False)
     tamper(pieces)
     made, found = asyncio.run(written(odd, parts))
     with pytest.raises(SaveError, match=rf"\b{name}\b"):
-        check_fit(found)
+        index_of(found)
     with pytest.raises(CorruptError, match=rf"\b{name}\b"), opened(odd, made):
         pass
 

@@ -985,7 +985,7 @@ def test_negative_control_shares_that_fit_are_not_refused() -> None:
 
     async def scenario() -> None:
         ranks = await Ranks.open()
-        commits.check_fit([await ranks.write(rank) for rank in (2, 0, 1)])
+        commits.commit_checks.index_of([await ranks.write(rank) for rank in range(3)])
 
     asyncio.run(scenario())
 

@@ -23,7 +23,6 @@ from ckpt.core.checkpoint.write import build_table
 from ckpt.core.format.layout import Layout
 from ckpt.core.format.partition import Seat
 from ckpt.core.format.saved_state import SavedState
-from ckpt.core.format.table import merge
 from ckpt.core.state.capture import Capture
 from ckpt.errors import MismatchError, StateError
 from inside import Saved
@@ -530,7 +529,7 @@ def of_two_ranks(module: nn.Module) -> SavedState:
         build_table(layout, data_key(checkpoint_id(1), rank), bytes([rank + 1]) * (16 * 1000))
         for rank, layout in enumerate(layouts)
     ]
-    return SavedState(layouts, [reading.values for reading in readings], merge(tables))
+    return SavedState(layouts, [reading.values for reading in readings], tables)
 
 
 @pytest.mark.parametrize(

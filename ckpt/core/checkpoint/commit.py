@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ckpt.core.checkpoint import commit_checks
-from ckpt.core.checkpoint.commit_checks import check_fit as check_fit
 from ckpt.core.checkpoint.concurrent import AT_ONCE, of_each
 from ckpt.core.checkpoint.losses import UNCLEAR, records
 from ckpt.core.checkpoint.parts import load_part as load_part
@@ -164,7 +163,7 @@ async def commit(
     parts = sorted(parts, key=lambda w: w.part.rank)
     packs, said = {key for w in parts for key in w.packs}, _said_by(parts)
     commit_checks.check_needs(said.attempt, said.needs)
-    index = await asyncio.to_thread(commit_checks.index_of, parts, kind)
+    index = await asyncio.to_thread(commit_checks.index_of, parts)
     when = time.time() if at is None else at
     found, attempt = replace(said, index=file_digest(index), time=when), said.attempt
     log.check_owner(mine)
@@ -302,8 +301,6 @@ async def commit_fitting(
     log: RunLog, mine: Acquire | None, parts: list[WrittenPart], *, kind: str = "COMMIT"
 ) -> Commit:
     """`commit`, of parts that are checked first. SaveError also if they cannot be a checkpoint."""
-    if len(parts) > 1 and kind == "COMMIT" and not commit_checks.is_large(parts, kind):
-        await asyncio.to_thread(check_fit, parts)  # to make a directory is to check it
     if len(parts) > 1:
         await asyncio.to_thread(commit_checks.check_replicas, parts)
     return await commit(log, mine, parts, kind=kind)
@@ -378,7 +375,7 @@ async def recover(
         if state.ended(attempt) or attempt in in_flight or attempt in state.held:
             continue
         try:
-            parts = list((await sound_parts(log.store, attempt, found[attempt], partial=partial)).values())
+            parts = list((await sound_parts(log.store, attempt, found[attempt])).values())
             forward, reason = await _is_to_land(log, attempt, parts, partial)
             if forward:
                 await commit_or_end(log, mine, parts, kind=_kind(parts))
@@ -408,7 +405,7 @@ async def _is_to_land(log: RunLog, attempt: Attempt, parts: list[WrittenPart], p
         return False, "not whole when the run was opened"
     if not _may_have_ended(state, attempt):
         return True, ""
-    index = commit_checks.index_of(sorted(parts, key=lambda w: w.part.rank), _kind(parts))
+    index = commit_checks.index_of(sorted(parts, key=lambda w: w.part.rank))
     with contextlib.suppress(NotFoundError, CorruptError):
         if bytes(await get_small(log.store, index_key(attempt), len(index))) == index:
             return True, ""

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 
-from ckpt.core.checkpoint.parts import MANY
 from ckpt.core.checkpoint.write import WrittenPart
 from ckpt.core.format import replicas
-from ckpt.core.format.join_ranks import build
-from ckpt.core.format.layout import Layout
+from ckpt.core.format.index import Share, build
 from ckpt.core.format.manifest import MAX_NEEDS, Attempt, owner
-from ckpt.core.format.saved_state import SavedState
-from ckpt.core.format.table import merge
 from ckpt.core.log.records import RunState
 from ckpt.errors import CorruptError, SaveError
 
-WHOLE = 1 << 14  # rows of all tables (pieces and blobs): with more, the index is a directory of them
 WHOLE_NEXT = "the next save will be whole"  # in the reason of a failed save, so that the writers of all ranks see to it
 
 # -- what is built on --
@@ -85,16 +80,6 @@ def check_needs(attempt: Attempt, needs: Collection[Attempt]) -> None:
 # -- what the ranks say --
 
 
-def check_fit(parts: list[WrittenPart]) -> None:
-    """SaveError if the ranks do not agree about what they saved: some of it twice, or by nobody."""
-    ordered = sorted(parts, key=lambda w: w.part.rank)
-    try:
-        layouts = [Layout.from_json(w.part.layout) for w in ordered]
-        SavedState(layouts, [w.part.values for w in ordered], merge([w.table for w in ordered]))
-    except CorruptError as error:
-        raise SaveError(str(error)) from error
-
-
 def check_replicas(parts: Sequence[WrittenPart]) -> None:
     """SaveError naming each tensor of which ranks hold different values although they should hold the same."""
     try:
@@ -105,26 +90,16 @@ def check_replicas(parts: Sequence[WrittenPart]) -> None:
         raise SaveError(replicas.in_words(found))
 
 
-def index_of(parts: Sequence[WrittenPart], kind: str = "COMMIT") -> bytes:
-    """The index of parts in rank order: all tables as one while that is small, so that restoring reads one file and a
-    lost table can be made again; else a directory of them. SaveError if the ranks do not agree about what they saved.
+def index_of(parts: Sequence[WrittenPart]) -> bytes:
+    """Return the index of parts, which are in rank order. SaveError if the ranks do not agree about what they saved.
+
+    On a disk that only some nodes see, the parts are those of some ranks. Then tensors may be incomplete.
     """
-    if not is_large(parts, kind):
-        if any(w.pieces is not None for w in parts):
-            step = Attempt.parse(parts[0].part.attempt).step
-            raise SaveError(f"what the ranks wrote of step {step} makes no checkpoint together")
-        return merge([w.table for w in parts]).to_bytes()
+    shares = [Share(w.part.rank, w.part.world, w.part.layout, w.part.values, w.table) for w in parts]
     try:
-        return build([w.part for w in parts], [w.pieces or w.table for w in parts]).to_bytes()
+        return build(shares, partial=not is_whole(parts)).to_bytes()
     except CorruptError as error:
         raise SaveError(str(error)) from error
-
-
-def is_large(parts: Sequence[WrittenPart], kind: str) -> bool:
-    """Whether the index will be a directory. What lies on several disks is told by each, with its whole table."""
-    if kind != "COMMIT" or not 1 < len(parts) == parts[0].part.world:
-        return False
-    return len(parts) > MANY or sum(len(w.table.shards) + len(w.table.length) for w in parts) > WHOLE
 
 
 def all_finite(said: list[bool | None]) -> bool | None:
@@ -132,6 +107,6 @@ def all_finite(said: list[bool | None]) -> bool | None:
     return False if False in said else None if None in said else True
 
 
-def is_whole(parts: list[WrittenPart]) -> bool:
+def is_whole(parts: Sequence[WrittenPart]) -> bool:
     worlds = {w.part.world for w in parts}
     return len(worlds) == 1 and {w.part.rank for w in parts} == set(range(worlds.pop()))

@@ -20,7 +20,6 @@ import numpy as np
 
 from ckpt.core.format.layout import BLOB, Layout, TensorSpec
 from ckpt.core.format.manifest import Attempt, PackInfo, Part, owner
-from ckpt.core.format.slim import RankPieces
 from ckpt.core.format.table import Table
 from ckpt.core.log.records import RunState
 
@@ -58,17 +57,16 @@ class Policy:
 
 @dataclass(frozen=True)
 class WrittenPart:
-    """A stored part, with its table. With thousands of ranks `pieces` stands in place of the table."""
+    """A stored part, with its table. With many ranks, only what the index needs of both."""
 
     part: Part
     digest: str
     table: Table
-    pieces: RankPieces | None = None
 
     @property
     def packs(self) -> tuple[str, ...]:
         """The data files that its table names."""
-        return self.table.packs if self.pieces is None else self.pieces.packs
+        return self.table.packs
 
 
 @dataclass(frozen=True)

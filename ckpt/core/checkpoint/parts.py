@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
+
+import numpy as np
 
 from ckpt.core.checkpoint import steady
 from ckpt.core.checkpoint.concurrent import of_each
 from ckpt.core.checkpoint.incremental import WrittenPart as WrittenPart
 from ckpt.core.format.digest import file_digest
+from ckpt.core.format.index import MAX_INDEX, Index
+from ckpt.core.format.layout import Layout
 from ckpt.core.format.manifest import (
     MAX_JSON,
     Attempt,
@@ -22,11 +27,9 @@ from ckpt.core.format.manifest import (
     is_manifest,
     manifest_key,
     rank_of,
-    unpress,
 )
-from ckpt.core.format.rank_index import MAX_DIRECTORY, Directory, is_directory
-from ckpt.core.format.slim import Slim
-from ckpt.core.format.table import MAX_TABLE, Table, empty
+from ckpt.core.format.shards import SavedShards
+from ckpt.core.format.table import Table
 from ckpt.core.log.records import Commit
 from ckpt.errors import CorruptError, FormatError, NotFoundError, TruncatedError
 from ckpt.events import log as logger
@@ -35,7 +38,7 @@ from ckpt.store import Store
 FEW = 4  # packs, each of which is asked for by itself
 AT_ONCE = 16  # parts
 NO_SIZES: Mapping[str, int] = MappingProxyType({})
-MANY = 64  # ranks: what their parts say alike is kept once
+MANY = 64  # ranks, from which on manifests are read some at a time, and only what is needed of each is kept
 
 
 async def read_exact(store: Store, key: str, digest: str, limit: int) -> memoryview:
@@ -60,60 +63,67 @@ async def load_part(
     *,
     expected: str | None = None,
     sizes: Mapping[str, int] = NO_SIZES,
-    slim: Slim | None = None,
+    compact: bool = False,
 ) -> WrittenPart:
     """Read a part, check it against its digest, and its packs against their sizes.
 
     sizes: of packs, as far as they are known.
-    slim: keep only what a directory needs.
+    compact: keep only what the index needs.
     """
-    layout_of = unpress if slim is None else slim.layout
-    part, digest = await read_part(store, attempt, rank, expected=expected, layout_of=layout_of)
+    part, digest = await read_part(store, attempt, rank, expected=expected)
     await check_sizes(store, part, sizes)
     table = table_of(part)
-    if slim is not None:
-        return WrittenPart(slim.part(part), digest, empty(), slim.pieces(table))
+    if compact:
+        return WrittenPart(replace(part, packs=[], table=b""), digest, table.compact())
     return WrittenPart(part, digest, table)
 
 
 async def load_parts(store: Store, attempt: Attempt, wanted: Sequence[tuple[int, str]]) -> list[WrittenPart]:
-    """Read the parts of all ranks, each by its rank and digest. With many ranks, keep only what a directory needs."""
-    sizes = await sizes_of_many(store, attempt, len(wanted))
-    slim = Slim() if len(wanted) > MANY else None
+    """Read the parts of all ranks, each by its rank and digest. With many ranks, keep only what the index needs."""
+    sizes, many = await sizes_of_many(store, attempt, len(wanted)), len(wanted) > MANY
 
     async def load(one: tuple[int, str]) -> WrittenPart:
-        return await load_part(store, attempt, one[0], expected=one[1], sizes=sizes, slim=slim)
+        return await load_part(store, attempt, one[0], expected=one[1], sizes=sizes, compact=many)
 
     return await of_each(wanted, load)
 
 
-async def read_part(
-    store: Store,
-    attempt: Attempt,
-    rank: int,
-    *,
-    expected: str | None = None,
-    layout_of: Callable[[str], dict[str, Any]] = unpress,
-) -> tuple[Part, str]:
-    """Read a part. Return it and its digest. `layout_of`: see `Part.from_bytes`."""
+async def read_part(store: Store, attempt: Attempt, rank: int, *, expected: str | None = None) -> tuple[Part, str]:
+    """Read a part. Return it and its digest."""
     what = manifest_key(attempt, rank)
     raw = await steady.get(store, what, limit=MAX_JSON)
     digest = file_digest(raw)
     if expected is not None and digest != expected:
         raise CorruptError(f"{what} is damaged: its digest is not the committed one")
-    part = Part.from_bytes(raw, what, layout_of)
+    part = Part.from_bytes(raw, what)
     if (part.attempt, part.rank) != (str(attempt), rank):
         raise CorruptError(f"{what} belongs to rank {part.rank} of checkpoint {part.attempt}")
     return part, digest
 
 
 def table_of(part: Part) -> Table:
-    """Return the chunk table of a part. CorruptError if it is damaged, or names files that the part does not."""
+    """Return the chunk table of a part. CorruptError if it is damaged, or points outside the files of the part."""
     what = f"the table of {manifest_key(Attempt.parse(part.attempt), part.rank)}"
-    table = Table.from_bytes(part.table, what)
-    if not {pack.key for pack in part.packs}.issuperset(table.packs):
+    table, sizes = Table.from_bytes(part.table, what), {pack.key: pack.size for pack in part.packs}
+    if not sizes.keys() >= set(table.packs):
         raise CorruptError(f"{what} names data files that its manifest does not")
+    ends = np.zeros(len(table.packs), np.int64)
+    np.maximum.at(ends, table.pack, table.offset + table.stored)
+    for key, end in zip(table.packs, ends.tolist(), strict=True):
+        if end > sizes[key]:
+            raise CorruptError(f"{what} points behind the end of {key}")
     return table
+
+
+def layout_of(part: Part, table: Table, known: Layout | None = None) -> Layout:
+    """Return the layout of a part. CorruptError if it is damaged.
+
+    known: a layout that is returned if it is the same.
+    """
+    same = known is not None and (known.rank, known.world, known.shared) == (part.rank, part.world, part.layout)
+    if known is not None and same and SavedShards.of_layout(known).same(table.columns):
+        return known
+    return Layout.of_manifest(part.layout, part.rank, part.world, table.columns.specs())
 
 
 async def check_sizes(store: Store, part: Part, known: Mapping[str, int] = NO_SIZES) -> None:
@@ -143,38 +153,24 @@ async def _sizes(store: Store, part: Part, known: Mapping[str, int]) -> dict[str
     return found | {info.key: info.size for info in infos}
 
 
-async def load_index(store: Store, commit: Commit) -> Table | Directory:
-    """All tables as one, or the directory of them. CorruptError or NotFoundError if it is damaged or gone."""
+async def load_index(store: Store, commit: Commit) -> Index:
+    """Read the index. CorruptError or NotFoundError if it is damaged or gone."""
     key = index_key(commit.attempt)
-    raw = await read_exact(store, key, commit.index, max(MAX_TABLE, MAX_DIRECTORY))
-    return Directory.from_bytes(raw, key, commit.world) if is_directory(raw) else Table.from_bytes(raw, key)
+    raw = await read_exact(store, key, commit.index, MAX_INDEX)
+    return Index.from_bytes(raw, key, commit.world, len(commit.parts))
 
 
-async def load_tables(store: Store, commit: Commit, ranks: Sequence[int]) -> dict[int, Table]:
-    """Read the tables of some ranks, out of their parts."""
-    return {part.rank: table_of(part) for part in await _parts_of(store, commit, ranks)}
-
-
-def no_layout(text: str) -> dict[str, Any]:
-    """In place of one that nobody wants: to read thousands of them takes long."""
-    return {}
-
-
-async def load_values(store: Store, commit: Commit, ranks: Sequence[int]) -> dict[int, list[Any]]:
-    """Read the plain values of some ranks, out of their parts."""
-    return {part.rank: part.values for part in await _parts_of(store, commit, ranks)}
-
-
-async def _parts_of(store: Store, commit: Commit, ranks: Sequence[int]) -> list[Part]:
+async def load_ranks(store: Store, commit: Commit, ranks: Sequence[int]) -> dict[int, tuple[list[Any], Table]]:
+    """Read the plain values and the tables of some ranks."""
     known = dict(commit.parts)
 
-    async def one(rank: int) -> Part:
-        part, _ = await read_part(store, commit.attempt, rank, expected=known[rank], layout_of=no_layout)
+    async def one(rank: int) -> tuple[list[Any], Table]:
+        part, _ = await read_part(store, commit.attempt, rank, expected=known[rank])
         if part.world != commit.world:
             raise CorruptError(f"the part of rank {rank} at step {commit.step} is of another number of ranks")
-        return part
+        return part.values, table_of(part)
 
-    return await of_each(ranks, one)
+    return dict(zip(ranks, await of_each(ranks, one), strict=True))
 
 
 # -- of checkpoints that no record names --
@@ -188,29 +184,29 @@ async def stored_part(store: Store, attempt: Attempt, rank: int) -> WrittenPart 
 
 
 async def sound_parts(
-    store: Store, attempt: Attempt, keys: Iterable[str], own: WrittenPart | None = None, *, partial: bool = False
+    store: Store, attempt: Attempt, keys: Iterable[str], own: WrittenPart | None = None
 ) -> dict[int, WrittenPart]:
-    """Read the manifests among some files of a checkpoint. Return those that are sound, by rank.
+    """Read the manifests among some files of a checkpoint. Return those that are intact, by rank.
 
-    With many ranks, keep only what a directory needs of each; not if `partial`, when those of some ranks are to be
-    described as they are. StoreError if the store failed, because nothing is known then.
+    With many ranks, keep only what the index needs of each. StoreError if the store failed, because nothing is known
+    then.
 
     own: a part that need not be read.
     """
     found: dict[int, WrittenPart] = {} if own is None else {own.part.rank: own}
     wanted = sorted(ranks_in(keys) - found.keys())
-    slim = Slim() if len(found) + len(wanted) > MANY and not partial else None
+    many = len(found) + len(wanted) > MANY
     sizes = await sizes_of_many(store, attempt, len(wanted))
-    read = await of_each(wanted, functools.partial(_sound, store, attempt, sizes, slim), AT_ONCE)
+    read = await of_each(wanted, functools.partial(_sound, store, attempt, sizes, many), AT_ONCE)
     return found | {written.part.rank: written for written in read if written is not None}
 
 
 async def _sound(
-    store: Store, attempt: Attempt, sizes: Mapping[str, int], slim: Slim | None, rank: int
+    store: Store, attempt: Attempt, sizes: Mapping[str, int], compact: bool, rank: int
 ) -> WrittenPart | None:
     for again in (store.remote, False):  # from a bucket, it may have been damaged on its way
         try:
-            return await load_part(store, attempt, rank, sizes=sizes, slim=slim)
+            return await load_part(store, attempt, rank, sizes=sizes, compact=compact)
         except (CorruptError, FormatError, NotFoundError, TruncatedError) as error:
             if not (again and isinstance(error, CorruptError)):
                 logger.warning("checkpoint %s: the part of rank %d does not count: %s", attempt, rank, error)

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from itertools import chain
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
@@ -25,10 +25,9 @@ from ckpt.core.checkpoint.concurrent import run as run
 from ckpt.core.checkpoint.parts import (
     MANY,
     check_sizes,
+    layout_of,
     load_index,
-    load_tables,
-    load_values,
-    no_layout,
+    load_ranks,
     read_header,
     read_part,
     sizes_of_many,
@@ -36,9 +35,9 @@ from ckpt.core.checkpoint.parts import (
 )
 from ckpt.core.checkpoint.spelling import BEST, Which, number
 from ckpt.core.format.codec import RAW
+from ckpt.core.format.index import Index
 from ckpt.core.format.layout import Layout
-from ckpt.core.format.manifest import Attempt, Part, index_key, owner, unpress
-from ckpt.core.format.rank_index import Directory
+from ckpt.core.format.manifest import Attempt, Part, owner
 from ckpt.core.format.saved_state import SavedState
 from ckpt.core.format.table import Table, merge
 from ckpt.core.log.log import RunLog
@@ -52,30 +51,32 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Note = Callable[[str], None]
-KEPT = 1 << 19  # blobs of tables that are kept for what is wanted next
+FEW = 8  # ranks, up to which all manifests are read; with more, the index, and only the manifests that are needed
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """All that is known of a checkpoint without reading tensors. `parts` are in rank order."""
+    """The manifests of some or all ranks, with their tables. `parts` are in rank order."""
 
     commit: Commit
     parts: tuple[Part, ...]
-    table: Table
+    tables: tuple[Table, ...]
 
     @property
     def attempt(self) -> Attempt:
         return self.commit.attempt
 
+    @cached_property
+    def table(self) -> Table:
+        """All tables as one."""
+        return merge(self.tables)
+
     def layout(self, rank: int = 0, known: Layout | None = None) -> Layout:
-        """`known`: what is taken for it if it is the same."""
-        part = next(part for part in self.parts if part.rank == rank)
-        same = known is not None and known.digest == part.layout_digest and known.as_json == part.layout
-        layout = known if known is not None and same else Layout.from_json(part.layout)
-        if layout.digest != part.layout_digest:
-            raise CorruptError(f"the layout of rank {rank} at step {self.commit.step} does not match its digest")
+        """Return the layout of a rank. `known`: a layout that is returned if it is the same."""
+        part, table = next(one for one in zip(self.parts, self.tables, strict=True) if one[0].rank == rank)
+        layout = layout_of(part, table, known)
         if len(layout.components) != len(part.values):
-            raise CorruptError(f"the plain values of rank {rank} at step {self.commit.step} are not of its layout")
+            raise CorruptError(f"the plain values of rank {rank} at step {self.commit.step} do not fit its layout")
         return layout
 
     def saved(self, known: Layout | None = None) -> SavedState:
@@ -85,9 +86,8 @@ class Manifest:
                 f"this tier holds {len(self.parts)} of the {self.commit.world} parts of step {self.commit.step}: the "
                 "others are on the disks of other nodes"
             )
-        return SavedState(
-            [self.layout(part.rank, known) for part in self.parts], [part.values for part in self.parts], self.table
-        )
+        layouts = [self.layout(part.rank, known) for part in self.parts]
+        return SavedState(layouts, [part.values for part in self.parts], self.tables)
 
 
 async def open_run(url: str, store: Store | None = None) -> RunLog:
@@ -137,52 +137,41 @@ def _best(log: RunLog) -> Commit:
     return state.commits[max(scored)]
 
 
-async def consists_of(store: Store, commit: Commit) -> Manifest | Directory:
-    """What a checkpoint consists of, verified. CorruptError or NotFoundError if nobody can say."""
-    index = await index_or_none(store, commit)
-    return index if isinstance(index, Directory) else await load_manifest(store, commit, index)
+async def consists_of(store: Store, commit: Commit) -> Manifest | Index:
+    """Return what a checkpoint consists of, verified: up to `FEW` ranks all manifests, else the index.
+
+    CorruptError or NotFoundError if it is damaged or gone. A damaged index is replaced by the manifests.
+    """
+    index = await index_or_none(store, commit) if FEW < commit.world == len(commit.parts) else None
+    return index if index is not None else await load_manifest(store, commit)
 
 
 async def load_saved(
-    store: Store, commit: Commit, others: Sequence[str] = (), note: Note = lambda text: None, *, keep: bool = False
+    store: Store, commit: Commit, others: Sequence[str] = (), note: Note = lambda text: None
 ) -> SavedState:
     """A checkpoint as one state: `saved_by` what it consists of."""
-    return saved_by(await consists_of(store, commit), commit, (store.url, *others), note, keep=keep)
+    return saved_by(await consists_of(store, commit), commit, (store.url, *others), note)
 
 
 def saved_by(
-    found: Manifest | Directory,
+    found: Manifest | Index,
     commit: Commit,
     urls: Sequence[str],
     note: Note = lambda text: None,
     known: Layout | None = None,
-    *,
-    keep: bool = False,
 ) -> SavedState:
-    """A checkpoint as one state. What a directory leaves to further files is read when it is wanted.
+    """A checkpoint as one state. If only the index was read, manifests are read when they are needed.
 
-    `urls`: the place, and others for such files that are lost there, which `note` is told. `known`: a layout that need
-    not be read once more if it is that of a part. `keep`: tables that were wanted last are kept for the next.
+    `urls`: the place, and others for manifests that are lost there, which `note` is told. `known`: a layout that need
+    not be read once more if it is that of a part.
     """
     if isinstance(found, Manifest):
         return found.saved(known)
-    directory = found
 
-    def values(ranks: Sequence[int]) -> dict[int, list[Any]]:
-        return run(_from_any(urls, lambda place: load_values(place, commit, ranks), note)) if ranks else {}
+    def load(ranks: Sequence[int]) -> dict[int, tuple[list[Any], Table]]:
+        return run(_from_any(urls, lambda place: load_ranks(place, commit, ranks), note))
 
-    kept: dict[int, Table] = {}
-
-    def tables(ranks: Sequence[int]) -> dict[int, Table]:
-        nonlocal kept
-        new, found = [rank for rank in ranks if rank not in kept], kept
-        if new:
-            found = kept | run(_from_any(urls, lambda place: load_tables(place, commit, new), note))
-        found = {rank: found[rank] for rank in ranks}
-        kept = found if keep and sum(table.owned for table in found.values()) <= KEPT else {}
-        return found
-
-    return SavedState.listed(directory, values, tables)
+    return SavedState.listed(found, load)
 
 
 async def _from_any(
@@ -206,104 +195,77 @@ async def _from_any(
     raise failure
 
 
-async def load_manifest(store: Store, commit: Commit, index: Table | Directory | None = None) -> Manifest:
-    """Read the parts of a checkpoint, all verified. CorruptError or NotFoundError if one is damaged or gone.
-
-    A damaged index is no problem, because the parts have all that it has. `index`: if it has been read already.
-    """
-    try:
-        index = await load_index(store, commit) if index is None else index
-    except (CorruptError, NotFoundError) as error:
-        logger.warning("%s; the manifests of the ranks are used instead", error)
+async def load_manifest(store: Store, commit: Commit) -> Manifest:
+    """Read the parts of all ranks, verified. CorruptError or NotFoundError if one is damaged or gone."""
     sizes = await sizes_of_many(store, commit.attempt, len(commit.parts))
-    return await _manifest(store, commit, commit.parts, index, sizes)
+    return await _manifest(store, commit, commit.parts, sizes)
 
 
-async def in_turn(
-    store: Store, commit: Commit, index: Table | Directory | None
-) -> AsyncIterator[Coroutine[Any, Any, Manifest]]:
-    """The same, to be awaited one after the other: of many ranks some at a time, without their layouts, so that what
-    all of them say need not be in memory. `index`: None if it cannot be read."""
-    sizes, parts = await sizes_of_many(store, commit.attempt, len(commit.parts)), commit.parts
-    few = len(parts) if isinstance(index, Table) else MANY
-    for start in range(0, len(parts), few):
-        yield _manifest(store, commit, parts[start : start + few], index, sizes)
+async def in_turn(store: Store, commit: Commit) -> AsyncIterator[Coroutine[Any, Any, Manifest]]:
+    """Yield the same for some ranks at a time, to be awaited one after the other."""
+    sizes = await sizes_of_many(store, commit.attempt, len(commit.parts))
+    for start in range(0, len(commit.parts), MANY):
+        yield _manifest(store, commit, commit.parts[start : start + MANY], sizes)
 
 
 async def _manifest(
-    store: Store,
-    commit: Commit,
-    wanted: Sequence[tuple[int, str]],
-    index: Table | Directory | None,
-    sizes: Mapping[str, int],
+    store: Store, commit: Commit, wanted: Sequence[tuple[int, str]], sizes: Mapping[str, int]
 ) -> Manifest:
-    """Of some of the parts; an index that is a table is of all of them."""
-    attempt, layout_of = commit.attempt, unpress if len(wanted) == len(commit.parts) else no_layout
-
     async def load(row: tuple[int, str]) -> Part:
-        part, _ = await read_part(store, attempt, row[0], expected=row[1], layout_of=layout_of)
+        part, _ = await read_part(store, commit.attempt, row[0], expected=row[1])
         await check_sizes(store, part, sizes)
         return part
 
     parts = tuple(await of_each(wanted, load))
     if any(part.world != commit.world for part in parts):
         raise CorruptError(f"the parts of step {commit.step} are of another number of ranks than its record says")
-    table = index if isinstance(index, Table) else merge([table_of(part) for part in parts])
-    packs = {pack.key: pack.size for part in parts for pack in part.packs}
-    ends = np.zeros(len(table.packs), np.int64)
-    np.maximum.at(ends, table.pack, table.offset + table.stored)
-    for key, end in zip(table.packs, ends.tolist(), strict=True):
-        if end > packs.get(key, -1):
-            raise CorruptError(f"{index_key(commit.attempt)} points behind the end of {key}")
-    return Manifest(commit, parts, table)
+    return Manifest(commit, parts, tuple(map(table_of, parts)))
 
 
-async def index_or_none(store: Store, commit: Commit) -> Table | Directory | None:
-    """Return None if it is damaged or gone. The parts have all that it has."""
+async def index_or_none(store: Store, commit: Commit) -> Index | None:
+    """Return None if it is damaged or gone. The manifests have all that it has."""
     try:
         return await load_index(store, commit)
-    except (CorruptError, NotFoundError):
+    except (CorruptError, NotFoundError) as error:
+        logger.warning("%s; the manifests of the ranks are used instead", error)
         return None
 
 
-async def tables_of(store: Store, commit: Commit, names: Collection[str] = frozenset()) -> AsyncIterator[Table]:
-    """All that a checkpoint stores; of many ranks one after the other, first those that have something of tensors of
-    these names. CorruptError or StoreError if it cannot be read."""
-    index = await index_or_none(store, commit)
-    if isinstance(index, Table):
-        yield index
-    elif index is None:
-        async for share in in_turn(store, commit, None):
-            yield (await share).table
-    else:
-        likely = [index.holders(number).tolist() for number, (name, _) in enumerate(index.keys) if name in names]
-        async for table in tables_in_turn(store, commit, [*chain(*likely), *range(index.world)]):
-            yield table
+async def tables_of(store: Store, commit: Commit, names: Set[str] = frozenset()) -> AsyncIterator[Table]:
+    """Yield the tables of all ranks, one after the other. CorruptError or StoreError if one cannot be read.
+
+    names: of tensors. With many ranks, those that have something of them come first.
+    """
+    likely = list[int]()
+    if names and len(commit.parts) > MANY and (index := await index_or_none(store, commit)) is not None:
+        likely = [rank for i, (name, _) in enumerate(index.keys) if name in names for rank in index.holders(i).tolist()]
+    async for table in tables_in_turn(store, commit, [*likely, *(rank for rank, _ in commit.parts)]):
+        yield table
 
 
 async def tables_in_turn(store: Store, commit: Commit, ranks: Iterable[int]) -> AsyncIterator[Table]:
-    """Those of these ranks, of which so few are in memory that it does not matter how many there are."""
+    """Yield the tables of these ranks. Only some of them are in memory at a time."""
     wanted = list(dict.fromkeys(ranks))
     for start in range(0, len(wanted), MANY):
-        for table in (await load_tables(store, commit, wanted[start : start + MANY])).values():
+        for _, table in (await load_ranks(store, commit, wanted[start : start + MANY])).values():
             yield table
 
 
 async def packs_of(store: Store, commit: Commit) -> frozenset[str]:
     """The packs that a checkpoint uses, also those of older ones. CorruptError or StoreError if nobody can say."""
     index = await index_or_none(store, commit)
-    if isinstance(index, Directory):
+    if index is not None:
         return frozenset(index.packs)
-    return frozenset({key async for share in in_turn(store, commit, index) for key in (await share).table.packs})
+    return frozenset({key async for table in tables_of(store, commit) for key in table.packs})
 
 
 async def saved_of(
     log: RunLog, step: Which, others: Sequence[str] = (), note: Callable[[str], None] = lambda text: None
 ) -> tuple[Commit, SavedState]:
-    """A checkpoint as one state, see `load_saved`; tables are kept."""
+    """A checkpoint as one state, see `load_saved`."""
     commit = choose(log, step)
     async with there(log, commit):
-        return commit, await load_saved(log.store, commit, others, note, keep=True)
+        return commit, await load_saved(log.store, commit, others, note)
 
 
 @contextlib.asynccontextmanager
@@ -357,34 +319,32 @@ async def verify(
         return None
 
     index = await check(load_index(store, commit))
-    async for share in in_turn(store, commit, index):
+    async for share in in_turn(store, commit):
         manifest = await check(share)
-        for part in manifest.parts if manifest else ():
-            if isinstance(index, Table):  # else the manifest was made of these
-                await check(asyncio.to_thread(table_of, part))
+        if manifest is None:
+            continue
+        for part in manifest.parts:
             for pack in part.packs:
                 if not new or owner(pack.key) == commit.attempt:
                     await check(read_header(store, pack))
-        if manifest:
-            await check(asyncio.to_thread(_check_parses, manifest, index))
-        if data and manifest:
+        await check(asyncio.to_thread(_check_parses, manifest, index))
+        if data:
             await _verify_blobs(store, commit, manifest.table, new, on_bytes, note)
     return problems
 
 
-def _check_parses(manifest: Manifest, index: Table | Directory | None) -> None:
+def _check_parses(manifest: Manifest, index: Index | None) -> None:
     """Raise CorruptError unless layouts, names and plain values of these parts are what a restore can read."""
     values = {part.rank: part.values for part in manifest.parts}
-    if isinstance(index, Directory):
-        SavedState.listed(index, no_tables, no_tables).check_values(values)
-    elif len(values) == manifest.commit.world <= MANY:
+    for rank in values:
+        manifest.layout(rank)
+    if len(values) == manifest.commit.world:
         manifest.saved().check_values(values)
-    elif manifest.commit.world <= MANY:  # the other parts are on the disks of other nodes
-        for rank in values:
-            manifest.layout(rank)
+    elif index is not None and index.world == manifest.commit.world:
+        SavedState.listed(index, no_ranks).check_values(values)
 
 
-def no_tables(ranks: Sequence[int]) -> dict[int, Any]:
+def no_ranks(ranks: Sequence[int]) -> dict[int, Any]:
     """In place of what a check does not read."""
     return {}
 

@@ -89,7 +89,7 @@ async def _present(store: Store, attempt: Attempt, own: WrittenPart, role: Role)
     ready = ranks_in(keys)
     if not ready.issuperset(role.ranks):
         return None
-    found = await sound_parts(store, attempt, keys, own, partial=role.partial)
+    found = await sound_parts(store, attempt, keys, own)
     return [found[rank] for rank in role.ranks] if found.keys() >= set(role.ranks) else None
 
 

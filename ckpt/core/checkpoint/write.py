@@ -141,7 +141,8 @@ async def _stored_before(store: Store, part: Part, table: Table) -> WrittenPart:
         there = await load_part(store, attempt, part.rank)
     except (CorruptError, FormatError, NotFoundError, TruncatedError) as error:
         raise SaveError(f"{what} is from an earlier writer and damaged: {error}") from None
-    same = (there.part.layout_digest, there.part.values) == (part.layout_digest, part.values)
+    same = (there.part.layout, there.part.values) == (part.layout, part.values)
+    same = same and there.table.columns.same(table.columns)
     if not same or not np.array_equal(there.table.digest[: there.table.owned], table.digest[: table.owned]):
         raise SaveError(f"{what} is from an earlier writer, which saved other values")
     return there
@@ -153,8 +154,7 @@ def _part(snapshot: RankSnapshot, table: bytes, packs: list[PackInfo], reason: s
         attempt=str(snapshot.attempt),
         rank=layout.rank,
         world=layout.world,
-        layout=layout.as_json,
-        layout_digest=layout.digest,
+        layout=layout.shared,
         values=snapshot.values,
         table=table,
         packs=packs,

@@ -41,15 +41,15 @@ def reading(what: str) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Pressed:
-    """How columns become a file, and such a file columns again.
+class ColumnFile:
+    """How columns become a file, and such a file becomes columns again.
 
-    `kinds`: of their numbers. `most`: bytes of all columns together. `rows`: columns of which each number becomes an
-    object; `spoken`: of JSON. `whole`: those that are no frames. `folds`: how many times its size a file may become.
+    `kinds`: numpy dtype of each column. `most`: bytes of all columns together. `rows`: columns of which each number
+    becomes an object. `spoken`: columns of JSON. `whole`: columns that are not compressed. `folds`: how many times its
+    size a file may become.
     """
 
     kinds: Mapping[str, Any]
-    level: int
     most: int
     rows: tuple[str, ...]
     spoken: tuple[str, ...]
@@ -57,7 +57,7 @@ class Pressed:
     folds: int = 256
 
     def to_bytes(self, columns: Mapping[str, npt.NDArray[Any]]) -> bytes:
-        press = zstandard.ZstdCompressor(level=self.level, write_content_size=True)
+        press = zstandard.ZstdCompressor(level=3, write_content_size=True)
         files = {"counts": np.frombuffer(canonical({n: c.size for n, c in columns.items()}), np.uint8)}
         for name, column in columns.items():
             raw = np.ascontiguousarray(column).tobytes()

@@ -25,7 +25,7 @@ import numpy as np
 
 from ckpt.core.format.columns import I64
 from ckpt.core.format.digest import file_digest
-from ckpt.core.format.manifest import MAX_WORLD, PressedObject, canonical, press
+from ckpt.core.format.manifest import MAX_WORLD, SharedLayout, canonical
 from ckpt.errors import CorruptError, StateError
 from ckpt.store import PAGE
 
@@ -34,6 +34,7 @@ LINE = 256  # bytes: nothing is aligned to more
 MAX_HEADER = 96 << 20  # safetensors refuses 100 MB
 METADATA, FOR_METADATA = "__metadata__", 1 << 10  # an entry that is not a tensor, and the most bytes that it takes
 MAX_DIMS = 64
+OWN = -1  # among the instances of a shared layout: the tensor belongs to the rank itself
 
 # Item size in bits. The second table: dtypes that the safetensors reader lacks, stored as plain bytes (U8).
 NATIVE = {
@@ -125,12 +126,30 @@ class Layout:
 
     @classmethod
     def from_json(cls, data: Any) -> Layout:
-        """Checked: sizes are plausible, pieces are distinct and inside their tensors, aliases point at tensors."""
+        """Read what `to_json` returned, see `checked`."""
         try:
             tensors = tuple(TensorSpec.from_json(row) for row in data["tensors"])
-            aliases, components = dict(data["aliases"]), list(data["components"])
-            rank, world, instances = data["rank"], data["world"], dict(data["instances"])
-            elsewhere = {str(n): (dtype, tuple(shape)) for n, (dtype, shape) in data["elsewhere"].items()}
+            return cls.checked(tensors, data, data["rank"], data["world"], data["instances"], data["elsewhere"])
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CorruptError(f"not a layout: {error}") from None
+
+    @classmethod
+    def of_manifest(cls, shared: SharedLayout, rank: int, world: int, tensors: tuple[TensorSpec, ...]) -> Layout:
+        """Return the layout of a rank, see `shared` and `checked`. The tensors are those of its chunk table."""
+        data, staged = shared.data, {t.name for t in tensors}
+        instances = {name: rank if instance == OWN else instance for name, instance in data["instances"].items()}
+        elsewhere = {name: form for name, form in data["forms"].items() if name not in staged}
+        return cls.checked(tensors, data, rank, world, instances, elsewhere)
+
+    @classmethod
+    def checked(
+        cls, tensors: tuple[TensorSpec, ...], data: Any, rank: int, world: int, instances: Any, others: Any
+    ) -> Layout:
+        """Make a layout. CorruptError unless sizes are plausible, pieces are distinct and inside their tensors, and
+        aliases are names of tensors."""
+        try:
+            aliases, components, instances = dict(data["aliases"]), list(data["components"]), dict(instances)
+            elsewhere = {str(n): (dtype, tuple(shape)) for n, (dtype, shape) in others.items()}
             check_tensors([*tensors, *(TensorSpec(n, *form) for n, form in elsewhere.items())])
             if (type(rank), type(world)) != (int, int) or not 0 <= rank < world <= MAX_WORLD:
                 raise CorruptError("a layout of an impossible rank")
@@ -150,16 +169,19 @@ class Layout:
 
     @cached_property
     def digest(self) -> str:
-        return file_digest(self._text)
+        return file_digest(canonical(self.to_json()))
 
     @cached_property
-    def _text(self) -> bytes:
-        return canonical(self.to_json())
-
-    @cached_property
-    def as_json(self) -> PressedObject:
-        """`to_json`, once, as a part has it."""
-        return PressedObject(self.to_json(), press(self._text))
+    def shared(self) -> SharedLayout:
+        """What a manifest has of it, next to the chunk table: aliases, components, instances, and `forms`: dtype and
+        shape of the tensors that all of several ranks hold together. The instance of a tensor of the rank itself is
+        `OWN`. So it is the same for all ranks that hold the same tensors, whichever of them stages a tensor."""
+        forms = {t.name: [t.dtype, list(t.full)] for t in self.tensors if t.instance < 0 and self.world > 1}
+        forms |= {name: [dtype, list(shape)] for name, (dtype, shape) in self.elsewhere.items()}
+        instances = {name: OWN if instance == self.rank else instance for name, instance in self.instances.items()}
+        return SharedLayout(
+            {"aliases": self.aliases, "components": self.components, "forms": forms, "instances": instances}
+        )
 
     @cached_property
     def made_of_it(self) -> dict[type, object]:
@@ -204,13 +226,17 @@ def check_tensors(tensors: Iterable[TensorSpec]) -> None:
             raise CorruptError(f"{t.name}: an impossible instance")
 
 
-def check_components(components: list[Any], names: set[str]) -> None:
-    """Each says its path, its kind, facts about it, and which of `names` are its own."""
+def check_components(components: list[Any], names: set[str] | frozenset[str] | None) -> None:
+    """Raise CorruptError unless each says its path, its kind, facts about it, and which of `names` are its own."""
     for one in components:
         path, own = one["path"], one["names"]
         if type(one["kind"]) is not str or type(one["facts"]) is not dict or type(path) is not list:
             raise CorruptError("a component of a layout is not one")
-        if not all(type(key) in (str, int) for key in path) or type(own) is not list or not names.issuperset(own):
+        if (
+            not all(type(key) in (str, int) for key in path)
+            or type(own) is not list
+            or not (names is None or names.issuperset(own))
+        ):
             raise CorruptError("a component of a layout has an impossible path, or tensors that are not in the layout")
 
 

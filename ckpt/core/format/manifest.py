@@ -7,8 +7,7 @@
       rank-00000.safetensors                      tensor bytes of rank 0, raw
       rank-00000-00001.safetensors                further data files of rank 0, encoded
       rank-00000.json                             the manifest of rank 0: `Part`
-      index.safetensors                           the chunk tables of all ranks, merged. With many ranks the directory
-                                                  of them, see `ckpt.core.format.rank_index`
+      index.safetensors                           which rank has which piece, see `ckpt.core.format.index`
 
 A writer never uses the name of a data file twice, and never a number of another writer. So no manifest names what a
 failed write has left. The manifest of a rank is created once: it decides which data files count. The index is a
@@ -27,10 +26,10 @@ import itertools
 import json
 import re
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakValueDictionary
 
 import zstandard
 
@@ -212,31 +211,71 @@ def unseal(raw: bytes | bytearray | memoryview, what: str) -> dict[str, Any]:
     return data
 
 
-# -- what is large and says the same at each checkpoint --
+# -- large JSON that is the same in many files --
 
 
-class PressedObject(dict[str, Any]):
-    """A JSON object, and the text that it is kept as in other JSON. To be looked at only."""
+class SharedLayout:
+    """What a manifest says of the state apart from its tensors' bytes, see `ckpt.core.format.layout.Layout.shared`.
 
-    __slots__ = ("text",)
+    It is the same text for all ranks that hold the same tensors, and at each of their checkpoints. Manifests that are
+    in memory together share one object, which is parsed when it is first used. Do not change `data`.
+    """
 
-    def __init__(self, fields: Mapping[str, Any], text: str = "") -> None:
-        super().__init__(fields)
-        self.text = text or press(canonical(self))
+    __slots__ = ("__weakref__", "_data", "_text")
+    _known: ClassVar[WeakValueDictionary[str, SharedLayout]] = WeakValueDictionary()
+
+    def __init__(self, data: dict[str, Any] | None = None, text: str = "") -> None:
+        self._data, self._text = data, text
+
+    @classmethod
+    def of_text(cls, text: str) -> SharedLayout:
+        """Return the layout with this text, as a manifest has it."""
+        return cls._known.get(text) or cls._known.setdefault(text, cls(text=text))
+
+    @property
+    def text(self) -> str:
+        """A zstd frame in base64."""
+        if not self._text:
+            self._text = press(canonical(self._data))
+        return self._text
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """Parse the layout. CorruptError if it is damaged, or implausibly large."""
+        if self._data is None:
+            try:
+                self._data = unpress(self._text)
+                if not all(type(self._data[name]) is kind for name, kind in _LAYOUT.items()):
+                    raise ValueError("a field has the wrong type")
+            except (KeyError, ValueError) as error:
+                raise CorruptError(f"the layout in a manifest is damaged: {error}") from None
+        return self._data
+
+    @property
+    def key(self) -> object:
+        """Equal for layouts with the same text, if the text is known."""
+        return self._text or id(self)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SharedLayout) and self.text == other.text
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+_LAYOUT = {"aliases": dict, "components": list, "forms": dict, "instances": dict}
 
 
 def press(text: bytes) -> str:
-    """JSON, to stand as a text in other JSON: a zstd frame in base64."""
+    """Return JSON as a text for use in other JSON: a zstd frame in base64."""
     return base64.b64encode(zstandard.ZstdCompressor(level=3, write_content_size=True).compress(text)).decode()
 
 
-@lru_cache(4)
-def unpress(text: str) -> PressedObject:
-    """The object. ValueError if it is not one, or implausibly large. Who reads the same again gets the same."""
+def unpress(text: str) -> dict[str, Any]:
+    """Return the object. ValueError if it is not one, or implausibly large."""
     found = parsed(unpressed(text))
     if type(found) is not dict:
-        raise ValueError("no object")
-    return PressedObject(found, text)
+        raise ValueError("not an object")
+    return found
 
 
 def plain_size(stored: int) -> int:
@@ -289,6 +328,11 @@ def read_format(raw: bytes | memoryview) -> str:
 # -- manifests --
 
 
+FEATURES: frozenset[str] = frozenset()
+"""Features that this version can read, see `Part.features`."""
+MAX_PARENTS = 64
+
+
 @dataclass(frozen=True, slots=True)
 class PackInfo:
     """`size` in bytes; `header` is the SHA-256 of everything before the first tensor."""
@@ -301,58 +345,70 @@ class PackInfo:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The manifest of one rank: its share of one checkpoint. `layout` is as `ckpt.core.format.layout.Layout.to_json`,
-    best `as_json`; `values` are tagged plain values.
+    """The manifest of one rank: its share of one checkpoint. `values` are tagged plain values.
 
     `table`: its chunk table, as `ckpt.core.format.table.Table.to_bytes` writes it. In the file it is base64.
-    `packs`: all that the table names, also those of older attempts. `needs`: the older attempts that it was built on,
-    in their order: what it uses of still older ones, these used too. `chain`: how many increments lie between it and
-    the last full one; 0 for a part that needs nothing. `full`: which that is; empty for a part that needs nothing.
-    `replicas`: see `ckpt.core.format.replicas`.
+    `packs`: all data files that the table names, also those of older checkpoints. `needs`: the older checkpoints that
+    it was built on, in order. `chain`: the number of increments since the last full one; 0 for a full one. `full`: the
+    last full one; empty for a full one. `replicas`: see `ckpt.core.format.replicas`.
+
+    `info`: what the user wants to remember. `parents`: checkpoints of other runs that this one continues, as
+    `<root id>/<checkpoint id>`. `content`: what a checkpoint of only some tensors has: `only` and `cast`. `features`:
+    names of what a reader must know to read this correctly; a reader that does not know one refuses the manifest.
     """
 
     attempt: str
     rank: int
     world: int
-    layout: dict[str, Any]
+    layout: SharedLayout
     values: list[Any]
     table: bytes
     packs: list[PackInfo]
     finite: bool | None = None
-    layout_digest: str = ""
     reason: str = "due"  # why it was saved, see `ckpt.core.log.records.Commit`
     needs: list[str] = field(default_factory=list)
     chain: int = 0
     full: str = ""
     replicas: dict[str, Any] = field(default_factory=dict)
+    info: dict[str, Any] = field(default_factory=dict)
+    parents: list[str] = field(default_factory=list)
+    content: dict[str, Any] = field(default_factory=dict)
+    features: list[str] = field(default_factory=list)
 
     def to_bytes(self) -> bytes:
-        data = {one.name: getattr(self, one.name) for one in fields(self)}  # asdict() would copy the layout, row by row
+        data = {one.name: getattr(self, one.name) for one in fields(self)}
         data["checkpoint"], data["files"] = data.pop("attempt"), [asdict(pack) for pack in data.pop("packs")]
-        data["table"] = base64.b64encode(self.table).decode()
-        data["layout"] = (self.layout if isinstance(self.layout, PressedObject) else PressedObject(self.layout)).text
-        if not self.needs:  # a full one says what it has always said
-            del data["needs"], data["chain"], data["full"]
-        if not self.replicas:
-            del data["replicas"]
+        data["table"], data["layout"] = base64.b64encode(self.table).decode(), self.layout.text
+        for name in ("needs", "chain", "full", "replicas", "info", "parents", "content", "features"):
+            if not data[name]:
+                del data[name]
         return seal(data)
 
     def check(self, what: str) -> None:
-        """CorruptError unless every field is of its type and every number plausible."""
+        """Raise CorruptError unless every field is of its type and every number plausible, FormatError if a feature is
+        unknown."""
         attempt = Attempt.parse(self.attempt)
         if (type(self.rank), type(self.world)) != (int, int) or not 0 <= self.rank < self.world <= MAX_WORLD:
             raise CorruptError(f"{what} has an impossible rank or world")
-        needs = read_needs(self.needs, attempt)
-        if type(self.chain) is not int or not 0 <= self.chain < (10**9 if self.needs else 1):
-            raise CorruptError(f"{what} lies at an impossible place behind a full one")
-        if self.full != "" and not (needs and Attempt.parse(self.full) < attempt):
-            raise CorruptError(f"{what} builds on an impossible full one")
         kinds = (
-            (self.layout, dict), (self.values, list), (self.table, bytes), (self.layout_digest, str),
-            (self.reason, str), (self.finite, (bool, type(None))), (self.replicas, dict),
+            (self.values, list), (self.table, bytes), (self.reason, str), (self.finite, (bool, type(None))),
+            (self.replicas, dict), (self.info, dict), (self.parents, list), (self.content, dict), (self.features, list),
         )  # fmt: skip
         if not all(isinstance(value, kind) for value, kind in kinds):
             raise CorruptError(f"{what} has a field of the wrong type")
+        texts = (*self.parents, *self.features)
+        if not all(type(one) is str for one in texts) or len(self.parents) > MAX_PARENTS:
+            raise CorruptError(f"{what} has a field of the wrong type")
+        if unknown := sorted(set(self.features) - FEATURES):
+            raise FormatError(
+                f"{what} needs the feature {unknown[0]!r:.80}, which this version does not know: upgrade with "
+                "`pip install -U everystep`"
+            )
+        needs = read_needs(self.needs, attempt)
+        if type(self.chain) is not int or not 0 <= self.chain < (10**9 if self.needs else 1):
+            raise CorruptError(f"{what} has an impossible number of increments since a full checkpoint")
+        if self.full != "" and not (needs and Attempt.parse(self.full) < attempt):
+            raise CorruptError(f"{what} builds on an impossible full checkpoint")
         for pack in self.packs:
             sizes = (pack.header_size, pack.size)
             named = isinstance(pack.key, str) and is_data(pack.key)
@@ -365,17 +421,20 @@ class Part:
                 raise CorruptError(f"{what} names a data file of impossible size")
 
     @classmethod
-    def from_bytes(
-        cls, raw: bytes | memoryview, what: str, layout_of: Callable[[str], dict[str, Any]] = unpress
-    ) -> Part:
-        """`layout_of`: makes a layout of what stands for it."""
+    def from_bytes(cls, raw: bytes | memoryview, what: str) -> Part:
+        """Read a manifest. Unknown fields are ignored."""
         data = unseal(raw, what)
         try:
-            packs, pressed = [PackInfo(**pack) for pack in data.pop("files")], data.pop("layout")
-            if type(pressed) is not str:
-                raise ValueError("its layout is not one")
-            table = base64.b64decode(data.pop("table"), validate=True)
-            part = cls(attempt=data.pop("checkpoint"), packs=packs, layout=layout_of(pressed), table=table, **data)
+            layout, files = data.pop("layout"), data.pop("files")
+            if type(layout) is not str:
+                raise ValueError("its layout is not a text")
+            part = cls(
+                attempt=data.pop("checkpoint"),
+                layout=SharedLayout.of_text(layout),
+                table=base64.b64decode(data.pop("table"), validate=True),
+                packs=[PackInfo(*(file[one.name] for one in fields(PackInfo))) for file in files],
+                **{one.name: data[one.name] for one in fields(cls) if one.name in data},
+            )
             part.check(what)
         except (TypeError, KeyError, ValueError) as error:
             raise CorruptError(f"{what} is not a manifest: {error}") from None

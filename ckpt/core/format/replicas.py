@@ -49,8 +49,9 @@ def differing(said: Iterable[tuple[int, Replicas]]) -> dict[str, list[int]]:
         seen: dict[tuple[Any, ...], dict[str, list[int]]] = {}
         for rank, one in told:
             if not odd.isdisjoint(one["sums"]):
-                for group in odd & unpress(one["rows"]).keys():
-                    for name, instance, offsets, elements, digest in unpress(one["rows"])[group]:
+                rows = unpress(one["rows"])
+                for group in odd & rows.keys():
+                    for name, instance, offsets, elements, digest in rows[group]:
                         label = str(name), instance, tuple(offsets), elements, group
                         seen.setdefault(label, {}).setdefault(digest, []).append(rank)
     except ODD as error:

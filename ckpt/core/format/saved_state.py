@@ -1,11 +1,12 @@
-"""A checkpoint as one state, whoever saved it: which tensor a name means for a rank, and whose own values it takes.
+"""A checkpoint as one state, whichever ranks saved it: which tensor a name means for a rank, and whose values it takes.
 
 A tensor is known by its name and its *instance*: the ranks that held it together, or `GLOBAL` if all did. A rank that
 restores looks a name up with `resolve`; how many ranks there are now, and how they divide tensors, does not matter, as
 long as it is clear which tensor is meant.
 
-It is made of everything that all ranks say, or of a directory (`format.rank_index`). Of the second kind it knows
-all names and forms at once, and no blobs: `narrowed` reads the tables of those ranks that have what is wanted.
+The state always has an index (`format.index`), so it knows the names and forms of all tensors. It is made either of
+the manifests of all ranks, and has all their chunks, or of the index alone. Then `narrowed` reads the manifests of the
+ranks that have what is wanted.
 """
 
 from __future__ import annotations
@@ -14,29 +15,29 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 
 from ckpt.core.format.boxes import Box, Effort
 from ckpt.core.format.columns import I64, end_to_end, starts_of
+from ckpt.core.format.index import Index, Share, View, build
+from ckpt.core.format.index import Key as Key
 from ckpt.core.format.layout import Layout, TensorSpec
 from ckpt.core.format.partition import GLOBAL
-from ckpt.core.format.rank_index import Directory, RanksView, find_shards
-from ckpt.core.format.rank_index import Key as Key
 from ckpt.core.format.saved_nodes import ORDERS, SHARED_KINDS, SavedNode, check_node, joined
-from ckpt.core.format.saved_tensors import SavedTensor, collect
+from ckpt.core.format.shards import DTYPE_NUMBER
 from ckpt.core.format.table import Table, empty, merge
 from ckpt.core.format.values import Json, Path, unlike
 from ckpt.errors import CorruptError
 
-T_co = TypeVar("T_co", covariant=True)
+KEPT = 1 << 19  # chunks of tables that are kept for what is wanted next
 
 
-class Fetch(Protocol[T_co]):
-    """Reads something of each of some ranks."""
+class Fetch(Protocol):
+    """Reads the plain values and the chunk tables of some ranks."""
 
-    def __call__(self, ranks: Sequence[int], /) -> Mapping[int, T_co]: ...
+    def __call__(self, ranks: Sequence[int], /) -> Mapping[int, tuple[list[Json], Table]]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,68 +47,86 @@ class Ambiguous:
     ranks: tuple[int, ...]
 
 
-class SavedState:
-    """`layouts` and `values` of all ranks that saved, in rank order. `digested`: the table knows all digests.
+@dataclass(frozen=True, slots=True)
+class SavedTensor:
+    """`spec` is of the whole tensor; `shards` are numbers in the table that cover what was asked for exactly once."""
 
-    CorruptError if the ranks do not agree about a tensor, or some of it was saved by nobody, or twice.
+    spec: TensorSpec
+    shards: Sequence[int]
+
+
+class _Tensors(Mapping[Key, SavedTensor]):
+    """Made when they are asked for: a state that is as it was saved asks for none."""
+
+    def __init__(self, index: Index, shards: Mapping[int, Sequence[int]]) -> None:
+        """`shards`: by the number of the tensor, as far as their tables are known."""
+        self._index, self._shards = index, shards
+
+    def __getitem__(self, key: Key) -> SavedTensor:
+        number = self._index.number[key]
+        return SavedTensor(self._index.spec(number), self._shards.get(number, ()))
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._index.number)
+
+    def __len__(self) -> int:
+        return len(self._index.number)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._index.number
+
+
+class SavedState:
+    """`layouts`, `values` and `tables` of all ranks that saved, in rank order. `digested`: the tables have all digests.
+
+    CorruptError if the ranks do not agree about a tensor, or some of it was saved by no rank, or twice.
     """
 
-    def __init__(
-        self, layouts: Sequence[Layout], values: Sequence[list[Json]], table: Table, *, digested: bool = True
-    ) -> None:
-        self.table, self.digested, self.directory = table, digested, None
-        self.world = len(layouts)
-        for rank, (layout, mine) in enumerate(zip(layouts, values, strict=True)):
-            if layout.rank != rank or layout.world != self.world:
-                raise CorruptError(f"rank {rank} of {self.world} says it is rank {layout.rank} of {layout.world}")
-            if len(layout.components) != len(mine):
-                raise CorruptError(f"the plain values of rank {rank} are not of its layout")
-        self.views = [
-            RanksView(la.rank, la.components, mine, la.aliases, la.instances)
-            for la, mine in zip(layouts, values, strict=True)
-        ]
-        self._view_of: Sequence[int] = range(self.world)
-        self.layout = layouts[0] if self.world == 1 else None
-        self.tensors = collect(table.columns, layouts, self.views)
-        for layout in layouts:
-            for name, instance in layout.instances.items():
-                if (name, instance) not in self.tensors:
-                    raise CorruptError(f"{name}: what rank {layout.rank} has of it was saved by nobody")
-        known = set(self.table.columns.names)
-        for view in self.views:
-            if lost := {view.aliases.get(name, name) for name in view.names()} - known:
-                raise CorruptError(f"{min(lost)} is not in the table of the checkpoint")
+    layout: Layout | None = None  # of the one rank that saved, if it was one
+    views: list[View]
 
-    layout: Layout | None  # of the one rank that saved, if it was one
-    directory: Directory | None
-    _fetch_values: Fetch[list[Json]]
-    _fetch_tables: Fetch[Table]
-    _fetched: dict[int, list[Json]]
-    _alike: Sequence[int]  # of each rank one that has the same plain values
+    def __init__(
+        self, layouts: Sequence[Layout], values: Sequence[list[Json]], tables: Sequence[Table], *, digested: bool = True
+    ) -> None:
+        shares = [
+            Share(layout.rank, layout.world, layout.shared, mine, table)
+            for layout, mine, table in zip(layouts, values, tables, strict=True)
+        ]
+        self._open(build(shares), _nothing)
+        self.layout = layouts[0] if len(layouts) == 1 else None
+        self.complete, self.digested = True, digested
+        self.told(dict(enumerate(values)))
+        self.table = merge(tables)
+        self.tensors = _Tensors(self.index, self._rows())
 
     @classmethod
-    def listed(cls, directory: Directory, values: Fetch[list[Json]], tables: Fetch[Table]) -> SavedState:
-        """By a directory. What the parts and tables of some ranks say is read when it is needed."""
+    def listed(cls, index: Index, fetch: Fetch) -> SavedState:
+        """Open a state by its index. The manifests of some ranks are read when they are needed."""
         self = cls.__new__(cls)
-        self.directory, self.world, self.digested = directory, directory.world, True
-        self.table, self.layout = empty(), None
-        self.views, self._view_of = list(directory.views), directory.columns["view"].tolist()
-        self._alike = directory.alike
-        self._fetch_values, self._fetched, self._fetch_tables = values, {}, tables
-        self.tensors = {key: SavedTensor(spec, ()) for key, spec in zip(directory.keys, directory.specs(), strict=True)}
+        self._open(index, fetch)
         return self
+
+    def _open(self, index: Index, fetch: Fetch) -> None:
+        self.index, self.world, self.table = index, index.world, empty()
+        self.complete, self.digested = False, True
+        self.views = list(index.views)
+        self._view_of: list[int] = index.columns["view"].tolist()
+        self._alike: list[int] = index.columns["alike"].tolist()
+        self._fetch, self._fetched = fetch, dict[int, list[Json]]()
+        self._kept: dict[int, Table] = {}
+        self.tensors = _Tensors(index, {})
 
     @cached_property
     def _instances(self) -> dict[str, list[int]]:
         found: dict[str, list[int]] = {}
-        for name, instance in sorted(self.tensors):
+        for name, instance in self.index.keys:
             found.setdefault(name, []).append(instance)
         return found
 
-    @cached_property
+    @property
     def accelerated(self) -> bool:
-        """Whether any of it was on an accelerator."""
-        return any(tensor.spec.accelerator for tensor in self.tensors.values())
+        """True if any of it was on an accelerator."""
+        return self.index.accelerated
 
     # -- blobs --
 
@@ -130,76 +149,108 @@ class SavedState:
     @cached_property
     def numbers(self) -> I64:
         """Of every blob that belongs to a shard: its number among those of all ranks, the same for whoever asks."""
-        if self.directory is None:
+        if self.complete:
             return np.arange(self.table.owned)
         ranks = np.repeat(self.table.columns.rank, np.diff(self.table.starts))
         first = np.searchsorted(ranks, ranks)  # tables are attached in the order of their ranks
-        found: I64 = self.directory.first_blob[ranks] + np.arange(len(ranks)) - first
+        found: I64 = self.index.first_blob[ranks] + np.arange(len(ranks)) - first
         return found
 
-    @cached_property
+    @property
     def keys(self) -> list[Key]:
         """All tensors, in an order that is the same for all ranks."""
-        return sorted(self.tensors)
-
-    # -- of a directory --
-
-    def narrowed(self, wanted: Mapping[Key, Iterable[Box]]) -> SavedState:
-        """The same, with the blobs in which these boxes of these tensors lie, where it does not know all."""
-        if self.directory is None:
-            return self
-        found = copy.copy(self)
-        found.attach(self._fetch_tables(found.missing(wanted)))
-        return found
+        return self.index.keys
 
     def boxes(self, key: Key) -> list[Box]:
-        """The pieces of a tensor, in the order of the ranks that have them."""
-        if self.directory is None:
-            return [self.table.shards[number].box for number in self.tensors[key].shards]
-        return [box for _, box in self.directory.pieces(self.directory.number[key])]
+        """Return the pieces of a tensor, in the order of the ranks that have them."""
+        return self.index.pattern(self.index.number[key]).boxes()
 
     def holders(self, key: Key) -> I64:
-        """The ranks whose tables have something of a tensor, where a directory says so."""
-        assert self.directory is not None
-        return self.directory.holders(self.directory.number[key])
+        """Return the ranks whose tables have pieces of a tensor, once for each piece."""
+        return self.index.holders(self.index.number[key])
 
-    def missing(self, wanted: Mapping[Key, Iterable[Box]]) -> list[int]:
-        """The ranks whose tables have these boxes of these tensors.
+    # -- the tables of some ranks --
 
-        CorruptError unless the directory has each element of them exactly once.
+    def narrowed(self, wanted: Mapping[Key, Iterable[Box]]) -> SavedState:
+        """Return the state with the blobs that have something of these boxes of these tensors.
+
+        CorruptError unless the ranks have each element of them exactly once, and their tables are as the index says.
         """
-        assert self.directory is not None
-        found, effort = self.directory, Effort()
+        if self.complete:
+            return self
+        found, effort = copy.copy(self), Effort()
         covering: dict[tuple[int, Box], I64] = {}
-        patterns = found.columns["tensor_pattern"].tolist()
-        self._wanted: list[tuple[Key, int, I64]] = []
+        pieces: dict[int, I64] = {}
         for key, boxes in wanted.items():
-            number = found.number[key]
-            pattern = found.pattern(patterns[number])
-            pieces = []
+            number = self.index.number[key]
+            pattern, how = self.index.pattern(number), self.index.pattern_number(number)
+            some = []
             for box in dict.fromkeys(boxes):
-                if (patterns[number], box) not in covering:
+                if (how, box) not in covering:
                     effort.left += 4 * len(pattern.ranks)
-                    covering[patterns[number], box] = pattern.covering(box, key[0], effort)
-                pieces.append(covering[patterns[number], box])
-            if len(pieces) > 1:
-                pieces = [np.unique(np.concatenate(pieces))]
-            self._wanted.append((key, number, pieces[0]))
-        ranks = [found.pattern(patterns[n]).ranks[pieces] + found.base_rank(n) for _, n, pieces in self._wanted]
-        return [int(rank) for rank in np.unique(end_to_end(ranks))]
+                    covering[how, box] = pattern.covering(box, key[0], effort)
+                some.append(covering[how, box])
+            pieces[number] = some[0] if len(some) == 1 else np.unique(end_to_end(some))
+        ranks = np.unique(end_to_end(self.index.holders(number)[some] for number, some in pieces.items()))
+        found._attach(self._tables(ranks.tolist()), pieces)
+        return found
 
-    def attach(self, tables: Mapping[int, Table]) -> None:
-        """The tables of `missing` ranks. CorruptError unless they have what the directory says that they have."""
-        assert self.directory is not None
+    def _tables(self, ranks: Sequence[int]) -> dict[int, Table]:
+        """Return the tables of some ranks. Those that were read last are kept."""
+        found = {rank: self._kept[rank] for rank in ranks if rank in self._kept}
+        found |= self._read([rank for rank in ranks if rank not in found])
+        return found
+
+    def _read(self, ranks: Sequence[int]) -> dict[int, Table]:
+        """Read the manifests of some ranks: their plain values, and their tables, which are returned."""
+        if not ranks:
+            return {}
+        found = self._fetch(ranks)
+        self.told({rank: values for rank, (values, _) in found.items()})
+        tables = {rank: table for rank, (_, table) in found.items()}
         for rank, table in tables.items():
-            if table.owned != int(self.directory.columns["owned"][rank]) or (table.columns.rank != rank).any():
+            if table.owned != int(self.index.columns["owned"][rank]) or (table.columns.rank != rank).any():
                 raise CorruptError(f"the table of rank {rank} is not what the index says")
+        self._kept |= tables
+        if sum(table.owned for table in self._kept.values()) > KEPT:
+            self._kept = {}
+        return tables
+
+    def _attach(self, tables: Mapping[int, Table], wanted: Mapping[int, I64]) -> None:
+        """Take the tables of some ranks. CorruptError unless they have the wanted pieces of each tensor."""
         self.table = merge([tables[rank] for rank in sorted(tables)])
         for one in ("numbers", "position", "shard_of_blob"):
             self.__dict__.pop(one, None)
-        places = find_shards(self.directory, self._wanted, self.table.columns)
-        attached = zip(self._wanted, places, strict=True)
-        self.tensors = {**self.tensors, **{k: SavedTensor(self.tensors[k].spec, rows) for (k, _, _), rows in attached}}
+        here = np.zeros(self.world, np.bool_)
+        here[list(tables)] = True
+        rows, found, shards = self._rows(), dict[int, Sequence[int]](), self.table.columns
+        for number, pieces in wanted.items():
+            pattern, holders = self.index.pattern(number), self.index.holders(number)
+            there, mine = here[holders], np.asarray(rows.get(number, ()), np.int64)
+            spec, k = self.index.spec(number), len(pattern.shape)
+            fits = len(mine) == np.count_nonzero(there) and bool((np.diff(shards.dim_starts)[mine] == 3 * k).all())
+            if fits:  # pieces and rows are both in the order of ranks
+                dims = shards.dims[shards.dim_starts[mine][:, None] + np.arange(3 * k)] if k else mine[:, None][:, :0]
+                boxes = np.concatenate([pattern.offsets[there], pattern.sizes[there]], 1)
+                fits = (
+                    np.array_equal(holders[there], shards.rank[mine])
+                    and np.array_equal(boxes, dims[:, k:])
+                    and bool((dims[:, :k] == np.array(pattern.shape, np.int64)).all())
+                    and bool((shards.dtype[mine] == DTYPE_NUMBER[spec.dtype]).all())
+                )
+            if not fits:
+                raise CorruptError(f"the index says of {spec.name} what the tables of its ranks do not")
+            found[number] = mine[(np.cumsum(there) - 1)[pieces]].tolist()
+        self.tensors = _Tensors(self.index, found)
+
+    def _rows(self) -> dict[int, list[int]]:
+        """Return the shards in the table that belong to each tensor, by the number of the tensor."""
+        shards, found = self.table.columns, dict[int, list[int]]()
+        numbers = map(self.index.number.get, zip(shards.names, shards.instance.tolist(), strict=True))
+        for row, number in enumerate(numbers):
+            if number is not None:
+                found.setdefault(number, []).append(row)
+        return found
 
     # -- names --
 
@@ -207,7 +258,7 @@ class SavedState:
         """Whose plain values, and values of its own, a rank takes: its own; in turn when there are more ranks now."""
         return rank % self.world
 
-    def _view(self, rank: int) -> RanksView:
+    def _view(self, rank: int) -> View:
         return self.views[self._view_of[self.mapped(rank)]]
 
     def canonical(self, name: str, rank: int) -> str:
@@ -256,14 +307,7 @@ class SavedState:
         """Equal for tensors that hold the same bytes, if they are cut in the same way."""
         if not self.digested:
             return key  # unknown, so equal to itself only
-        if self.directory is not None:
-            return self.directory.content(self.directory.number[key])
-        tensor = self.tensors[key]
-        pieces = []
-        for number in tensor.shards:
-            blobs = self.table.blobs(number)
-            pieces.append((self.table.shards[number].box, self.table.digest[blobs.start : blobs.stop].tobytes()))
-        return tensor.spec.dtype, tensor.spec.shape, tuple(sorted(set(pieces)))
+        return self.index.content(self.index.number[key])
 
     def order(self, key: Key, rank: int = 0) -> list[int] | None:
         """Return the dimensions of a tensor from the outermost to the innermost in memory; None for a contiguous one.
@@ -276,7 +320,7 @@ class SavedState:
             raise CorruptError(f"{key[0]}: {order!r:.80} is not an order of its dimensions")
         return order
 
-    def _orders(self, view: RanksView) -> dict[str, list[int]]:
+    def _orders(self, view: View) -> dict[str, list[int]]:
         if view.first not in self._ordered:
             found = self._ordered[view.first] = dict[str, list[int]]()
             for component in view.components:
@@ -316,7 +360,7 @@ class SavedState:
                 path = tuple(component["path"])
                 said = found.setdefault(path, [])
                 value = view.values[i]
-                if self.directory is not None and (view is here or not said):
+                if view is here or not said:
                     value = self._value(mapped if view is here else view.first, i)
                 said.append(SavedNode(path, component["kind"], component["facts"], value, tuple(component["names"])))
         return [joined(nodes) for nodes in found.values()]
@@ -343,22 +387,20 @@ class SavedState:
             seen.update(paths if once else ())
         who = ((view.first, i) for i, view in enumerate(self.views)) if once else enumerate(self._view_of)
         saying = [(rank, number) for rank, number in who if mine[number]]
-        if self.directory is not None:
-            self._read_values([rank for rank, _ in saying])
+        self._read_values([rank for rank, _ in saying])
         for rank, number in saying:
             view = self.views[number]
             for i in mine[number]:
-                value = view.values[i] if self.directory is None else self._fetched[self._alike[rank]][i]
-                yield rank, view.components[i], value
+                yield rank, view.components[i], self._fetched[self._alike[rank]][i]
 
     def _value(self, rank: int, component: int) -> Json:
-        """Out of the part of a rank."""
+        """Return the plain values of a component, as the manifest of a rank has them."""
         self._read_values([rank])
         return self._fetched[self._alike[rank]][component]
 
     def _read_values(self, ranks: Sequence[int]) -> None:
         wanted = dict.fromkeys(self._alike[rank] for rank in ranks)
-        self.told(self._fetch_values([rank for rank in wanted if rank not in self._fetched]))
+        self._read([rank for rank in wanted if rank not in self._fetched])
 
     def told(self, values: Mapping[int, list[Json]]) -> None:
         """The plain values of some ranks, which need not be read for them any more."""
@@ -392,6 +434,11 @@ class SavedState:
             if component["kind"] in SHARED_KINDS
             for name in component["names"]
         }
+
+
+def _nothing(ranks: Sequence[int]) -> dict[int, tuple[list[Json], Table]]:
+    """Read nothing: everything is known."""
+    return {}
 
 
 def _is_order(value: object) -> bool:

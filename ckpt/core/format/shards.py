@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, overload
 import numpy as np
 
 from ckpt.core.format.boxes import Box
-from ckpt.core.format.columns import I64, end_to_end, starts_of
-from ckpt.core.format.layout import BITS, MAX_DIMS, Layout
+from ckpt.core.format.columns import I64, end_to_end, spans, starts_of
+from ckpt.core.format.layout import BITS, MAX_DIMS, Layout, TensorSpec
 from ckpt.errors import CorruptError
 
 if TYPE_CHECKING:
@@ -53,16 +53,25 @@ class SavedShard:
 class SavedShards(Sequence[SavedShard]):
     """Many shards as columns: `dims[dim_starts[i] : dim_starts[i + 1]]` are global shape, offsets and sizes of shard i.
 
-    `dtype` counts in `DTYPES`. Equal to any sequence of the same shards.
+    `dtype` counts in `DTYPES`; `accelerated` is 1 if the rank had it on an accelerator. Equal to any sequence of the
+    same shards.
     """
 
-    __slots__ = ("dim_starts", "dims", "dtype", "instance", "names", "rank")
+    __slots__ = ("accelerated", "dim_starts", "dims", "dtype", "instance", "names", "rank")
 
     def __init__(
-        self, names: tuple[str, ...], dtype: I64, rank: I64, instance: I64, dims: I64, dim_starts: I64
+        self,
+        names: tuple[str, ...],
+        dtype: I64,
+        rank: I64,
+        instance: I64,
+        dims: I64,
+        dim_starts: I64,
+        accelerated: I64 | None = None,
     ) -> None:
         self.names, self.dtype, self.rank, self.instance = names, dtype, rank, instance
         self.dims, self.dim_starts = dims, dim_starts
+        self.accelerated = np.zeros(len(dtype), np.int64) if accelerated is None else accelerated
 
     @classmethod
     def of(cls, shards: Iterable[SavedShard]) -> SavedShards:
@@ -78,12 +87,11 @@ class SavedShards(Sequence[SavedShard]):
         if found is None:
             rows = [layout.tensors[i] for i in layout.arrangement.order]
             dims = [(*t.full, *t.at, *t.shape) for t in rows]
-            names, instances, ranks = (
-                [t.name for t in rows],
-                [t.instance for t in rows],
-                np.full(len(rows), layout.rank),
-            )
-            found = layout.made_of_it[cls] = cls._of_rows(names, [t.dtype for t in rows], ranks, instances, dims)
+            names, instances = [t.name for t in rows], [t.instance for t in rows]
+            ranks = np.full(len(rows), layout.rank)
+            found = cls._of_rows(names, [t.dtype for t in rows], ranks, instances, dims)
+            found.accelerated = np.array([t.accelerator for t in rows], np.int64)
+            layout.made_of_it[cls] = found
         assert isinstance(found, SavedShards)
         return found
 
@@ -111,10 +119,60 @@ class SavedShards(Sequence[SavedShard]):
             end_to_end(part.instance for part in parts),
             end_to_end(part.dims for part in parts),
             end_to_end([[0], *starts]),
+            end_to_end(part.accelerated for part in parts),
+        )
+
+    def take(self, rows: I64) -> SavedShards:
+        """Return some of the shards, without their names."""
+        counts = self.dim_starts[rows + 1] - self.dim_starts[rows]
+        return SavedShards(
+            (),
+            self.dtype[rows],
+            self.rank[rows],
+            self.instance[rows],
+            self.dims[spans(self.dim_starts[rows], counts)],
+            starts_of(np.cumsum(counts)),
+            self.accelerated[rows],
+        )
+
+    def narrow(self) -> SavedShards:
+        """Return the same in the narrowest numbers."""
+        small = self.dims.max(initial=0) < 2**31
+        return SavedShards(
+            self.names,
+            self.dtype.astype(np.uint8),
+            self.rank.astype(np.int32),
+            self.instance.astype(np.int32),
+            self.dims.astype(np.int32) if small else self.dims,
+            self.dim_starts.astype(np.int32),
+            self.accelerated.astype(np.uint8),
+        )
+
+    def specs(self) -> tuple[TensorSpec, ...]:
+        """Return each shard as a layout lists it."""
+        whole, on = self.whole.tolist(), self.accelerated.tolist()
+        return tuple(
+            TensorSpec(
+                s.name,
+                s.dtype,
+                s.sizes,
+                bool(on[i]),
+                None if whole[i] else s.global_shape,
+                () if whole[i] else s.offsets,
+                s.instance,
+            )
+            for i, s in enumerate(self)
+        )
+
+    def same(self, other: SavedShards) -> bool:
+        """Return True if all columns are equal."""
+        columns = ("dtype", "rank", "instance", "dims", "dim_starts", "accelerated")
+        return self.names == other.names and all(
+            np.array_equal(getattr(self, name), getattr(other, name)) for name in columns
         )
 
     def __len__(self) -> int:
-        return len(self.names)
+        return len(self.dtype)
 
     @overload
     def __getitem__(self, at: int) -> SavedShard: ...
@@ -125,7 +183,8 @@ class SavedShards(Sequence[SavedShard]):
             return tuple(self[i] for i in range(*at.indices(len(self))))
         i = range(len(self))[at]
         row = self.dims[self.dim_starts[i] : self.dim_starts[i + 1]].tolist()
-        return _shard(self.names[i], int(self.dtype[i]), row, int(self.rank[i]), int(self.instance[i]))
+        name = self.names[i] if self.names else ""
+        return _shard(name, int(self.dtype[i]), row, int(self.rank[i]), int(self.instance[i]))
 
     def __iter__(self) -> Iterator[SavedShard]:
         dims, starts = self.dims.tolist(), self.dim_starts.tolist()

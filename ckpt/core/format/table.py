@@ -1,11 +1,11 @@
-"""The table of a checkpoint: which shards there are and where the blobs of each lie.
+"""The chunk table of one rank, or of several: which shards there are, and where the chunks of each are stored.
 
-Kept as columns in a file (`format.columns`), so that millions of rows load at once, and take little more room than
-their digests. In memory it stays columns too.
+A manifest has the table of its rank as a file of columns (`format.columns`). In memory it stays columns, too.
 
     names, name_ends          UTF-8 text of all names joined, and where each ends
     dtypes                    one byte a shard: its place in `ckpt.core.format.shards.DTYPES`
     ranks                     the rank that wrote the shard
+    accelerated               1 if the rank had it on an accelerator
     instances                 whose tensor of that name it belongs to, -1: one that all ranks hold together
     dims, dim_ends            global shape, offsets and sizes of a shard, one after the other, and where each shard ends
     blob_ends                 shard i owns blobs blob_ends[i-1] .. blob_ends[i]
@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ckpt.core.format.codec import CODECS, DELTA, RAW
-from ckpt.core.format.columns import I64, Bytes, Columns, Pressed, distinct, end_to_end, reading, starts_of
+from ckpt.core.format.columns import I64, Bytes, ColumnFile, Columns, distinct, end_to_end, reading, starts_of
 from ckpt.core.format.digest import DIGEST_SIZE
 from ckpt.core.format.manifest import MAX_WORLD
 from ckpt.core.format.shards import DTYPES, SavedShard, SavedShards, check_shards
@@ -43,12 +43,12 @@ if TYPE_CHECKING:
 MAX_TABLE = 1 << 30
 MAX_TABLE_HEADER = 1 << 16  # of eighteen entries
 COLUMNS = {
-    "names": "uint8", "name_ends": "int64", "dtypes": "uint8", "ranks": "int32", "instances": "int32",
-    "dims": "int64", "dim_ends": "int64", "blob_ends": "int64", "pack": "int32", "offset": "int64",
-    "stored": "int64", "length": "int64", "codec": "uint8", "base": "int64", "digest": "uint8",
+    "names": "uint8", "name_ends": "int64", "dtypes": "uint8", "accelerated": "uint8", "ranks": "int32",
+    "instances": "int32", "dims": "int64", "dim_ends": "int64", "blob_ends": "int64", "pack": "int32",
+    "offset": "int64", "stored": "int64", "length": "int64", "codec": "uint8", "base": "int64", "digest": "uint8",
     "stored_digest": "uint8", "packs": "uint8",
 }  # fmt: skip
-PRESSED = Pressed(COLUMNS, 3, MAX_TABLE, ("name_ends", "dtypes", "length"), ("packs",), ("digest", "stored_digest"))
+FILE = ColumnFile(COLUMNS, MAX_TABLE, ("name_ends", "dtypes", "length"), ("packs",), ("digest", "stored_digest"))
 MAX_BLOB = 64 << 20  # bytes read at once; we cut at 4 MiB
 Content = tuple[bytes, int]
 """The digest of plain bytes, and their length."""
@@ -109,12 +109,20 @@ class Table:
         names = [self.columns.names[shard] for shard in self.users(blob)] or ["nothing"]
         return names[0] if blob < self.owned else f"what {names[0]} is based on"
 
+    def compact(self) -> Table:
+        """Return what the index needs of it, in the narrowest numbers. Where chunks are stored is left out."""
+        none = np.broadcast_to(np.int64(0), (self.owned,))
+        starts: Any = self.starts.astype(np.int32)
+        digest = self.digest[: self.owned]
+        return Table(self.columns.narrow(), starts, none, none, none, none, none, none, digest, digest, self.packs)
+
     def to_bytes(self) -> bytes:
         shards, names = self.columns, [name.encode() for name in self.columns.names]
         columns: dict[str, npt.NDArray[Any]] = {
             "names": np.frombuffer(b"".join(names), np.uint8),
             "name_ends": np.cumsum([len(name) for name in names], dtype=np.int64),
             "dtypes": shards.dtype.astype(np.uint8),
+            "accelerated": shards.accelerated.astype(np.uint8),
             "ranks": shards.rank.astype(np.int32),
             "instances": shards.instance.astype(np.int32),
             "dims": shards.dims,
@@ -130,7 +138,7 @@ class Table:
             "stored_digest": self.stored_digest[self.codec != RAW],
             "packs": np.frombuffer(json.dumps(self.packs).encode(), np.uint8),
         }
-        return PRESSED.to_bytes(columns)
+        return FILE.to_bytes(columns)
 
     @classmethod
     def from_bytes(cls, raw: bytes | memoryview, what: str) -> Table:
@@ -145,8 +153,8 @@ class Table:
 
 def columns_of(raw: bytes | memoryview, what: str) -> dict[str, npt.NDArray[Any]]:
     """As they are kept, before anything is made of them; digests row by row."""
-    found = PRESSED.from_bytes(raw, what)
-    return found | {name: found[name].reshape(-1, DIGEST_SIZE) for name in PRESSED.whole}
+    found = FILE.from_bytes(raw, what)
+    return found | {name: found[name].reshape(-1, DIGEST_SIZE) for name in FILE.whole}
 
 
 def merge(tables: Sequence[Table]) -> Table:
@@ -204,6 +212,7 @@ def _checked(raw: dict[str, npt.NDArray[Any]], what: str) -> Table:
         columns.numbers("instances", shards, -1, MAX_WORLD),
         dims,
         starts_of(columns.ends("dim_ends", shards, dims.size)),
+        columns.numbers("accelerated", shards, 0, 1),
     )
     sizes = check_shards(rows, what)
     codec, digest = columns.numbers("codec", blobs, RAW, 255), columns.digests("digest", blobs)

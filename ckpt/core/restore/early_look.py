@@ -18,14 +18,14 @@ from dataclasses import dataclass
 from ckpt.core.checkpoint import losses, read, steady
 from ckpt.core.checkpoint.concurrent import all_of
 from ckpt.core.checkpoint.losses import Loss
-from ckpt.core.format.rank_index import Directory
+from ckpt.core.format.index import Index
 from ckpt.core.log.log import Commit, RunLog
 from ckpt.errors import CheckpointError, FormatError, StoreError
 from ckpt.store import folder_of, open_store
 
 WAIT_S = 5.0  # for a look that was begun: one that hangs is left alone
 
-Content = read.Manifest | Directory
+Content = read.Manifest | Index
 
 
 @dataclass

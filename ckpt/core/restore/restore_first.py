@@ -226,7 +226,7 @@ class _Try:
         filled = placement.fills or placement.lying
         if not strict and world.size == 1 and source.saved.tensors and not filled:
             raise mismatch([*placement.problems, "nothing of it fits, also with strict=False"])
-        if source.saved.directory is not None:
+        if not source.saved.complete:
             source.narrow({key: [target.box for target in targets] for key, targets in placement.fills.items()})
         self._filler = filler = Filler(source.saved, placement.fills, placement.lying, in_place=strict)
         told: dict[str, Json] = {"problems": placement.problems if strict else []}

@@ -25,11 +25,11 @@ from ckpt.core.checkpoint.write import build_table
 from ckpt.core.format.boxes import Box
 from ckpt.core.format.columns import I64
 from ckpt.core.format.digest import DIGEST_SIZE, blob_digest
+from ckpt.core.format.index import Index
 from ckpt.core.format.layout import Layout
-from ckpt.core.format.manifest import Attempt, data_key, rank_of
-from ckpt.core.format.rank_index import Directory
+from ckpt.core.format.manifest import Attempt, SharedLayout, data_key, rank_of
 from ckpt.core.format.saved_state import Key, SavedState
-from ckpt.core.format.table import Table, merge
+from ckpt.core.format.table import Table
 from ckpt.core.format.values import Json
 from ckpt.core.ipc.arena import LOCK, Arena, Label
 from ckpt.core.log.log import Commit
@@ -179,7 +179,7 @@ class MemorySource(RestoreSource):
         self._digested = {la.rank for la, _, digests in ranks if digests is not None}
         digested = len(self._digested) == world
         layouts = [layout for layout, _, _ in ranks]
-        self._saved = SavedState(layouts, [values for _, values, _ in ranks], merge(tables), digested=digested)
+        self._saved = SavedState(layouts, [values for _, values, _ in ranks], tables, digested=digested)
 
     @property
     def verified(self) -> bool:
@@ -283,7 +283,7 @@ class StoreSource(RestoreSource):
         undone: bool = False,
         describing: bool = True,
         others: Sequence[str] = (),
-        content: read.Manifest | Directory | None = None,
+        content: read.Manifest | Index | None = None,
     ) -> None:
         """`others`: places that have the same checkpoint, for what is damaged here. `content`: what it consists of, if
         that was read before."""
@@ -295,26 +295,31 @@ class StoreSource(RestoreSource):
         if not self.partial or self._commit is None or not self._describing:
             return None
         manifest = read.run(self._load(self._commit))
-        parts = [{"layout": manifest.layout(part.rank).to_json(), "values": part.values} for part in manifest.parts]
-        return {"parts": parts, "table": base64.b64encode(manifest.table.to_bytes()).decode()}
+        return [
+            {
+                "rank": part.rank,
+                "world": part.world,
+                "layout": part.layout.text,
+                "values": part.values,
+                "table": base64.b64encode(part.table).decode(),
+            }
+            for part in manifest.parts
+        ]
 
     def open(self, described: Sequence[Json], known: Layout | None = None) -> None:
         if not self.partial:
             self._saved = read.run(self._open(known))
             return
-        parts, tables = dict[int, Json](), dict[bytes, Table]()
-        for one in described:
-            for part in one["parts"] if one is not None else ():
-                parts[part["layout"]["rank"]] = part
-            if one is not None:
-                raw = base64.b64decode(one["table"])
-                tables[raw] = Table.from_bytes(raw, f"the index of step {self.attempt.step}")
-        layouts = [Layout.from_json(parts[rank]["layout"]) for rank in sorted(parts)]
+        parts = {part["rank"]: part for one in described for part in one or ()}
+        layouts, tables = list[Layout](), list[Table]()
+        for rank, part in sorted(parts.items()):
+            table = Table.from_bytes(base64.b64decode(part["table"]), f"the table of rank {rank}")
+            shared = SharedLayout.of_text(part["layout"])
+            layouts.append(Layout.of_manifest(shared, rank, part["world"], table.columns.specs()))
+            tables.append(table)
         if not layouts or len(layouts) != layouts[0].world:
             raise CorruptError(f"the disks that can be reached hold {len(layouts)} parts of step {self.attempt.step}")
-        self._saved = SavedState(
-            layouts, [parts[rank]["values"] for rank in sorted(parts)], merge(list(tables.values()))
-        )
+        self._saved = SavedState(layouts, [parts[rank]["values"] for rank in sorted(parts)], tables)
 
     @property
     def verified(self) -> bool:
@@ -335,7 +340,7 @@ class StoreSource(RestoreSource):
         assert self._commit is not None
         return read.saved_by(content, self._commit, (self.tier, *self._others), self.repaired.append, known)
 
-    async def _look(self) -> tuple[Commit, read.Manifest | Directory]:
+    async def _look(self) -> tuple[Commit, read.Manifest | Index]:
         async with read.opened(self.tier) as store:
             if self._commit is None:  # another rank saw it committed, a moment after this one had looked
                 self._commit = (await read.open_run(self.tier, store)).state.commits.get(self.attempt)

@@ -82,7 +82,7 @@ class Filler:
             tensor = saved.tensors[key]
             for target in targets:
                 ready = self._ready(target, tensor.spec)
-                if saved.directory is None and len(tensor.shards) == 1 and _is_whole(ready, tensor.spec):
+                if saved.complete and len(tensor.shards) == 1 and _is_whole(ready, tensor.spec):
                     self._whole.append((tensor.shards[0], ready.tensor))
                 elif len(tensor.shards):
                     numbers = np.asarray(tensor.shards, np.int64)

@@ -13,8 +13,8 @@ import click
 from ckpt.core.checkpoint import describe, ledger_files, read
 from ckpt.core.checkpoint.parts import MANY, sizes_of_many
 from ckpt.core.checkpoint.spelling import Which
+from ckpt.core.format.index import Index
 from ckpt.core.format.manifest import Attempt, PackInfo, Part, owner
-from ckpt.core.format.rank_index import Directory
 from ckpt.core.format.saved_state import SavedState
 from ckpt.core.log.records import Commit
 from ckpt.errors import CheckpointError
@@ -130,13 +130,12 @@ async def _show(url: str, step: Which, only: str | None, every: bool) -> dict[st
 
 async def _contents(store: Store, commit: Commit, only: str | None, every: bool) -> dict[str, Any]:
     """Read the contents; for many ranks only the requested part."""
-    index, whole = await read.index_or_none(store, commit), None
-    directory = index if isinstance(index, Directory) and commit.world > MANY else None
-    if directory is not None:
-        saved = read.saved_by(directory, commit, (store.url,))
-    else:
-        whole = await read.load_manifest(store, commit, index)
-        saved = whole.saved()
+    found: read.Manifest | Index | None = None
+    if MANY < commit.world == len(commit.parts):
+        found = await read.index_or_none(store, commit)
+    found = found or await read.load_manifest(store, commit)
+    whole = found if isinstance(found, read.Manifest) else None
+    saved = read.saved_by(found, commit, (store.url,))
     tensors = [t for t in describe.tensors_of(saved).values() if only is None or fnmatch.fnmatchcase(t.name, only)]
     if only is not None and not tensors:
         raise click.UsageError(f"no tensor of step {commit.step} matches {only!r}; * matches any text")
@@ -146,12 +145,12 @@ async def _contents(store: Store, commit: Commit, only: str | None, every: bool)
         storages.add(whole.table)
         parts += whole.parts
     elif every:
-        async for share in read.in_turn(store, commit, directory):
+        async for share in read.in_turn(store, commit):
             some = await share
             storages.add(some.table)
             parts += some.parts
         saved.told({part.rank: part.values for part in parts})
-    elif only is not None and directory is not None:
+    elif only is not None:
         ranks = {rank for key in keys.values() for rank in saved.holders(key).tolist()}
         async for table in read.tables_in_turn(store, commit, sorted(ranks)):
             storages.add(table)
@@ -196,9 +195,8 @@ def _files(commit: Commit, parts: Sequence[Part], used: Mapping[str, int]) -> di
 
 
 async def _listed(store: Store, commit: Commit, saved: SavedState) -> dict[str, Any]:
-    """Return the same for many ranks, as far as the directory and a listing contain it."""
-    assert saved.directory is not None
-    sizes, packs = await sizes_of_many(store, commit.attempt, commit.world), saved.directory.packs
+    """Return the same for many ranks, as far as the index and a listing contain it."""
+    sizes, packs = await sizes_of_many(store, commit.attempt, commit.world), saved.index.packs
     unknown: dict[str, Any] = {"chain": None, "restore_bytes": None, "packs": []}
     return {**unknown, "stored_bytes": sum(sizes.get(key, 0) for key in packs), **_older(commit, packs)}
 

@@ -12,10 +12,9 @@ from typing import Any
 import click
 
 from ckpt.core.checkpoint import losses, read, spelling, steady
-from ckpt.core.checkpoint.parts import load_index
+from ckpt.core.checkpoint.parts import MANY, load_index
 from ckpt.core.checkpoint.spelling import Which
 from ckpt.core.format.manifest import MAX_FORMAT, read_format
-from ckpt.core.format.rank_index import Directory
 from ckpt.core.log.log import Commit, RunLog
 from ckpt.errors import CorruptError, NotFoundError, StoreError, is_unreadable
 from ckpt.tools.cli import UNREADABLE
@@ -136,9 +135,10 @@ async def bytes_to_read(log: RunLog, commits: list[Commit]) -> int:
     total = 0
     for commit in commits:
         with contextlib.suppress(CorruptError, StoreError):
-            index = await load_index(log.store, commit)
-            if isinstance(index, Directory):
-                total += sum(spec.nbytes for spec in index.specs())
+            if commit.world > MANY:
+                index = await load_index(log.store, commit)
+                total += sum(index.spec(tensor).nbytes for tensor in range(len(index.keys)))
             else:
-                total += sum(b.nbytes for b in read.plan_reads(index, range(index.owned), far=log.store.remote))
+                table = (await read.load_manifest(log.store, commit)).table
+                total += sum(b.nbytes for b in read.plan_reads(table, range(table.owned), far=log.store.remote))
     return total

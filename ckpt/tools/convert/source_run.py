@@ -93,7 +93,7 @@ class RunOrigin:
         if not what:
             return []
         named = ", ".join([*what[:4], *(f"{len(what) - 4} more" for _ in what[4:5])])
-        had = "had" if self.saved.directory is None else "may have had"
+        had = "had" if self.saved.complete else "may have had"
         if world == 1:
             return [f"ranks {had} different values of {named}: those of the lowest rank that has any are used"]
         return [
@@ -104,7 +104,7 @@ class RunOrigin:
 
     def _apart(self) -> Iterator[str]:
         """Yield entries whose plain values differ between ranks; for very many ranks, those that may differ."""
-        if self.saved.directory is None:
+        if self.saved.complete:
             yield from (p.partition(" (rank ")[0] for p in self.plain() if p.endswith(")") and " (rank " in p)
         else:  # comparing them would need the manifests of all ranks
             said = (component for view in self.saved.views for component in view.components)
@@ -169,7 +169,7 @@ class RunOrigin:
 
     def narrowed(self, labels: Sequence[str]) -> SavedState:
         """Return the state with the full tables of these tensors."""
-        if self.saved.directory is None:
+        if self.saved.complete:
             return self.saved
         with self._narrowing:
             wanted = {self.keys[label] for label in labels}
@@ -179,10 +179,9 @@ class RunOrigin:
 
     def _widen(self, wanted: Set[Key]) -> None:
         saved = self.saved
-        assert saved.directory is not None
         ranks = frozenset(rank for key in wanted for rank in saved.holders(key).tolist())
         both = ranks | self._ranks
-        if int(saved.directory.columns["owned"][sorted(both)].sum()) <= MOST_ROWS:
+        if int(saved.index.columns["owned"][sorted(both)].sum()) <= MOST_ROWS:
             ranks = both
         there = np.zeros(saved.world, np.bool_)
         there[sorted(ranks)] = True

@@ -20,8 +20,9 @@ import numpy as np
 from ckpt.core.checkpoint import steady
 from ckpt.core.checkpoint.blobs import FAR_READ, PARALLEL, READ, near
 from ckpt.core.checkpoint.concurrent import all_of, of_each
-from ckpt.core.checkpoint.parts import MANY, no_layout, read_exact, read_header, table_of
-from ckpt.core.format.digest import blob_digest
+from ckpt.core.checkpoint.parts import MANY, layout_of, read_exact, read_header, table_of
+from ckpt.core.format.digest import blob_digest, file_digest
+from ckpt.core.format.index import MAX_INDEX, Share, build
 from ckpt.core.format.layout import Layout
 from ckpt.core.format.manifest import (
     MAX_FORMAT,
@@ -36,16 +37,13 @@ from ckpt.core.format.manifest import (
     new_format,
     owner,
     read_format,
-    unpress,
 )
-from ckpt.core.format.rank_index import is_directory
-from ckpt.core.format.table import MAX_TABLE, Table
+from ckpt.core.format.table import Table
 from ckpt.core.log.log import RunLog
 from ckpt.core.log.records import Commit
 from ckpt.errors import CorruptError, FormatError, NotFoundError, StoreError, is_unreadable
 from ckpt.events import log as logger
 from ckpt.tools.maintain.damage import AuditedTable, AuditResult, DamagedRange, FileDamage, PackDamage
-from ckpt.tools.maintain.remake import IndexOf
 
 OnBytes = Callable[[int], None] | None
 Ranges = np.ndarray[Any, Any]
@@ -263,32 +261,27 @@ class Audit:
     async def _structure(self, commit: Commit) -> None:
         """Read the index and the manifests of a checkpoint, some ranks at a time, and note its tables."""
         key, many = index_key(commit.attempt), len(commit.parts) > MANY
-        ((raw, damage),) = await self._files(commit, [(key, commit.index, MAX_TABLE)])
-        index = None if raw is None or is_directory(raw) else self._parsed(raw, key, commit)
-        again, sheets, columns = IndexOf(many=many, wanted=raw is None), list[AuditedTable](), [self._ranges]
+        ((raw, damage),) = await self._files(commit, [(key, commit.index, MAX_INDEX)])
+        sheets, columns, shares = list[AuditedTable](), [self._ranges], list[Share]()
         for start in range(0, len(commit.parts), MANY):
             wanted = commit.parts[start : start + MANY]
-            for row, part, table in await self._ranks(commit, wanted, again.layout_of):
-                again.add(part, table)
+            for row, part, table in await self._ranks(commit, wanted):
+                if raw is None:
+                    shares.append(Share(part.rank, part.world, part.layout, part.values, table.compact()))
                 sheet = AuditedTable(commit, table.packs, row)
                 if not many:
-                    sheet.content, sheet.layout = table, _layout(part)
+                    sheet.content, sheet.layout = table, _layout(part, table)
                 sheets.append(sheet)
                 columns.append(self._ranges_of(table))
-        if len(sheets) == len(commit.parts):
-            self.sheets += sheets
-            if damage is not None and raw is None and (made := again.made(commit)) is not None:
-                damage.raw, damage.source = made, "the manifests of its ranks"
-        elif index is not None:
-            self.sheets.append(AuditedTable(commit, index.packs, content=index))
-            columns = [self._ranges, self._ranges_of(index)]
-        else:
-            self.found.unread.append((commit.attempt, "its index and some of its manifests are lost"))
-            return
+        self.sheets += sheets
+        if len(sheets) < len(commit.parts):
+            self.found.unread.append((commit.attempt, "some of its manifests are lost"))
+        elif damage is not None and raw is None and (made := _index_of(shares, commit)) is not None:
+            damage.raw, damage.source = made, "the manifests of its ranks"
         self._ranges = np.unique(np.concatenate(columns))
 
     async def _ranks(
-        self, commit: Commit, rows: Sequence[tuple[int, str]], layout_of: Callable[[str], dict[str, Any]]
+        self, commit: Commit, rows: Sequence[tuple[int, str]]
     ) -> list[tuple[tuple[int, str], Part, Table]]:
         """Read the manifests of some ranks, as far as intact copies exist."""
         keys = [(manifest_key(commit.attempt, rank), digest, MAX_JSON) for rank, digest in rows]
@@ -296,7 +289,7 @@ class Audit:
         for row, (key, *_), (raw, _) in zip(rows, keys, await self._files(commit, keys), strict=True):
             if raw is not None:
                 try:
-                    part = Part.from_bytes(raw, key, layout_of)
+                    part = Part.from_bytes(raw, key)
                     found.append((row, part, table_of(part)))
                 except (CorruptError, FormatError) as error:
                     self.found.unread.append((commit.attempt, str(error)))
@@ -307,7 +300,7 @@ class Audit:
     async def load(self, sheet: AuditedTable) -> Table | None:
         """Return the table of a sheet, read again if it is not in memory. None if it is lost now."""
         if sheet.content is None and sheet.part is not None:
-            part = await self._part(sheet.commit, sheet.part, no_layout)
+            part = await self._part(sheet.commit, sheet.part)
             return None if part is None else table_of(part)
         return sheet.content
 
@@ -315,22 +308,13 @@ class Audit:
         """Keep the table and the layout of a sheet in memory from here on."""
         sheet.content = await self.load(sheet)
         if sheet.layout is None and sheet.part is not None:
-            part = await self._part(sheet.commit, sheet.part, unpress)
-            sheet.layout = None if part is None else _layout(part)
+            part = await self._part(sheet.commit, sheet.part)
+            sheet.layout = None if part is None else _layout(part, table_of(part))
 
-    async def _part(
-        self, commit: Commit, row: tuple[int, str], layout_of: Callable[[str], dict[str, Any]]
-    ) -> Part | None:
+    async def _part(self, commit: Commit, row: tuple[int, str]) -> Part | None:
         key = manifest_key(commit.attempt, row[0])
         raw, _ = await self._file(commit, key, row[1], MAX_JSON)
-        return None if raw is None else Part.from_bytes(raw, key, layout_of)
-
-    def _parsed(self, raw: bytes | None, key: str, commit: Commit) -> Table | None:
-        try:
-            return None if raw is None else Table.from_bytes(raw, key)
-        except (CorruptError, FormatError) as error:
-            self.found.unread.append((commit.attempt, str(error)))
-            return None
+        return None if raw is None else Part.from_bytes(raw, key)
 
     async def _files(
         self, commit: Commit, wanted: Sequence[tuple[str, str, int]]
@@ -359,9 +343,18 @@ class Audit:
         return None, damage
 
 
-def _layout(part: Part) -> Layout | None:
+def _index_of(shares: Sequence[Share], commit: Commit) -> bytes | None:
+    """Return the index that these manifests have, or None if its digest is not the committed one."""
     try:
-        return Layout.from_json(part.layout)
+        made = build(shares, partial=len(shares) < commit.world).to_bytes()
+    except CorruptError:
+        return None
+    return made if file_digest(made) == commit.index else None
+
+
+def _layout(part: Part, table: Table) -> Layout | None:
+    try:
+        return layout_of(part, table)
     except CorruptError as error:
         logger.warning("%s", error)
         return None

@@ -18,7 +18,6 @@ from ckpt.core.checkpoint.retention import files_of
 from ckpt.core.checkpoint.store_trial import check_empty
 from ckpt.core.checkpoint.write import WrittenPart
 from ckpt.core.format.manifest import Attempt, folder_of, new_nonce
-from ckpt.core.format.slim import Slim
 from ckpt.core.log.log import RunLog
 from ckpt.core.log.records import Acquire, Commit, RunState, in_history
 from ckpt.errors import (
@@ -242,13 +241,13 @@ async def _blame(
 async def _copy_files(
     source: Store, target: Store, commit: Commit, used: Set[str], on_bytes: OnBytes
 ) -> list[WrittenPart]:
-    slim = Slim() if len(commit.parts) > MANY else None
+    many = len(commit.parts) > MANY
 
     async def copy_rank(part: tuple[int, str]) -> WrittenPart:
         rank, digest = part
         await promote.copy_part(source, target, commit.attempt, rank, expected=digest, used=used, on_bytes=on_bytes)
         # read again for the sizes of its files
-        return await load_part(target, commit.attempt, rank, expected=digest, slim=slim)
+        return await load_part(target, commit.attempt, rank, expected=digest, compact=many)
 
     return await of_each(commit.parts, copy_rank, PARTS)
 

@@ -1,4 +1,4 @@
-"""Thousands of ranks: what a directory says is what the tables say, and a rank reads only what it needs."""
+"""The index says what the tables say, and a rank reads only what it needs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 import json
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,17 +23,19 @@ from processes import REPO
 
 sys.path.insert(0, str(REPO / "benchmarks"))
 
+
 import looks
 import scale
 from ckpt.core.checkpoint import commit as commits
-from ckpt.core.checkpoint import commit_checks, read
-from ckpt.core.format import join_ranks, rank_index
+from ckpt.core.checkpoint import commit_checks, parts, read
+from ckpt.core.format import columns as column_files
 from ckpt.core.format.boxes import Box
-from ckpt.core.format.manifest import Attempt, Part, data_key, index_key, manifest_key
+from ckpt.core.format.index import COLUMNS, FILE, Index, Share, build
+from ckpt.core.format.layout import OWN
+from ckpt.core.format.manifest import Attempt, Part, SharedLayout, data_key, index_key, manifest_key
 from ckpt.core.format.partition import GLOBAL, Seat
-from ckpt.core.format.rank_index import Directory
 from ckpt.core.format.saved_state import SavedState
-from ckpt.core.format.table import SavedShard, Table, merge
+from ckpt.core.format.table import SavedShard, Table
 from ckpt.core.log.log import Commit
 from ckpt.core.restore import division
 from ckpt.core.restore.sources import StoreSource
@@ -49,7 +51,7 @@ WORLD = scale.World(stages=2, tensor=2, fsdp=8, layers=4, width=64)
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with one checkpoint of 32 ranks, whose index is a directory."""
+    """A run with one checkpoint of 32 ranks, with its index."""
     root = tmp_path_factory.mktemp("scale") / "run"
     make(WORLD, root)
     return root
@@ -60,9 +62,7 @@ def make(world: scale.World, root: Path) -> None:
     (root / "FORMAT.json").write_bytes(scale.new_format())
     for first in range(0, world.size, world.per_stage):
         scale.write_ranks(world, str(root), first, first + world.per_stage)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(commit_checks, "WHOLE", 0)
-        scale.take_over(root)
+    scale.take_over(root)
 
 
 def committed(root: Path) -> Commit:
@@ -117,7 +117,7 @@ def test_simulated_layouts_are_those_of_real_ranks(world: scale.World) -> None:
         assert scale.layout_of(world, rank, like).to_json() == real.to_json()
 
 
-# -- restoring by a directory --
+# -- restoring by the index --
 
 OTHERS = {
     "the same": WORLD,
@@ -129,7 +129,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("kind", OTHERS)
-def test_by_a_directory_a_rank_wants_the_same_blobs(run: Path, kind: str) -> None:
+def test_by_the_index_a_rank_wants_the_same_blobs(run: Path, kind: str) -> None:
     """As with all parts and tables: the same blobs, by the same numbers, at the same places, with the same digests."""
     other, everything = OTHERS[kind], whole(run)
     for rank in (0, other.size // 2 + 1, other.size - 1):
@@ -148,7 +148,7 @@ def rows(table: Table, blobs: list[int]) -> list[tuple[str, int, int]]:
     return [(table.packs[int(table.pack[b])], int(table.offset[b]), int(table.length[b])) for b in blobs]
 
 
-def test_what_a_directory_says_of_names_and_values_is_what_all_parts_say(run: Path) -> None:
+def test_what_the_index_says_of_names_and_values_is_what_all_parts_say(run: Path) -> None:
     """Nodes as every rank sees them, labels, whose a name is, and which tensors hold the same bytes."""
     one, two = whole(run), listed(run)
     assert one.labels == two.labels and one.keys == two.keys and one.shared_names() == two.shared_names()
@@ -181,7 +181,7 @@ def got(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 def test_restore_reads_only_the_manifests_it_needs(run: Path, got: list[str]) -> None:
     """A rank that restores its own tensors reads few manifests: those of ranks that have its tensors, and that of the
-    first rank with the same plain values. Negative control: without the directory it reads all of them."""
+    first rank with the same plain values. Negative control: without the index it reads all of them."""
     commit, rank = committed(run), 21
     needed = {r for r, rest in enumerate(ranks_with(run, rank)) if rest}
     got.clear()
@@ -213,7 +213,7 @@ def test_a_lost_or_damaged_index_is_made_up_for(run: Path, tmp_path: Path) -> No
         shutil.copytree(run, root)
         damage(index_of(root))
         saved = listed(root)
-        assert saved.directory is None
+        assert saved.complete
         assert Filler(saved, place(WORLD, 3, saved).fills).blobs == expected
 
 
@@ -261,7 +261,7 @@ def test_what_ranks_read_and_send_fits_together(run: Path, nodes: tuple[int, ...
     assert division.fitting([{**post, "problems": []} for post in posts], listed(run))
 
 
-# -- a directory is what the tables say --
+# -- the index is what the tables say --
 
 
 @st.composite
@@ -308,39 +308,40 @@ def table_of(shards: list[SavedShard], rank: int, seed: int = 0) -> Table:
     return Table(shards, starts, zero, offset, length, length, zero, zero - 1, digest, digest, packs)
 
 
-def part_of(table: Table, rank: int, world: int) -> Part:
-    names = sorted({s.name for s in table.shards})
-    layout = {
-        "tensors": [[s.name, s.dtype, list(s.sizes), rank % 2 == 0, None, [], s.instance] for s in table.shards],
-        "aliases": {"alias": names[0]} if names else {},
-        "components": [{"path": ["model"], "kind": "module", "facts": {}, "names": names}],
-        "rank": rank,
-        "world": world,
-        "instances": {s.name: s.instance for s in table.shards if s.instance != GLOBAL},
-        "elsewhere": {},
-    }
+def part_of(table: Table, rank: int, world: int, alike: Set[str] = frozenset()) -> Part:
+    names = sorted({s.name for s in table.shards} | alike)
+    layout = SharedLayout(
+        {
+            "aliases": {"alias": names[0]} if names else {},
+            "components": [{"path": ["model"], "kind": "module", "facts": {}, "names": names}],
+            "instances": {s.name: OWN if s.instance == rank else s.instance for s in table.shards if s.instance >= 0},
+            "forms": {s.name: [s.dtype, list(s.global_shape)] for s in table.shards if s.instance == GLOBAL},
+        }
+    )
     return Part(str(ATTEMPT), rank, world, layout, [None], table.to_bytes(), [], True)
 
 
-def built(state: list[list[SavedShard]]) -> tuple[Directory, list[Table]]:
+def joined(tables: list[Table], alike: Set[str] = frozenset()) -> Index:
+    parts = [part_of(table, rank, len(tables), alike) for rank, table in enumerate(tables)]
+    return build([Share(p.rank, p.world, p.layout, p.values, t) for p, t in zip(parts, tables, strict=True)])
+
+
+def built(state: list[list[SavedShard]]) -> tuple[Index, list[Table]]:
     tables = [table_of(shards, rank) for rank, shards in enumerate(state)]
-    parts = [part_of(table, rank, len(tables)) for rank, table in enumerate(tables)]
     alike = {s.name for shards in state for s in shards if s.instance == GLOBAL}
-    for part in parts:
-        part.layout["components"][0]["names"] = sorted(alike | set(part.layout["components"][0]["names"]))
-    return join_ranks.build(parts, tables), tables
+    return joined(tables, alike), tables
 
 
 @settings(max_examples=50, deadline=None)
 @given(states())
-def test_a_directory_says_what_the_tables_say(state: list[list[SavedShard]]) -> None:
+def test_the_index_says_what_the_tables_say(state: list[list[SavedShard]]) -> None:
     """Who has which box of which tensor, its dtype and shape, and where tables are; also when it was a file."""
     made, tables = built(state)
-    for found in (made, Directory.from_bytes(made.to_bytes(), "an index", len(state))):
+    for found in (made, Index.from_bytes(made.to_bytes(), "an index", len(state))):
         said = {
-            (*key, spec.dtype, spec.shape, rank, box)
-            for i, (key, spec) in enumerate(zip(found.keys, found.specs(), strict=True))
-            for rank, box in found.pieces(i)
+            (*key, found.spec(i).dtype, found.spec(i).shape, rank, box)
+            for i, key in enumerate(found.keys)
+            for rank, box in zip(found.holders(i).tolist(), found.pattern(i).boxes(), strict=True)
         }
         assert said == {
             (s.name, s.instance, s.dtype, s.global_shape, s.rank, s.box) for table in tables for s in table.shards
@@ -374,9 +375,9 @@ def test_equal_contents_are_equal_and_others_are_not() -> None:
     shards = [[SavedShard("own", "F32", (4,), (0,), (4,), rank, rank)] for rank in range(3)]
     for seeds, same in (((0, 0, 0), True), ((0, 0, 1), False)):
         tables = [table_of(mine, 0, seed) for mine, seed in zip(shards, seeds, strict=True)]
-        found = join_ranks.build([part_of(t, rank, 3) for rank, t in enumerate(tables)], tables)
+        found = joined(tables)
         assert (len({found.content(i) for i in range(3)}) == 1) is same
-        saved = SavedState.listed(found, lambda ranks: {}, lambda ranks: {})
+        saved = SavedState.listed(found, lambda ranks: {})
         assert saved.identical("own") is same
         assert (saved.resolve("own", 1, 2, GLOBAL, lenient=False) == ("own", 0)) is same
 
@@ -389,15 +390,17 @@ def parts_of(run: Path) -> tuple[bytes, dict[str, Any], Json]:
     raw = index_of(run).read_bytes()
     frames = safetensors.numpy.load(raw)
     counts = json.loads(frames.pop("counts").tobytes())
-    columns = {
-        name: np.frombuffer(zstandard.decompress(frame.tobytes()), rank_index.COLUMNS[name]).copy()
-        for name, frame in frames.items()
-    }
+    columns = {name: np.frombuffer(plain(name, frame), COLUMNS[name]).copy() for name, frame in frames.items()}
     return raw, columns, counts
 
 
+def plain(name: str, frame: Any) -> bytes:
+    raw: bytes = frame.tobytes()
+    return raw if name in FILE.whole else zstandard.decompress(raw)
+
+
 def forged(columns: dict[str, Any]) -> bytes:
-    return Directory(columns, (), (), (), ()).to_bytes()
+    return Index(columns, (), (), ()).to_bytes()
 
 
 def test_every_flipped_bit_of_an_index_is_refused_or_changes_nothing(run: Path) -> None:
@@ -407,7 +410,7 @@ def test_every_flipped_bit_of_an_index_is_refused_or_changes_nothing(run: Path) 
         bad = bytearray(raw)
         bad[at // 8] ^= 1 << at % 8
         try:
-            Directory.from_bytes(bytes(bad), "an index", WORLD.size)
+            Index.from_bytes(bytes(bad), "an index", WORLD.size)
         except CorruptError:
             continue
 
@@ -436,7 +439,7 @@ def views(edit: Callable[[Json], None]) -> Callable[[dict[str, Any]], None]:
 
 
 HOSTILE = {
-    **{f"{name} is cut off": cut_off(name) for name in rank_index.COLUMNS},
+    **{f"{name} is cut off": cut_off(name) for name in COLUMNS},
     "rank beyond the world": change("piece_rank", 0, WORLD.size),
     "rank beyond the world by its base": change("piece_rank", 3, WORLD.size - 1),
     "negative rank": change("piece_rank", 0, -1),
@@ -456,30 +459,29 @@ HOSTILE = {
     "packs outside": lambda columns: columns.update(packs=np.frombuffer(b'["../../x"]', np.uint8)),
     "packs no list": lambda columns: columns.update(packs=np.frombuffer(b"{}", np.uint8)),
     "views of nothing": views(lambda data: data["views"].clear()),
-    "a view of another component": views(lambda data: data["views"][0][1][0].__setitem__(0, 99)),
-    "a view of a negative component": views(lambda data: data["views"][0][1][0].__setitem__(0, -1)),
-    "an alias of nothing": views(lambda data: data["aliases"][0].update(x="nothing")),
-    "a component of nothing": views(lambda data: data["components"][0]["names"].append("nothing")),
-    "a component without a kind": views(lambda data: data["components"][0].pop("kind")),
-    "an instance of text": views(lambda data: data["instances"][0].update(x="y")),
-    "alike a later one": views(lambda data: data["alike"].__setitem__(0, 1)),
-    "alike one with other entries": views(lambda data: data["views"][0][1].pop()),
-    "alike one that is not like itself": views(lambda data: data["alike"].__setitem__(slice(0, 3), [0, 0, 1])),
-    "alike nobody": views(lambda data: data["alike"].__setitem__(5, -1)),
-    "some are like others": views(lambda data: data["alike"].pop()),
+    "a view of another layout": views(lambda data: data["views"][0].__setitem__(1, 99)),
+    "a view of a negative layout": views(lambda data: data["views"][0].__setitem__(1, -1)),
+    "an alias of nothing": views(lambda data: data["layouts"][0]["aliases"].update(x="nothing")),
+    "a component of nothing": views(lambda data: data["layouts"][0]["components"][0]["names"].append("nothing")),
+    "a component without a kind": views(lambda data: data["layouts"][0]["components"][0].pop("kind")),
+    "an instance of text": views(lambda data: data["layouts"][0]["instances"].update(x="y")),
+    "a view with too few values": views(lambda data: data["views"][0][2].pop()),
+    "alike a later one": change("alike", 0, 1),
+    "alike one that is not like itself": lambda columns: columns["alike"].__setitem__(slice(0, 3), [0, 0, 1]),
+    "alike nobody": change("alike", 5, -1),
     "no views at all": lambda columns: columns.update(views=np.frombuffer(b"[]", np.uint8)),
     "views too deep": lambda columns: columns.update(views=np.frombuffer(b"[" * 100_000, np.uint8)),
 }
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_a_hostile_directory_is_refused(run: Path, kind: str) -> None:
+def test_a_hostile_index_is_refused(run: Path, kind: str) -> None:
     """Whatever does not fit together. Negative control: unchanged, it is taken."""
     _, columns, _ = parts_of(run)
-    assert Directory.from_bytes(forged(columns), "an index", WORLD.size).keys
+    assert Index.from_bytes(forged(columns), "an index", WORLD.size).keys
     HOSTILE[kind](columns)
     with pytest.raises(CorruptError):
-        Directory.from_bytes(forged(columns), "an index", WORLD.size)
+        Index.from_bytes(forged(columns), "an index", WORLD.size)
 
 
 def test_sizes_are_declared_and_checked_before_anything_is_unpacked(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -501,72 +503,73 @@ def test_sizes_are_declared_and_checked_before_anything_is_unpacked(run: Path, m
         ("piece_dims", bomb, {"piece_dims": 1 << 23}),
     ]
     largest: list[int] = []
-    real = rank_index.np.frombuffer
-    monkeypatch.setattr(rank_index.np, "frombuffer", lambda b, *a, **k: largest.append(len(b)) or real(b, *a, **k))
+    real = column_files.np.frombuffer
+    monkeypatch.setattr(column_files.np, "frombuffer", lambda b, *a, **k: largest.append(len(b)) or real(b, *a, **k))
     for name, frame, declared in bad:
         files = {**frames, name: np.frombuffer(frame, np.uint8)}
         files["counts"] = np.frombuffer(json.dumps({**counts, **declared}).encode(), np.uint8)
         with pytest.raises(CorruptError):
-            Directory.from_bytes(safetensors.numpy.save(files), "an index", WORLD.size)
+            Index.from_bytes(safetensors.numpy.save(files), "an index", WORLD.size)
     too_much = dict.fromkeys(counts, 1 << 29)
     files = {**frames, "counts": np.frombuffer(json.dumps(too_much).encode(), np.uint8)}
     largest.clear()
     with pytest.raises(CorruptError, match="implausibly large"):
-        Directory.from_bytes(safetensors.numpy.save(files), "an index", WORLD.size)
+        Index.from_bytes(safetensors.numpy.save(files), "an index", WORLD.size)
     assert not [n for n in largest if n > 1 << 20]
 
 
-def lying(run: Path, edit: Callable[[dict[str, Any], Directory], str]) -> tuple[SavedState, str]:
-    """A directory that is well formed and says something else than the tables; the name of the tensor it is about."""
+def lying(run: Path, edit: Callable[[dict[str, Any], Index], str]) -> tuple[SavedState, str]:
+    """Return a state by an index that is well formed and differs from the tables, and the name of the tensor."""
     raw, columns, _ = parts_of(run)
-    name = edit(columns, Directory.from_bytes(raw, "an index", WORLD.size))
-    commit = committed(run)
-    found = Directory.from_bytes(forged(columns), "an index", WORLD.size)
-    saved = listed(run)
-    tables = read.run(with_store(run, lambda store: read.load_tables(store, commit, range(WORLD.size))))
-    return SavedState.listed(found, saved._fetch_values, lambda ranks: {rank: tables[rank] for rank in ranks}), name
+    name = edit(columns, Index.from_bytes(raw, "an index", WORLD.size))
+    found, commit = Index.from_bytes(forged(columns), "an index", WORLD.size), committed(run)
+
+    def fetch(ranks: Sequence[int]) -> Any:
+        return read.run(with_store(run, lambda store: parts.load_ranks(store, commit, ranks)))
+
+    return SavedState.listed(found, fetch), name
 
 
-def first_dims(columns: dict[str, Any], found: Directory) -> tuple[str, int]:
+def first_dims(columns: dict[str, Any], found: Index) -> tuple[str, int]:
     """A weight, and where the dimensions of its pieces begin."""
     i = next(i for i, (name, _) in enumerate(found.keys) if name.startswith("model.") and name.endswith("wo.weight"))
     return found.keys[i][0], int(found._starts[2][found.columns["tensor_pattern"][i]])
 
 
-def hole(columns: dict[str, Any], found: Directory) -> str:
+def hole(columns: dict[str, Any], found: Index) -> str:
     name, at = first_dims(columns, found)
     columns["piece_dims"][at + 2] -= 1
     return name
 
 
-def overlap(columns: dict[str, Any], found: Directory) -> str:
+def overlap(columns: dict[str, Any], found: Index) -> str:
     name, at = first_dims(columns, found)
     columns["piece_dims"][at + 2] += 1
     return name
 
 
-def outside(columns: dict[str, Any], found: Directory) -> str:
+def outside(columns: dict[str, Any], found: Index) -> str:
     name, at = first_dims(columns, found)
     columns["piece_dims"][at] = 10**6
     return name
 
 
-def swapped(columns: dict[str, Any], found: Directory) -> str:
+def swapped(columns: dict[str, Any], found: Index) -> str:
     """Two ranks change places."""
     name, _ = first_dims(columns, found)
-    start = int(found._starts[1][found.columns["tensor_pattern"][found.keys.index((name, 0))]])
+    start = int(found._starts[1][found.columns["tensor_pattern"][found.number[name, 0]]])
     columns["piece_rank"][[start, start + 1]] = columns["piece_rank"][[start + 1, start]]
     return name
 
 
-def other_dtype(columns: dict[str, Any], found: Directory) -> str:
+def other_dtype(columns: dict[str, Any], found: Index) -> str:
     name, _ = first_dims(columns, found)
-    columns["tensor_dtype"][found.keys.index((name, 0))] = 5
+    columns["tensor_dtype"][found.number[name, 0]] = 5
     return name
 
 
 @pytest.mark.parametrize("lie", [hole, overlap, outside, swapped, other_dtype], ids=lambda f: f.__name__)
-def test_a_directory_that_is_not_what_the_tables_say_is_noticed(run: Path, lie: Any) -> None:
+def test_an_index_that_is_not_what_the_tables_say_is_noticed(run: Path, lie: Any) -> None:
     """Before a byte is taken by it, and by name. Negative control: the truth passes."""
     for edit, right in ((lambda columns, found: first_dims(columns, found)[0], True), (lie, False)):
         saved, name = lying(run, edit)
@@ -579,19 +582,37 @@ def test_a_directory_that_is_not_what_the_tables_say_is_noticed(run: Path, lie: 
                 saved.narrowed(wanted)
 
 
-def test_ranks_that_do_not_agree_are_no_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The committer says which tensor it is about."""
-    monkeypatch.setattr(commit_checks, "WHOLE", 0)
+def test_ranks_that_do_not_agree_are_not_a_checkpoint() -> None:
+    """The error of the committer names the tensor. Negative control: ranks that agree have an index."""
     state = [[SavedShard("w", "F32", (4,), (2 * rank,), (2,), rank)] for rank in range(2)]
     for second, right in ((state[1], True), ([replace(state[1][0], offsets=(1,))], False)):
         tables = [table_of(state[0], 0), table_of(second, 1)]
         written = [commits.WrittenPart(part_of(t, rank, 2), "", t) for rank, t in enumerate(tables)]
         if right:
-            assert rank_index.is_directory(commit_checks.index_of(written))
-            assert not rank_index.is_directory(merge(tables).to_bytes())
+            assert Index.from_bytes(commit_checks.index_of(written), "an index", 2).keys == [("w", GLOBAL)]
         else:
             with pytest.raises(SaveError, match="about w"):
                 commit_checks.index_of(written)
+
+
+def test_index_of_some_ranks_lists_what_they_have() -> None:
+    """A disk that only some nodes see has the manifests of its ranks. Their index names their pieces and data files."""
+    tables = [table_of([SavedShard("w", "F32", (9,), (3 * rank,), (3,), rank)], rank) for rank in range(3)]
+    written = [commits.WrittenPart(part_of(t, rank, 3), "", t) for rank, t in enumerate(tables)]
+    index = Index.from_bytes(commit_checks.index_of(written[1:]), "an index", 3, 2)
+    assert index.holders(0).tolist() == [1, 2] and index.packs == tuple(sorted(w.packs[0] for w in written[1:]))
+    with pytest.raises(CorruptError):
+        Index.from_bytes(index.to_bytes(), "an index", 3)
+
+
+def test_compact_tables_give_the_same_index(run: Path) -> None:
+    """The committer of many ranks keeps only `compact` of each table. Its index is that of the whole tables."""
+    commit = committed(run)
+    manifest = read.run(with_store(run, lambda store: read.load_manifest(store, commit)))
+    pairs = list(zip(manifest.parts, manifest.tables, strict=True))
+    whole = [commits.WrittenPart(part, "", table) for part, table in pairs]
+    small = [commits.WrittenPart(part, "", table.compact()) for part, table in pairs]
+    assert commit_checks.index_of(small) == commit_checks.index_of(whole) == index_of(run).read_bytes()
 
 
 # -- the benchmark --

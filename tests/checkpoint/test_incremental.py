@@ -52,7 +52,7 @@ from ckpt.core.format.codec import encode as coded
 from ckpt.core.format.digest import blob_digest
 from ckpt.core.format.layout import BITS, Layout, TensorSpec
 from ckpt.core.format.manifest import Attempt, PackInfo, Part, new_nonce, owner
-from ckpt.core.format.table import PRESSED, SavedShard, Table, merge
+from ckpt.core.format.table import FILE, SavedShard, Table, merge
 from ckpt.core.format.table import columns_of as table_columns
 from ckpt.core.log.log import Acquire, Commit, RunLog, RunState
 from ckpt.core.writer.parts import Settler
@@ -788,7 +788,7 @@ def test_no_table_makes_wrong_bytes(data: st.DataObject) -> None:
     if data.draw(st.booleans()):
         columns["digest"] = columns["digest"][np.random.default_rng(0).permutation(len(columns["digest"]))].copy()
     try:
-        found = Table.from_bytes(PRESSED.to_bytes(columns), "a table")
+        found = Table.from_bytes(FILE.to_bytes(columns), "a table")
         got = asyncio.run(fetched(store, found, range(len(found.length))))
     except CheckpointError:
         return

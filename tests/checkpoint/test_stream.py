@@ -18,7 +18,7 @@ from ckpt.core.checkpoint import read, read_local, read_repair
 from ckpt.core.format.columns import I64
 from ckpt.core.format.digest import blob_digest
 from ckpt.core.format.manifest import Attempt
-from ckpt.core.format.table import PRESSED, Table
+from ckpt.core.format.table import FILE, Table
 from ckpt.errors import CheckpointError, CorruptError
 from ckpt_backends.local import LocalStore
 from ckpt_backends.memory import MemoryStore
@@ -150,7 +150,7 @@ def test_no_table_puts_wrong_bytes_into_a_place() -> None:
             column[dice.randrange(len(column))] = min(max(value, info.min), info.max)
             columns[name] = column
         try:
-            found = Table.from_bytes(PRESSED.to_bytes(columns), "a table")
+            found = Table.from_bytes(FILE.to_bytes(columns), "a table")
             taken = read_all(store, found, dice.sample(EVERY, dice.randint(0, 4)), range(len(found.length)))
         except CheckpointError:
             continue

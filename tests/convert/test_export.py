@@ -150,6 +150,8 @@ def test_a_run_for_other_ranks(made: Path, tmp_path: Path, call: Any, world: int
     assert call("verify", tmp_path / "new").code == 0
     shown = call("show", tmp_path / "new", "--json").json
     assert (shown["ranks"], shown["step"]) == (world, 2)
+    root, before = json.loads((made / "FORMAT.json").read_text())["root"], call("show", made, "--json").json
+    assert (shown["parents"], before["parents"]) == ([f"{root}/{before['attempt']}"], [])
     state = state_of(seed=5)
     with ckpt.Checkpointer(state, str(tmp_path / "new")) as cp:
         assert cp.restore() == 2

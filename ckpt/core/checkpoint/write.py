@@ -43,7 +43,10 @@ PARTS_IN_FLIGHT = 8  # handed to a store that takes parts, which sends as many a
 
 @dataclass(frozen=True)
 class RankSnapshot:
-    """One rank's frozen state. `data` lies in the order of `layout.arrangement`; `values` are tagged plain values."""
+    """One rank's frozen state. `data` lies in the order of `layout.arrangement`; `values` are tagged plain values.
+
+    `info`, `parents`: see `ckpt.core.format.manifest.Part`.
+    """
 
     attempt: Attempt
     layout: Layout
@@ -51,6 +54,8 @@ class RankSnapshot:
     values: list[Any]
     finite: bool | None = None
     replicas: Replicas = field(default_factory=dict)
+    info: dict[str, Any] = field(default_factory=dict)
+    parents: tuple[str, ...] = ()
 
 
 async def write_part(
@@ -161,6 +166,8 @@ def _part(snapshot: RankSnapshot, table: bytes, packs: list[PackInfo], reason: s
         reason=reason,
         finite=snapshot.finite,
         replicas=snapshot.replicas,
+        info=snapshot.info,
+        parents=list(snapshot.parents),
         needs=[] if base is None else [base.part.attempt],
         chain=0 if base is None else base.part.chain + 1,
         full="" if base is None else str(base.full),

@@ -138,6 +138,9 @@ class Layout:
         """Return the layout of a rank, see `shared` and `checked`. The tensors are those of its chunk table."""
         data, staged = shared.data, {t.name for t in tensors}
         instances = {name: rank if instance == OWN else instance for name, instance in data["instances"].items()}
+        for t in tensors:
+            if t.instance < 0 and data["forms"].get(t.name, [t.dtype, list(t.full)]) != [t.dtype, list(t.full)]:
+                raise CorruptError(f"{t.name}: the manifest of rank {rank} gives it two forms")
         elsewhere = {name: form for name, form in data["forms"].items() if name not in staged}
         return cls.checked(tensors, data, rank, world, instances, elsewhere)
 

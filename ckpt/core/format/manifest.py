@@ -244,11 +244,12 @@ class SharedLayout:
         """Parse the layout. CorruptError if it is damaged, or implausibly large."""
         if self._data is None:
             try:
-                self._data = unpress(self._text)
-                if not all(type(self._data[name]) is kind for name, kind in _LAYOUT.items()):
+                data = unpress(self._text)
+                if not all(type(data[name]) is kind for name, kind in _LAYOUT.items()):
                     raise ValueError("a field has the wrong type")
             except (KeyError, ValueError) as error:
                 raise CorruptError(f"the layout in a manifest is damaged: {error}") from None
+            self._data = data
         return self._data
 
     @property

@@ -35,6 +35,7 @@ from ckpt.tools.cli.terminal import (
 
 RECENT = 4  # newest job attempts to read
 
+NOTES = ("info", "parents", "content")  # fields of a manifest, None if no manifest was read
 TYPES = {"NoneType": "none", "Reference": "tensor"}  # names for users
 
 
@@ -91,6 +92,9 @@ def tensor_row(tensor: dict[str, Any]) -> tuple[object, ...]:
 
 
 def storage_lines(found: dict[str, Any]) -> Iterator[str]:
+    for name in NOTES:
+        if found[name]:
+            yield f"{name}: {short(found[name])}"
     written = f"{human(found['stored_bytes'])} written"
     if found["full"]:
         yield f"a full checkpoint: {written}, all in its own files"
@@ -187,6 +191,7 @@ def _files(commit: Commit, parts: Sequence[Part], used: Mapping[str, int]) -> di
     packs = {pack.key: pack for part in parts for pack in part.packs}
     return {
         "chain": max((part.chain for part in parts), default=0),
+        **{name: getattr(parts[0], name) for name in NOTES},
         "stored_bytes": sum(pack.size for pack in packs.values() if owner(pack.key) == commit.attempt),
         "restore_bytes": sum(used.values()),
         **_older(commit, used),
@@ -197,7 +202,7 @@ def _files(commit: Commit, parts: Sequence[Part], used: Mapping[str, int]) -> di
 async def _listed(store: Store, commit: Commit, saved: SavedState) -> dict[str, Any]:
     """Return the same for many ranks, as far as the index and a listing contain it."""
     sizes, packs = await sizes_of_many(store, commit.attempt, commit.world), saved.index.packs
-    unknown: dict[str, Any] = {"chain": None, "restore_bytes": None, "packs": []}
+    unknown: dict[str, Any] = {"chain": None, "restore_bytes": None, "packs": [], **dict.fromkeys(NOTES)}
     return {**unknown, "stored_bytes": sum(sizes.get(key, 0) for key in packs), **_older(commit, packs)}
 
 

@@ -136,7 +136,9 @@ def _run(origin: Origin, views: list[RankView], dtypes: Mapping[str, str], wante
     from ckpt.tools.convert import to_run
 
     step = next(n for n in (wanted.step, views[0].step, 0) if n is not None)
-    return to_run.plan(origin, views, dtypes, step=step, finite=getattr(origin, "finite", None))
+    return to_run.plan(
+        origin, views, dtypes, step=step, finite=getattr(origin, "finite", None), parents=getattr(origin, "parents", ())
+    )
 
 
 FORMS = {

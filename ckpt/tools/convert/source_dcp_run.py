@@ -81,7 +81,7 @@ class DcpOrigin(FilesOrigin):
         rest = tuple(p for p in foreign.pieces if p.name not in stored)
         specs = {name: run.tensors[label] for name, label in self._labels.items()}
         super().__init__(replace(foreign, pieces=rest, held={**foreign.held, **held}, step=run.step), elsewhere=specs)
-        self.title, self.identity, self.about = run.title, run.identity, run.about
+        self.title, self.identity, self.about, self.parents = run.title, run.identity, run.about, run.parents
         self.far, self.finite, self.repaired = run.far, run.finite, run.repaired
 
     @property

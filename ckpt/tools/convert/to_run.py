@@ -30,19 +30,24 @@ from ckpt.core.format.manifest import (
     new_format,
 )
 from ckpt.core.format.partition import GLOBAL
-from ckpt.core.format.values import Json
 from ckpt.core.log.log import RunLog
 from ckpt.errors import UsageError
 from ckpt.store import Store, open_store
 from ckpt.tools.convert.output import Literal, OutFile, Output, Sums, TensorRun
-from ckpt.tools.convert.source import Origin, OriginEntry, RankView
+from ckpt.tools.convert.source import Origin, RankView
 
 
 def plan(
-    origin: Origin, views: list[RankView], dtypes: Mapping[str, str], *, step: int, finite: bool | None = None
+    origin: Origin,
+    views: list[RankView],
+    dtypes: Mapping[str, str],
+    *,
+    step: int,
+    finite: bool | None = None,
+    parents: tuple[str, ...] = (),
 ) -> Output:
     """Plan the run. `views`: one per rank of the new run. `dtypes`: dtype to write by label. `finite`: as recorded in
-    the checkpoint that it comes from."""
+    the checkpoint that it comes from. `parents`: the ids of that checkpoint, if it is one of a run."""
     world = len(views)
     if not 0 < world <= MAX_WORLD:
         raise UsageError(f"{world} ranks: choose a number from 1 to {MAX_WORLD}")
@@ -54,7 +59,10 @@ def plan(
     layouts = [layout for layout, _ in planned]
 
     def finish(folder: Path, sums: Sums) -> None:
-        read.run(_finish(folder, attempt, layouts, [view.entries for view in views], finite, sums))
+        values = [[entry.values for entry in view.entries] for view in views]
+        ranks = zip(layouts, values, strict=True)
+        snapshots = [RankSnapshot(attempt, la, memoryview(b""), v, finite, parents=parents) for la, v in ranks]
+        read.run(_finish(folder, attempt, snapshots, sums))
 
     notes = tuple(dict.fromkeys(note for view in views for note in view.notes))
     what = "a run of 1 rank" if world == 1 else f"a run of {world} ranks"
@@ -121,14 +129,7 @@ def _pack(layout: Layout, labels: list[str], attempt: Attempt) -> OutFile:
     return OutFile(key, first + arrangement.data_size, tuple(parts), tuple(sums))
 
 
-async def _finish(
-    folder: Path,
-    attempt: Attempt,
-    layouts: list[Layout],
-    entries: list[tuple[OriginEntry, ...]],
-    finite: bool | None,
-    sums: Sums,
-) -> None:
+async def _finish(folder: Path, attempt: Attempt, snapshots: list[RankSnapshot], sums: Sums) -> None:
     await asyncio.to_thread(shutil.rmtree, folder / "log", ignore_errors=True)  # left by an interrupted call
     store = open_store(folder, writable=True)
     try:
@@ -140,22 +141,16 @@ async def _finish(
         log = RunLog(store)
         await log.open()
         mine = await acquire(log, attempt.nonce)
-        written = [
-            await _part(store, attempt, layout, [entry.values for entry in mine_of], finite, sums)
-            for layout, mine_of in zip(layouts, entries, strict=True)
-        ]
-        await commit(log, mine, written)
+        await commit(log, mine, [await _part(store, snapshot, sums) for snapshot in snapshots])
     finally:
         await store.aclose()
 
 
-async def _part(
-    store: Store, attempt: Attempt, layout: Layout, values: list[Json], finite: bool | None, sums: Sums
-) -> WrittenPart:
-    key, arrangement = data_key(attempt, layout.rank), layout.arrangement
+async def _part(store: Store, snapshot: RankSnapshot, sums: Sums) -> WrittenPart:
+    layout, arrangement = snapshot.layout, snapshot.layout.arrangement
+    key = data_key(snapshot.attempt, layout.rank)
     header = arrangement.header(metadata_of(key))
     pack = PackInfo(key, len(header) + arrangement.data_size, len(header), file_digest(header))
     digests = b"".join(sums[key][len(header) + blob.offset] for blob in arrangement.blobs)
-    snapshot = RankSnapshot(attempt, layout, memoryview(b""), values, finite)
     table = build_table(layout, key, digests)
     return await finish_part(store, snapshot, table, [pack], reason="exported")

@@ -31,7 +31,7 @@ from ckpt.tools.cli import app, show, terminal, verify
 from ckpt.tools.maintain.examine import examine
 from commands import call, flip, increments, save
 from processes import REPO, eventually, run_script
-from run_files import KINDS, checkpoint_files, data_bytes, data_file, data_files, id_at, manifests
+from run_files import KINDS, checkpoint_files, data_bytes, data_file, data_files, data_key, id_at, manifests
 
 __all__ = ["call", "increments"]  # fixtures
 
@@ -256,6 +256,27 @@ def test_a_damaged_log_is_said_loudly(run: Path, call: Any) -> None:
         flip(path, 40)
     assert call("verify", run).code == 1
     assert call("verify", run, "--all").code == 1
+
+
+def test_what_is_retired_meanwhile_is_not_called_damaged(run: Path) -> None:
+    """A job that cleans up while we look is no damage; the same missing file in a live checkpoint is."""
+
+    async def look(plan: bool) -> str:
+        log, other = RunLog(open_store(run)), RunLog(open_store(run))
+        await log.open()
+        await other.open()
+        (commit,) = [c for c in log.state.commits.values() if c.step == 2]
+        if plan:
+            record = Record("PLAN", {"retire": [str(commit.attempt)], "delete": []}, "plan")
+            await other.append(lambda _: record, owner=other.state.acquires[-1])
+        await other.store.delete(data_key(commit.attempt))
+        verdict = (await examine(log, commit)).verdict
+        await log.store.aclose()
+        await other.store.aclose()
+        return str(verdict)
+
+    assert asyncio.run(look(plan=False)) == "damaged"
+    assert asyncio.run(look(plan=True)) == "retired"
 
 
 # -- diff --

@@ -46,8 +46,8 @@ class StepRow:
     `at`: when it was done; `seconds`: from the end of the step before, or of the restore, without pauses; of that,
     `stalled`: what saving made the training loop wait, and `slowed`: how much longer the steps took than those beside
     which nothing is saved, the wait not counted (an estimate; in single rows it may be negative). `quiet`: steps
-    beside which nothing was saved. `paused`: in `Checkpointer.pause()`. `saves`, `skipped`: snapshots taken and left
-    out.
+    beside which nothing was saved. `paused`: in `Checkpointer.not_training()`. `saves`, `skipped`: snapshots taken and
+    left out.
     """
 
     at: Moment

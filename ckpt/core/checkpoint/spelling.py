@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from ckpt.errors import UsageError
+from ckpt.errors import InvalidArgumentError
 from ckpt.store import folder_of, normalise
 
 LATEST, BEST = "latest", "best"
@@ -24,13 +24,15 @@ _STEP = re.compile(rf"(.+)@([0-9]+|{'|'.join(WORDS)})", re.DOTALL)
 
 
 def split(text: str | Path, step: int | None = None) -> tuple[str, Which]:
-    """The run, and which checkpoint of it. `step`: what was said besides, by `--step`; UsageError if they differ."""
+    """The run, and which checkpoint of it. `step`: what was said besides, by `--step`; InvalidArgumentError if they
+    differ.
+    """
     found = _STEP.fullmatch(str(text))
     if found is None or _is_folder(str(text)):
         return str(text), step
     named = found[2] if found[2] in WORDS else int(found[2])
     if step not in (None, named):
-        raise UsageError(f"{text} asks for @{named}, and besides for step {step}: say it once")
+        raise InvalidArgumentError(f"{text} asks for @{named}, and besides for step {step}: say it once")
     return found[1], named
 
 

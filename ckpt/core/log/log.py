@@ -51,6 +51,7 @@ from ckpt.errors import (
     FencedError,
     FormatError,
     FullError,
+    NoCheckpointError,
     NotFoundError,
     OutcomeUnknownError,
     RunGoneError,
@@ -121,13 +122,13 @@ class RunLog(LogFiles):
         return await infer_root(self.store) not in (None, self.root)
 
     async def open(self) -> None:
-        """Read FORMAT.json and fold the log. FormatError if this is not a run."""
+        """Read FORMAT.json and fold the log. Raises NoCheckpointError if there is no run."""
         try:
             self.root = read_format(await get_small(self.store, "FORMAT.json", MAX_FORMAT))
         except (NotFoundError, CorruptError) as error:
             root = await infer_root(self.store)
             if root is None and isinstance(error, NotFoundError):
-                raise FormatError(f"no run at {self.store.url}: it has no FORMAT.json") from None
+                raise NoCheckpointError(f"no run at {self.store.url}: it has no FORMAT.json") from None
             if root is None:
                 raise FormatError(f"{self.store.url} is not a run, or nothing of its log is whole: {error}") from None
             logger.warning("%s: FORMAT.json is lost (%s); the log says what it was", self.store.url, error)

@@ -445,7 +445,7 @@ def unsupported(value: nn.Module | torch.optim.Optimizer) -> str | None:
         return (
             "FullyShardedDataParallel hides its parameters: use torch.distributed.fsdp.fully_shard. What has begun "
             "moves there by dcp.save of get_state_dict() with ckpt.dcp.StorageWriter(OLD), and "
-            "`ckpt restore OLD --to NEW --format run`"
+            "`ckpt export OLD --to NEW --format run`"
         )
     if zero is not None and isinstance(value, zero):
         return (

@@ -14,7 +14,7 @@ import click
 from ckpt.core.checkpoint import losses
 from ckpt.core.checkpoint.concurrent import of_each
 from ckpt.core.log.records import words_of
-from ckpt.errors import CheckpointError, FormatError, is_unreadable
+from ckpt.errors import CheckpointError, FormatError, NoCheckpointError, is_unreadable
 from ckpt.store import normalise
 from ckpt.tools.cli import UNREADABLE
 from ckpt.tools.cli.arguments import run_argument
@@ -51,7 +51,7 @@ def ls(url: str, as_json: bool) -> int:
     unread: list[object] = []
     try:
         found = asyncio.run(_ls(url))
-    except FormatError:
+    except (FormatError, NoCheckpointError):
         below = asyncio.run(_runs_below(url, unread))
         if not unread and all(one["bytes_in_files"] is None for one in below):
             raise

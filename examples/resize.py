@@ -128,8 +128,8 @@ def train(folder: str, number: str, steps: str, every: str) -> None:
     dist.init_process_group("gloo")
     state, saves = build(), list[ckpt.Save]()
     notes = Path(folder) / f"round-{number}"
-    tiers = [ckpt.Memory(linger_s=LINGER_S), ckpt.Tier(f"{folder}/run", every=int(every), keep=3)]
-    with ckpt.Checkpointer(state, tiers) as cp:
+    tiers = [ckpt.Tier(f"{folder}/run", every=int(every), keep=3)]
+    with ckpt.Checkpointer(state, tiers, memory=ckpt.Memory(linger_s=LINGER_S)) as cp:
         began = time.perf_counter()
         start = cp.restore(default=0)
         report("restored", step=start, tier=cp.last_restore.tier, seconds=time.perf_counter() - began)

@@ -118,13 +118,13 @@ def train():
 STEP = """
 optim = torch.optim.AdamW(model.parameters())
 state = {{"model": model, "optim": optim, "rng": ckpt.RNG(), "plain": {{"losses": []}}}}
-with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier("{a}", every=5), ckpt.Tier("{b}", every=5)]) as cp:
+with ckpt.Checkpointer(state, [ckpt.Tier("{a}", every=5), ckpt.Tier("{b}", every=5)]) as cp:
     cp.restore(default=0)
     for step in range(1, 10):
         train(); cp.step(step)
     cp.wait(); train(); time.sleep(0.5)
     with reach.record():
-        cp.step(10).committed(); cp.wait(); time.sleep(0.5)
+        cp.step(10).wait_durable(); cp.wait(); time.sleep(0.5)
 """
 
 RANKS = """
@@ -138,7 +138,7 @@ fully_shard(model)
 optim = torch.optim.AdamW(model.parameters())
 state = {{"model": model, "optim": optim, "rng": ckpt.RNG(), "plain": {{"losses": []}}}}
 train()
-with ckpt.Checkpointer(state, [ckpt.Memory(linger_s=0), ckpt.Tier("{a}", every=5)]) as cp:
+with ckpt.Checkpointer(state, ckpt.Tier("{a}", every=5), memory=ckpt.Memory(linger_s=0)) as cp:
     {what}
 dist.destroy_process_group()
 """

@@ -131,19 +131,19 @@ def test_errors_at_the_door_end_in_the_line_of_the_caller(tmp_path: Path, caplog
     model = torch.nn.Linear(2, 2)
     with ckpt.Checkpointer({"model": model}, str(tmp_path / "run")) as cp:
         cp.step(1)
-        cp.save().promoted(60.0)
+        cp.save().wait_durable(60.0, tier="all")
         calls = [
-            (ckpt.FormatError, lambda: ckpt.load(tmp_path / "nothing")),
-            (ckpt.FormatError, lambda: ckpt.Run(tmp_path / "nothing").list()),
-            (ckpt.UsageError, lambda: ckpt.Run(f"{tmp_path}@5")),
-            (ckpt.NoCheckpointError, lambda: ckpt.load(tmp_path / "run", step=7)),
-            (ckpt.UsageError, lambda: ckpt.load(tmp_path / "run").slice("model.weight", 7)),
-            (ckpt.StateError, lambda: ckpt.Checkpointer({"it": object()}, str(tmp_path / "new"))),
-            (ckpt.FormatError, lambda: ckpt.Checkpointer({"model": model}, str(tmp_path / "other"))),
-            (ckpt.StoreError, lambda: ckpt.Checkpointer({"model": model}, str(tmp_path / "file" / "run"))),
-            (ckpt.UsageError, lambda: ckpt.Checkpointer({"model": model}, str(tmp_path / "run"))),
-            (ckpt.UsageError, lambda: cp.step(1)),
-            (ckpt.NoCheckpointError, lambda: cp.restore(step=9)),
+            (ckpt.errors.NoCheckpointError, lambda: ckpt.load(tmp_path / "nothing")),
+            (ckpt.errors.NoCheckpointError, lambda: ckpt.Run(tmp_path / "nothing").list()),
+            (ckpt.errors.InvalidArgumentError, lambda: ckpt.Run(f"{tmp_path}@5")),
+            (ckpt.errors.NoCheckpointError, lambda: ckpt.load(tmp_path / "run", step=7)),
+            (ckpt.errors.UsageError, lambda: ckpt.load(tmp_path / "run").slice("model.weight", 7)),
+            (ckpt.errors.StateError, lambda: ckpt.Checkpointer({"it": object()}, str(tmp_path / "new"))),
+            (ckpt.errors.FormatError, lambda: ckpt.Checkpointer({"model": model}, str(tmp_path / "other"))),
+            (ckpt.errors.StoreError, lambda: ckpt.Checkpointer({"model": model}, str(tmp_path / "file" / "run"))),
+            (ckpt.errors.UsageError, lambda: ckpt.Checkpointer({"model": model}, str(tmp_path / "run"))),
+            (ckpt.errors.UsageError, lambda: cp.step(1)),
+            (ckpt.errors.NoCheckpointError, lambda: cp.restore(step=9)),
         ]
         for kind, call in calls:
             with caplog.at_level("DEBUG", "ckpt"), pytest.raises(kind) as raised:
@@ -167,7 +167,7 @@ def test_errors_at_the_door_end_in_the_line_of_the_caller(tmp_path: Path, caplog
 )
 def test_what_people_put_into_a_state_first(value: object, told: str, tmp_path: Path) -> None:
     """The error says what to save instead."""
-    with pytest.raises(ckpt.StateError, match=re.escape(told)):
+    with pytest.raises(ckpt.errors.StateError, match=re.escape(told)):
         ckpt.Checkpointer({"model": torch.nn.Linear(2, 2), "it": value}, str(tmp_path))
     assert not list(tmp_path.iterdir())
 

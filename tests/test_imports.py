@@ -166,7 +166,7 @@ def test_every_public_name_is_there() -> None:
 
 def test_a_name_that_a_module_has_too_stays_what_it_is() -> None:
     """`ckpt.load` is the function, also after something else of its module was used first."""
-    for first in ("ckpt.Loaded", "ckpt.load"):
+    for first in ("ckpt.types.Loaded", "ckpt.load"):
         loaded_by(f"import ckpt; {first}; assert callable(ckpt.load)")
 
 

@@ -103,7 +103,9 @@ def steps_of(command: str, run: str, call: Any, tmp_path: Path) -> int:
     return int(found["step"])
 
 
-@pytest.mark.parametrize("command", ["show", "verify", "copy", "repair", "restore", "diff", "keep", "rm"])
+@pytest.mark.parametrize(
+    "command", ["show", "verify", "copy", "repair", "export", "restore", "diff", "pin", "unpin", "rm"]
+)
 def test_every_command_takes_it(command: str, made: Path, call: Any, tmp_path: Path) -> None:
     """Of a step, the newest, and one that is not there; `--step` says the same, where there is one run only."""
     assert steps_of(command, f"{made}@4", call, tmp_path) == 4
@@ -117,7 +119,7 @@ def test_every_command_takes_it(command: str, made: Path, call: Any, tmp_path: P
 def test_load_takes_it(made: Path) -> None:
     assert ckpt.load(f"{made}@4").step == 4 and ckpt.load(f"{made}@latest").step == 6
     assert ckpt.load(f"{normalise(made)}@2").url == normalise(made)
-    with pytest.raises(ckpt.NoCheckpointError, match="step 5"):
+    with pytest.raises(ckpt.errors.NoCheckpointError, match="step 5"):
         ckpt.load(f"{made}@5")
 
 
@@ -127,7 +129,7 @@ def test_what_is_about_a_whole_run_says_so(command: str, made: Path, call: Any) 
     assert refused.code == 2 and "a whole run" in refused.err
 
 
-@pytest.mark.parametrize("command", ["keep", "rm"])
+@pytest.mark.parametrize("command", ["pin", "unpin", "rm"])
 def test_what_changes_one_checkpoint_wants_it_named(command: str, made: Path, call: Any) -> None:
     refused = call(command, made, "--yes")
     assert refused.code == 2 and f"{made}@STEP" in refused.err

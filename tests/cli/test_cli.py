@@ -164,9 +164,9 @@ def test_show_says_what_is_stored_for_another(tmp_path: Path, call: Any) -> None
     """Of tensors with the same bytes one is stored, where the pieces are stored one by one."""
     run, same = tmp_path / "run", torch.randn(9000)
     state = {"a": same, "b": same.clone(), "c": torch.randn(9000)}
-    with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(str(run), every=1, compression="zstd")]) as cp:
+    with ckpt.Checkpointer(state, ckpt.Tier(str(run), every=1, compression="zstd")) as cp:
         cp.restore(default=0)
-        cp.save(1).committed(60.0)
+        cp.save(1).wait_durable(60.0)
     tensors = {t["name"]: t for t in call("show", run, "--json").json["tensors"]}
     assert tensors["b"]["held"] == {"as another": 1} and not tensors["b"]["stored"]
     assert tensors["a"]["held"].keys() == tensors["c"]["held"].keys() and "as another" not in tensors["a"]["held"]
@@ -631,7 +631,7 @@ def test_a_save_that_was_asked_for_is_no_fault(tmp_path: Path, call: Any) -> Non
     """`ckpt faults` shows it as what it is, with the step that it made durable, and without advice."""
     run, state = tmp_path / "run", toy.build()
     assert call("faults", a_run_at(run)).out == f"file://{run}\nno faults\n"
-    with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(str(run), every=1000)]) as cp:
+    with ckpt.Checkpointer(state, ckpt.Tier(str(run), every=1000)) as cp:
         cp.restore(default=0)
         steps = iter(range(1, 1000))
 
@@ -640,7 +640,7 @@ def test_a_save_that_was_asked_for_is_no_fault(tmp_path: Path, call: Any) -> Non
             cp.step(next(steps))
             return any((run / "faults").glob("*.json"))
 
-        cp.request("before the upgrade")
+        cp.request_save("before the upgrade")
         assert eventually(trained)
     (incident,) = call("faults", run, "--json").json["incidents"]
     assert incident[0]["asked"] is True and incident[0]["kind"] == "request"

@@ -19,7 +19,7 @@ from run_files import data_files
 __all__ = ["call"]  # a fixture
 
 NAMES = [
-    "ls", "show", "verify", "prune", "gc", "rm", "keep", "report", "faults", "top", "diff", "plan", "copy", "restore",
+    "ls", "show", "verify", "prune", "gc", "rm", "pin", "unpin", "report", "faults", "top", "diff", "plan", "copy", "export",
     "repair", "doctor",
 ]  # fmt: skip
 

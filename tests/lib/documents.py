@@ -24,7 +24,12 @@ from processes import REPO
 
 PAGES = [*sorted(REPO.glob("*.md")), *sorted((REPO / "docs").rglob("*.md"))]
 LANGUAGES = ("python", "console", "bash", "yaml", "text")  # text: a picture, or what something prints
-CALLED = {"cp": ckpt.Checkpointer, "save": ckpt.Save, "loader": ckpt.Loader, "weights": ckpt.Loaded}  # on all pages
+CALLED = {
+    "cp": ckpt.Checkpointer,
+    "save": ckpt.Save,
+    "loader": ckpt.Loader,
+    "weights": ckpt.types.Loaded,
+}  # on all pages
 SHELL = {".", "cd", "export", "git", "jq", "kill", "sh", "sleep"}  # that need no look
 FENCE = re.compile(r"^( *)```(.*)$")
 TARGETS = set(re.findall(r"^([a-z0-9-]+):", (REPO / "Makefile").read_text(), re.MULTILINE))

@@ -53,6 +53,11 @@ class Save:
         failed = self._staged.exception() is not None or any(f.done() for f in self._durable.values())
         return "failed" if failed else "staged"
 
+    @property
+    def tiers(self) -> list[str]:
+        """Return the URLs of the durable tiers that have scheduled this step, nearest first."""
+        return list(self._durable)
+
     def wait_staged(self, timeout_s: float | None = None) -> Checkpoint:
         """Wait until the writer process has the step in memory, so that it survives the trainer.
 
@@ -143,10 +148,6 @@ class Save:
     def _failed(self, url: str) -> bool:
         future = self._durable[url]
         return future.done() and future.exception() is not None
-
-    @property
-    def _tiers(self) -> list[str]:
-        return list(self._durable)
 
     def _unfinished(self) -> list[Future[Checkpoint]]:
         return [f for f in (self._staged, *self._durable.values()) if not f.done()]

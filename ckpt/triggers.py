@@ -205,7 +205,7 @@ def as_triggers(triggers: object) -> tuple[Trigger, ...]:
     given = () if triggers is None else (triggers,) if isinstance(triggers, Trigger) else triggers
     if not isinstance(given, Iterable) or isinstance(given, (str, bytes, dict)):
         raise InvalidArgumentError(
-            f'triggers is "auto" or a list such as [ckpt.on_signal("SIGTERM")], not {triggers!r}'
+            f'triggers is "auto" or a list such as [ckpt.triggers.on_signal("SIGTERM")], not {triggers!r}'
         )
     found = tuple(given)
     for one in found:

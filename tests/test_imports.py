@@ -191,7 +191,7 @@ PROMISES = sorted((REPO / "tests" / "promises").glob("*.py"))
 PUBLIC_MODULES = {"errors", "events", "testing", *ckpt._PARTS}
 PUBLIC = PUBLIC_MODULES | {*ckpt.__all__, "__version__"}
 INTERNAL = {path.stem for path in (REPO / "ckpt").iterdir() if path.is_dir() or path.suffix == ".py"} - PUBLIC
-OBJECTS = [REPO / "ckpt" / "checkpointer.py", REPO / "ckpt" / "save.py"]  # whose attributes tests come across
+OBJECTS = [REPO / "ckpt" / "checkpointer.py", REPO / "ckpt" / "saving.py"]  # whose attributes tests come across
 PRIVATE = set(re.findall(r"\bself\.(_[a-z]\w*)", "".join(path.read_text() for path in OBJECTS)))
 
 

@@ -80,7 +80,7 @@ class StorageWriter(storage.StorageWriter):
 
     - `tiers`: a folder or URL takes and keeps every save, like torch's own writer. A `Tier` takes the saves that its
       `every` schedules (a step that none has scheduled goes to the nearest), and its `keep` is applied after each save.
-      Checkpoints are always complete: `incremental` and `compression` have no effect.
+      Checkpoints are always complete: `full_every` and `compression` have no effect.
     - `step`: for saves without a `checkpoint_id`.
 
     A failed save raises, and does not affect older or later ones; if one tier fails, the others still have it. Steps

@@ -84,7 +84,8 @@ def test_a_step_that_is_said_twice_is_said_alike(made: Path, call: Any) -> None:
 
 def steps_of(command: str, run: str, call: Any, tmp_path: Path) -> int:
     """The step that a command has worked on, as it says itself."""
-    more = {"copy": [tmp_path / "copy"], "restore": ["--to", tmp_path / "out.pt", "--dry-run"], "diff": [run]}
+    more = {"copy": [tmp_path / "copy"], "diff": [run]}
+    more |= {name: ["--to", tmp_path / "out.pt", "--dry-run"] for name in ("export", "restore")}
     found = call(command, run, *more.get(command, []), "--json").json
     match command:
         case "verify":
@@ -94,7 +95,7 @@ def steps_of(command: str, run: str, call: Any, tmp_path: Path) -> int:
             return int(found["copy"][0]["step"])
         case "repair":
             return int(found["steps"][0])
-        case "restore":
+        case "export" | "restore":
             return int(found["source"].split("step ")[1].split()[0].strip(","))
         case "diff":
             return int(found["a"]["step"])
@@ -242,7 +243,7 @@ def test_it_can_be_called_as_a_module(made: Path) -> None:
     assert scripts["everystep"] == scripts["ckpt"] == f"{app.__package__}:main"
 
 
-@pytest.mark.parametrize(("word", "meant"), [("export", "restore"), ("list", "ls"), ("restor", "restore"), ("xyz", "")])
+@pytest.mark.parametrize(("word", "meant"), [("keep", "pin"), ("list", "ls"), ("exprt", "export"), ("xyz", "")])
 def test_a_command_that_there_is_not_is_told_from_one_that_is_meant(word: str, meant: str, call: Any) -> None:
     """By what other programs call it, or by its letters; nothing is guessed of any other word."""
     found = call(word, "runs/exp1")

@@ -391,7 +391,7 @@ def train(step):
     optim.step()
     save = cp.step(step)
     try:
-        found.append(save and (save.wait_staged(60).tier, *(save.wait_durable(60, tier=t).step for t in save._tiers)))
+        found.append(save and (save.wait_staged(60).tier, *(save.wait_durable(60, tier=t).step for t in save.tiers)))
     except ckpt.errors.SkippedError:  # it was not known yet how much memory there is
         found.append(None)
 

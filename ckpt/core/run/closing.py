@@ -252,7 +252,7 @@ class Closing:
         if self._session.world.size == 1 and len(worth := _worth_keeping([staged.sealed()])) > 1:
             staged.sound = staged.held(Attempt.parse(worth[1]))
         self._say_lost(newest, why)
-        if newest is None or not (stepped or not newest.save._tiers):
+        if newest is None or not (stepped or not newest.save.tiers):
             return
         # What was restored is in its tiers already, but for the nearest, where memory may have been ahead of it.
         tiers = self._session.settings.everywhere
@@ -299,7 +299,7 @@ class Closing:
         newest = self._staged.newest
         if newest is None or self._session.errors.fenced is not None or self._session.supervisor.failure is not None:
             return False
-        return all(newest.save._failed(url) for url in newest.save._tiers)
+        return all(newest.save._failed(url) for url in newest.save.tiers)
 
 
 def _add(error: BaseException, failure: CheckpointError) -> None:

@@ -227,7 +227,7 @@ class OutOfTurn:
         try:
             save.wait_staged(_left(end))
             passed["memory"] = outcome.passed_s
-            for tier in save._tiers:
+            for tier in save.tiers:
                 save.wait_durable(_left(end), tier=tier)
                 passed[tier] = outcome.passed_s
         except CheckpointError as error:

@@ -79,12 +79,12 @@ class TierWrites:
     def is_under_way(self, step: int) -> bool:
         """Whether it may yet come to a tier."""
         with self._lock:
-            return any(save.step == step and save._tiers and save._unfinished() for save in self._active)
+            return any(save.step == step and save.tiers and save._unfinished() for save in self._active)
 
     def under_way(self) -> list[str]:
         """Return the attempts that are not committed yet in all their tiers, nor failed."""
         with self._lock:
-            return [save.attempt for save in self._active if save._tiers and save._unfinished()]
+            return [save.attempt for save in self._active if save.tiers and save._unfinished()]
 
     def write(self, save: Save, attempt: Attempt, place: tuple[Arena, int], tier: int) -> None:
         """Have the writer write it there."""
@@ -135,7 +135,7 @@ class TierWrites:
             save._set_failed(error, url)
             return
         if not isinstance(error, FencedError):
-            others = [other for other in save._tiers if other != url and save._written(other)]
+            others = [other for other in save.tiers if other != url and save._written(other)]
             where = f"It is still in {others[0] if others else 'memory'}"
             if not others and isinstance(self._session.supervisor.writer.failure, WriterError):
                 where = "No writer holds it: memory ends with this process"
@@ -243,7 +243,7 @@ class Saves:
             self._session.errors.forget(save)
         self._plan.saved_everywhere(save.step)
         for i, tier in enumerate(self._session.tiers):
-            if tier.url not in save._tiers or save._failed(tier.url):
+            if tier.url not in save.tiers or save._failed(tier.url):
                 self._writes.write_also(save, job.attempt, job.place, i)
 
     def _read(self) -> tuple[Reading, bytes]:

@@ -281,7 +281,7 @@ class WithUs(Saver):
     def save(self, step: int) -> None:
         handle = self.checkpointer.step(step)
         if handle is not None:
-            self.flying.append(lambda: not handle.unfinished())
+            self.flying.append(lambda: not handle._unfinished())
 
     def __enter__(self) -> Saver:
         self.checkpointer.__enter__()

@@ -610,7 +610,7 @@ def window(training: states.Training, way: str, plan: Plan, place: Path) -> Json
         before = cpu_of(writers)
         for start in range(period, period * (plan.periods + 1), period):
             with_save, one = half(training, cp, start, plan.half)
-            late += one is not None and one.status != "committed"
+            late += one is not None and one.status != "durable"
             lost.append(with_save - half(training, cp, start + plan.half, plan.half)[0])
             packs.append(
                 files_of_run.size(place, files_of_run.DATA, of=one.wait_durable(LIMIT_S).attempt)

@@ -262,7 +262,7 @@ def go_on(
         train_step(state, text, (lambda loss: strike(fault, loss, tell)) if strikes else None)
         save = step_done(step)
         saves = [*saves[-EVERY:], *([save] if save is not None else [])]
-        tell("trained", step=step, staged=newest(saves, "staged", "committed"), committed=newest(saves, "committed"))
+        tell("trained", step=step, staged=newest(saves, "staged", "durable"), committed=newest(saves, "durable"))
         time.sleep(max(0.0, PACE_S - (time.perf_counter() - began)))
 
 

@@ -162,8 +162,8 @@ class Killer:
 
     def _strike(self) -> NoReturn:
         writer = None if self._writer_of is None else writer_pid(self._writer_of)
-        staged = self._newest("staged", "committed")
-        self._report("kill", writer=writer, staged=staged, committed=self._newest("committed"))
+        staged = self._newest("staged", "durable")
+        self._report("kill", writer=writer, staged=staged, committed=self._newest("durable"))
         if writer is not None:
             os.kill(writer, signal.SIGKILL)
         # At once, so that there is no time to start another writer.

@@ -22,7 +22,7 @@ from torch import nn
 
 import ckpt
 from ckpt.errors import CheckpointError, FullError, StoreError, UsageError
-from ckpt.tools.cli import restore
+from ckpt.tools.cli import export as command
 from ckpt.tools.convert import export, partial, to_run
 from ckpt.tools.convert.output import Literal, OutFile, Output, TensorRun
 from commands import call, flip, increments
@@ -179,9 +179,9 @@ def test_what_is_chosen_and_cast_is_a_run_too(made: Path, tmp_path: Path, call: 
 
 RESTORE = """
 import sys
-from ckpt.tools import cli; from ckpt.tools.cli import restore; from ckpt.tools.convert import export, to_run
+from ckpt.tools import cli; from ckpt.tools.cli import export as command; from ckpt.tools.convert import export, to_run
 from ckpt.tools.convert import partial
-export.SYNC, restore.WINDOW = 1, 1 << 20
+export.SYNC, command.WINDOW = 1, 1 << 20
 sys.exit(cli.main(sys.argv[1:]))
 """
 
@@ -209,7 +209,7 @@ def test_killed_at_any_moment(
     words, early = WORDS[form], WINDOWS[: 2 if form == "run" else 1]
     assert call("export", made, "--to", tmp_path / "whole", *words).code == 0
     monkeypatch.setattr(export, "SYNC", 1)
-    monkeypatch.setattr(restore, "WINDOW", MIB)
+    monkeypatch.setattr(command, "WINDOW", MIB)
     for number, fail in enumerate(fails or FAILS[form]):
         target = tmp_path / str(number)
         result = run_script(RESTORE, "restore", made, "--to", target, *words, fail=fail)
@@ -259,7 +259,7 @@ def test_what_was_written_before_is_not_trusted(
     flip(file, 2 * MIB)
     journal = partial.partial_of(tmp_path / "a") / "journal"
     journal.write_bytes(journal.read_bytes() + b'["mod')
-    monkeypatch.setattr(restore, "WINDOW", MIB)
+    monkeypatch.setattr(command, "WINDOW", MIB)
     found = call("export", made, "--to", tmp_path / "a", "--json")
     assert found.json["done"]["resumed"] == 3 * MIB  # four were noted
     assert same_files(tmp_path / "a", tmp_path / "whole")
@@ -477,7 +477,7 @@ def test_negative_control_without_the_bound_it_takes_more(tmp_path: Path) -> Non
     big = {"model": nn.ParameterDict({"big": nn.Parameter(torch.randn(40, MIB))})}
     with ckpt.Checkpointer(big, str(tmp_path / "run")) as cp:
         cp.save(1).wait_durable()
-    code = PEAK.replace("status = ", "from ckpt.tools.cli import restore\nrestore.WINDOW = 64 << 20\nstatus = ")
+    code = PEAK.replace("status = ", "from ckpt.tools.cli import export\nexport.WINDOW = 64 << 20\nstatus = ")
     result = run_script(code, "restore", tmp_path / "run", "--to", tmp_path / "a", fresh=True)
     assert result.returncode == 0 and int(result.stderr) > 150 * 1024
 

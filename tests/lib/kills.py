@@ -54,7 +54,7 @@ with ckpt.Checkpointer(state, ckpt.Tier(run, every=every, keep=2)) as cp:
         save.wait_staged(60)
         tell("staged", step)
         open_saves += [save] if save.tiers else []
-        for save in [s for s in open_saves if s.status == "committed"]:
+        for save in [s for s in open_saves if s.status == "durable"]:
             tell("committed", save.step)
             open_saves.remove(save)
 tell("closed", steps)

@@ -363,7 +363,7 @@ with ckpt.Checkpointer(state, [tier]) as cp:
         open_saves += [save] if save.tiers else []
         if save.tiers and step % 4 == 0:
             cp.wait(60)
-        for save in [s for s in open_saves if s.status == "committed"]:
+        for save in [s for s in open_saves if s.status == "durable"]:
             print("committed", save.step, flush=True)
             open_saves.remove(save)
 print("closed", steps, flush=True)

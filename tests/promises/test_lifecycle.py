@@ -543,7 +543,7 @@ def test_save_and_handles(run_dir: str) -> None:
             staged.wait_durable(60)
         saved = cp.save()
         assert saved.wait_durable(60).step == 1
-        assert saved.status == "committed" and saved.wait_durable(0).tier == f"file://{run_dir}"
+        assert saved.status == "durable" and saved.wait_durable(0).tier == f"file://{run_dir}"
         with pytest.raises(ckpt.errors.SaveError, match="not written"):
             saved.wait_durable(tier="file:///elsewhere")
         assert cp.save(1).attempt == saved.attempt, "a step that is safe is not saved again"

@@ -65,7 +65,7 @@ def test_a_committed_step_stays_when_weights_are_exchanged_later(run_dir: str) -
             exchange(run.state)
             run.move(run.state, step)  # the first to look, if anybody does
             assert (save.wait_durable(1.0).step, save.wait_staged(1.0).step) == (step, step)
-            assert save.status == "committed"
+            assert save.status == "durable"
             assert differences(read_back(cp, step, run.twin), boundaries[step]) == []
     with ckpt.Checkpointer(run.twin, ckpt.Tier(run_dir, every=1), memory=None) as cp:
         for step in (1, 2, 3):

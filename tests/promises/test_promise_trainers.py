@@ -106,7 +106,7 @@ def test_a_score_is_of_the_step_it_was_measured_at(tmp_path: Path, name: str) ->
     where, values, spec, expected = TRAININGS[name]
     run, scored = str(tmp_path / "run"), Scored(where, values)
     places = [ckpt.Tier(run, every=SELDOM, keep=1)]
-    options = {"every": None, "monitor": "score", "top_k": 3}
+    options = {"every": None, "memory": ckpt.Memory(every=SELDOM), "monitor": "score", "top_k": 3}
     found = toy.fit(run=places, callback=options, more=[scored], **{"epochs": 6, **spec})["callback"]
     assert [step for _, step in inside.scores(found)] == expected
     for score, step in inside.scores(found):
@@ -141,7 +141,8 @@ def test_the_best_are_what_any_checkpoint_is(tmp_path: Path) -> None:
         run = str(tmp_path / name)
         places = [ckpt.Tier(run, every=every, keep=ckpt.Keep(last=100))]
         spec = {"run": places, "epochs": 2, "accumulate": 2, "val_every": 0.5, "patience": 9}
-        spec["callback"] = {"every": None, "monitor": "val_loss", "top_k": 9}
+        memory = ckpt.Memory(every=every)
+        spec["callback"] = {"every": None, "memory": memory, "monitor": "val_loss", "top_k": 9}
         if name == "seldom":
             with pytest.raises(RuntimeError, match="stop here"):
                 toy.fit(kill=["raise val", 4], **spec)

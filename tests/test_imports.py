@@ -160,8 +160,19 @@ def test_every_public_name_is_there() -> None:
             getattr(ckpt, part)
     for part in {*ckpt._PARTS} - apart:
         assert getattr(ckpt, part) is importlib.import_module(f"ckpt.{part}")
-    with pytest.raises(AttributeError, match="no_such_name"):
+    with pytest.raises(AttributeError, match=r"no attribute 'no_such_name'$"):
         _ = ckpt.no_such_name
+
+
+def test_names_of_other_modules_are_named_by_the_error() -> None:
+    """Each is there, and only there."""
+    assert len(ckpt.__all__) == 16
+    for part, names in ckpt._ELSEWHERE.items():
+        module = importlib.import_module(f"ckpt.{part}")
+        for name in names.split():
+            assert hasattr(module, name)
+            with pytest.raises(AttributeError, match=f"it is ckpt.{part}.{name}$"):
+                getattr(ckpt, name)
 
 
 def test_a_name_that_a_module_has_too_stays_what_it_is() -> None:

@@ -151,6 +151,8 @@ def test_ls_lists_the_runs_below(made: Path, tmp_path: Path, call: Any) -> None:
         ("a", 6, 3), ("bad", None, 0), ("group/b", 6, 3),
     ]  # fmt: skip
     said = call("ls", tmp_path / "runs")
+    with contextlib.chdir(tmp_path / "runs"):
+        assert call("ls").out == said.out
     assert said.code == 0 and "group/b" in said.out and "bad cannot be read" in said.out and "3 runs" in said.out
     assert call("ls", tmp_path / "runs" / "notes").code == 2
 

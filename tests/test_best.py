@@ -354,8 +354,8 @@ dist.destroy_process_group()
     first, second = launch(2, code, run_dir, port=free_port())
     assert first.returncode == second.returncode == 0, second.stderr
     ours, others = first.stdout.splitlines(), second.stdout.splitlines()
-    assert ours[:2] == others[:2] and ours[0].startswith("UsageError step 2 was not made yet")
-    assert ours[1].startswith("UsageError a score is one number") and ours[2:] == ["True", ""]
+    assert ours[:2] == others[:2] and ours[0].startswith("InvalidArgumentError step 2 was not made yet")
+    assert ours[1].startswith("InvalidArgumentError a score is one number") and ours[2:] == ["True", ""]
     assert others[2].startswith("PeerError rank 0 scored step 1, and this rank step 0")
     assert others[3].startswith(("DeadlineError", "PeerError rank 0 closed"))
     assert kept(run_dir) == {1: "best, loss=0.1"}

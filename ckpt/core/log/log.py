@@ -128,7 +128,10 @@ class RunLog(LogFiles):
         except (NotFoundError, CorruptError) as error:
             root = await infer_root(self.store)
             if root is None and isinstance(error, NotFoundError):
-                raise NoCheckpointError(f"no run at {self.store.url}: it has no FORMAT.json") from None
+                raise NoCheckpointError(
+                    f"no run at {self.store.url}: it has no FORMAT.json. `ckpt import` makes a run of files of other "
+                    "programs"
+                ) from None
             if root is None:
                 raise FormatError(f"{self.store.url} is not a run, or nothing of its log is whole: {error}") from None
             logger.warning("%s: FORMAT.json is lost (%s); the log says what it was", self.store.url, error)

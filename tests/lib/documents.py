@@ -12,7 +12,8 @@ import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from types import UnionType
+from typing import Any, get_args, get_type_hints
 
 import click
 from torch.distributed.run import get_args_parser
@@ -142,6 +143,7 @@ def _returned(called: Any) -> Any:
     if inspect.isclass(called) or called is None:
         return called
     found = get_type_hints(called).get("return") if inspect.isroutine(called) else None
+    found = get_args(found)[0] if isinstance(found, UnionType) else found  # overloads: the first
     return found if inspect.isclass(found) and found.__module__.startswith("ckpt") else None
 
 

@@ -605,7 +605,7 @@ def test_busy_skip(run_dir: str, own_sockets: Path) -> None:
             saves[-1].wait_staged(1)
         skipped = [s.step for s in saves if s is not None and s.status == "failed"]
         assert skipped and cp.stats.skipped == len(skipped)
-        assert eventually(lambda: saves[0] is not None and saves[0].status == "committed")
+        assert eventually(lambda: saves[0] is not None and saves[0].status == "durable")
         cp.wait(60)
         train(cp, state, 12, 12)
     assert set(steps_on_disk(run_dir)) == set(range(1, 13)) - set(skipped)

@@ -34,9 +34,7 @@ from ckpt.tools.cli.terminal import (
 REASONS = {"ring": "extra", "late": "extra"}
 
 
-@click.command(
-    epilog=example("ckpt ls", "ckpt ls runs/exp1", "ckpt ls runs/exp1 --json | jq '.checkpoints[0].step'")
-)
+@click.command(epilog=example("ckpt ls", "ckpt ls runs/exp1", "ckpt ls runs/exp1 --json | jq '.checkpoints[0].step'"))
 @click.argument("url", metavar="[RUN]", default=".", type=WholeRun(), shell_complete=folders)
 @look_options
 def ls(url: str, as_json: bool) -> int:

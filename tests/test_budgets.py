@@ -44,7 +44,7 @@ BUDGETS = {
     "ray": (120, 70),
     "testing": (660, 500),
     "tools/": (10, 10),
-    "tools/cli": (4_210, 2_440),
+    "tools/cli": (4_200, 2_440),
     "tools/convert": (4_720, 3_360),
     "tools/doctor": (1_120, 800),
     "tools/maintain": (1_890, 1_290),

@@ -746,11 +746,11 @@ def test_the_cadence_says_since_when_and_why() -> None:
     one = account(1, 0.0)
     one.decisions = [
         Decision(0, {"memory": 4, "file:///run": 100}),
-        Decision(40, {"memory": 1, "file:///run": 100}, {"memory": "a snapshot takes 2.1 ms from training"}),
-        Decision(240, {"memory": 1, "file:///run": 0}, {"memory": "a snapshot takes 2.0 ms from training"}),
+        Decision(40, {"memory": 1, "file:///run": 100}, {"memory": "a snapshot costs 2.1 ms of training"}),
+        Decision(240, {"memory": 1, "file:///run": 0}, {"memory": "a snapshot costs 2.0 ms of training"}),
     ]
     assert reading.cadence_lines([account(2, 20.0), one]) == [
-        "memory: every step, since step 40: a snapshot takes 2.0 ms from training",
+        "memory: every step, since step 40: a snapshot costs 2.0 ms of training",
         "file:///run: never, since step 240",
     ]
     two = replace(account(2, 20.0), decisions=[Decision(9, {"memory": 2000})])

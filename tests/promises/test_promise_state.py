@@ -427,7 +427,7 @@ def test_an_optimizer_inside_another_is_not_forgotten(tmp_path: Path) -> None:
     """The outer one's state_dict() says nothing of its moments: the user is told to add it."""
     state = around(0)
     del state["base"]
-    with pytest.raises(ckpt.StateError, match=r"optim: .* in \.base.* put that one into the state"):
+    with pytest.raises(ckpt.StateError, match=r"optim: .* in \.base.* add that optimizer to the state"):
         ckpt.Checkpointer(state, tmp_path / "run")
 
 

@@ -715,7 +715,7 @@ def test_error_of_the_users_code_skips_no_checkpoint(tmp_path: Path, error: Exce
     ):
         cp.restore()
     assert raised.value is error
-    assert at == "state_dict" or "loader raised this while it was restored" in error.__notes__[0]
+    assert at == "state_dict" or "loader raised this error during its restore" in error.__notes__[0]
     again = own_state(Loader())
     with ckpt.Checkpointer(again, tmp_path / "run") as cp:
         assert cp.restore() == 5 and cp.last_restore is not None and cp.last_restore.skipped == []

@@ -467,7 +467,7 @@ def test_state_of_a_tensor_in_no_group_is_refused() -> None:
     p = nn.Parameter(torch.ones(2))
     optim = torch.optim.SGD([p], lr=0.1)
     optim.state[nn.Parameter(torch.ones(1))]["momentum_buffer"] = torch.ones(1)
-    with pytest.raises(StateError, match=r"deep\.optim: holds state of a tensor"):
+    with pytest.raises(StateError, match=r"deep\.optim: has state of a tensor"):
         Capture({"deep": {"optim": optim}, "p": p}).read()
 
 

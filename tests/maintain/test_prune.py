@@ -211,7 +211,7 @@ def test_it_is_said_why_each_stays(full: set[int]) -> None:
     why = {a.step: said for a, said in why_kept(state, Keep(1), {max(state.commits)}).items()}
     assert sorted(why) == left_by(state, Keep(1)) and all(why.values())
     assert "in use by one that is being written" in why[5]
-    assert [step for step, said in sorted(why.items()) if "one of the last two full ones" in said] == [
+    assert [step for step, said in sorted(why.items()) if "one of the newest two full ones" in said] == [
         step for step in sorted(full)[-2:] if step < 19
     ]
 
@@ -440,7 +440,7 @@ async def test_what_is_built_on_is_taken_back_by_force(store: MemoryStore, log: 
     attempts = await save(log, mine, 1, 2, 3)
     written = await increment(log, mine, 4, await commit.load_part(store, attempts[0], 0))
     await commit.retract(log, mine, attempts[0], "it mixes two moments")
-    with pytest.raises(SaveError, match="which none of its sources uses any more"):
+    with pytest.raises(SaveError, match="which no live checkpoint uses"):
         await settle(log, lambda: mine, written, commit.Role(), deadline_s=1000)
     await retention.retire(log, mine, Keep(1), {attempts[-1]})
     assert await files(store) == {2: WHOLE, 3: WHOLE}

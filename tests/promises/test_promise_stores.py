@@ -236,10 +236,10 @@ class Unlisted(Honest):
 
 
 MISFITS = {
-    "twice": "create if absent: it lets an object be created twice",
-    "both": "create if absent: it says that an object is there already, and overwrites it",
-    "whole": "ranges: asked for 13 bytes of an object from byte 7 on, it does not give them .*bytes were requested",
-    "first": "ranges: asked for 13 bytes of an object from byte 7 on, it gives others",
+    "twice": "create if absent: an object can be created twice",
+    "both": "create if absent: it reports that an object exists, but overwrites it",
+    "whole": "ranges: a request for 13 bytes of an object from byte 7 fails .*bytes were requested",
+    "first": "ranges: a request for 13 bytes of an object from byte 7 returns other bytes",
     "lost": "read after write: an object that was just stored cannot be found",
     "unlisted": "read after write: an object that was just stored is not listed",
     "looking": "create if absent: its driver, Looking, cannot create an object only if it is absent",

@@ -1,9 +1,8 @@
-"""Whether somebody trains a run at this moment, by what the run itself says: opening it must not end that training.
+"""Checks in the run's files whether a trainer is using the run, because opening it must not end that training.
 
-The ledger is the sign of life: its account of an incarnation is put anew every few seconds, by the writer, as long as
-the trainer lives, and its last words are that it has ended. On the machine of the trainer its process is looked at;
-from another machine the account is watched for a while, if it is young. That costs a restart nothing, unless the
-machine of the last trainer is gone without a word since a few seconds.
+The heartbeat is the account in the ledger. The writer updates it every few seconds as long as the trainer lives, and
+the last update records its end. On the trainer's machine its process is checked. From another machine a recent account
+is watched for a while. This delays a restart only if the machine of the last trainer vanished a few seconds ago.
 """
 
 from __future__ import annotations
@@ -24,22 +23,23 @@ from ckpt.core.log.log import RunLog
 from ckpt.errors import CorruptError, FormatError, InUseError, NotFoundError, StoreError, UnreadableError
 from ckpt.events import log as logger
 
-BEATS = 3  # accounts that did not come: nobody trains there any more
-DYING_S = 3.0  # for a process that was killed to be gone
+BEATS = 3  # missed updates after which no trainer is running
+DYING_S = 3.0  # for a killed process to end
 LOOK_S, LOOK_FAR_S = 0.2, 2.0
 UNSEEN = "Nothing was changed. Make the files in ledger/ readable (mount, permissions, credentials) and start again."
-SAME_S = 1.0  # how exactly the start of a process is known
+SAME_S = 1.0  # precision of a process's start time
 
 
 async def check_free(
     log: RunLog, say: Callable[[str], None], ours: Callable[[Account], bool] = lambda account: False
 ) -> None:
-    """Return when nobody trains this run, as far as that can be known; InUseError if somebody does.
+    """Return when no trainer uses this run, as far as can be known. Raise InUseError if one does.
 
-    Raises UnreadableError if the ledger cannot be read now. A damaged account is waited for, because a live trainer
-    writes it again.
+    Raises UnreadableError if the ledger cannot be read now. A damaged account is watched, because a live trainer writes
+    it again.
 
-    `say`: told when that has to be waited for; `ours`: whether an account is of a trainer that is known to have ended.
+    say: called with a message if the check has to wait.
+    ours: returns True for the account of a trainer that is known to have ended.
     """
     began, first, told = time.monotonic(), None, False
     patience_s = BEATS * interval_s(log.store)
@@ -51,7 +51,7 @@ async def check_free(
             if waited_s > patience_s:
                 return
             if not told:
-                say(f"{log.store.url}: {error}; waiting up to {patience_s:.0f} s to see whether somebody trains there")
+                say(f"{log.store.url}: {error}; waiting up to {patience_s:.0f} s to see whether a trainer is using it")
             told = True
             await asyncio.sleep(LOOK_FAR_S if log.store.remote else LOOK_S)
             continue
@@ -78,7 +78,7 @@ async def check_free(
 
 
 async def check_unused(specs: Sequence[dict[str, Any]]) -> None:
-    """Open these tiers and close them. InUseError if somebody trains the run."""
+    """Open these tiers and close them. Raise InUseError if a trainer uses the run."""
     for spec in specs:
         place = await open_place(spec)
         try:
@@ -88,8 +88,8 @@ async def check_unused(specs: Sequence[dict[str, Any]]) -> None:
 
 
 async def fence(specs: Sequence[dict[str, Any]]) -> None:
-    """Fence the job that owns a run: it saves nothing in these tiers from now on, and its writers release its memory.
-    Nothing is changed unless all tiers can be used."""
+    """Fence the job that owns a run: it can no longer save to these tiers, and its writers release its memory. Nothing
+    is changed unless all tiers can be used."""
     places = list[OpenTier]()
     try:
         for spec in specs:
@@ -107,11 +107,12 @@ def _of_this_process(account: Account) -> bool:
 
 
 async def _holder(log: RunLog) -> Account | None:
-    """The account of the incarnation that owns the run, if its end is not known. CorruptError if it is damaged."""
+    """Return the account of the job attempt that owns the run, unless it has ended. Raise CorruptError if it is
+    damaged."""
     try:
         account = next(iter(await newest_accounts(log.store, 1, (FormatError, NotFoundError))), None)
     except StoreError as error:
-        text = f"cannot check now whether another process trains {log.store.url}, so it was not taken over: {error}"
+        text = f"cannot check now whether another process trains {log.store.url}, so the run was not opened: {error}"
         raise UnreadableError(text, retryable=error.retryable, advice=UNSEEN) from error
     if account is None or account.end is not None or not log.state.acquires:
         return None
@@ -120,7 +121,7 @@ async def _holder(log: RunLog) -> Account | None:
 
 
 def _here(account: Account) -> bool:
-    """Whether its process would be seen by us, if it lives."""
+    """Return True if its process is visible here while it lives."""
     return (account.boot, account.namespace) == (boot_id(), namespace("pid")) and account.boot != ""
 
 
@@ -132,4 +133,4 @@ def _alive(account: Account) -> bool:
 def _in_use(log: RunLog, account: Account) -> InUseError:
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(account.wall(account.opened)))
     where = f"process {account.pid} on {account.host}"
-    return InUseError(f"{where} trains {log.store.url} since {since}; it was at step {max(0, account.step)} just now")
+    return InUseError(f"{where} is training {log.store.url} since {since} (last known step: {max(0, account.step)})")

@@ -1,4 +1,4 @@
-"""Ranks that hold different values of what they should hold equal."""
+"""Ranks with different values of replicated tensors."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_commit_fails_by_name_if_ranks_have_drifted(kind: str, job: Any) -> None
     listed = ", ".join(map(str, range(world)))
     for rank in range(world):
         first, second = said[kind][rank]["errors"]
-        assert f"ranks {listed} hold different values of what they should hold equal: {NAMED[kind]}. " in first
+        assert f"ranks {listed} have different values of replicated tensors: {NAMED[kind]}. " in first
         assert second == ""
         restored = said[f"{kind} restored"][rank]
         assert restored["step"] == 4 and restored["own"] == said[kind][rank]["own"]
@@ -168,7 +168,7 @@ def test_drifted_shards_are_refused_at_each_commit(tmp_path: Path) -> None:
     said = reports(launch(4, code, tmp_path, "hsdp", port=free_port()))["hsdp"]
     assert len(said) == 4
     for one in said:
-        assert all(error.count("should hold equal: model.0.weight") for error in one["errors"])
+        assert all(error.count("replicated tensors: model.0.weight") for error in one["errors"])
 
 
 def test_drifted_weights_are_refused_on_another_number_of_ranks(job: Any, tmp_path: Path) -> None:

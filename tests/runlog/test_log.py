@@ -492,7 +492,11 @@ def test_a_refusal_is_said_in_words(remote: bool) -> None:
         log, mine = await new_log(store)
         with pytest.raises(OutcomeUnknownError if remote else AccessError) as raised:
             await log.append(kept(attempt(1, 1), "mine"), owner=mine)
-        said = "whether the note that keeps a checkpoint is" if remote else "the note that keeps a checkpoint cannot be"
+        said = (
+            "cannot tell whether the note that keeps a checkpoint is"
+            if remote
+            else "the note that keeps a checkpoint cannot be"
+        )
         assert (
             str(raised.value).startswith(said) and "KEEP" not in str(raised.value) and "Permission" in str(raised.value)
         )
@@ -1091,7 +1095,7 @@ def test_parts_of_one_node_are_held_until_the_others_hold_theirs() -> None:
         assert (state.held, found.world, found.whole) == ({}, 4, False)
         assert [rank for rank, _ in found.parts] == [0, 1]
         assert await verify(ranks.store, found) == []
-        with pytest.raises(CorruptError, match="holds 2 of the 4 parts"):
+        with pytest.raises(CorruptError, match="only 2 of the 4 ranks"):
             (await load_manifest(ranks.store, found)).saved()
 
     asyncio.run(scenario())
@@ -1480,7 +1484,7 @@ def test_what_cannot_be_built_on_is_refused_before_anything_is_written() -> None
         chain = await Chain.open()
         own = await write_part(chain.store, of_two(chain.mine, 99))
         older = [str(chain.attempt(step)) for step in range(MAX_NEEDS + 1)]
-        for needs, message in ((older, "65 older ones"), ([str(chain.attempt(99))], "not older")):
+        for needs, message in ((older, "65 older checkpoints"), ([str(chain.attempt(99))], "not older")):
             bad = replace(own, part=replace(own.part, attempt=str(chain.attempt(98)), needs=needs))
             with pytest.raises(SaveError, match=message):
                 await commits.commit(chain.log, chain.mine, [bad])

@@ -34,8 +34,8 @@ from ckpt import store as stores
 from ckpt.core.checkpoint import (
     blobs,
     identity,
-    in_use,
     incremental,
+    lease,
     losses,
     open_tier,
     parts,
@@ -172,7 +172,7 @@ def kept_at(url: str | Path) -> dict[int, str]:
 
 @dataclass(frozen=True)
 class LogView:
-    """Summarises the log of one tier of a run."""
+    """A summary of the log of a tier."""
 
     steps: list[int]  # of the present history, ascending
     ranks: dict[str, tuple[int, ...]]  # checkpoint id: the ranks whose files are in this tier
@@ -185,7 +185,7 @@ class LogView:
 
 
 def log_at(folder: Path) -> LogView:
-    """Read the log of one tier of a run."""
+    """Read the log of a tier."""
     state = _state(folder)
     ranks = {str(attempt): tuple(rank for rank, _ in commit.parts) for attempt, commit in state.commits.items()}
     steps = sorted(commit.step for commit in state.lineage())
@@ -379,7 +379,7 @@ class SavedStep:
 
 
 def history(url: str | Path) -> dict[int, SavedStep]:
-    """Map each step of the present history to its checkpoint, newest first. The run may be in use meanwhile."""
+    """Map each step of the present history to its checkpoint, newest first. The run may be in use."""
 
     async def look(log: RunLog) -> dict[int, SavedStep]:
         while True:
@@ -388,7 +388,7 @@ def history(url: str | Path) -> dict[int, SavedStep]:
                 return {c.step: SavedStep(c, (await read.load_manifest(log.store, c)).table) for c in present}
             except NotFoundError:
                 if (await log.refresh()).lineage() == present:
-                    raise  # else it was retired meanwhile
+                    raise  # otherwise it was retired during the call
 
     return _with_log(url, look)
 
@@ -496,14 +496,19 @@ ckpt.core.log.log.RunLog.check_owner = lambda self, owner: None
 
 
 def check_free(run: Path, say: Callable[[str], object]) -> None:
-    """Raise InUseError if somebody trains the run."""
-    _with_log(run, lambda log: in_use.check_free(log, say))  # type: ignore[arg-type]
+    """Raise InUseError if a trainer uses the run."""
+    _with_log(run, lambda log: lease.check_free(log, say))  # type: ignore[arg-type]
+
+
+def of_newer_version(raw: bytes) -> bytes:
+    """Shorten the time after which this process considers a silent trainer dead."""
+    return manifest.seal({**manifest.unseal(raw, "lease.json"), "version": 99})
 
 
 def see_dead_trainers_after(patch: pytest.MonkeyPatch, seconds: float) -> None:
     """Of this process, when it looks whether a run is trained."""
-    patch.setattr(in_use, "DYING_S", seconds)
-    patch.setattr(in_use, "interval_s", lambda store: seconds)
+    patch.setattr(lease, "DYING_S", seconds)
+    patch.setattr(lease, "interval_s", lambda store: seconds)
 
 
 def keep_of(tiers: Any, every: Any = None) -> ckpt.Keep:
@@ -573,7 +578,7 @@ def compare_no_replicas() -> None:
 
 
 def wait_for_ranks_for(grace_s: float) -> None:
-    """Set how long this process waits for other ranks beyond the agreed timeout."""
+    """Return the communication object of a rank, for ranks that are threads of this process."""
     worlds.GRACE_S = grace_s
 
 
@@ -653,7 +658,7 @@ def writer_named(run: str, rank: int = 0) -> int | None:
 
 
 def writers_in(folder: str) -> list[int]:
-    """Return the PIDs of the writers of a run in a folder."""
+    """Take the socket name of a writer. Return a socket that never replies, or None if the name is taken."""
     return channel.writers_of(name_of_writer_in(folder))
 
 
@@ -1045,7 +1050,7 @@ def current_step(cp: ckpt.Checkpointer) -> int | None:
 
 
 def is_closed(cp: ckpt.Checkpointer) -> bool:
-    """Return True once `close()` has begun."""
+    """Abandon saves in progress, as an exception on one rank of a multi-rank job does."""
     return cp._progress.closed
 
 

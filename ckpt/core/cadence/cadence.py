@@ -127,8 +127,7 @@ class History:
 
 
 def history(accounts: Sequence[Account]) -> History:
-    """Return the history of the job attempts so far, in order. A restart after a planned stop does not count as a
-    fault."""
+    """Return the history of these job attempts, in order. A restart after a planned stop is not a fault."""
     served: dict[str, int] = {}
     training = 0.0
     ended, deaths, after_fault = 0, 0, False
@@ -248,8 +247,7 @@ def _mtbf_of_snapshots(auto: Auto, known: History, world: int) -> float:
 
 
 def _against_faults(save_s: float, mtbf_s: float, step_s: float) -> float:
-    """Return the steps between snapshots by Young and Daly, rounded down, because the total cost grows more slowly on
-    that side."""
+    """Return the steps between snapshots by Young and Daly, rounded down, where the total cost grows more slowly."""
     best_s = best_interval(max(save_s, 1e-4), mtbf_s)
     return max(1, nice_steps(best_s / math.sqrt(2), step_s)) if best_s < math.inf else math.inf
 

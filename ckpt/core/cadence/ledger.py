@@ -44,14 +44,10 @@ StepNumber = Annotated[int, Meta(ge=-(2**62), le=2**62)]
 class StepRow:
     """Consecutive steps. All fields are sums over them, except `at` and `step`, which belong to the last one.
 
-    at: when it ended.
-    seconds: since the end of the step or restore before, without pauses.
-    stalled: of these, the time that the training loop waited for saving.
-    slowed: of these, the extra time compared with steps without saves, without the wait (an estimate; in single rows it
-        may be negative).
-    quiet: steps without any save during them.
-    paused: time in `Checkpointer.pause()`.
-    saves, skipped: snapshots taken and skipped.
+    `at`: when it ended. `seconds`: since the end of the step or restore before, without pauses. `stalled`: of these,
+    the time that the training loop waited for saving. `slowed`: of these, the extra time compared with steps without
+    saves, without the wait (an estimate; in single rows it may be negative). `quiet`: steps without any save during
+    them. `paused`: time in `Checkpointer.pause()`. `saves`, `skipped`: snapshots taken and skipped.
     """
 
     at: Moment
@@ -78,12 +74,9 @@ _SUMS = _COLUMNS[2:]
 class Restore:
     """A call of restore().
 
-    step: None if there was nothing to restore.
-    source: "memory" or the URL of the tier.
-    attempt: the restored checkpoint id, "" for none.
-    epoch: the term that it opened.
-    repaired: chunks that came from another tier.
-    passed_over: newer checkpoints that could not be used, and `why` the first of them could not.
+    `step`: None if there was nothing to restore. `source`: "memory" or the URL of the tier. `attempt`: the restored
+    checkpoint id, "" for none. `epoch`: the term that it opened. `repaired`: chunks that came from another tier.
+    `passed_over`: newer checkpoints that could not be used, and `why` the first of them could not.
     """
 
     at: Moment
@@ -260,8 +253,7 @@ class Account:
 
     @classmethod
     def from_bytes(cls, raw: bytes | memoryview) -> Account:
-        """Decode an account. Raise CorruptError if it is truncated or invalid, FormatError if a newer version wrote
-        it."""
+        """Decode an account. Raise CorruptError if it is invalid, FormatError if a newer version wrote it."""
         try:
             data = decoded(raw)
             if data.pop("version") > VERSION:
@@ -287,8 +279,7 @@ def is_account(key: str) -> bool:
 
 
 def append(rows: list[StepRow], row: StepRow, fine: int = FINE_ROWS) -> None:
-    """Add a row. If there are too many, merge pairs of neighbours, except the first `fine` rows and except across a
-    rollback."""
+    """Add a row. If there are too many, merge pairs, except the first `fine` rows and except across a rollback."""
     rows.append(row)
     if len(rows) <= MOST_ROWS:
         return

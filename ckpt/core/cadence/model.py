@@ -32,14 +32,9 @@ THICK = 0.1  # of the time between faults: a longer interval loses so much that 
 
 @dataclass(frozen=True, slots=True)
 class TierCost:
-    """A tier that is saved to.
-
-    cost_s: training time that one save costs.
-    every_s: seconds of training between saves, infinite for never.
-    restore_s: duration of a restore from it.
-    write_s: from the end of the saved step until the save is durable there.
-    served: the share of faults after which this tier is restored from.
-    """
+    """A tier that is saved to. `cost_s`: training time that one save costs. `every_s`: seconds of training between
+    saves, infinite for never. `restore_s`: duration of a restore from it. `write_s`: from the end of the saved step
+    until the save is durable there. `served`: the share of faults after which this tier is restored from."""
 
     name: str
     cost_s: float
@@ -51,12 +46,9 @@ class TierCost:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """The costs of faults and saves.
-
-    perceive_s: from a fault to its detection, on average.
-    restart_s: from there to the call of restore().
-    tiers: nearest first. A farther one serves the faults that nearer ones do not survive.
-    """
+    """The costs of faults and saves. `perceive_s`: from a fault to its detection, on average. `restart_s`: from there
+    to the call of restore(). `tiers`: nearest first. A farther one serves the faults that nearer ones do not
+    survive."""
 
     perceive_s: float
     restart_s: float
@@ -77,9 +69,7 @@ class TierShare:
 @dataclass(frozen=True, slots=True)
 class Forecast:
     """Seconds per fault, and `effective`, the share of wall-clock time spent on training that is never repeated.
-
-    `wall_s`: wall-clock time between faults, including those during recovery.
-    """
+    `wall_s`: wall-clock time between faults, including those during recovery."""
 
     mtbf_s: float
     wall_s: float
@@ -102,11 +92,8 @@ class Forecast:
 
 
 def predict(costs: Costs, mtbf_s: float, *, recovering: bool = True) -> Forecast:
-    """Return the forecast for these costs. Raise UsageError if a value is impossible.
-
-    mtbf_s: mean time between faults.
-    recovering: if True, faults also occur during recovery, which then starts again.
-    """
+    """Return the forecast for these costs. Raise UsageError if a value is impossible. `mtbf_s`: mean time between
+    faults. `recovering`: if True, faults also occur during recovery, which then starts again."""
     _check(costs, mtbf_s)
     rate = 1.0 / mtbf_s
     used = [tier for tier in costs.tiers if tier.served > 0]
@@ -156,11 +143,8 @@ def _within(past: float, lasting: float, rate: float) -> float:
 
 def _lost(tier: TierCost, rate: float, slowing: float) -> float:
     """Return the training lost to a fault: everything since the newest durable step of this tier. `rate`: of the faults
-    that need this tier.
-
-    In the mean time between such faults, 1 / rate, every interval that ends and becomes durable before a fault adds
-    `every_s` of training.
-    """
+    that need this tier. In the mean time between such faults, 1 / rate, every interval that ends and becomes durable
+    before a fault adds `every_s` of training."""
     if rate <= 0:
         return 0.0
     done = (1 / rate + tier.cost_s / 2) / (1 + slowing)
@@ -197,8 +181,7 @@ def positive(name: str, value: object, *, zero: bool = False, most: float = MOST
 def best_interval(cost_s: float, mtbf_s: float) -> float:
     """Return the seconds of training between saves that minimize the sum of saving cost and lost training.
 
-    cost_s: training time that a save costs.
-    mtbf_s: seconds between the faults for which this save is needed.
+    `cost_s`: training time that a save costs. `mtbf_s`: seconds between the faults for which this save is needed.
 
     Young's square root of 2 x cost x MTBF for small costs, Daly's higher order for others. Infinite if either value is.
     Raises UsageError if one is negative or not a number.

@@ -29,8 +29,7 @@ class Meter:
 
     def __init__(self) -> None:
         self._number = 0
-        # mean durations of steps, and at which step they were computed
-        self._known: dict[Kind, tuple[int, float | None]] = {}
+        self._known: dict[Kind, tuple[int, float | None]] = {}  # durations of steps, and since when
         self._steps: dict[Kind, deque[tuple[int, float]]] = {}
         self._copied: deque[tuple[float, tuple[str, ...]]] = deque(maxlen=STEPS)  # steps with a snapshot
         self._stalls: deque[float] = deque(maxlen=STEPS)

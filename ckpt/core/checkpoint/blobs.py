@@ -144,11 +144,8 @@ async def fetch(
     on_damage: OnDamage | None = None,
 ) -> None:
     """Read, verify, decode and deliver chunks. The first damaged chunk raises CorruptError, before any of its bytes are
-    delivered.
-
-    With `on_damage`, it is called for chunks that cannot be read, and reading continues. Memory in use: PARALLEL
-    batches.
-    """
+    delivered. With `on_damage`, it is called for chunks that cannot be read, and reading continues. Memory in use:
+    PARALLEL batches."""
     queue, failed = iter(batches), False
 
     async def worker(pool: ThreadPoolExecutor) -> None:
@@ -245,13 +242,9 @@ def deliver(
     on_damage: OnDamage | None,
     places: Mapping[int, memoryview],
 ) -> None:
-    """Verify, decode and deliver chunks.
-
-    stored: their bytes, and those of their bases.
-    lost: errors of chunks that could not be read.
-    places: final memory of some chunks. These are decoded to it, or are there already, and are not passed to the sink.
-    on_damage: None raises CorruptError at the first damage.
-    """
+    """Verify, decode and deliver chunks. `stored`: their bytes, and those of their bases. `lost`: errors of chunks that
+    could not be read. `places`: final memory of some chunks. These are decoded to it, or are there already, and are not
+    passed to the sink. `on_damage`: None raises CorruptError at the first damage."""
     wanted = set(blobs)
     rows = closure(table, blobs)
     codecs = dict(zip(rows, table.codec[rows].tolist(), strict=True))

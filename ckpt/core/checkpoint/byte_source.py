@@ -96,8 +96,7 @@ def bases_in(store: Store) -> Bases:
 
 
 def bases_near(store: Store, find: Callable[[Attempt], Awaitable[Table | None]]) -> Bases:
-    """Return a loader of bases from a nearer tier, by digest. `find`: returns this rank's table of a checkpoint
-    there."""
+    """Return a loader of bases from a nearer tier, by digest. `find`: returns this rank's table there."""
 
     async def load(previous: Previous, rows: Sequence[int]) -> dict[int, memoryview]:
         found: dict[int, memoryview] = {}

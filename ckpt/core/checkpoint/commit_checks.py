@@ -16,8 +16,7 @@ from ckpt.core.log.records import RunState
 from ckpt.errors import CorruptError, SaveError
 
 WHOLE = 1 << 14  # rows of all tables (pieces and chunks); with more, the index is a directory
-# in the reason of a failed save, so that the writers of all ranks recognize it
-WHOLE_NEXT = "the next save will be whole"
+WHOLE_NEXT = "the next save will be whole"  # part of an error, which every writer recognizes
 
 # -- sources of an increment --
 

@@ -43,20 +43,15 @@ LEARN = 0.3  # weight of the newest measurement
 
 @dataclass
 class Encoder:
-    """Stores the chunks of one rank in one tier.
-
-    threads: number of encoding threads.
-    pace: called between two chunks in each thread; it may sleep.
-    idle: returns the number of recently idle cores.
-    """
+    """Stores the chunks of one rank in one tier. `threads`: number of encoding threads. `pace`: called between two
+    chunks in each thread; it may sleep. `idle`: returns the number of recently idle cores."""
 
     policy: Policy = field(default_factory=Policy)
     threads: int = 1
     pace: Callable[[float], None] = lambda seconds: None
     idle: Callable[[], float] = lambda: float("inf")
     flow: UploadStats = field(default_factory=UploadStats)  # progress of the present save, for monitoring
-    # nothing up to this checkpoint is used as a source, because some of it is damaged or missing
-    distrusted: Attempt | None = None
+    distrusted: Attempt | None = None  # build on none up to this one, because of damage
     sink: float | None = None  # bytes a second that the tier takes
     rate: float = ENCODED_A_SECOND  # bytes a second that one thread encodes
     kinds: dict[str, Learnt] = field(default_factory=dict)

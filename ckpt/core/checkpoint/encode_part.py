@@ -35,8 +35,7 @@ if TYPE_CHECKING:
 SMALL = 4096  # bytes; smaller chunks are stored raw
 WINDOW = 32 << 20  # plain bytes whose bases are in memory at the same time
 PROBES = 5  # sampled chunks of each kind
-# share of the bytes, and bytes: a smaller saving is not worth depending on another checkpoint
-WORTH, LEAST = 0.1, 256 << 10
+WORTH, LEAST = 0.1, 256 << 10  # share, bytes: a smaller saving is not worth a dependency on another checkpoint
 SELF_CHECK = 16  # one of this many encoded chunks is decoded again as a check
 # relative size from which on chunks are stored raw; the second value applies if they were encoded before
 WHOLE, WHOLE_AGAIN = 0.95, 0.97
@@ -266,8 +265,7 @@ class PartEncoder:
         return Encoded(blob, PLANES, data) if len(data) < WHOLE_AGAIN * len(plain) else raw
 
     def _prove(self, encoded: Encoded, plain: memoryview, bases: dict[int, memoryview]) -> None:
-        """Check that an encoded chunk can be decoded. Raise SaveError if not: the machine is faulty, or there is a
-        bug."""
+        """Raise SaveError if an encoded chunk cannot be decoded, because of a faulty machine or a bug."""
         room = memoryview(bytearray(len(plain)))
         codec.decode(encoded.codec, encoded.data, len(plain), bases.get(encoded.base), room)
         if blob_digest(room) != self.digests[encoded.blob].tobytes():

@@ -92,8 +92,7 @@ class Previous:
         return {pack.key: pack for pack in self.part.packs}
 
     def rows(self, layout: Layout) -> I64:
-        """Return for every chunk of a layout, in file order, the chunk with the same piece of the same tensor, -1 if
-        none."""
+        """Return for every chunk of a layout, in file order, the chunk with the same piece, -1 if none."""
         there = {
             (s.name, s.instance, s.dtype, s.global_shape, s.offsets, s.sizes): i
             for i, s in enumerate(self.table.shards)
@@ -114,10 +113,9 @@ class Previous:
 class BlobPlan:
     """One entry for each chunk, in file order; -1 means none.
 
-    taken: the equal chunk of the previous checkpoint.
-    same: the earlier chunk of this checkpoint with the same bytes.
-    base: the chunk of the previous table that it may be stored as a delta against. It is stored whole, in the last full
-        checkpoint, so a delta depends on no checkpoint between.
+    `taken`: the equal chunk of the previous checkpoint. `same`: the earlier chunk of this checkpoint with the same
+    bytes. `base`: the chunk of the previous table that it may be stored as a delta against. It is stored whole, in the
+    last full checkpoint, so a delta depends on no checkpoint between.
     """
 
     taken: I64
@@ -191,6 +189,5 @@ def _same(layout: Layout, digests: Digests, taken: I64) -> I64:
 
 
 def kind_of(tensor: TensorSpec) -> str:
-    """Return the kind of a tensor. The bytes of one kind are statistically similar, for example exp_avg of all
-    parameters."""
+    """Return the kind of a tensor. The bytes of a kind are similar, for example exp_avg of all parameters."""
     return f"{tensor.name.rpartition('.')[2]} {tensor.dtype}"

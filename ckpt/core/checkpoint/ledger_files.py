@@ -1,13 +1,14 @@
 """Writes and reads accounts in `ledger/` of the durable tiers.
 
-Each tier has at most one put in flight, followed by a put of the newest content. A tier that hangs therefore delays
-neither the others nor the caller, and older content never replaces newer content.
+The lease is written in the same way. Each tier has at most one put in flight, followed by a put of the newest content.
+A tier that hangs therefore delays neither the others nor the caller, and older content never replaces newer content.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,19 +21,19 @@ from ckpt.errors import CheckpointError, CorruptError, FormatError, NotFoundErro
 from ckpt.events import log
 from ckpt.store import Store, get_small
 
-# between two puts, into a folder and into a remote store; they show that a trainer is running
-KEEP_S, KEEP_FAR_S = 10.0, 20.0
+KEEP_S, KEEP_REMOTE_S = 10.0, 60.0  # between two puts of an account, into a folder and into a bucket
 LOOK_BACK = 64  # job attempts from which a save interval is derived
 FIND_S, AGAIN_S = 30.0, 2.0  # to read an earlier account
 
-Content = Callable[[], bytes]
+Content = Callable[[OpenTier], bytes | None]  # None: this tier gets nothing
 
 
 @dataclass
 class _Kept:
-    """The puts to one tier. `waiting`: contents to put after the put in flight, by key."""
+    """The puts to one tier. `at`: when each key was put last, by the monotonic clock; `waiting`: contents to put after
+    the put in flight, by key."""
 
-    at: float = float("-inf")
+    at: dict[str, float] = field(default_factory=dict)
     failed: bool = False
     task: asyncio.Task[None] | None = None
     waiting: dict[str, Content] = field(default_factory=dict)
@@ -45,16 +46,16 @@ class LedgerFiles:
         self._tiers = tiers
         self._kept: dict[str, _Kept] = {}
 
-    def put(self, key: str, content: Content, *, now: bool = False) -> None:
-        """Put into each tier that this rank is responsible for, if it is time, or `now`. Returns immediately."""
+    def put(self, key: str, content: Content, interval_s: Callable[[Store], float], *, now: bool = False) -> None:
+        """Put into each tier that this rank is responsible for, without waiting. `interval_s`: seconds between two puts
+        of this key, by store; `now`: put it immediately."""
         for tier in self._tiers():
             if not tier.opened or tier.role.place > 0:
                 continue
             kept = self._kept.setdefault(tier.url, _Kept())
-            if not now and time.monotonic() - kept.at < interval_s(tier.store):
+            if not now and time.monotonic() - kept.at.get(key, -math.inf) < interval_s(tier.store):
                 continue
-            if now or not kept.waiting:
-                kept.waiting[key] = content
+            kept.waiting[key] = content
             if kept.task is None or kept.task.done():
                 kept.task = asyncio.get_running_loop().create_task(self._work(tier, kept))
 
@@ -62,10 +63,11 @@ class LedgerFiles:
         while kept.waiting:
             key = next(iter(kept.waiting))
             content = kept.waiting.pop(key)
-            kept.at = time.monotonic()
+            kept.at[key] = time.monotonic()
             try:
                 await tier.prepare()
-                await tier.log.store.put(key, content())
+                if (data := content(tier)) is not None:
+                    await tier.log.store.put(key, data)
                 kept.failed = False
             except Exception as error:  # logged once; training continues
                 if not kept.failed:
@@ -82,8 +84,8 @@ class LedgerFiles:
 
 
 def interval_s(store: Store) -> float:
-    """Return the seconds between puts of an account while its trainer lives."""
-    return KEEP_FAR_S if store.remote else KEEP_S
+    """Return the seconds between two puts of an account while its trainer lives."""
+    return KEEP_REMOTE_S if store.remote else KEEP_S
 
 
 async def find(tiers: list[OpenTier], key: str) -> Account | None:

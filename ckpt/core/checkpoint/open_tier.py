@@ -56,8 +56,7 @@ class OpenTier:
     sources: dict[Attempt, set[Attempt]] = field(default_factory=dict)  # checkpoints that those in flight may build on
     promoting: Counter[Attempt] = field(default_factory=Counter)  # being copied from here to other tiers
     encoder: Encoder = field(default_factory=Encoder)
-    # base checkpoints for deltas in other tiers, by their URL
-    anchors: dict[str, Attempt] = field(default_factory=dict)
+    anchors: dict[str, Attempt] = field(default_factory=dict)  # base checkpoints for other tiers, by URL
     read_back: set[Attempt] = field(default_factory=set)  # intact when they were read
     notes: Mapping[int, str] | None = None  # notes by step, of steps that training wants kept; None: not yet known
     noting: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -153,8 +152,7 @@ class OpenTier:
             events.log.warning("could not delete all files of step %d in %s: %s", attempt.step, self.url, error)
 
     async def sweep(self, mine: Acquire, tell: Callable[[Note], None]) -> None:
-        """Apply retention, and trim the log. Errors do not stop the writer: the clean-up is retried after the next
-        checkpoint."""
+        """Apply retention, and trim the log. Errors are logged, and the next checkpoint retries the clean-up."""
         try:
             await self._sweep(mine, tell)
         except FencedError:
@@ -221,8 +219,7 @@ class OpenTier:
         return {one.step for one in self.log.state.lineage()} | {attempt.step for attempt in self.in_flight}
 
     async def keep_noted(self, mine: Acquire) -> CheckpointError | None:
-        """Record in the log which steps training wants kept. Return the error if that fails; the next clean-up retries
-        it."""
+        """Record which steps training wants kept. Return the error if that fails; the next clean-up retries it."""
         try:
             async with self.noting:
                 if self.notes is not None:
@@ -275,11 +272,8 @@ class OpenTier:
         self.leaving.difference_update(keys)
 
     async def close(self, mine: Acquire | None, tell: Callable[[Note], None]) -> None:
-        """Record which steps to keep, clean up once more, and close the store.
-
-        A remote store is not cleaned up, because reading back a large checkpoint could take too long at the end of a
-        job.
-        """
+        """Record which steps to keep, clean up once more, and close the store. A remote store is not cleaned up,
+        because reading back a large checkpoint could take too long at the end of a job."""
         if self.sweeping is not None:
             if self.store.remote:
                 self.sweeping.cancel()
@@ -303,10 +297,9 @@ def _say(tell: Callable[[Note], None], text: str) -> None:
 async def open_place(spec: dict[str, Any], *, later: bool = False, root: str = "", again: bool = False) -> OpenTier:
     """Open a tier as the trainer configured it. Create the run if it does not exist.
 
-    spec: see `ckpt.tiers.Tier.spec`.
-    later: if a remote store cannot be opened now, open it when it is needed.
-    root: the required run id, "" for any. Raises RunGoneError if the store has another run or none.
-    again: the trainer has opened it before. If the run is missing now, open it when it is back.
+    `spec`: see `ckpt.tiers.Tier.spec`. `later`: if a remote store cannot be opened now, open it when it is needed.
+    `root`: the required run id, "" for any. Raises RunGoneError if the store has another run or none. `again`: the
+    trainer has opened it before. If the run is missing now, open it when it is back.
     """
     store = store_of(spec)
     log = RunLog(store)

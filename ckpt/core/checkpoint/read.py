@@ -112,8 +112,7 @@ async def opened(url: str) -> AsyncIterator[Store]:
 
 
 def choose(log: RunLog, step: Which = None) -> Commit:
-    """Return the newest checkpoint with a finite loss, the one of a step, or the best. Raise NoCheckpointError if there
-    is none."""
+    """Return the newest finite checkpoint, the one of a step, or the best. Raise NoCheckpointError if it is missing."""
     if step == BEST:
         return _best(log)
     history = log.state.lineage()
@@ -160,12 +159,9 @@ def saved_by(
     *,
     keep: bool = False,
 ) -> SavedState:
-    """Return a checkpoint as one state. With a directory, further files are read when they are needed.
-
-    urls: the tier, and others for files that are lost there. `note` is called with a message about these.
-    known: a layout that is used instead of parsing if it is the same.
-    keep: cache the tables of the last call for the next one.
-    """
+    """Return a checkpoint as one state. With a directory, further files are read when they are needed. `urls`: the
+    tier, and others for files that are lost there. `note` is called with a message about these. `known`: a layout that
+    is used instead of parsing if it is the same. `keep`: cache the tables of the last call for the next one."""
     if isinstance(found, Manifest):
         return found.saved(known)
     directory = found
@@ -292,8 +288,7 @@ async def tables_in_turn(store: Store, commit: Commit, ranks: Iterable[int]) -> 
 
 
 async def packs_of(store: Store, commit: Commit) -> frozenset[str]:
-    """Return the data files that a checkpoint uses, including those of older ones. Raise CorruptError or StoreError if
-    it cannot be read."""
+    """Return the data files that a checkpoint uses, including older ones. Raise CorruptError or StoreError."""
     index = await index_or_none(store, commit)
     if isinstance(index, Directory):
         return frozenset(index.packs)
@@ -411,8 +406,7 @@ async def _verify_blobs(
 
 
 def _distinct(table: Table, blobs: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Remove repeated chunks that expand the same few bytes, so that a small file cannot make verification very
-    long."""
+    """Drop repeated chunks that expand the same few bytes, so that no small file makes verification very long."""
     swelling = (table.codec[blobs] != RAW) & (table.stored[blobs] * 256 < table.length[blobs])
     some = blobs[swelling]
     columns = (table.pack, table.offset, table.stored, table.codec, table.base, table.length)

@@ -120,8 +120,7 @@ def _within(commits: Sequence[Commit], hours: float | None) -> list[Commit]:
 
 
 def _newest_of_each(commits: Sequence[Commit], count: int, period: Callable[[int], int]) -> list[Commit]:
-    """Return the first commit of each of the `count` latest periods. `period`: the number of the period of a day since
-    1970."""
+    """Return the first commit of each of the `count` latest periods. `period`: the period of a day since 1970."""
     first: dict[int, Commit] = {}
     for commit in commits:
         if commit.finite is not False:
@@ -181,11 +180,9 @@ async def retire(
 
     Nothing happens unless a checkpoint that stays is among `verified`.
 
-    mine: the owner; None skips the ownership check.
-    pinned: returns other checkpoints of a state that stay as well.
-    orphans: if False, only files of retired checkpoints are deleted, and nothing is listed.
-    spared: files that the caller deletes.
-    delete: deletes the files of a landed PLAN, default: immediately.
+    `mine`: the owner; None skips the ownership check. `pinned`: returns other checkpoints of a state that stay as well.
+    `orphans`: if False, only files of retired checkpoints are deleted, and nothing is listed. `spared`: files that the
+    caller deletes. `delete`: deletes the files of a landed PLAN, default: immediately.
     """
     checked = set(verified)
     listed: list[str] = []
@@ -241,10 +238,7 @@ def remember_packs(log: RunLog, attempt: Attempt, packs: Iterable[str]) -> None:
 
 async def delete_unused(log: RunLog, keys: Iterable[str]) -> None:
     """Delete files of an aborted checkpoint, except those that a live checkpoint uses, which a copy may have brought
-    here.
-
-    Delete nothing if the files of a live checkpoint cannot be read.
-    """
+    here. Delete nothing if the files of a live checkpoint cannot be read."""
     used = await files_of(log, log.state.commits.values())
     if log.state.commits.keys() <= used.keys():
         needed = set[str]().union(*used.values())
@@ -288,11 +282,8 @@ _cache: dict[tuple[str, Attempt], frozenset[str]] = {}
 
 async def set_keep(log: RunLog, attempt: Attempt, note: str | None, *, mine: Acquire | None = None) -> None:
     """Keep a checkpoint for the reason in `note`, or release it (None). Raise NoCheckpointError if it was retired
-    before.
-
-    `mine`: the training that keeps it; notes by hand stay. None: kept by hand, without an ownership check; the note of
-        the training stays, unless the checkpoint is released.
-    """
+    before. `mine`: the training that keeps it; notes by hand stay. None: kept by hand, without an ownership check; the
+    note of the training stays, unless the checkpoint is released."""
     token = secrets.token_hex(4)
 
     def make(state: RunState) -> Record | None:

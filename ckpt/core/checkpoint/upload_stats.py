@@ -16,14 +16,11 @@ MOST_TEXT = 300  # characters of an error that are kept
 class UploadStats:
     """The progress and totals of a tier, to which one checkpoint at a time is written. Sizes are bytes.
 
-    step: of the checkpoint that is being written, None if there is none.
-    done, total: bytes of its state.
-    began, moved: start of the write, and when bytes arrived last, by the monotonic clock.
-    rate: bytes of state a second of the last checkpoint that was written.
-    saves, failed, left_out: checkpoints that were committed, that failed, and that were skipped because the tier was
-        too slow.
-    raw, stored: bytes of all states, and bytes that were written for them.
-    error: why the last one failed, "" if another has succeeded since.
+    `step`: of the checkpoint that is being written, None if there is none. `done`, `total`: bytes of its state.
+    `began`, `moved`: start of the write, and when bytes arrived last, by the monotonic clock. `rate`: bytes of state a
+    second of the last checkpoint that was written. `saves`, `failed`, `left_out`: checkpoints that were committed, that
+    failed, and that were skipped because the tier was too slow. `raw`, `stored`: bytes of all states, and bytes that
+    were written for them. `error`: why the last one failed, "" if another has succeeded since.
     """
 
     step: int | None = None

@@ -44,8 +44,7 @@ PARTS_IN_FLIGHT = 8  # for a store with multipart uploads, which limits parallel
 
 @dataclass(frozen=True)
 class RankSnapshot:
-    """The frozen state of one rank. `data` is in the order of `layout.arrangement`; `values` are tagged plain
-    values."""
+    """The frozen state of a rank. `data` has the order of `layout.arrangement`; `values` are tagged plain values."""
 
     attempt: Attempt
     layout: Layout
@@ -234,8 +233,7 @@ async def upload_from(
 
 
 def _ranges(size: int, length: int, first: int) -> list[tuple[int, int]]:
-    """Return (start, end) of the ranges of an object: one of `first` bytes, unless that is 0, and then of `length`
-    each."""
+    """Return (start, end) of the ranges of an object: one of `first` bytes, if not 0, then of `length` each."""
     starts = [*([0] if first else ()), *range(first, size, length)]
     return list(zip(starts, [*starts[1:], size], strict=False))
 

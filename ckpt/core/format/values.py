@@ -38,15 +38,13 @@ _DTYPE = re.compile(r"[<>|=][biufcmMSUV][0-9]{1,9}(\[[0-9]{0,9}[A-Za-z]{1,7}\])?
 
 
 def show(path: Path) -> str:
-    """Return a path as a user would write it: `model.layers.0`. Surrogates, which are not valid Unicode, are
-    escaped."""
+    """Return a path as users write it: `model.layers.0`. Surrogates, which are not valid Unicode, are escaped."""
     text = ".".join(str(part) for part in path) or "(the state itself)"
     return text if text.isascii() else text.encode(errors="backslashreplace").decode()
 
 
 def splitter(names: Iterable[str]) -> Callable[[str], tuple[str, str] | None]:
-    """Return a function that splits a text into the longest of `names` and, after a dot, a key. Both may contain
-    dots."""
+    """Return a function that splits a text into the longest of `names` and a key after it. Both may contain dots."""
     known = set(names)
     lengths = sorted({len(name) for name in known}, reverse=True)  # few, even if a text has many dots
 
@@ -161,8 +159,7 @@ def _decode_time(data: Json) -> timedelta | date:
 
 
 def _are_numbers(values: list[Any]) -> bool:
-    """Return True if all are floats, or all integers, that JSON represents exactly. Checked at every step for a long
-    history."""
+    """Return True for floats only or integers only that JSON represents exactly. Fast, for long histories."""
     kinds = set(map(type, values))
     if kinds == {int}:
         return bool(min(values) > -(2**53) and max(values) < 2**53)
@@ -341,8 +338,7 @@ def _decode_tagged(data: dict[str, Any], extern: Callable[[Json], object] | None
 
 
 def plain_dtype(text: object) -> np.dtype[Any]:
-    """Return the dtype of this numpy name. Only plain names are allowed; numpy itself also parses structures and
-    expressions."""
+    """Return the dtype of this plain numpy name. numpy itself would also parse structures and expressions."""
     import numpy as np
 
     if not isinstance(text, str) or not _DTYPE.fullmatch(text):
@@ -351,8 +347,7 @@ def plain_dtype(text: object) -> np.dtype[Any]:
 
 
 def is_plain_dtype(dtype: np.dtype[Any]) -> bool:
-    """Return True if numpy finds exactly this dtype by its name. Return False for dtypes with fields or of other
-    packages."""
+    """Return True if numpy finds exactly this dtype by its name. False for fields and dtypes of other packages."""
     if dtype.hasobject or dtype.names is not None or dtype.metadata or not dtype.itemsize:
         return False
     if dtype.isbuiltin == 1 and dtype.kind in "biufc" and dtype.char not in "qQ":  # the common case at every step

@@ -1,5 +1,4 @@
-"""A compact set of checkpoint ids, in memory and on disk. Their steps usually follow each other in equal
-strides."""
+"""A compact set of checkpoint ids, in memory and on disk. Their steps usually have equal strides."""
 
 from __future__ import annotations
 
@@ -72,8 +71,7 @@ class Attempts(MutableSet[Attempt]):
 
     @classmethod
     def from_json(cls, groups: dict[str, list[Any]], most: int = MOST) -> Attempts:
-        """Decode a set. Raise CorruptError, ValueError or TypeError if it is impossible or has more than `most` steps.
-        A single number is a step."""
+        """Decode a set. Raise CorruptError, ValueError or TypeError for impossible sets or more than `most` steps."""
         found, left = cls(), min(most, MOST)
         for name, rows in groups.items():
             any_one = _at_step(name, 0)

@@ -142,8 +142,7 @@ class LogFiles:
         return record
 
     def snapshot(self, seq: int, raw: bytes | None) -> RunState | None:
-        """Return the state that a SNAPSHOT describes, including itself. Return None if it is damaged or of another
-        type."""
+        """Return the state that a SNAPSHOT describes, with itself, or None if it is damaged or of another type."""
         try:
             record = self.unsealed(seq, raw)
             if record["type"] != "SNAPSHOT":

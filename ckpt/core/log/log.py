@@ -180,10 +180,8 @@ class RunLog(LogFiles):
 
     async def _restart(self, seen: Listed) -> bool:
         """Continue from a newer SNAPSHOT, if there is one. Return False if it was deleted or damaged during the call.
-
         It is the newest, or with `whole` the one at the floor. Without a SNAPSHOT, start at the first record that
-        counts.
-        """
+        counts."""
         at = seen.snapshots[-1 if self._whole else 0] if seen.snapshots else 0
         if at >= self.state.next_seq and at > 0:
             found = self._states.get(at) or self.snapshot(at, await self.read(at, seen.sizes.get(at)))
@@ -282,9 +280,8 @@ class RunLog(LogFiles):
         """Append the record that `make` returns for the newest state. `make` is called again if another record was put
         first.
 
-        make: returns None if there is nothing to append.
-        owner: the job attempt that writes, default None: any owner. Raises FencedError if a newer one owns the run.
-        deadline_s: seconds for retries.
+        `make`: returns None if there is nothing to append. `owner`: the job attempt that writes, default None: any
+        owner. Raises FencedError if a newer one owns the run. `deadline_s`: seconds for retries.
 
         Returns the state including the record, once it is durable. If a reply was lost, the log is read again to find
         the record. Raises OutcomeUnknownError if that fails. Then the caller must not delete anything.
@@ -313,8 +310,7 @@ class RunLog(LogFiles):
                     return self.state
 
     async def _land(self, record: Record, end: float) -> bool:
-        """Put a record at the next number. Return False if another record (or possibly this one) is there and must be
-        read."""
+        """Put a record at the next number. Return False if a record, possibly this one, is there and must be read."""
         state = self.state
         raw, seq = self._sealed(record, state), state.next_seq
         try:
@@ -352,8 +348,7 @@ class RunLog(LogFiles):
                 return record.id in self.state.requests
 
     async def _check_before(self, seq: int, raw: bytes) -> None:
-        """Raise RunGoneError if the record before vanished from a folder during the put, because the run is being
-        deleted."""
+        """Raise RunGoneError if the record before vanished from a folder during the put: the run is being deleted."""
         if not self.store.remote and seq > self.floor and seq - 1 not in self._damaged:
             try:
                 await self.store.head(record_key(seq - 1))
@@ -420,8 +415,7 @@ class RunLog(LogFiles):
 
 
 def not_recorded(record: Record, store: Store, error: StoreError, *, put: bool) -> StoreError:
-    """Return the error for a failed append. A folder without permission has no new record; a remote reply may be
-    lost."""
+    """Return the error for a failed append. A folder without permission has no new record; a bucket may have it."""
     title = TITLES[record.type]
     if isinstance(error, AccessError) and not put and not store.remote:
         return AccessError(f"{title} cannot be recorded: {error}")

@@ -32,8 +32,7 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 MARK = "kept by training: "  # prefix of KEEP notes written by a training; others are left alone
 THE_BEST = "best, "  # then the note of the best scored checkpoint starts like this
 LONGEST = 500  # characters in a note
-# a SNAPSHOT may name this many ended checkpoints, plus ENDED_EACH for each record before it
-FEW_ENDED, ENDED_EACH = 4096, 64
+FEW_ENDED, ENDED_EACH = 4096, 64  # ended checkpoints in a SNAPSHOT, in all and for each record before it
 BY_HAND = "; by hand: "  # separates a note by hand, which a training must not remove
 
 
@@ -106,8 +105,7 @@ class RunState:
     last: str = ""  # SHA-256 of the bytes of the newest record
     acquires: list[Acquire] = field(default_factory=list)
     commits: dict[Attempt, Commit] = field(default_factory=dict)  # live checkpoints
-    # this node's manifests are here; the other nodes are unknown
-    held: dict[Attempt, Commit] = field(default_factory=dict)
+    held: dict[Attempt, Commit] = field(default_factory=dict)  # this node's files are here
     retired: Attempts = field(default_factory=Attempts)
     aborted: Attempts = field(default_factory=Attempts)
     reasons: dict[Attempt, str] = field(default_factory=dict)  # why they were aborted or rolled back
@@ -243,8 +241,7 @@ TITLES = {  # for messages
 
 
 def _checked(body: dict[str, Any]) -> Commit:
-    """Return the checkpoint of a COMMIT or HELD record. Raise CorruptError unless ranks ascend and all values are
-    valid."""
+    """Return the checkpoint of a COMMIT or HELD record. Raise CorruptError unless its ranks and values are valid."""
     attempt = Attempt.parse(body["checkpoint"])
     parts = tuple((rank, digest) for rank, digest in body["manifests"])
     world, index, finite = body["world"], body["index"], body["finite"]
@@ -280,8 +277,7 @@ def commit_body(commit: Commit) -> dict[str, Any]:
 
 
 def summary(state: RunState) -> dict[str, Any]:
-    """Return the body of a SNAPSHOT at `state.next_seq`. It does not depend on the process or on where it began to
-    read."""
+    """Return the body of a SNAPSHOT at `state.next_seq`. It is the same in every process."""
     seq = state.next_seq
     return {
         "acquires": [[a.epoch, a.nonce, a.restored and str(a.restored)] for a in state.acquires],

@@ -47,12 +47,11 @@ from ckpt.errors import MismatchError, StateError
 class Reading:
     """The state at one moment.
 
-    tensors: the live tensors that this rank stages, in the order of the layout. They are detached and keep their memory
-        alive, so `p.data = ...` cannot free memory during a copy.
-    guarded: for each tensor, True if only optimizer steps change it.
-    early: the indices of all other tensors.
-    counters: for each tensor, the object that counts the writes to it and to the wrappers around it.
-    spots: where to sample the guarded tensors, to detect writes by other code.
+    `tensors`: the live tensors that this rank stages, in the order of the layout. They are detached and keep their
+    memory alive, so `p.data = ...` cannot free memory during a copy. `guarded`: for each tensor, True if only optimizer
+    steps change it. `early`: the indices of all other tensors. `counters`: for each tensor, the object that counts the
+    writes to it and to the wrappers around it. `spots`: where to sample the guarded tensors, to detect writes by other
+    code.
     """
 
     layout: Layout
@@ -62,8 +61,7 @@ class Reading:
     values: list[Json]
     counters: Sequence[Versioned]
     spots: list[SampledPlaces] = field(default_factory=list)
-    # tensors that other ranks have too, whichever rank stages them
-    replicas: list[SampledReplicas] = field(default_factory=list)
+    replicas: list[SampledReplicas] = field(default_factory=list)  # tensors that other ranks have too
 
 
 SINGLE = Seat()
@@ -126,8 +124,7 @@ class Capture:
                 self.forget()
 
     def guard_again(self) -> None:
-        """Trust all optimizers again. Code that changes tensors outside steps announces it: see
-        `Checkpointer.fence`."""
+        """Trust all optimizers again. Code that changes tensors outside steps calls `Checkpointer.fence`."""
         for node in self._walk.stepped:
             if node.unguarded:
                 node.unguarded = False

@@ -69,8 +69,7 @@ class Filler:
         *,
         in_place: bool = True,
     ) -> None:
-        """Find the chunks to read. `lying`: shard numbers, each with a tensor of the same form that takes all of its
-        shard."""
+        """Find the chunks to read. `lying`: shard numbers, each with a tensor of the same form that takes all of it."""
         self._saved = saved
         self._later: list[tuple[Tensor, Tensor]] = []
         self._met: list[tuple[I64, Target]] = []  # shards, and a target that they overlap
@@ -136,16 +135,14 @@ class Filler:
         return _overlap(self._saved.table.shards[number].box, target)
 
     def _overlaps_of(self, number: int) -> list[_Overlap]:
-        """Return the overlaps of a shard. Computed when its first chunk arrives, because there may be hundreds of
-        thousands."""
+        """Return the overlaps of a shard, computed when its first chunk arrives. There may be hundreds of thousands."""
         if number not in self._overlaps:
             found = (self._overlap(number, target) for target in self._hits.get(number, ()))
             self._overlaps[number] = [overlap for overlap in found if overlap is not None]
         return self._overlaps[number]
 
     def _ready(self, target: Target, spec: TensorSpec) -> Target:
-        """Return a target that takes the saved bytes unchanged. A target of another dtype (strict=False) is filled at
-        the end."""
+        """Return a target that takes the saved bytes unchanged. One of another dtype (strict=False) is filled last."""
         tensor = target.tensor.detach()
         if DTYPE_NAME[tensor.dtype] == spec.dtype and not tensor.is_conj() and not tensor.is_neg():
             return Target(tensor, target.box)

@@ -136,8 +136,7 @@ class Fingerprint:
         return found.union(*freed.values())
 
     def differing(self, slot: Tensor) -> set[int]:
-        """Return the indices of tensors whose copy differs from the sample. `slot`: bytes of the copies. Call `fetch`
-        first."""
+        """Return the indices of tensors whose copy in `slot` differs from the sample. Call `fetch` first."""
         both = zip(self._groups, self._found, strict=True)
         return _differing((group, was, group.look_in(slot, self._turn)) for group, was in both)
 

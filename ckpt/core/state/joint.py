@@ -1,5 +1,4 @@
-"""Presents several optimizers as one, for pipeline stages that are on one rank here and were on several ranks, or
-whole."""
+"""Presents several optimizers as one, for pipeline stages that are on this rank but elsewhere on several ranks."""
 
 from __future__ import annotations
 

@@ -58,8 +58,7 @@ class ModuleNode:
         return self._piece
 
     def changed(self) -> bool:
-        """Return True if tensors were replaced or moved since they were read. Reshard the module first if FSDP gathered
-        it."""
+        """Return True if tensors were replaced or moved since the last reading. Reshard it first if necessary."""
         if not self._differs():
             return False
         reshard(self.whole)
@@ -71,8 +70,7 @@ class ModuleNode:
     def _read(self, modules: Sequence[NamedModule]) -> Contents:
         owners: list[dict[str, Any]] = []
         places: list[tuple[dict[str, Any], str, Tensor]] = []
-        # child modules, and parameters and buffers that are None
-        children: list[tuple[dict[str, Any], str, nn.Module | None]] = []
+        children: list[tuple[dict[str, Any], str, nn.Module | None]] = []  # child modules, and tensors that are None
         self._there, self._memories = Places(), Memories()
         self._replicas = replicated_by_ddp(self.whole)
         live: dict[str, tuple[list[StateEntry], WrapperForm | None]] = {}

@@ -273,8 +273,7 @@ class StatefulNode:
             placement.finish(self.path, finish, last=last)
 
     def _build(self, saved: SavedNode, placement: Placement) -> Callable[[], Any] | None:
-        """Return the function that builds the state to load. Return None, and record a problem, if that is
-        impossible."""
+        """Return a function that builds the state to load. If that is impossible, record a problem and return None."""
         return placement.build(saved.values, like={})
 
     def _load(self, state: Any) -> None:
@@ -284,8 +283,7 @@ class StatefulNode:
         return False
 
     def may_have_moments(self) -> bool:
-        """Return False if it cannot contain the state of an optimizer that the object has. A scheduler has only
-        numbers."""
+        """Return False if the saved values cannot contain an optimizer's state: a scheduler has only numbers."""
         if isinstance(self.target, torch.optim.Optimizer) or self._tensors:
             return True
         return '"param_groups"' in json.dumps(self._values)

@@ -52,13 +52,11 @@ class OptimizerNode:
         self._names: Names | None = None
         self._piece: Contents | None = None
         self._state: object = None
-        # the keys of its state; the dicts of parameters
-        self._params, self._dicts = list[Any](), list[dict[Any, Any]]()
+        self._params, self._dicts = list[Any](), list[dict[Any, Any]]()  # keys of its state; dicts of parameters
         self._with_dicts: list[bool] = []  # which of the keys are parameters that have a dict
         self._groups: list[list[Tensor]] = []
         self._there, self._memories = Places(), Memories()
-        # values that are not tensors, or whose keys are not text
-        self._others: list[tuple[str, dict[str, Any], Any]] = []
+        self._others: list[tuple[str, dict[str, Any], Any]] = []  # values that are not tensors or have other keys
         self._more: list[tuple[Json, Any]] = []  # entries of `state` that are not dicts of parameters, and their keys
         self._nameless: list[tuple[str, Tensor, Span | None]] = []  # parameters named by their position
         self._called: dict[int, str] = {}  # names of the parameters, by id
@@ -448,10 +446,8 @@ class OptimizerNode:
         """Return the live tensor if it fits, otherwise a new one on the device that torch would choose. Return None,
         and record a problem, if the tensor cannot be restored.
 
-        form: of the saved wrapper, None for a plain tensor.
-        plain: True if it was saved as a plain shard next to a DTensor.
-        shares: the keys of such tensors here.
-        kind: the saved kind, None for a plain tensor.
+        `form`: of the saved wrapper, None for a plain tensor. `plain`: True if it was saved as a plain shard next to a
+        DTensor. `shares`: the keys of such tensors here. `kind`: the saved kind, None for a plain tensor.
         """
         live = self.optimizer.state[param].get(key) if param in self.optimizer.state else None
         if kind is not None and isinstance(live, Tensor) and not _is_of_kind(live, kind, param):
@@ -493,8 +489,7 @@ def _is_entry(key: object, value: object) -> bool:
 
 
 def _kind_of(value: Tensor, param: Tensor, path: Path) -> dict[str, Json]:
-    """Return the kind of a tensor of the state, for `_as_kind`; {} for a plain one. Raise StateError if it would be
-    lost."""
+    """Return the kind of a tensor, for `_as_kind`; {} for a plain one. Raise StateError if it would be lost."""
     if is_wrapped(value):
         return {}
     if type(value) is type(param) and type(value) not in PLAIN_TENSORS and not is_dtensor(value):

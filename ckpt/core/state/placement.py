@@ -81,13 +81,11 @@ class Placement:
     fills: dict[Key, list[Target]] = field(default_factory=dict)
     lying: list[tuple[int, Tensor]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-    # settings of the script that the checkpoint overrides, known at the end
-    overruled: list[str] = field(default_factory=list)
+    overruled: list[str] = field(default_factory=list)  # settings of the script that are overridden
     cast: dict[str, str] = field(default_factory=dict)  # with strict=False: the dtype here, by name
     apart: set[str] = field(default_factory=set)  # replicas here that each rank saved separately
     finishers: list[Callable[[], object]] = field(default_factory=list)
-    # after all finishers, because they may draw random numbers
-    last: list[Callable[[], object]] = field(default_factory=list)
+    last: list[Callable[[], object]] = field(default_factory=list)  # after all finishers, which may draw random numbers
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of saved wrapper tensors
     _keys: dict[tuple[str, int | None, bool], Key | None] = field(default_factory=dict)
     _reader: int | None = None
@@ -111,8 +109,7 @@ class Placement:
         return self.saved.world != self.seat.size
 
     def key(self, name: str, instance: int | None = None, *, lenient: bool = True) -> Key | None:
-        """Return the saved tensor that a name means on this rank. Return None, and record a problem, if it is
-        ambiguous."""
+        """Return the saved tensor for a name on this rank. If it is ambiguous, record a problem and return None."""
         if self._reader is not None:  # as that rank named it
             found = self.saved.resolve(name, self._reader, self.saved.world, instance, lenient=True)
             return found if isinstance(found, tuple) else None
@@ -280,8 +277,7 @@ class Placement:
         return self._to_create[asked][1]
 
     def _becomes(self, name: str, spec: TensorSpec, beside: Replicas | Tensor | None, plain: bool) -> Tensor | None:
-        """Return the model for optimizer state next to a DTensor: the DTensor, its shard if `plain`, or None for
-        neither."""
+        """Return the model for state next to a DTensor: the DTensor, its shard if `plain`, or None for neither."""
         if not isinstance(beside, Tensor) or not is_dtensor(beside):
             return None
         if tuple(beside.shape) != spec.shape or name.endswith(".step"):
@@ -338,11 +334,10 @@ class Placement:
         """Return a function that builds plain values after the tensors in them are filled. They go into `live` tensors,
         or new ones.
 
-        like: live tensors that the new ones will be copied into; for a DTensor a DTensor is created.
-        rank: the rank that saved these values, default: the rank whose values this one restores.
-        guarded: True if the tensors belong to an optimizer, or their names. Different values on the ranks are then a
-            problem if the number of ranks has changed.
-        objects: restores objects among them.
+        `like`: live tensors that the new ones will be copied into; for a DTensor a DTensor is created. `rank`: the rank
+        that saved these values, default: the rank whose values this one restores. `guarded`: True if the tensors belong
+        to an optimizer, or their names. Different values on the ranks are then a problem if the number of ranks has
+        changed. `objects`: restores objects among them.
         """
 
         def check(reference: Json) -> object:

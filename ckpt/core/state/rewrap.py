@@ -39,10 +39,7 @@ def matching(
     names: list[str], own: Mapping[str, StateEntry], facts: Mapping[str, Any], saved: Collection[str], to: Placement
 ) -> list[str]:
     """Return those of `names` that can be filled. A wrapper is filled completely or not at all. Problems are recorded.
-
-    own: the live entries by name.
-    facts, saved: of the checkpoint, and its names.
-    """
+    `own`: the live entries by name. `facts`, `saved`: of the checkpoint, and its names."""
     theirs, mine = forms_of(facts), dict[str, WrapperForm]()
     whole = {entry.owner.name: entry.owner for entry in own.values() if entry.part_of is not None}
     for name, owner in whole.items():

@@ -24,8 +24,7 @@ from ckpt.errors import StateError
 
 @dataclass(frozen=True, slots=True)
 class Replicas:
-    """The ranks with identical copies of a plain tensor. `first_only`: only the first is saved, as for broadcast
-    buffers."""
+    """The ranks with identical copies of a plain tensor. `first_only`: only the first counts (broadcast buffers)."""
 
     ranks: tuple[int, ...]
     first_only: bool = False
@@ -46,11 +45,10 @@ class Division:
 class StateEntry:
     """One tensor of the state.
 
-    guarded: it changes only inside optimizer steps, so its copy may overlap the next forward and backward.
-    alike: the ranks with the same tensor, or the DTensor whose optimizer state it is, or a sharding that the user has
-        described; None: it belongs to this rank alone.
-    of: the parameter whose optimizer state it is.
-    part_of: the wrapper tensor (`ckpt.core.state.wrappers`) that contains it, with all wrappers `around` it.
+    `guarded`: it changes only inside optimizer steps, so its copy may overlap the next forward and backward. `alike`:
+    the ranks with the same tensor, or the DTensor whose optimizer state it is, or a sharding that the user has
+    described; None: it belongs to this rank alone. `of`: the parameter whose optimizer state it is. `part_of`: the
+    wrapper tensor (`ckpt.core.state.wrappers`) that contains it, with all wrappers `around` it.
     """
 
     name: str
@@ -132,8 +130,7 @@ def _beside(name: str, tensor: Tensor, param: Any, seat: Seat) -> list[LocalPiec
 
 
 def is_plain_share(tensor: Tensor, beside: object) -> bool:
-    """Return True for a plain tensor with the shape of a DTensor's local shard. TransformerEngine keeps moments like
-    this."""
+    """Return True for a plain tensor with the shape of a DTensor's shard, as TransformerEngine keeps moments."""
     if not is_dtensor(beside) or is_dtensor(tensor):
         return False
     mine: Any = beside
@@ -175,10 +172,7 @@ def _ranks(mesh: Any) -> tuple[int, ...]:
 
 class _Cutting(NamedTuple):
     """How a placement shards. Torch considers a strided shard equal to a plain one, so a placement alone is not a cache
-    key.
-
-    `dim` is None if it does not shard.
-    """
+    key. `dim` is None if it does not shard."""
 
     dim: int | None
     split_factor: int
@@ -466,7 +460,6 @@ def unsupported(value: nn.Module | torch.optim.Optimizer) -> str | None:
 
 
 def belongs_to_torch(hook: Any) -> bool:
-    """Return True for a state-dict hook of FSDP or activation checkpointing. This package handles names and shards
-    itself."""
+    """Return True for a state-dict hook of FSDP or activation checkpointing, whose work this package does itself."""
     home = getattr(getattr(hook, "hook", hook), "__module__", "") or ""
     return home.startswith(("torch.distributed.fsdp._fully_shard", "torch.distributed.algorithms._checkpoint"))

@@ -94,8 +94,7 @@ def class_of(reference: dict[str, Any]) -> type:
 
 
 def decode_constant(reference: dict[str, Any]) -> Any:
-    """Decode the result of `encode_constant`. Raise CorruptError for other tags, MismatchError if a class is not
-    loaded."""
+    """Decode a result of `encode_constant`. Raise CorruptError for other tags, MismatchError for unknown classes."""
     tag, said = reference["$"], reference.get("v")
     for kind in _CONSTANTS:
         if tag == f"torch.{kind.__name__}":

@@ -40,11 +40,8 @@ class Guards:
 
 
 class Structure:
-    """Built from the contents of all nodes. Raise StateError for names that cannot be saved.
-
-    apart: names that should be replicated, but differ between ranks.
-    eager: names whose copy may not overlap training.
-    """
+    """Built from the contents of all nodes. Raise StateError for names that cannot be saved. `apart`: names that should
+    be replicated, but differ between ranks. `eager`: names whose copy may not overlap training."""
 
     def __init__(
         self, nodes: Sequence[StateNode], pieces: Sequence[Contents], seat: Seat, apart: set[str], eager: set[str]
@@ -105,8 +102,7 @@ class Structure:
         )
 
     def is_as_saved(self, saved: SavedState, pieces: Sequence[Contents]) -> bool:
-        """Return True if a single rank saved a state of exactly this layout, each tensor in one piece, and nothing
-        else."""
+        """Return True if a single rank saved exactly this layout, each tensor in one piece, and nothing else."""
         theirs, here = saved.layout, self.layout
         if theirs is None or self._seat.size > 1 or len(saved.table.shards) != len(here.tensors):
             return False
@@ -159,8 +155,7 @@ class Structure:
         return self._guards[silent]
 
     def spots(self, tensors: list[Tensor]) -> list[SampledPlaces]:
-        """Return where to sample tensors that stay, and tensors that each reading creates, mostly at the same
-        addresses."""
+        """Return where to sample tensors that stay, and tensors that each reading creates."""
         if not self._spots:
             fixed = [i for i, one in enumerate(self._guarded[: self._fixed_count]) if one]
             self._spots.append(SampledPlaces(self.layout, fixed, [tensors[i] for i in fixed]))
@@ -359,8 +354,7 @@ def parts_of(optimizer: Any) -> tuple[Any, ...]:
 
 
 def steps_for(stepping: Any, optimizer: Any) -> bool:
-    """Return True for the same optimizer, for the one that it wraps (as Accelerate's does), and for one of its
-    parts."""
+    """Return True for the same optimizer, for one that it wraps (as Accelerate's does), and for its parts."""
     if stepping is optimizer or any(stepping is part for part in parts_of(optimizer)):
         return True
     groups = list(optimizer.param_groups)

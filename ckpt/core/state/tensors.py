@@ -125,8 +125,7 @@ def spec(name: str, tensor: Tensor) -> TensorSpec:
 
 
 def memory_of(tensor: Tensor) -> Memory | None:
-    """Return a key that is equal for the same view of the same memory. Return None if a tensor has no memory of its
-    own."""
+    """Return a key that is equal for the same view of the same memory, or None for a tensor without memory."""
     if tensor.numel() == 0 or not (address := tensor.data_ptr()):
         return None
     return address, tensor.dtype, tensor.shape, tensor.stride(), tensor.device, tensor.is_conj(), tensor.is_neg()
@@ -219,8 +218,7 @@ _KINDS = {torch.nn.Parameter: "parameter", torch.nn.Buffer: "buffer"}
 
 
 def kind_of_tensor(tensor: Tensor, path: Path) -> dict[str, Json]:
-    """Return the fields of a tensor's reference other than its name, for `of_kind`. Raise StateError for other
-    subclasses."""
+    """Return the fields of a tensor's reference, for `of_kind`. Raise StateError for other subclasses."""
     if type(tensor) not in PLAIN and not hasattr(tensor, "placements"):
         raise StateError(
             f"{show(path)}: a {type(tensor).__module__}.{type(tensor).__qualname__} would come back as a plain tensor: "
@@ -259,6 +257,5 @@ class Versioned(Protocol):
 
 
 def version_of(tensor: Versioned) -> int | None:
-    """Return the number of writes that torch has counted, or None for an inference tensor, whose writes are not
-    counted."""
+    """Return the number of counted writes, or None for an inference tensor, whose writes are not counted."""
     return None if tensor.is_inference() else tensor._version

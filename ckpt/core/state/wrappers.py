@@ -25,10 +25,9 @@ from ckpt.errors import CorruptError, MismatchError
 class WrapperForm:
     """How a wrapper is made of its tensors.
 
-    kind: the module and qualified name of its class.
-    parts: for each attribute, the name of a tensor or the form of an inner wrapper.
-    whole: the shape of the DTensor, if the wrapper is a rank's share of one.
-    share: this rank's indices of it, or of the DTensor it belongs to (`share_of`); None if it can be sharded again.
+    `kind`: the module and qualified name of its class. `parts`: for each attribute, the name of a tensor or the form of
+    an inner wrapper. `whole`: the shape of the DTensor, if the wrapper is a rank's share of one. `share`: this rank's
+    indices of it, or of the DTensor it belongs to (`share_of`); None if it can be sharded again.
     """
 
     name: str
@@ -111,8 +110,7 @@ def _flat(tensor: Tensor) -> tuple[Sequence[str], list[Any], Json]:
 
 
 def take_apart(entry: StateEntry) -> tuple[list[StateEntry], WrapperForm | None]:
-    """Return the entries to save for an entry: itself, or the tensors in it, and their form. Raise StateError if they
-    cannot be saved."""
+    """Return the entries to save: the entry, or the tensors in it, and their form. Raise StateError if impossible."""
     if not is_wrapped(entry.tensor):
         check(entry.tensor, (entry.name,))
         return [entry], None
@@ -229,8 +227,7 @@ def cut_otherwise(saved: WrapperForm) -> str:
 
 
 def remake(form: WrapperForm, parts: Mapping[str, Tensor]) -> Tensor:
-    """Build a wrapper around these tensors, which may be uninitialized. Raise MismatchError if its class is missing or
-    builds a different tensor."""
+    """Build a wrapper around these (empty) tensors. Raise MismatchError if its class is missing or builds another."""
     kind = loaded_class(*form.kind)
     adapter = _adapter_of(kind) if kind is not None and issubclass(kind, Tensor) else None
     if kind is None or adapter is None:

@@ -501,7 +501,7 @@ def check_free(run: Path, say: Callable[[str], object]) -> None:
 
 
 def of_newer_version(raw: bytes) -> bytes:
-    """Shorten the time after which this process considers a silent trainer dead."""
+    """Return a sealed file as a newer version of everystep would have written it."""
     return manifest.seal({**manifest.unseal(raw, "lease.json"), "version": 99})
 
 
@@ -578,12 +578,12 @@ def compare_no_replicas() -> None:
 
 
 def wait_for_ranks_for(grace_s: float) -> None:
-    """Return the communication object of a rank, for ranks that are threads of this process."""
+    """Set how long this process waits for other ranks beyond the agreed timeout."""
     worlds.GRACE_S = grace_s
 
 
 def rank(number: int, size: int, store: Any, *, node: str, **options: Any) -> World:
-    """Return the communication object of one rank, for ranks that are threads of this process."""
+    """Return the communication object of a rank, for ranks that are threads of this process."""
     return World(number, size, store, node=node, **options)
 
 
@@ -658,12 +658,12 @@ def writer_named(run: str, rank: int = 0) -> int | None:
 
 
 def writers_in(folder: str) -> list[int]:
-    """Take the socket name of a writer. Return a socket that never replies, or None if the name is taken."""
+    """Return the PIDs of the writers of a run in a folder."""
     return channel.writers_of(name_of_writer_in(folder))
 
 
 def take_name_of_writer(name: str) -> Any:
-    """Take the socket name of a writer. Return a socket that never answers, or None if the name is taken."""
+    """Take the socket name of a writer. Return a socket that never replies, or None if the name is taken."""
     return channel.listen(name)
 
 
@@ -1050,12 +1050,12 @@ def current_step(cp: ckpt.Checkpointer) -> int | None:
 
 
 def is_closed(cp: ckpt.Checkpointer) -> bool:
-    """Abandon saves in progress, as an exception on one rank of a multi-rank job does."""
+    """Return True once `close()` has begun."""
     return cp._progress.closed
 
 
 def abandon(cp: ckpt.Checkpointer) -> None:
-    """Abandon saves that are in progress, as an exception on one of several ranks does."""
+    """Abandon saves in progress, as an exception on one rank of a multi-rank job does."""
     cp._closing.abandon()
 
 
@@ -1236,7 +1236,7 @@ class Job:
 
 
 async def read_back(store: Any) -> ReadBack:
-    """Read the newest checkpoint that can be read, as a restore does. NoCheckpointError if there is none."""
+    """Read the newest readable checkpoint, as a restore does. Raise NoCheckpointError if there is none."""
     log = await read.open_run(store.url, store)
     problems: list[str] = []
     for found in log.state.lineage():
@@ -1363,7 +1363,7 @@ async def saved_objects(states: Sequence[tuple[int, dict[str, Any]]], ranks: int
 
 
 def _divided(layout: Layout, raw: list[bytes], rank: int, world: int) -> tuple[Layout, bytes]:
-    """Return the share of one rank of a replicated state: some rows of each tensor, some of the small tensors."""
+    """Return one rank's share of a replicated state: some rows of each tensor, some of the small tensors."""
     pieces, data, elsewhere = list[TensorSpec](), list[bytes](), {}
     for i, (t, whole) in enumerate(zip(layout.tensors, raw, strict=True)):
         rows = t.shape[0] if t.shape else 0

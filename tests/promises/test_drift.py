@@ -78,13 +78,13 @@ LEGITIMATE = ["buffers", "own buffers"]
 def drift(state: State, kind: str, rank: int) -> None:
     tensor = drifting(state, kind)
     if kind == "one element":
-        tensor.view(-1)[31234] += rank  # that nobody samples
+        tensor.view(-1)[31234] += rank  # not a sampled element
     else:
         tensor += rank
 
 
 def save() -> None:
-    """What each of two or three ranks runs: one durable save before the drift, two after it."""
+    """Runs on each of two or three ranks: one durable save before the drift, two after it."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
@@ -100,7 +100,7 @@ def save() -> None:
                 if number == 2:
                     drift(state, kind, rank)
                 if kind == "late":
-                    cp.step(number)  # so it is in memory before somebody wants it in a tier
+                    cp.step(number)  # so it is in memory before a save to a tier is requested
                 try:
                     cp.save(number).committed(60)
                     errors.append("")

@@ -63,7 +63,7 @@ from ckpt.store import Store, get_small
 
 __all__ = ["Acquire", "Commit", "Record", "RunLog", "RunState", "in_history", "infer_root", "live_packs", "record_key"]
 
-_RANDOM = SystemRandom()  # never changes the random numbers of the training
+_DICE = SystemRandom()  # never changes the random numbers of the training
 MAX_PARTS = 1_000_000  # with more, a SNAPSHOT could be too large to read, so none is made
 MAX_LISTINGS = 1000  # listings of a log that keeps changing
 MAX_GAP = 100_000  # missing records in total; a record further away does not belong to the log
@@ -321,7 +321,7 @@ class RunLog(LogFiles):
             await self._check_obstacle(seq)
             if time.monotonic() > end:
                 raise
-            await asyncio.sleep(_RANDOM.uniform(0, 0.02))
+            await asyncio.sleep(_DICE.uniform(0, 0.02))
             return False
         except FullError:
             self._tried.pop(record.id, None)  # nothing was put
@@ -366,7 +366,7 @@ class RunLog(LogFiles):
         """Retry after a lost reply of a remote store. An error of a local disk is raised immediately."""
         if not (error.retryable and self.store.remote) or time.monotonic() > end:
             raise not_recorded(record, self.store, error, put=put) from error
-        await asyncio.sleep(_RANDOM.uniform(0, 0.2))
+        await asyncio.sleep(_DICE.uniform(0, 0.2))
 
     async def _check_obstacle(self, seq: int) -> None:
         """Raise StoreError if the name of the record is taken by something else, for example a folder."""

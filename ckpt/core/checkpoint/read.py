@@ -1,9 +1,9 @@
-"""Back from a store: which checkpoints there are, and what one consists of.
+"""Reads checkpoints from a store: which exist, and what each contains.
 
     open_run -> choose a commit -> load_manifest -> plan_reads -> fetch
 
-Reading needs no torch: bytes are handed to a sink, which the caller gives. Who reads a run needs no other module: how
-blobs are read is in `blobs`, of which files a checkpoint is put together in `parts`.
+Reading needs no torch: bytes go to a sink that the caller provides. Readers of a run need only this module. `blobs`
+reads chunks, and `parts` reads manifests and indexes.
 """
 
 from __future__ import annotations
@@ -80,18 +80,18 @@ class Manifest:
         return layout
 
     def saved(self, known: Layout | None = None) -> SavedState:
-        """The checkpoint as one state. CorruptError if only some of the ranks' parts are in this place."""
+        """Return the checkpoint as one state. Raise CorruptError if this tier has only some ranks' manifests."""
         if len(self.parts) != self.commit.world:
             raise CorruptError(
-                f"this tier holds {len(self.parts)} of the {self.commit.world} parts of step {self.commit.step}: the "
-                "others are on the disks of other nodes"
+                f"this tier has only {len(self.parts)} of the {self.commit.world} ranks' manifests of step "
+                f"{self.commit.step}: the others are on the disks of other nodes"
             )
         layouts = [self.layout(part.rank, known) for part in self.parts]
         return SavedState(layouts, [part.values for part in self.parts], self.tables)
 
 
 async def open_run(url: str, store: Store | None = None) -> RunLog:
-    """The log of an existing run. FormatError if there is none."""
+    """Open the log of an existing run. Raise NoCheckpointError if there is none."""
     log = RunLog(store if store is not None else open_store(url))
     try:
         await log.open()
@@ -103,7 +103,7 @@ async def open_run(url: str, store: Store | None = None) -> RunLog:
 
 @contextlib.asynccontextmanager
 async def opened(url: str) -> AsyncIterator[Store]:
-    """The store of a run whose log has been read already."""
+    """Open the store of a run whose log has been read already."""
     store = open_store(url)
     try:
         yield store
@@ -112,7 +112,7 @@ async def opened(url: str) -> AsyncIterator[Store]:
 
 
 def choose(log: RunLog, step: Which = None) -> Commit:
-    """The newest checkpoint that nobody called broken, that of a step, or the best. Else NoCheckpointError."""
+    """Return the newest finite checkpoint, the one of a step, or the best. Raise NoCheckpointError if it is missing."""
     if step == BEST:
         return _best(log)
     history = log.state.lineage()
@@ -124,7 +124,7 @@ def choose(log: RunLog, step: Which = None) -> Commit:
             return commit
     steps = ", ".join(str(c.step) for c in history[:20]) or "none"
     wanted = "a checkpoint" if number(step) is None else f"step {step}"
-    raise NoCheckpointError(f"{log.store.url} does not hold {wanted} (steps there: {steps})")
+    raise NoCheckpointError(f"{log.store.url} does not have {wanted} (steps there: {steps})")
 
 
 def _best(log: RunLog) -> Commit:
@@ -132,7 +132,7 @@ def _best(log: RunLog) -> Commit:
     scored = [a for a, note in state.kept.items() if note.startswith(MARK + THE_BEST) and a in state.commits]
     if not scored:
         raise NoCheckpointError(
-            f"no checkpoint of {log.store.url} is known as the best: `ckpt.Best` or a callback says which is"
+            f"{log.store.url} has no best checkpoint: score checkpoints with `ckpt.Best` or a callback"
         )
     return state.commits[max(scored)]
 
@@ -177,7 +177,7 @@ def saved_by(
 async def _from_any(
     urls: Sequence[str], load: Callable[[Store], Coroutine[Any, Any, T]], note: Callable[[str], None]
 ) -> T:
-    """Small files, from the first place that has them all: their digests are known."""
+    """Load small files from the first tier that has them all. Their digests are known."""
     failure: CorruptError | StoreError | None = None
     for url in urls:
         try:
@@ -188,7 +188,7 @@ async def _from_any(
                 failure = error
             continue
         if failure is not None:
-            logger.warning("%s; %s has what is needed", failure, url)
+            logger.warning("%s; the files were read from %s instead", failure, url)
             note(f"manifests of ranks came from {url}")
         return found
     assert failure is not None
@@ -252,7 +252,7 @@ async def tables_in_turn(store: Store, commit: Commit, ranks: Iterable[int]) -> 
 
 
 async def packs_of(store: Store, commit: Commit) -> frozenset[str]:
-    """The packs that a checkpoint uses, also those of older ones. CorruptError or StoreError if nobody can say."""
+    """Return the data files that a checkpoint uses, including older ones. Raise CorruptError or StoreError."""
     index = await index_or_none(store, commit)
     if index is not None:
         return frozenset(index.packs)
@@ -270,20 +270,20 @@ async def saved_of(
 
 @contextlib.asynccontextmanager
 async def there(log: RunLog, commit: Commit) -> AsyncIterator[None]:
-    """CorruptError says what it means that a checkpoint cannot be read."""
+    """Explain a CorruptError: the checkpoint is damaged, or was retired during the read."""
     try:
         yield
     except (CorruptError, NotFoundError, TruncatedError) as error:
-        what = f"is damaged ({error})" if await still_live(log, commit) else "was given up while it was read"
-        raise CorruptError(f"step {commit.step} {what}: choose another, see `ckpt ls`") from None
+        cause = f"is damaged ({error})" if await still_live(log, commit) else "was retired while it was read"
+        raise CorruptError(f"step {commit.step} {cause}: choose another, see `ckpt ls`") from None
 
 
 async def still_live(log: RunLog, commit: Commit) -> bool:
-    """Whether what could not be read ought to be there; a running job may have retired it."""
+    """Return True if an unreadable checkpoint should exist. A running job may have retired it."""
     return commit.attempt in (await log.refresh()).commits
 
 
-# -- whether it is sound --
+# -- verification --
 
 
 async def verify(
@@ -295,11 +295,11 @@ async def verify(
     on_bytes: Callable[[int], None] | None = None,
     on_unreadable: Callable[[StoreError], None] | None = None,
 ) -> list[str]:
-    """Read every byte of a checkpoint; the problems found, none if it is sound.
+    """Read every byte of a checkpoint. Return the problems, [] if it is intact.
 
-    `data` False: everything but the tensors' bytes. `new`: of these, only what it did not take from older checkpoints.
-    `on_unreadable`: called with each error that says nothing about the stored bytes. Without it, the first such error
-    is raised.
+    data: if False, read everything except the tensors' bytes.
+    new: of these, read only the bytes that were not taken from older checkpoints.
+    on_unreadable: called with each error that does not prove damage. Without it, the first such error is raised.
     """
     problems: list[str] = []
 
@@ -369,7 +369,7 @@ async def _verify_blobs(
 
 
 def _distinct(table: Table, blobs: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Of blobs that say the same of the same few bytes, which become very many, one: to say it again costs nothing."""
+    """Drop repeated chunks that expand the same few bytes, so that no small file makes verification very long."""
     swelling = (table.codec[blobs] != RAW) & (table.stored[blobs] * 256 < table.length[blobs])
     some = blobs[swelling]
     columns = (table.pack, table.offset, table.stored, table.codec, table.base, table.length)

@@ -220,7 +220,7 @@ def test_few_ranks_are_looked_at_at_once(run: Path, monkeypatch: pytest.MonkeyPa
         assert call(command[0], run, *command[1:]).code == 0
         assert 0 < most[0] <= 2 * parts_of.MANY + 2, command
     asyncio.run(manifest_of(run))
-    assert most[0] > WORLD.size
+    assert most[0] >= WORLD.size
 
 
 @pytest.fixture
@@ -297,11 +297,10 @@ def table_in(path: Path) -> Table:
 
 
 def test_cut_for_another_number_of_ranks_it_is_the_same(run: Path, reads: Reads, call: Any, tmp_path: Path) -> None:
-    """Every manifest is read once, and that with the plain values twice, though tensors pass by in windows. Every
-    tensor is what it was."""
+    """Every manifest is read once, although tensors are copied in windows. Every tensor is what it was."""
     assert call("export", run, "--to", tmp_path / "two", "--world-size", 2).code == 0
     read_again = [key for key, n in Counter(manifests(reads)).items() if n > 1]
-    assert len(set(manifests(reads))) == WORLD.size and read_again == [first_part(STEPS[1])]
+    assert len(set(manifests(reads))) == WORLD.size and not read_again
     found = call("diff", run, tmp_path / "two", "--json").json
     assert not (found["tensors"] or found["changed"] or found["only_in_a"] or found["only_in_b"])
 

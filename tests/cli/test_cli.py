@@ -421,7 +421,7 @@ def test_json_is_one_document_with_stable_keys(command: str, made: Path, call: A
         "show": {
             "url", "damaged_records", "step", "attempt", "ranks", "tensors", "distinct_tensors", "tensor_bytes",
             "components", "values", "packs", "full", "needs", "needs_there", "chain", "stored_bytes",
-            "older_packs", "older_steps", "restore_bytes", "cadence",
+            "older_packs", "older_steps", "restore_bytes", "cadence", "info", "parents", "content",
         },
         "verify": {"url", "data", "problems", "unreadable", "checkpoints"},
         "diff": {"a", "b", "equal", "only_in_a", "only_in_b", "changed", "tensors", "values"},

@@ -45,7 +45,7 @@ def test_stages_with_buffers_of_their_own(tmp_path: Path) -> None:
         def saved(self) -> SavedState:
             return saved
 
-    log: Any = type("L", (), {"store": type("S", (), {"url": "file:///x", "remote": False})})
+    log: Any = type("L", (), {"root": "0" * 32, "store": type("S", (), {"url": "file:///x", "remote": False})})
     manifest: Any = Manifested()
     origin = RunOrigin(log, manifest, saved)
     assert [origin.view(rank, 2).tensors for rank in (0, 1)] == [{"mine": "mine#0"}, {"mine": "mine#1"}]

@@ -891,10 +891,10 @@ def test_what_is_out_of_reach_for_a_moment_is_not_gone(tmp_path: Path, monkeypat
         save(state | {"n": step}, step, [near, far])
     real = read.load_manifest
 
-    async def away(store: Any, commit: Any, index: Any = None) -> Any:
+    async def away(store: Any, commit: Any) -> Any:
         if store.url.endswith("near") and commit.step == 2:
             raise ckpt.errors.StoreError("no answer", retryable=True)
-        return await real(store, commit, index)
+        return await real(store, commit)
 
     monkeypatch.setattr(read, "load_manifest", away)
     assert load(state, [near, far], resume=False)["n"] == 2
@@ -910,11 +910,11 @@ def test_what_is_retired_while_it_is_looked_for_is_looked_for_again(
     save({"n": 1}, 1, run_dir)
     real, calls = read.load_manifest, list[int]()
 
-    async def gone(store: Any, commit: Any, index: Any = None) -> Any:
+    async def gone(store: Any, commit: Any) -> Any:
         calls.append(commit.step)
         if len(calls) == 1:
             raise ckpt.errors.NotFoundError("retired")
-        return await real(store, commit, index)
+        return await real(store, commit)
 
     monkeypatch.setattr(read, "load_manifest", gone)
     assert load({"n": 0}, run_dir)["n"] == 1 and calls == [1, 1]

@@ -148,7 +148,7 @@ def dotted(run: forgery.Run) -> forgery.Objects:
 
     def change(part: Any) -> None:
         layout, name = part["layout"], "optim.state." + "." * 3_000_000
-        layout["aliases"][name] = layout["tensors"][0][0]
+        layout["aliases"][name] = layout["components"][0]["names"][0]
         layout["components"][1]["names"].append(name)
 
     return inside.forge(run, part=change)

@@ -596,13 +596,16 @@ def test_ranks_that_do_not_agree_are_not_a_checkpoint() -> None:
 
 
 def test_index_of_some_ranks_lists_what_they_have() -> None:
-    """A disk that only some nodes see has the manifests of its ranks. Their index names their pieces and data files."""
+    """A disk that only some nodes see has the manifests of its ranks. Their index names their pieces and data files.
+    Their layouts also name tensors of which only other ranks have anything."""
     tables = [table_of([SavedShard("w", "F32", (9,), (3 * rank,), (3,), rank)], rank) for rank in range(3)]
-    written = [commits.WrittenPart(part_of(t, rank, 3), "", t) for rank, t in enumerate(tables)]
+    written = [commits.WrittenPart(part_of(t, rank, 3, {"elsewhere"}), "", t) for rank, t in enumerate(tables)]
     index = Index.from_bytes(commit_checks.index_of(written[1:]), "an index", 3, 2)
     assert index.holders(0).tolist() == [1, 2] and index.packs == tuple(sorted(w.packs[0] for w in written[1:]))
     with pytest.raises(CorruptError):
         Index.from_bytes(index.to_bytes(), "an index", 3)
+    with pytest.raises(SaveError, match="elsewhere is not in the table"):
+        commit_checks.index_of(written)
 
 
 def test_compact_tables_give_the_same_index(run: Path) -> None:

@@ -47,7 +47,7 @@ from ckpt.core.state.sharding import StateEntry, indices
 from ckpt.core.state.sharding import pieces as of_rank
 from ckpt.core.state.structure import _spec
 from ckpt.core.state.tensors import DTYPE_NAME, TORCH_DTYPE
-from ckpt.errors import CorruptError, SaveError
+from ckpt.errors import SaveError
 from ckpt.store import Store, open_store
 from ckpt_backends.memory import MemoryStore
 from toy_states import fill, raw
@@ -473,7 +473,7 @@ TAMPERED: dict[str, tuple[str, Callable[[list[Pieces]], object]]] = {
 
 @pytest.mark.parametrize("change", TAMPERED)
 def test_shards_that_do_not_fit_together_are_refused(change: str) -> None:
-    """A shard too few or too many, elsewhere, or of another tensor: the error names it, when saving and restoring.
+    """A shard too few or too many, elsewhere, or of another tensor: the error of the committer names it.
 
     Negative control of the tests above too: what is not tampered with is taken.
     """
@@ -490,11 +490,8 @@ def test_shards_that_do_not_fit_together_are_refused(change: str) -> None:
     with opened(sound, made) as source:
         check_restored([source], wholes, ranks, turned=False)
     tamper(pieces)
-    made, found = asyncio.run(written(odd, parts))
     with pytest.raises(SaveError, match=rf"\b{name}\b"):
-        index_of(found)
-    with pytest.raises(CorruptError, match=rf"\b{name}\b"), opened(odd, made):
-        pass
+        asyncio.run(written(odd, parts))
 
 
 def test_negative_control_one_wrong_byte_is_seen() -> None:

@@ -277,7 +277,7 @@ def test_what_cannot_be_built_on_is_an_impossible_record(kind: str, name: str) -
 
 def part_of(of: Attempt, packs: Sequence[str] = (), **fields: Any) -> Part:
     infos = [PackInfo(key, 100, 10, DIGEST) for key in packs]
-    return Part(str(of), 0, 1, {}, [], b"", infos, **fields)
+    return Part(str(of), 0, 1, Layout((), {}, []).shared, [], b"", infos, **fields)
 
 
 def test_what_a_part_may_say_about_older_ones() -> None:

@@ -405,7 +405,7 @@ async def _is_to_land(log: RunLog, attempt: Attempt, parts: list[WrittenPart], p
         return False, "not whole when the run was opened"
     if not _may_have_ended(state, attempt):
         return True, ""
-    index = commit_checks.index_of(sorted(parts, key=lambda w: w.part.rank))
+    index = commit_checks.index_of(parts)
     with contextlib.suppress(NotFoundError, CorruptError):
         if bytes(await get_small(log.store, index_key(attempt), len(index))) == index:
             return True, ""

@@ -93,11 +93,12 @@ def check_replicas(parts: Sequence[WrittenPart]) -> None:
 
 
 def index_of(parts: Sequence[WrittenPart]) -> bytes:
-    """Return the index of parts, which are in rank order. SaveError if the ranks do not agree about what they saved.
+    """Return the index of the parts of all ranks. SaveError if the ranks do not agree about what they saved.
 
     On a disk that only some nodes see, the parts are those of some ranks. Then tensors may be incomplete.
     """
-    shares = [Share(w.part.rank, w.part.world, w.part.layout, w.part.values, w.table) for w in parts]
+    ordered = sorted(parts, key=lambda w: w.part.rank)
+    shares = [Share(w.part.rank, w.part.world, w.part.layout, w.part.values, w.table) for w in ordered]
     try:
         return build(shares, partial=not is_whole(parts)).to_bytes()
     except CorruptError as error:

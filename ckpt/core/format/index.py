@@ -258,7 +258,7 @@ def _checked(raw: dict[str, npt.NDArray[Any]], what: str, world: int, count: int
     columns.numbers("tensor_content", tensors * DIGEST_SIZE, 0, 255)
     _check_patterns(raw, columns, what, world)
     columns.numbers("owned", count, 0, 2**40)
-    views = _views(raw, frozenset(names), what, world)
+    views = _views(raw, frozenset(names) if count == world else None, what, world)
     entries = np.array([len(view.components) for view in views])[columns.numbers("view", count, 0, len(views) - 1)]
     alike = columns.numbers("alike", count, 0, count - 1)
     if (alike > np.arange(count)).any() or (alike[alike] != alike).any() or (entries[alike] != entries).any():
@@ -286,19 +286,21 @@ def _check_patterns(raw: dict[str, npt.NDArray[Any]], columns: Columns, what: st
         raise CorruptError(f"{what} has a piece of an impossible rank")
 
 
-def _views(columns: Mapping[str, npt.NDArray[Any]], names: frozenset[str], what: str, world: int) -> tuple[View, ...]:
-    """Parse what ranks say. CorruptError if it names tensors that are not there."""
+def _views(
+    columns: Mapping[str, npt.NDArray[Any]], names: frozenset[str] | None, what: str, world: int
+) -> tuple[View, ...]:
+    """Parse what ranks say. CorruptError if it names tensors that are not there. `names`: None if other ranks may have
+    them, whose manifests are in another place."""
     if len(columns["views"]) > MAX_JSON:
         raise CorruptError(f"{what} is implausibly large")
     data = json.loads(columns["views"].tobytes())
-    known = set(names)
     for layout in data["layouts"]:
-        instances = layout["instances"]
-        if not names.issuperset(layout["aliases"].values()) or not all(
-            type(n) is int and OWN <= n < world for n in instances.values()
-        ):
-            raise CorruptError(f"{what} has an alias of nothing, or an impossible instance")
-        check_components(layout["components"], known.union(layout["aliases"]))
+        aliases, instances = layout["aliases"], layout["instances"]
+        if not all(type(n) is int and OWN <= n < world for n in instances.values()):
+            raise CorruptError(f"{what} has an impossible instance")
+        if names is not None and not names.issuperset(aliases.values()):
+            raise CorruptError(f"{what} has an alias of nothing")
+        check_components(layout["components"], None if names is None else names.union(aliases))
     found: list[View] = []
     for first, number, chosen in data["views"]:
         numbers = [number, *(n for n in chosen if n is not None)]
@@ -537,7 +539,8 @@ def _content(box: I64, k: int, rows: I64, block: _Block) -> bytes:
 def _check_views(shares: Sequence[Share], pool: _Pool, tensors: _Tensors) -> None:
     """Raise CorruptError unless every tensor that a rank names was saved, and every rank names what all hold."""
     forms = tensors.forms()
-    known, together = {name for name, _ in forms}, {name for name, instance in forms if instance == GLOBAL}
+    known = {name for name, _ in forms}
+    together = {name for name, instance in forms if instance == GLOBAL and len(shares) > 1}
     for view in pool.views:
         own = {view.aliases.get(name, name) for name in view.names()}
         if lost := own - known:

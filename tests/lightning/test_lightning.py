@@ -368,7 +368,7 @@ class Set(Slower):
         self.optimizers().param_groups[0].update(lr=1e-3, initial_lr=1e-3)
 
 
-def test_a_learning_rate_that_is_overruled_is_said(
+def test_a_learning_rate_that_is_overridden_is_said(
     tmp_path: Path, heard: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The checkpoint's counts, whatever the script says now, and a schedule is no change of it."""

@@ -14,7 +14,6 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
@@ -786,26 +785,6 @@ def kill_first_writer_before_it_opens() -> None:
         return opening(self, client, **more)
 
     RunOpener.open = killing  # type: ignore[method-assign]
-
-
-def die_before_next_writer_reads() -> None:
-    """Make this process stop its next writer for a while, send it all messages, and die before it has read them."""
-    first, last = KnownLayouts.on_new_writer, SnapshotMemory.on_new_writer
-
-    def early(self: Any, client: Any) -> None:
-        os.kill(client.pid, signal.SIGSTOP)
-        subprocess.Popen(["sh", "-c", f"sleep 1.5; kill -CONT {client.pid}"])
-        first(self, client)
-
-    def late(self: Any, client: Any) -> None:
-        last(self, client)
-        while not client._outbox.empty():
-            time.sleep(0.001)
-        time.sleep(0.3)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    KnownLayouts.on_new_writer = early  # type: ignore[method-assign]
-    SnapshotMemory.on_new_writer = late  # type: ignore[method-assign]
 
 
 def stop_before_sealing(step: int) -> None:

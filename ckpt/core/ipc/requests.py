@@ -175,18 +175,9 @@ class MakeArena(Request[str], frozen=True):
     node: int | None = None
 
 
-class KeepArena(Request[None], frozen=True):
-    """The trainer has seen that nobody keeps this arena; it looks again when this is answered."""
-
-    arena: str
-
-
-class HandedOver(Request[None], frozen=True):
-    """A writer that took a dead one's place has been given all that its trainer has. Answered when it keeps it."""
-
-
 class AttachArena(Request[None], frozen=True):
-    """An arena, by its descriptor, that the writer is to hold; `foreign`: other ranks staged into it."""
+    """Hold this arena, which comes as a descriptor. The reply is sent once the arena is held. `foreign`: other ranks
+    staged into it."""
 
     descriptors = 1
     foreign: bool = False

@@ -65,7 +65,7 @@ from ckpt.core.ipc.process import Process
 from ckpt.core.writer.bookkeeper import Bookkeeper
 from ckpt.core.writer.dispatch import Answer, Background, Caller, check_version, handles
 from ckpt.core.writer.held_run import LOST_S, HeldRun, PresentTrainer
-from ckpt.core.writer.memory import HAND_OVER_S, HeldMemory
+from ckpt.core.writer.memory import HeldMemory
 from ckpt.core.writer.opening import TierOpener
 from ckpt.core.writer.parts import PartWriter
 from ckpt.core.writer.persist import Drain, Persister
@@ -192,7 +192,6 @@ class Life:
         failpoints.point("drain.started")
         drained = asyncio.Event()
         self.watch.died(drained)
-        await self._until_all_is_read(adoptions)
         await asyncio.to_thread(self.held_memory.digest_ring)
         try:
             await self._make_durable(adoptions, drained)
@@ -203,14 +202,6 @@ class Life:
             if adoptions == self.trainer.adoptions:
                 self._leave()
                 await self._finish()
-
-    async def _until_all_is_read(self, adoptions: int) -> None:
-        """A trainer that died while it handed us the memory of a dead writer has sent some that we have yet to read."""
-        end = time.monotonic() + HAND_OVER_S
-        while not self.held_memory.handed_over.is_set() and adoptions == self.trainer.adoptions:
-            if self.trainer.channel is None or time.monotonic() > end:
-                return
-            await asyncio.sleep(0.01)
 
     async def _make_durable(
         self, adoptions: int, drained: asyncio.Event, owed: Collection[Attempt] | None = None
@@ -267,8 +258,6 @@ class Life:
         see, and WriterError if this writer leaves."""
         check_version(request)
         trainer, memory = self.trainer, self.held_memory
-        if caller.channel is not trainer.channel:
-            await memory.until_handed_over()
         self.server.check_stays()
         lost = await self.run.lost()  # before anything changes
         self.server.check_stays()
@@ -296,7 +285,6 @@ class Life:
     async def lend(self, request: requests.Lend, caller: Caller) -> Answer:
         """Show another trainer what is here. It gets the arenas themselves, and may keep them."""
         check_version(request)
-        await self.held_memory.until_handed_over()
         if request.fenced:
             await self._check_owner(everywhere=True)
             self.server.check_stays()

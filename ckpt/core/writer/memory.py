@@ -7,8 +7,8 @@ memory of other nodes (`copies`).
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
+import os
 import threading
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
@@ -25,10 +25,9 @@ from ckpt.core.ipc.requests import Digest
 from ckpt.core.log.log import Acquire, in_history
 from ckpt.core.writer.dispatch import Answer, Caller, handles
 from ckpt.core.writer.held_run import PresentTrainer
-from ckpt.errors import SaveError, SkippedError
+from ckpt.errors import SaveError, SkippedError, WriterError
 from ckpt.events import log
 
-HAND_OVER_S = 5.0
 MAX_LAYOUTS = 256  # far more than a trainer believes us to have
 MEMORY_SHARE = 0.8  # of the available memory, that an arena may take
 RING_SHARE = 0.5  # of all memory, that the arenas of a machine may take beyond two slots each: they are made at once
@@ -86,12 +85,8 @@ class HeldMemory:
     """Used in the event loop of the writer, but for `digest_ring`, which takes long and belongs into a thread; its own
     requests see to that."""
 
-    def __init__(self, trainer: PresentTrainer, *, awaited: bool = False) -> None:
-        """`awaited`: a trainer that has memory is about to give it to us."""
+    def __init__(self, trainer: PresentTrainer) -> None:
         self._trainer = trainer
-        self.handed_over = asyncio.Event()
-        if not awaited:
-            self.handed_over.set()
         self.arenas: dict[str, Arena] = {}
         self.keeping: dict[str, ArenaKeeper] = {}  # the same arenas
         self.foreign: set[str] = set()  # those that other ranks staged into: nobody goes on in them here
@@ -102,11 +97,6 @@ class HeldMemory:
         self.replicas: dict[Attempt, Replicas] = {}  # what the parts of our rank say of replicated tensors
         self._numbers: dict[tuple[str, Attempt], Iterator[int]] = {}
         self.copies: dict[int, Arena] = {}  # of the memory of other nodes, by rank; a plug-in fills them
-
-    async def until_handed_over(self) -> None:
-        """Until our own trainer has given us what a dead writer held, if it is about to: there is nothing yet."""
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.handed_over.wait(), HAND_OVER_S)
 
     def all(self) -> list[Arena]:
         return [*self.arenas.values(), *self.copies.values()]
@@ -224,24 +214,21 @@ class HeldMemory:
         _make_ready(arena)
         return Answer(arena.id.hex(), (arena.fd,))
 
-    @handles(requests.KeepArena)
-    async def keep(self, request: requests.KeepArena) -> None:
-        await self._kept(request.arena)
-
-    @handles(requests.HandedOver)
-    async def on_handed_over(self, request: requests.HandedOver) -> None:
-        await asyncio.gather(*map(self._kept, list(self.keeping)))
-        self.handed_over.set()
-
     async def _kept(self, key: str) -> None:
         await asyncio.to_thread(self.keeping[key].begun.wait, KEEP_S)
 
     @handles(requests.AttachArena)
-    def attach(self, request: requests.AttachArena, caller: Caller) -> None:
+    async def attach(self, request: requests.AttachArena, caller: Caller) -> None:
+        """Hold an arena of the trainer. If another trainer has come meanwhile, refuse, because nobody would ever
+        release it."""
+        if self._trainer.channel not in (caller.channel, None):
+            os.close(caller.fds[0])
+            raise WriterError("this writer serves another trainer by now")
         arena = Arena.attach(caller.fds[0])
         self.add(arena, foreign=request.foreign)
         if not request.foreign:  # the writer before may not have come to its end
             _make_ready(arena)
+        await self._kept(arena.id.hex())
 
     @handles(requests.KnowLayout)
     def know_layout(self, request: requests.KnowLayout) -> None:

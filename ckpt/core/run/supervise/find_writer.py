@@ -132,10 +132,9 @@ class WriterFinder:
                 raise WriterError(f"the last writer of this run has not let go of its name within {MEET_S:g} s")
             time.sleep(0.02)
 
-    def spawn(self, *, next_one: bool = False) -> WriterClient:
-        """Start a writer. NameTakenError if another one has the name of this run. `next_one`: see
-        `WriterClient.spawn`."""
-        client = WriterClient.spawn(self._key, next_one=next_one)
+    def spawn(self) -> WriterClient:
+        """Start a writer. Raise NameTakenError if another one has the name of this run."""
+        client = WriterClient.spawn(self._key)
         try:
             self._meanwhile()
             client.greet(OPEN_S, OPEN_S)
@@ -245,7 +244,7 @@ class WriterFinder:
                 raise self._writer.lost
             if channel.holder(self._key) is None:
                 with contextlib.suppress(NameTakenError):
-                    return self.spawn(next_one=True)
+                    return self.spawn()
             self._check_mine()
             if self._writer.closing or time.monotonic() > end:
                 raise WriterError("another writer has the name of this run")

@@ -6,6 +6,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -19,7 +20,7 @@ from ckpt.core.log.log import Acquire
 from ckpt.core.ranks.world import World
 from ckpt.core.run.supervise.current_writer import CurrentWriter, WriterUser
 from ckpt.core.run.supervise.next_arena import NextArena
-from ckpt.core.run.supervise.writer_client import WriterClient, start_thread
+from ckpt.core.run.supervise.writer_client import REQUEST_S, WriterClient, start_thread
 from ckpt.core.snapshot.stage import Stager
 from ckpt.errors import CorruptError, WriterError
 from ckpt.events import log
@@ -109,6 +110,7 @@ class SnapshotMemory(WriterUser):
         self._arriving: Arena | None = None  # the next one, until it is staged into
         self._read_before: set[tuple[bytes, int]] = set()  # slots that the writer read from when it was found
         self._watched: tuple[WriterClient, bytes] | None = None  # who waits for our death, by the mutex of which arena
+        self._attached: list[Future[tuple[None, list[int]]]] = []  # when the next writer holds what we have
         self._copied = False  # whether another writer keeps a copy of our memory
 
     def arenas(self) -> list[Arena]:
@@ -132,13 +134,19 @@ class SnapshotMemory(WriterUser):
 
     def on_new_writer(self, client: WriterClient) -> None:
         self._stager.on_writer(client.pid)
-        for arena in self.arenas():
-            client.send(requests.AttachArena(foreign=arena.id in self._foreign), (arena.fd,))
+        self._attached = [
+            client.send(requests.AttachArena(foreign=arena.id in self._foreign), (arena.fd,)) for arena in self.arenas()
+        ]
         for arena_id, slot in list(self._read_before):  # by the writer that has died
             self.on_read(arena_id.hex(), slot)
         if (current := self._stager.arena) is not None:
-            self._watch(current)
+            self._watch(client, current)
         self.next.drop()
+
+    def await_attached(self) -> None:
+        """Wait until the next writer holds the memory that this rank has. Raises why it does not."""
+        for attached in self._attached:
+            attached.result(REQUEST_S)
 
     # -- what earlier incarnations left --
 
@@ -204,14 +212,13 @@ class SnapshotMemory(WriterUser):
 
     def _use(self, arena: Arena) -> None:
         """Whoever is our writer when it is staged into watches it."""
-        self._stager.use(arena, lambda: self._watch(arena))
+        self._stager.use(arena, lambda: self._watch(self._writer.client, arena))
 
-    def _watch(self, arena: Arena) -> None:
+    def _watch(self, client: WriterClient, arena: Arena) -> None:
         with self._writer.lock:
-            watched = self._writer.client, arena.id
-            if self._watched != watched:
-                self._watched = watched
-                self._writer.send(requests.WatchArena(arena.id.hex()))
+            if self._watched != (client, arena.id):
+                self._watched = client, arena.id
+                client.send(requests.WatchArena(arena.id.hex()))
 
     # -- more memory --
 

@@ -91,7 +91,7 @@ REQUEST_S = 120.0
 # A trainer waits for it: numpy, a third of a writer's start, comes a moment later, and no garbage is looked for among
 # modules, which takes a twentieth.
 _BOOT = (
-    "import gc, sys; gc.disable(); sys.path[:0] = sys.argv[6:]; "
+    "import gc, sys; gc.disable(); sys.path[:0] = sys.argv[5:]; "
     "from ckpt.later import later; later('numpy'); from ckpt.writer_process import main; main()"
 )
 _BETWEEN = "import os, sys; os.posix_spawn(sys.argv[1], sys.argv[1:], os.environ)"
@@ -129,11 +129,11 @@ class WriterClient:
         return None if channel is None else cls(channel, key, Process.of(link.peer_pid(channel.sock)))
 
     @classmethod
-    def spawn(cls, key: str, *, next_one: bool = False) -> WriterClient:
-        """A new writer, in a session of its own, so that it survives what kills the trainer's process group.
-        `next_one`: it takes a dead one's place, and answers no other trainer before it has heard `HandedOver`.
+    def spawn(cls, key: str) -> WriterClient:
+        """Start a writer in a session of its own, so that it survives when the trainer's process group is killed.
 
-        Nor is it a child of the trainer's, since launchers look for those: a process between them starts it and ends.
+        It is not a child of the trainer either, because launchers look for children: a process in between starts it
+        and ends.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         homes = dict.fromkeys(str(Path(str(module.__file__)).parent.parent) for module in (ckpt, ckpt_backends))
@@ -142,7 +142,7 @@ class WriterClient:
             if path:
                 os.fchmod(output.fileno(), 0o600)
             since = str(Process.of(os.getpid()).started)  # it may be up only when we are gone, and our number another's
-            words = [str(theirs.fileno()), key, path, since, str(int(next_one)), *homes]
+            words = [str(theirs.fileno()), key, path, since, *homes]
             writer = [sys.executable, "-P", "-c", _BOOT, *words]
             try:
                 between = subprocess.run(

@@ -136,13 +136,16 @@ class WriterSupervisor:
 
     def _on_fenced(self, note: notes.FencedNote) -> None:
         error = FencedError(note.text)
-        self._lose(error)
+        with self.writer.lock:
+            self._lose(error)
+        self.acknowledgements.on_no_writer(error)
         self.on_failure(error)
 
     def _on_lost(self, client: WriterClient) -> None:
-        """The writer died: the memory is ours as well, so a new one gets it, and the writes begin again.
+        """Replace the writer, which has died. The memory is mapped by the trainer too, so the next writer gets it, and
+        the writes begin again.
 
-        The new one is made ready without the lock, so that staging goes on; what is to be written waits in `Writes`.
+        The next writer starts without the lock, so that staging goes on. `Writes` keeps what is to be written.
         """
         writer = self.writer
         with writer.lock:
@@ -161,12 +164,13 @@ class WriterSupervisor:
                 fresh.send(requests.Close())
                 fresh.close()
                 return
-            writer.client = fresh
             for user in writer.users:
                 user.on_new_writer(fresh)
-        with contextlib.suppress(CheckpointError):  # it died of that, or we are closing
-            fresh.ask(requests.HandedOver())
+            writer.client = fresh  # last: a `Leave` must not arrive before the memory
+        with contextlib.suppress(CheckpointError, TimeoutError):  # it has died too, or the Checkpointer is closing
+            self.memory.await_attached()
         if fresh.alive:
+            self.acknowledgements.settle()
             log.warning("a new writer has taken over; training was not affected")
         else:
             self._on_lost(fresh)

@@ -16,7 +16,7 @@ from ckpt.core.run.supervise.current_writer import CurrentWriter, WriterUser
 from ckpt.core.run.supervise.memory import SnapshotMemory
 from ckpt.core.run.supervise.writer_client import WriterClient
 from ckpt.core.snapshot.stage import Stager
-from ckpt.errors import CheckpointError, FencedError, SaveError, WriterError
+from ckpt.errors import CheckpointError, SaveError, WriterError
 from ckpt.failpoints import point
 
 MOST_TRIES = 3  # by so many writers, and no more
@@ -191,32 +191,37 @@ Done = Callable[[CheckpointError | None], None]
 
 @dataclass(frozen=True)
 class UnheldSlot:
-    """A sealed slot of memory that only we have. `done`: told when the next writer has it too, or why none has."""
+    """A sealed slot that no writer holds. `done` is called when the next writer holds it, or with the reason why none
+    does."""
 
     attempt: Attempt
     arena: Arena
     slot: int
     done: Done
 
+    def settle(self) -> None:
+        """Report whether a writer holds this snapshot now."""
+        holds = any((slot, label.attempt) == (self.slot, self.attempt) for slot, label in self.arena.sealed())
+        self.done(None if holds and self.arena.is_kept() else self.lost)
+
     @property
-    def used_again(self) -> SaveError:
+    def lost(self) -> SaveError:
         return SaveError(
-            f"step {self.attempt.step} was in the trainer's memory only, since the writer had died, and a newer step "
-            "took its place before another writer had it"
+            f"step {self.attempt.step} was only in the trainer's memory, because the writer had died, and a newer step "
+            "took its place before another writer held it"
         )
 
 
 class Acknowledgements(WriterUser):
-    """Of one rank."""
+    """Reports for each snapshot of one rank that a process which survives the trainer holds it."""
 
     def __init__(self, writer: CurrentWriter, layouts: KnownLayouts) -> None:
         self._writer, self._layouts = writer, layouts
         self._unheld: dict[tuple[bytes, int], UnheldSlot] = {}  # by slot
 
     def acknowledge(self, attempt: Attempt, arena: Arena, slot: int, done: Done) -> None:
-        """Call `done` once a process that survives this one has the slot, and knows its layout: at once, unless our
-        writer has died, or the layout is new. With an error if there will be none any more, or if the slot was used
-        again before there was one."""
+        """Call `done` when a writer holds the slot and its layout: now, unless the writer has died or the layout
+        is new. `done` gets an error if there will be no writer, or if the slot is used again before there is one."""
         label = arena.label(slot)
         heard = None if label is None else self._layouts.heard(label.layout)
         if heard is not None and not heard.done():
@@ -234,48 +239,34 @@ class Acknowledgements(WriterUser):
             return
         refusal = None if heard is None else heard.exception()
         if isinstance(refusal, CheckpointError) and not isinstance(refusal, WriterError):
-            done(refusal)  # who has lost the run, say, is not listened to
+            done(refusal)  # the run belongs to another job, for example
         elif arena.is_kept():
             done(None)
         else:
-            self._await_keeper(UnheldSlot(attempt, arena, slot, done))
+            self._await_writer(UnheldSlot(attempt, arena, slot, done))
 
-    def _await_keeper(self, one: UnheldSlot) -> None:
+    def _await_writer(self, one: UnheldSlot) -> None:
         key = one.arena.id, one.slot
-        with self._writer.lock:
-            error, before = self._writer.failure, self._unheld.pop(key, None)
+        with self._writer.lock:  # the next writer gets the memory while this is locked
+            error: CheckpointError | None = self._writer.lost or self._writer.failure
             if self._writer.closing:
                 error = error or WriterError("the Checkpointer was closed, and there is no writer any more")
-            if error is None:
+            before, kept = self._unheld.pop(key, None), one.arena.is_kept()
+            if error is None and not kept:
                 self._unheld[key] = one
-                self._ask_to_keep(self._writer.client, one.arena)
         if before is not None:
-            before.done(before.used_again)
+            before.done(before.lost)
         if error is not None:
             one.done(error)
+        elif kept:
+            one.settle()
 
-    def _ask_to_keep(self, client: WriterClient, arena: Arena) -> None:
-        future = client.send(requests.KeepArena(arena.id.hex()))
-        future.add_done_callback(lambda future: self._on_keep(client, arena, future.exception()))
-
-    def _on_keep(self, client: WriterClient, arena: Arena, error: BaseException | None) -> None:
-        """The writer should have it by now."""
-        if isinstance(error, WriterError):
-            return  # the next one is asked
+    def settle(self) -> None:
+        """Report what waits, after the next writer has got the memory."""
         with self._writer.lock:
-            kept = arena.is_kept()
-            if error is None and not kept:
-                self._ask_to_keep(client, arena)
-                return
-            found = [self._unheld.pop(key) for key in list(self._unheld) if key[0] == arena.id]
+            found, self._unheld = list(self._unheld.values()), {}
         for one in found:
-            holds = any((slot, label.attempt) == (one.slot, one.attempt) for slot, label in arena.sealed())
-            refusal = error if isinstance(error, FencedError) else None  # who has lost the run is not kept anything for
-            one.done(refusal or (None if kept and holds else one.used_again))
-
-    def on_new_writer(self, client: WriterClient) -> None:
-        for arena in {one.arena.id: one.arena for one in self._unheld.values()}.values():
-            self._ask_to_keep(client, arena)
+            one.settle()
 
     def on_no_writer(self, error: CheckpointError) -> None:
         with self._writer.lock:

@@ -20,7 +20,7 @@ from ckpt.core.cadence.ledger import SeenFault
 from ckpt.core.ipc import channel, notes, requests
 from ckpt.core.ipc import watch_requests as watch
 from ckpt.core.ipc.protocol import Note
-from ckpt.core.ipc.watch_requests import PeerDied, Sample
+from ckpt.core.ipc.watch_requests import AskEvidence, PeerDied
 from ckpt.core.writer.bookkeeper import Bookkeeper
 from ckpt.core.writer.dispatch import Background, Caller, handles
 from ckpt.core.writer.held_run import HeldRun, PresentTrainer
@@ -155,13 +155,13 @@ class FaultReporter:
 
     async def evidence(self, watchdog: Watchdog, own: Evidence | None = None) -> list[Evidence]:
         """Collect the evidence of every rank on this node."""
-        asked = [asyncio.to_thread(channel.ask_once, key, Sample(), ASK_S) for key in self._others()]
+        asked = [asyncio.to_thread(channel.ask_once, key, AskEvidence(), ASK_S) for key in self._others()]
         replies = asyncio.gather(*asked, return_exceptions=True)
         evidence = [await watchdog.sample() if own is None else own]
         for reply in await replies:
             with contextlib.suppress(ValueError, KeyError, TypeError):
-                if isinstance(reply, dict):  # otherwise it is gone, refuses, or watches no trainer
-                    evidence.append(Evidence.from_json(reply))
+                if isinstance(reply, list):  # otherwise it is gone, or refuses
+                    evidence += map(Evidence.from_json, reply)
         return evidence
 
     async def hang(self, watchdog: Watchdog, stall: Stall) -> None:
@@ -261,13 +261,11 @@ class FaultReporter:
         await self.keep(fault, untold=False)
         return fault.key
 
-    @handles(watch.Sample)
-    async def sample(self, request: watch.Sample) -> requests.Json | None:
-        return None if self.watchdog is None else (await self.watchdog.sample()).to_json()
-
-    @handles(watch.AskEvidence)
-    async def on_evidence(self, request: watch.AskEvidence) -> list[requests.Json]:
-        found = [] if self.watchdog is None else await self.evidence(self.watchdog)
+    @handles(AskEvidence)
+    async def on_evidence(self, request: AskEvidence) -> list[requests.Json]:
+        if self.watchdog is None:
+            return []
+        found = await self.evidence(self.watchdog) if request.node else [await self.watchdog.sample()]
         return [one.to_json() for one in found]
 
     @handles(watch.PeerDied)

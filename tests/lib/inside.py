@@ -53,7 +53,7 @@ from ckpt.core.format.table import PRESSED, Table, columns_of, merge
 from ckpt.core.ipc import channel, process
 from ckpt.core.ipc.arena import SEALED, Arena, Label
 from ckpt.core.ipc.protocol import MOST_BYTES
-from ckpt.core.ipc.requests import Close, Lend
+from ckpt.core.ipc.requests import Leave, Lend
 from ckpt.core.ipc.watch_requests import Look
 from ckpt.core.log.log import RunLog, record_key
 from ckpt.core.log.records import MARK, Acquire, Commit, RunState
@@ -707,7 +707,7 @@ class LateWriter:
         self._client.greet(60.0, 60.0)
 
     def leave(self) -> None:
-        self._client.ask(Close())
+        self._client.ask(Leave())
         self._client.close()
 
 

@@ -7,18 +7,14 @@ from typing import Any
 from ckpt.core.ipc.protocol import Note
 
 
-class UnpinnedNote(Note, frozen=True):
-    """A slot that was being written when the trainer came is free."""
+class SlotReadNote(Note, frozen=True):
+    """A slot may be used again: all bytes of this attempt are in this tier, or will come there from a nearer one.
+    Without an attempt: it was being written when the trainer came."""
 
     arena: str
     slot: int
-
-
-class StoredNote(Note, frozen=True):
-    """All bytes of an attempt are in a tier, or will come there from a nearer one: its slot may be used again."""
-
-    tier: int
-    attempt: str
+    tier: int = -1
+    attempt: str = ""
 
 
 class HeldNote(Note, frozen=True):

@@ -42,13 +42,14 @@ class LendReply(Body, frozen=True):
 
 
 class Lend(Request[LendReply], frozen=True):
-    """Lend memory to another rank of this job, or of a new one, which only reads it. `look`: send no arenas. `fenced`:
-    the same, and read the log first, because the caller has fenced our job there; WriterError if this writer leaves.
-    `proof`: the name of a temporary file in the folder of the nearest tier, which only those see who see that folder.
-    """
+    """Lend memory to another rank of this job, or of a new one, which only reads it. `look`: send no arenas. `digest`:
+    compute missing digests first. `fenced`: send no arenas, and read the log first, because the caller has fenced our
+    job there; WriterError if this writer leaves. `proof`: the name of a temporary file in the folder of the nearest
+    tier, which tells whether the writer sees the same folder."""
 
     proof: str = ""
     look: bool = False
+    digest: bool = False
     fenced: bool = False
     protocol: int = PROTOCOL
     library: str = VERSION
@@ -152,12 +153,10 @@ class Distrust(Request[None], frozen=True):
 
 
 class Leave(Request[None], frozen=True):
-    """The trainer lets go of everything, and may live on: as if it had died."""
+    """The trainer is done: finish what was begun, and leave. `keep`: keep the memory and persist it, as after the
+    trainer's death, although its process may live on. `failed`: an error has ended the training."""
 
-
-class Close(Request[None], frozen=True):
-    """The trainer is done: finish what was begun, and leave. `failed`: an error has ended the training."""
-
+    keep: bool = False
     failed: bool = False
 
 
@@ -202,21 +201,12 @@ class KnowLayout(Request[None], frozen=True):
     layout: Json
 
 
-class AskDigests(Request[list[Digest]], frozen=True):
-    """The digests of snapshots that are known so far; of all, if told."""
+class Partner(Request[Json], frozen=True):
+    """Be ready to keep a copy of another rank's memory. The reply says how other nodes reach this writer. `contact`:
+    the same of the writer that keeps a copy of our memory, which is that of `rank`."""
 
-    all: bool = False
-
-
-class Serve(Request[Json], frozen=True):
-    """Be ready to keep a copy of another rank's memory: how the writer is reached from other nodes."""
-
-
-class Partner(Request[None], frozen=True):
-    """Who keeps a copy of our memory, which is that of `rank`."""
-
-    contact: Json
-    rank: int
+    contact: Json | None = None
+    rank: int = 0
 
 
 class Push(Request[None], frozen=True):
@@ -266,14 +256,6 @@ class SavedInTier(Body, frozen=True):
     error: str
 
 
-class KeepSteps(Request[None], frozen=True):
-    """These steps stay in every tier, however old they get, each with a note that says why. What was kept by such a
-    request before, and is not among them, may go again. Answered when the run logs say so of those that are there."""
-
-    most_bytes = MOST_BYTES
-    notes: list[tuple[int, str]]
-
-
 class KeptReply(Body, frozen=True):
     """`notes`: step, note, and whether it is there, of what a training has asked to be kept; `saved`: whether the step
     in question is a checkpoint of this history somewhere, or is about to be one."""
@@ -282,10 +264,14 @@ class KeptReply(Body, frozen=True):
     saved: bool
 
 
-class AskKept(Request[KeptReply], frozen=True):
-    """What stays in the tiers that this rank speaks for, and whether a step is there."""
+class KeepSteps(Request[KeptReply], frozen=True):
+    """Keep these steps in every tier, however old they get, each with a note that says why, and no others that such a
+    request named before; None changes nothing. The reply is sent when the run logs contain the notes. It lists what is
+    kept in the tiers that this rank speaks for, and whether they have `step`."""
 
-    step: int
+    most_bytes = MOST_BYTES
+    notes: list[tuple[int, str]] | None = None
+    step: int = -1
 
 
 class Persist(Request[list[SavedInTier]], frozen=True):

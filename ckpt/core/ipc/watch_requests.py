@@ -105,12 +105,11 @@ class Report(Request[str], frozen=True):
     ends: bool = False
 
 
-class Sample(Request[Json | None], frozen=True):
-    """What does the trainer do? An `Evidence` for another writer of the node; None where nobody is watched."""
-
-
 class AskEvidence(Request[list[Json]], frozen=True):
-    """What do all trainers of this node do? An `Evidence` of each, for the fault handler."""
+    """Report what the trainer does, as an `Evidence`; none if it is not watched. `node`: of all trainers of this node,
+    for the fault handler, which the writer collects from the other writers."""
+
+    node: bool = False
 
 
 class PeerDied(Request[None], frozen=True):

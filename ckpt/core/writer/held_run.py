@@ -21,7 +21,7 @@ from ckpt.core.ipc.channel import Channel
 from ckpt.core.ipc.notes import FencedNote, SaidNote
 from ckpt.core.ipc.process import Process, number_in_proc
 from ckpt.core.ipc.protocol import Note
-from ckpt.core.ipc.requests import AskKept, KeepSteps, KeptReply, Owner
+from ckpt.core.ipc.requests import KeepSteps, KeptReply, Owner
 from ckpt.core.log.log import Acquire, RunLog
 from ckpt.core.writer.dispatch import handles
 from ckpt.errors import CheckpointError, FencedError, StoreError, UsageError
@@ -196,19 +196,17 @@ class HeldRun:
         return [tier for tier in self.tiers if tier.role.place == 0]
 
     @handles(KeepSteps)
-    async def keep_steps(self, request: KeepSteps) -> None:
-        """From now on no clean-up takes them, before there are records that say so."""
+    async def keep_steps(self, request: KeepSteps) -> KeptReply:
+        """Keep steps; clean-up spares them from now on, before the records exist. If two tiers have different notes,
+        those of the nearer one count."""
         tiers = self.spoken_for()
-        for tier in tiers:
-            tier.notes = dict(request.notes)
-        found = await asyncio.gather(*(tier.keep_noted(self.mine()) for tier in tiers if tier.opened))
-        for error in filter(None, found):
-            raise error
-
-    @handles(AskKept)
-    def kept(self, request: AskKept) -> KeptReply:
-        """Of what two tiers say the nearer one's word counts."""
-        tiers = [tier for tier in self.spoken_for() if tier.opened]
+        for tier in tiers if request.notes is not None else ():
+            tier.notes = dict(request.notes or ())
+        tiers = [tier for tier in tiers if tier.opened]
+        if request.notes is not None:
+            found = await asyncio.gather(*(tier.keep_noted(self.mine()) for tier in tiers))
+            for error in filter(None, found):
+                raise error
         notes = {step: note for tier in reversed(tiers) for step, note in tier.noted().items()}
         there = set().union(*(tier.steps() for tier in tiers))
         return KeptReply([(step, note, step in there) for step, note in notes.items()], request.step in there)

@@ -13,8 +13,8 @@ Who decides: the kernel says that a trainer is dead (its robust mutex, its pidfd
 owner. No message does. A trainer that says that it leaves or closes decides that for itself only.
 
     trainer dies        mutex or pidfd -> `died` -> DRAINING; `_outlive` makes memory durable, lingers, leaves
-    trainer leaves      `Leave` -> the same, though its process may live
-    trainer closes      `Close` -> LEAVING; first DRAINING if something is unfinished, so that a restart finds it
+    trainer leaves      `Leave(keep=True)` -> the same, though its process may live
+    trainer closes      `Leave` -> LEAVING; first DRAINING if something is unfinished, so that a restart finds it
     a trainer comes     `Greeting` -> refused while ours lives; else it inherits: memory, history, fault reports
     another job comes   it appends ACQUIRE to the log; `_check_owner_regularly`, or its `Lend(fenced=True)`,
                         makes us read that: `_fence` notifies the trainer, releases memory, frees the name
@@ -285,6 +285,8 @@ class Life:
     async def lend(self, request: requests.Lend, caller: Caller) -> Answer:
         """Show another trainer what is here. It gets the arenas themselves, and may keep them."""
         check_version(request)
+        if request.digest:
+            await asyncio.to_thread(self.held_memory.digest_ring)
         if request.fenced:
             await self._check_owner(everywhere=True)
             self.server.check_stays()
@@ -363,23 +365,19 @@ class Life:
         self.server.finished.set()
 
     @handles(requests.Leave)
-    def on_leave(self, request: requests.Leave, caller: Caller) -> None:
-        """The trainer lets go of everything, and its process may live on."""
-        if self.trainer.channel not in (caller.channel, None):
-            return  # another trainer has come in its place
-        self.trainer.announced = self.trainer.left = True
-        self.books.ended("left")
-        self.died(self.trainer.adoptions)
-
-    @handles(requests.Close)
-    async def on_close(self, request: requests.Close, caller: Caller) -> None:
-        """The trainer is done: finish what began, clean up and leave. As long as something is unfinished, a new trainer
-        may inherit it, as after a death."""
+    async def on_leave(self, request: requests.Leave, caller: Caller) -> None:
+        """Finish what began, clean up and leave. As long as something is unfinished, a new trainer may inherit it, as
+        after a death. With `keep`, do all that is done after a death."""
         trainer = self.trainer
         if trainer.channel not in (caller.channel, None):
             return  # another trainer has come in its place
+        trainer.announced = trainer.left = True
+        if request.keep:
+            self.books.ended("left")
+            self.died(trainer.adoptions)
+            return
         adoptions, owed = trainer.adoptions, self.persister.begun()
-        trainer.announced = trainer.left = trainer.closed = True
+        trainer.closed = True
         self.watch.stop()
         self._ended("left" if request.failed else "closed")
         if owed:

@@ -233,9 +233,3 @@ class HeldMemory:
     @handles(requests.KnowLayout)
     def know_layout(self, request: requests.KnowLayout) -> None:
         self.keep_layout(Layout.from_json(request.layout))
-
-    @handles(requests.AskDigests)
-    async def on_digests(self, request: requests.AskDigests) -> list[requests.Digest]:
-        if request.all:
-            await asyncio.to_thread(self.digest_ring)
-        return self.known_digests()

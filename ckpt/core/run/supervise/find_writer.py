@@ -139,7 +139,7 @@ class WriterFinder:
             self._meanwhile()
             client.greet(OPEN_S, OPEN_S)
         except BaseException:
-            client.send(requests.Close())
+            client.send(requests.Leave())
             client.close()
             raise
         self._on_spawned(client)
@@ -175,7 +175,7 @@ class WriterFinder:
         if self._tiers and self._tiers[0].url in hello.lost:  # deleted since we looked, or the writer sees another one
             for fd in fds:
                 os.close(fd)
-            found.send(requests.Leave())
+            found.send(requests.Leave(keep=True))
             found.close()
             raise RunGoneError.of(self._tiers[0].url)
         return found, (hello, fds)
@@ -230,7 +230,7 @@ class WriterFinder:
             self._run.open_again(fresh, writers=self._respawns)
         except (WriterError, StoreError, DeadlineError) as error:
             log.warning("%s", error)
-            fresh.send(requests.Close())
+            fresh.send(requests.Leave())
             fresh.close()
             return None
         return fresh

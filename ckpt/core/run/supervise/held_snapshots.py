@@ -101,7 +101,8 @@ class HeldSnapshots:
         inherited = self._memory.inherited
         with contextlib.suppress(CheckpointError):  # the writer digests what it writes, and the ring after a death
             everything = self._layouts.differ_from(self._world.size)
-            inherited.digests.update(as_digests(self._writer.ask(requests.AskDigests(all=everything), REQUEST_S)))
+            reply = self._writer.ask(requests.Lend(look=True, digest=everything), REQUEST_S)
+            inherited.digests.update(as_digests(reply.digests))
         layouts = {**inherited.layouts, **self._layouts.known}
         ours = HeldElsewhere(self._memory.all_arenas(), layouts, inherited.digests, damaged=inherited.damaged)
         self.damage[:] = _damage(ours)
@@ -195,10 +196,9 @@ class HeldSnapshots:
         if client is None:
             return None
         try:
-            reply, fds = client.ask_patiently(requests.Lend(), HELLO_S, PATIENT_S)
             compare = self._layouts.differ_from(self._world.size)
-            digests = client.ask(requests.AskDigests(all=True)) if compare else reply.digests
-            return Lent(HeldElsewhere.of(reply, fds, digests), reply)
+            reply, fds = client.ask_patiently(requests.Lend(digest=compare), HELLO_S, PATIENT_S)
+            return Lent(HeldElsewhere.of(reply, fds), reply)
         except WriterError as error:
             log.warning("a writer on this node is gone, with what it held: %s", error)
             return None

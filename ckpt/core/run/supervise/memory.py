@@ -51,14 +51,11 @@ class HeldElsewhere:
     damaged: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(
-        cls, hello: requests.LendReply, fds: list[int], digests: list[requests.Digest] | None = None
-    ) -> HeldElsewhere:
-        """As a writer says it of itself. `digests`: if more were asked for."""
+    def of(cls, hello: requests.LendReply, fds: list[int]) -> HeldElsewhere:
+        """Return what a writer has sent."""
         layouts = {digest: Layout.from_json(layout) for digest, layout in hello.layouts.items()}
         acquires = [Acquire(e, n, None if r is None else Attempt.parse(r)) for e, n, r in hello.acquires]
-        found = as_digests(hello.digests if digests is None else digests)
-        held = cls([], layouts, found, acquires)
+        held = cls([], layouts, as_digests(hello.digests), acquires)
         for key, fd in zip(hello.arenas, fds, strict=True):
             held._attach(key, fd)
         return held

@@ -101,7 +101,7 @@ class WriterSupervisor:
     def give_up(self) -> None:
         """The run could not be opened. Memory of an earlier run stays with its writer, for a better try."""
         self.writer.closing = True
-        self.client.send(requests.Leave() if self.memory.inherited.arenas else requests.Close())
+        self.client.send(requests.Leave(keep=bool(self.memory.inherited.arenas)))
         self._hang_up()
         self.memory.close()
 
@@ -121,8 +121,7 @@ class WriterSupervisor:
 
     def _hear_all(self) -> None:
         """What the writer says of memory and of the run. Others listen to the rest, once they are there."""
-        self.hear(notes.UnpinnedNote, lambda note: self.memory.on_read(note.arena, note.slot))
-        self.hear(notes.StoredNote, self.writes.on_stored)
+        self.hear(notes.SlotReadNote, self._on_read)
         self.hear(notes.SaidNote, lambda note: log.warning("%s", note.text))
         self.hear(notes.FencedNote, self._on_fenced)
 
@@ -133,6 +132,12 @@ class WriterSupervisor:
     def _on_note(self, note: Note) -> None:
         if (handler := self._hears.get(type(note))) is not None:
             handler(note)
+
+    def _on_read(self, note: notes.SlotReadNote) -> None:
+        if note.attempt:
+            self.writes.on_stored(note)
+        else:
+            self.memory.on_read(note.arena, note.slot)
 
     def _on_fenced(self, note: notes.FencedNote) -> None:
         error = FencedError(note.text)
@@ -161,7 +166,7 @@ class WriterSupervisor:
             return
         with writer.lock:
             if writer.closing:
-                fresh.send(requests.Close())
+                fresh.send(requests.Leave())
                 fresh.close()
                 return
             for user in writer.users:
@@ -215,7 +220,8 @@ class WriterSupervisor:
         end = time.monotonic() + timeout_s
         if self.failure is None:
             try:
-                self.writer.insist(lambda client: client.ask(requests.Leave(), max(0.1, end - time.monotonic())), end)
+                leave = requests.Leave(keep=True)
+                self.writer.insist(lambda client: client.ask(leave, max(0.1, end - time.monotonic())), end)
             except FencedError:
                 pass  # another job has it
             except CheckpointError as error:
@@ -234,7 +240,7 @@ class WriterSupervisor:
         try:
             if self.failure is None:
                 with contextlib.suppress(WriterError):  # it died; what it had to write was waited for before
-                    self.client.ask(requests.Close(failed), max(timeout_s, 0.1))
+                    self.client.ask(requests.Leave(failed=failed), max(timeout_s, 0.1))
         finally:
             self._hang_up()
             self.acknowledgements.on_no_writer(WriterError("there was no writer when the Checkpointer was closed"))

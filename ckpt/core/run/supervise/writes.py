@@ -11,7 +11,7 @@ from ckpt.core.format.manifest import Attempt
 from ckpt.core.format.replicas import Replicas
 from ckpt.core.ipc import requests
 from ckpt.core.ipc.arena import Arena
-from ckpt.core.ipc.notes import StoredNote
+from ckpt.core.ipc.notes import SlotReadNote
 from ckpt.core.run.supervise.current_writer import CurrentWriter, WriterUser
 from ckpt.core.run.supervise.memory import SnapshotMemory
 from ckpt.core.run.supervise.writer_client import WriterClient
@@ -82,7 +82,7 @@ class Writes(WriterUser):
             error = SaveError(str(error))
         write.done(error, write)
 
-    def on_stored(self, note: StoredNote) -> None:
+    def on_stored(self, note: SlotReadNote) -> None:
         with self._writer.lock:
             for write in self._writes:
                 if (write.tier, str(write.attempt)) == (note.tier, note.attempt):

@@ -29,8 +29,8 @@ from ckpt.core.ipc import channel as link
 from ckpt.core.ipc import notes, protocol, requests
 from ckpt.core.ipc.channel import Channel
 from ckpt.core.ipc.protocol import MIB, MOST_BYTES, Note, Request, message_of, reply_of, table
-from ckpt.core.run.supervise import writer_client
-from ckpt.core.run.supervise.writer_client import SpareThreads, WriterClient
+from ckpt.core.run.supervise import writer_link
+from ckpt.core.run.supervise.writer_link import SpareThreads, WriterClient
 from ckpt.core.writer import dispatch
 from ckpt.errors import FencedError, ProtocolError, UsageError, to_wire
 from processes import REPO, eventually, writers
@@ -92,7 +92,7 @@ def test_every_note_is_heard(run_dir: str) -> None:
     """By a Checkpointer that has triggers and keeps books."""
     with ckpt.Checkpointer(toy.build(), [ckpt.Memory(), ckpt.Tier(run_dir, every=1)]) as cp:
         assert set(cp._session.supervisor._hears) == set(NOTES)
-    assert table(NOTES) == writer_client.NOTES
+    assert table(NOTES) == writer_link.NOTES
 
 
 @pytest.mark.parametrize("kind", MESSAGES, ids=lambda kind: kind.__name__)

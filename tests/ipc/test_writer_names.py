@@ -19,7 +19,7 @@ from ckpt.core.ipc.notes import SaidNote, SlotReadNote
 from ckpt.core.ipc.process import Process
 from ckpt.core.ipc.protocol import Note
 from ckpt.core.ipc.requests import Resume
-from ckpt.core.run.supervise.writer_client import WriterClient
+from ckpt.core.run.supervise.writer_link import WriterClient
 from processes import eventually, writers
 
 

@@ -69,11 +69,9 @@ from ckpt.core.run.replica_check import ReplicaCheck
 from ckpt.core.run.saves import TierWrites
 from ckpt.core.run.session import Session
 from ckpt.core.run.step_keeper import StepKeeper
-from ckpt.core.run.supervise import find_writer, held_snapshots, writer_client
-from ckpt.core.run.supervise.held_snapshots import HeldSnapshots
-from ckpt.core.run.supervise.memory import SnapshotMemory
-from ckpt.core.run.supervise.next_arena import NextArena
-from ckpt.core.run.supervise.opening import RunOpener
+from ckpt.core.run.supervise import opening, writer_link
+from ckpt.core.run.supervise.memory import NextArena, SnapshotMemory
+from ckpt.core.run.supervise.opening import HeldSnapshots, RunOpener
 from ckpt.core.run.supervise.writes import KnownLayouts
 from ckpt.core.snapshot import device, snapshot, stage
 from ckpt.core.snapshot.fill import SlotFiller
@@ -554,12 +552,12 @@ def process_of(pid: int) -> Process:
     return process.Process.of(pid)
 
 
-MOST_RESTARTS_OF_WRITER = find_writer.RESPAWN_LIMIT  # deaths in a row after which no new writer is started
+MOST_RESTARTS_OF_WRITER = opening.RESPAWN_LIMIT  # deaths in a row after which no new writer is started
 
 
 def run_in_writers(patch: pytest.MonkeyPatch, code: str, *, instead: bool = False) -> None:
     """Make each writer that this process starts run a line of code first, or nothing else."""
-    patch.setattr(writer_client, "_BOOT", code if instead else f"{code}; {writer_client._BOOT}")
+    patch.setattr(writer_link, "_BOOT", code if instead else f"{code}; {writer_link._BOOT}")
 
 
 MEMORY_IS_SHORT = "import ckpt.core.writer.life as life; life.SHORT = 2.0"  # for `run_in_writers`
@@ -601,34 +599,33 @@ FOREVER = pytest.MonkeyPatch()  # for scripts in their own process, where nothin
 
 def wait_for_writers_for(answer_s: float, meet_s: float | None = None, patient_s: float | None = None) -> None:
     """Set how long this process waits for a writer to answer, for one that is not stopped, and for one to appear."""
-    for module in (find_writer, held_snapshots):
-        module.HELLO_S, module.PATIENT_S = answer_s, patient_s or answer_s  # type: ignore[attr-defined]
+    opening.HELLO_S, opening.PATIENT_S = answer_s, patient_s or answer_s
     if meet_s is not None:
-        find_writer.MEET_S = meet_s
+        opening.MEET_S = meet_s
 
 
 def wait_for_release_for(seconds: float) -> None:
     """Set how long this process waits for the writer of a fenced job to release its memory."""
-    find_writer.FREED_S = seconds
+    opening.FREED_S = seconds
 
 
 def stop_writer_after_its_first_answer() -> None:
     """Stop the writer that this process finds as soon as it has answered once, and never resume it."""
-    ask = writer_client.WriterClient.ask_patiently
+    ask = writer_link.WriterClient.ask_patiently
 
     def stopping(self: Any, *arguments: Any) -> Any:
         found = ask(self, *arguments)
         if found[0].alive:
             os.kill(found[0].pid, signal.SIGSTOP)
-            find_writer.DYING_S = 0.0
+            opening.DYING_S = 0.0
         return found
 
-    writer_client.WriterClient.ask_patiently = stopping  # type: ignore[method-assign]
+    writer_link.WriterClient.ask_patiently = stopping  # type: ignore[method-assign]
 
 
 def wake_no_writer() -> None:
     """Make this process not resume stopped writers."""
-    writer_client.WriterClient._wake = lambda self: 0  # type: ignore[method-assign, assignment]
+    writer_link.WriterClient._wake = lambda self: 0  # type: ignore[method-assign, assignment]
 
 
 def name_of_writer(run: str, rank: int = 0) -> str:
@@ -703,7 +700,7 @@ class LateWriter:
     """A writer without a trainer, left over from a failed start. It owns the name of the run until it leaves."""
 
     def __init__(self, run: str) -> None:
-        self._client = writer_client.WriterClient.spawn(name_of_writer(run))
+        self._client = writer_link.WriterClient.spawn(name_of_writer(run))
         self._client.greet(60.0, 60.0)
 
     def leave(self) -> None:
@@ -776,13 +773,13 @@ def act_instead(patch: pytest.MonkeyPatch, moment: Moment, act: Callable[[], obj
 
 def kill_first_writer_before_it_opens() -> None:
     """Make this process kill its first writer when that writer is about to open the run."""
-    opening, tries = RunOpener.open, list[object]()
+    original, tries = RunOpener.open, list[object]()
 
     def killing(self: Any, client: Any, **more: Any) -> Any:
         tries.append(client)
         if len(tries) == 1:
             os.kill(client.pid, signal.SIGKILL)
-        return opening(self, client, **more)
+        return original(self, client, **more)
 
     RunOpener.open = killing  # type: ignore[method-assign]
 

@@ -16,12 +16,9 @@ from ckpt.core.ipc import notes, requests
 from ckpt.core.ipc.protocol import Note
 from ckpt.core.log.log import Acquire
 from ckpt.core.ranks.world import World
-from ckpt.core.run.supervise.current_writer import CurrentWriter, StandingRequests
-from ckpt.core.run.supervise.find_writer import Intruder, WriterFinder
-from ckpt.core.run.supervise.held_snapshots import HeldSnapshots
 from ckpt.core.run.supervise.memory import SnapshotMemory
-from ckpt.core.run.supervise.opening import RunOpener
-from ckpt.core.run.supervise.writer_client import SpareThreads, WriterClient
+from ckpt.core.run.supervise.opening import HeldSnapshots, Intruder, RunOpener, WriterFinder
+from ckpt.core.run.supervise.writer_link import CurrentWriter, SpareThreads, StandingRequests, WriterClient
 from ckpt.core.run.supervise.writes import Acknowledgements, KnownLayouts, Writes
 from ckpt.core.snapshot.stage import Stager
 from ckpt.errors import CheckpointError, FencedError, WriterError
@@ -53,7 +50,6 @@ class WriterSupervisor:
         self._tiers, self._stager = tiers, stager
         self._hears: dict[type[Note], Callable[[Any], None]] = {}
         self._adopted = False
-        self._mourned: WriterClient | None = None  # the last one whose death was seen to
         self.faults: list[requests.Json] = []  # of earlier incarnations, that nobody was told yet
         self.on_failure: Callable[[CheckpointError], None] = lambda error: None
         self.writer = writer = CurrentWriter()
@@ -66,7 +62,7 @@ class WriterSupervisor:
         self.run = RunOpener(writer, self.memory, tiers, memory, world, commit_s, takeover, root)
         intruder = Intruder(tiers, takeover)
         self.held = HeldSnapshots(key, writer, stager, world, self.memory, self.layouts, self.run, intruder)
-        self._finder = WriterFinder(writer, self.run, key, tiers, intruder, node, self._listen)
+        self._finder = WriterFinder(writer, self.run, key, tiers, intruder, node)
         self._hear_all()
         self._begin()
 
@@ -88,6 +84,7 @@ class WriterSupervisor:
         client, greeted = self._finder.find_or_spawn()
         self.writer.client = client
         if greeted is None:
+            self._listen(client)
             return
         hello, fds = greeted
         self.memory.inherit(hello, fds)
@@ -117,7 +114,7 @@ class WriterSupervisor:
         return self.writer.failure
 
     def _listen(self, client: WriterClient) -> None:
-        client.listen(self._on_note, lambda: self._on_lost(client))
+        client.listen(self._on_note, self._on_lost)
 
     def _hear_all(self) -> None:
         """What the writer says of memory and of the run. Others listen to the rest, once they are there."""
@@ -146,7 +143,7 @@ class WriterSupervisor:
         self.acknowledgements.on_no_writer(error)
         self.on_failure(error)
 
-    def _on_lost(self, client: WriterClient) -> None:
+    def _on_lost(self) -> None:
         """Replace the writer, which has died. The memory is mapped by the trainer too, so the next writer gets it, and
         the writes begin again.
 
@@ -154,10 +151,8 @@ class WriterSupervisor:
         """
         writer = self.writer
         with writer.lock:
-            over = writer.closing or writer.failure is not None
-            if over or not writer.is_current(client) or client is self._mourned:
+            if writer.closing or writer.failure is not None:
                 return
-            self._mourned = client
         try:
             fresh = self._finder.respawn()
         except Exception as error:  # out of descriptors, say
@@ -177,8 +172,7 @@ class WriterSupervisor:
         if fresh.alive:
             self.acknowledgements.settle()
             log.warning("a new writer has taken over; training was not affected")
-        else:
-            self._on_lost(fresh)
+        self._listen(fresh)
 
     def _fail(self, error: CheckpointError) -> None:
         failure = error

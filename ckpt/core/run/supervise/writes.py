@@ -12,9 +12,8 @@ from ckpt.core.format.replicas import Replicas
 from ckpt.core.ipc import requests
 from ckpt.core.ipc.arena import Arena
 from ckpt.core.ipc.notes import SlotReadNote
-from ckpt.core.run.supervise.current_writer import CurrentWriter, WriterUser
 from ckpt.core.run.supervise.memory import SnapshotMemory
-from ckpt.core.run.supervise.writer_client import WriterClient
+from ckpt.core.run.supervise.writer_link import CurrentWriter, WriterClient, WriterUser
 from ckpt.core.snapshot.stage import Stager
 from ckpt.errors import CheckpointError, SaveError, WriterError
 from ckpt.failpoints import point

@@ -1,9 +1,13 @@
-"""A connection to one writer process: send, ask, hear, notice that it is gone."""
+"""The connection to a writer process, and the writer that this trainer has at the moment.
+
+A writer may die at any time, and another one takes its place.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import os
 import queue
 import signal
@@ -17,6 +21,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
+import msgspec
 import psutil
 
 import ckpt
@@ -27,7 +32,16 @@ from ckpt.core.ipc.notes import FencedNote
 from ckpt.core.ipc.process import Process, number_in_proc
 from ckpt.core.ipc.protocol import PROTOCOL, REPLY, Incoming, Note, Request, encode, message_of, reply_of, table
 from ckpt.core.ipc.requests import Greeting, GreetingReply
-from ckpt.errors import CheckpointError, DeadlineError, InUseError, ProtocolError, UsageError, WriterError
+from ckpt.errors import (
+    CheckpointError,
+    ClosedError,
+    DeadlineError,
+    FencedError,
+    InUseError,
+    ProtocolError,
+    UsageError,
+    WriterError,
+)
 from ckpt.events import log
 from ckpt.units import decimal
 
@@ -118,7 +132,8 @@ class WriterClient:
         self._closing = self._fenced = False
         self._on_note: Callable[[Note], None] | None = None
         self._early: list[Note] = []  # notes that came before
-        self._on_lost: Callable[[], None] = lambda: None
+        self._on_lost: Callable[[], None] | None = None
+        self._gone = False  # the process has ended, and the connection with it
         self._sent = threading.Event()
         self._threads = [start_thread(self._transmit, "ckpt-send"), start_thread(self._receive, "ckpt-link")]
 
@@ -175,12 +190,16 @@ class WriterClient:
         return 0 if self._process is None else self._process.pid
 
     def listen(self, on_note: Callable[[Note], None], on_lost: Callable[[], None]) -> None:
-        """`on_note` gets its messages, `on_lost` is called when the connection ends."""
-        self._on_lost = on_lost
+        """Call `on_note` with the writer's messages, also those that came before, and `on_lost` once, when the writer
+        has ended."""
         with self._lock:
             self._on_note, early = on_note, self._early
         for note in early:
             on_note(note)
+        with self._lock:
+            self._on_lost, gone = on_lost, self._gone
+        if gone:
+            on_lost()
 
     # -- asking --
 
@@ -332,7 +351,10 @@ class WriterClient:
             _until_gone(process, closing)  # it stood still, and another takes over
         if not self._closing:
             log.warning("the writer is gone")
-            self._on_lost()
+            with self._lock:
+                self._gone, on_lost = True, self._on_lost
+            if on_lost is not None:
+                on_lost()
 
     def _answered(self, incoming: Incoming) -> None:
         with self._lock:
@@ -388,3 +410,87 @@ def _until_gone(process: Process, closing: Callable[[], bool] = lambda: False) -
     while process.alive and time.monotonic() < end and not closing():
         time.sleep(0.01)
     return not process.alive
+
+
+R = TypeVar("R")
+T = TypeVar("T")
+INSIST = 300  # tries, of what a writer may die of
+
+AnyRequest = Request[Any]
+
+
+class WriterUser:
+    """Something that the writer has to know about, and the next one too. See `CurrentWriter.users`."""
+
+    def on_new_writer(self, client: WriterClient) -> None:
+        """Another has taken over, and knows nothing yet. Called with the lock; it must not wait for an answer."""
+
+    def on_no_writer(self, error: CheckpointError) -> None:
+        """There will be none any more."""
+
+    def in_use(self) -> set[bytes]:
+        """Arenas that the writer has something to read from for us."""
+        return set()
+
+
+class CurrentWriter:
+    """`client`: the one that we have, or had. `users`: in the order in which the next one is told of what they need.
+    `failure`: why there will be none any more; `lost`: to whom the run was lost; `closing`: we hang up ourselves. With
+    `lock`, nobody takes over."""
+
+    client: WriterClient
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()  # a signal handler may come in
+        self.users: list[WriterUser] = []
+        self.failure: CheckpointError | None = None
+        self.lost: FencedError | None = None
+        self.closing = False
+
+    def send(self, request: Request[R], fds: tuple[int, ...] = ()) -> Future[tuple[R, list[int]]]:
+        """As `WriterClient.send`."""
+        return self.client.send(request, fds)
+
+    def ask(self, request: Request[R], timeout_s: float = REQUEST_S, fds: tuple[int, ...] = ()) -> R:
+        """As `WriterClient.ask`."""
+        return self.client.ask(request, timeout_s, fds)
+
+    def insist(self, work: Callable[[WriterClient], T], end: float = math.inf) -> T:
+        """Ask the writer, and if it dies of it the next one; none any more from `end` on."""
+        for tries in itertools.count():
+            try:
+                return work(self.client)
+            except WriterError as error:
+                if self.closing:  # by a signal handler
+                    raise ClosedError("this Checkpointer was closed meanwhile") from error
+                if self.failure is not None or tries > INSIST or time.monotonic() > end:
+                    raise
+                time.sleep(0.1)  # until the next writer is there
+        raise AssertionError
+
+    def in_use(self) -> set[bytes]:
+        """Arenas that it has something to read from."""
+        return set().union(*(user.in_use() for user in self.users))
+
+
+class StandingRequests(WriterUser):
+    """What each writer is told once, this one and those that follow; of a kind the last one."""
+
+    def __init__(self, writer: CurrentWriter) -> None:
+        self._writer = writer
+        self._told: dict[type[AnyRequest], tuple[AnyRequest, tuple[int, ...]]] = {}
+
+    def tell(self, request: AnyRequest, fds: tuple[int, ...] = (), *, later: AnyRequest | None = None) -> None:
+        """`later`: what the next ones are told instead."""
+        self._told[type(request)] = later or request, fds
+        self._writer.send(request, fds)
+
+    def amend(self, kind: type[AnyRequest], **changes: Any) -> None:
+        """The next ones are told this as well."""
+        if kind in self._told:
+            request, fds = self._told[kind]
+            self._told[kind] = msgspec.structs.replace(request, **changes), fds
+
+    def on_new_writer(self, client: WriterClient) -> None:
+        for request, fds in list(self._told.values()):
+            client.send(request, fds)

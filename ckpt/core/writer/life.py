@@ -51,7 +51,7 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol
 
 from ckpt import events, failpoints
 from ckpt.core.format.manifest import Attempt
@@ -70,7 +70,6 @@ from ckpt.core.writer.opening import TierOpener
 from ckpt.core.writer.parts import PartWriter
 from ckpt.core.writer.persist import Drain, Persister
 from ckpt.core.writer.server import Server
-from ckpt.core.writer.watch import TrainerWatch
 from ckpt.errors import FencedError, InUseError
 from ckpt.units import duration
 
@@ -98,6 +97,29 @@ NEXT = {
     State.FENCED: {State.LEAVING},
     State.LEAVING: set[State](),
 }
+
+
+class TrainerWatch(Protocol):
+    """The port to whoever watches the trainer: finds out why it died, whether it hangs, and whether memory runs out.
+    The core notices by itself that a trainer has died. `ckpt.guard.fault_reports` is a watch; `ckpt.writer_process`
+    passes it to the core.
+
+    A watch handles its own requests. It reads `PresentTrainer`, `HeldRun`, `HeldMemory` and `Drain`. It sets
+    `PresentTrainer.crashed`, which is earlier than the end of the process, and `PresentTrainer.announced` if the
+    trainer has explained its end, and calls `Bookkeeper.fault`. All methods are called in the event loop.
+    """
+
+    def died(self, drained: asyncio.Event) -> None:
+        """Report the end of a trainer that has died, left or lost the run, unless it has announced that itself.
+
+        drained: set once what is in memory is durable; never, if the next trainer comes first.
+        """
+
+    def hand_over(self) -> list[requests.Json]:
+        """Stop watching: another trainer comes. Return the reports that no trainer has received yet."""
+
+    def stop(self) -> None:
+        """Stop watching: the trainer has closed, or has lost the run."""
 
 
 @dataclass(eq=False)

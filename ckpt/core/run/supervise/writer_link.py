@@ -53,7 +53,7 @@ HUNG_UP = "the trainer left before that was done, and its writer goes on"
 
 
 class SpareThreads:
-    """Kept from the beginning of a run until it is closed."""
+    """Threads that wait from the beginning of a run until it is closed."""
 
     kept: ClassVar[list[SpareThreads]] = []  # of all runs of this process
 
@@ -71,7 +71,7 @@ class SpareThreads:
         self._works.put(work)
 
     def end(self) -> None:
-        """Those that work end when that is done."""
+        """End these threads. Those that work end when their work is done."""
         with contextlib.suppress(ValueError):  # it has ended
             self.kept.remove(self)
         ended, self._threads = [thread for thread in self._threads if thread.is_alive()], []
@@ -87,7 +87,7 @@ class SpareThreads:
 
 
 def start_thread(work: Callable[[], None], name: str) -> threading.Thread | None:
-    """In a thread of its own, which is returned, or in one that was kept for the end."""
+    """Do this in a new thread, which is returned, or in a spare one if no thread can start any more."""
     thread = threading.Thread(target=work, name=name, daemon=True)
     try:
         thread.start()
@@ -114,7 +114,7 @@ ENDING_S = 5.0  # for a writer that has hung up to be gone
 
 
 class WriterClient:
-    """A connection to one writer process. What it says before anybody listens is kept for who does; see `listen`.
+    """A connection to one writer process. Notes that arrive before `listen` is called are kept for it.
 
     A thread of its own sends: Ctrl-C may cut the main thread off anywhere, and half a message would swallow all that
     come behind it; and a signal handler that closes us must not wait for what the main thread was about to do.
@@ -186,7 +186,7 @@ class WriterClient:
 
     @property
     def pid(self) -> int:
-        """Of the writer; 0 before it has said who it is, and of one that cannot be seen from here."""
+        """Return the process id of the writer; 0 if it is not known yet, or belongs to another container."""
         return 0 if self._process is None else self._process.pid
 
     def listen(self, on_note: Callable[[Note], None], on_lost: Callable[[], None]) -> None:
@@ -234,7 +234,7 @@ class WriterClient:
         self._sent.set()
 
     def ask(self, request: Request[R], timeout_s: float = REQUEST_S, fds: tuple[int, ...] = ()) -> R:
-        """Ask and wait, for what comes without descriptors."""
+        """Send a request and wait for its reply, which has no descriptors."""
         try:
             return self.send(request, fds).result(timeout_s)[0]
         except TimeoutError as error:
@@ -243,13 +243,14 @@ class WriterClient:
             raise DeadlineError(f"the writer did not answer {type(request).__name__} within {timeout_s:g} s") from None
 
     def greet(self, timeout_s: float, patient_s: float) -> tuple[GreetingReply, list[int]]:
-        """Become its trainer, and get what it holds, unless its own trainer lives. As `ask_patiently`."""
+        """Become its trainer unless its own trainer lives, and return what it holds. See `ask_patiently`."""
         hello, fds = self.ask_patiently(Greeting(), timeout_s, patient_s)
         self._process = self._found or Process.of(hello.pid)
         return hello, fds
 
     def ask_patiently(self, request: Request[R], timeout_s: float, patient_s: float) -> tuple[R, list[int]]:
-        """Ask a writer that was found. A stopped one is resumed after `timeout_s`, and has `patient_s` to reply.
+        """Send a request to a writer that was found. If it is stopped, it is resumed after `timeout_s`, and has
+        `patient_s` to reply.
 
         Raises ProtocolError for a writer of another version, which is left as it is, and DeadlineError.
         """
@@ -267,7 +268,7 @@ class WriterClient:
                     raise DeadlineError(f"no answer within {waited:.0f} s") from None
 
     def _foreign(self, error: CheckpointError) -> ProtocolError:
-        """What to do about a writer that does not understand us."""
+        """Return the error for a writer of another version, with the remedy."""
         if self._found is None:
             return ProtocolError(
                 f"the writer process that was started is of another version: {error}. everystep was changed on disk "
@@ -295,7 +296,7 @@ class WriterClient:
         return f"process {self._found.pid}{stopped}, a writer of this run that holds {memory} of memory"
 
     def _wake(self) -> bool:
-        """Whether the writer that we found can run."""
+        """Resume the writer that was found if it is stopped. Return True if it can run."""
         with contextlib.suppress(psutil.Error, OSError, ValueError):
             found = psutil.Process(number_in_proc(link.peer_pid(self._channel.sock)))
             if found.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
@@ -322,7 +323,8 @@ class WriterClient:
         _until_gone(process)
 
     def _kill(self, process: Process) -> bool:
-        """Whether it was a writer of this run, and was killed; nobody else is, whoever has its number by then."""
+        """Kill a process if it is a writer of this run. Return True if it was. No other process that has got its number
+        is killed."""
         with contextlib.suppress(OSError):
             fd = os.pidfd_open(process.pid)
             try:
@@ -399,13 +401,13 @@ class WriterClient:
                 thread.join(JOIN_S)
 
     def forget(self) -> None:
-        """In a forked child: drop the descriptor without a word."""
+        """In a forked child, close the descriptor without ending the connection."""
         self._closing = True
         self._channel.forget()
 
 
 def _until_gone(process: Process, closing: Callable[[], bool] = lambda: False) -> bool:
-    """Whether it is no more; waits for that a while, but not while we are `closing`."""
+    """Wait for the end of a process for at most `ENDING_S`, and not if `closing`. Return True if it has ended."""
     end = time.monotonic() + ENDING_S
     while process.alive and time.monotonic() < end and not closing():
         time.sleep(0.01)
@@ -420,23 +422,23 @@ AnyRequest = Request[Any]
 
 
 class WriterUser:
-    """Something that the writer has to know about, and the next one too. See `CurrentWriter.users`."""
+    """A part of the trainer that brings the next writer up to date. See `CurrentWriter.users`."""
 
     def on_new_writer(self, client: WriterClient) -> None:
-        """Another has taken over, and knows nothing yet. Called with the lock; it must not wait for an answer."""
+        """Send to a new writer what it has to know. Called with the lock, so it must not wait for a reply."""
 
     def on_no_writer(self, error: CheckpointError) -> None:
-        """There will be none any more."""
+        """Fail what waits for a writer, because no further one starts."""
 
     def in_use(self) -> set[bytes]:
-        """Arenas that the writer has something to read from for us."""
+        """Return the arenas that the writer still reads for this part."""
         return set()
 
 
 class CurrentWriter:
-    """`client`: the one that we have, or had. `users`: in the order in which the next one is told of what they need.
-    `failure`: why there will be none any more; `lost`: to whom the run was lost; `closing`: we hang up ourselves. With
-    `lock`, nobody takes over."""
+    """The writer of this trainer. `client`: the connection to it or the last one; `users`: parts that bring the next
+    writer up to date, in this order; `failure`: why no further writer starts; `lost`: the error if another job owns the
+    run; `closing`: this trainer hangs up itself. The writer is not replaced while `lock` is held."""
 
     client: WriterClient
 
@@ -448,15 +450,15 @@ class CurrentWriter:
         self.closing = False
 
     def send(self, request: Request[R], fds: tuple[int, ...] = ()) -> Future[tuple[R, list[int]]]:
-        """As `WriterClient.send`."""
+        """Send to the current writer; see `WriterClient.send`."""
         return self.client.send(request, fds)
 
     def ask(self, request: Request[R], timeout_s: float = REQUEST_S, fds: tuple[int, ...] = ()) -> R:
-        """As `WriterClient.ask`."""
+        """Ask the current writer; see `WriterClient.ask`."""
         return self.client.ask(request, timeout_s, fds)
 
     def insist(self, work: Callable[[WriterClient], T], end: float = math.inf) -> T:
-        """Ask the writer, and if it dies of it the next one; none any more from `end` on."""
+        """Do this with the writer, and if it dies meanwhile, with the next one, until `end`."""
         for tries in itertools.count():
             try:
                 return work(self.client)
@@ -469,24 +471,25 @@ class CurrentWriter:
         raise AssertionError
 
     def in_use(self) -> set[bytes]:
-        """Arenas that it has something to read from."""
+        """Return the arenas that the writer still reads."""
         return set().union(*(user.in_use() for user in self.users))
 
 
 class StandingRequests(WriterUser):
-    """What each writer is told once, this one and those that follow; of a kind the last one."""
+    """Requests that every writer gets once, the current one and its successors; the last one of each type."""
 
     def __init__(self, writer: CurrentWriter) -> None:
         self._writer = writer
         self._told: dict[type[AnyRequest], tuple[AnyRequest, tuple[int, ...]]] = {}
 
     def tell(self, request: AnyRequest, fds: tuple[int, ...] = (), *, later: AnyRequest | None = None) -> None:
-        """`later`: what the next ones are told instead."""
-        self._told[type(request)] = later or request, fds
-        self._writer.send(request, fds)
+        """Send a request to this writer, and the same or `later` to the next ones."""
+        with self._writer.lock:
+            self._told[type(request)] = later or request, fds
+            self._writer.send(request, fds)
 
     def amend(self, kind: type[AnyRequest], **changes: Any) -> None:
-        """The next ones are told this as well."""
+        """Change what the next writers get."""
         if kind in self._told:
             request, fds = self._told[kind]
             self._told[kind] = msgspec.structs.replace(request, **changes), fds

@@ -1,4 +1,7 @@
-"""What a writer, and the next one, has to know of snapshots: their layouts, that it keeps them, that it writes them."""
+"""Snapshots as the writer deals with them: it gets their layouts, holds them, and writes them to tiers.
+
+A writer that replaces a dead one gets all of that again.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from ckpt.core.snapshot.stage import Stager
 from ckpt.errors import CheckpointError, SaveError, WriterError
 from ckpt.failpoints import point
 
-MOST_TRIES = 3  # by so many writers, and no more
+MOST_TRIES = 3  # writers that try one write: it may be the cause of their deaths
 MOST_S = 3600.0  # for a run log to take a record: the store has its own patience
 
 
@@ -35,11 +38,11 @@ class WriteInFlight:
     stored: bool = False  # its bytes are in the store: the slot may be used again
     nbytes: int = 0  # when it is done: of the snapshot, and of what was stored for it
     nbytes_stored: int = 0
-    replicas: Replicas = field(default_factory=dict)  # what its part says of replicated tensors
+    replicas: Replicas = field(default_factory=dict)  # of replicated tensors, as its part has them
 
 
 class Writes(WriterUser):
-    """Of one rank. What is to be written when the writer has died waits here for the next one."""
+    """The writes of this rank that are under way. If the writer dies, the next one gets them."""
 
     def __init__(self, writer: CurrentWriter, stager: Stager) -> None:
         self._writer, self._stager = writer, stager
@@ -48,7 +51,7 @@ class Writes(WriterUser):
         self._kept: requests.KeepSteps | None = None  # what the next writer is told as well
 
     def write(self, write: WriteInFlight) -> None:
-        """Have a sealed slot written; its slot is pinned until then. `done` is called with the error, if any."""
+        """Have a sealed slot written, and pin it until then. `done` is called with the error, if any."""
         with self._writer.lock:
             self._stager.slots.pin(write.arena, write.slot)
             if self._writer.failure is not None:
@@ -88,13 +91,13 @@ class Writes(WriterUser):
                     self._release(write)
 
     def _release(self, write: WriteInFlight) -> None:
-        """Its slot."""
+        """Unpin its slot."""
         if not write.stored:
             write.stored = True
             self._stager.slots.unpin(write.arena.id, write.slot)
 
     def retract(self, attempt: Attempt, reason: str) -> None:
-        """This snapshot must not become a checkpoint, or not stay one."""
+        """Give a snapshot up: it must not become a checkpoint, or not stay one."""
         with self._writer.lock:
             self._retracts[attempt] = reason  # until it is done: the writer may die before
             self._send_retract(self._writer.client, attempt, reason)
@@ -107,13 +110,14 @@ class Writes(WriterUser):
         client.send(requests.Retract(str(attempt), reason)).add_done_callback(done)
 
     def keep_steps(self, notes: Mapping[int, str]) -> None:
-        """These steps stay in every tier, however old they get; no others do that were kept so before."""
+        """Keep these steps in every tier, however old they get, and no others that were kept so before."""
         with self._writer.lock:
             self._kept = requests.KeepSteps(list(notes.items()))
             self._writer.client.send(self._kept)
 
     def note_down(self, timeout_s: float) -> None:
-        """Return when the run logs say which steps stay. StoreError if one cannot be written now, or DeadlineError."""
+        """Wait until the run logs contain the kept steps. Raises StoreError if one cannot be written now, and
+        DeadlineError."""
         if (kept := self._kept) is not None and self._writer.failure is None:
             self._writer.insist(lambda client: client.ask(kept, max(0.1, min(timeout_s, MOST_S))))
 
@@ -135,12 +139,12 @@ class Writes(WriterUser):
         return {write.arena.id for write in self._writes}
 
 
-MOST_LAYOUTS = 64  # that are kept without asking whether they are needed
-NEWEST = 8  # that are kept in any case
+MOST_LAYOUTS = 64  # that are kept without checking whether they are needed
+NEWEST = 8  # layouts that are always kept
 
 
 class KnownLayouts(WriterUser):
-    """`known`: by digest, those of this rank, and of the memory that its writer holds."""
+    """`known`: the layouts of this rank, and of the memory that its writer holds, by digest."""
 
     def __init__(self, writer: CurrentWriter, memory: SnapshotMemory) -> None:
         self._writer, self._memory = writer, memory
@@ -148,22 +152,23 @@ class KnownLayouts(WriterUser):
         self._heard: dict[str, Future[tuple[None, list[int]]]] = {}  # when the writer has
 
     def heard(self, digest: str) -> Future[tuple[None, list[int]]] | None:
-        """Done when the writer knows it; None of one that was there before."""
+        """Return a future that is done when the writer has this layout; None if it had it before."""
         return self._heard.get(digest)
 
     def differ_from(self, world: int) -> bool:
-        """Whether there are some of another number of ranks: it matters then what is the same in their snapshots."""
+        """Return True if a layout is of another number of ranks. Then a restore compares replicated tensors."""
         return any(layout.world not in (1, world) for layout in self.known.values())
 
     def take(self, layouts: Mapping[str, Layout]) -> None:
-        """What another writer knows, ours has to know as well."""
-        for digest, layout in layouts.items():
-            if digest not in self.known:
-                self.known[digest] = layout
-                self._writer.send(requests.KnowLayout(layout.to_json()))
+        """Send layouts that another writer has to ours."""
+        with self._writer.lock:
+            for digest, layout in layouts.items():
+                if digest not in self.known:
+                    self.known[digest] = layout
+                    self._writer.send(requests.KnowLayout(layout.to_json()))
 
     def tell(self, layout: Layout) -> None:
-        """Before a slot is sealed with it."""
+        """Send a layout to the writer, before a slot is sealed with it."""
         if layout.digest in self.known:
             return
         said = layout.to_json()  # takes a while: not with the lock, which a signal handler may need
@@ -174,7 +179,7 @@ class KnownLayouts(WriterUser):
             self.known[layout.digest] = layout  # last: Ctrl-C may come in between
 
     def _forget_unused(self) -> None:
-        """A state whose shapes keep changing must not fill the memory with layouts."""
+        """Forget layouts that no snapshot uses, because a state whose shapes keep changing has many."""
         used = {label.layout for arena in self._memory.arenas() for _, label in arena.sealed()}
         used |= {*list(self.known)[-NEWEST:]}
         self.known = {digest: layout for digest, layout in self.known.items() if digest in used}

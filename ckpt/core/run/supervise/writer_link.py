@@ -414,7 +414,6 @@ def _until_gone(process: Process, closing: Callable[[], bool] = lambda: False) -
     return not process.alive
 
 
-R = TypeVar("R")
 T = TypeVar("T")
 INSIST = 300  # tries, of what a writer may die of
 

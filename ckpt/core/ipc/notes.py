@@ -1,4 +1,5 @@
-"""Notes: what a writer tells its trainer unasked. `ckpt.core.run` says who hears them (`WriterSupervisor.hear`)."""
+"""Notes: messages from a writer to its trainer without a request. Parts of the trainer subscribe to them with
+`WriterSupervisor.hear`."""
 
 from __future__ import annotations
 
@@ -33,13 +34,13 @@ class DamagedNote(Note, frozen=True):
 
 
 class CadenceNote(Note, frozen=True):
-    """Another cadence would cost less: a `Decision`."""
+    """Propose other save intervals, which would cost less: a `Decision`."""
 
     decision: dict[str, Any]
 
 
 class SaidNote(Note, frozen=True):
-    """For the trainer's log."""
+    """A warning for the trainer's log."""
 
     text: str
 
@@ -58,25 +59,25 @@ class PeerDiedNote(Note, frozen=True):
 
 
 class SignalNote(Note, frozen=True):
-    """A signal that is a trigger came to the trainer, and nobody there has taken it. Answered by `Heard`."""
+    """The trainer got a signal that is a trigger, and has not handled it. It replies with `Heard`."""
 
     number: int
 
 
 class PassedNote(Note, frozen=True):
-    """Signals that the writer has read in the trainer's place: others there may wait for them too."""
+    """Signals that the writer has read from the trainer's wakeup socket; other handlers there may wait for them."""
 
     raw: list[int]
 
 
 class TriggerNote(Note, frozen=True):
-    """Somebody at a shell wants a save."""
+    """A person requests a save from a shell."""
 
     why: str
 
 
 class HangNote(Note, frozen=True):
-    """The trainer makes no step any more; `evidence` is an `Evidence` of it. Answered by `Heard`."""
+    """The trainer makes no more steps; `evidence` is an `Evidence` of it. It replies with `Heard`."""
 
     idle_s: float
     limit_s: float
@@ -86,7 +87,7 @@ class HangNote(Note, frozen=True):
 
 
 class PressureNote(Note, frozen=True):
-    """Memory gets short, in bytes."""
+    """Memory runs short. Sizes in bytes."""
 
     available: int
     total: int

@@ -1,4 +1,4 @@
-"""Requests: what a writer is asked, and what it answers. `ckpt.core.writer` says who deals with them (`handles`).
+"""Requests to a writer, and its replies. Methods below `handles` in `ckpt.core.writer` deal with them.
 
 Arenas go by the hex digits of their id, attempts by their text, tiers by their number. What has a form of its own
 elsewhere (a layout, a fault, a tier) is that form in JSON, and is checked where it is parsed.
@@ -21,10 +21,10 @@ Digest = tuple[str, int, str, bool]  # attempt, rank, the digests of its blobs i
 
 
 class LendReply(Body, frozen=True):
-    """What a writer holds. `trainer`: its process, `since`: when it came (seconds since 1970), `alive`: it lives, so
-    nobody else may continue its run. The descriptors of all `arenas` come with the reply; nobody writes to the
-    `foreign` ones. `acquires`: the history of the snapshots, up to the present owner. `roots`: the ids of the opened
-    runs, by URL. `sees`: whether the writer sees the file `Lend.proof`."""
+    """The memory that a writer holds. `trainer`: its process, `since`: when it came (seconds since 1970), `alive`: it
+    lives, so nobody else may continue its run. The descriptors of all `arenas` come with the reply; nobody writes to
+    the `foreign` ones. `acquires`: the history of the snapshots, up to the present owner. `roots`: the ids of the
+    opened runs, by URL. `sees`: whether the writer sees the file `Lend.proof`."""
 
     pid: int
     alive: bool
@@ -56,9 +56,9 @@ class Lend(Request[LendReply], frozen=True):
 
 
 class GreetingReply(LendReply, frozen=True, kw_only=True):
-    """What a writer hands over. `writing_on`: processes (number and start time) whose devices may write to the arenas
-    until they have ended; `lost`: tiers whose run was removed; `writing`: slots that are being written to a tier, by
-    arena; `faults`: reports that no trainer has received yet."""
+    """The memory that a trainer inherits. `writing_on`: processes (number and start time) whose devices may write to
+    the arenas until they have ended; `lost`: tiers whose run was removed; `writing`: slots that are being written to a
+    tier, by arena; `faults`: reports that no trainer has received yet."""
 
     writing_on: list[tuple[int, int]]
     lost: list[str]
@@ -67,7 +67,7 @@ class GreetingReply(LendReply, frozen=True, kw_only=True):
 
 
 class Greeting(Request[GreetingReply], frozen=True):
-    """A trainer comes, which the writer serves from now on, unless its own lives."""
+    """Serve this trainer from now on, unless the writer's own trainer lives."""
 
     protocol: int = PROTOCOL
     library: str = VERSION
@@ -83,17 +83,17 @@ class TierFound(Body, frozen=True):
 
 
 class OpenRunReply(Body, frozen=True):
-    """The tiers as they were found; `cadence`: what the last incarnation saved by, {} for unknown."""
+    """The tiers as they were found; `cadence`: the measured save intervals of the last job attempt, {} if unknown."""
 
     tiers: list[TierFound]
     cadence: Json
 
 
 class OpenRun(Request[OpenRunReply], frozen=True):
-    """Open the tiers (see `Tier.spec`), without changing anything in them. `check`: refuse if somebody trains the run;
-    `auto`: tiers whose cadence is to be found out; `first_number`: of the data files of this writer; `acquires`: the
-    history of the memory; `next_nonces`: an ACQUIRE with one of these is by the writer's own job; `roots`: the ids that
-    the runs in these tiers must have, "" for any."""
+    """Open the tiers (see `Tier.spec`), without changing anything in them. `check`: refuse if another job trains the
+    run; `auto`: tiers whose save interval is to be measured; `first_number`: of the data files of this writer;
+    `acquires`: the history of the memory; `next_nonces`: an ACQUIRE with one of these is by the writer's own job;
+    `roots`: the ids that the runs in these tiers must have, "" for any."""
 
     tiers: list[Json]
     linger_s: float
@@ -116,7 +116,7 @@ class AcquireRun(Request[list[int]], frozen=True):
 
 
 class PartsHere(Body, frozen=True):
-    """Of an attempt of `world` ranks, the parts of these ranks are in a tier."""
+    """The ranks, out of `world`, whose parts of a checkpoint are in a tier."""
 
     tier: int
     attempt: str
@@ -136,7 +136,7 @@ class OwnRun(Request[list[PartsHere]], frozen=True):
 
 
 class Resume(Request[None], frozen=True):
-    """All ranks have recovered: go on with what a crash has interrupted."""
+    """All ranks have recovered: resume copies to further tiers that a crash interrupted."""
 
 
 class Complete(Request[None], frozen=True):
@@ -147,7 +147,7 @@ class Complete(Request[None], frozen=True):
 
 
 class Distrust(Request[None], frozen=True):
-    """A restore found damage in this tier: no checkpoint that is there now is built on."""
+    """A restore found damage in this tier: do not build increments on the checkpoints that are there now."""
 
     url: str
 
@@ -164,8 +164,8 @@ class Leave(Request[None], frozen=True):
 
 
 class MakeArena(Request[str], frozen=True):
-    """Make an arena of so many slots, or of fewer but at least `least`: its id, and its descriptor. `ranks`: so many
-    share this machine; `node`: of its memory, by which the device is."""
+    """Make an arena with this number of slots, or fewer but at least `least`. The reply is its id, with its descriptor.
+    `ranks`: how many share this machine; `node`: the NUMA node near the device."""
 
     slots: int
     slot_size: int
@@ -189,13 +189,13 @@ class WatchArena(Request[None], frozen=True):
 
 
 class ReleaseArena(Request[None], frozen=True):
-    """This arena is not needed any more."""
+    """Release this arena."""
 
     arena: str
 
 
 class KnowLayout(Request[None], frozen=True):
-    """What the bytes of a slot are: a `Layout`."""
+    """A `Layout`, which describes the bytes of a slot."""
 
     most_bytes = MOST_BYTES
     layout: Json
@@ -228,8 +228,8 @@ class WriteSlotReply(Body, frozen=True):
 
 
 class WriteSlot(Request[WriteSlotReply], frozen=True):
-    """Make a checkpoint of a sealed slot in one tier; answered when it is durable. `stored`: a writer before this one
-    has stored its bytes already. `replicas`: what its part says of replicated tensors, see `format.replicas`."""
+    """Make a checkpoint of a sealed slot in one tier. The reply is sent when it is durable. `stored`: a writer before
+    this one has stored its bytes already. `replicas`: digests of replicated tensors, see `format.replicas`."""
 
     most_bytes = MOST_BYTES
     tier: int
@@ -241,14 +241,14 @@ class WriteSlot(Request[WriteSlotReply], frozen=True):
 
 
 class Retract(Request[None], frozen=True):
-    """A snapshot must not become a checkpoint, or not stay one."""
+    """Give a snapshot up: it must not become a checkpoint, or not stay one."""
 
     attempt: str
     reason: str
 
 
 class SavedInTier(Body, frozen=True):
-    """What became of a step in a tier; no `error` if it is durable."""
+    """The result of saving a step to a tier; no `error` if it is durable."""
 
     step: int
     tier: str
@@ -275,7 +275,8 @@ class KeepSteps(Request[KeptReply], frozen=True):
 
 
 class Persist(Request[list[SavedInTier]], frozen=True):
-    """Make these attempts in memory durable, now: what became of each. `far`: the newest in further tiers as well."""
+    """Make these attempts in memory durable now, and return the results. `far`: save the newest to further tiers
+    too."""
 
     deadline_s: float
     far: bool

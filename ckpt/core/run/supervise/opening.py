@@ -48,16 +48,16 @@ NEXT_NONCES = 64  # how often other jobs may take ownership while this one opens
 
 @dataclass(frozen=True)
 class Opened:
-    """What the durable tiers, and the memory of earlier incarnations, look like to this rank."""
+    """The durable tiers, and the memory of earlier job attempts, as this rank sees them."""
 
-    roots: tuple[str, ...]  # of every tier, the id of what is there; equal ids are one shared place
-    epoch: int  # the highest that is known
+    roots: tuple[str, ...]  # the id of the run in each tier; equal ids are one shared location
+    epoch: int  # the highest known term
     has_checkpoints: bool
-    cadence: Json  # what the last incarnation saved by, if that is to be found out; {} if nobody knows
+    cadence: Json  # the measured save intervals of the last job attempt; {} if unknown
 
 
 class RunOpener:
-    """Of one rank. `owner`: what all ranks have agreed on; `roles`: of this rank, for each tier."""
+    """Opens the run for this rank. `owner`: all ranks have agreed on it; `roles`: of this rank, one per tier."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class RunOpener:
         root: str,
     ) -> None:
         """`root`: the id of the run in the nearest tier, as this process sees it."""
-        self._roots = [root] if tiers else []  # once the run was opened, of all tiers
+        self._roots = [root] if tiers else []  # the ids in all tiers after the run was opened
         self._writer, self._held, self.tiers, self._memory = writer, held, tiers, memory
         self._world, self._commit_s, self._takeover = world, commit_s, takeover
         self.owner = Acquire(0, "", None)
@@ -80,7 +80,8 @@ class RunOpener:
         self._nonces: list[str] = []  # those that this job has asked for a term with
 
     def open(self, client: WriterClient, *, writers: int = 0) -> Opened:
-        """Have the durable places opened; nothing in them is changed. `writers`: of ours that have died before."""
+        """Have the tiers opened, without changing anything in them. `writers`: how many writers of this trainer have
+        died."""
         request = requests.OpenRun(
             tiers=[tier.spec() for tier in self.tiers],
             linger_s=self._memory.linger_s if self._memory is not None else 0.0,
@@ -106,19 +107,19 @@ class RunOpener:
         return memory + [(tier.url, tier.every) for tier in self.tiers]
 
     def open_again(self, client: WriterClient, *, writers: int) -> None:
-        """By a writer that takes the place of one that has died."""
+        """Open the run by a writer that replaces a dead one."""
         self.open(client, writers=writers)
         if self.owner.epoch:
             self._own(client, recover=False)
 
     @property
     def near(self) -> dict[str, str]:
-        """The id of the run in the nearest tier, by its URL."""
+        """Return the id of the run in the nearest tier, by its URL."""
         return dict(zip([tier.url for tier in self.tiers], self._roots[:1], strict=False))
 
     @property
     def roots(self) -> dict[str, str]:
-        """The ids of the runs in all tiers, by URL, once they are open."""
+        """Return the ids of the runs in all tiers, by URL, once they are open."""
         return dict(zip([tier.url for tier in self.tiers], self.found, strict=True))
 
     def next_nonce(self) -> str:
@@ -133,18 +134,19 @@ class RunOpener:
         return [nonce_of(self._world.job, turn) for turn in range(first, first + NEXT_NONCES)]
 
     def acquire(self, nonce: str, floor: int, restored: Attempt | None) -> list[int]:
-        """Take over the places that this rank speaks for; the epochs that they gave. All have to be the same."""
+        """Take ownership of the tiers in which this rank is first, and return their terms, which must be equal."""
         mine = self._spoken_for()
         if not mine and (self.roles or self._world.rank > 0):
-            return []  # others speak for all of them
+            return []  # other ranks take ownership of all of them
         request = requests.AcquireRun(nonce, floor, str(restored) if restored else None, mine)
         return self._writer.insist(lambda client: client.ask(request))  # again with the same nonce: done at most once
 
     def own(self, owner: Acquire, *, recover: bool) -> list[requests.PartsHere]:
-        """All ranks agree on the owner. Of the tiers that this rank recovers: what only parts are here of."""
+        """Set the owner that all ranks have agreed on. Return checkpoints of which only parts are here, in the tiers
+        that this rank recovers."""
         with self._writer.lock:
             self.owner = owner
-            self._roots = self.found  # a writer that takes the place of a dead one must find the same
+            self._roots = self.found  # a writer that replaces a dead one must find the same
             self._held.inherited.acquires.append(owner)
         self._held.count_anew()
         return self._writer.insist(lambda client: self._own(client, recover=recover))
@@ -163,11 +165,11 @@ class RunOpener:
         return owner[:2] in ours or owner[1] in self._nonces
 
     def resume(self) -> None:
-        """All ranks have taken the run over: what was on its way to further tiers can go on."""
+        """Go on with copies to further tiers, because all ranks have taken ownership."""
         self._writer.send(requests.Resume())
 
     def complete(self, tier: int, attempts: list[Attempt]) -> None:
-        """All places hold their parts of these."""
+        """Commit these checkpoints, because all nodes store their parts."""
         self._writer.send(requests.Complete(tier, [str(a) for a in attempts]))
 
     def distrust(self, url: str) -> None:
@@ -305,7 +307,8 @@ class WriterFinder:
             )
 
     def _join(self, found: WriterClient) -> Found:
-        """Become the trainer of a writer that holds memory. _Leaving if it had to go: the name is free, or will be."""
+        """Become the trainer of a writer that holds memory. Raises _Leaving if it leaves, so that the name becomes
+        free."""
         try:
             self._await_end_of_trainer(found)
             self._meanwhile()
@@ -331,7 +334,7 @@ class WriterFinder:
         return found, (hello, fds)
 
     def _await_end_of_trainer(self, found: WriterClient) -> None:
-        """A trainer that was killed just now may take a moment to be seen as dead. One that lives has to make way."""
+        """Wait until the trainer of this writer is seen as dead, which takes a moment. If it lives, see `Intruder`."""
         end = time.monotonic() + DYING_S
         while (reply := self._look(found)).alive:
             if time.monotonic() > end:
@@ -339,7 +342,7 @@ class WriterFinder:
             time.sleep(0.1)
 
     def _look(self, found: WriterClient) -> requests.LendReply:
-        """Ask a writer whose it is. One that does not answer is killed if the tiers prove that nobody trains."""
+        """Query the trainer of a writer. If it does not reply, and the tiers prove that no job trains, kill it."""
         try:
             return found.ask_patiently(requests.Lend(look=True), HELLO_S, PATIENT_S)[0]
         except DeadlineError as error:
@@ -353,14 +356,14 @@ class WriterFinder:
     # -- when the one that we had has died --
 
     def respawn(self) -> WriterClient:
-        """One that has opened the run, and knows nothing else yet. WriterError if one after the other dies, FencedError
-        if the run is another's by now."""
+        """Start a writer that opens the run. Raises WriterError if several in a row die, and FencedError if another job
+        owns the run by now."""
         while (fresh := self._start_one()) is None:
-            log.warning("the new writer cannot go on either")
+            log.warning("the new writer failed too")
         return fresh
 
     def _start_one(self) -> WriterClient | None:
-        """None if it died of that, or the store did not answer."""
+        """Return None if it died, or if a store did not reply."""
         now = time.monotonic()
         self._deaths = [t for t in self._deaths if now - t < RESPAWN_WINDOW_S] + [now]
         path = channel.log_path(self._key)
@@ -386,8 +389,8 @@ class WriterFinder:
         return fresh
 
     def _spawn_in_turn(self) -> WriterClient:
-        """Once whoever has the name goes: one of ours that is slow to end, or of a start that came to nothing.
-        FencedError if the run is another's by now: who has lost it must not stand in the way."""
+        """Start a writer when the name of the run is free. A writer of ours that is slow to end may have it, or that of
+        a failed start. Raises FencedError if another job owns the run by now, because it needs the name."""
         end = time.monotonic() + MEET_S
         while True:
             if self._writer.lost is not None:
@@ -401,7 +404,7 @@ class WriterFinder:
             time.sleep(0.1)
 
     def _check_mine(self) -> None:
-        """FencedError if the writer that has the name serves an owner that is none of ours."""
+        """Raise FencedError if the writer that has the name serves another job."""
         found = None
         with contextlib.suppress(CheckpointError):
             found = channel.ask_once(self._key, requests.Lend(look=True), HELLO_S)
@@ -410,7 +413,7 @@ class WriterFinder:
 
 
 def last_line(path: str, since: int) -> str:
-    """Of what a writer has said there beyond so many bytes: of one that could not start, the reason. "" if nothing."""
+    """Return the last line of a writer's log after `since` bytes, which says why it could not start; "" if none."""
     with contextlib.suppress(OSError), open(path, "rb") as file:
         file.seek(max(since, os.path.getsize(path) - TOLD))
         lines = file.read(TOLD).decode(errors="replace").split("\n")
@@ -423,7 +426,7 @@ FORMER_S = 3.0  # for a writer to reply that probably holds another run
 
 @dataclass(frozen=True)
 class Lent:
-    """What another writer has lent us, and its reply."""
+    """Memory that another writer has lent, and its reply."""
 
     held: HeldElsewhere
     reply: requests.LendReply
@@ -480,8 +483,8 @@ class HeldSnapshots:
 
     @contextlib.contextmanager
     def snapshots(self) -> Iterator[Iterator[HeldSnapshot]]:
-        """Of all ranks of the node; valid inside the context. Looked for when they are asked for, so that ranks can
-        agree on what goes wrong with it."""
+        """Yield the snapshots of all ranks of the node, valid inside the context. They are collected on iteration, so
+        that ranks can agree on errors."""
         borrowed: list[HeldElsewhere] = []
         try:
             yield self._look(borrowed)
@@ -582,8 +585,8 @@ class HeldSnapshots:
             time.sleep(0.1)
 
     def _borrow(self, key: str) -> Lent | None:
-        """What another writer of this run on this node holds. None if it is gone. That it does not reply is an error:
-        its memory may be the newest that there is."""
+        """Borrow the memory of another writer of this run on this node. Return None if it is gone. If it does not
+        reply, that is an error, because its memory may be the newest."""
         client = WriterClient.find(key)
         if client is None:
             return None
@@ -632,6 +635,6 @@ def _sealed(held: HeldElsewhere) -> Iterator[HeldSnapshot]:
 
 
 def _damage(held: HeldElsewhere) -> list[Loss]:
-    """What cannot be used of it, and perhaps was newer than all that can be."""
+    """List the damaged snapshots in this memory, which may be newer than the intact ones."""
     found = [*held.damaged.values(), *(problem for arena in held.arenas for problem in arena.damage())]
     return [Loss("memory", problem) for problem in found]

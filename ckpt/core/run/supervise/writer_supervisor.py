@@ -1,8 +1,8 @@
-"""Puts the parts of the trainer's side together, and gives everything to the next writer when one is lost.
+"""The trainer's side of the writer, as one object, and the replacement of a writer that dies.
 
-A `WriterSupervisor` finds the writer that survived the last incarnation or spawns one, opens the durable tiers through
-it, and gives memory to a new writer when the old one dies. What the writer has to know is kept by its parts, each a
-`WriterUser`: layouts, memory, writes, acknowledgements.
+A `WriterSupervisor` finds the writer that survived the last job attempt or starts one, and opens the durable tiers
+through it. When the writer dies, it starts another and brings it up to date. That is done by its parts, each a
+`WriterUser`: layouts, memory, standing requests, writes, acknowledgements.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ N = TypeVar("N", bound=Note)
 
 
 class WriterSupervisor:
-    """Owns the connection to the writer. Methods may be called from any thread. `writer`: the one that there is now;
-    `run`: whose it is; `memory`, `held`: arenas and what is in them; `standing`: what each writer is told once;
-    `layouts`, `writes`, `acknowledgements`: of what is saved."""
+    """Owns the connection to the writer. Methods may be called from any thread. `writer`: the current one; `run`: opens
+    the run, and knows its owner; `memory`: the arenas; `held`: the snapshots in the memory of this node; `standing`:
+    requests that every writer gets; `layouts`, `writes`, `acknowledgements`: of the snapshots of this rank."""
 
     def __init__(
         self,
@@ -45,12 +45,12 @@ class WriterSupervisor:
         node: Callable[[], int | None] = lambda: None,
         root: str = "",
     ) -> None:
-        """`node`: see `SnapshotMemory`; asked for while the writer starts, since the state is read for it. `root`: see
+        """`node`: see `SnapshotMemory`; called while the writer starts, because it reads the state. `root`: see
         `RunOpener`."""
         self._tiers, self._stager = tiers, stager
         self._hears: dict[type[Note], Callable[[Any], None]] = {}
         self._adopted = False
-        self.faults: list[requests.Json] = []  # of earlier incarnations, that nobody was told yet
+        self.faults: list[requests.Json] = []  # of earlier job attempts, not yet reported to a trainer
         self.on_failure: Callable[[CheckpointError], None] = lambda error: None
         self.writer = writer = CurrentWriter()
         self.memory = SnapshotMemory(writer, stager, world, tiers, memory, node)
@@ -80,7 +80,7 @@ class WriterSupervisor:
             raise
 
     def _meet(self) -> None:
-        """Have a writer, and what it holds."""
+        """Find or start the writer, and map the memory that it holds."""
         client, greeted = self._finder.find_or_spawn()
         self.writer.client = client
         if greeted is None:
@@ -96,7 +96,7 @@ class WriterSupervisor:
         self.memory.adopt()
 
     def give_up(self) -> None:
-        """The run could not be opened. Memory of an earlier run stays with its writer, for a better try."""
+        """Hang up, because the run could not be opened. Memory of an earlier job attempt stays with its writer."""
         self.writer.closing = True
         self.client.send(requests.Leave(keep=bool(self.memory.inherited.arenas)))
         self._hang_up()
@@ -110,20 +110,20 @@ class WriterSupervisor:
 
     @property
     def failure(self) -> CheckpointError | None:
-        """Why there is no writer any more."""
+        """Return why no further writer starts."""
         return self.writer.failure
 
     def _listen(self, client: WriterClient) -> None:
         client.listen(self._on_note, self._on_lost)
 
     def _hear_all(self) -> None:
-        """What the writer says of memory and of the run. Others listen to the rest, once they are there."""
+        """Handle notes on memory and on the run. Other parts subscribe to the rest when they are made."""
         self.hear(notes.SlotReadNote, self._on_read)
         self.hear(notes.SaidNote, lambda note: log.warning("%s", note.text))
         self.hear(notes.FencedNote, self._on_fenced)
 
     def hear(self, kind: type[N], handler: Callable[[N], None]) -> None:
-        """Who deals with a kind of notes; those that nobody does are passed over."""
+        """Call `handler` with notes of this type. Notes without a handler are dropped."""
         self._hears[kind] = handler
 
     def _on_note(self, note: Note) -> None:
@@ -198,19 +198,19 @@ class WriterSupervisor:
 
     @property
     def inherits(self) -> bool:
-        """Whether the writer holds snapshots of an earlier incarnation."""
+        """Return True if the writer holds snapshots of an earlier job attempt."""
         return self._adopted and any(arena.sealed() for arena in self.memory.arenas())
 
     @property
     def survives(self) -> bool:
-        """Whether the writer does something for what it holds when we die: keep it, or write it out."""
+        """Return True if the writer keeps its snapshots, or writes them out, when this process dies."""
         return self.memory.lasts or bool(self._tiers)
 
     # -- the end --
 
     def leave(self, timeout_s: float) -> None:
-        """Hang up, and let the writer treat that as our death: it keeps the memory and persists it. If it has died, the
-        one that takes its place, which has the memory by the time it answers; waits for it no longer than that."""
+        """Hang up, and have the writer keep and persist the memory as after a death of this process. If the writer has
+        died, the next one gets the memory first. Waits at most `timeout_s`."""
         end = time.monotonic() + timeout_s
         if self.failure is None:
             try:
@@ -223,12 +223,12 @@ class WriterSupervisor:
         with self.writer.lock:
             self.writer.closing = True
         self._hang_up()
-        self.acknowledgements.on_no_writer(WriterError("there was no writer when the trainer let go of its memory"))
+        self.acknowledgements.on_no_writer(WriterError("the writer had died when the trainer released its memory"))
         self.memory.close()
 
     def close(self, timeout_s: float, *, failed: bool = False) -> None:
-        """Let the writer finish and leave. DeadlineError if it has not within `timeout_s`; it goes on by itself.
-        `failed`: an error has ended the training, which is for the ledger."""
+        """Let the writer finish and leave. Raises DeadlineError if it has not within `timeout_s`; it goes on by itself.
+        `failed`: an error has ended the training, for the run metrics."""
         with self.writer.lock:
             self.writer.closing = True
         try:
@@ -237,7 +237,7 @@ class WriterSupervisor:
                     self.client.ask(requests.Leave(failed=failed), max(timeout_s, 0.1))
         finally:
             self._hang_up()
-            self.acknowledgements.on_no_writer(WriterError("there was no writer when the Checkpointer was closed"))
+            self.acknowledgements.on_no_writer(WriterError("the writer had died when the Checkpointer was closed"))
             self.memory.close()
 
     def _hang_up(self) -> None:
@@ -245,7 +245,7 @@ class WriterSupervisor:
         self._spares.end()
 
     def forget(self) -> None:
-        """In a forked child: close our copies of what belongs to the parent."""
+        """In a forked child, close the copies of the parent's descriptors."""
         self.client.forget()
         self._spares.end()
         self.memory.forget()

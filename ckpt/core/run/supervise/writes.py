@@ -229,7 +229,7 @@ class Acknowledgements(WriterUser):
         label = arena.label(slot)
         heard = None if label is None else self._layouts.heard(label.layout)
         if heard is not None and not heard.done():
-            closed = WriterError(f"closed before the writer had heard of the layout of step {attempt.step}")
+            closed = WriterError(f"closed before the writer had received the layout of step {attempt.step}")
             later = [(attempt, arena, slot, done)]  # a future keeps what it has called, which must not keep the memory
 
             def go_on(_: object) -> None:

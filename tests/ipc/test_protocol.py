@@ -30,7 +30,7 @@ from ckpt.core.ipc import notes, protocol, requests
 from ckpt.core.ipc.channel import Channel
 from ckpt.core.ipc.protocol import MIB, MOST_BYTES, Note, Request, message_of, reply_of, table
 from ckpt.core.run.supervise import writer_link
-from ckpt.core.run.supervise.writer_link import SpareThreads, WriterClient
+from ckpt.core.run.supervise.writer_link import WriterClient
 from ckpt.core.writer import dispatch
 from ckpt.errors import FencedError, ProtocolError, UsageError, to_wire
 from processes import REPO, eventually, writers
@@ -323,17 +323,3 @@ def test_negative_control_the_same_version_is_understood(own_sockets: Path, othe
     )
     assert said.stdout.split() == ["99", "9.9"]
     assert requests.Greeting().protocol == protocol.PROTOCOL != 99
-
-
-def test_spare_threads_of_two_runs_end() -> None:
-    """Each with its own run, whichever is closed first."""
-
-    def spares() -> int:
-        return sum(thread.name == "ckpt-spare" for thread in threading.enumerate())
-
-    before, runs = spares(), [SpareThreads(), SpareThreads()]
-    assert spares() == before + 4
-    runs[1].end()
-    assert spares() == before + 2
-    runs[0].end()
-    assert spares() == before

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import psutil
@@ -45,57 +45,17 @@ from ckpt.errors import (
 from ckpt.events import log
 from ckpt.units import decimal
 
-# From Python 3.12 on no thread can be started at the end of the interpreter, and a writer may die then.
-SPARES = 2  # what the client of one writer takes
 JOIN_S = 1.0
 
 HUNG_UP = "the trainer left before that was done, and its writer goes on"
 
 
-class SpareThreads:
-    """Threads that wait from the beginning of a run until it is closed."""
-
-    kept: ClassVar[list[SpareThreads]] = []  # of all runs of this process
-
-    def __init__(self) -> None:
-        self._works = queue.SimpleQueue[Callable[[], None] | None]()
-        self.busy = 0
-        self._threads = [threading.Thread(target=self._run, name="ckpt-spare", daemon=True) for _ in range(SPARES)]
-        with contextlib.suppress(RuntimeError):
-            for thread in self._threads:
-                thread.start()
-        self.kept.append(self)
-
-    def take(self, work: Callable[[], None]) -> None:
-        self.busy += 1
-        self._works.put(work)
-
-    def end(self) -> None:
-        """End these threads. Those that work end when their work is done."""
-        with contextlib.suppress(ValueError):  # it has ended
-            self.kept.remove(self)
-        ended, self._threads = [thread for thread in self._threads if thread.is_alive()], []
-        for _ in ended:
-            self._works.put(None)
-        for thread in ended:
-            thread.join(JOIN_S)
-
-    def _run(self) -> None:
-        while (work := self._works.get()) is not None:
-            work()
-            self.busy -= 1
-
-
-def start_thread(work: Callable[[], None], name: str) -> threading.Thread | None:
-    """Do this in a new thread, which is returned, or in a spare one if no thread can start any more."""
-    thread = threading.Thread(target=work, name=name, daemon=True)
+def start_thread(work: Callable[[], None], name: str) -> None:
+    """Do this in a thread of its own, or here while the interpreter exits: from Python 3.12 on no thread starts then."""
     try:
-        thread.start()
+        threading.Thread(target=work, name=name, daemon=True).start()
     except RuntimeError:
-        if SpareThreads.kept:
-            min(SpareThreads.kept, key=lambda one: one.busy).take(work)
-        return None
-    return thread
+        work()
 
 
 R = TypeVar("R")
@@ -135,7 +95,12 @@ class WriterClient:
         self._on_lost: Callable[[], None] | None = None
         self._gone = False  # the process has ended, and the connection with it
         self._sent = threading.Event()
-        self._threads = [start_thread(self._transmit, "ckpt-send"), start_thread(self._receive, "ckpt-link")]
+        self._threads = [
+            threading.Thread(target=self._transmit, name="ckpt-send", daemon=True),
+            threading.Thread(target=self._receive, name="ckpt-link", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
 
     @classmethod
     def find(cls, key: str) -> WriterClient | None:
@@ -397,7 +362,7 @@ class WriterClient:
         self._sent.wait(link.SEND_S)
         self._channel.close()
         for thread in self._threads:
-            if thread is not None and thread is not threading.current_thread():
+            if thread is not threading.current_thread():
                 thread.join(JOIN_S)
 
     def forget(self) -> None:

@@ -18,7 +18,7 @@ from ckpt.core.log.log import Acquire
 from ckpt.core.ranks.world import World
 from ckpt.core.run.supervise.memory import SnapshotMemory
 from ckpt.core.run.supervise.opening import HeldSnapshots, Intruder, RunOpener, WriterFinder
-from ckpt.core.run.supervise.writer_link import CurrentWriter, SpareThreads, StandingRequests, WriterClient
+from ckpt.core.run.supervise.writer_link import CurrentWriter, StandingRequests, WriterClient
 from ckpt.core.run.supervise.writes import Acknowledgements, KnownLayouts, Writes
 from ckpt.core.snapshot.stage import Stager
 from ckpt.errors import CheckpointError, FencedError, WriterError
@@ -69,7 +69,6 @@ class WriterSupervisor:
     def _begin(self) -> None:
         self.held.check_left_over()
         self._meet()
-        self._spares = SpareThreads()
         try:
             self.held.take_left_over()
             self.opened = self.writer.insist(self.run.open)
@@ -99,7 +98,7 @@ class WriterSupervisor:
         """Hang up, because the run could not be opened. Memory of an earlier job attempt stays with its writer."""
         self.writer.closing = True
         self.client.send(requests.Leave(keep=bool(self.memory.inherited.arenas)))
-        self._hang_up()
+        self.client.close()
         self.memory.close()
 
     # -- the writer --
@@ -222,7 +221,7 @@ class WriterSupervisor:
                 log.warning("whether the writer keeps what is in memory is not known: %s", error)
         with self.writer.lock:
             self.writer.closing = True
-        self._hang_up()
+        self.client.close()
         self.acknowledgements.on_no_writer(WriterError("the writer had died when the trainer released its memory"))
         self.memory.close()
 
@@ -236,16 +235,11 @@ class WriterSupervisor:
                 with contextlib.suppress(WriterError):  # it died; what it had to write was waited for before
                     self.client.ask(requests.Leave(failed=failed), max(timeout_s, 0.1))
         finally:
-            self._hang_up()
+            self.client.close()
             self.acknowledgements.on_no_writer(WriterError("the writer had died when the Checkpointer was closed"))
             self.memory.close()
-
-    def _hang_up(self) -> None:
-        self.client.close()
-        self._spares.end()
 
     def forget(self) -> None:
         """In a forked child, close the copies of the parent's descriptors."""
         self.client.forget()
-        self._spares.end()
         self.memory.forget()

@@ -51,7 +51,8 @@ HUNG_UP = "the trainer left before that was done, and its writer goes on"
 
 
 def start_thread(work: Callable[[], None], name: str) -> None:
-    """Do this in a thread of its own, or here while the interpreter exits: from Python 3.12 on no thread starts then."""
+    """Do this in a thread of its own, or here while the interpreter exits, because no thread starts then (Python
+    3.12)."""
     try:
         threading.Thread(target=work, name=name, daemon=True).start()
     except RuntimeError:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from ckpt.core.cadence.cadence import MEMORY, Auto
 from ckpt.core.checkpoint.commit import Role
-from ckpt.core.checkpoint.in_use import check_unused, fence
+from ckpt.core.checkpoint.lease import check_unused, fence
 from ckpt.core.checkpoint.losses import Loss
 from ckpt.core.checkpoint.read import run
 from ckpt.core.format.manifest import Attempt, nonce_of

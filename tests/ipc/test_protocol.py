@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
+import re
 import socket
 import struct
 import subprocess
@@ -93,6 +94,13 @@ def test_every_note_is_heard(run_dir: str) -> None:
     with ckpt.Checkpointer(toy.build(), [ckpt.Memory(), ckpt.Tier(run_dir, every=1)]) as cp:
         assert set(cp._session.supervisor._hears) == set(NOTES)
     assert table(NOTES) == writer_link.NOTES
+
+
+def test_protocol_page_lists_every_message() -> None:
+    """In its table of conversations, and no message that does not exist."""
+    page = (REPO / "docs" / "protocol.md").read_text()
+    table_of_messages = page[page.index("| conversation |") : page.index("The class of a message")]
+    assert set(re.findall(r"`(\w+)`", table_of_messages)) == {kind.__name__ for kind in MESSAGES}
 
 
 @pytest.mark.parametrize("kind", MESSAGES, ids=lambda kind: kind.__name__)

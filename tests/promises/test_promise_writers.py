@@ -19,7 +19,7 @@ import ckpt
 import inside
 import toy
 from ckpt.errors import DeadlineError, UsageError
-from processes import killed, run_script
+from processes import eventually, killed, run_script, writers
 from test_promise_ends import restored
 from test_promise_ownership import start_of
 
@@ -81,6 +81,31 @@ def test_leaving_while_the_writer_is_dead(own_sockets: Path, how: str) -> None:
     """A script ends by an error right after its writer has died: it waits until the next one has the memory."""
     run_script(LIFE, "leaving", "", 5, ENDS[how])
     assert run_script(LIFE, "leaving", "", 0, "").stdout.split() == ["start", "5", "5"]
+
+
+BOTH = """
+import os, signal, sys, time, toy, ckpt, inside
+state = toy.build()
+die = lambda: os.kill(os.getpid(), signal.SIGKILL)
+inside.interrupt_at(inside.FOREVER, inside.NEXT_WRITER_GETS_MEMORY, die)
+with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(sys.argv[1], every=2)], triggers=None) as cp:
+    cp.restore(default=0)
+    for step in range(1, 6):
+        toy.train_step(state)
+        save = cp.step(step)
+        save.committed(60) if save.tiers else save.staged(60)
+    os.kill(cp.writer_pid, signal.SIGKILL)
+    time.sleep(60)
+"""
+
+
+def test_run_goes_on_from_the_folder_if_the_trainer_dies_before_its_next_writer_has_the_memory(
+    run_dir: str, own_sockets: Path
+) -> None:
+    """Steps that were only in memory are lost, as after a death of both. No writer stays, and the bits are right."""
+    assert killed(run_script(BOTH, run_dir))
+    assert restored(run_dir) == (4, toy.reference(4))
+    assert eventually(lambda: not writers(own_sockets))
 
 
 def test_inherited_slots_are_kept_until_the_dead_trainer_has_ended(

@@ -220,18 +220,18 @@ class FaultReporter:
     # -- what is seen --
 
     def _on_signals(self, numbers: list[int], raw: bytes) -> None:
-        self.trainer.tell(notes.PassedNote(list(raw)))  # other handlers may wait for them too
-        for number in numbers:
-            self.background.spawn(self._signal(number))
+        self.background.spawn(self._signals(numbers, list(raw)))
 
-    async def _signal(self, number: int) -> None:
-        """Handle a signal that the fault handler has not taken: it is late, or the interpreter lock is held."""
+    async def _signals(self, numbers: list[int], raw: list[int]) -> None:
+        """Handle signals that the fault handler has not taken: it is late, or the interpreter lock is held."""
         watchdog, began = self.watchdog, time.monotonic()
-        if watchdog is None or self.trainer.dead:
+        if not numbers or watchdog is None or self.trainer.dead:
+            self.trainer.tell(notes.SignalNote(raw, []))
             return
-        fault = self.signal(watchdog, number)
-        if not await self._notify_trainer(notes.SignalNote(number), AWAKE_S):
-            await self.held_up(fault, watchdog, began)
+        faults = [self.signal(watchdog, number) for number in numbers]
+        if not await self._notify_trainer(notes.SignalNote(raw, numbers), AWAKE_S):
+            for fault in faults:
+                await self.held_up(fault, watchdog, began)
 
     def _on_stall(self, stall: Stall) -> None:
         self.background.spawn(self._stall(stall))

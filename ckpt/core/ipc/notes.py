@@ -59,15 +59,11 @@ class PeerDiedNote(Note, frozen=True):
 
 
 class SignalNote(Note, frozen=True):
-    """The trainer got a signal that is a trigger, and has not handled it. It replies with `Heard`."""
-
-    number: int
-
-
-class PassedNote(Note, frozen=True):
-    """Signals that the writer has read from the trainer's wakeup socket; other handlers there may wait for them."""
+    """Signals that the writer has read from the trainer's wakeup socket; other handlers there may wait for them.
+    `numbers`: those that are triggers, and that the trainer has not handled. It replies with `Heard`."""
 
     raw: list[int]
+    numbers: list[int]
 
 
 class TriggerNote(Note, frozen=True):

@@ -9,8 +9,8 @@
     FENCED      another job owns the run; memory is released           LEAVING
     LEAVING     the socket name is free; writes that began are ended   -
 
-Who decides: the kernel says that a trainer is dead (its robust mutex, its pidfd), the run log says that a run has a new
-owner. No message does. A trainer that says that it leaves or closes decides that for itself only.
+The evidence that a trainer is dead comes from the kernel (its robust mutex, its pidfd), and the evidence that a run has
+a new owner from the run log. No message is such evidence. A trainer that leaves or closes decides that for itself only.
 
     trainer dies        mutex or pidfd -> `died` -> DRAINING; `_outlive` makes memory durable, lingers, leaves
     trainer leaves      `Leave(keep=True)` -> the same, though its process may live
@@ -21,20 +21,22 @@ owner. No message does. A trainer that says that it leaves or closes decides tha
 
 Faults:
 
-- Two trainers come at once: one event loop answers them in turn. The first inherits, the second finds a trainer that
-  lives. If both start a writer, the kernel gives the socket name to one.
-- A trainer is stopped (SIGSTOP) and resumes later: it lives, so nobody inherits from it. If another job has fenced it
-  meanwhile, its next call raises FencedError, and what it copied into released slots is read by nobody.
+- Two trainers come at the same time: one event loop serves them in turn. The first inherits, the second finds a trainer
+  that lives. If both start a writer, the kernel gives the socket name to one.
+- A trainer is stopped (SIGSTOP) and resumes later: it lives, so no trainer inherits from it. If another job has fenced
+  it in between, its next call raises FencedError, and its copies into released slots are never read.
 - This process is stopped: it keeps its name and its memory. A start resumes it, or fails with an error that names this
   process and the size of its memory. Only a takeover or the ledger may prove that it can be killed.
 - A process number is used again: processes are compared by number and start time, and waited for by pidfd.
 - Another user's process: the socket accepts only connections of this user.
 - A trainer dies while it opens the run: it is ours since its `Greeting`, so that death is one like any other.
-- A restart has fewer local ranks: its ranks share the writers that have no trainer any more. They borrow the memory
+- A restart has fewer local ranks: its ranks share the writers that no longer have a trainer. They borrow the memory
   (`Lend`), and have their own writers hold it (`AttachArena`) before the new job becomes the owner. The old writers
   read that in the log, and leave. With more local ranks, some find no writer, and start one.
-- Memory of a dead trainer may be mapped by the new job, so `_fence` closes it. Memory of a living trainer nobody else
-  uses, so `_fence` also returns its pages to the system.
+- Another writer dies, and its trainer starts this one: the memory comes by `AttachArena`. If that trainer dies before,
+  there is nothing to keep, and this writer leaves.
+- Memory of a dead trainer may be mapped by the new job, so `_fence` only closes it. Memory of a living trainer is used
+  by no other process, so `_fence` also returns its pages to the system.
 - The trainer writes on after its death was noticed: devices may copy until the process has ended. The new trainer waits
   for that before it overwrites a slot; `GreetingReply.writing_on` says for which processes.
 - A write is under way when memory is released: `PresentTrainer.check_not_fenced` fails it after its last read and
@@ -81,7 +83,7 @@ POLL_S = 0.2  # between two checks of whether a trainer has come
 
 
 class State(Enum):
-    """What a writer does at the moment; see the table above."""
+    """The state of a writer; see the table above."""
 
     SERVING = "serving"
     DRAINING = "draining"
@@ -252,7 +254,7 @@ class Life:
         drained.set()
 
     async def _linger(self, adoptions: int) -> None:
-        """Keep memory as long as somebody may come for it. FencedError if another job owns the run."""
+        """Keep memory as long as a trainer may come for it. Raises FencedError if another job owns the run."""
         if adoptions != self.trainer.adoptions:
             return
         self._enter(State.LINGERING)
@@ -350,8 +352,8 @@ class Life:
                 await self._check_owner()
 
     async def _check_owner(self, *, everywhere: bool = False) -> None:
-        """Read the log, and let go of everything if another job owns the run. A rank checks the tiers that it speaks
-        for: the others would ask a bucket as often as there are ranks."""
+        """Read the log, and release everything if another job owns the run. A rank checks only the tiers in which it is
+        the first, so that a bucket does not get as many requests as there are ranks."""
         if self.state is State.SERVING and (self._owned_for != self.trainer.adoptions or self.run.taking.locked()):
             return  # the newest owner in the log may be our trainer, which has fenced an earlier job
         try:
@@ -413,10 +415,10 @@ class Life:
             self._leave()
         try:
             await self.books.finish()
-            try:  # a trainer that lost the run has to be told at its end
+            try:  # a trainer that lost the run must learn that before it ends
                 await asyncio.wait_for(self.run.check_owner(self.run.spoken_for()), LOST_S)
             except TimeoutError:
-                pass  # a bucket does not answer
+                pass  # a bucket does not reply
             finally:
                 await self.persister.close()
         finally:

@@ -194,26 +194,14 @@ Done = Callable[[CheckpointError | None], None]
 
 
 @dataclass(frozen=True)
-class UnheldSlot:
-    """A sealed slot that no writer holds. `done` is called when the next writer holds it, or with the reason why none
-    does."""
+class AwaitedSlot:
+    """A sealed slot. `done` is called when a writer holds it and has its layout, or with the reason why none does."""
 
     attempt: Attempt
+    layout: str
     arena: Arena
     slot: int
     done: Done
-
-    def settle(self) -> None:
-        """Report whether a writer holds this snapshot now."""
-        holds = any((slot, label.attempt) == (self.slot, self.attempt) for slot, label in self.arena.sealed())
-        self.done(None if holds and self.arena.is_kept() else self.lost)
-
-    @property
-    def lost(self) -> SaveError:
-        return SaveError(
-            f"step {self.attempt.step} was only in the trainer's memory, because the writer had died, and a newer step "
-            "took its place before another writer held it"
-        )
 
 
 class Acknowledgements(WriterUser):
@@ -221,59 +209,58 @@ class Acknowledgements(WriterUser):
 
     def __init__(self, writer: CurrentWriter, layouts: KnownLayouts) -> None:
         self._writer, self._layouts = writer, layouts
-        self._unheld: dict[tuple[bytes, int], UnheldSlot] = {}  # by slot
+        self._awaited: dict[tuple[bytes, int], AwaitedSlot] = {}
 
     def acknowledge(self, attempt: Attempt, arena: Arena, slot: int, done: Done) -> None:
-        """Call `done` when a writer holds the slot and its layout: now, unless the writer has died or the layout
-        is new. `done` gets an error if there will be no writer, or if the slot is used again before there is one."""
+        """Call `done` when a writer holds the slot and its layout: now, unless the writer has died or the layout is
+        new. `done` gets an error if no further writer starts, or if the slot is used again before one holds it."""
         label = arena.label(slot)
-        heard = None if label is None else self._layouts.heard(label.layout)
-        if heard is not None and not heard.done():
-            closed = WriterError(f"closed before the writer had received the layout of step {attempt.step}")
-            later = [(attempt, arena, slot, done)]  # a future keeps what it has called, which must not keep the memory
-
-            def go_on(_: object) -> None:
-                one = later.pop()
-                if self._writer.closing:
-                    one[-1](closed)
-                else:
-                    self.acknowledge(*one)
-
-            heard.add_done_callback(go_on)
-            return
-        refusal = None if heard is None else heard.exception()
-        if isinstance(refusal, CheckpointError) and not isinstance(refusal, WriterError):
-            done(refusal)  # the run belongs to another job, for example
-        elif arena.is_kept():
-            done(None)
-        else:
-            self._await_writer(UnheldSlot(attempt, arena, slot, done))
-
-    def _await_writer(self, one: UnheldSlot) -> None:
-        key = one.arena.id, one.slot
-        with self._writer.lock:  # the next writer gets the memory while this is locked
-            error: CheckpointError | None = self._writer.lost or self._writer.failure
-            if self._writer.closing:
-                error = error or WriterError("the Checkpointer was closed, and there is no writer any more")
-            before, kept = self._unheld.pop(key, None), one.arena.is_kept()
-            if error is None and not kept:
-                self._unheld[key] = one
+        layout = "" if label is None else label.layout
+        with self._writer.lock:
+            before = self._awaited.pop((arena.id, slot), None)
+            self._awaited[arena.id, slot] = AwaitedSlot(attempt, layout, arena, slot, done)
         if before is not None:
-            before.done(before.lost)
-        if error is not None:
-            one.done(error)
-        elif kept:
-            one.settle()
+            before.done(_used_again(before))
+        heard = self._layouts.heard(layout)
+        if heard is not None and not heard.done():
+            heard.add_done_callback(lambda _: self.settle())  # without the slot: a future keeps what it has called
+        self.settle()
 
     def settle(self) -> None:
-        """Report what waits, after the next writer has got the memory."""
-        with self._writer.lock:
-            found, self._unheld = list(self._unheld.values()), {}
-        for one in found:
-            one.settle()
+        """Report all snapshots of which it is known whether a writer holds them."""
+        with self._writer.lock:  # the next writer gets the memory while this is locked
+            found = [(key, one, self._state(one)) for key, one in self._awaited.items()]
+            known = [(key, one, error) for key, one, (is_known, error) in found if is_known]
+            for key, _, _ in known:
+                del self._awaited[key]
+        for _, one, error in known:
+            one.done(error)
+
+    def _state(self, one: AwaitedSlot) -> tuple[bool, CheckpointError | None]:
+        """Return True if it is known whether a writer holds this snapshot, and the error if none ever will."""
+        writer, heard = self._writer, self._layouts.heard(one.layout)
+        error: CheckpointError | None = writer.lost or writer.failure
+        if writer.closing:
+            error = error or WriterError("the Checkpointer was closed before a writer held the snapshot")
+        if heard is not None and not heard.done():
+            return error is not None, error
+        refusal = None if heard is None else heard.exception()
+        if isinstance(refusal, CheckpointError) and not isinstance(refusal, WriterError):
+            return True, refusal  # the run belongs to another job, for example
+        if not one.arena.is_kept():
+            return error is not None, error
+        label = one.arena.label(one.slot)
+        return True, None if label is not None and label.attempt == one.attempt else _used_again(one)
 
     def on_no_writer(self, error: CheckpointError) -> None:
         with self._writer.lock:
-            found, self._unheld = list(self._unheld.values()), {}
+            found, self._awaited = list(self._awaited.values()), {}
         for one in found:
             one.done(error)
+
+
+def _used_again(one: AwaitedSlot) -> SaveError:
+    return SaveError(
+        f"step {one.attempt.step} was only in the trainer's memory, because the writer had died, and a newer step took "
+        "its place before another writer held it"
+    )

@@ -26,14 +26,14 @@ BUDGETS = {
     "core/cadence": (1_010, 670),
     "core/checkpoint": (5_460, 3_540),
     "core/format": (4_180, 2_790),
-    "core/ipc": (1_970, 1_310),
+    "core/ipc": (1_950, 1_290),
     "core/log": (1_100, 730),
     "core/ranks": (1_280, 880),
     "core/restore": (1_140, 740),
-    "core/run": (5_190, 3_850),
+    "core/run": (5_100, 3_760),
     "core/snapshot": (1_820, 1_350),
     "core/state": (4_620, 3_200),
-    "core/writer": (2_880, 2_060),
+    "core/writer": (2_830, 2_020),
     "dcp": (1_680, 1_150),
     "deepspeed": (470, 310),
     "guard": (2_900, 2_030),
@@ -52,7 +52,7 @@ BUDGETS = {
     "torchtitan": (370, 270),
     "transformers": (1_510, 990),
 }
-TOTAL = (64_540, 43_500)
+TOTAL = (64_380, 43_360)
 C_LINES = 150
 STEP_FILES, RESTORE_FILES = 88, 82
 

@@ -187,7 +187,7 @@ def test_closing_with_too_little_time_says_so(run_dir: str, timeout_s: float) ->
 
 
 def test_a_child_may_open_the_run_when_its_trainer_has_gone(run_dir: str) -> None:
-    """What it was forked with is its parent's; the name of the run is free for one of its own."""
+    """Inherited resources belong to its parent; the name of the run is free for the child's own Checkpointer."""
     with ckpt.Checkpointer(toy.build(), run_dir, triggers=None) as cp:
         cp.restore(default=0)
         reading, writing = os.pipe()

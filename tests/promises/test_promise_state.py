@@ -424,7 +424,7 @@ def test_an_optimizer_around_another_goes_on_alike(tmp_path: Path) -> None:
 
 
 def test_an_optimizer_inside_another_is_not_forgotten(tmp_path: Path) -> None:
-    """The outer one's state_dict() omits its moments: the error tells the user to add it."""
+    """The outer one's state_dict() omits its moments: the error asks the user to add it."""
     state = around(0)
     del state["base"]
     with pytest.raises(ckpt.StateError, match=r"optim: .* in \.base.* add that optimizer to the state"):

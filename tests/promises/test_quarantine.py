@@ -1,4 +1,4 @@
-"""Steps that the user calls not finite: kept to be looked at, never the last word."""
+"""Steps that the user marks as not finite: kept for inspection, but never restored by default."""
 
 from __future__ import annotations
 

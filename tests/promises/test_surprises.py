@@ -136,7 +136,7 @@ def test_transposed_tensors_within_bounds(tmp_path: Path, call: Any) -> None:
 
 
 def test_chosen_names_are_the_names_that_are_written(tmp_path: Path, call: Any) -> None:
-    """Of tied weights, the name that matches is used; a run of only that module restores into it."""
+    """For tied weights, the name that matches is used; a run of only that module restores into it."""
     a, b = nn.Linear(3, 3, bias=False), nn.Linear(3, 3)
     b.weight = a.weight
     save(tmp_path / "run", {"a": a, "b": b}, range(1, 2), every=1)
@@ -253,12 +253,12 @@ def test_what_is_no_run_and_no_whole(run: Path, tmp_path: Path, call: Any) -> No
 
 
 class Config:
-    """Something that only a loader which runs code could make again."""
+    """An object that only a loader that runs code could restore."""
 
 
 def test_objects_that_are_refused_do_not_lock_the_weights_in(tmp_path: Path, call: Any) -> None:
-    """A run that DCP saved with an object of somebody's class: its weights are exported, and a note names the object.
-    A Checkpointer that is pointed at such a run is told what to do, also with strict=False."""
+    """A run that DCP saved with an object of a user's class: its weights are exported, and a note names the object.
+    A Checkpointer that opens such a run raises the remedy, also with strict=False."""
     import torch.distributed.checkpoint as dcp
 
     import ckpt.dcp

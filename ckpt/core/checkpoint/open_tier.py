@@ -151,17 +151,17 @@ class OpenTier:
         except CheckpointError as error:
             events.log.warning("could not delete all files of step %d in %s: %s", attempt.step, self.url, error)
 
-    async def sweep(self, mine: Acquire, tell: Callable[[Note], None]) -> None:
+    async def sweep(self, mine: Acquire, notify: Callable[[Note], None]) -> None:
         """Apply retention, and trim the log. Errors are logged, and the next checkpoint retries the clean-up."""
         try:
-            await self._sweep(mine, tell)
+            await self._sweep(mine, notify)
         except FencedError:
             pass  # the next save raises it
         except CheckpointError as error:
             events.log.warning("could not clean up %s, retrying later: %s", self.url, error)
         await self.trimmer.step(self.log, mine)
 
-    async def _sweep(self, mine: Acquire, tell: Callable[[Note], None]) -> None:
+    async def _sweep(self, mine: Acquire, notify: Callable[[Note], None]) -> None:
         await self.keep_noted(mine)
         await self._give_up_old(mine)
         state = self.log.state
@@ -182,12 +182,12 @@ class OpenTier:
             if problems:
                 # Other checkpoints may have been built on the damaged bytes during this read.
                 self.encoder.distrust(max([newest.attempt, *self.log.state.commits, *self.in_flight]))
-                tell(DamagedNote(self.url, newest.step, problems[:10]))
+                notify(DamagedNote(self.url, newest.step, problems[:10]))
                 return
             self.verified = {newest.attempt}
             self.read_back = (self.read_back & state.commits.keys()) | {newest.attempt}
         self.sweeps += 1
-        await self._warn(tell)
+        await self._warn(notify)
         await retention.retire(
             self.log,
             mine,
@@ -231,7 +231,7 @@ class OpenTier:
             return error
         return None
 
-    async def _warn(self, tell: Callable[[Note], None]) -> None:
+    async def _warn(self, notify: Callable[[Note], None]) -> None:
         """Warn once of each unreadable checkpoint, because nothing is cleaned up while it exists."""
         unread: dict[Attempt, CheckpointError] = {}
         await retention.files_of(self.log, self.log.state.commits.values(), unread)
@@ -241,10 +241,10 @@ class OpenTier:
         for attempt in sorted(unread.keys() - self.warned):
             error, problem = unread[attempt], f"step {attempt.step} of {self.url} cannot be read"
             if is_unreadable(error):
-                _say(tell, f"{problem} now. Clean-up there stops until it can be read again: {error}")
+                _send_text(notify, f"{problem} now. Clean-up there stops until it can be read again: {error}")
             else:
                 repair = f"`ckpt repair {self.url}` shows what can be repaired"
-                _say(tell, f"{problem}, so clean-up there stops: {error}. {repair}")
+                _send_text(notify, f"{problem}, so clean-up there stops: {error}. {repair}")
         self.warned = set(unread)
 
     async def _give_up_old(self, mine: Acquire) -> None:
@@ -271,7 +271,7 @@ class OpenTier:
             events.log.warning("could not delete %d files of %s: %s", len(keys), self.url, error)
         self.leaving.difference_update(keys)
 
-    async def close(self, mine: Acquire | None, tell: Callable[[Note], None]) -> None:
+    async def close(self, mine: Acquire | None, notify: Callable[[Note], None]) -> None:
         """Record which steps to keep, clean up once more, and close the store. A remote store is not cleaned up,
         because reading back a large checkpoint could take too long at the end of a job."""
         if self.sweeping is not None:
@@ -281,7 +281,7 @@ class OpenTier:
         if mine is not None and self.opened:
             await self.keep_noted(mine)
             if self.sweeping is not None and not self.store.remote:
-                await self.sweep(mine, tell)  # the last clean-up may have ended before the last commits
+                await self.sweep(mine, notify)  # the last clean-up may have ended before the last commits
         for task in list(self.graces):
             task.cancel()
         await asyncio.gather(*self.graces, return_exceptions=True)
@@ -290,8 +290,8 @@ class OpenTier:
                 await store.aclose()
 
 
-def _say(tell: Callable[[Note], None], text: str) -> None:
-    tell(SaidNote(text))
+def _send_text(notify: Callable[[Note], None], text: str) -> None:
+    notify(SaidNote(text))
 
 
 async def open_place(spec: dict[str, Any], *, later: bool = False, root: str = "", again: bool = False) -> OpenTier:

@@ -241,9 +241,9 @@ def remake(form: WrapperForm, parts: Mapping[str, Tensor]) -> Tensor:
         again = _taken(form.name, made, (), [])
         whole = again == form and all(_same(a, b) for a, b in zip(inner.values(), _flat(made)[1], strict=True))
     except Exception as error:  # code of other libraries, with data from a file
-        raise MismatchError(f"{form.name}: {form.shown} does not take what was saved of it: {error!r}") from error
+        raise MismatchError(f"{form.name}: {form.shown} cannot be created from its saved parts: {error!r}") from error
     if not whole:
-        raise MismatchError(f"{form.name}: {form.shown} makes something else of what was saved of it")
+        raise MismatchError(f"{form.name}: {form.shown} creates a different tensor from its saved parts")
     return made
 
 

@@ -446,7 +446,7 @@ class CustomModuleNode(ModuleNode):
 
     def __init__(self, path: Path, module: nn.Module) -> None:
         super().__init__(path, module)
-        self._own_state, self._modules_read = OwnState(), list[nn.Module]()
+        self._own, self._modules_read = OwnState(), list[nn.Module]()
         self._untried: list[str] = []  # reasons why loaders could not be tested with the checkpoint
         self._order: list[str] = []  # names, and prefixes of `custom` modules
 
@@ -456,45 +456,45 @@ class CustomModuleNode(ModuleNode):
 
     @property
     def kind(self) -> str:
-        return "custom module" if self._own_state.has_values else "module"
+        return "custom module" if self._own.has_values else "module"
 
     def read(self, names: Names) -> Contents:
         piece = super().read(names)
-        return self._with_own_values(piece) if self._own_state.has_values else piece
+        return self._with_own_values(piece) if self._own.has_values else piece
 
     def _read(self, modules: Sequence[NamedModule]) -> Contents:
         if len(modules) != len(self._modules_read) or any(
             one.module is not b for one, b in zip(modules, self._modules_read, strict=True)
         ):
-            self._own_state, self._modules_read = find_own_state(self.whole, self.path), [one.module for one in modules]
+            self._own, self._modules_read = find_own_state(self.whole, self.path), [one.module for one in modules]
         piece, order = super()._read(modules), dict[str, None]()
-        for prefix, _, module in modules if self._own_state.has_values else ():
+        for prefix, _, module in modules if self._own.has_values else ():
             inside = f"{prefix}." if prefix else ""
-            if inside in self._own_state.custom:
+            if inside in self._own.custom:
                 order[inside] = None
             for key, tensor in (*module._parameters.items(), *module._buffers.items()):
                 name = self._saved_as(inside + key)
                 if name is not None and tensor is not None and key not in module._non_persistent_buffers_set:
                     order[name] = None
-            if inside in self._own_state.extras:
+            if inside in self._own.extras:
                 order[inside] = None
         self._order = list(order)
         return piece
 
     def _saved_as(self, name: str) -> str | None:
-        omitted = self._own_state.is_custom(name) or name in self._own_state.left_out
-        return None if omitted else self._own_state.names.get(name, name)
+        omitted = self._own.is_custom(name) or name in self._own.left_out
+        return None if omitted else self._own.names.get(name, name)
 
     def _with_own_values(self, piece: Contents) -> Contents:
         """Collect all its values by key, like its state_dict()."""
         collect, exact = Collector(), Collector(exact=True)  # set_extra_state() gets the exact values
         state: dict[str, Json] = {}
         for key in self._order:
-            if key in self._own_state.extras:
-                value = self._own_state.extras[key].get_extra_state()
+            if key in self._own.extras:
+                value = self._own.extras[key].get_extra_state()
                 state[key + EXTRA] = encode(value, (*self.path, key + EXTRA), exact)
-            elif key in self._own_state.custom:
-                for inner, value in self._own_state.custom[key].state_dict(keep_vars=True).items():
+            elif key in self._own.custom:
+                for inner, value in self._own.custom[key].state_dict(keep_vars=True).items():
                     if key + inner in state:
                         raise StateError(f"{self._name(key + inner)}: {TWO_TENSORS}")
                     state[key + inner] = encode(value, (*self.path, key + inner), collect)
@@ -513,7 +513,7 @@ class CustomModuleNode(ModuleNode):
 
     def prepare(self, saved: SavedNode, placement: Placement) -> None:
         piece = self.read(Names())
-        if saved.kind == "module" and not (self._own_state.has_values or self._own_state.loaders):
+        if saved.kind == "module" and not (self._own.has_values or self._own.loaders):
             super().prepare(saved, placement)
             return
         fixed = {entry.name: entry for entry in piece.fixed}
@@ -549,7 +549,7 @@ class CustomModuleNode(ModuleNode):
         self._piece, self._modules_read = None, []
 
     def prepare_as_saved(self, saved: SavedNode, placement: Placement) -> bool:
-        if self._own_state.has_values:
+        if self._own.has_values:
             return False
         self._hand_back(placement, {}, {})
         return True
@@ -557,7 +557,7 @@ class CustomModuleNode(ModuleNode):
     def _hand_back(
         self, placement: Placement, resized: Mapping[str, tuple[str, Tensor]], whole: Mapping[str, nn.Module]
     ) -> None:
-        for prefix, module in self._own_state.loaders.items():
+        for prefix, module in self._own.loaders.items():
             if prefix in whole:
                 continue
             mine = {self._key(n).removeprefix(prefix): t for n, (p, t) in resized.items() if p == prefix}
@@ -573,7 +573,7 @@ class CustomModuleNode(ModuleNode):
         """Return what the loaders of modules decide about: saved tensors whose shapes differ from those here. This
         includes those that are None here. By name: the prefix of the loader."""
         found: dict[str, str] = {}
-        if not self._own_state.loaders:
+        if not self._own.loaders:
             return found
         made_of_several = {part for form in forms_of(saved.facts).values() for part in form.names}
         empty = {
@@ -585,13 +585,8 @@ class CustomModuleNode(ModuleNode):
         }
         for name in theirs:
             key, entry = self._key(name), own.get(name)
-            prefix = max((p for p in self._own_state.loaders if key.startswith(p)), key=len, default=None)
-            if (
-                prefix is None
-                or prefix in self._own_state.bypassed
-                or name in made_of_several
-                or self._own_state.is_custom(key)
-            ):
+            prefix = max((p for p in self._own.loaders if key.startswith(p)), key=len, default=None)
+            if prefix is None or prefix in self._own.bypassed or name in made_of_several or self._own.is_custom(key):
                 continue
             if entry is None:
                 if key in empty or "." not in key.removeprefix(prefix):
@@ -637,7 +632,7 @@ class CustomModuleNode(ModuleNode):
 
     def _differing(self, theirs: Collection[str], own: Mapping[str, StateEntry], placement: Placement) -> set[str]:
         """Return the names of tensors that are only on one side, or have different shapes."""
-        if not (self._own_state.loaders or self._own_state.custom):
+        if not (self._own.loaders or self._own.custom):
             return set()  # no loader to handle them
         shared = (name for name in theirs if name in own and _has_other_shape(name, own[name], placement))
         return {*(own.keys() ^ set(theirs)), *shared}
@@ -652,7 +647,7 @@ class CustomModuleNode(ModuleNode):
     ) -> dict[str, nn.Module]:
         """Return modules with differences, whose own loaders accept all of their saved state. They get all of it. By
         prefix; none of them is inside another one."""
-        own_state, found = self._own_state, dict[str, nn.Module]()
+        own_state, found = self._own, dict[str, nn.Module]()
         keys = {self._key(name) for name in differing} | {key for key in state if self._is_unclaimed(key, state[key])}
         loaders = [(prefix, module) for prefix, module in own_state.loaders.items() if prefix not in own_state.bypassed]
         for prefix, module in (*own_state.custom.items(), *loaders):
@@ -681,9 +676,7 @@ class CustomModuleNode(ModuleNode):
     def _is_plain(self, prefix: str, saved: SavedNode, own: Mapping[str, StateEntry]) -> bool:
         """Return True if the saved state of a module is what its loader takes: plain tensors, as in its
         state_dict()."""
-        rearranged = [
-            p for (verdict, _), ps in self._own_state.notes.items() if verdict in (GATHERS, REARRANGES) for p in ps
-        ]
+        rearranged = [p for (verdict, _), ps in self._own.notes.items() if verdict in (GATHERS, REARRANGES) for p in ps]
         wrappers = (self._key(name) for name in forms_of(saved.facts))
         return (
             not any(p.startswith(prefix) or prefix.startswith(p) for p in rearranged)
@@ -693,7 +686,7 @@ class CustomModuleNode(ModuleNode):
 
     def _is_unclaimed(self, key: str, value: Json) -> bool:
         """Return True for a saved value that is not a tensor and that no module here handles."""
-        if self._own_state.is_custom(key) or any(key == prefix + EXTRA for prefix in self._own_state.extras):
+        if self._own.is_custom(key) or any(key == prefix + EXTRA for prefix in self._own.extras):
             return False
         return not (type(value) is dict and value.get("$") in ("tensor", "wrapper"))
 
@@ -702,7 +695,7 @@ class CustomModuleNode(ModuleNode):
         return name[len(self._name("")) :]
 
     def _in_extra(self, name: str) -> bool:
-        return any(name.startswith(self._name(prefix + EXTRA)) for prefix in self._own_state.extras)
+        return any(name.startswith(self._name(prefix + EXTRA)) for prefix in self._own.extras)
 
     def _saved_state(self, saved: SavedNode) -> dict[str, Json]:
         """Return its saved state by key. CorruptError if that is not the state of a module."""
@@ -722,7 +715,7 @@ class CustomModuleNode(ModuleNode):
         placement: Placement,
     ) -> None:
         claimed = set()
-        for prefix, module in self._own_state.extras.items():
+        for prefix, module in self._own.extras.items():
             key = prefix + EXTRA
             if key.startswith(tuple(whole)):
                 continue
@@ -731,13 +724,13 @@ class CustomModuleNode(ModuleNode):
                 placement.finish(self.path, partial(_set_extra, module, placement.build(state[key])))
             else:
                 placement.problem(f"{self._name(key)} is not in the checkpoint")
-        outer = {p: m for p, m in self._own_state.custom.items() if not p.startswith(tuple(whole))}
+        outer = {p: m for p, m in self._own.custom.items() if not p.startswith(tuple(whole))}
         for prefix, module in (*outer.items(), *whole.items()):
             mine = {key: value for key, value in state.items() if key.startswith(prefix)}
             claimed |= mine.keys()
             values = pairs({k.removeprefix(prefix): v for k, v in mine.items()})
             build = placement.build(values, like=live, guarded=weights)
-            plain = prefix not in self._own_state.custom
+            plain = prefix not in self._own.custom
             inner = plain and bool(prefix)
             placement.finish(self.path, partial(_load, module, self.path, build, placement.strict, plain, inner))
         for key, value in state.items():

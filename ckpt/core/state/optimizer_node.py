@@ -167,8 +167,8 @@ class OptimizerNode:
         bare = {id(p): p for group in self.optimizer.param_groups for p in group["params"] if id(p) not in names}
         self._nameless = [(called[number], p, span_of(p)) for number, p in bare.items()]
         self._held = self._is_held(names)
-        mine = (one for one, held in zip(self._nameless, self._held, strict=True) if not held)
-        own = [StateEntry(show((*self.path, "params", place)), p, True) for place, p, _ in mine]
+        unnamed = (one for one, held in zip(self._nameless, self._held, strict=True) if not held)
+        own = [StateEntry(show((*self.path, "params", place)), p, True) for place, p, _ in unnamed]
         (fixed, forms), (params_too, more) = take_all_apart(state), take_all_apart(own)
         self._own = {entry.name: entry for entry in params_too}
         self._there = Places(places, self._dicts)
@@ -216,7 +216,7 @@ class OptimizerNode:
 
     def prepare(self, saved: SavedNode, placement: Placement) -> None:
         called = self.param_names(placement.names)
-        mine = [[called[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
+        groups_here = [[called[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
         if not is_optimizer(saved):
             raise CorruptError(f"{show(self.path)}: the stored data is not the state of an optimizer")
         params = {called[id(p)]: (p, g) for g in self.optimizer.param_groups for p in g["params"]}
@@ -228,7 +228,7 @@ class OptimizerNode:
             here = "was" if placement.strict else "starts without state, because it was"
             placement.problem(f"{show(self.path)} {here} saved by an optimizer of another kind: {kind}")
             return
-        self._compare_groups(mine, saved.facts["params"], placement)
+        self._compare_groups(groups_here, saved.facts["params"], placement)
         dicts: dict[str, str] = saved.facts.get(DICTS, {})
         fresh: dict[str, dict[str, Any]] = {
             name: _DICTS.get(dicts.get(name, ""), dict)() for name in saved.facts["with_state"] if name in params
@@ -415,19 +415,19 @@ class OptimizerNode:
                     f"{show((*self.path, 'state', name))}: starts without state, because its parameter's shape differs"
                 )
 
-    def _compare_groups(self, mine: list[list[str]], theirs: list[list[str]], placement: Placement) -> None:
+    def _compare_groups(self, here: list[list[str]], saved: list[list[str]], placement: Placement) -> None:
         """Compare the parameter groups. In a multi-rank job, one rank's groups may have only some of the parameters."""
-        if mine == theirs or (not placement.alone and _fit(mine, theirs)):
+        if here == saved or (not placement.alone and _fit(here, saved)):
             return
-        have, want = {n for g in mine for n in g}, {n for g in theirs for n in g}
+        have, want = {n for g in here for n in g}, {n for g in saved for n in g}
         if placement.strict:
             odd = sorted(have ^ want if placement.alone else have - want)
             difference = f"not in both: {_first(odd)}" if odd else "other order"
-            text = f"the parameter groups differ ({len(mine)} groups here, {len(theirs)} saved; {difference})"
+            text = f"the parameter groups differ ({len(here)} groups here, {len(saved)} saved; {difference})"
         else:
             new = sorted(have - want)
             start = f"{len(new)} start without state ({_first(new)})" if new else "the groups are others"
-            whose = "its settings" if len(mine) <= len(theirs) else f"the settings of its first {len(theirs)} groups"
+            whose = "its settings" if len(here) <= len(saved) else f"the settings of its first {len(saved)} groups"
             text = f"{len(have & want)} parameters keep their state, {start}; {whose} are the checkpoint's"
         placement.problem(f"{show(self.path)}: {text}")
 
@@ -633,8 +633,8 @@ def _alike(value: Tensor, param: Tensor, names: Names, share: bool) -> Replicas 
     return Replicas(members(beside)) if value.numel() == 1 else None  # a step count: equal on all ranks
 
 
-def _fit(mine: list[list[str]], theirs: list[list[str]]) -> bool:
-    return len(mine) == len(theirs) and all(set(a) <= set(b) for a, b in zip(mine, theirs, strict=True))
+def _fit(here: list[list[str]], saved: list[list[str]]) -> bool:
+    return len(here) == len(saved) and all(set(a) <= set(b) for a, b in zip(here, saved, strict=True))
 
 
 def _takes(live: Tensor, value: Tensor) -> bool:

@@ -88,9 +88,9 @@ def dims_of(data: Any) -> tuple[int, ...]:
 
 def is_wrapped(tensor: Tensor) -> bool:
     """Return True if this rank's part of a tensor is a wrapper. A DTensor alone is not one."""
-    if type(tensor) in PLAIN or type(mine := local(tensor)) in PLAIN:
+    if type(tensor) in PLAIN or type(shard := local(tensor)) in PLAIN:
         return False
-    return _adapter_of(type(mine)) is not None and not (is_dtensor(mine) or mine.is_nested)
+    return _adapter_of(type(shard)) is not None and not (is_dtensor(shard) or shard.is_nested)
 
 
 def _adapter_of(kind: type) -> TensorAdapter | None:

@@ -26,14 +26,14 @@ BUDGETS = {
     "core/cadence": (1_020, 670),
     "core/checkpoint": (5_460, 3_540),
     "core/format": (4_180, 2_790),
-    "core/ipc": (1_970, 1_310),
+    "core/ipc": (1_950, 1_290),
     "core/log": (1_110, 730),
     "core/ranks": (1_280, 880),
     "core/restore": (1_140, 740),
-    "core/run": (5_210, 3_860),
+    "core/run": (5_130, 3_770),
     "core/snapshot": (1_830, 1_350),
     "core/state": (4_640, 3_200),
-    "core/writer": (2_880, 2_060),
+    "core/writer": (2_830, 2_020),
     "dcp": (1_690, 1_150),
     "deepspeed": (480, 310),
     "guard": (2_900, 2_030),
@@ -52,7 +52,7 @@ BUDGETS = {
     "torchtitan": (340, 240),
     "transformers": (1_510, 990),
 }
-TOTAL = (64_870, 43_640)
+TOTAL = (64_700, 43_500)
 C_LINES = 150
 STEP_FILES, RESTORE_FILES = 88, 82
 

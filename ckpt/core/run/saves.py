@@ -18,7 +18,7 @@ from ckpt.core.run.progress import Progress, Staged, StagedStep
 from ckpt.core.run.replica_check import ReplicaCheck
 from ckpt.core.run.save_plan import Late
 from ckpt.core.run.session import Session
-from ckpt.core.run.supervise.writer_client import HUNG_UP
+from ckpt.core.run.supervise.writer_link import HUNG_UP
 from ckpt.core.run.supervise.writes import WriteInFlight
 from ckpt.core.snapshot.awaited_memory import AwaitedMemory
 from ckpt.core.snapshot.slots import ALL_BUSY

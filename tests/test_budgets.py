@@ -20,7 +20,7 @@ from processes import PYTHONPATH, REPO
 # Lines and statements of Python for each package: docstrings and comments count as lines, so that denser lines gain
 # nothing in the second number.
 BUDGETS = {
-    "adapters": (1_730, 1_210),
+    "adapters": (1_720, 1_210),
     "backends": (2_800, 1_980),
     "core/": (10, 10),
     "core/cadence": (1_020, 670),
@@ -52,7 +52,7 @@ BUDGETS = {
     "torchtitan": (340, 240),
     "transformers": (1_510, 990),
 }
-TOTAL = (64_720, 43_500)
+TOTAL = (64_710, 43_500)
 C_LINES = 150
 STEP_FILES, RESTORE_FILES = 88, 82
 

@@ -150,7 +150,7 @@ def test_a_run_for_other_ranks(made: Path, tmp_path: Path, call: Any, world: int
     shown = call("show", tmp_path / "new", "--json").json
     assert (shown["ranks"], shown["step"]) == (world, 2)
     root, before = json.loads((made / "FORMAT.json").read_text())["root"], call("show", made, "--json").json
-    assert (shown["parents"], before["parents"]) == ([f"{root}/{before['attempt']}"], [])
+    assert (shown["parents"], before["parents"]) == ([f"{root}/{before['id']}"], [])
     state = state_of(seed=5)
     with ckpt.Checkpointer(state, str(tmp_path / "new")) as cp:
         assert cp.restore() == 2
@@ -583,5 +583,5 @@ def test_runs_that_differ_have_attempts_of_their_own(made: Path, tmp_path: Path,
     attempts = set()
     for number, words in enumerate(([], ["--dtype", "bf16"], ["--only", "model"], ["--world-size", "2"])):
         assert call("export", made, "--to", tmp_path / str(number), "--format", "run", *words).code == 0
-        attempts.add(call("show", tmp_path / str(number), "--json").json["attempt"])
+        attempts.add(call("show", tmp_path / str(number), "--json").json["id"])
     assert len(attempts) == 4

@@ -105,9 +105,9 @@ def index_of(parts: Sequence[WrittenPart]) -> bytes:
         raise SaveError(str(error)) from error
 
 
-def all_finite(said: list[bool | None]) -> bool | None:
+def all_finite(values: list[bool | None]) -> bool | None:
     """Return False if any rank saw a NaN, None if a rank does not know, and True otherwise."""
-    return False if False in said else None if None in said else True
+    return False if False in values else None if None in values else True
 
 
 def is_whole(parts: Sequence[WrittenPart]) -> bool:

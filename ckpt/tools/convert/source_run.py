@@ -43,7 +43,7 @@ class RunOrigin:
         self.title = f"step {self.step} of {url}"
         self.identity = f"{url} {attempt}"
         self.parents = (f"{log.root}/{attempt}",)
-        self.about: dict[str, Any] = {"url": url, "step": self.step, "attempt": str(attempt)}
+        self.about: dict[str, Any] = {"url": url, "step": self.step, "id": str(attempt)}
         self._labels = {key: label for label, key in reversed(saved.labels.items())}  # without aliases
         self.keys = {label: key for key, label in sorted(self._labels.items())}
         self.names = {label: self._labels[key] for label, key in saved.labels.items()}

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Note = Callable[[str], None]
+MOST_PROBLEMS = 100  # of one checkpoint, after which nothing more is read
 FEW = 8  # ranks, up to which all manifests are read; with more, the index, and only the manifests that are needed
 
 
@@ -320,6 +321,10 @@ async def verify(
 
     index = await check(load_index(store, commit))
     async for share in in_turn(store, commit):
+        if len(problems) >= MOST_PROBLEMS:
+            problems.append(f"verification stopped after {len(problems)} problems")
+            share.close()
+            break
         manifest = await check(share)
         if manifest is None:
             continue

@@ -182,6 +182,7 @@ class Checkpointer:
         was scheduled. Memory is allocated in the background. Until it is ready, a step that no tier has scheduled may
         be skipped (`wait_staged()` of its handle raises SkippedError); a scheduled step makes the next update wait.
 
+        - `step`: number of completed steps; it must increase from call to call.
         - `finite`: False if training has diverged, for example `torch.isfinite(loss)`. Such a step is saved for
           inspection. It never replaces the last finite step and is only restored by number. A tensor on an accelerator
           makes the call wait for it.
@@ -251,7 +252,9 @@ class Checkpointer:
 
     @traced("ckpt.step")
     def save(self, step: int | None = None) -> Save:
-        """Save now to every tier: the given step, by default the one that the last `step()` named.
+        """Save now to every tier.
+
+        - `step`: number of the step, default that of the last `step()`.
 
         Without a durable tier the step is only staged. If memory does not have that step, the current state is saved
         under its number: call this right after `step()`. Raises UsageError if an optimizer has begun a further step, or
@@ -293,6 +296,8 @@ class Checkpointer:
     def unpin(self, step: int) -> None:
         """Remove the protection of `pin`: retention applies to the checkpoints of this step again.
 
+        - `step`: number of the step.
+
         All ranks must make the same call. Does nothing if the step is not pinned. A pin set by `ckpt pin` or `Run.pin`
         stays.
         """
@@ -302,6 +307,9 @@ class Checkpointer:
 
     def score(self, step: int, value: float | torch.Tensor) -> bool:
         """Record the score of a step, now or later. Return True if it is among the `best`, which stay in every tier.
+
+        - `step`: number of the step, which was made and is saved or is the last one.
+        - `value`: the score; a tensor on an accelerator makes the call wait for it.
 
         If the last `step()` is among the best, it is saved to every tier; an older step stays where it is stored. All
         ranks must make the same call, and rank 0's value decides. A score is as durable as its step once `wait()`
@@ -347,10 +355,12 @@ class Checkpointer:
     # -- the end --
 
     def wait(self, timeout_s: float | None = None, *, step: int | None = None) -> None:
-        """Wait until every save begun so far, or that of `step`, has been staged and written or has failed.
+        """Wait until every save begun so far has been staged and written or has failed.
 
-        Also waits until pinned and scored steps are recorded. Raises DeadlineError after `timeout_s` seconds, default
-        no limit.
+        - `timeout_s`: longest wait, seconds, default no limit. Raises DeadlineError after it.
+        - `step`: wait only for the save of this step.
+
+        Also waits until pinned and scored steps are recorded.
         """
         self._progress.check_not_forked()
         self._kept.wait(timeout_s, step)

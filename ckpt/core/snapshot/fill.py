@@ -17,7 +17,7 @@ from ckpt.core.ipc.arena import LOCK, Arena
 from ckpt.core.snapshot import device
 from ckpt.core.snapshot.device import CopyStreams, PerDevice
 from ckpt.core.snapshot.packed import Pack
-from ckpt.core.snapshot.snapshot import PendingSnapshot
+from ckpt.core.snapshot.snapshot import NewSnapshot
 from ckpt.core.snapshot.unchanged import Frozen
 from ckpt.core.state.tensors import TORCH_DTYPE, as_bytes
 
@@ -41,68 +41,68 @@ class SlotFiller:
         self._views.clear()
         self.frozen.clear()
 
-    def begin(self, slot: int, job: PendingSnapshot) -> None:
-        self.frozen.open(slot, job.reading.layout)
+    def begin(self, slot: int, snapshot: NewSnapshot) -> None:
+        self.frozen.open(slot, snapshot.reading.layout)
 
     def end(self, slot: int) -> None:
         """What was filled in since `begin` is there: for the next snapshot in this slot."""
         self.frozen.close(slot)
 
-    def fill_eager(self, arena: Arena, slot: int, job: PendingSnapshot) -> None:
+    def fill_eager(self, arena: Arena, slot: int, snapshot: NewSnapshot) -> None:
         """What may change before the next optimizer step."""
-        streams = self._streams.of(job.streams)
-        device.queue_behind(streams, job.ready)
-        self._copy_part(arena, slot, job, guarded=False)
-        start = pages(job.reading.layout.arrangement.data_size)
-        arena.data(slot)[start : start + len(job.values)] = job.values
-        for pack in job.early:
+        streams = self._streams.of(snapshot.streams)
+        device.queue_behind(streams, snapshot.ready)
+        self._copy_part(arena, slot, snapshot, guarded=False)
+        start = pages(snapshot.reading.layout.arrangement.data_size)
+        arena.data(slot)[start : start + len(snapshot.values)] = snapshot.values
+        for pack in snapshot.early:
             pack.fetch(streams)
-        job.eager = device.events_behind(streams)
-        if not job.taken_early:
-            device.queue_behind(job.streams, job.eager)  # later kernels may change what we still read
+        snapshot.eager = device.events_behind(streams)
+        if not snapshot.taken_early:
+            device.queue_behind(snapshot.streams, snapshot.eager)  # later kernels may change what we still read
 
-    def fill_guarded(self, arena: Arena, slot: int, job: PendingSnapshot) -> None:
+    def fill_guarded(self, arena: Arena, slot: int, snapshot: NewSnapshot) -> None:
         """What only optimizers change, and what else is to be done meanwhile. A device may have done nothing of it yet:
-        `job.done` says when it has."""
-        streams = self._streams.of(job.streams)
-        for pack in job.late:
+        `snapshot.done` says when it has."""
+        streams = self._streams.of(snapshot.streams)
+        for pack in snapshot.late:
             with device.on(streams):
-                pack.gather(job.sources)
-        self._copy_part(arena, slot, job, guarded=True)
-        for pack in job.late:
+                pack.gather(snapshot.sources)
+        self._copy_part(arena, slot, snapshot, guarded=True)
+        for pack in snapshot.late:
             pack.fetch(streams)
-        job.check_sources()
-        for one in job.fingerprints if streams else ():
+        snapshot.check_sources()
+        for one in snapshot.fingerprints if streams else ():
             one.fetch(streams)
-        if job.beside is not None:
+        if snapshot.beside is not None:
             with device.on(streams):
-                job.beside()
-        job.done = device.events_behind(streams)
+                snapshot.beside()
+        snapshot.done = device.events_behind(streams)
 
-    def deal_out(self, arena: Arena, slot: int, job: PendingSnapshot, packs: Iterable[Pack]) -> None:
+    def deal_out(self, arena: Arena, slot: int, snapshot: NewSnapshot, packs: Iterable[Pack]) -> None:
         """What has come from a device in packs."""
         for pack in packs:
-            pack.deal_out(self._slot_views(arena, slot, job.reading.layout))
+            pack.deal_out(self._slot_views(arena, slot, snapshot.reading.layout))
 
-    def settle(self, job: PendingSnapshot) -> None:
+    def settle(self, snapshot: NewSnapshot) -> None:
         """Nobody may have its slot, or free what it reads, while a device still copies."""
-        self._streams.settle(job.streams)
+        self._streams.settle(snapshot.streams)
 
     def whole(self, arena: Arena, slot: int) -> Tensor:
         """The bytes of a slot."""
         return torch.frombuffer(arena.data(slot), dtype=torch.uint8)
 
-    def _copy_part(self, arena: Arena, slot: int, job: PendingSnapshot, *, guarded: bool) -> None:
+    def _copy_part(self, arena: Arena, slot: int, snapshot: NewSnapshot, *, guarded: bool) -> None:
         """Those that only optimizers change, or all others."""
-        views, sources = self._slot_views(arena, slot, job.reading.layout), job.sources
-        numbers = list(compress(range(len(views)), job.reading.guarded) if guarded else job.reading.early)
-        job.check_memory(numbers)
-        if job.streams:
-            self.copy(self._pairs(views, numbers, job), self._streams.of(job.streams))
+        views, sources = self._slot_views(arena, slot, snapshot.reading.layout), snapshot.sources
+        numbers = list(compress(range(len(views)), snapshot.reading.guarded) if guarded else snapshot.reading.early)
+        snapshot.check_memory(numbers)
+        if snapshot.streams:
+            self.copy(self._pairs(views, numbers, snapshot), self._streams.of(snapshot.streams))
             return
         little, large = list[int](), list[Pair]()
         for n in numbers:  # most are little, and nothing else is asked of these
-            if job.reading.layout.sizes[n] < LARGE:
+            if snapshot.reading.layout.sizes[n] < LARGE:
                 little.append(n)
             else:
                 large.append((views[n], sources[n], n))
@@ -110,13 +110,13 @@ class SlotFiller:
             device.copy_batch([views[n] for n in little], [sources[n] for n in little], {})
         self.copy(large, {}, guarded)  # the caller waits for what is copied early
 
-    def _pairs(self, views: list[Tensor], numbers: Iterable[int], job: PendingSnapshot) -> list[Pair]:
+    def _pairs(self, views: list[Tensor], numbers: Iterable[int], snapshot: NewSnapshot) -> list[Pair]:
         """Where each of these tensors goes, and what goes there."""
-        packed = job.packed
-        pairs = [(views[n], job.sources[n], n) for n in numbers if n not in packed]
-        if job.reading.layout.arrangement.data_size <= LOCK:
+        packed = snapshot.packed
+        pairs = [(views[n], snapshot.sources[n], n) for n in numbers if n not in packed]
+        if snapshot.reading.layout.arrangement.data_size <= LOCK:
             return pairs
-        offsets = job.reading.layout.arrangement.offsets
+        offsets = snapshot.reading.layout.arrangement.offsets
         return [cut for pair in pairs for cut in _cut(*pair, offsets[pair[2]], LOCK)]
 
     def _slot_views(self, arena: Arena, slot: int, layout: Layout) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Which slots of the arena may be overwritten, and which one the next snapshot gets."""
+"""Chooses the slot that the next snapshot overwrites."""
 
 from __future__ import annotations
 
@@ -8,17 +8,15 @@ import time
 from collections.abc import Container, Iterator
 
 from ckpt.core.ipc.arena import Arena
-from ckpt.core.snapshot.snapshot import PendingSnapshot
+from ckpt.core.snapshot.snapshot import NewSnapshot, Slot
 from ckpt.errors import DeadlineError, SkippedError
 
 ALL_BUSY = "all snapshots are still being written"
-READY_S = 0.01  # between two looks at whether another slot is ready
-
-Slot = tuple[Arena, int]
+READY_S = 0.01  # between two checks whether the writer has made another slot
 
 
 class Slots:
-    """Any thread may pin slots, or hold all of them; the staging thread takes one after the other."""
+    """The slots in use. Any thread may pin slots, or hold all of them. The staging thread takes them."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -50,14 +48,14 @@ class Slots:
             return [slot for slot in range(arena.ready) if self._pinned.get((arena.id, slot), 0) <= 0]
 
     def free(self, arena: Arena, flying: Container[Slot | None]) -> int | None:
-        """The emptiest or oldest slot, None if there is none. Never one being written, nor one that a device copies
-        into (`flying`), never the newest snapshot, nor the newest finite."""
+        """Return an empty slot, or the oldest. Never one that is being written, one that a device copies into
+        (`flying`), the newest snapshot, or the newest finite one. None if no slot is free."""
         with self._changed:
             if self._holds > 0:
                 return None
             free = [slot for slot in self.unpinned(arena) if (arena, slot) not in flying]
         sealed = arena.sealed()  # newest first
-        if arena.slots == 1:  # memory is short: what is written, or could not be, makes room
+        if arena.slots == 1:  # memory is short, so the only snapshot is overwritten once it was written
             return next(iter(free), None)
         held = {slot for slot, _ in sealed}
         empty = [slot for slot in free if slot not in held]
@@ -66,21 +64,29 @@ class Slots:
         broken = [slot for slot, label in sealed[:1] if label.finite is False and slot in free and finite]
         return next(iter([*empty, *oldest, *broken]), None)
 
-    def take(self, arena: Arena, flying: Container[Slot | None], job: PendingSnapshot) -> int:
-        """A slot for this snapshot, waited for if it may. SkippedError, DeadlineError."""
-        if not job.fits(arena):
-            raise SkippedError(f"step {job.attempt.step} was not saved: memory for its new layout is not ready yet")
+    def take(self, arena: Arena, flying: Container[Slot | None], snapshot: NewSnapshot) -> int:
+        """Wait for a slot for this snapshot. Raise SkippedError if it may not wait, or DeadlineError."""
+        if not snapshot.fits(arena):
+            raise SkippedError(
+                f"step {snapshot.attempt.step} was not saved: memory for its new layout is not ready yet"
+            )
         with self._changed:
             while (slot := self.free(arena, flying)) is None:
-                if job.busy == "skip":
-                    raise SkippedError(f"step {job.attempt.step} was not saved: {ALL_BUSY}")
-                if not self._changed.wait(max(0.0, min(job.deadline - time.monotonic(), 3600.0))):
+                being_made = arena.ready < arena.slots
+                if snapshot.busy == "skip" and not being_made:
+                    raise SkippedError(f"step {snapshot.attempt.step} was not saved: {ALL_BUSY}")
+                left_s = snapshot.deadline - time.monotonic()
+                if left_s > 0:
+                    self._changed.wait(min(left_s, READY_S if being_made else 3600.0))
+                else:
                     why = (
                         "the last trainer is still leaving the memory it had"
                         if self._holds > 0
                         else "the disk does not keep up; save less often"
                     )
-                    raise DeadlineError(f"step {job.attempt.step} was not saved: no slot became free in time: {why}")
+                    raise DeadlineError(
+                        f"step {snapshot.attempt.step} was not saved: no slot became free in time: {why}"
+                    )
         return slot
 
 
@@ -96,36 +102,27 @@ def ready_slots(arena: Arena, stopped: threading.Event) -> Iterator[int]:
 
 
 class SlotToucher:
-    """Touches an arena before it is used, each slot as it gets ready, in a thread of its own: the copies are quicker
-    then."""
+    """Touches each slot of an arena when it is ready, in a thread of its own, so that copies are quicker."""
 
     def __init__(self) -> None:
-        self._touched = 0  # so many, the first ones
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
 
     def start(self, arena: Arena) -> None:
         self.stop()
         self._stopped = stopped = threading.Event()
-        self._touched = 0
 
         def touch() -> None:
             for slot in ready_slots(arena, stopped):
                 arena.touch(slot, lambda: not stopped.is_set())
-                self._touched = slot + 1
 
         thread = threading.Thread(target=touch, name="ckpt-touch", daemon=True)
         with contextlib.suppress(RuntimeError):  # Python 3.12 starts none at the end of the interpreter: no matter
             thread.start()
             self._thread = thread
 
-    def has_touched(self, slot: int) -> bool:
-        """Or nobody will."""
-        thread = self._thread
-        return slot < self._touched or thread is None or not thread.is_alive()
-
     def stop(self) -> None:
-        """What is touched after it was given back would be taken again."""
+        """Stop touching: pages that are touched after they were released would be allocated again."""
         self._stopped.set()
         if self._thread is not None:
             self._thread.join()

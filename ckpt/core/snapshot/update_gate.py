@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ckpt.core.ipc.process import Process
 from ckpt.core.snapshot import device
 from ckpt.core.snapshot.device import is_capturing
-from ckpt.core.snapshot.snapshot import PendingSnapshot
+from ckpt.core.snapshot.snapshot import NewSnapshot
 from ckpt.errors import DeadlineError, UsageError
 from ckpt.events import log
 
@@ -29,14 +29,14 @@ class UpdateGate:
 
     def __init__(self) -> None:
         self.writer_pid = 0
-        self.job: PendingSnapshot | None = None  # the newest that no optimizer has come after
-        self._unchecked: list[PendingSnapshot] = []  # older ones, not sealed yet
-        self._copying: PendingSnapshot | None = None  # still read by a device: every stream that updates waits for it
+        self.snapshot: NewSnapshot | None = None  # the newest that no optimizer has come after
+        self._unchecked: list[NewSnapshot] = []  # older ones, not sealed yet
+        self._copying: NewSnapshot | None = None  # still read by a device: every stream that updates waits for it
         self._shut: tuple[threading.Event, ...] = ()  # not set while something is copied that no optimizer may change
         self._shutting = threading.RLock()  # a signal handler may come in
 
-    def follow(self, before: PendingSnapshot) -> None:
-        """All of this job is queued at least, since the one after it was staged: jobs are done in turn."""
+    def follow(self, before: NewSnapshot) -> None:
+        """All of this snapshot is queued at least, since the one after it was staged: snapshots are done in turn."""
         self._line_up(before)
         self._unchecked = [one for one in (*self._unchecked, before) if not one.ended]
 
@@ -55,28 +55,26 @@ class UpdateGate:
         """Before an optimizer changes anything; the seconds that took. A copy that does not end in time costs the
         snapshot, never the training."""
         self._line_up_again()
-        job, shut = self.job, self._shut
-        if job is None and all(one.is_set() for one in shut):
+        snapshot, shut = self.snapshot, self._shut
+        if snapshot is None and all(one.is_set() for one in shut):
             return 0.0
         started = time.perf_counter()
         for opened in shut:
             self.wait_for(opened, "an optimizer", timeout_s)
-        job = self.job
-        if job is None:
+        snapshot = self.snapshot
+        if snapshot is None:
             return time.perf_counter() - started
-        if job.leave_out():
-            in_time = True
-        elif job.streams:
-            in_time = self.wait_for(job.enqueued, "an optimizer", timeout_s)
-            self._line_up(job)
+        if snapshot.streams:
+            in_time = self.wait_for(snapshot.enqueued, "an optimizer", timeout_s)
+            self._line_up(snapshot)
         else:
-            in_time = self.wait_for(job.copied, "an optimizer", timeout_s)
+            in_time = self.wait_for(snapshot.copied, "an optimizer", timeout_s)
         if not in_time:
-            job.error = DeadlineError(f"copying step {job.attempt.step} took more than {timeout_s:g} s")
-        for one in (*self._unchecked, job):
+            snapshot.error = DeadlineError(f"copying step {snapshot.attempt.step} took more than {timeout_s:g} s")
+        for one in (*self._unchecked, snapshot):
             if not one.ended:  # by a device, which has not come so far; what is counted from now on is the update
                 one.check_versions()
-        self.job, self._unchecked = None, []
+        self.snapshot, self._unchecked = None, []
         return time.perf_counter() - started
 
     def wait_for(self, event: threading.Event, waiter: str, timeout_s: float | None = None) -> bool:
@@ -90,10 +88,11 @@ class UpdateGate:
             return True
         rest = None if timeout_s is None else timeout_s - first
         if rest is None or rest > 0:
-            self._warn(waiter)
+            self.warn(waiter)
         return event.wait(rest)
 
-    def _warn(self, waiter: str) -> None:
+    def warn(self, waiter: str) -> None:
+        """Log that the training waits for memory or for a copy, and why."""
         writer = Process.of(self.writer_pid)
         if self.writer_pid and writer.suspended:
             cause = (
@@ -104,19 +103,19 @@ class UpdateGate:
             cause = f"the writer process {writer.pid} has not made the memory yet, or the machine is busy"
         log.warning("%s has waited %g s for the copy of a step: %s", waiter, WARN_S, cause)
 
-    def _line_up(self, job: PendingSnapshot) -> None:
-        """What the caller queues from now on, on its current streams, comes after the copies of this job."""
-        device.queue_caller_behind(job.done)
-        if job.done:  # one that was not taken leaves what is copied before it
-            self._copying = job
+    def _line_up(self, snapshot: NewSnapshot) -> None:
+        """What the caller queues from now on, on its current streams, comes after the copies of this snapshot."""
+        device.queue_caller_behind(snapshot.done)
+        if snapshot.done:  # one that was not taken leaves what is copied before it
+            self._copying = snapshot
 
     def _line_up_again(self) -> None:
         """Another optimizer may step on another stream."""
-        job = self._copying
-        if job is not None and job.copied.is_set():
+        snapshot = self._copying
+        if snapshot is not None and snapshot.copied.is_set():
             self._copying = None
-        elif job is not None:
-            self._line_up(job)
+        elif snapshot is not None:
+            self._line_up(snapshot)
 
 
 class UpdateHook:

@@ -1,11 +1,11 @@
-"""Save out of turn: the newest step that all ranks can have, within the time that is left.
+"""Emergency saves: the newest step that all ranks can have, within the time that is left.
 
     request_save -> order a step that all training loops save, or stage the last step and take what is in memory
                  -> have the writer make it durable -> Outcome
 
 The guard calls `request_save` when it sees a fault, and so does a user who asks for a save. Other ranks receive orders
-through `ckpt.core.ranks.orders`, and every rank executes them here. The training loop passes on by `answer` each save
-that was ordered. No call here waits for the training loop, another rank or the writer without a deadline.
+through `ckpt.core.ranks.orders`, and every rank executes them here. The saver publishes each save that was ordered
+(`Saver.answers`). No call here waits for the training loop, another rank or the writer without a deadline.
 """
 
 from __future__ import annotations
@@ -21,11 +21,9 @@ from ckpt.core.ipc.heartbeat import OPENING, RESTORING
 from ckpt.core.ipc.requests import Persist, SavedInTier
 from ckpt.core.log.log import Acquire
 from ckpt.core.ranks.orders import Order
-from ckpt.core.run.progress import Progress, Staged
+from ckpt.core.run.open_run import OpenRun
 from ckpt.core.run.save_plan import Late
-from ckpt.core.run.saves import TOO_LATE, Saves
-from ckpt.core.run.session import Session
-from ckpt.core.run.step_keeper import StepKeeper
+from ckpt.core.run.saver import TOO_LATE, Saver
 from ckpt.core.run.supervise.writer_client import start_thread
 from ckpt.errors import CheckpointError, FencedError, PeerError, WriterError
 from ckpt.events import log
@@ -65,17 +63,14 @@ class Outcome:
         self.saved.setdefault(how, []).append(SavedInTier(step, tier, seconds, error))
 
 
-class OutOfTurn:
-    """Saves one Checkpointer out of turn. `answer` and `went_back` belong to the training loop."""
+class EmergencySaver:
+    """Saves the state of one run on request."""
 
-    def __init__(self, session: Session, progress: Progress, staged: Staged, saves: Saves, keeper: StepKeeper) -> None:
-        self._session, self._progress, self._staged = session, progress, staged
-        self._saves, self._keeper = saves, keeper
-        self._world, self._supervisor, self._heartbeat = session.world, session.supervisor, session.heartbeat
-        self._orders = session.orders
+    def __init__(self, run: OpenRun, saver: Saver) -> None:
+        self._run, self._saver = run, saver
+        self._world, self._supervisor, self._heartbeat = run.world, run.supervisor, run.heartbeat
+        self._orders = run.orders
         self._turn = threading.Lock()  # of the thread that deals with a request, or with an order of another rank
-        self._answers: list[Save] = []  # the last ones that were ordered
-        self._answered = threading.Condition()
         self._stopped = False
         self._orders.hear("save", self._on_save)
         self._orders.hear("persist", self._on_persist)
@@ -84,23 +79,10 @@ class OutOfTurn:
     def stop(self, timeout_s: float) -> None:
         """Answer no more requests. One that is being dealt with is finished first, if it is in time."""
         self._stopped = True
-        with self._answered:
-            self._answered.notify_all()
+        with self._saver.answered:
+            self._saver.answered.notify_all()
         if self._turn.acquire(timeout=timeout_s):
             self._turn.release()
-
-    # -- the training loop --
-
-    def went_back(self) -> None:
-        """Forget which saves were ordered, because step numbers come again."""
-        with self._answered:
-            self._answers.clear()
-
-    def answer(self, save: Save) -> None:
-        """Pass on a save that was ordered."""
-        with self._answered:
-            self._answers = [*self._answers[-8:], save]
-            self._answered.notify_all()
 
     # -- the port --
 
@@ -130,8 +112,8 @@ class OutOfTurn:
         with contextlib.nullcontext() if loop_ended else self._turn:  # the loop waits for no other request
             if not self._can_save:
                 return outcome
-            blocked = hung or bool(self._session.dead_ranks)  # somebody's training loop cannot come
-            held = self._staged.newest_step(min(COPYING_S, _left(end)))
+            blocked = hung or bool(self._run.dead_ranks)  # somebody's training loop cannot come
+            held = self._saver.newest_step(min(COPYING_S, _left(end)))
             ready = held is not None and held == self._heartbeat.step
             # What memory has already need not be waited for, unless all ranks have the time to save the same step.
             ask = not (blocked or loop_ended) and (not ready or not (alone or leaving))
@@ -151,14 +133,14 @@ class OutOfTurn:
     def await_copy(self) -> None:
         """Wait for a copy that is under way to be in memory: training went on while the state became durable."""
         if self._can_save:
-            self._staged.newest_step(COPYING_S)
+            self._saver.newest_step(COPYING_S)
 
     def give_memory_back(self) -> int:
         """Do with one snapshot less. Return how many bytes that frees. With several ranks this one may be a step
         behind, and what is left must still hold a step that all have."""
         if not self._can_save:
             return 0
-        stager = self._session.stager
+        stager = self._run.stager
         return stager.give_up_slot() if self._world.size == 1 else stager.give_up_slot(3)
 
     @property
@@ -170,11 +152,10 @@ class OutOfTurn:
 
         Only the thread that trains can do this.
         """
-        progress = self._progress
-        if threading.get_ident() != progress.thread:
+        if threading.get_ident() != self._run.thread:
             return None
-        self._keeper.stage_last(time.monotonic() + LIVE_S, live=False)
-        return progress.step if self._staged.newest_step(0.0) == progress.step else None
+        self._saver.stage_last(time.monotonic() + LIVE_S, live=False)
+        return self._run.step if self._saver.newest_step(0.0) == self._run.step else None
 
     # -- one step of all training loops --
 
@@ -187,10 +168,10 @@ class OutOfTurn:
         patience_s = min(_left(end) / 2, 3 * needed_s + PATIENCE_S) if hurried else _left(end)
         patient, tried = time.monotonic() + patience_s, list[Save]()
         while time.monotonic() < patient and not self._stopped:
-            with self._answered:  # this step, or one that was ordered later
-                found = [save for save in self._answers if save.step >= order.step and save not in tried]
+            with self._saver.answered:  # this step, or one that was ordered later
+                found = [save for save in self._saver.answers if save.step >= order.step and save not in tried]
                 if not found:
-                    self._answered.wait(min(1.0, _left(patient)))
+                    self._saver.answered.wait(min(1.0, _left(patient)))
                     continue
             tried.append(found[0])
             if self._follow_save(outcome, found[0], end):
@@ -243,20 +224,20 @@ class OutOfTurn:
     def _on_save(self, order: Order) -> None:
         if order.rank != self._world.rank:
             log.info("rank %d requests a save: %s", order.rank, order.body["why"])
-        late = self._session.intervals.plan.order(order.step)
+        late = self._run.intervals.plan.order(order.step)
         if late is not None:
             work = partial(self._save_late, order, late, self._supervisor.owner, time.monotonic())
             start_thread(work, "ckpt-late-save")
 
     def _save_late(self, order: Order, late: Late, owner: Acquire, began: float) -> None:
         """Save from memory a step that this rank had passed. If memory has lost it, order a later step."""
-        self._staged.newest_step(COPYING_S)
+        self._saver.newest_step(COPYING_S)
         if owner != self._supervisor.owner:
             return  # a restore came between, and the same number is another step
-        save = self._saves.save_late(late, owner, f"had passed step {late.step} when it was ordered")
+        save = self._saver.save_late(late, owner, f"had passed step {late.step} when it was ordered")
         if save is not None:
-            self.answer(save)
-        elif order.body["tries"] > 1 and not (self._session.intervals.plan.awaits_step or self._stopped):
+            self._saver.answer(save)
+        elif order.body["tries"] > 1 and not (self._run.intervals.plan.awaits_step or self._stopped):
             end = began + order.body["grace_s"]
             self._order_save(self._usual_s(), order.body["why"], end, order.body["tries"] - 1)
 
@@ -272,8 +253,8 @@ class OutOfTurn:
                 self._persist(Outcome(), end, far=False)
 
     def _on_interval(self, order: Order) -> None:
-        for late in self._session.intervals.change(order):
-            self._saves.save_late(late, self._supervisor.owner, TOO_LATE)
+        for late in self._run.intervals.change(order):
+            self._saver.save_late(late, self._supervisor.owner, TOO_LATE)
 
     # -- what is in memory --
 

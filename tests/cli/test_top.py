@@ -140,7 +140,7 @@ def look(rank: int = 0, **more: Any) -> RankStatus:
         "in_memory": 1234,
         "snapshots": 10**9,
         "trainer_rss": 3 * 10**9,
-        "slots": (SlotStatus("sealed", 1234), SlotStatus("eager", 1235), SlotStatus("filling"), SlotStatus("empty")),
+        "slots": (SlotStatus("sealed", 1234), SlotStatus("filling"), SlotStatus("empty")),
         "tiers": (
             TierStatus(RUN, 10, 1230, 1234, 50, 100, 1e9, 1, 4, 0.4, 123, raw=10**9, stored=10**8),
             TierStatus(FAR, 100, 1200, rate=1e7, lag_steps=34, lag_s=3.4),
@@ -164,7 +164,7 @@ def test_what_matters_is_in_the_picture() -> None:
         ranks[1], fault="rank 1 was told to leave [step 7 is durable]", fault_at="2026-01-02T03:04:05+00:00"
     )
     text = picture(TopView(RUN, ranks, stored=stored))
-    for words in (RUN, "training", "step 1,234", "world 8 (2 here)", "10 steps/s", "effective 98.71 %", "#+~.",
+    for words in (RUN, "training", "step 1,234", "world 8 (2 here)", "10 steps/s", "effective 98.71 %", "#~.",
                   "100 ms", "0.1 ms 0.1 %", "#####..... 50 % of step 1,234", "2.0 GB/s", "4 (400 ms)", "34 (3.4 s)",
                   "0/4/34", "87 %", "40.0 GB of 80.0 GB", "6 ranks elsewhere", "200.0 MB for 2.0 GB",
                   "the run's location has step 1,230 of all ranks",

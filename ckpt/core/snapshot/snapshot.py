@@ -102,7 +102,6 @@ class NewSnapshot(Snapshot):
         self.slot: Slot | None = None  # where it is being staged
         self.order = 0  # as in its label
         self.eager: PerDevice = {}  # events after the copies of what may change before the next optimizer step
-        self.eager_there = threading.Event()  # devices have reached these events
         self.eager_done = threading.Event()  # step() may return
         self.late: list[Pack] = []  # small tensors, gathered during training
         self.done: PerDevice = {}  # events after all copies

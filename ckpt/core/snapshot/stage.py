@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from ckpt.core.ipc.arena import EAGER, EMPTY, FILLING, SEALED, Arena, Label
+from ckpt.core.ipc.arena import EMPTY, FILLING, SEALED, Arena, Label
 from ckpt.core.ipc.mutex import Got
 from ckpt.core.snapshot.device import Waiter, begin_thread, traced, wait_for
 from ckpt.core.snapshot.fill import SlotFiller
@@ -173,10 +173,6 @@ class Stager:
             slot = snapshot.slot
             assert slot is not None
             if not wait and not snapshot.all_there.is_set():
-                if snapshot.eager and snapshot.eager_there.is_set():
-                    self._filler.deal_out(*slot, snapshot, snapshot.early)
-                    slot[0].set_label(slot[1], snapshot.label(EAGER))
-                    snapshot.eager = {}
                 return
             self._flying.popleft()
             with self._ending(snapshot):
@@ -211,8 +207,6 @@ class Stager:
             self._filler.fill_eager(arena, slot, snapshot)
             point("stage.eager")
             snapshot.eager_done.set()
-            if not snapshot.streams:
-                arena.set_label(slot, snapshot.label(EAGER))
             self._fill_guarded(arena, slot, snapshot)
             if not snapshot.streams:
                 self._seal(arena, slot, snapshot)
@@ -269,8 +263,8 @@ class Stager:
         self._filler.end(slot)
         if snapshot.streams:
             self._flying.append(snapshot)
-            for events, there in ((snapshot.eager, snapshot.eager_there), (snapshot.done, snapshot.all_there)):
-                self._waiter.when_reached(events, there, lambda: self._worker.put(partial(self._land, wait=False)))
+            land = partial(self._worker.put, partial(self._land, wait=False))
+            self._waiter.when_reached(snapshot.done, snapshot.all_there, land)
         snapshot.enqueued.set()
 
     def _seal(self, arena: Arena, slot: int, snapshot: NewSnapshot) -> None:

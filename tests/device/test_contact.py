@@ -19,8 +19,8 @@ from boundaries import Run, check_boundaries, close, gradients, read_back
 from ckpt.core.format.partition import Holding
 from ckpt.core.restore import sources
 from ckpt.core.run.replica_check import Comparison
+from ckpt.core.snapshot import device as snapshot_device
 from ckpt.core.snapshot import fill as staging_fill
-from ckpt.core.snapshot import page_locks
 from ckpt.core.state.sharding import LocalPiece
 from processes import eventually, run_script
 from test_gpu import open_run, ready
@@ -254,7 +254,7 @@ def test_a_system_that_page_locks_little_in_one_call(
 ) -> None:
     """Linux 6.11 to 6.13 refuse more than 2 GiB, which is more than is asked for; here it is 256 KiB, of slots that are
     larger. No copy, out or back, reaches over the end of a piece."""
-    for module in (page_locks, staging_fill, sources):
+    for module in (snapshot_device, staging_fill, sources):
         monkeypatch.setattr(module, "LOCK", 256 << 10)
     run = adamw(fused=True)
     with simulated.turned(lock_call_bytes=256 << 10):

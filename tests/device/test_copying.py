@@ -18,10 +18,10 @@ import torch
 import ckpt
 from ckpt.core.ipc.arena import EMPTY, Arena
 from ckpt.core.snapshot import snapshot
+from ckpt.core.snapshot.device import PageLocks
 from ckpt.core.snapshot.fill import SlotFiller
-from ckpt.core.snapshot.page_locks import PageLocks
-from ckpt.core.snapshot.slots import Slots
 from ckpt.core.snapshot.snapshot import NewSnapshot
+from ckpt.core.snapshot.stage import Slots
 from processes import eventually
 from test_gpu import LARGE, LONG, Spins, adamw, buffers, open_run, read_back, ready, spins
 from toy_states import differences, freeze

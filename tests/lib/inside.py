@@ -76,8 +76,8 @@ from ckpt.core.run.supervise.next_arena import NextArena
 from ckpt.core.run.supervise.opening import RunOpener
 from ckpt.core.run.supervise.writes import KnownLayouts
 from ckpt.core.snapshot import device, snapshot, stage
+from ckpt.core.snapshot.device import PageLocks
 from ckpt.core.snapshot.fill import SlotFiller
-from ckpt.core.snapshot.page_locks import PageLocks
 from ckpt.core.snapshot.snapshot import NewSnapshot
 from ckpt.core.snapshot.stage import Stager
 from ckpt.core.snapshot.unchanged import Frozen

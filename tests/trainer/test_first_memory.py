@@ -18,7 +18,7 @@ import ckpt
 from ckpt.core.ipc.arena import Arena
 from ckpt.core.run import saver
 from ckpt.core.run.supervise.next_arena import NextArena
-from ckpt.core.snapshot.slots import Slots
+from ckpt.core.snapshot.stage import Slots
 from processes import killed, run_script
 
 WIDTH = 256

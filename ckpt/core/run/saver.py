@@ -52,8 +52,8 @@ from ckpt.core.run.replica_check import ReplicaCheck
 from ckpt.core.run.save_plan import Late
 from ckpt.core.run.supervise.writer_client import HUNG_UP
 from ckpt.core.run.supervise.writes import WriteInFlight
-from ckpt.core.snapshot.slots import ALL_BUSY
 from ckpt.core.snapshot.snapshot import NewSnapshot, Slot, Snapshot, Write
+from ckpt.core.snapshot.stage import ALL_BUSY
 from ckpt.core.state.capture import Reading
 from ckpt.errors import (
     CheckpointError,

@@ -1,9 +1,18 @@
-"""What is asked of an accelerator: streams, events, page-locked memory, marks in its profiler's timeline.
+"""What is asked of an accelerator: streams, events, packs, page-locked memory, and marks in a profiler's timeline.
 
 The only file of the trainer that knows an accelerator's API. Copies run on a stream of their own, which first waits for
-the compute stream; before an update the compute stream waits for the copy, and the host does not. Nothing here wakes a
-device up that nobody uses. What CUDA's runtime library can and torch does not offer is called by ctypes, in the library
-that torch itself has loaded; where there is none (ROCm, other accelerators), it is left.
+the compute stream; before an update the compute stream waits for the copy, and the host does not. Nothing here uses a
+device that nobody else uses. CUDA functions that torch does not offer are called by ctypes, in the library that torch
+itself has loaded. Other accelerators (ROCm) do without them.
+
+**Packs.** A copy costs the host about 6 us however small it is, and a model has thousands of norms, biases and step
+counts. A few kernels gather them on the device, one copy brings them to the host, and the host distributes them.
+
+**Page locks.** Locking memory for the driver takes about 0.1 s per GB, behind one lock of the driver for all processes
+of a machine, and no kernel of the process is launched meanwhile. So a thread locks the arena in pieces, with pauses as
+long as each took: training waits for one piece at most. Some kernels (Linux 6.11 to 6.13) refuse more than 2 GiB in one
+call, which no piece has. Memory that is not locked yet is used as it is, with slower copies. To the driver, pieces are
+different memories, so a copy may not cross the end of one.
 """
 
 from __future__ import annotations
@@ -13,8 +22,10 @@ import ctypes
 import functools
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -22,7 +33,11 @@ import torch
 from torch import Tensor
 from torch.autograd import profiler
 
-from ckpt.core.state.tensors import device_in_use
+from ckpt.core.format.layout import Layout
+from ckpt.core.ipc.arena import LOCK, Arena
+from ckpt.core.state.capture import Reading
+from ckpt.core.state.tensors import TORCH_DTYPE, device_in_use
+from ckpt.events import log
 
 RELAXED = 2  # cudaStreamCaptureModeRelaxed
 NON_BLOCKING = 1  # cudaStreamNonBlocking: the default stream does not wait for it, nor it for that one
@@ -226,6 +241,180 @@ class Waiter:
             there.set()
             call()
 
+
+# -- packs --
+
+SMALL = 256 << 10  # bytes below which a tensor is gathered
+LEAST = 8  # of them, else they are copied as they are
+ALIGN = 16  # bytes
+
+Kind = tuple[torch.device, bool]
+"""Where tensors are, and whether only optimizers change them."""
+
+
+class Pack:
+    """Room for some tensors of a layout (`numbers`), on a device and on the host. Used again and again."""
+
+    def __init__(self, layout: Layout, numbers: Sequence[int], where: torch.device) -> None:
+        self.numbers, self.where = numbers, where
+        specs = [layout.tensors[number] for number in numbers]
+        starts = list(accumulate((-(-spec.nbytes // ALIGN) * ALIGN for spec in specs), initial=0))
+        self._there = torch.empty(starts[-1], dtype=torch.uint8, device=where)
+        self._here = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=True)
+        places = list(zip(specs, starts, strict=False))
+
+        def views(memory: Tensor) -> list[Tensor]:
+            return [memory[at : at + s.nbytes].view(TORCH_DTYPE[s.dtype]).view(s.shape) for s, at in places]
+
+        self._targets, self._found = views(self._there), views(self._here)
+        kinds: dict[str, list[int]] = {}
+        for i, spec in enumerate(specs):
+            kinds.setdefault(spec.dtype, []).append(i)
+        self._kinds = list(kinds.values())  # one kernel does many tensors of one dtype
+
+    def gather(self, sources: Sequence[Tensor]) -> None:
+        """On the current stream. `sources`: all tensors of the layout."""
+        for kind in self._kinds:
+            torch._foreach_copy_([self._targets[i] for i in kind], [sources[self.numbers[i]] for i in kind])
+
+    def fetch(self, streams: PerDevice) -> None:
+        """Have the host hold them when this stream has come so far."""
+        with on({self.where: streams[self.where]}):
+            self._here.copy_(self._there, non_blocking=True)
+
+    def deal_out(self, views: Sequence[Tensor]) -> None:
+        """Into a slot, given as all tensors of the layout. When they have come."""
+        torch._foreach_copy_([views[number] for number in self.numbers], self._found)
+
+
+class Packs:
+    """The rooms that one layout needs: of each device, for what is copied early and for the rest. For any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._layout: Layout | None = None
+        self._guarded: list[bool] = []
+        self._numbers: dict[Kind, list[int]] = {}
+        self._free: dict[Kind, list[Pack]] = {}
+
+    def take(self, reading: Reading, *, late: bool) -> list[Pack]:
+        """For the small ones among these, the guarded (`late`) or the others; to be given back."""
+        layout, guarded = reading.layout, reading.guarded
+        with self._lock:
+            if layout is not self._layout or guarded is not self._guarded:
+                self._layout, self._guarded, self._free = layout, guarded, {}
+                self._numbers = _small(layout, guarded, reading.tensors)
+            found = []
+            for key, numbers in self._numbers.items():
+                if key[1] is late:
+                    free = self._free.setdefault(key, [])
+                    found.append(free.pop() if free else Pack(layout, numbers, key[0]))
+            return found
+
+    def give_back(self, packs: Iterable[Pack]) -> None:
+        """Nothing is copied there any more."""
+        with self._lock:
+            for pack in packs:
+                for key, numbers in self._numbers.items():
+                    if pack.numbers is numbers:
+                        self._free.setdefault(key, []).append(pack)
+
+
+def _small(layout: Layout, guarded: list[bool], sources: Sequence[Tensor]) -> dict[Kind, list[int]]:
+    found: dict[Kind, list[int]] = {}
+    for number, (spec, source) in enumerate(zip(layout.tensors, sources, strict=True)):
+        plain = not (source.is_conj() or source.is_neg())
+        if source.device.type == "cuda" and 0 < spec.nbytes < SMALL and plain:
+            found.setdefault((source.device, guarded[number]), []).append(number)
+    return {key: numbers for key, numbers in found.items() if len(numbers) >= LEAST}
+
+
+# -- page locks --
+
+LEAST_PAUSE_S = 0.001  # between two: whoever waits for its turn gets it
+STOP_S = 10.0  # for the piece that is being locked
+READY_S = 0.01  # between two checks whether the writer has made another slot
+
+
+def ready_slots(arena: Arena, stopped: threading.Event) -> Iterator[int]:
+    """All of them in turn, each when it is ready; ends early when `stopped` is set."""
+    slot = 0
+    while slot < arena.slots and not stopped.is_set():
+        if slot < arena.ready:
+            yield slot
+            slot += 1
+        else:
+            stopped.wait(READY_S)
+
+
+class PageLocks:
+    """Of one arena at a time; the staging thread calls. `held`: the addresses of the pieces, by slot."""
+
+    def __init__(self) -> None:
+        self.held: dict[int, list[int]] = {}
+        self.steady = threading.Lock()  # while it is held, no further piece is locked
+        self._given_up: set[int] = set()
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def begin(self, arena: Arena, where: torch.device) -> None:
+        """Have all of it locked beside training, for a device that is in use; once."""
+        if self._thread is not None or where.type != "cuda":
+            return
+        self._stopped = stopped = threading.Event()
+        thread = threading.Thread(target=self._lock, args=(arena, where, stopped), name="ckpt-lock", daemon=True)
+        with contextlib.suppress(RuntimeError):  # Python 3.12 starts none at the end of the interpreter
+            thread.start()
+            self._thread = thread
+
+    def release(self, slot: int) -> None:
+        """This slot is locked no longer, and not again: its memory may be given back."""
+        with self.steady:
+            self._given_up.add(slot)
+            for address in self.held.pop(slot, ()):
+                unlock_pages(address)
+
+    def release_all(self) -> None:
+        """The next arena is another."""
+        self._stopped.set()
+        if self._thread is not None:
+            self._thread.join(STOP_S)
+        for slot in list(self.held):
+            self.release(slot)
+        self._given_up.clear()
+        self._thread = None
+
+    # -- in a thread of its own --
+
+    def _lock(self, arena: Arena, where: torch.device, stopped: threading.Event) -> None:
+        begin_thread([where])
+        began = time.monotonic()
+        for slot in ready_slots(arena, stopped):
+            for start in range(0, arena.slot_size, LOCK):
+                started = time.monotonic()
+                if not self._lock_piece(arena, slot, start, where, stopped):
+                    return
+                stopped.wait(max(LEAST_PAUSE_S, time.monotonic() - started))
+        log.info("memory for snapshots was page-locked within %.1f s: copies are quick now", time.monotonic() - began)
+
+    def _lock_piece(self, arena: Arena, slot: int, start: int, where: torch.device, stopped: threading.Event) -> bool:
+        """Whether to go on."""
+        with self.steady:
+            if stopped.is_set():
+                return False
+            if slot in self._given_up:
+                return True
+            size = min(LOCK, arena.slot_size - start)
+            address = torch.frombuffer(arena.data(slot), dtype=torch.uint8).data_ptr() + start
+            error = lock_pages(address, size, where)
+            if not error:
+                self.held.setdefault(slot, []).append(address)
+                return True
+        log.warning("memory could not be page-locked for %s (error %d): copies stay slower", where, error)
+        return False
+
+
+# -- profilers --
 
 P = ParamSpec("P")
 T = TypeVar("T")

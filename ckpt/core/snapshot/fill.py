@@ -15,8 +15,7 @@ from ckpt.core.format.boxes import Box, boxes_of_run
 from ckpt.core.format.layout import Layout, pages
 from ckpt.core.ipc.arena import LOCK, Arena
 from ckpt.core.snapshot import device
-from ckpt.core.snapshot.device import CopyStreams, PerDevice
-from ckpt.core.snapshot.packed import Pack
+from ckpt.core.snapshot.device import CopyStreams, Pack, PerDevice
 from ckpt.core.snapshot.snapshot import NewSnapshot
 from ckpt.core.snapshot.unchanged import Frozen
 from ckpt.core.state.tensors import TORCH_DTYPE, as_bytes

@@ -23,8 +23,7 @@ from torch import Tensor
 
 from ckpt.core.format.manifest import Attempt
 from ckpt.core.ipc.arena import Arena, Label
-from ckpt.core.snapshot.device import PerDevice, compute_streams, events_behind
-from ckpt.core.snapshot.packed import Pack, Packs
+from ckpt.core.snapshot.device import Pack, Packs, PerDevice, compute_streams, events_behind
 from ckpt.core.state.capture import Reading
 from ckpt.core.state.fingerprint import Fingerprint
 from ckpt.errors import CheckpointError, SaveError

@@ -11,27 +11,47 @@ When a snapshot is sealed or has failed, the staging thread calls `on_ended`, wh
 from __future__ import annotations
 
 import contextlib
+import queue
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
+from concurrent.futures import Future
 from functools import partial
+
+import torch
 
 from ckpt.core.ipc.arena import EMPTY, FILLING, SEALED, Arena, Label
 from ckpt.core.ipc.mutex import Got
-from ckpt.core.snapshot.device import Waiter, begin_thread, traced, wait_for
+from ckpt.core.snapshot.device import (
+    READY_S,
+    Packs,
+    PageLocks,
+    Waiter,
+    begin_thread,
+    ready_slots,
+    traced,
+    wait_for,
+)
 from ckpt.core.snapshot.fill import SlotFiller
-from ckpt.core.snapshot.packed import Packs
-from ckpt.core.snapshot.page_locks import PageLocks
-from ckpt.core.snapshot.slots import Slots, SlotToucher
-from ckpt.core.snapshot.snapshot import NewSnapshot
+from ckpt.core.snapshot.snapshot import NewSnapshot, Slot
 from ckpt.core.snapshot.update_gate import UpdateGate
-from ckpt.core.snapshot.worker import Worker
-from ckpt.errors import CheckpointError, ClosedError, CorruptError, SaveError, SkippedError, WriterError
+from ckpt.errors import (
+    CheckpointError,
+    ClosedError,
+    CorruptError,
+    DeadlineError,
+    SaveError,
+    SkippedError,
+    WriterError,
+)
 from ckpt.events import log
 from ckpt.failpoints import point
 
 LEAST_SLOTS = 2  # one to hold the newest snapshot, one to take the next
 LEAVING_S = 30.0  # for a writer to release the mutex of a trainer that has died
+ALL_BUSY = "all snapshots are still being written"
+Work = Callable[[], None]
 
 
 class Stager:
@@ -287,3 +307,166 @@ def _lock(arena: Arena) -> None:
         if time.monotonic() > end:
             raise WriterError("the memory of the last run is still locked by another process")
         time.sleep(0.001)
+
+
+class Slots:
+    """The slots in use. Any thread may pin slots, or hold all of them. The staging thread takes them."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._pinned: dict[tuple[bytes, int], int] = {}
+        self._holds = 0  # above 0 while a predecessor may still write into an adopted arena
+
+    def pin(self, arena: Arena, slot: int) -> None:
+        """Do not overwrite this slot until it is unpinned as often as it was pinned, in whichever order."""
+        self._count((arena.id, slot), 1)
+
+    def unpin(self, arena_id: bytes, slot: int) -> None:
+        self._count((arena_id, slot), -1)
+
+    def _count(self, key: tuple[bytes, int], change: int) -> None:
+        with self._changed:
+            self._pinned[key] = self._pinned.get(key, 0) + change
+            if self._pinned[key] == 0:
+                del self._pinned[key]
+            self._changed.notify_all()
+
+    def hold(self, change: int) -> None:
+        """+1: overwrite nothing, a predecessor may still write into this memory; -1: it has gone."""
+        with self._changed:
+            self._holds += change
+            self._changed.notify_all()
+
+    def unpinned(self, arena: Arena) -> list[int]:
+        with self._changed:
+            return [slot for slot in range(arena.ready) if self._pinned.get((arena.id, slot), 0) <= 0]
+
+    def free(self, arena: Arena, flying: Container[Slot | None]) -> int | None:
+        """Return an empty slot, or the oldest. Never one that is being written, one that a device copies into
+        (`flying`), the newest snapshot, or the newest finite one. None if no slot is free."""
+        with self._changed:
+            if self._holds > 0:
+                return None
+            free = [slot for slot in self.unpinned(arena) if (arena, slot) not in flying]
+        sealed = arena.sealed()  # newest first
+        if arena.slots == 1:  # memory is short, so the only snapshot is overwritten once it was written
+            return next(iter(free), None)
+        held = {slot for slot, _ in sealed}
+        empty = [slot for slot in free if slot not in held]
+        finite = [slot for slot, label in sealed if label.finite is not False][:1]  # while a training is broken
+        oldest = [slot for slot, _ in reversed(sealed[1:]) if slot in free and slot not in finite]
+        broken = [slot for slot, label in sealed[:1] if label.finite is False and slot in free and finite]
+        return next(iter([*empty, *oldest, *broken]), None)
+
+    def take(self, arena: Arena, flying: Container[Slot | None], snapshot: NewSnapshot) -> int:
+        """Wait for a slot for this snapshot. Raise SkippedError if it may not wait, or DeadlineError."""
+        if not snapshot.fits(arena):
+            raise SkippedError(
+                f"step {snapshot.attempt.step} was not saved: memory for its new layout is not ready yet"
+            )
+        with self._changed:
+            while (slot := self.free(arena, flying)) is None:
+                being_made = arena.ready < arena.slots
+                if snapshot.busy == "skip" and not being_made:
+                    raise SkippedError(f"step {snapshot.attempt.step} was not saved: {ALL_BUSY}")
+                left_s = snapshot.deadline - time.monotonic()
+                if left_s > 0:
+                    self._changed.wait(min(left_s, READY_S if being_made else 3600.0))
+                else:
+                    why = (
+                        "the last trainer is still leaving the memory it had"
+                        if self._holds > 0
+                        else "the disk does not keep up; save less often"
+                    )
+                    raise DeadlineError(
+                        f"step {snapshot.attempt.step} was not saved: no slot became free in time: {why}"
+                    )
+        return slot
+
+
+class SlotToucher:
+    """Touches each slot of an arena when it is ready, in a thread of its own, so that copies are quicker."""
+
+    def __init__(self) -> None:
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self, arena: Arena) -> None:
+        self.stop()
+        self._stopped = stopped = threading.Event()
+
+        def touch() -> None:
+            for slot in ready_slots(arena, stopped):
+                arena.touch(slot, lambda: not stopped.is_set())
+
+        thread = threading.Thread(target=touch, name="ckpt-touch", daemon=True)
+        with contextlib.suppress(RuntimeError):  # Python 3.12 starts none at the end of the interpreter: no matter
+            thread.start()
+            self._thread = thread
+
+    def stop(self) -> None:
+        """Stop touching: pages that are touched after they were released would be allocated again."""
+        self._stopped.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+
+class Worker:
+    """Any thread may give it work. `at_end` is what it does last."""
+
+    def __init__(self, at_end: Work) -> None:
+        self._queue: queue.SimpleQueue[Work] = queue.SimpleQueue()
+        self._at_end, self._ended = at_end, False
+        self._thread = threading.Thread(target=self._run, name="ckpt-stage", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the caller is in this thread."""
+        return threading.current_thread() is self._thread
+
+    def put(self, work: Work) -> None:
+        self._queue.put(work)
+
+    def do(self, work: Work, timeout_s: float) -> None:
+        """And wait for it; at once, if that is this thread. Raises what it raises, and DeadlineError."""
+        done: Future[None] = Future()
+
+        def run() -> None:
+            try:
+                work()
+                done.set_result(None)
+            except BaseException as error:
+                done.set_exception(error)
+
+        if self.is_here:
+            run()
+        else:
+            self.put(run)
+        try:
+            failure = done.exception(timeout_s)
+        except TimeoutError:
+            raise DeadlineError(f"the staging thread did not answer within {timeout_s:g} s") from None
+        if failure is not None:
+            raise failure
+
+    def end(self, timeout_s: float) -> None:
+        """When all that was given before is done."""
+        self.put(self._end)
+        self._thread.join(timeout_s)
+
+    def _end(self) -> None:
+        self._ended = True
+
+    def _run(self) -> None:
+        with torch.no_grad():
+            while not self._ended:
+                self._do(self._queue.get())
+            self._do(self._at_end)
+
+    def _do(self, work: Work) -> None:
+        try:
+            work()
+        except BaseException:  # else the mutex that this thread holds would say that the trainer has died
+            log.exception("something failed in the staging thread, which goes on")

@@ -734,7 +734,7 @@ CLOSING: dict[str, Moment] = {  # in order, in `close()`
     "stage the last step": LAST_STEP_IS_STAGED,
     "wait for writes": (Saver, "wait"),
     "end": (Closing, "_end"),
-    "let go": (Closing, "_let_go"),
+    "let go": (Closing, "_release"),
 }
 WRITE_IS_ASKED_FOR: Moment = (Saver, "_write")
 STAGING_THREAD_IS_ASKED: Moment = (Stager, "do")

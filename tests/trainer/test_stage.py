@@ -16,12 +16,15 @@ import torch
 from torch import Tensor, nn
 
 import ckpt
+import inside
 from boundaries import LARGE, Run, adamw, check_boundaries, close, gate, gradients, memory_ready, open_run, read_back
 from ckpt.core.snapshot.snapshot import NewSnapshot
 from ckpt.core.snapshot.stage import Stager
 from ckpt.core.snapshot.unchanged import Frozen
+from ckpt.core.snapshot.update_gate import UpdateGate
 from ckpt.core.state.capture import Capture
 from ckpt.errors import CheckpointError, SaveError
+from processes import eventually
 from toy_states import State, differences, freeze
 
 __all__ = ["gate", "open_run"]  # fixtures
@@ -517,3 +520,36 @@ def test_nothing_is_held_after_the_copy(open_run: Any) -> None:
     save.staged(30.0)
     assert cp._saver.last is not None
     assert cp._saver.last.sources == [] == cp._saver.last.overlapped
+
+
+def test_interrupt_at_the_moment_of_sealing_loses_no_step(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C ends step() right after its snapshot was sealed: the snapshot stays, and close() writes it."""
+    state: State = {"t": torch.zeros(LARGE, LARGE)}  # too large to be cloned, so that step() waits
+    cp = ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run_dir, every=1000)], triggers=None)
+    cp.restore(default=0)
+    sealed = threading.Event()
+
+    def at(name: str) -> None:
+        if name == "stage.sealed":
+            sealed.set()
+            assert eventually(lambda: cp._saver.last is not None and cp._saver.last.error is not None)
+
+    def interrupted(*_: object) -> bool:
+        assert sealed.wait(30.0)
+        raise KeyboardInterrupt
+
+    inside.at_points_of_staging(at)
+    monkeypatch.setattr(UpdateGate, "wait_for", interrupted)
+    state["t"] += 7
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            cp.step(1)
+    finally:
+        inside.disarm()
+        monkeypatch.undo()
+    cp.close()
+    found: State = {"t": torch.zeros(LARGE, LARGE)}
+    assert ckpt.load(run_dir).step == 1
+    with ckpt.Checkpointer(found, run_dir, triggers=None) as cp:
+        assert cp.restore() == 1
+    assert bool((found["t"] == 7).all())

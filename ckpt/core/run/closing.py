@@ -119,7 +119,7 @@ class Departures:
         self._seen.add(attempt)
 
     def describe(self, rank: int) -> str:
-        """Say how far a rank came that has left."""
+        """Describe how far a rank came that has left."""
         post = self._posts[rank]
         came = f"after step {post['step']}" if post["step"] is not None else "without any step()"
         return f"rank {rank} {post['how']} {came}"
@@ -161,10 +161,10 @@ class Closing:
             if not (isinstance(under_way, KeyboardInterrupt) or (isinstance(under_way, SystemExit) and under_way.code)):
                 raise
             _add(under_way, failure)
-            raise under_way from None  # it ends the script, also where we are called by `finally`
+            raise under_way from None  # it ends the script, also when `finally` calls this
 
     def close_after(self, error: BaseException) -> None:
-        """An exception has left the `with` block."""
+        """Close after an exception has left the `with` block."""
         self.failed = isinstance(error, Exception) or (isinstance(error, SystemExit) and bool(error.code))
         clean = isinstance(error, SystemExit) and not error.code
         # The other ranks may be in a collective, and never come to close. sys.exit(0) ends a script like the end of the
@@ -175,25 +175,25 @@ class Closing:
         try:
             self.close(clean=clean)
         except CheckpointError as failure:
-            if clean:  # else the script would exit with code 0
+            if clean:  # otherwise the script would exit with code 0
                 raise
             _add(error, failure)
 
     def close_at_exit(self) -> None:
-        """The interpreter ends, and nobody has closed us."""
+        """Close when the interpreter ends and the user has not closed the run."""
         if self._run.world.size > 1 and self._guard.saw_exception:  # the others may never come to close
             self.abandon()
             return
         try:
             self.close(clean=False)
-        except CheckpointError as failure:  # the exit code cannot be changed any more
+        except CheckpointError as failure:  # too late to change the exit code
             log.error("closing the Checkpointer at the end of the script failed: %s", failure)
-        except BaseException:  # Ctrl-C: nobody will call close() again, so the last step goes to memory at least
+        except BaseException:  # Ctrl-C: close() is not called again, so the last step goes to memory at least
             self.abandon()
             raise
 
     def close(self, timeout_s: float | None = None, *, clean: bool) -> None:
-        """`clean`: the training has come to its end, as far as can be known."""
+        """Save the last step everywhere, and end. `clean`: no exception ends the training."""
         run = self._run
         if run.closed or run.forked:
             return
@@ -219,7 +219,7 @@ class Closing:
         try:
             leave = self._keeps_memory(clean)
             self._end(max(1.0, end - time.monotonic()))
-            self._let_go(leave, end)
+            self._release(leave, end)
         except CheckpointError as error:
             if not run.errors.is_known(error):
                 failure = failure or error
@@ -231,13 +231,13 @@ class Closing:
         if self._agreed or run.world.rank > 0:  # rank 0 would wait for those that did not come
             run.world.farewell()
         self._saver.forget()
-        self._say_closed()
+        self._publish_closed()
         if failure is not None:
             raise failure
         run.errors.raise_pending()
 
     def abandon(self) -> None:
-        """Leave everything to the writer, as if this process had died, but for the last step, which memory gets."""
+        """Stage the last step, then leave everything to the writer as if this process had died."""
         run, timeout_s = self._run, self._run.settings.close_timeout_s
         if run.closed or run.forked:
             return
@@ -249,22 +249,22 @@ class Closing:
                     with contextlib.suppress(CheckpointError):  # a copy under way is finished
                         run.stager.do(lambda: None, run.settings.busy_timeout_s)
                     why = self._saver.stage_last(time.monotonic() + timeout_s, live=False)
-                finally:  # whatever ends it
+                finally:  # also after another Ctrl-C
                     if why:
-                        self._say_lost(self._saver.newest, why)
+                        self._warn_if_lost(self._saver.newest, why)
             run.world.leave(f"left without close() after step {run.step}")
             self._departures.leave("left without close()")
             self._guard.stop(STOP_S)
             run.supervisor.leave(timeout_s)
             self._end()
             run.stager.stop()
-            self._say_closed()
+            self._publish_closed()
         finally:
             if in_turn:
                 run.turn.release()
 
-    def _let_go(self, leave: bool, end: float) -> None:
-        """Of memory, and of the writer. `leave`: as if this process had died."""
+    def _release(self, leave: bool, end: float) -> None:
+        """Release memory and the writer. `leave`: the writer keeps the memory, as if this process had died."""
         run = self._run
         if leave:
             run.supervisor.leave(max(1.0, end - time.monotonic()))
@@ -281,14 +281,14 @@ class Closing:
         self._run.ends.close()
         self._guard.stop(timeout_s)
 
-    def _say_closed(self) -> None:
+    def _publish_closed(self) -> None:
         publish("closed", self._run.step)
         flush()
 
     def _save_last(self, end: float, clean: bool) -> None:
-        """Have the newest step that all ranks can have in every tier by then. `clean`: see `Checkpointer.close`.
+        """Have the newest step that all ranks can have in every tier by `end`. `clean`: see `close`.
 
-        DeadlineError or PeerError if the others do not come: they have died, or go on training.
+        Raise DeadlineError or PeerError if other ranks do not close: they have died, or go on training.
         """
         self._agreed = False
         why = self._saver.stage_last(end, live=clean) if self._run.tiers or not clean else ""
@@ -310,10 +310,13 @@ class Closing:
             self._check_any_saved(why)
 
     def _keeps_memory(self, clean: bool) -> bool:
-        """Whether the writer is to keep it, and go on trying, as after a death: an earlier run's memory that was
-        neither restored nor replaced, a disk that would not take the last step, or somebody who comes for it soon."""
+        """Return True if the writer must keep the memory and go on writing, as after a death.
+
+        That is the case if memory of an earlier start was neither restored nor replaced, if no tier took the last step,
+        if other ranks did not close, or if the launcher restarts this process.
+        """
         run, saver = self._run, self._saver
-        # What was restored by another number of ranks than saved it cannot be saved by these.
+        # A state that was saved by another number of ranks is not a snapshot of these ranks.
         untouched = saver.newest is None and (not run.restored or saver.pinned is not None)
         only_copy = self._is_only_in_memory() if self._run.tiers else not clean
         if (untouched and self._run.supervisor.inherits) or only_copy or not self._agreed:
@@ -321,7 +324,7 @@ class Closing:
         return self._has_failed and self._run.errors.fenced is None and _starts_again()
 
     def _agree_last(self, end: float) -> None:
-        """The newest step that all ranks have in memory becomes the newest here; none if they have none in common."""
+        """Agree on the newest step that all ranks have in memory, None if they have none in common."""
         saver, world = self._saver, self._run.world
         if saver.last is not None:
             saver.last.copied.wait(max(0.0, end - time.monotonic()))
@@ -336,8 +339,7 @@ class Closing:
         saver.newest = None if attempt is None else saver.in_memory(attempt)
 
     def _write_last(self, end: float, why: str) -> None:
-        """The newest step that is in memory, to all tiers that it is not on its way to: the nearest first, the others
-        when nothing is before them. `why`: the last step is not in memory."""
+        """Write the newest step in memory to all tiers that miss it, nearest first. `why`: the last step is lost."""
         saver, stepped = self._saver, self._run.stepped
         newest = saver.newest
         if (last := saver.last) is not None:
@@ -347,10 +349,10 @@ class Closing:
                 newest = last
         if self._run.world.size == 1 and len(worth := _worth_keeping([saver.sealed()])) > 1:
             saver.finite = saver.in_memory(Attempt.parse(worth[1]))
-        self._say_lost(newest, why)
+        self._warn_if_lost(newest, why)
         if newest is None or not (stepped or not newest.writes):
             return
-        # What was restored is in its tiers already, but for the nearest, where memory may have been ahead of it.
+        # A restored step is in its tiers already. Only the nearest may miss it, if it was restored from memory.
         tiers = self._run.settings.everywhere
         for some in (tiers[:1], tiers[1:] if stepped else []):
             for one in (newest, saver.finite if stepped else None):
@@ -358,8 +360,8 @@ class Closing:
                     self._saver.write_missing(one, some)
             self._saver.wait(max(0.0, end - time.monotonic()))
 
-    def _say_lost(self, newest: Snapshot | None, why: str) -> None:
-        """Once, at the end, if the step that stays is not the last one."""
+    def _warn_if_lost(self, newest: Snapshot | None, why: str) -> None:
+        """Log one warning if the step that is kept is not the last one."""
         restored, last = self._run.supervisor.owner.restored, self._run.step
         kept = newest.attempt.step if newest else restored.step if restored is not None else None
         if self._saver.committed is not None:
@@ -391,7 +393,7 @@ class Closing:
             self._run.errors.note(SaveError(f"{what}: {why or self._why_not_common(self._run.step or 0)}"))
 
     def _is_only_in_memory(self) -> bool:
-        """Whether the newest step should be on disk by now, and is not."""
+        """Return True if no tier has the newest step, although it was to be written."""
         newest = self._saver.newest
         if newest is None or self._run.errors.fenced is not None or self._run.supervisor.failure is not None:
             return False
@@ -406,7 +408,7 @@ def _add(error: BaseException, failure: CheckpointError) -> None:
 
 
 def _worth_keeping(posts: list[Any]) -> list[str]:
-    """Of what each rank holds: the newest that all have, and if it is broken the newest that is not. Pure."""
+    """Return the newest attempt that all ranks hold, and the newest finite one if that is not finite. Pure."""
     common = set.intersection(*({attempt for attempt, _ in post} for post in posts))
     sound = common - {attempt for post in posts for attempt, fine in post if not fine}
     newest = [max(some, key=Attempt.parse) for some in (common, sound) if some]
@@ -414,14 +416,14 @@ def _worth_keeping(posts: list[Any]) -> list[str]:
 
 
 def _starts_again() -> bool:
-    """Whether torchrun starts this process once more if it fails."""
+    """Return True if torchrun restarts this process when it fails."""
     done, most = (os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
     return done.isdecimal() and most.isdecimal() and int(done) < int(most)
 
 
 @contextlib.contextmanager
 def _ctrl_c_later(patience_s: float) -> Iterator[None]:
-    """In the main thread Ctrl-C comes after this, or after so many seconds to whoever insists."""
+    """Delay Ctrl-C in the main thread until the block has ended. A second one after `patience_s` interrupts it."""
     before, heard = signal.getsignal(signal.SIGINT), list[Any]()
     if threading.current_thread() is not threading.main_thread() or not callable(before):
         yield
@@ -444,7 +446,7 @@ def _ctrl_c_later(patience_s: float) -> Iterator[None]:
 
 
 class ProcessEnd:
-    """Calls `at_end` when the interpreter ends, and `after_fork` in a child, unless their object is gone by then."""
+    """Calls `at_end` when the interpreter ends, and `after_fork` in a child, without keeping their object alive."""
 
     def __init__(self, at_end: Callable[[], None], after_fork: Callable[[], None]) -> None:
         self._at_end = _weakly(at_end)
@@ -453,14 +455,14 @@ class ProcessEnd:
         self._at_child_end = _at_child_end(self._at_end)
 
     def cancel(self) -> None:
-        """Do not call `at_end` any more."""
+        """Forget `at_end`."""
         atexit.unregister(self._at_end)
         if self._at_child_end is not None:
             self._at_child_end.cancel()
 
 
 def _weakly(method: Callable[[], None]) -> Callable[[], None]:
-    """Calls the method if its object still lives; does not keep it alive."""
+    """Return a function that calls the method if its object still lives."""
     reference = weakref.WeakMethod(method)
 
     def call() -> None:
@@ -471,14 +473,13 @@ def _weakly(method: Callable[[], None]) -> Callable[[], None]:
 
 
 def _at_child_end(call: Callable[[], None]) -> Any:
-    """Have it called at the end of a process that another has started by `multiprocessing`, which may end by
-    `os._exit`. None if this is none."""
+    """Have `call` called at the end of a child of `multiprocessing`, which may end by `os._exit`. None in others."""
     util, process = sys.modules.get("multiprocessing.util"), sys.modules.get("multiprocessing.process")
     if util is None or process is None or process.parent_process() is None:
         return None
 
     def end() -> None:
-        threading._shutdown()  # type: ignore[attr-defined]  # of any process the threads end first, here they would not
+        threading._shutdown()  # type: ignore[attr-defined]  # other processes wait for their threads first, a child would not
         call()
 
     return util.Finalize(None, end, exitpriority=100)

@@ -1,9 +1,9 @@
 """Emergency saves: the newest step that all ranks can have, within the time that is left.
 
-    request_save -> order a step that all training loops save, or stage the last step and take what is in memory
+    request_save -> order a step that all training loops save; or stage the last step, and use what is in memory
                  -> have the writer make it durable -> Outcome
 
-The guard calls `request_save` when it sees a fault, and so does a user who asks for a save. Other ranks receive orders
+The guard calls `request_save` on a fault, and when a user requests a save. Other ranks receive orders
 through `ckpt.core.ranks.orders`, and every rank executes them here. The saver publishes each save that was ordered
 (`Saver.answers`). No call here waits for the training loop, another rank or the writer without a deadline.
 """
@@ -29,14 +29,14 @@ from ckpt.errors import CheckpointError, FencedError, PeerError, WriterError
 from ckpt.events import log
 from ckpt.save import Save
 
-PATIENT_S = 600.0  # for a save that nobody is in a hurry for
+PATIENT_S = 600.0  # for a save without a deadline
 LIVE_S = 10.0  # for a copy of the step that an exception came into
-PERSIST_S = 60.0  # for what is in memory to become durable, if the other ranks have it too
+PERSIST_S = 60.0  # for the steps in memory to become durable, if the other ranks have them too
 COPYING_S = 2.0  # for a copy that is under way
 GUESS_S = 0.1
 PATIENCE_S = 0.5  # for the training loop to come, beyond what its steps take
 AHEAD = 2  # steps by which an order lies ahead of the rank that posts it, plus two pauses of the readers
-TRIES = 3  # orders for one request, each because some rank had passed the step of the one before
+TRIES = 3  # orders for one request; another is posted if some rank had passed the ordered step
 MOST_WHY = 200  # characters of a reason that other ranks log
 
 
@@ -46,7 +46,7 @@ class Outcome:
 
     saved: steps and where they are ("memory" or a URL), by how they were saved. "agreed": by the training loops;
         "live": staged after an exception in step(); "ring": memory had them already
-    staged_s: when memory had what there was to stage; None if the training loops saved a step
+    staged_s: when the last step was staged, if that was possible; None if the training loops saved a step
     durable_s: when the steps were durable, or had failed; None if the writer was not asked, or did not answer
     """
 
@@ -77,7 +77,7 @@ class EmergencySaver:
         self._orders.hear("interval", self._on_interval)
 
     def stop(self, timeout_s: float) -> None:
-        """Answer no more requests. One that is being dealt with is finished first, if it is in time."""
+        """Handle no more requests. One that is being handled may finish within `timeout_s`."""
         self._stopped = True
         with self._saver.answered:
             self._saver.answered.notify_all()
@@ -96,26 +96,26 @@ class EmergencySaver:
         hung: bool = False,
         loop_ended: bool = False,
     ) -> Outcome:
-        """Save the newest step that all ranks can have. Return what became of it, in time or soon after.
+        """Save the newest step that all ranks can have. Return what was saved, by the deadline or soon after.
 
         why: for the logs of the other ranks
-        deadline: by time.monotonic(), None if nobody is in a hurry
-        far: what is in memory goes to the tiers behind the nearest one too
+        deadline: by time.monotonic(); None for no hurry
+        far: also write to the tiers beyond the nearest one
         leaving: this process ends after that
-        hung: the training loop of some rank stands still
-        loop_ended: this is the thread that trains, and it comes to no further step()
+        hung: the training loop of some rank does not proceed
+        loop_ended: the caller is the training thread, and will not call step() again
 
-        Nothing is saved before the first step: what is in memory or durable then is of an earlier start, and stays.
+        Nothing is saved before the first step, because memory and tiers then hold steps of an earlier start, which stay.
         """
         outcome, alone = Outcome(), self._world.size == 1
         end = outcome.began + PATIENT_S if deadline is None else deadline
         with contextlib.nullcontext() if loop_ended else self._turn:  # the loop waits for no other request
             if not self._can_save:
                 return outcome
-            blocked = hung or bool(self._run.dead_ranks)  # somebody's training loop cannot come
+            blocked = hung or bool(self._run.dead_ranks)  # the training loop of some rank cannot save
             held = self._saver.newest_step(min(COPYING_S, _left(end)))
             ready = held is not None and held == self._heartbeat.step
-            # What memory has already need not be waited for, unless all ranks have the time to save the same step.
+            # A step in memory is good enough, unless there is time for all ranks to save the same step.
             ask = not (blocked or loop_ended) and (not ready or not (alone or leaving))
             if ask and self._save_ordered(outcome, why, end, hurried=deadline is not None):
                 return outcome
@@ -131,13 +131,13 @@ class EmergencySaver:
         return outcome
 
     def await_copy(self) -> None:
-        """Wait for a copy that is under way to be in memory: training went on while the state became durable."""
+        """Wait until a copy that is under way is in memory."""
         if self._can_save:
             self._saver.newest_step(COPYING_S)
 
     def give_memory_back(self) -> int:
-        """Do with one snapshot less. Return how many bytes that frees. With several ranks this one may be a step
-        behind, and what is left must still hold a step that all have."""
+        """Release one slot. Return its size in bytes. With several ranks this one may be a step behind, and the other
+        slots must still hold a step that all ranks have."""
         if not self._can_save:
             return 0
         stager = self._run.stager
@@ -160,7 +160,7 @@ class EmergencySaver:
     # -- one step of all training loops --
 
     def _save_ordered(self, outcome: Outcome, why: str, end: float, *, hurried: bool) -> bool:
-        """Have the training loops of all ranks save one step; False if they do not come."""
+        """Have the training loops of all ranks save one step. Return False if they do not."""
         before, usual_s = self._heartbeat.step, self._usual_s()
         if (order := self._order_save(usual_s, why, end, TRIES)) is None:
             return False
@@ -179,14 +179,14 @@ class EmergencySaver:
         return False
 
     def _order_save(self, usual_s: float, why: str, end: float, tries: int) -> Order | None:
-        """Order the first step that all ranks can still save; another rank's order for a step ahead will do."""
+        """Order the first step that all ranks can still save, or join an order of another rank."""
         step = self._heartbeat.step
         pauses = math.ceil(2 * self._orders.pause_s / usual_s) if usual_s > 0 else 0
         ahead = 1 if self._world.size == 1 else AHEAD + pauses
         return self._order("save", step + ahead, why, end, tries, join=step + 1)
 
     def _usual_s(self) -> float:
-        """How long a step takes; as long as nobody has learnt that, a guess from what happens now."""
+        """Return how long a step takes, in seconds. At the beginning of a run, measure it."""
         if usual_s := self._heartbeat.usual_s:
             return usual_s
         before = self._heartbeat.step
@@ -194,7 +194,7 @@ class EmergencySaver:
         return GUESS_S / max(1, self._heartbeat.step - before)
 
     def _order(self, kind: str, step: int, why: str, end: float, tries: int, *, join: int) -> Order | None:
-        """Post an order, or join one of another rank. None if the store does not answer, and ranks cannot be told."""
+        """Post an order, or join one of another rank. Return None if the store does not answer."""
         try:
             body = {"why": why[:MOST_WHY], "grace_s": _left(end), "tries": tries}
             return self._orders.post(kind, step, body, join=join)
@@ -203,7 +203,7 @@ class EmergencySaver:
             return None
 
     def _follow_save(self, outcome: Outcome, save: Save, end: float) -> bool:
-        """Until it is as safe as it gets; False if it failed, perhaps since another rank had passed that step."""
+        """Wait until a save is in all its tiers. Return False if it failed, for example because a rank had passed it."""
         passed = dict[str, float]()
         try:
             save.staged(_left(end))
@@ -212,7 +212,7 @@ class EmergencySaver:
                 save.committed(_left(end), tier=tier)
                 passed[tier] = outcome.passed_s
         except CheckpointError as error:
-            log.info("step %d was not saved out of turn: %s", save.step, error)
+            log.info("the requested save of step %d failed: %s", save.step, error)
             return False
         for tier, seconds in passed.items():
             outcome.add("agreed", save.step, tier, seconds)
@@ -233,7 +233,7 @@ class EmergencySaver:
         """Save from memory a step that this rank had passed. If memory has lost it, order a later step."""
         self._saver.newest_step(COPYING_S)
         if owner != self._supervisor.owner:
-            return  # a restore came between, and the same number is another step
+            return  # after a restore, the same number is another step
         save = self._saver.save_late(late, owner, f"had passed step {late.step} when it was ordered")
         if save is not None:
             self._saver.answer(save)
@@ -268,8 +268,8 @@ class EmergencySaver:
                 request = Persist(deadline_s, far, [str(attempt) for attempt in attempts])
                 saved = self._supervisor.client.ask(request, deadline_s + 1.0)
         except CheckpointError as error:
-            if not isinstance(error, FencedError):  # which was said
-                log.warning("what is in memory is not durable: %s", error)
+            if not isinstance(error, FencedError):  # that was raised or logged before
+                log.warning("the steps in memory were not made durable: %s", error)
             return
         for one in saved:
             outcome.add("ring", one.step, one.tier, before_s + one.seconds, one.error)
@@ -277,10 +277,10 @@ class EmergencySaver:
 
     def _note_memory(self, outcome: Outcome) -> None:
         if isinstance(self._supervisor.writer.failure, WriterError):
-            return  # there is no writer any more, and memory ends with us
+            return  # the writer has died, so memory ends with this process
         known = {saved.step for saved in outcome.saved.get("live", ())}
         steps = sorted((attempt.step for attempt in self._supervisor.held.sealed()), reverse=True)
-        wanted = steps[:1] if self._world.size == 1 else steps  # of several ranks the newest may not be common
+        wanted = steps[:1] if self._world.size == 1 else steps  # with several ranks, the newest may not be common
         for step in wanted:
             if step not in known:
                 outcome.add("ring", step, "memory", outcome.passed_s)

@@ -51,7 +51,7 @@ TURN_S = 0.2  # between two checks whether the run was closed
 
 @dataclass(frozen=True)
 class Settings:
-    """`url`: of the nearest tier, by which the run is found; "memory:NAME" if there is memory only."""
+    """The arguments of a Checkpointer, checked. `url`: of the nearest tier, or "memory:NAME" without a tier."""
 
     world: World
     memory: Memory | None
@@ -99,12 +99,12 @@ class Settings:
 
     @property
     def everywhere(self) -> list[int]:
-        """The numbers of all tiers."""
+        """Return the numbers of all tiers."""
         return list(range(len(self.tiers)))
 
     @property
     def places(self) -> str:
-        """For messages."""
+        """Return all locations, for messages."""
         return " or ".join([*(["memory"] if self.memory else []), *(tier.url for tier in self.tiers)])
 
 
@@ -115,9 +115,9 @@ class BackgroundErrors:
     def __init__(self, on_error: str) -> None:
         self.fenced: FencedError | None = None
         self._on_error = on_error
-        self._heard = False  # whether a call has said that we are fenced
+        self._heard = False  # a call has raised that we are fenced
         self._noted: list[tuple[CheckpointError, Save | None]] = []
-        self._lock = threading.RLock()  # a signal handler may close us meanwhile
+        self._lock = threading.RLock()  # a signal handler may interrupt and close the run
 
     def note(self, error: CheckpointError, save: Save | None = None) -> None:
         """Log an error, and have the next call raise it. `save`: its waits raise the error instead."""
@@ -125,7 +125,7 @@ class BackgroundErrors:
             if isinstance(error, FencedError):
                 before, self.fenced = self.fenced, error
                 if before is not None:
-                    return  # every call says so by now
+                    return  # every call raises it by now
             self._noted.append((error, save))
         log.warning("%s", error)
 
@@ -160,7 +160,7 @@ class BackgroundErrors:
 
 @dataclass
 class Stats:
-    """Seconds that saving took from training. `stalls`: of each of the last saves, the wait before updates included."""
+    """Seconds that training has waited for saves. `stalls`: for each of the last saves, with waits before updates."""
 
     saves: int = 0
     skipped: int = 0
@@ -172,7 +172,7 @@ class OpenRun:
     """The run of one Checkpointer.
 
     - `step`: the step that the training named last. `stepped`: it was done since the last restore, by `thread`.
-    - `finite`: what the user said of it.
+    - `finite`: the argument of step().
     - `within`: the step that step() or save() handles now, or in which it was interrupted.
     - `exchanged`: the weights are swapped for others, see `pause`.
     - `restored`, `torn`: the state was restored; a restore failed halfway.
@@ -246,7 +246,7 @@ class OpenRun:
     def _read(self, state: dict[str, Any]) -> int | None:
         """Read the state, which raises what cannot be saved. Return the NUMA node of its device.
 
-        Called once nobody else trains the run on this machine.
+        Called when no other process of this machine trains the run.
         """
         self.early = EarlyLook(tier.url for tier in self.tiers)
         self.capture = Capture(state, Seat(self.world.rank, self.world.size))
@@ -328,7 +328,7 @@ class OpenRun:
         self.stepped, self.exchanged, self.finite, self.within = False, False, None, None
 
     def starts(self, default: object) -> None:
-        """Note that there is no checkpoint."""
+        """Note that training starts without a checkpoint."""
         self.restored, self.finite = True, None
         if isinstance(default, int):
             self.step = default

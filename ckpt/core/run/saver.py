@@ -442,10 +442,10 @@ class Saver:
     def _on_ended(self, snapshot: NewSnapshot) -> None:
         """Have the writer hold and write a sealed snapshot, or settle one that failed."""
         self._exposed = self._exposed.union(snapshot.written_by_others)  # before the user is notified
-        if snapshot.error is not None:
+        if snapshot.place is None:
+            assert snapshot.error is not None
             self._on_failed(snapshot, snapshot.error)
             return
-        assert snapshot.place is not None
         self.newest = snapshot
         self._dropped = self._noted_no_memory = False
         run, finite = self._run, snapshot.finite is not False

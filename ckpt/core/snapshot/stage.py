@@ -243,9 +243,9 @@ class Stager:
             snapshot.error = SaveError(
                 f"step {snapshot.attempt.step} could not be staged: {type(error).__name__}: {error}"
             )
-        if snapshot.error is None and snapshot in self._flying:
-            return
-        if snapshot.error is not None:
+        if snapshot.place is None and snapshot.error is None:
+            return  # a device still copies it
+        if snapshot.place is None:  # a sealed one stays, even if `submit` is interrupted at that moment
             self._flying = deque(one for one in self._flying if one is not snapshot)
             if snapshot.slot is not None:  # otherwise it has put nothing on a stream
                 self._filler.settle(snapshot)
@@ -295,8 +295,8 @@ class Stager:
         point("stage.copied")
         if snapshot.error is None:
             arena.set_label(slot, snapshot.label(SEALED))
-            point("stage.sealed")
             snapshot.place = (arena, slot)
+            point("stage.sealed")
 
 
 def _lock(arena: Arena) -> None:

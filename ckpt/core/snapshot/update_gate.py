@@ -1,4 +1,4 @@
-"""What an optimizer waits for before it changes anything: copies under way, and whoever needs the state as it is."""
+"""Makes optimizers wait before they change anything that is being copied, and counts their steps."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ WARN_S = 5.0  # how long training may wait for a copy before a warning explains 
 
 
 class UpdateGate:
-    """Of one trainer. Jobs come in turn, from the thread that trains; any thread may shut the gate.
+    """The gate of one trainer. The training thread passes it with one snapshot after the other. Any thread may shut it.
 
-    writer_pid: process id of the writer, which hands out the memory that a copy may wait for; 0 if it is unknown.
+    writer_pid: process id of the writer, which makes the memory that a copy may wait for; 0 if it is unknown.
     """
 
     def __init__(self) -> None:
         self.writer_pid = 0
-        self.snapshot: NewSnapshot | None = None  # the newest that no optimizer has come after
+        self.snapshot: NewSnapshot | None = None  # the newest; None once an optimizer has stepped since
         self._unchecked: list[NewSnapshot] = []  # older ones, not sealed yet
-        self._copying: NewSnapshot | None = None  # still read by a device: every stream that updates waits for it
-        self._shut: tuple[threading.Event, ...] = ()  # not set while something is copied that no optimizer may change
-        self._shutting = threading.RLock()  # a signal handler may come in
+        self._copying: NewSnapshot | None = None  # a device still reads it, so every stream that updates waits for it
+        self._shut: tuple[threading.Event, ...] = ()  # an unset event keeps optimizers out
+        self._shutting = threading.RLock()  # a signal handler may interrupt it
 
     def follow(self, before: NewSnapshot) -> None:
-        """All of this snapshot is queued at least, since the one after it was staged: snapshots are done in turn."""
+        """Note that a newer snapshot was submitted. All copies of `before` are at least on their streams by now."""
         self._line_up(before)
         self._unchecked = [one for one in (*self._unchecked, before) if not one.ended]
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """No optimizer changes anything meanwhile, but for one that has begun before and has been counted."""
+        """Keep optimizers from starting a step in this block. One that has started already is counted, and goes on."""
         opened = threading.Event()
         with self._shutting:
             self._shut = (*(one for one in self._shut if not one.is_set()), opened)
@@ -52,8 +52,8 @@ class UpdateGate:
             opened.set()
 
     def wait(self, timeout_s: float) -> float:
-        """Before an optimizer changes anything; the seconds that took. A copy that does not end in time costs the
-        snapshot, never the training."""
+        """Wait until an optimizer may change the state. Return the seconds that took. A copy that does not end in time
+        fails its snapshot; the training goes on."""
         self._line_up_again()
         snapshot, shut = self.snapshot, self._shut
         if snapshot is None and all(one.is_set() for one in shut):
@@ -72,7 +72,7 @@ class UpdateGate:
         if not in_time:
             snapshot.error = DeadlineError(f"copying step {snapshot.attempt.step} took more than {timeout_s:g} s")
         for one in (*self._unchecked, snapshot):
-            if not one.ended:  # by a device, which has not come so far; what is counted from now on is the update
+            if not one.ended:  # a device still copies it; later writes that are counted are the update
                 one.check_versions()
         self.snapshot, self._unchecked = None, []
         return time.perf_counter() - started
@@ -104,13 +104,13 @@ class UpdateGate:
         log.warning("%s has waited %g s for the copy of a step: %s", waiter, WARN_S, cause)
 
     def _line_up(self, snapshot: NewSnapshot) -> None:
-        """What the caller queues from now on, on its current streams, comes after the copies of this snapshot."""
+        """Have later work on the caller's streams come after the copies of this snapshot."""
         device.queue_caller_behind(snapshot.done)
-        if snapshot.done:  # one that was not taken leaves what is copied before it
+        if snapshot.done:  # otherwise it was skipped, and an older one is still being copied
             self._copying = snapshot
 
     def _line_up_again(self) -> None:
-        """Another optimizer may step on another stream."""
+        """Line up the stream of another optimizer, too."""
         snapshot = self._copying
         if snapshot is not None and snapshot.copied.is_set():
             self._copying = None
@@ -119,12 +119,13 @@ class UpdateGate:
 
 
 class UpdateHook:
-    """Calls `before()` ahead of the first change that an optimizer makes to what is saved; counts the steps of these.
-    `concerns` says of an optimizer of this process whether it is one of them.
+    """Calls `before()` before an optimizer changes the saved state, and counts the steps of such optimizers.
 
-    An optimizer that is given a closure runs forward and backward inside its step, so `before` is called when the
-    closure first returns. A step inside a graph that is being captured runs no hooks when it is replayed later:
-    `on_captured` is told which optimizer that is.
+    - `concerns`: return True for an optimizer of the saved state.
+    - `on_captured`: called with an optimizer whose step is captured into a graph, which runs no hooks when replayed.
+
+    An optimizer that gets a closure runs forward and backward inside its step, so `before` is called when the closure
+    first returns.
     """
 
     def __init__(
@@ -141,13 +142,13 @@ class UpdateHook:
         self._handle.remove()
 
     def announced(self) -> list[object]:
-        """The optimizers that have stepped, or are about to, since this was asked the last time."""
+        """Return the optimizers that have stepped, or are about to, since the last call."""
         found, self._announced = self._announced, {}
         return list(found.values())
 
     def fence(self, optimizers: list[Any]) -> None:
-        """The caller is about to do what these would do, without them. UsageError within a capture: nothing waits at a
-        replay for what was said while it was captured."""
+        """Count a step that the caller is about to make in place of these optimizers. Raise UsageError in a capture,
+        because nothing would wait at the replay."""
         if is_capturing():
             raise UsageError("fence() belongs before the replay of a graph, not into its capture")
         self.count += 1
@@ -155,7 +156,7 @@ class UpdateHook:
         self._before()
 
     def silence(self) -> None:
-        """In a forked child, where locks may be held by threads that are not there: do nothing any more."""
+        """Do nothing more, in a forked child, where locks may be held by threads that do not exist there."""
         self._active = False
 
     def _hook(self, optimizer: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -182,7 +183,7 @@ class UpdateHook:
 
 
 def _untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Called as it is also in a step that is compiled, where torch would take what it finds for constants."""
+    """Return a hook that torch.compile does not trace; a traced one would treat its values as constants."""
 
     def call(*arguments: Any) -> Any:
         return hook(*arguments)

@@ -105,7 +105,7 @@ class EmergencySaver:
         hung: the training loop of some rank does not proceed
         loop_ended: the caller is the training thread, and will not call step() again
 
-        Nothing is saved before the first step, because memory and tiers then hold steps of an earlier start, which stay.
+        Nothing is saved before the first step: memory and tiers then hold steps of an earlier start, which stay.
         """
         outcome, alone = Outcome(), self._world.size == 1
         end = outcome.began + PATIENT_S if deadline is None else deadline
@@ -203,7 +203,7 @@ class EmergencySaver:
             return None
 
     def _follow_save(self, outcome: Outcome, save: Save, end: float) -> bool:
-        """Wait until a save is in all its tiers. Return False if it failed, for example because a rank had passed it."""
+        """Wait until a save is in all its tiers. Return False if it failed, for example after a rank had passed it."""
         passed = dict[str, float]()
         try:
             save.staged(_left(end))

@@ -30,8 +30,8 @@ BUDGETS = {
     "core/log": (1_100, 730),
     "core/ranks": (1_280, 880),
     "core/restore": (1_140, 740),
-    "core/run": (5_190, 3_850),
-    "core/snapshot": (1_820, 1_350),
+    "core/run": (5_110, 3_750),
+    "core/snapshot": (1_740, 1_250),
     "core/state": (4_620, 3_200),
     "core/writer": (2_880, 2_060),
     "dcp": (1_680, 1_150),
@@ -40,7 +40,7 @@ BUDGETS = {
     "lightning": (2_540, 1_770),
     "megatron": (540, 360),
     "plugins": (280, 220),
-    "public": (3_100, 1_730),
+    "public": (3_070, 1_700),
     "ray": (120, 70),
     "testing": (660, 500),
     "tools/": (10, 10),
@@ -48,11 +48,11 @@ BUDGETS = {
     "tools/convert": (4_720, 3_360),
     "tools/doctor": (1_120, 800),
     "tools/maintain": (1_880, 1_290),
-    "tools/observe": (3_370, 2_050),
+    "tools/observe": (3_360, 2_050),
     "torchtitan": (370, 270),
     "transformers": (1_510, 990),
 }
-TOTAL = (64_440, 43_450)
+TOTAL = (64_250, 43_210)
 C_LINES = 150
 STEP_FILES, RESTORE_FILES = 87, 82
 

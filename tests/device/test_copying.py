@@ -52,6 +52,7 @@ def ended_anyway(job: NewSnapshot) -> Iterator[None]:
         if not job.ended:
             job.error = ckpt.SaveError("lost")
             job.release()
+            job.save.set_failed(job.error)
 
 
 def slow_thread(monkeypatch: pytest.MonkeyPatch, method: str) -> None:

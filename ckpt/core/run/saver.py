@@ -121,17 +121,21 @@ class Saver:
         decision = self._plan.decide(step)
         tiers = sorted({*decision.tiers, *self.owed})
         memory = (self._dropped or decision.memory) and run.supervisor.memory.rings
-        save = None
+        save, refusal = None, None
         try:
             with run.saving(step):
                 run.begin_step(step, finite)
                 if tiers or decision.ordered or memory:
                     save = self._begin(step, tiers, explicit=decision.ordered, ordered=decision.ordered)
         except SkippedError as error:
-            self._on_refused(step, error)
+            refusal = error
         if save is not None and decision.ordered:
             self.answer(save)
-        run.errors.raise_pending()
+        try:
+            run.errors.raise_pending()
+        finally:
+            if refusal is not None:
+                self._on_refused(step, refusal)
         return save
 
     def save_as(self, step: int) -> Save:

@@ -46,7 +46,7 @@ def imported(tree: ast.AST) -> Iterator[str]:
         ("ckpt/core/log/log.py", "def f():\n    import torch"),
         ("backends/ckpt_backends/local.py", "from ckpt.core.log.log import RunLog"),
         ("ckpt/tools/maintain/audit.py", "import rich.table"),
-        ("ckpt/core/run/session.py", "from ckpt.adapters import shards"),
+        ("ckpt/core/run/open_run.py", "from ckpt.adapters import shards"),
         (None, ""),
     ],
 )

@@ -512,7 +512,7 @@ def see_dead_trainers_after(patch: pytest.MonkeyPatch, seconds: float) -> None:
 
 def keep_of(tiers: Any, every: Any = None) -> ckpt.Keep:
     """Return the retention rule of the only tier, parsed as `Checkpointer` parses its arguments."""
-    (tier,) = as_tiers(tiers, every)[1]
+    (tier,) = as_tiers(tiers, every=every)[1]
     return tier.keeping
 
 

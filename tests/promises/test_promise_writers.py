@@ -35,12 +35,12 @@ def other_writer(old):
     time.sleep(0.5)
 
 exec(before)
-cp = ckpt.Checkpointer(state, [ckpt.Memory()], name=name, triggers=None, busy_timeout_s=20)
+cp = ckpt.Checkpointer(state, triggers=None, options=ckpt.Options(name=name, busy_timeout_s=20))
 start = cp.restore(default=0)
 print("start", start, int(state["w"][0]), flush=True)
 for step in range(start + 1, start + 1 + int(steps)):
     state["w"].fill_(step)
-    cp.step(step).staged(30)
+    cp.step(step).wait_staged(30)
 exec(end)
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -102,14 +102,14 @@ def test_inherited_slots_are_kept_until_the_dead_trainer_has_ended(
         inside.inherit_from_a_process_that_has_not_ended(monkeypatch, lingering.pid)
         w = nn.Parameter(torch.zeros(8))
         opt = torch.optim.SGD([w], lr=1.0)
-        with ckpt.Checkpointer({"w": w, "opt": opt}, name="held", triggers=None) as cp:
+        with ckpt.Checkpointer({"w": w, "opt": opt}, triggers=None, options=ckpt.Options(name="held")) as cp:
             assert cp.restore() == 3
             assert inside.slots_held_for_others(cp) == 1
             lingering.kill()
             w.grad = torch.full_like(w, -1.0)
             opt.step()
             save = cp.step(4)
-            assert save is not None and save.staged(60)
+            assert save is not None and save.wait_staged(60)
             assert inside.slots_held_for_others(cp) == 0
 
 
@@ -140,8 +140,8 @@ def test_training_does_not_overtake_a_save_of_another_thread(
         asked.set()
         time.sleep(0.5)
 
-    tiers = [ckpt.Memory(every=1000), ckpt.Tier(run_dir, every=1000)]
-    with ckpt.Checkpointer(state, tiers, triggers=None) as cp:
+    tiers = [ckpt.Tier(run_dir, every=1000)]
+    with ckpt.Checkpointer(state, tiers, triggers=None, memory=ckpt.Memory(every=1000)) as cp:
         cp.restore(default=0)
         for step in range(1, 4):
             train(state)
@@ -162,7 +162,7 @@ def test_training_does_not_overtake_a_save_of_another_thread(
 def test_closing_with_too_little_time_says_so(run_dir: str, timeout_s: float) -> None:
     """By DeadlineError; what was begun is finished by the writer, and the last step is there."""
     state = toy.build()
-    cp = ckpt.Checkpointer(state, [ckpt.Memory(every=100), ckpt.Tier(run_dir, every=100)], triggers=None)
+    cp = ckpt.Checkpointer(state, ckpt.Tier(run_dir, every=100), triggers=None, memory=ckpt.Memory(every=100))
     for step in range(cp.restore(default=0), 3):
         toy.train_step(state)
         cp.step(step + 1)

@@ -66,7 +66,7 @@ from ckpt.errors import (
     WriterError,
 )
 from ckpt.events import log
-from ckpt.save import Save
+from ckpt.saving import Save
 from ckpt.subscribers import publish
 from ckpt.units import decimal, duration
 
@@ -153,7 +153,7 @@ class Saver:
             if last is None or last.place is None:
                 self._check_same()
                 return self._begin(step, self._run.settings.everywhere, explicit=True)
-            if last.save.told:
+            if last.save._raised:
                 self._run.errors.forget(last.save)
             self._plan.saved_everywhere(step)
             for tier in self._run.settings.everywhere:
@@ -186,7 +186,7 @@ class Saver:
 
     def _check_same(self) -> None:
         """Raise UsageError if the state is known to be no longer that of the last step."""
-        exchanged = "weights are exchanged for others at the moment, see pause()" if self._run.exchanged else ""
+        exchanged = "weights are exchanged for others at the moment, see not_training()" if self._run.exchanged else ""
         if why := exchanged or self._why_torn():
             step = self._run.step
             raise UsageError(f"step {step} cannot be saved any more: {why}. Call save() right after step()")
@@ -206,14 +206,14 @@ class Saver:
         deadline = time.monotonic() + patience_s
         if explicit and tiers:
             self._plan.saved_everywhere(step)
-        save.told = ordered and not self._is_scheduled(step)  # a best effort, whose failure need not be raised
+        save._raised = ordered and not self._is_scheduled(step)  # a best effort, whose failure need not be raised
         try:
             reading, values = self._read()
             sizes = reading.layout.arrangement.data_size, len(values)
             self._await_memory(step, sizes, deadline, required=required)
         except BaseException as error:
             what = error if isinstance(error, CheckpointError) else SaveError(f"step {step} was not saved: {error!r}")
-            save.set_failed(what)
+            save._set_failed(what)
             self._retract(attempt, tiers, what)
             raise
         snapshot = NewSnapshot(
@@ -228,17 +228,17 @@ class Saver:
             finite=run.finite,
         )
         self.replicas.begin(snapshot, durable=bool(tiers), closing=timeout_s is not None)
-        save.began = started
+        save._began = started
         try:
             self.last = snapshot
             self._follow(save)
             run.stager.submit(snapshot)
         except BaseException as error:
             if not snapshot.submitted:
-                save.set_failed(SaveError(f"step {step} was not saved: {error!r}"))
+                save._set_failed(SaveError(f"step {step} was not saved: {error!r}"))
             raise
-        save.stalled_s = time.perf_counter() - started
-        run.count_stall(save.stalled_s)
+        save._stalled_s = time.perf_counter() - started
+        run.count_stall(save._stalled_s)
         return save
 
     def _read(self) -> tuple[Reading, bytes]:
@@ -331,7 +331,7 @@ class Saver:
         if arena is None or slot is None:
             return None
         found = Snapshot(attempt, place=(arena, slot))
-        found.save.set_staged()
+        found.save._set_staged()
         return found
 
     def unpin_restored(self) -> None:
@@ -358,7 +358,7 @@ class Saver:
     def forgo_begun(self) -> None:
         """Fail a snapshot that was not submitted because a signal handler, which closes the run, came into step()."""
         if self.last is not None and not self._has_begun(self.last, QUEUED_S):
-            self.last.save.set_failed(ClosedError(f"closed before step {self._run.step} was staged"))
+            self.last.save._set_failed(ClosedError(f"closed before step {self._run.step} was staged"))
             self.last = None
 
     def stage_last(self, end: float, *, live: bool) -> str:
@@ -401,7 +401,7 @@ class Saver:
         if self._run.torn:
             return "a restore has failed half-way since"
         if self._run.exchanged:
-            return "weights were exchanged for others, see pause()"
+            return "weights were exchanged for others, see not_training()"
         return self._why_torn()
 
     def _why_not_staged(self) -> str:
@@ -472,7 +472,7 @@ class Saver:
             alone = run.world.size == 1  # the next step makes up for it; other ranks would not save that one
             if alone:
                 chosen = snapshot.busy == "skip" and ALL_BUSY in str(error)
-                owed = None if chosen or save.told else error
+                owed = None if chosen or save._raised else error
                 self.owed.update(dict.fromkeys(tiers, (save, owed)))
             self._dropped = alone and torn
             run.stats.skipped += 1
@@ -485,7 +485,7 @@ class Saver:
         self._retract(snapshot.attempt, tiers, error)
         publish("failed", save.step, tier="memory", error=str(error))
         snapshot.writes = dict.fromkeys(tiers, Write.FAILED)
-        save.set_failed(error)
+        save._set_failed(error)
 
     def _retract(self, attempt: Attempt, tiers: Sequence[int], why: CheckpointError) -> None:
         """Fail the checkpoint of this attempt, because other ranks wait for this rank's part."""
@@ -496,9 +496,9 @@ class Saver:
         """Settle `staged`: a process that survives this one holds the snapshot, or none ever will."""
         if error is not None:
             publish("failed", save.step, tier="memory", error=str(error))
-            save.set_unstaged(error)
+            save._set_unstaged(error)
             return
-        save.set_staged(self._run.supervisor.survives)
+        save._set_staged(self._run.supervisor.survives)
         publish("staged", save.step, stall_s=self._run.stalled_by(save), nbytes=nbytes)
 
     # -- writes to tiers, in any thread --
@@ -521,13 +521,13 @@ class Saver:
         """Write to one more tier, or again. After Ctrl-C in here nobody waits for it, and close() tries again."""
         url = self._run.tiers[tier].url
         try:
-            snapshot.save.add_tier(url)
+            snapshot.save._add_tier(url)
             self._write(snapshot, tier)
         except BaseException as error:
             snapshot.writes.pop(tier, None)
             if url in snapshot.save.tiers:
                 what = SaveError(f"step {snapshot.attempt.step} was not written to {url}: {error!r}")
-                snapshot.save.set_failed(what, url)
+                snapshot.save._set_failed(what, url)
             raise
 
     def write_missing(self, snapshot: Snapshot, tiers: Sequence[int]) -> None:
@@ -551,11 +551,11 @@ class Saver:
             of = "" if run.world.size == 1 else f" (of rank {run.world.rank})"
             sizes = f"{decimal(write.nbytes)} as {decimal(write.nbytes_stored)}{of}"
             log.log(level, "step %d committed to %s in %s, %s", step, url, duration(seconds), sizes)
-            save.set_committed(url)
+            save._set_committed(url)
             return
         snapshot.writes[tier] = Write.FAILED
         if HUNG_UP in str(error):  # not known, and not a failure
-            save.set_failed(SaveError(f"step {step} is not known to be in {url}: {error}"), url)
+            save._set_failed(SaveError(f"step {step} is not known to be in {url}: {error}"), url)
             return
         publish("failed", step, tier=url, error=str(error))
         if isinstance(error, SkippedError) or TOO_LATE in str(error):  # a slow tier or rank does not disturb training
@@ -569,7 +569,7 @@ class Saver:
                     where = "No writer holds it: memory ends with this process"
                 error = SaveError(f"step {step} was not written to {url}: {error}. {where}")
             run.errors.note(error, save)  # before anyone who waits for the save goes on
-        save.set_failed(error, url)
+        save._set_failed(error, url)
         if DIFFER in str(error):
             self.replicas.find_differing(snapshot.attempt)
 
@@ -583,7 +583,7 @@ class Saver:
     def _follow(self, save: Save) -> None:
         """Have `wait` wait for a save."""
         with self._lock:
-            self._active = [*(s for s in self._active if s is not save and s.unfinished()), save]
+            self._active = [*(s for s in self._active if s is not save and s._unfinished()), save]
 
     def wait(self, timeout_s: float | None = None, step: int | None = None) -> None:
         """Wait until all saves, or that of one step, have ended in whichever way. DeadlineError."""
@@ -591,7 +591,7 @@ class Saver:
         with self._lock:
             active = [save for save in self._active if step in (None, save.step)]
         for save in active:
-            for future in save.unfinished():
+            for future in save._unfinished():
                 try:
                     future.exception(None if end is None else max(0.0, end - time.monotonic()))
                 except TimeoutError:
@@ -600,7 +600,7 @@ class Saver:
     def under_way(self) -> list[Save]:
         """Return the saves that are not committed in all their tiers yet, and have not failed."""
         with self._lock:
-            return [save for save in self._active if save.tiers and save.unfinished()]
+            return [save for save in self._active if save.tiers and save._unfinished()]
 
 
 def _left(end: float) -> float:

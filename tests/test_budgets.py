@@ -26,21 +26,21 @@ BUDGETS = {
     "core/cadence": (1_020, 670),
     "core/checkpoint": (5_460, 3_540),
     "core/format": (4_180, 2_790),
-    "core/ipc": (1_970, 1_310),
+    "core/ipc": (1_940, 1_290),
     "core/log": (1_110, 730),
     "core/ranks": (1_280, 880),
     "core/restore": (1_140, 740),
-    "core/run": (5_150, 3_760),
+    "core/run": (5_070, 3_670),
     "core/snapshot": (1_740, 1_250),
     "core/state": (4_640, 3_200),
-    "core/writer": (2_880, 2_060),
+    "core/writer": (2_830, 2_020),
     "dcp": (1_690, 1_150),
     "deepspeed": (480, 310),
     "guard": (2_900, 2_030),
     "lightning": (2_540, 1_770),
     "megatron": (540, 360),
     "plugins": (280, 220),
-    "public": (3_320, 1_830),
+    "public": (3_310, 1_830),
     "ray": (120, 70),
     "testing": (660, 500),
     "tools/": (10, 10),
@@ -52,7 +52,7 @@ BUDGETS = {
     "torchtitan": (340, 240),
     "transformers": (1_510, 990),
 }
-TOTAL = (64_670, 43_400)
+TOTAL = (64_500, 43_250)
 C_LINES = 150
 STEP_FILES, RESTORE_FILES = 85, 79
 

@@ -24,7 +24,7 @@ from ckpt.core.ranks.orders import Order
 from ckpt.core.run.open_run import OpenRun
 from ckpt.core.run.save_plan import Late
 from ckpt.core.run.saver import TOO_LATE, Saver
-from ckpt.core.run.supervise.writer_client import start_thread
+from ckpt.core.run.supervise.writer_link import start_thread
 from ckpt.errors import CheckpointError, FencedError, PeerError, WriterError
 from ckpt.events import log
 from ckpt.saving import Save

@@ -50,7 +50,7 @@ from ckpt.core.log.log import Acquire
 from ckpt.core.run.open_run import OpenRun
 from ckpt.core.run.replica_check import ReplicaCheck
 from ckpt.core.run.save_plan import Late
-from ckpt.core.run.supervise.writer_client import HUNG_UP
+from ckpt.core.run.supervise.writer_link import HUNG_UP
 from ckpt.core.run.supervise.writes import WriteInFlight
 from ckpt.core.snapshot.snapshot import NewSnapshot, Slot, Snapshot, Write
 from ckpt.core.snapshot.stage import ALL_BUSY

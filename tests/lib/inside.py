@@ -64,7 +64,7 @@ from ckpt.core.restore.candidates import gather
 from ckpt.core.restore.restore_first import restore_first
 from ckpt.core.restore.sources import HeldSnapshot, MemorySource, RestoreSource, StoreSource
 from ckpt.core.run.closing import Closing
-from ckpt.core.run.open_run import OpenRun
+from ckpt.core.run.training_run import TrainingRun
 from ckpt.core.run.ownership import Ownership
 from ckpt.core.run.replica_check import ReplicaCheck
 from ckpt.core.run.saver import Saver
@@ -135,7 +135,7 @@ def _with_log(url: str | Path, work: Callable[[RunLog], Awaitable[T]]) -> T:
     """Open the log of an existing run, call `work` with it, and close the store."""
 
     async def look() -> T:
-        log = await read.open_run(str(url))
+        log = await read.training_run(str(url))
         try:
             return await work(log)
         finally:
@@ -268,7 +268,7 @@ def race_to_keep(url: str, times: int) -> None:
     """Write a note on one checkpoint through two open logs at the same moment, `times` times."""
 
     async def both() -> None:
-        logs = [await read.open_run(url) for _ in range(2)]
+        logs = [await read.training_run(url) for _ in range(2)]
         attempt = next(iter(logs[0].state.commits))
         for n in range(times):
             await asyncio.gather(*(retention.set_keep(log, attempt, f"{n} {id(log)}") for log in logs))
@@ -719,9 +719,9 @@ Moment = tuple[type, str]
 STATE_IS_READ: Moment = (Capture, "read")
 RUN_IS_TAKEN: Moment = (Ownership, "take_over")
 MADE: dict[str, Moment] = {  # in order, while a Checkpointer is made
-    "introduce": (OpenRun, "introduce"),
-    "show": (OpenRun, "_show"),
-    "prepare": (OpenRun, "_prepare"),
+    "introduce": (TrainingRun, "introduce"),
+    "show": (TrainingRun, "_show"),
+    "prepare": (TrainingRun, "_prepare"),
     "watch for faults": (FaultHandler, "start"),
 }
 STEPPING: dict[str, Moment] = {  # in `step()`, in the main thread; other threads receive no signal
@@ -1165,7 +1165,7 @@ class Job:
     @classmethod
     async def go_on(cls, store: Any) -> Job:
         """Continue as the job that owns the run."""
-        log = await read.open_run(store.url, store)
+        log = await read.training_run(store.url, store)
         return cls(log, log.state.acquires[-1], list(log.state.damaged))
 
     @property
@@ -1212,7 +1212,7 @@ class Job:
 
 async def read_back(store: Any) -> ReadBack:
     """Read the newest readable checkpoint, as a restore does. Raise NoCheckpointError if there is none."""
-    log = await read.open_run(store.url, store)
+    log = await read.training_run(store.url, store)
     problems: list[str] = []
     for found in log.state.lineage():
         try:
@@ -1243,7 +1243,7 @@ async def _read_one(store: Any, found: Commit) -> ReadBack:
 
 async def check_unreadable(store: Any, step: int) -> None:
     """Fail if this step can be loaded."""
-    log = await read.open_run(store.url, store)
+    log = await read.training_run(store.url, store)
     for found in log.state.lineage():
         if found.step == step:
             with pytest.raises(CheckpointError):
@@ -1252,7 +1252,7 @@ async def check_unreadable(store: Any, step: int) -> None:
 
 async def checked_steps(store: Any) -> list[int]:
     """Verify every byte of every live checkpoint. Return their steps; fail if anything is damaged."""
-    log = await read.open_run(store.url, store)
+    log = await read.training_run(store.url, store)
     assert not log.state.damaged
     for found in log.state.commits.values():
         assert await read.verify(store, found) == []
@@ -1266,7 +1266,7 @@ def write_in_pieces_of(patch: pytest.MonkeyPatch, nbytes: int) -> None:
 
 async def problems_in(store: Any, step: int) -> list[str]:
     """Verify one checkpoint. Return its problems."""
-    log = await read.open_run(store.url, store)
+    log = await read.training_run(store.url, store)
     return await read.verify(log.store, read.choose(log, step))
 
 

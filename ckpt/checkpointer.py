@@ -24,9 +24,9 @@ from ckpt.core.restore.restore_first import Restored
 from ckpt.core.run.closing import Closing, ProcessEnd
 from ckpt.core.run.emergency import EmergencySaver
 from ckpt.core.run.kept_steps import KeptSteps
-from ckpt.core.run.training_run import TrainingRun, Settings, Stats
 from ckpt.core.run.restoring import MISSING, Restoring
 from ckpt.core.run.saver import Saver
+from ckpt.core.run.training_run import Settings, Stats, TrainingRun
 from ckpt.core.snapshot.device import traced
 from ckpt.errors import CheckpointError, InvalidArgumentError, UsageError, public_class
 from ckpt.events import log

@@ -1,9 +1,9 @@
 """Give tests of promises what they need from inside the library.
 
 Files in `tests/promises` import only public names of `ckpt`, and this module. When the code behind a promise is
-rewritten, this module follows it and the promises stay as they are; `tests/test_imports.py` checks that. So a name here
-says what a test needs, not how the library does it today. Stores (`ckpt_backends`) are not inside: their contract is
-public.
+rewritten, this module follows it and the promises stay unchanged; `tests/test_imports.py` checks that. So a name here
+describes what a test needs, not how the library does it today. Stores (`ckpt_backends`) are not inside: their contract
+is public.
 """
 
 from __future__ import annotations
@@ -64,7 +64,6 @@ from ckpt.core.restore.candidates import gather
 from ckpt.core.restore.restore_first import restore_first
 from ckpt.core.restore.sources import HeldSnapshot, MemorySource, RestoreSource, StoreSource
 from ckpt.core.run.closing import Closing
-from ckpt.core.run.training_run import TrainingRun
 from ckpt.core.run.ownership import Ownership
 from ckpt.core.run.replica_check import ReplicaCheck
 from ckpt.core.run.saver import Saver
@@ -72,6 +71,7 @@ from ckpt.core.run.supervise import opening, writer_link
 from ckpt.core.run.supervise.memory import NextArena, SnapshotMemory
 from ckpt.core.run.supervise.opening import HeldSnapshots, RunOpener
 from ckpt.core.run.supervise.writes import KnownLayouts
+from ckpt.core.run.training_run import TrainingRun
 from ckpt.core.snapshot import device, snapshot, stage
 from ckpt.core.snapshot.device import PageLocks
 from ckpt.core.snapshot.fill import SlotFiller
@@ -135,7 +135,7 @@ def _with_log(url: str | Path, work: Callable[[RunLog], Awaitable[T]]) -> T:
     """Open the log of an existing run, call `work` with it, and close the store."""
 
     async def look() -> T:
-        log = await read.training_run(str(url))
+        log = await read.open_run(str(url))
         try:
             return await work(log)
         finally:
@@ -223,7 +223,7 @@ def problems_of_newest(url: str | Path) -> list[str]:
 
 
 def losses_at(url: str | Path, meanwhile: Callable[[], object] = lambda: None, after_s: float = 0.0) -> list[int]:
-    """List the steps that a reader reports as lost. `meanwhile` is called `after_s` seconds after it opened the log."""
+    """List the steps that a reader reports as lost. `meanwhile`: called `after_s` seconds after it opened the log."""
 
     async def look(log: RunLog) -> list[int]:
         asyncio.get_running_loop().call_later(after_s, meanwhile)
@@ -268,7 +268,7 @@ def race_to_keep(url: str, times: int) -> None:
     """Write a note on one checkpoint through two open logs at the same moment, `times` times."""
 
     async def both() -> None:
-        logs = [await read.training_run(url) for _ in range(2)]
+        logs = [await read.open_run(url) for _ in range(2)]
         attempt = next(iter(logs[0].state.commits))
         for n in range(times):
             await asyncio.gather(*(retention.set_keep(log, attempt, f"{n} {id(log)}") for log in logs))
@@ -502,7 +502,7 @@ def of_newer_version(raw: bytes) -> bytes:
 
 
 def see_dead_trainers_after(patch: pytest.MonkeyPatch, seconds: float) -> None:
-    """Of this process, when it looks whether a run is trained."""
+    """Set how long this process waits before it considers a silent trainer dead."""
     patch.setattr(lease, "DYING_S", seconds)
     patch.setattr(lease, "interval_s", lambda store: seconds)
 
@@ -1165,7 +1165,7 @@ class Job:
     @classmethod
     async def go_on(cls, store: Any) -> Job:
         """Continue as the job that owns the run."""
-        log = await read.training_run(store.url, store)
+        log = await read.open_run(store.url, store)
         return cls(log, log.state.acquires[-1], list(log.state.damaged))
 
     @property
@@ -1212,7 +1212,7 @@ class Job:
 
 async def read_back(store: Any) -> ReadBack:
     """Read the newest readable checkpoint, as a restore does. Raise NoCheckpointError if there is none."""
-    log = await read.training_run(store.url, store)
+    log = await read.open_run(store.url, store)
     problems: list[str] = []
     for found in log.state.lineage():
         try:
@@ -1243,7 +1243,7 @@ async def _read_one(store: Any, found: Commit) -> ReadBack:
 
 async def check_unreadable(store: Any, step: int) -> None:
     """Fail if this step can be loaded."""
-    log = await read.training_run(store.url, store)
+    log = await read.open_run(store.url, store)
     for found in log.state.lineage():
         if found.step == step:
             with pytest.raises(CheckpointError):
@@ -1252,7 +1252,7 @@ async def check_unreadable(store: Any, step: int) -> None:
 
 async def checked_steps(store: Any) -> list[int]:
     """Verify every byte of every live checkpoint. Return their steps; fail if anything is damaged."""
-    log = await read.training_run(store.url, store)
+    log = await read.open_run(store.url, store)
     assert not log.state.damaged
     for found in log.state.commits.values():
         assert await read.verify(store, found) == []
@@ -1266,7 +1266,7 @@ def write_in_pieces_of(patch: pytest.MonkeyPatch, nbytes: int) -> None:
 
 async def problems_in(store: Any, step: int) -> list[str]:
     """Verify one checkpoint. Return its problems."""
-    log = await read.training_run(store.url, store)
+    log = await read.open_run(store.url, store)
     return await read.verify(log.store, read.choose(log, step))
 
 
@@ -1564,7 +1564,7 @@ class SharedMemory:
             with contextlib.suppress(OSError):
                 if os.readlink(f"/proc/self/fd/{name}").startswith("/memfd:ckpt-arena"):
                     return cls(Arena.attach(os.dup(int(name))))
-        raise AssertionError("there is no arena")
+        raise AssertionError("this process maps no arena")
 
     @property
     def header(self) -> dict[str, memoryview]:

@@ -21,9 +21,9 @@ from typing import Any, Protocol
 from ckpt.core.format.manifest import Attempt
 from ckpt.core.ipc.heartbeat import LEAVING
 from ckpt.core.ranks.world import Mailbox
-from ckpt.core.run.training_run import TURN_S, TrainingRun
 from ckpt.core.run.saver import NO_TIME, Saver
 from ckpt.core.run.supervise.writer_link import start_thread
+from ckpt.core.run.training_run import TURN_S, TrainingRun
 from ckpt.core.snapshot.snapshot import Snapshot, WriteState
 from ckpt.errors import CheckpointError, DeadlineError, SaveError
 from ckpt.events import log
@@ -104,7 +104,7 @@ class Departures:
                 new = [rank for rank in new if any_left and self._mail.poll([f"left/{rank}"])]
             self._posts |= zip(new, self._mail.wait([f"left/{rank}" for rank in new], POST_S), strict=True)
             for save in self._saver.under_way():
-                self._fail_if_missing(save.attempt, at_once=all_left)
+                self._fail_if_missing(save.id, at_once=all_left)
 
     def _fail_if_missing(self, attempt: str, *, at_once: bool) -> None:
         """The rank that commits fails it first. If that one has left itself, another does at its next look."""

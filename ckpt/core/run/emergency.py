@@ -21,10 +21,10 @@ from ckpt.core.ipc.heartbeat import OPENING, RESTORING
 from ckpt.core.ipc.requests import Persist, SavedInTier
 from ckpt.core.log.log import Acquire
 from ckpt.core.ranks.orders import Order
-from ckpt.core.run.training_run import TrainingRun
 from ckpt.core.run.save_plan import Late
 from ckpt.core.run.saver import TOO_LATE, Saver
 from ckpt.core.run.supervise.writer_link import start_thread
+from ckpt.core.run.training_run import TrainingRun
 from ckpt.errors import CheckpointError, FencedError, PeerError, WriterError
 from ckpt.events import log
 from ckpt.saving import Save

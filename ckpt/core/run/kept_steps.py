@@ -9,8 +9,8 @@ from typing import Any
 from ckpt.core.ipc.requests import KeepSteps, KeptReply
 from ckpt.core.log.records import THE_BEST
 from ckpt.core.ranks.world import together
-from ckpt.core.run.training_run import TrainingRun
 from ckpt.core.run.saver import Saver
+from ckpt.core.run.training_run import TrainingRun
 from ckpt.errors import CheckpointError, DeadlineError, InvalidArgumentError, PeerError, UsageError, from_wire, to_wire
 from ckpt.events import log
 

@@ -14,8 +14,8 @@ from ckpt.core.restore.candidates import gather
 from ckpt.core.restore.early_look import EarlyLook
 from ckpt.core.restore.restore_first import Restored, restore_first
 from ckpt.core.restore.sources import MemorySource, RestoreSource
-from ckpt.core.run.training_run import TrainingRun
 from ckpt.core.run.saver import Saver
+from ckpt.core.run.training_run import TrainingRun
 from ckpt.core.snapshot.snapshot import Snapshot
 from ckpt.errors import CorruptError, NoCheckpointError
 from ckpt.events import log, tell

@@ -47,11 +47,11 @@ from functools import partial
 from ckpt.core.format.manifest import Attempt
 from ckpt.core.format.replicas import DIFFER
 from ckpt.core.log.log import Acquire
-from ckpt.core.run.training_run import TrainingRun
 from ckpt.core.run.replica_check import ReplicaCheck
 from ckpt.core.run.save_plan import Late
 from ckpt.core.run.supervise.writer_link import HUNG_UP
 from ckpt.core.run.supervise.writes import WriteInFlight
+from ckpt.core.run.training_run import TrainingRun
 from ckpt.core.snapshot.snapshot import NewSnapshot, Slot, Snapshot, WriteState
 from ckpt.core.snapshot.stage import ALL_BUSY
 from ckpt.core.state.capture import Reading

@@ -1,7 +1,8 @@
 """A run while it is open in this process: what it was configured with, what it owns, and where the training is.
 
-`TrainingRun` opens everything in one go, and undoes everything if one part fails. The saver, the restore and the closing
-work on it; it imports none of them. The training thread changes where the training is, and every thread may read it.
+`TrainingRun` opens everything in one go, and undoes everything if one part fails. The saver, the restore and the
+closing work on it; it imports none of them. The training thread changes where the training is, and every thread may
+read it.
 """
 
 from __future__ import annotations

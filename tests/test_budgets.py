@@ -40,7 +40,7 @@ BUDGETS = {
     "lightning": (2_540, 1_770),
     "megatron": (540, 360),
     "plugins": (280, 220),
-    "public": (3_320, 1_830),
+    "public": (3_340, 1_830),
     "ray": (120, 70),
     "testing": (660, 500),
     "tools/": (10, 10),
@@ -52,7 +52,7 @@ BUDGETS = {
     "torchtitan": (340, 240),
     "transformers": (1_510, 990),
 }
-TOTAL = (64_510, 43_260)
+TOTAL = (64_540, 43_260)
 C_LINES = 150
 STEP_FILES, RESTORE_FILES = 85, 79
 

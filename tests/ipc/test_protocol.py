@@ -90,7 +90,7 @@ def test_every_request_has_a_handler_that_answers_what_it_should() -> None:
 
 def test_every_note_is_heard(run_dir: str) -> None:
     """By a Checkpointer that has triggers and keeps books."""
-    with ckpt.Checkpointer(toy.build(), [ckpt.Memory(), ckpt.Tier(run_dir, every=1)]) as cp:
+    with ckpt.Checkpointer(toy.build(), ckpt.Tier(run_dir, every=1)) as cp:
         assert set(cp._session.supervisor._hears) == set(NOTES)
     assert table(NOTES) == writer_client.NOTES
 
@@ -211,7 +211,7 @@ def test_a_real_writer_refuses_by_name_and_goes_on(own_sockets: Path, run_dir: s
     """What is wrong gets an error of ours, on a connection that stays usable; what is no message ends that connection,
     and what is far too long too, after it was named. The same writer saves on."""
     live = toy.build()
-    with ckpt.Checkpointer(live, [ckpt.Memory(), ckpt.Tier(run_dir, every=1)]) as cp:
+    with ckpt.Checkpointer(live, ckpt.Tier(run_dir, every=1)) as cp:
         cp.restore(default=0)
         key, pid = key_of(run_dir, 0), cp.writer_pid
         one = link.connect(key)
@@ -237,7 +237,7 @@ def test_a_real_writer_refuses_by_name_and_goes_on(own_sockets: Path, run_dir: s
             other.close()
         one.close()
         toy.train_step(live)
-        assert cp.save(1).committed(60).step == 1 and cp.writer_pid == pid
+        assert cp.save(1).wait_durable(60).step == 1 and cp.writer_pid == pid
         assert [process.pid for process in writers(own_sockets)] == [pid]
 
 

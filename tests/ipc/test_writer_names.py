@@ -59,7 +59,7 @@ def test_a_name_has_one_owner(own_sockets: Path) -> None:
         thread.join()
     (owner,) = [one for one in got if one is not None]
     assert channel.listen(key) is None and channel.siblings(key) == {0: key}
-    with pytest.raises(ckpt.WriterError, match="another writer"):
+    with pytest.raises(ckpt.errors.WriterError, match="another writer"):
         late = WriterClient.spawn(key)
         try:
             late.greet(60.0, 60.0)

@@ -74,7 +74,7 @@ class Job:
         say(case=self.case, step=step + 1, loss=loss, weights=self.digest())
 
     def digest(self) -> str:
-        """Of the weights of all stages."""
+        """Return a digest of the weights of all stages."""
         mine = {name: _digest(p) for name, p in self.engine.module.named_parameters()}
         of_all: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(of_all, mine)
@@ -109,7 +109,7 @@ def kill(folder: str, cases: list[str]) -> None:
             job.train(step)
             save = cp.step()
             assert save is not None
-            save.staged(60)
+            save.wait_staged(60)
     dist.barrier()
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -137,7 +137,7 @@ def refuse(folder: str, cases: list[str]) -> None:
     for case in cases:
         try:
             Job(case, 2).attach(folder)
-        except ckpt.UsageError as error:
+        except ckpt.errors.UsageError as error:
             say(case=case, error=str(error))
 
 

@@ -108,7 +108,7 @@ class Job:
         return float(total)
 
     def digests(self) -> dict[str, str]:
-        """By what DeepSpeed says: of fp32 weights with moments, of what the model computes with them, of counts."""
+        """Return digests of fp32 weights with moments, of the weights that the model computes with, and of counters."""
         high, low = hashlib.sha256(), hashlib.sha256()
         for name, p in self.engine.module.named_parameters():
             if p.requires_grad:
@@ -142,7 +142,7 @@ class Job:
         return float(getattr(self.engine.optimizer, "loss_scale", 1) or 1) if self.dtype == "fp16" else 1.0
 
     def attach(self, run: str) -> Any:
-        tiers = [ckpt.Memory(), ckpt.Tier(run, every=3)]
+        tiers = [ckpt.Tier(run, every=3)]
         return ckpt.deepspeed.attach(self.engine, tiers, state={"rng": ckpt.RNG()})
 
 

@@ -35,12 +35,12 @@ def other_writer(old):
     time.sleep(0.5)
 
 exec(before)
-cp = ckpt.Checkpointer(state, [ckpt.Memory()], name=name, triggers=None, busy_timeout_s=20)
+cp = ckpt.Checkpointer(state, triggers=None, options=ckpt.Options(name=name, busy_timeout_s=20))
 start = cp.restore(default=0)
 print("start", start, int(state["w"][0]), flush=True)
 for step in range(start + 1, start + 1 + int(steps)):
     state["w"].fill_(step)
-    cp.step(step).staged(30)
+    cp.step(step).wait_staged(30)
 exec(end)
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -86,7 +86,7 @@ def test_leaving_while_the_writer_is_dead(own_sockets: Path, how: str) -> None:
 def test_a_trainer_that_dies_before_the_next_writer_has_read_what_it_was_sent(
     own_sockets: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It hears of the death first, and of the memory then: it reads to the end before it looks what there is."""
+    """It is notified of the death before the memory: it reads all messages before it searches the memory."""
     monkeypatch.setenv("SMALL", "2000")
     end = "os.kill(cp.writer_pid, signal.SIGKILL); time.sleep(60)"
     assert killed(run_script(LIFE, "unread", "inside.die_before_next_writer_reads()", 4, end))
@@ -102,14 +102,14 @@ def test_inherited_slots_are_kept_until_the_dead_trainer_has_ended(
         inside.inherit_from_a_process_that_has_not_ended(monkeypatch, lingering.pid)
         w = nn.Parameter(torch.zeros(8))
         opt = torch.optim.SGD([w], lr=1.0)
-        with ckpt.Checkpointer({"w": w, "opt": opt}, name="held", triggers=None) as cp:
+        with ckpt.Checkpointer({"w": w, "opt": opt}, triggers=None, options=ckpt.Options(name="held")) as cp:
             assert cp.restore() == 3
             assert inside.slots_held_for_others(cp) == 1
             lingering.kill()
             w.grad = torch.full_like(w, -1.0)
             opt.step()
             save = cp.step(4)
-            assert save is not None and save.staged(60)
+            assert save is not None and save.wait_staged(60)
             assert inside.slots_held_for_others(cp) == 0
 
 
@@ -140,8 +140,8 @@ def test_training_does_not_overtake_a_save_of_another_thread(
         asked.set()
         time.sleep(0.5)
 
-    tiers = [ckpt.Memory(every=1000), ckpt.Tier(run_dir, every=1000)]
-    with ckpt.Checkpointer(state, tiers, triggers=None) as cp:
+    tiers = [ckpt.Tier(run_dir, every=1000)]
+    with ckpt.Checkpointer(state, tiers, triggers=None, memory=ckpt.Memory(every=1000)) as cp:
         cp.restore(default=0)
         for step in range(1, 4):
             train(state)
@@ -162,7 +162,7 @@ def test_training_does_not_overtake_a_save_of_another_thread(
 def test_closing_with_too_little_time_says_so(run_dir: str, timeout_s: float) -> None:
     """By DeadlineError; what was begun is finished by the writer, and the last step is there."""
     state = toy.build()
-    cp = ckpt.Checkpointer(state, [ckpt.Memory(every=100), ckpt.Tier(run_dir, every=100)], triggers=None)
+    cp = ckpt.Checkpointer(state, ckpt.Tier(run_dir, every=100), triggers=None, memory=ckpt.Memory(every=100))
     for step in range(cp.restore(default=0), 3):
         toy.train_step(state)
         cp.step(step + 1)
@@ -172,7 +172,7 @@ def test_closing_with_too_little_time_says_so(run_dir: str, timeout_s: float) ->
 
 
 def test_a_child_may_open_the_run_when_its_trainer_has_gone(run_dir: str) -> None:
-    """What it was forked with is its parent's; the name of the run is free for one of its own."""
+    """Inherited resources belong to its parent; the name of the run is free for the child's own Checkpointer."""
     with ckpt.Checkpointer(toy.build(), run_dir, triggers=None) as cp:
         cp.restore(default=0)
         reading, writing = os.pipe()

@@ -42,7 +42,7 @@ def digest():
     found += [optim.state[p]["exp_avg"].full_tensor() for p in model.parameters() if p in optim.state]
     return hashlib.sha256(b"".join(t.detach().numpy().tobytes() for t in found)).hexdigest()
 
-cp = ckpt.Checkpointer(state, ckpt.Memory(replicas=replicas), name=root)
+cp = ckpt.Checkpointer(state, memory=ckpt.Memory(replicas=replicas), options=ckpt.Options(name=root))
 start = cp.restore(default=0)
 report = {"rank": rank, "start": start, "tier": cp.last_restore.tier, "own": state["own"]["rank"], "restored": digest()}
 for step in range(start, start + 7):
@@ -50,7 +50,7 @@ for step in range(start, start + 7):
     optim.step()
     optim.zero_grad()
     save = cp.step(step + 1)
-save.staged()
+save.wait_staged()
 print(json.dumps({**report, "trained": digest()}), flush=True)
 dist.barrier()
 if action == "die":

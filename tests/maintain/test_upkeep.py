@@ -677,10 +677,10 @@ def test_a_clean_up_that_was_killed_is_ended_by_gc(run: Path, call: Call, words:
     assert owners(run) == expected | {11, 12, 13} and call("verify", "--all", run).code == 0
 
 
-# -- keep --
+# -- pin --
 
 
-def test_keep_is_said_and_taken_back(run: Path, call: Call) -> None:
+def test_pin_and_unpin(run: Path, call: Call) -> None:
     """The note goes into the log; said twice it is one record; a step that is not there is refused."""
     assert call("pin", f"{run}@2", "--note", "good", "--yes", "--json").json["done"] == {"pinned": True}
     assert [a.step for a in state_of(run).kept] == [2] and "good" in state_of(run).kept.values()
@@ -689,10 +689,10 @@ def test_keep_is_said_and_taken_back(run: Path, call: Call) -> None:
     assert len(list((run / "log").iterdir())) == records
     call("prune", run, "--keep-last", 1, "--yes")
     assert steps(run) == [6, 5, 2]
-    assert "good" in call("unpin", f"{run}@2", "--yes").out
+    assert "is pinned: good" in call("unpin", f"{run}@2", "--yes").out
     call("prune", run, "--keep-last", 1, "--yes")
     assert steps(run) == [6, 5]
-    for words in (("pin", f"{run}@2", "--note", "x"), ("unpin", f"{run}@99"), ("pin", run)):
+    for words in (("pin", f"{run}@2", "--note", "x"), ("unpin", f"{run}@99"), ("pin", run), ("unpin", run)):
         assert call(*words, "--yes").code == 2
 
 

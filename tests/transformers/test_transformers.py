@@ -245,7 +245,7 @@ def test_two_callbacks_and_wrong_arguments_are_refused(run_dir: str) -> None:
     for word, hint in (
         ("save_total_limit", "keep="),
         ("save_steps", "every="),
-        ("on_bussy", "on_busy="),
+        ("on_bussy", r"options=ckpt\.Options\(on_busy="),
         ("monitor", "best="),
     ):
         with pytest.raises(ckpt.errors.UsageError, match=f"unknown keyword {word}=: did you mean {hint}"):
@@ -435,9 +435,9 @@ def best_of(log: list[dict[str, Any]], run: str, *, worst: bool = False) -> list
     """The two best steps by the Trainer's own log, checked: just these stay in the run, with what they scored."""
     scores = {one["step"]: one["eval_loss"] for one in log if "eval_loss" in one and one["step"] > 0}
     first, second = sorted(scores, key=lambda step: scores[step], reverse=worst)[:2]
-    assert len(scores) > 2 and {one.step: one.kept for one in ckpt.Run(run).list() if one.kept} == {
-        first: f"kept by training: best, eval_loss={scores[first]!r}",
-        second: f"kept by training: eval_loss={scores[second]!r}",
+    assert len(scores) > 2 and {one.step: one.pinned for one in ckpt.Run(run).list() if one.pinned} == {
+        first: f"best, eval_loss={scores[first]!r}",
+        second: f"eval_loss={scores[second]!r}",
     }
     assert ckpt.load(run, best=True).step == first
     return [first, second]

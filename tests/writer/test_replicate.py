@@ -15,7 +15,7 @@ from ckpt.core.format.layout import Layout, TensorSpec, pages
 from ckpt.core.format.manifest import Attempt
 from ckpt.core.format.partition import partner
 from ckpt.core.ipc.arena import EMPTY, FILLING, SEALED, Arena, Label
-from ckpt.core.ipc.requests import Partner, Push, Serve
+from ckpt.core.ipc.requests import Partner, Push
 from ckpt.plugins.replicas import Replicator
 from parallel import free_port, launch
 from processes import eventually, writers
@@ -145,7 +145,7 @@ def push(sender: Replicator, arena: Arena, slot: int, layout: Layout, step: int)
 
 
 async def pushed(taker: Replicator, sender: Replicator, arena: Arena, layout: Layout, steps: range) -> None:
-    sender.send_to(Partner({**taker.serve(Serve()), "addresses": ["127.0.0.1"]}, 3))
+    sender.partner(Partner({**taker.partner(Partner()), "addresses": ["127.0.0.1"]}, 3))
     for step in steps:
         push(sender, arena, step % arena.slots, layout, step)
         for _ in range(500):
@@ -206,7 +206,7 @@ def test_strangers_are_hung_up_on() -> None:
 
     async def work() -> None:
         taker, sender = replicator(), replicator()
-        contact = taker.serve(Serve())
+        contact = taker.partner(Partner())
         reader, writer = await asyncio.open_connection("127.0.0.1", contact["port"])
         writer.write(b"x" * 32 + b"\xff" * 100)
         with contextlib.suppress(ConnectionResetError):

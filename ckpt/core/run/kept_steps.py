@@ -6,7 +6,7 @@ import math
 import time
 from typing import Any
 
-from ckpt.core.ipc.requests import AskKept, KeptReply
+from ckpt.core.ipc.requests import KeepSteps, KeptReply
 from ckpt.core.log.records import THE_BEST
 from ckpt.core.ranks.world import together
 from ckpt.core.run.progress import Progress
@@ -157,7 +157,7 @@ class KeptSteps:
             self._keeper.save_again()
 
     def _ask(self, step: int) -> KeptReply:
-        return self._session.supervisor.writer.insist(lambda client: client.ask(AskKept(step)))
+        return self._session.supervisor.writer.insist(lambda client: client.ask(KeepSteps(step=step)))
 
     def _say_others(self, steps: list[int]) -> None:
         if steps and self._best is not None and self._pinned is not None:

@@ -18,7 +18,7 @@ from ckpt.core.run.progress import Progress, Staged, StagedStep
 from ckpt.core.run.replica_check import ReplicaCheck
 from ckpt.core.run.save_plan import Late
 from ckpt.core.run.session import Session
-from ckpt.core.run.supervise.writer_client import HUNG_UP
+from ckpt.core.run.supervise.writer_link import HUNG_UP
 from ckpt.core.run.supervise.writes import WriteInFlight
 from ckpt.core.snapshot.awaited_memory import AwaitedMemory
 from ckpt.core.snapshot.slots import ALL_BUSY
@@ -84,12 +84,12 @@ class TierWrites:
     def under_way(self) -> list[str]:
         """Return the attempts that are not committed yet in all their tiers, nor failed."""
         with self._lock:
-            return [save.attempt for save in self._active if save.tiers and save._unfinished()]
+            return [save.id for save in self._active if save.tiers and save._unfinished()]
 
     def write(self, save: Save, attempt: Attempt, place: tuple[Arena, int], tier: int) -> None:
         """Have the writer write it there."""
         url, began = self._session.tiers[tier].url, time.monotonic()
-        self.sent.append(save.attempt)
+        self.sent.append(save.id)
         if tier in self.owed and self.owed[tier][0].step <= save.step:
             del self.owed[tier]
 

@@ -574,9 +574,10 @@ def test_cadences() -> None:
     assert disk.interval_s == pytest.approx(max(20.0, 2.0 / 0.08)) and disk.every == 50
     assert bucket.save_s == 100.0 and bucket.every == 200
     line = advice.tiers_line(job, [memory, disk, bucket], [BUCKET, DISK], SPEED)
-    tiers = eval(line.removeprefix("tiers="), {"ckpt": ckpt, "options": {}})
-    assert [tier.every for tier in tiers] == [20, 50, 200] and tiers[0].keep == 3
-    assert tiers[1].url == "file:///nvme/run1" and tiers[2].keeping.last == 3
+    given = eval(f"dict({line})", {"ckpt": ckpt, "options": {}})
+    assert (given["memory"].every, given["memory"].keep) == (20, 3)
+    near, far = given["tiers"]
+    assert (near.url, near.every) == ("file:///nvme/run1", 50) and (far.every, far.keeping.last) == (200, 3)
     gpu = advice.memory_cadence(job, replace(SPEED, by_device=True, copy=40 * GB))
     assert gpu.every == 1
 

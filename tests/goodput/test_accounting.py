@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from accounts import WALL, account, costs, died, invoke, near, run, seen, settled, write
 from ckpt.core.cadence.ledger import PREFIX, Account, Decision, End, Restore, SeenFault, StepRow
-from ckpt.errors import CorruptError, FormatError
+from ckpt.errors import CorruptError, FormatError, NoCheckpointError
 from ckpt.guard.report import Fault, SavedStep
 from ckpt.tools.cli import reading
 from ckpt.tools.observe.goodput import accounting, walk
@@ -474,7 +474,7 @@ def test_a_run_without_a_ledger_says_what_to_do(run: Path) -> None:
     assert isinstance(result.exception, FormatError) and "has no run metrics" in str(result.exception)
     (run / "empty").mkdir()
     result = invoke(run / "empty")
-    assert isinstance(result.exception, FormatError) and "no run metrics" not in str(result.exception)
+    assert isinstance(result.exception, NoCheckpointError) and "no run metrics" not in str(result.exception)
 
 
 def test_control_characters_do_not_reach_a_terminal(run: Path) -> None:

@@ -33,7 +33,7 @@ if "train" in sys.orig_argv and "RANK" in os.environ:
     def flipping(self, *arguments, **settings):
         step = restore(self, *arguments, **settings)
         if step and os.environ["RANK"] == "0":
-            weight = self._session.capture.state["model"].blocks[1].up.weight
+            weight = self._run.capture.state["model"].blocks[1].up.weight
             weight._local_tensor.detach().view(torch.int32)[0, 0] ^= 1
         return step
 

@@ -44,10 +44,10 @@ with ckpt.Checkpointer(state, ckpt.Tier(run, every=every), memory=memory) as cp:
             if mode == "both":
                 cp.wait(30)
                 time.sleep(1.5)
-                os.kill(cp._session.supervisor.client._process.pid, 9)
+                os.kill(cp._run.supervisor.client._process.pid, 9)
             if mode == "writer":
                 time.sleep(1.2)
-                os.kill(cp._session.supervisor.client._process.pid, 9)
+                os.kill(cp._run.supervisor.client._process.pid, 9)
                 time.sleep(1.0)
                 continue
             if mode == "stop":
@@ -267,7 +267,7 @@ with ckpt.Checkpointer(state, ckpt.Tier(sys.argv[1], every="auto"), memory=ckpt.
         time.sleep(0.008)
         dist.barrier()
         cp.step(step + 1)
-    newest = cp._session.intervals.plan.newest
+    newest = cp._run.intervals.plan.newest
     told = f"RANK {dist.get_rank()} {newest.step} {newest.memory} {newest.tiers} {cp.stats.saves}"
     print(told, flush=True)
 os._exit(0)

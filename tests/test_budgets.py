@@ -53,14 +53,6 @@ BUDGETS = {
     "transformers": (1_510, 990),
 }
 TOTAL = (64_170, 42_970)
-=======
-    "tools/maintain": (1_900, 1_300),
-    "tools/observe": (3_360, 2_050),
-    "torchtitan": (340, 240),
-    "transformers": (1_510, 990),
-}
-TOTAL = (64_170, 42_970)
->>>>>>> main
 C_LINES = 150
 STEP_FILES, RESTORE_FILES = 85, 79
 

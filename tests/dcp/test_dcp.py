@@ -870,28 +870,6 @@ def test_a_checkpoint_whose_small_files_are_damaged_is_not_the_end(run_dir: str)
     assert load(state, run_dir)["n"] == 1
 
 
-<<<<<<< HEAD
-def test_what_is_out_of_reach_for_a_moment_is_not_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another location with this step is as good; else it is an error, and no older checkpoint is taken instead."""
-    near, far, state = str(tmp_path / "near"), str(tmp_path / "far"), {"w": torch.zeros(3), "n": 0}
-    for step in (1, 2):
-        save(state | {"n": step}, step, [near, far])
-    real = read.load_manifest
-
-    async def away(store: Any, commit: Any) -> Any:
-        if store.url.endswith("near") and commit.step == 2:
-            raise ckpt.errors.StoreError("no answer", retryable=True)
-        return await real(store, commit)
-
-    monkeypatch.setattr(read, "load_manifest", away)
-    assert load(state, [near, far], resume=False)["n"] == 2
-    error = str(refused(lambda: load(state, near)))
-    assert "no answer" in error and "pass its checkpoint_id" in error
-    assert load(state, near, 1)["n"] == 1
-
-
-=======
->>>>>>> main
 def test_what_is_retired_while_it_is_looked_for_is_looked_for_again(
     run_dir: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

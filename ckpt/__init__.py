@@ -30,7 +30,7 @@ _HOMES = {
     "Memory": "tiers",
     "Metrics": "metrics",
     "RNG": "core.state.stateful",
-    "Restored": "core.restore.restore_first",
+    "Restored": "core.restore.restore",
     "Run": "run",
     "Save": "save",
     "Shard": "adapters.shards",
@@ -89,7 +89,7 @@ if TYPE_CHECKING:
     from ckpt.checkpointer import Checkpointer as Checkpointer
     from ckpt.core.cadence.cadence import Auto as Auto
     from ckpt.core.checkpoint.retention import Keep as Keep
-    from ckpt.core.restore.restore_first import Restored as Restored
+    from ckpt.core.restore.restore import Restored as Restored
     from ckpt.core.state.stateful import RNG as RNG
     from ckpt.core.state.stateful import Stateful as Stateful
     from ckpt.errors import CheckpointError as CheckpointError

@@ -6,12 +6,10 @@ from typing import Any
 
 import ckpt.adapters  # noqa: F401 - registers them
 from ckpt.core.checkpoint import read, spelling
-from ckpt.core.checkpoint.losses import Loss
 from ckpt.core.format.partition import Seat
 from ckpt.core.ipc import channel
 from ckpt.core.ranks.world import World
-from ckpt.core.restore.candidates import gather
-from ckpt.core.restore.restore_first import Restored, restore_first
+from ckpt.core.restore.restore import Candidates, Restored, restore_first
 from ckpt.core.state.capture import Capture
 from ckpt.errors import CorruptError, FormatError, MismatchError, NoCheckpointError
 from ckpt.store import normalise
@@ -36,13 +34,13 @@ def fill(state: dict[str, Any], url: str, step: int | None = None, *, only: bool
     place, which = spelling.split(url, step)
     wanted, place = spelling.number(which), normalise(place)
     world = World.detect(channel.node_id())
-    lost: list[Loss] = []
     result = Restored(step=None)
-    sources = gather(world, (), (), [place], [[0] * world.size], wanted, lost)
+    candidates = Candidates(world, (), (), [place], [[0] * world.size], wanted)
+    sources = candidates.gather()
     capture = Capture(state, Seat(world.rank, world.size))
     capture.read()
     source = restore_first(
-        world, sources, capture, result, strict=not only, on_touch=lambda: None, lost=lost, step=wanted
+        world, sources, capture, result, strict=not only, on_touch=lambda: None, lost=candidates.lost, step=wanted
     )
     world.farewell()
     if source is None and result.skipped:

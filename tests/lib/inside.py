@@ -61,8 +61,7 @@ from ckpt.core.log.records import MARK, Acquire, Commit, RunState
 from ckpt.core.ranks import world as worlds
 from ckpt.core.ranks.world import World
 from ckpt.core.restore import sources
-from ckpt.core.restore.candidates import gather
-from ckpt.core.restore.restore_first import restore_first
+from ckpt.core.restore.restore import Candidates, restore_first
 from ckpt.core.restore.sources import HeldSnapshot, MemorySource, RestoreSource, StoreSource
 from ckpt.core.run.closing import Closing
 from ckpt.core.run.ownership import Ownership
@@ -1702,24 +1701,25 @@ def restore_first_of(
 def restore_folder(url: str | Path, into: dict[str, Any], ranks: World | None = None) -> ckpt.Restored:
     """Restore the newest checkpoint of a run without opening it for writing, which would repair it. `step` of the
     result is None if there is none. `ranks`: see `threads.together`."""
-    world, result, lost = ranks or World(), ckpt.Restored(step=None), list[losses.Loss]()
-    found_there = gather(world, [], [], [str(url)], [[0] * world.size], None, lost)
-    found = restore_first(world, found_there, Capture(into), result, strict=True, on_touch=lambda: None, lost=lost)
+    world, result = ranks or World(), ckpt.Restored(step=None)
+    candidates = Candidates(world, [], [], [str(url)], [[0] * world.size], None)
+    found_there, capture = candidates.gather(), Capture(into)
+    found = restore_first(world, found_there, capture, result, strict=True, on_touch=lambda: None, lost=candidates.lost)
     result.step = None if found is None else found.attempt.step
     return result
 
 
 def lost_in_folder(url: str | Path, into: dict[str, Any], ranks: World) -> list[Any]:
     """Look for checkpoints of a run on all ranks. Return the lost steps that this rank reports."""
-    result, lost = ckpt.Restored(step=None), list[losses.Loss]()
-    gather(ranks, [], [], [str(url)], [[0] * ranks.size], None, lost)
-    restore_first(ranks, [], Capture(into), result, strict=True, on_touch=lambda: None, lost=lost)
+    result, candidates = ckpt.Restored(step=None), Candidates(ranks, [], [], [str(url)], [[0] * ranks.size], None)
+    candidates.gather()
+    restore_first(ranks, [], Capture(into), result, strict=True, on_touch=lambda: None, lost=candidates.lost)
     return result.skipped
 
 
 def sources_in(url: str | Path) -> list[RestoreSource]:
     """List the checkpoints of a run that can be restored, newest first."""
-    return gather(World(), [], [], [str(url)], [[0]], None)
+    return Candidates(World(), [], [], [str(url)], [[0]], None).gather()
 
 
 def trust_memory(patch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,11 @@
-"""Whose run it is: found out, agreed among the ranks, and taken over when a run is opened or restored.
+"""Who owns the run: the ranks open it together, and begin a term at the start and after each restore.
 
-Also what ranks tell each other in the background afterwards: which nodes hold their parts of a checkpoint, and whether
-every rank has newer memory than that of before.
+If all ranks see the same tiers, rank 0 acquires them while the others wait for an agreement that there is anyway, so
+that a term costs no agreement of its own. A tier on the disks of single nodes has a log on each of them. Then all ranks
+agree on the term, and on what is complete.
+
+In the background, ranks tell each other which nodes hold their parts of a checkpoint, and whether every rank has newer
+memory than that of before.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from ckpt.core.ipc.requests import Partner, Serve
 from ckpt.core.log.log import Acquire
 from ckpt.core.ranks.world import Mailbox, World, together
 from ckpt.core.run.supervise.writer_supervisor import WriterSupervisor
-from ckpt.errors import CheckpointError, UsageError
+from ckpt.errors import CheckpointError, UsageError, from_wire, to_wire
 from ckpt.events import log
 from ckpt.failpoints import point
 from ckpt.tiers import Memory, Tier
@@ -46,13 +50,13 @@ class Ownership:
         self.supervisor: WriterSupervisor
 
     def open(self, make: Callable[[], WriterSupervisor]) -> WriterSupervisor:
-        """Find out what there is, agree with the other ranks, and take the run over."""
+        """Have a writer that has opened the tiers, agree with the other ranks, and begin the first term."""
         world = self._world
         made: list[WriterSupervisor] = []
 
         def prepare() -> Any:
             made.append(make())
-            opened = made[0].opened
+            self.supervisor, opened = made[0], made[0].opened
             settings: list[Any] = [[tier.url, str(tier.every)] for tier in self._tiers]
             settings.append([self._place, str(self._memory.every if self._memory else 0)])
             return {
@@ -63,22 +67,30 @@ class Ownership:
                 "cadence": opened.cadence,
             }
 
+        def decide(posts: list[Any]) -> Any:
+            found = _open_together(posts)
+            self._assign_roles(found["roots"])
+            return found | {"term": self.lead(None, found["epoch"])}
+
         try:
-            found = together(world, "open", prepare, _open_together)
-            self.supervisor = made[0]
-            self.roots, self.has_checkpoints = found["roots"], found["has"]
-            self.cadence = found["cadence"]
-            for i, roots in enumerate(self.roots):
-                group = [rank for rank in range(world.size) if roots[rank] == roots[world.rank]]
-                self.supervisor.run.roles[i] = Role(tuple(group), group.index(world.rank), world.size)
+            found = together(world, "open", prepare, decide)
+            self.has_checkpoints, self.cadence = found["has"], found["cadence"]
+            self._assign_roles(found["roots"])
             self.supervisor.hear(HeldNote, self._on_held)
-            self.take_over(found["epoch"], None)
+            self.begin_term(found["term"], None, found["epoch"])
             self._find_partner()
         except BaseException:
             for supervisor in made:
                 supervisor.give_up()
             raise
         return self.supervisor
+
+    def _assign_roles(self, roots: list[list[int]]) -> None:
+        """Note which ranks see the same storage: they commit together, the lowest first."""
+        self.roots, rank = roots, self._world.rank
+        for i, owners in enumerate(roots):
+            group = [other for other, owner in enumerate(owners) if owner == owners[rank]]
+            self.supervisor.run.roles[i] = Role(tuple(group), group.index(rank), self._world.size)
 
     def _find_partner(self) -> None:
         """With `Memory(replicas=2)` a writer on another node keeps a copy of this rank's memory."""
@@ -93,15 +105,54 @@ class Ownership:
         self.supervisor.memory.push_copies()
         self.supervisor.standing.tell(Partner(contacts[other], world.rank))
 
-    def take_over(self, floor: int, restored: Attempt | None) -> None:
-        """Open an epoch, the same in all tiers; with `restored` one that continues from there."""
+    # -- a new term, the same in all tiers; if a checkpoint was restored, it continues from there --
+
+    def lead(self, restored: Attempt | None, floor: int = 0) -> Any:
+        """On rank 0, inside an agreement: acquire the tiers that all ranks share. Return the term, or the error, for
+        `begin_term` on all ranks; None if all ranks have to take part."""
+        run = self.supervisor.run
+        if self._world.size == 1 or any(owner for owners in self.roots for owner in owners):
+            return None
+        try:
+            epochs = [max(floor, self.supervisor.owner.epoch)]
+            while True:
+                turn = run.turns
+                epochs = run.acquire(run.nonce(turn), max(epochs), restored)
+                if len(epochs) == 1:
+                    break  # else another job acquired some of the tiers meanwhile
+            point("run.taken")
+            run.own(Acquire(epochs[0], run.nonce(turn), restored), recover=restored is None)
+        except CheckpointError as error:
+            wire = to_wire(error)
+            return {**wire, "message": f"rank 0: {wire['message']}"}
+        return [epochs[0], turn]
+
+    def begin_term(self, term: Any, restored: Attempt | None, floor: int = 0) -> None:
+        """Make this process and its writer continue in the new term. `term`: what rank 0 returned from `lead`."""
         world, run = self._world, self.supervisor.run
+        if isinstance(term, dict):
+            raise from_wire(term)
+        if term is None:
+            self._begin_term_together(restored, floor)
+        elif world.rank:
+            epoch, turn = term
+            try:
+                run.own(Acquire(epoch, run.nonce(turn), restored), recover=restored is None)
+            except CheckpointError as error:
+                world.leave(f"could not continue in the new term: {error}")
+                raise
+        if restored is None:
+            run.resume()
+
+    def _begin_term_together(self, restored: Attempt | None, floor: int) -> None:
+        """The same with agreements of its own, for a single rank and for tiers that are several storages."""
+        world, run = self._world, self.supervisor.run
+        epochs = [max(floor, self.supervisor.owner.epoch)]
         while True:
-            nonce = run.next_nonce()
-            epochs = together(world, "acquire", partial(run.acquire, nonce, floor, restored), _union)
+            nonce = run.nonce(run.turns)
+            epochs = together(world, "acquire", partial(run.acquire, nonce, max(epochs), restored), _union)
             if len(epochs) == 1:
-                break
-            floor = max(epochs)  # another job came between: one epoch for all tiers
+                break  # else another job acquired some of the tiers meanwhile
         point("run.taken")
         owner = Acquire(epochs[0], nonce, restored)
 
@@ -109,8 +160,6 @@ class Ownership:
             return [msgspec.structs.asdict(one) for one in run.own(owner, recover=restored is None)]
 
         complete = together(world, "own", own, _complete)
-        if restored is None:
-            run.resume()
         for i in range(len(self._tiers)):
             attempts = [Attempt.parse(text) for number, text in complete if number == i]
             if attempts and run.roles[i].place == 0:

@@ -6,13 +6,10 @@ import json
 import time
 from typing import Any
 
-from ckpt.core.checkpoint.losses import Loss
 from ckpt.core.ipc.heartbeat import OPENING, RESTORING
 from ckpt.core.ipc.watch_requests import RestoreDone, Show
 from ckpt.core.ranks.world import together
-from ckpt.core.restore.candidates import gather
-from ckpt.core.restore.early_look import EarlyLook
-from ckpt.core.restore.restore_first import Restored, restore_first
+from ckpt.core.restore.restore import Candidates, Restored, restore_first
 from ckpt.core.restore.sources import MemorySource, RestoreSource
 from ckpt.core.run.progress import Progress, Staged, StagedStep
 from ckpt.core.run.saves import TierWrites
@@ -52,32 +49,38 @@ class Restoring:
             heartbeat.touch(OPENING)
 
     def _fill(self, step: int | None, strict: bool) -> tuple[Restored, RestoreSource | None]:
-        session = self._session
-        session.intervals.begin(together(session.world, "settle", lambda: self._settle(step), max))
-        result = Restored(step=None)
-        urls = [tier.url for tier in session.tiers]
-        with session.supervisor.held.snapshots() as snapshots:
-            acquires = session.supervisor.memory.inherited.acquires
-            damage: list[Loss] = []
-            early, session.early = session.early, EarlyLook()
-            roots = session.ownership.roots
-            held = session.supervisor.held.damage
-            sources = gather(session.world, snapshots, acquires, urls, roots, step, damage, early, held)
+        """Restore from the first usable source. Return what was done, and the source if there is one."""
+        session, result = self._session, Restored(step=None)
+        urls, supervisor = [tier.url for tier in session.tiers], session.supervisor
+        with supervisor.held.snapshots() as snapshots:
+            acquires, damage = supervisor.memory.inherited.acquires, supervisor.held.damage
+            candidates = Candidates(session.world, snapshots, acquires, urls, session.ownership.roots, step, damage)
+
+            def post() -> Any:
+                return {"intervals": self._settle(step), "candidates": candidates.post()}
+
+            def choose(posts: list[Any]) -> Any:
+                intervals = max(post["intervals"] for post in posts)
+                return {"intervals": intervals, "candidates": candidates.choose([post["candidates"] for post in posts])}
+
+            agreed = together(session.world, "candidates", post, choose)
+            session.intervals.begin(agreed["intervals"])
             source = restore_first(
                 session.world,
-                sources,
+                candidates.sources(agreed["candidates"]),
                 session.capture,
                 result,
                 strict=strict,
                 on_touch=self._touch,
-                lost=damage,
+                lost=candidates.lost,
                 step=step,
+                term=session.ownership,
             )
         return result, source
 
     def _settle(self, step: int | None) -> list[Any]:
         """Wait until no copy is under way, because the state is overwritten, and until the requested step has arrived.
-        Return what the ranks agree on before they restore."""
+        Return the intervals that this rank saves by: all ranks go on with the same."""
         timeout_s = self._session.settings.busy_timeout_s
         self._session.stager.do(lambda: None, timeout_s)
         if self._session.world.size > 1:  # the owner changes for all at once: nothing under way may be fenced off
@@ -110,7 +113,7 @@ class Restoring:
 
     def _finish(self, source: RestoreSource, result: Restored, began: float) -> None:
         session, staged, supervisor = self._session, self._staged, self._session.supervisor
-        session.ownership.take_over(supervisor.owner.epoch, source.attempt)
+        session.ownership.begin_term(source.term, source.attempt)
         if source.damaged:
             supervisor.run.distrust(source.tier)
         session.heartbeat.went_back(source.attempt.step)

@@ -96,9 +96,14 @@ class RunOpener:
         """The ids of the runs in all tiers, by URL, once they are open."""
         return dict(zip([tier.url for tier in self.tiers], self.found, strict=True))
 
-    def next_nonce(self) -> str:
-        """Return the nonce of the next term. All ranks compute the same, so that no writer takes it for another job."""
-        self._nonces.append(nonce_of(self._world.job, len(self._nonces)))
+    @property
+    def turns(self) -> int:
+        """How many terms this job has asked for."""
+        return len(self._nonces)
+
+    def nonce(self, turn: int) -> str:
+        """Return the nonce of a term. All ranks compute the same, so that no writer takes it for another job."""
+        self._nonces = [nonce_of(self._world.job, n) for n in range(turn + 1)]
         return self._nonces[-1]
 
     @property
@@ -138,7 +143,7 @@ class RunOpener:
         return owner[:2] in ours or owner[1] in self._nonces
 
     def resume(self) -> None:
-        """All ranks have taken the run over: what was on its way to further tiers can go on."""
+        """Resume interrupted copies to further tiers: what earlier terms left unfinished was ended in all tiers."""
         self._writer.send(requests.Resume())
 
     def complete(self, tier: int, attempts: list[Attempt]) -> None:

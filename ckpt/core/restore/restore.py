@@ -39,7 +39,7 @@ from ckpt.core.format.manifest import Attempt
 from ckpt.core.format.saved_state import SavedState
 from ckpt.core.format.values import Json
 from ckpt.core.log.log import Acquire, Commit, RunLog, in_history
-from ckpt.core.ranks.exchange import Exchange
+from ckpt.core.ranks.transfer import Transfer
 from ckpt.core.ranks.world import World, together
 from ckpt.core.restore.division import Work, divided, fitting, known, verified, wanted_tensors, wishes
 from ckpt.core.restore.sources import HeldSnapshot, MemorySource, RestoreSource, StoreSource
@@ -233,13 +233,13 @@ class Candidates:
         places: dict[str, list[int]] = {}
         for attempt, place, *_ in chosen["candidates"]:
             places.setdefault(attempt, []).append(place)
-        found = [self._source(*one, places[one[0]]) for one in chosen["candidates"]]
+        found = [self._source(*one, places=places[one[0]]) for one in chosen["candidates"]]
         if found and chosen["described"] is not None:
             found[0].described = chosen["described"]
         return found
 
     def _source(
-        self, text: str, place: int, undone: bool, commits: dict[str, Json], places: Sequence[int]
+        self, text: str, place: int, undone: bool, commits: dict[str, Json], *, places: Sequence[int]
     ) -> RestoreSource:
         """`places`: all locations that have this checkpoint."""
         attempt, world, tier = Attempt.parse(text), self._world, place - 1
@@ -467,7 +467,7 @@ class _RankRestore:
 
     def __init__(self, world: World, source: RestoreSource, capture: Capture, strict: bool) -> None:
         self._world, self._source, self._capture, self._strict = world, source, capture, strict
-        self._exchange: Exchange | None = None
+        self._transfer: Transfer | None = None
 
     def place(self, described: list[Json]) -> Json:
         """Open the source and find where its tensors go, without changing anything. Return what other ranks need."""
@@ -482,43 +482,44 @@ class _RankRestore:
         self._filler = filler = Filler(source.saved, placement.fills, placement.lying, in_place=strict)
         post: dict[str, Json] = {"problems": placement.problems if strict else []}
         if world.size > 1:
-            self._exchange = Exchange(world.rank, verified(source.saved, filler))
-            post |= {**wishes(source, filler), "contact": self._exchange.contact}
+            self._transfer = Transfer(world.rank)
+            post |= {**wishes(source, filler), "contact": self._transfer.contact}
         elif strict and source.saved.world > 1:
             post |= {"tensors": wanted_tensors(source.saved, filler)}
         return post
 
     def fill(self, posts: list[Any], result: Restored, direct: bool) -> None:
-        """Read this rank's share, keep what it wants, pass on what others want, and wait for what they pass on."""
-        lengths, exchange = self._source.saved.table.length, self._exchange
-        if exchange is None:
-            self._source.read(self._filler.blobs, self._filler.add, self._filler.places)
+        """Read this rank's share, keep what it wants, send what others want, and wait for what they send."""
+        source, world = self._source, self._world
+        lengths = source.saved.table.length
+        if self._transfer is None:
+            source.read(self._filler.blobs, self._filler.add, self._filler.places)
             result.nbytes = int(lengths[self._filler.blobs].sum())
             return
         # What the page cache or shared memory holds, each rank reads faster than it receives. `direct`: the network
         # between the ranks has failed.
-        alone = direct or not self._source.remote
-        work = divided(self._world.rank, posts, range(self._world.size) if alone else self._world.nodes)
+        alone = direct or not source.remote
+        work = divided(world.rank, posts, range(world.size) if alone else world.nodes)
+        reads = known(source.saved, work.reads)
+        expects = known(source.saved, [number for numbers in work.expects.values() for number in numbers])
         try:
-            reads, expects = known(self._source.saved, work.reads), known(self._source.saved, work.expects)
-            self._share(exchange, work, reads.tolist(), [one["contact"] for one in posts])
-        except (PeerError, DeadlineError) as error:
-            exchange.fail(str(error))
-            raise TransferError(str(error), retryable=True) from error
+            self._share(self._transfer, work, reads.tolist(), [one["contact"] for one in posts])
         except BaseException as error:
-            exchange.fail(str(error))
+            self._transfer.close()  # so that no rank waits for this one
+            if isinstance(error, PeerError | DeadlineError):
+                raise TransferError(str(error), retryable=True) from error
             raise
         result.nbytes, result.nbytes_received = int(lengths[reads].sum()), int(lengths[expects].sum())
 
-    def _share(self, exchange: Exchange, work: Work, reads: list[int], contacts: list[Any]) -> None:
-        mine, filler = set(self._filler.blobs), self._filler
+    def _share(self, transfer: Transfer, work: Work, reads: list[int], contacts: list[Any]) -> None:
+        mine, filler, nodes = set(self._filler.blobs), self._filler, self._world.nodes
         number_of = dict(zip(reads, work.reads, strict=True))
 
         def sink(blob: int, data: memoryview) -> None:
             if blob in mine:
                 filler.add(blob, data)
             for rank in work.recipients[number_of[blob]]:
-                exchange.send(rank, number_of[blob], data)
+                transfer.send(rank, number_of[blob], data)
 
         def room(blobs: I64) -> I64:
             found = np.zeros(len(blobs), np.int64)
@@ -527,12 +528,10 @@ class _RankRestore:
             found[here] = filler.places(blobs[here])
             return found
 
-        exchange.expect(work.expects)
-        others = {rank for each in work.recipients.values() for rank in each}
-        exchange.connect(contacts, sorted(others), self._world.nodes, CONNECT_S)
+        transfer.receive(work.expects, contacts, nodes, verified(self._source.saved, filler), CONNECT_S)
+        transfer.wait_for({rank for each in work.recipients.values() for rank in each}, CONNECT_S)
         self._source.read(reads, sink, room)
-        exchange.finish_sending()
-        exchange.wait(work.expects, TRANSFER_S)
+        transfer.wait(TRANSFER_S)
 
     def finish(self) -> bool:
         """Restore what is not a tensor. Return True if this rank read anything elsewhere because it is damaged here."""
@@ -542,8 +541,8 @@ class _RankRestore:
         return bool(self._source.repaired)
 
     def close(self) -> None:
-        if self._exchange is not None:
-            self._exchange.close()
+        if self._transfer is not None:
+            self._transfer.close()
 
 
 def _report_left_out(placement: Placement, result: Restored) -> None:

@@ -136,6 +136,7 @@ class Ownership:
             self._begin_term_together(restored, floor)
         elif world.rank:
             epoch, turn = term
+            point("run.taken")
             try:
                 run.own(Acquire(epoch, run.nonce(turn), restored), recover=restored is None)
             except CheckpointError as error:

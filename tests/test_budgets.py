@@ -28,9 +28,9 @@ BUDGETS = {
     "core/format": (4_180, 2_790),
     "core/ipc": (1_970, 1_310),
     "core/log": (1_100, 730),
-    "core/ranks": (1_280, 880),
-    "core/restore": (1_140, 740),
-    "core/run": (5_190, 3_850),
+    "core/ranks": (1_050, 700),
+    "core/restore": (1_210, 790),
+    "core/run": (5_240, 3_890),
     "core/snapshot": (1_820, 1_350),
     "core/state": (4_620, 3_200),
     "core/writer": (2_880, 2_060),
@@ -49,12 +49,12 @@ BUDGETS = {
     "tools/doctor": (1_120, 800),
     "tools/maintain": (1_890, 1_290),
     "tools/observe": (3_370, 2_050),
-    "torchtitan": (370, 270),
+    "torchtitan": (370, 260),
     "transformers": (1_510, 990),
 }
-TOTAL = (64_540, 43_500)
+TOTAL = (64_440, 43_410)
 C_LINES = 150
-STEP_FILES, RESTORE_FILES = 88, 82
+STEP_FILES, RESTORE_FILES = 88, 77
 
 
 def sizes() -> dict[str, tuple[int, int]]:

@@ -335,11 +335,12 @@ def restore_first(
     from any tier that has it. An older one is not used instead: the history would continue from there, and the intact
     newer one would never be restored again.
     """
+    job = _Job(world, capture, result, strict, on_touch, term)
     unreadable: tuple[Attempt, str, CheckpointError] | None = None
     for source in sources:
         if unreadable is not None and source.attempt != unreadable[0]:
             break
-        error = _problem(world, source, capture, result, strict=strict, on_touch=on_touch, term=term)
+        error = _problem(job, source)
         if error is None:
             result.step, result.attempt, result.tier = source.attempt.step, str(source.attempt), source.tier
             result.repaired = list(source.repaired)
@@ -362,22 +363,25 @@ def restore_first(
     return None
 
 
-def _problem(
-    world: World,
-    source: RestoreSource,
-    capture: Capture,
-    result: Restored,
-    *,
-    strict: bool,
-    on_touch: Callable[[], None],
-    term: NewTerm | None,
-) -> CheckpointError | None:
+@dataclass(frozen=True)
+class _Job:
+    """The arguments of `restore_first`."""
+
+    world: World
+    capture: Capture
+    result: Restored
+    strict: bool
+    on_touch: Callable[[], None]
+    term: NewTerm | None
+
+
+def _problem(job: _Job, source: RestoreSource) -> CheckpointError | None:
     """Restore from this source. Return why it cannot be used, the same on all ranks, or None."""
     direct, pauses = False, iter(RETRY_AFTER_S)
     while True:
         try:
             with _no_collecting():
-                _restore(world, source, capture, result, strict=strict, on_touch=on_touch, term=term, direct=direct)
+                _restore(job, source, direct=direct)
             return None
         except (CorruptError, StoreError) as error:
             pause = next(pauses, None) if error.retryable else None
@@ -413,24 +417,15 @@ def _no_collecting() -> Iterator[None]:
             gc.enable()
 
 
-def _restore(
-    world: World,
-    source: RestoreSource,
-    capture: Capture,
-    result: Restored,
-    *,
-    strict: bool,
-    on_touch: Callable[[], None],
-    term: NewTerm | None,
-    direct: bool,
-) -> None:
+def _restore(job: _Job, source: RestoreSource, *, direct: bool) -> None:
+    world, result, strict, term = job.world, job.result, job.strict, job.term
     described = source.described
     if source.partial and described is None:
         try:
             described = together(world, "describe", source.describe)
         except UsageError as error:  # more than one message can hold; another location may need no description
             raise CorruptError(f"the ranks cannot tell each other what they have of it: {error}") from error
-    rank = _RankRestore(world, source, capture, strict)
+    rank = _RankRestore(job, source)
     try:
         posts = together(
             world,
@@ -439,9 +434,8 @@ def _restore(
             lambda posts: fitting(posts, source.saved if strict else None),
         )
         point("restore.chosen")
-        on_touch()
-        result.nbytes, result.nbytes_received = 0, 0
-        together(world, "fill", lambda: rank.fill(posts, result, direct))
+        job.on_touch()
+        together(world, "fill", lambda: rank.fill(posts, direct))
         point("restore.filled")
 
         def end(damaged: list[Any]) -> Json:
@@ -451,7 +445,7 @@ def _restore(
     finally:
         rank.close()
     source.damaged, source.term = ended["damaged"], ended["term"]
-    capture.keep_apart(rank.placement.apart)
+    job.capture.keep_apart(rank.placement.apart)
     _report_left_out(rank.placement, result)
     result.overruled = rank.placement.overruled
     if world.rank == 0 and result.overruled:
@@ -465,15 +459,15 @@ class _RankRestore:
     placement: Placement
     _filler: Filler
 
-    def __init__(self, world: World, source: RestoreSource, capture: Capture, strict: bool) -> None:
-        self._world, self._source, self._capture, self._strict = world, source, capture, strict
+    def __init__(self, job: _Job, source: RestoreSource) -> None:
+        self._job, self._source = job, source
         self._transfer: Transfer | None = None
 
     def place(self, described: list[Json]) -> Json:
         """Open the source and find where its tensors go, without changing anything. Return what other ranks need."""
-        source, world, strict = self._source, self._world, self._strict
-        source.open(described, self._capture.layout)
-        self.placement = placement = _place(self._capture, source.saved, strict)
+        source, capture, world, strict = self._source, self._job.capture, self._job.world, self._job.strict
+        source.open(described, capture.layout)
+        self.placement = placement = _place(capture, source.saved, strict)
         filled = placement.fills or placement.lying
         if not strict and world.size == 1 and source.saved.tensors and not filled:
             raise mismatch([*placement.problems, "nothing of it fits, also with strict=False"])
@@ -488,13 +482,13 @@ class _RankRestore:
             post |= {"tensors": wanted_tensors(source.saved, filler)}
         return post
 
-    def fill(self, posts: list[Any], result: Restored, direct: bool) -> None:
+    def fill(self, posts: list[Any], direct: bool) -> None:
         """Read this rank's share, keep what it wants, send what others want, and wait for what they send."""
-        source, world = self._source, self._world
+        source, world, result = self._source, self._job.world, self._job.result
         lengths = source.saved.table.length
         if self._transfer is None:
             source.read(self._filler.blobs, self._filler.add, self._filler.places)
-            result.nbytes = int(lengths[self._filler.blobs].sum())
+            result.nbytes, result.nbytes_received = int(lengths[self._filler.blobs].sum()), 0
             return
         # What the page cache or shared memory holds, each rank reads faster than it receives. `direct`: the network
         # between the ranks has failed.
@@ -512,7 +506,7 @@ class _RankRestore:
         result.nbytes, result.nbytes_received = int(lengths[reads].sum()), int(lengths[expects].sum())
 
     def _share(self, transfer: Transfer, work: Work, reads: list[int], contacts: list[Any]) -> None:
-        mine, filler, nodes = set(self._filler.blobs), self._filler, self._world.nodes
+        mine, filler, nodes = set(self._filler.blobs), self._filler, self._job.world.nodes
         number_of = dict(zip(reads, work.reads, strict=True))
 
         def sink(blob: int, data: memoryview) -> None:

@@ -21,7 +21,7 @@ Case = tuple[Any, Any, Any, list[int]]
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """Sizes, wants, can_read and nodes; every blob that is wanted can be read by somebody."""
+    """Sizes, wants, can_read and nodes; every blob that is wanted can be read by some rank."""
     ranks, blobs = draw(st.integers(1, 8)), draw(st.integers(0, 24))
     nodes = draw(st.lists(st.integers(0, 3), min_size=ranks, max_size=ranks))
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
@@ -61,14 +61,14 @@ def broken(shares: Sequence[RankReads], case: Case) -> str:
             came[list(recipients), blob] += 1
             came[rank, blob] += wants[rank, blob]
             if not recipients and not wants[rank, blob]:
-                return "a read for nobody"
+                return "a blob is read for no rank"
         expected[rank, share.expects] = True
         for blob, sender in zip(share.expects.tolist(), share.senders.tolist(), strict=True):
             there = dict(zip(shares[sender].reads.tolist(), shares[sender].recipients, strict=True))
             if rank not in there.get(blob, ()):
                 return "a sender reads what is expected of it"
     if (came != wants).any():
-        return "everyone who wants a blob has it once, nobody else"
+        return "each rank that wants a blob gets it once, and no other rank does"
     for rank, share in enumerate(shares):
         if (wants[rank] & ~expected[rank] & ~np.isin(np.arange(blobs), share.reads)).any():
             return "what is expected and what is read is what is wanted"
@@ -81,11 +81,11 @@ def broken(shares: Sequence[RankReads], case: Case) -> str:
         if not all(can_read[r, blob] for r in readers[blob]) or len(at) != len(set(at)):
             return "a reader can read, and is the only one of its node"
         if set(at) != wanting & able and not (wanting and not wanting & able and len(at) == 1):
-            return "who can read for itself does, and nobody beyond need"
+            return "a node that can read a blob reads it, and no other node does without need"
         for r in readers[blob]:
             eager = [q for q in range(ranks) if nodes[q] == nodes[r] and wants[q, blob] and can_read[q, blob]]
             if eager and r not in eager:
-                return "who wants a blob itself reads it"
+                return "a rank that wants a blob reads it"
     return ""
 
 

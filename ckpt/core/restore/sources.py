@@ -122,16 +122,16 @@ class HeldSnapshot:
         return self.label.attempt
 
     def layout_or(self, known: Layout | None) -> Layout:
-        """What it says, or the one that is known if it is that."""
+        """Return its layout, which is `known` if their digests are equal."""
         return known if known is not None and known.digest == self.label.layout else self.layout
 
     def values(self) -> bytes:
         return bytes(self.arena.values(self.slot, self.label))
 
     def check(self) -> None:
-        """CorruptError if it was overwritten, or is not what its layout says."""
+        """Raise CorruptError if it was overwritten, or does not have the size of its layout."""
         if self.arena.settled(self.slot) != self.label:
-            raise CorruptError(f"the snapshot of step {self.attempt.step} in memory was overwritten meanwhile")
+            raise CorruptError(f"the snapshot of step {self.attempt.step} in memory was overwritten while it was read")
         if self.label.data_size != self.layout.arrangement.data_size:
             raise CorruptError("the snapshot in memory is of another size than its layout")
 
@@ -213,7 +213,7 @@ class MemorySource(RestoreSource):
             for work in works:
                 work.result()
         for snapshot in self._here.values():
-            snapshot.check()  # another process's memory may have moved on while we read it
+            snapshot.check()  # another process may have overwritten it while we read
 
     def _read(self, snapshot: HeldSnapshot, blobs: I64, sink: Sink, room: Room | None) -> None:
         table, memory = self.saved.table, snapshot.arena.data(snapshot.slot)
@@ -240,24 +240,24 @@ class MemorySource(RestoreSource):
 
     @property
     def world(self) -> int:
-        """How many ranks took this snapshot."""
+        """The number of ranks that took this snapshot."""
         return next((s.layout.world for s in self._here.values()), 0)
 
     def place_of(self, rank: int) -> tuple[Arena, int] | None:
-        """Where the snapshot of a rank lies."""
+        """Return the arena and slot of a rank's snapshot."""
         found = self._here.get(rank)
         return None if found is None else (found.arena, found.slot)
 
 
 def _told(described: Sequence[Json]) -> Iterator[tuple[Layout, bytes, bytes | None, bool]]:
-    """What ranks have described: layout, plain values and digests of each snapshot, and whether these came late."""
+    """Yield what ranks have described: layout, plain values and digests of each snapshot, and if these were late."""
     for one in (one for each in described for one in each or ()):
         digests = None if one["digests"] is None else base64.b64decode(one["digests"])
         yield Layout.from_json(one["layout"]), one["values"].encode(), digests, bool(one["late"])
 
 
 def _shares(blobs: I64, length: I64) -> list[I64]:
-    """Of about as many bytes each, one for each thread."""
+    """Divide blobs into one group for each thread, of about the same number of bytes."""
     ends = np.cumsum(length[blobs])
     cuts = np.searchsorted(ends, np.linspace(0, ends[-1], MEMORY_THREADS + 1)[1:-1])
     return [part for part in np.split(blobs, cuts) if len(part)]
@@ -301,7 +301,7 @@ class StoreSource(RestoreSource):
         self._commit, self._others, self._describing = commit, others, describing
 
     def describe(self) -> Json:
-        """Of a disk that only this node sees: its parts and its table."""
+        """Return the parts and the table that a disk of this node has."""
         if not self.partial or self._commit is None or not self._describing:
             return None
         manifest = read.run(self._load(self._commit))

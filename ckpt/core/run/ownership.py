@@ -35,7 +35,8 @@ NEWER_S = 24 * 3600.0  # a rank whose memory is being made takes its time
 
 
 class Ownership:
-    """Of one Checkpointer. `roots`: of every tier, for each rank the lowest rank that sees the same place."""
+    """Owns the run for one `Checkpointer`. `roots`: for each tier and each rank, the lowest rank that sees the same
+    storage. `cadence`: the save intervals of the last job attempt."""
 
     def __init__(self, world: World, tiers: list[Tier], memory: Memory | None, place: str, timeout_s: float) -> None:
         self._world, self._tiers, self._memory = world, tiers, memory
@@ -46,7 +47,7 @@ class Ownership:
         self._threads: list[threading.Thread] = []
         self.roots: list[list[int]] = []
         self.has_checkpoints = False
-        self.cadence: dict[str, Any] = {}  # what the last incarnation saved by
+        self.cadence: dict[str, Any] = {}
         self.supervisor: WriterSupervisor
 
     def open(self, make: Callable[[], WriterSupervisor]) -> WriterSupervisor:
@@ -114,18 +115,12 @@ class Ownership:
         if self._world.size == 1 or any(owner for owners in self.roots for owner in owners):
             return None
         try:
-            epochs = [max(floor, self.supervisor.owner.epoch)]
-            while True:
-                turn = run.turns
-                epochs = run.acquire(run.nonce(turn), max(epochs), restored)
-                if len(epochs) == 1:
-                    break  # else another job acquired some of the tiers meanwhile
-            point("run.taken")
-            run.own(Acquire(epochs[0], run.nonce(turn), restored), recover=restored is None)
+            owner = self._acquire(restored, floor)
+            run.own(owner, recover=restored is None)
         except CheckpointError as error:
             wire = to_wire(error)
             return {**wire, "message": f"rank 0: {wire['message']}"}
-        return [epochs[0], turn]
+        return [owner.epoch, run.turns - 1]
 
     def begin_term(self, term: Any, restored: Attempt | None, floor: int = 0) -> None:
         """Make this process and its writer continue in the new term. `term`: what rank 0 returned from `lead`."""
@@ -147,27 +142,31 @@ class Ownership:
 
     def _begin_term_together(self, restored: Attempt | None, floor: int) -> None:
         """The same with agreements of its own, for a single rank and for tiers that are several storages."""
-        world, run = self._world, self.supervisor.run
-        epochs = [max(floor, self.supervisor.owner.epoch)]
-        while True:
-            nonce = run.nonce(run.turns)
-            epochs = together(world, "acquire", partial(run.acquire, nonce, max(epochs), restored), _union)
-            if len(epochs) == 1:
-                break  # else another job acquired some of the tiers meanwhile
-        point("run.taken")
-        owner = Acquire(epochs[0], nonce, restored)
+        run, owner = self.supervisor.run, self._acquire(restored, floor, all_ranks=True)
 
         def own() -> list[dict[str, Any]]:
             return [msgspec.structs.asdict(one) for one in run.own(owner, recover=restored is None)]
 
-        complete = together(world, "own", own, _complete)
+        complete = together(self._world, "own", own, _complete)
         for i in range(len(self._tiers)):
             attempts = [Attempt.parse(text) for number, text in complete if number == i]
             if attempts and run.roles[i].place == 0:
                 run.complete(i, attempts)
 
+    def _acquire(self, restored: Attempt | None, floor: int, *, all_ranks: bool = False) -> Acquire:
+        """Acquire the tiers whose lowest rank this is, or all ranks theirs, in one term that is above `floor`."""
+        run = self.supervisor.run
+        terms = [max(floor, self.supervisor.owner.epoch)]
+        while True:
+            nonce = run.nonce(run.turns)
+            acquire = partial(run.acquire, nonce, max(terms), restored)
+            terms = together(self._world, "acquire", acquire, _union) if all_ranks else acquire()
+            if len(terms) == 1:  # else another job acquired some of the tiers in between
+                point("run.taken")
+                return Acquire(terms[0], nonce, restored)
+
     def _on_held(self, note: HeldNote) -> None:
-        """The parts that belong on this node's disk are there: a checkpoint once those of all nodes are."""
+        """Complete a checkpoint of node-local disks once every node has its parts, as this one has now."""
         tier, attempt = note.tier, Attempt.parse(note.attempt)
         if self.supervisor.run.roles[tier].place > 0:
             return
@@ -176,19 +175,19 @@ class Ownership:
         self._when_all(f"held/{tier}/{attempt}", roots, self._timeout_s, complete, otherwise)
 
     def tell_newer(self, epoch: int) -> None:
-        """Older memory may go when every rank has newer snapshots: until then it may be the newest that all have."""
+        """Release older memory when every rank has newer snapshots. Until then it may be the newest that all have."""
 
         def note() -> None:
             if self.supervisor.owner.epoch == epoch:
                 self.supervisor.memory.everyone = True
 
-        otherwise = "memory of before the restart is kept on, since other ranks have no newer"
+        otherwise = "memory from before the restart is kept, because other ranks have none that is newer"
         self._when_all(f"newer/{epoch}", range(self._world.size), NEWER_S, note, otherwise)
 
     def _when_all(
         self, key: str, ranks: Iterable[int], timeout_s: float, then: Callable[[], None], otherwise: str
     ) -> None:
-        """Post this, in the background, and go on when all of these ranks have. `otherwise`: what that means if not."""
+        """Post a key in the background, and call `then` when all of these ranks have. `otherwise`: a warning if not."""
 
         def tell() -> None:
             try:
@@ -205,7 +204,7 @@ class Ownership:
         self._threads[-1].start()
 
     def close(self) -> None:
-        """Wait for no other rank any more."""
+        """Stop waiting for other ranks."""
         self._closed.set()
         for thread in self._threads:
             thread.join(JOIN_S)
@@ -218,7 +217,7 @@ class Ownership:
 
 
 def _open_together(posts: list[Any]) -> dict[str, Any]:
-    """What the ranks found, as one: of each tier, for every rank the lowest rank that sees the same place. Pure."""
+    """Join what the ranks found. Raise UsageError if they save to different tiers. Pure."""
     for rank, post in enumerate(posts):
         for theirs, ours in zip(post["settings"], posts[0]["settings"], strict=False):
             if theirs != ours:
@@ -243,7 +242,7 @@ def _union(lists: list[Any]) -> list[Any]:
 
 
 def _complete(posts: list[Any]) -> list[tuple[int, str]]:
-    """Of what the disks of single nodes hold: (tier, attempt) of which all parts are there. Pure."""
+    """Return (tier, attempt) of what the disks of all nodes together have all parts of. Pure."""
     found: dict[tuple[int, str], tuple[int, set[int]]] = {}
     for part in (part for post in posts for part in post):
         found.setdefault((part["tier"], part["attempt"]), (part["world"], set()))[1].update(part["ranks"])

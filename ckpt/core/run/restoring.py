@@ -1,4 +1,4 @@
-"""A restore: the newest source that all ranks agree on fills the state, and a new epoch continues from it."""
+"""A restore in a session: the state is filled, and a new term continues from what was restored."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ MISSING: Any = object()
 
 
 class Restoring:
-    """Of one Checkpointer. `last`: what the last restore brought back, and what it passed over. `reached`: the last
-    step that earlier starts are known to have done, 0 if nothing is known."""
+    """Restores the state of one `Checkpointer`. `last`: the result of the last restore. `reached`: the last step that
+    earlier job attempts are known to have done, 0 if none is known."""
 
     def __init__(self, session: Session, progress: Progress, staged: Staged, writes: TierWrites, reached: int) -> None:
         self._session, self._progress, self._staged, self._writes = session, progress, staged, writes
@@ -93,7 +93,7 @@ class Restoring:
         self._progress.torn = True
 
     def _without(self, default: Any, step: int | None, result: Restored) -> Any:
-        """No checkpoint could be restored: the default, if there is none at all."""
+        """Return the default if there is no checkpoint at all. Otherwise raise why none could be restored."""
         if result.skipped:
             self._progress.restored = False
             lines = "\n  ".join(f"step {s.step} in {s.tier}: {s.reason}" for s in result.skipped)
@@ -128,7 +128,7 @@ class Restoring:
             if supervisor.memory.rings:
                 # After a rollback it may be the oldest in the ring, and still it is the one that must not be lost.
                 session.stager.slots.pin(*place)
-        # At once, so that Ctrl-C leaves either what was or what is.
+        # In one go, so that Ctrl-C leaves either the state before or the state after.
         before, staged.restored = staged.restored, place if kept and supervisor.memory.rings else None
         staged.last, staged.newest, self._writes.owed = None, newest, {}
         self._progress.went_back(source.attempt.step)
@@ -143,7 +143,7 @@ class Restoring:
         supervisor.memory.next.prepare(reading.layout.arrangement.data_size, len(json.dumps(reading.values)))
 
     def _tell(self, began: float) -> None:
-        """For the ledger, and whoever has subscribed."""
+        """Notify the writer, for the run metrics, and subscribers."""
         session, result, stats = self._session, self.last, self._session.stalls.stats
         assert result is not None
         owner = session.supervisor.owner
@@ -170,7 +170,7 @@ class Restoring:
 
 
 def _line(result: Restored, reached: int) -> str:
-    """What was restored from where, and what is lost with it, as far as that is known."""
+    """Return the log line: what was restored from where, and which steps are lost, as far as that is known."""
     how = "" if result.verified else " (not verified: no digest was computed while its trainer lived)"
     step = result.step or 0
     lost = f"; training had come to step {reached}: {reached - step} steps are lost" if reached > step else ""
@@ -179,6 +179,6 @@ def _line(result: Restored, reached: int) -> str:
 
 
 def _first_reason(result: Restored) -> str:
-    """Why a restore passed something over; "" if it did not."""
+    """Return why a restore skipped a checkpoint, "" if it skipped none."""
     first = result.skipped[0] if result.skipped else None
     return f"step {first.step} in {first.tier}: {first.reason}"[:500] if first else ""

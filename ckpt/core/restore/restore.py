@@ -174,13 +174,12 @@ class Candidates:
         return [str(newest), described] if len(json.dumps(described)) <= DESCRIBED // world.size else None
 
     def _in_memory(self, attempt: Attempt, *, undone: bool = False) -> MemorySource:
-        """Each rank describes its own snapshot, because another rank may have looked before it was sealed; the first of
-        a node also those of ranks that are not on this node now."""
-        world, here = self._world, self._here.get(attempt, [])
-        elsewhere = [s for s in here if s.layout.rank >= world.size or world.nodes[s.layout.rank] != world.node]
-        describes = [s.layout.rank for s in here if s.layout.rank == world.rank]
-        describes += [s.layout.rank for s in elsewhere] if world.local_rank == 0 else []
-        return MemorySource(attempt, here, alone=world.size == 1, undone=undone, describes=describes)
+        """The first rank of a node describes all that it has seen. Each other rank describes its own snapshot, which
+        may have been sealed after that."""
+        world = self._world
+        describes = None if world.local_rank == 0 else [world.rank]
+        alone = world.size == 1
+        return MemorySource(attempt, self._here.get(attempt, ()), alone=alone, undone=undone, describes=describes)
 
     def choose(self, posts: list[Any]) -> Json:
         """List what is whole in one location, newest first, memory before tiers, undone checkpoints last; and what is

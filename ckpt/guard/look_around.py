@@ -28,7 +28,7 @@ def look_around(call: FaultCall, note: HangNote, incidents: Incidents) -> None:
     world, client, step = incidents.world, incidents.supervisor.client, incidents.heartbeat.step
     found = dict[int, Evidence]()
     try:
-        for data in client.ask(AskEvidence(), EVIDENCE_S):
+        for data in client.ask(AskEvidence(node=True), EVIDENCE_S):
             one = Evidence.from_json(data)
             found[one.rank] = one
     except (CheckpointError, ValueError, KeyError) as error:
@@ -81,7 +81,7 @@ ASK_S = 1.0  # a hanging thread may hold its lock
 MOST = 8  # most collectives to report
 
 
-# -- what torch's flight recorder says of this process --
+# -- entries of torch's flight recorder for this process --
 
 
 def recorded() -> tuple[Collective, ...]:

@@ -25,8 +25,9 @@ def open_run() -> Iterator[Callable[..., ckpt.Checkpointer]]:
     """A Checkpointer in memory only, closed at the end whatever became of it."""
     with contextlib.ExitStack() as stack:
 
-        def open_run(state: State, **settings: Any) -> ckpt.Checkpointer:
-            cp = ckpt.Checkpointer(state, name="staging", **settings)
+        def open_run(state: State, *, every: int = 1, **settings: Any) -> ckpt.Checkpointer:
+            options = ckpt.Options(name="staging", **settings)
+            cp = ckpt.Checkpointer(state, memory=ckpt.Memory(every=every), options=options)
             stack.callback(close, cp)
             cp.restore(default=0)
             memory_ready(cp)
@@ -59,7 +60,7 @@ class Run:
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """While it is cleared, the copy that overlaps training does not begin: what happens meanwhile is certain."""
+    """Delay the copy that overlaps training while the gate is cleared, so that the order of events is certain."""
     opened = threading.Event()
 
     def wait() -> None:
@@ -71,18 +72,19 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 
 def check_boundaries(cp: ckpt.Checkpointer, run: Run, steps: int, *, first: int = 1) -> list[str]:
-    """Save every step and train on at once; what differs from the boundaries, and which steps were dropped."""
+    """Save every step and continue training immediately. Return the differences from the boundaries, and the dropped
+    steps."""
     found: list[str] = []
     skipped = 0
     for step in range(first, first + steps):
         run.move(run.state, step)
         boundary = freeze(run.state)
         save = cp.step(step)
-        run.move(run.state, -step)  # at once, in the middle of the copy
+        run.move(run.state, -step)  # immediately, during the copy
         assert save is not None
         try:
-            save.staged(30.0)
-        except ckpt.SkippedError:  # more memory, for optimizer state, is on its way
+            save.wait_staged(30.0)
+        except ckpt.errors.SkippedError:  # more memory, for optimizer state, is on its way
             memory_ready(cp)
             skipped += 1
         except SaveError as error:
@@ -94,7 +96,7 @@ def check_boundaries(cp: ckpt.Checkpointer, run: Run, steps: int, *, first: int 
 
 
 def gradients(model: nn.Module, seed: int) -> None:
-    """New gradients by the seed, without a forward pass: the update follows at once."""
+    """Set new gradients from the seed without a forward pass, so that the update follows immediately."""
     for i, p in enumerate(model.parameters()):
         if p.grad is None:
             p.grad = torch.empty_like(p)

@@ -21,7 +21,7 @@ from processes import PYTHONPATH, REPO, eventually, start_python
 
 def save(run: Path, state: dict[str, Any], steps: range, *, every: int = 2, **settings: Any) -> None:
     """A run that trains over `steps` and keeps every checkpoint."""
-    with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(str(run), every=every, keep=10, **settings)]) as cp:
+    with ckpt.Checkpointer(state, ckpt.Tier(str(run), every=every, keep=10, **settings)) as cp:
         cp.restore(default=0)
         for step in steps:
             if "optim" in state:
@@ -40,7 +40,7 @@ def save_increments(places: list[Path], steps: range, *, compression: str = "zst
         "tiny": torch.zeros(3),
     }
     tiers = [ckpt.Tier(str(p), every=1, keep=20, compression=compression, full_every=full_every) for p in places]
-    with ckpt.Checkpointer(state, [ckpt.Memory(), *tiers]) as cp:
+    with ckpt.Checkpointer(state, [*tiers]) as cp:
         cp.restore(default=0)
         for step in steps:
             state["master"][: 4 * step] *= 1 + 1e-6
@@ -48,7 +48,7 @@ def save_increments(places: list[Path], steps: range, *, compression: str = "zst
             state["noise"].copy_(torch.randn(64, 64, generator=draw))
             state["tiny"] += 1
             save = cp.save(step)
-            save.promoted(60.0)
+            save.wait_durable(60.0, tier="all")
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def increments(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Result:
-    """What a command printed, and its exit code."""
+    """The output and exit code of a command."""
 
     def __init__(self, code: int, out: str, err: str) -> None:
         self.code, self.out, self.err = code, out, err
@@ -109,7 +109,7 @@ def flip(path: Path, at: int) -> None:
 
 
 def stopped(point: str, *arguments: object, main: str = "ckpt.tools.cli") -> str:
-    """What a command says on stderr that gets SIGINT at this point. `main`: where its main() is."""
+    """Return the stderr of a command that gets SIGINT at this point. `main`: the module of its main()."""
     code = f"import sys\nfrom {main} import main\nsys.exit(main())"
     environment = {**os.environ, "PYTHONPATH": PYTHONPATH, "CKPT_FAIL": f"{point.replace('@', ':stop:')}"}
     words = [sys.executable, "-c", code, *map(str, arguments)]

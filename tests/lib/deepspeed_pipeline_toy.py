@@ -5,10 +5,10 @@ RANK=0 WORLD_SIZE=2 … python -c 'import deepspeed_pipeline_toy; deepspeed_pipe
 kill       trained to `STEPS` by DeepSpeed alone, and again with everystep to step `KILLED`, and then SIGKILL to itself
 go_on      restored, and trained to `STEPS`
 all_layers by ranks that have all layers: restored, and trained for one step
-again      as go_on, for one step more, by any number of ranks
-refuse     what the error says
-CASE       ZERO or ZERO-tied: the stage of ZeRO, and whether the first layer and the last have one weight; in ZERO-bias
-           each has a bias of its own then
+again      as go_on, for one more step, by any number of ranks
+refuse     print the error
+CASE       ZERO or ZERO-tied: the stage of ZeRO, and whether the first layer and the last share a weight; in ZERO-bias
+           each also has its own bias
 Prints a JSON line for each step of each case, and for each restore.
 """
 
@@ -74,7 +74,7 @@ class Job:
         say(case=self.case, step=step + 1, loss=loss, weights=self.digest())
 
     def digest(self) -> str:
-        """Of the weights of all stages."""
+        """Return a digest of the weights of all stages."""
         mine = {name: _digest(p) for name, p in self.engine.module.named_parameters()}
         of_all: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(of_all, mine)
@@ -109,7 +109,7 @@ def kill(folder: str, cases: list[str]) -> None:
             job.train(step)
             save = cp.step()
             assert save is not None
-            save.staged(60)
+            save.wait_staged(60)
     dist.barrier()
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -137,7 +137,7 @@ def refuse(folder: str, cases: list[str]) -> None:
     for case in cases:
         try:
             Job(case, 2).attach(folder)
-        except ckpt.UsageError as error:
+        except ckpt.errors.UsageError as error:
             say(case=case, error=str(error))
 
 

@@ -12,7 +12,8 @@ import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from types import UnionType
+from typing import Any, get_args, get_type_hints
 
 import click
 from torch.distributed.run import get_args_parser
@@ -24,7 +25,12 @@ from processes import REPO
 
 PAGES = [*sorted(REPO.glob("*.md")), *sorted((REPO / "docs").rglob("*.md"))]
 LANGUAGES = ("python", "console", "bash", "yaml", "text")  # text: a picture, or what something prints
-CALLED = {"cp": ckpt.Checkpointer, "save": ckpt.Save, "loader": ckpt.Loader, "weights": ckpt.Loaded}  # on all pages
+CALLED = {
+    "cp": ckpt.Checkpointer,
+    "save": ckpt.Save,
+    "loader": ckpt.Loader,
+    "weights": ckpt.types.Loaded,
+}  # on all pages
 SHELL = {".", "cd", "export", "git", "jq", "kill", "sh", "sleep"}  # that need no look
 FENCE = re.compile(r"^( *)```(.*)$")
 TARGETS = set(re.findall(r"^([a-z0-9-]+):", (REPO / "Makefile").read_text(), re.MULTILINE))
@@ -52,7 +58,7 @@ def named(page: Path) -> str:
 
 
 def blocks(page: Path) -> list[Block]:
-    """All that are fenced. AssertionError for one of a language that nobody checks."""
+    """Return all fenced blocks. Raise AssertionError for a block in a language that no test checks."""
     found, opened, lines = [], None, page.read_text().splitlines()
     for number, line in enumerate(lines, 1):
         fence = FENCE.match(line)
@@ -77,7 +83,7 @@ def blocks(page: Path) -> list[Block]:
 
 
 def python_problems(text: str) -> list[str]:
-    """What a piece of Python names of ours and nobody has, arguments included."""
+    """Return names of ours in Python code that do not exist, including arguments."""
     tree = ast.parse(text)
     known: dict[str, Any] = {**CALLED, "ckpt": ckpt}
     problems = []
@@ -114,7 +120,7 @@ def _imported(name: str) -> Any:
 
 
 def _resolve(node: ast.expr, known: dict[str, Any]) -> Any:
-    """The object that a dotted name of ours means, None for others. AttributeError if there is none."""
+    """Return the object of a dotted name of ours, None for others. Raise AttributeError if it does not exist."""
     if isinstance(node, ast.Name):
         return known.get(node.id)
     if isinstance(node, ast.Call):
@@ -137,6 +143,7 @@ def _returned(called: Any) -> Any:
     if inspect.isclass(called) or called is None:
         return called
     found = get_type_hints(called).get("return") if inspect.isroutine(called) else None
+    found = get_args(found)[0] if isinstance(found, UnionType) else found  # overloads: the first
     return found if inspect.isclass(found) and found.__module__.startswith("ckpt") else None
 
 
@@ -155,7 +162,7 @@ def _arguments(call: ast.Call, known: dict[str, Any]) -> Iterator[str]:
     if not callable(target):
         return
     names = dict(inspect.signature(target).parameters)
-    if any(one.kind is one.VAR_KEYWORD for one in names.values()):  # goes on to somebody else
+    if any(one.kind is one.VAR_KEYWORD for one in names.values()):  # it passes its arguments on
         names |= inspect.signature(DataLoader if target is ckpt.Loader else ckpt.Checkpointer).parameters
     for given in call.keywords:
         if given.arg is not None and given.arg not in names:
@@ -166,7 +173,7 @@ def _arguments(call: ast.Call, known: dict[str, Any]) -> Iterator[str]:
 
 
 def shell_lines(block: Block) -> Iterator[str]:
-    """Of a console those behind `$`, of a script all; what goes on in the next line is one."""
+    """Return the lines of a script, or those after `$` of a console. Continued lines are joined."""
     text = block.text.replace("\\\n", " ")
     for line in text.splitlines():
         if block.language == "bash":
@@ -288,7 +295,7 @@ def prose(page: Path) -> str:
 
 
 def prose_problems(page: Path) -> list[str]:
-    """Commands, targets, options and files that sentences name, and nobody has."""
+    """Return commands, targets, options and files in sentences that do not exist."""
     text, problems = prose(page), []
     for span in re.findall(r"`([^`]+)`", text):
         words = span.split()

@@ -1,9 +1,9 @@
 """Give tests of promises what they need from inside the library.
 
 Files in `tests/promises` import only public names of `ckpt`, and this module. When the code behind a promise is
-rewritten, this module follows it and the promises stay as they are; `tests/test_imports.py` checks that. So a name here
-says what a test needs, not how the library does it today. Stores (`ckpt_backends`) are not inside: their contract is
-public.
+rewritten, this module follows it and the promises stay unchanged; `tests/test_imports.py` checks that. So a name here
+describes what a test needs, not how the library does it today. Stores (`ckpt_backends`) are not inside: their contract
+is public.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
@@ -54,7 +53,7 @@ from ckpt.core.format.table import PRESSED, Table, columns_of, merge
 from ckpt.core.ipc import channel, process
 from ckpt.core.ipc.arena import SEALED, Arena, Label
 from ckpt.core.ipc.protocol import MOST_BYTES
-from ckpt.core.ipc.requests import Close, Lend
+from ckpt.core.ipc.requests import Leave, Lend
 from ckpt.core.ipc.watch_requests import Look
 from ckpt.core.log.log import RunLog, record_key
 from ckpt.core.log.records import MARK, Acquire, Commit, RunState
@@ -69,11 +68,9 @@ from ckpt.core.run.replica_check import ReplicaCheck
 from ckpt.core.run.saves import TierWrites
 from ckpt.core.run.session import Session
 from ckpt.core.run.step_keeper import StepKeeper
-from ckpt.core.run.supervise import find_writer, held_snapshots, writer_client
-from ckpt.core.run.supervise.held_snapshots import HeldSnapshots
-from ckpt.core.run.supervise.memory import SnapshotMemory
-from ckpt.core.run.supervise.next_arena import NextArena
-from ckpt.core.run.supervise.opening import RunOpener
+from ckpt.core.run.supervise import opening, writer_link
+from ckpt.core.run.supervise.memory import NextArena, SnapshotMemory
+from ckpt.core.run.supervise.opening import HeldSnapshots, RunOpener
 from ckpt.core.run.supervise.writes import KnownLayouts
 from ckpt.core.snapshot import device, snapshot, stage
 from ckpt.core.snapshot.fill import SlotFiller
@@ -171,7 +168,7 @@ def kept_at(url: str | Path) -> dict[int, str]:
 
 @dataclass(frozen=True)
 class LogView:
-    """Summarises the log of one tier of a run."""
+    """A summary of the log of a tier."""
 
     steps: list[int]  # of the present history, ascending
     ranks: dict[str, tuple[int, ...]]  # checkpoint id: the ranks whose files are in this tier
@@ -184,7 +181,7 @@ class LogView:
 
 
 def log_at(folder: Path) -> LogView:
-    """Read the log of one tier of a run."""
+    """Read the log of a tier."""
     state = _state(folder)
     ranks = {str(attempt): tuple(rank for rank, _ in commit.parts) for attempt, commit in state.commits.items()}
     steps = sorted(commit.step for commit in state.lineage())
@@ -226,7 +223,7 @@ def problems_of_newest(url: str | Path) -> list[str]:
 
 
 def losses_at(url: str | Path, meanwhile: Callable[[], object] = lambda: None, after_s: float = 0.0) -> list[int]:
-    """List the steps that a reader reports as lost. `meanwhile` is called `after_s` seconds after it opened the log."""
+    """List the steps that a reader reports as lost. `meanwhile`: called `after_s` seconds after it opened the log."""
 
     async def look(log: RunLog) -> list[int]:
         asyncio.get_running_loop().call_later(after_s, meanwhile)
@@ -378,7 +375,7 @@ class SavedStep:
 
 
 def history(url: str | Path) -> dict[int, SavedStep]:
-    """Map each step of the present history to its checkpoint, newest first. The run may be in use meanwhile."""
+    """Map each step of the present history to its checkpoint, newest first. The run may be in use."""
 
     async def look(log: RunLog) -> dict[int, SavedStep]:
         while True:
@@ -387,7 +384,7 @@ def history(url: str | Path) -> dict[int, SavedStep]:
                 return {c.step: SavedStep(c, (await read.load_manifest(log.store, c)).table) for c in present}
             except NotFoundError:
                 if (await log.refresh()).lineage() == present:
-                    raise  # else it was retired meanwhile
+                    raise  # otherwise it was retired during the call
 
     return _with_log(url, look)
 
@@ -495,7 +492,7 @@ ckpt.core.log.log.RunLog.check_owner = lambda self, owner: None
 
 
 def check_free(run: Path, say: Callable[[str], object]) -> None:
-    """Raise InUseError if somebody trains the run."""
+    """Raise InUseError if a trainer uses the run."""
     _with_log(run, lambda log: lease.check_free(log, say))  # type: ignore[arg-type]
 
 
@@ -505,14 +502,14 @@ def of_newer_version(raw: bytes) -> bytes:
 
 
 def see_dead_trainers_after(patch: pytest.MonkeyPatch, seconds: float) -> None:
-    """Of this process, when it looks whether a run is trained."""
+    """Set how long this process waits before it considers a silent trainer dead."""
     patch.setattr(lease, "DYING_S", seconds)
     patch.setattr(lease, "interval_s", lambda store: seconds)
 
 
 def keep_of(tiers: Any, every: Any = None) -> ckpt.Keep:
     """Return the retention rule of the only tier, parsed as `Checkpointer` parses its arguments."""
-    (tier,) = as_tiers(tiers, every)[1]
+    (tier,) = as_tiers(tiers, every=every)[1]
     return tier.keeping
 
 
@@ -559,12 +556,12 @@ def process_of(pid: int) -> Process:
     return process.Process.of(pid)
 
 
-MOST_RESTARTS_OF_WRITER = find_writer.RESPAWN_LIMIT  # deaths in a row after which no new writer is started
+MOST_RESTARTS_OF_WRITER = opening.RESPAWN_LIMIT  # deaths in a row after which no new writer is started
 
 
 def run_in_writers(patch: pytest.MonkeyPatch, code: str, *, instead: bool = False) -> None:
     """Make each writer that this process starts run a line of code first, or nothing else."""
-    patch.setattr(writer_client, "_BOOT", code if instead else f"{code}; {writer_client._BOOT}")
+    patch.setattr(writer_link, "_BOOT", code if instead else f"{code}; {writer_link._BOOT}")
 
 
 MEMORY_IS_SHORT = "import ckpt.core.writer.life as life; life.SHORT = 2.0"  # for `run_in_writers`
@@ -582,7 +579,7 @@ def wait_for_ranks_for(grace_s: float) -> None:
 
 
 def rank(number: int, size: int, store: Any, *, node: str, **options: Any) -> World:
-    """Return the communication object of one rank, for ranks that are threads of this process."""
+    """Return the communication object of a rank, for ranks that are threads of this process."""
     return World(number, size, store, node=node, **options)
 
 
@@ -606,34 +603,33 @@ FOREVER = pytest.MonkeyPatch()  # for scripts in their own process, where nothin
 
 def wait_for_writers_for(answer_s: float, meet_s: float | None = None, patient_s: float | None = None) -> None:
     """Set how long this process waits for a writer to answer, for one that is not stopped, and for one to appear."""
-    for module in (find_writer, held_snapshots):
-        module.HELLO_S, module.PATIENT_S = answer_s, patient_s or answer_s  # type: ignore[attr-defined]
+    opening.HELLO_S, opening.PATIENT_S = answer_s, patient_s or answer_s
     if meet_s is not None:
-        find_writer.MEET_S = meet_s
+        opening.MEET_S = meet_s
 
 
 def wait_for_release_for(seconds: float) -> None:
     """Set how long this process waits for the writer of a fenced job to release its memory."""
-    find_writer.FREED_S = seconds
+    opening.FREED_S = seconds
 
 
 def stop_writer_after_its_first_answer() -> None:
     """Stop the writer that this process finds as soon as it has answered once, and never resume it."""
-    ask = writer_client.WriterClient.ask_patiently
+    ask = writer_link.WriterClient.ask_patiently
 
     def stopping(self: Any, *arguments: Any) -> Any:
         found = ask(self, *arguments)
         if found[0].alive:
             os.kill(found[0].pid, signal.SIGSTOP)
-            find_writer.DYING_S = 0.0
+            opening.DYING_S = 0.0
         return found
 
-    writer_client.WriterClient.ask_patiently = stopping  # type: ignore[method-assign]
+    writer_link.WriterClient.ask_patiently = stopping  # type: ignore[method-assign]
 
 
 def wake_no_writer() -> None:
     """Make this process not resume stopped writers."""
-    writer_client.WriterClient._wake = lambda self: 0  # type: ignore[method-assign, assignment]
+    writer_link.WriterClient._wake = lambda self: 0  # type: ignore[method-assign, assignment]
 
 
 def name_of_writer(run: str, rank: int = 0) -> str:
@@ -662,7 +658,7 @@ def writers_in(folder: str) -> list[int]:
 
 
 def take_name_of_writer(name: str) -> Any:
-    """Take the socket name of a writer. Return a socket that never answers, or None if the name is taken."""
+    """Take the socket name of a writer. Return a socket that never replies, or None if the name is taken."""
     return channel.listen(name)
 
 
@@ -708,11 +704,11 @@ class LateWriter:
     """A writer without a trainer, left over from a failed start. It owns the name of the run until it leaves."""
 
     def __init__(self, run: str) -> None:
-        self._client = writer_client.WriterClient.spawn(name_of_writer(run))
+        self._client = writer_link.WriterClient.spawn(name_of_writer(run))
         self._client.greet(60.0, 60.0)
 
     def leave(self) -> None:
-        self._client.ask(Close())
+        self._client.ask(Leave())
         self._client.close()
 
 
@@ -781,35 +777,15 @@ def act_instead(patch: pytest.MonkeyPatch, moment: Moment, act: Callable[[], obj
 
 def kill_first_writer_before_it_opens() -> None:
     """Make this process kill its first writer when that writer is about to open the run."""
-    opening, tries = RunOpener.open, list[object]()
+    original, tries = RunOpener.open, list[object]()
 
     def killing(self: Any, client: Any, **more: Any) -> Any:
         tries.append(client)
         if len(tries) == 1:
             os.kill(client.pid, signal.SIGKILL)
-        return opening(self, client, **more)
+        return original(self, client, **more)
 
     RunOpener.open = killing  # type: ignore[method-assign]
-
-
-def die_before_next_writer_reads() -> None:
-    """Make this process stop its next writer for a while, send it all messages, and die before it has read them."""
-    first, last = KnownLayouts.on_new_writer, SnapshotMemory.on_new_writer
-
-    def early(self: Any, client: Any) -> None:
-        os.kill(client.pid, signal.SIGSTOP)
-        subprocess.Popen(["sh", "-c", f"sleep 1.5; kill -CONT {client.pid}"])
-        first(self, client)
-
-    def late(self: Any, client: Any) -> None:
-        last(self, client)
-        while not client._outbox.empty():
-            time.sleep(0.001)
-        time.sleep(0.3)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    KnownLayouts.on_new_writer = early  # type: ignore[method-assign]
-    SnapshotMemory.on_new_writer = late  # type: ignore[method-assign]
 
 
 def stop_before_sealing(step: int) -> None:
@@ -1054,7 +1030,7 @@ def is_closed(cp: ckpt.Checkpointer) -> bool:
 
 
 def abandon(cp: ckpt.Checkpointer) -> None:
-    """Abandon saves that are in progress, as an exception on one of several ranks does."""
+    """Abandon saves in progress, as an exception on one rank of a multi-rank job does."""
     cp._closing.abandon()
 
 
@@ -1235,7 +1211,7 @@ class Job:
 
 
 async def read_back(store: Any) -> ReadBack:
-    """Read the newest checkpoint that can be read, as a restore does. NoCheckpointError if there is none."""
+    """Read the newest readable checkpoint, as a restore does. Raise NoCheckpointError if there is none."""
     log = await read.open_run(store.url, store)
     problems: list[str] = []
     for found in log.state.lineage():
@@ -1362,7 +1338,7 @@ async def saved_objects(states: Sequence[tuple[int, dict[str, Any]]], ranks: int
 
 
 def _divided(layout: Layout, raw: list[bytes], rank: int, world: int) -> tuple[Layout, bytes]:
-    """Return the share of one rank of a replicated state: some rows of each tensor, some of the small tensors."""
+    """Return one rank's share of a replicated state: some rows of each tensor, some of the small tensors."""
     pieces, data, elsewhere = list[TensorSpec](), list[bytes](), {}
     for i, (t, whole) in enumerate(zip(layout.tensors, raw, strict=True)):
         rows = t.shape[0] if t.shape else 0
@@ -1588,7 +1564,7 @@ class SharedMemory:
             with contextlib.suppress(OSError):
                 if os.readlink(f"/proc/self/fd/{name}").startswith("/memfd:ckpt-arena"):
                     return cls(Arena.attach(os.dup(int(name))))
-        raise AssertionError("there is no arena")
+        raise AssertionError("this process maps no arena")
 
     @property
     def header(self) -> dict[str, memoryview]:

@@ -1,9 +1,9 @@
-"""Ranks under torchrun to which faults happen, for tests of what comes back afterwards.
+"""Ranks under torchrun with injected faults, for tests of their recovery.
 
     torchrun --standalone --nproc-per-node 2 --max-restarts 3 ladder_toy.py '{"run": "/some/where", "steps": 80, …}'
 
 Data-parallel training whose every bit follows from the step: model, averages, buffers, a generator for the batches and
-plain values are all in the state. Each rank says what it does in JSON lines, each of them one write, so that no kill
+plain values are all in the state. Each rank reports its actions as JSON lines, each in a single write, so that no kill
 tears it.
 """
 
@@ -67,7 +67,7 @@ def _raise(why: str) -> Callable[[Any], None]:
 
 
 def digest(state: dict[str, Any]) -> str:
-    """Of every bit that this rank has."""
+    """Return a digest of every bit of this rank."""
     total = hashlib.sha256(json.dumps(state["meta"]).encode())
     tensors = [*state["model"].state_dict().values(), state["batches"].get_state()]
     for values in state["optim"].state.values():
@@ -78,7 +78,7 @@ def digest(state: dict[str, Any]) -> str:
 
 
 def inject(kind: str) -> None:
-    """What happens to this rank."""
+    """Inject a fault into this rank."""
     say("fault", kind=kind)
     if kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -107,12 +107,13 @@ def main() -> None:
         return
     triggers: Any = "auto"
     if options.get("exit_after"):
-        triggers = [ckpt.on_signal(), ckpt.on_exception(), ckpt.on_hang(action="exit", min_s=options["exit_after"])]
-    tiers = [
-        ckpt.Memory(every=options.get("every", 1)),
-        ckpt.Tier(options["run"], every=options.get("durable", 1000)),
-    ]
-    with ckpt.Checkpointer(state, tiers, triggers=triggers) as cp:
+        triggers = [
+            ckpt.triggers.on_signal(),
+            ckpt.triggers.on_exception(),
+            ckpt.triggers.on_hang(action="exit", min_s=options["exit_after"]),
+        ]
+    tiers = [ckpt.Tier(options["run"], every=options.get("durable", 1000))]
+    with ckpt.Checkpointer(state, tiers, triggers=triggers, memory=ckpt.Memory(every=options.get("every", 1))) as cp:
         start = cp.restore(default=0)
         assert cp.last_restore is not None
         say("start", step=start, tier=cp.last_restore.tier, faults=[f.to_json() for f in cp.faults])

@@ -1,4 +1,4 @@
-"""Small trainings under Megatron-core on CPU ranks, several of them in one process, since to start one takes long.
+"""Small trainings under Megatron-core on CPU ranks, several of them in one process, because starting one is slow.
 
 RANK=0 WORLD_SIZE=2 … python -c 'import megatron_on_cpu, megatron_toy; megatron_toy.main()' ACTION FOLDER CASE[=SIZES]…
 
@@ -6,9 +6,9 @@ kill FOLDER CASE…    each is trained to `STEPS` by Megatron alone; then again 
                      killed in the middle of step `KILLED` + 1: SIGKILL to itself
 go_on FOLDER CASE…   restored, and trained to `STEPS`
 take_over FOLDER CASE=TPxPP…, CASE=TPxPPxPARTS…
-                     what CASE has saved is restored with these sizes of tensor and pipeline parallelism, and so many
+                     the checkpoint of CASE is restored with these sizes of tensor and pipeline parallelism, and PARTS
                      parts of the model on each stage
-refuse FOLDER        what the first rank says of what is not known, were it to the last one alone, and of the case
+refuse FOLDER        the errors of the first rank for unknown settings, also of the last rank alone, and for the case
                      tensor-fp32 with another vocabulary
 Prints a JSON line for each step of each case, for each restore, and for each error.
 """
@@ -78,7 +78,7 @@ def set_sizes(tp: int, pp: int, vp: int | None = None) -> None:
 
 
 def name_in_whole(gpt: GPTModel, name: str) -> str:
-    """What a parameter of a part is called in the whole model."""
+    """Return the name of a parameter in the whole model."""
     before, layers, rest = name.partition("decoder.layers.")
     if layers:
         number, _, rest = rest.partition(".")
@@ -165,7 +165,7 @@ class Job:
         )
 
     def part(self, number: int | None, vocabulary: int, tied: bool) -> GPTModel:
-        """What this rank has of the model, or one of several parts of that."""
+        """Return this rank's part of the model, or one of several parts."""
         of_rank = {} if number is None else {"ignore_virtual": False, "vp_stage": number}
         experts = self.config.num_moe_experts
         return GPTModel(
@@ -180,7 +180,7 @@ class Job:
         )
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Of this rank, by their names in the whole model."""
+        """Return this rank's parameters by their names in the whole model."""
         for gpt in self.gpts:
             for name, p in gpt.named_parameters():
                 yield name_in_whole(gpt, name), p
@@ -223,20 +223,20 @@ class Job:
     # -- what this rank holds --
 
     def held(self) -> Iterator[tuple[Tensor, int, dict[str, Tensor]]]:
-        """Of each parameter: from which element on this rank has what of it, by Megatron's own words."""
+        """Return for each parameter the elements that this rank has, from Megatron's own data."""
         for part in self.optimizer.chained_optimizers:
             for p in part.model_param_gbuf_map:
                 found = part._get_main_param_and_optimizer_states(p)
                 yield p, part._get_model_param_range_map(p)["param"].start, found
 
     def gather(self) -> None:
-        """What the model computes with, where Megatron leaves that to the next forward pass."""
+        """Gather the model weights, if Megatron leaves that to the next forward pass."""
         for ddp in self.ddps:
             if ddp.ddp_config.overlap_param_gather:
                 ddp.start_param_sync(force_sync=True)
 
     def digest(self) -> str:
-        """Of all that all ranks hold: masters, moments, what the model computes with, settings, random numbers."""
+        """Return a digest of the state of all ranks: masters, moments, model weights, settings, random numbers."""
         self.gather()
         own = hashlib.sha256()
         for _, start, found in self.held():
@@ -276,7 +276,7 @@ class Job:
         return whole.chunk(size, 1)[rank] if name.endswith(BY_ROWS) else whole
 
     def differences(self, run: str, step: int) -> list[str]:
-        """What any rank holds otherwise than `ckpt.load` says, by name; and whatever is not looked at."""
+        """Return differences between any rank and `ckpt.load`, by name, and entries that were not compared."""
         self.gather()
         saved, wrong = ckpt.load(run, step=step), []
         names = {p: name for name, p in self.parameters()}
@@ -300,7 +300,7 @@ class Job:
         return [*(one for some, _ in every for one in some), *(f"{name} is nowhere" for name in sorted(missed))]
 
     def attach(self, run: str) -> ckpt.Checkpointer:
-        tiers = [ckpt.Memory(), ckpt.Tier(run, every=2)]
+        tiers = [ckpt.Tier(run, every=2)]
         return ckpt.megatron.attach(self.ddps, self.optimizer, tiers, state={"sched": self.schedule})
 
 
@@ -399,14 +399,14 @@ def refuse(folder: str, _: list[str]) -> None:
     with Job("tensor-fp32", (1, 1), vocabulary=VOCABULARY + 8).attach(f"{folder}/tensor-fp32") as cp:
         try:
             cp.restore()
-        except ckpt.MismatchError as error:
+        except ckpt.errors.MismatchError as error:
             say(case="vocabulary", error=str(error))
 
 
 def say_error(what: str, job: Job, *, chunks: Any = None, state: Any = None) -> None:
     try:
         ckpt.megatron.attach(chunks or job.ddps, job.optimizer, "nowhere", state=state)
-    except ckpt.UsageError as error:
+    except ckpt.errors.UsageError as error:
         say(case=what, error=str(error))
 
 

@@ -1,9 +1,9 @@
-"""What each rank of a job on several nodes does: trains, word by word as it is told, and reports what it has seen.
+"""A rank of a job on several nodes: trains, follows a list of words, and reports its observations.
 
     torchrun … node_toy.py '{"folder": "/some/where", "job": "a", "words": ["train 4", "close"], …}'
 
-Words: `train N` (every step staged and committed before the next), `rush N` (the commits are not waited for),
-`restore STEP` (goes back), `save` (a step without training, to every tier), `copies` (until this node has all ranks'
+Words: `train N` (every step staged and committed before the next), `rush N` (without waiting for the commits),
+`restore STEP` (rolls back), `save` (a step without training, to every tier), `copies` (until this node has all ranks'
 snapshots of the step), `pause NAME` (until the file NAME is there), `close`, `hang`. Reports are JSON lines in
 FOLDER/reports/JOB.RANK.
 """
@@ -34,7 +34,7 @@ LOCAL, SHARED = "local", "shared"
 
 
 def build() -> dict[str, Any]:
-    """One model that all ranks hold alike and one that is divided among them, each with all that belongs to it."""
+    """Build a replicated and a sharded model, each with its optimizer and other objects."""
     state: dict[str, Any] = {}
     for mode in MODES:
         state |= {f"{mode}_{name}": value for name, value in parallel.build(mode).items()}
@@ -66,7 +66,7 @@ def mine(state: dict[str, Any]) -> str:
 
 
 def whole(state: dict[str, Any]) -> dict[str, str]:
-    """Of each model a digest of all its tensors, gathered from all ranks: the same for any number of ranks."""
+    """Return a digest of all tensors of each model, gathered from all ranks: the same for any number of ranks."""
     digests: dict[str, str] = {}
     for mode in MODES:
         total, found = hashlib.sha256(), dict[str, Tensor](parallel.gathered(part(state, mode)))
@@ -94,11 +94,11 @@ class Rank:
         self.report = (self.folder / "reports" / f"{job}.{dist.get_rank()}").open("a")
         self.state, self.step = build(), 0
         tiers = [
-            ckpt.Memory(replicas=replicas),
             ckpt.Tier(f"{folder}/{LOCAL}/run", local_every, keep=4),
             ckpt.Tier(f"{folder}/{SHARED}/run", shared_every, keep=4),
         ]
-        self.cp = ckpt.Checkpointer(self.state, tiers, on_error="warn", busy_timeout_s=busy_timeout_s)
+        options = ckpt.Options(on_error="warn", busy_timeout_s=busy_timeout_s)
+        self.cp = ckpt.Checkpointer(self.state, tiers, memory=ckpt.Memory(replicas=replicas), options=options)
 
     def say(self, what: str, **fields: Any) -> None:
         self.report.write(json.dumps({"what": what, **fields}) + "\n")
@@ -133,15 +133,15 @@ class Rank:
             self.step += 1
             save = self.cp.step(self.step)
             assert save is not None
-            save.staged(60)
+            save.wait_staged(60)
             for tier in save.tiers if wait else ():
-                self.committed(save, tier)
+                self.wait_durable(save, tier)
             self.say("step", step=self.step, mine=mine(self.state), whole=whole(self.state))
 
     def committed(self, save: ckpt.Save, tier: str) -> None:
         started, error = time.monotonic(), None
         try:
-            save.committed(90, tier=tier)
+            save.wait_durable(90, tier=tier)
         except ckpt.CheckpointError as problem:
             error = f"{type(problem).__name__}: {problem}"
         seconds = time.monotonic() - started
@@ -153,7 +153,7 @@ class Rank:
         self.step += 1
         save = self.cp.save(self.step)
         for tier in save.tiers:
-            self.committed(save, tier)
+            self.wait_durable(save, tier)
 
     def do_pause(self, name: str) -> None:
         self.say("paused", name=name)

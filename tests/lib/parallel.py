@@ -154,7 +154,7 @@ def gathered(state: dict[str, Any]) -> dict[str, Tensor]:
 
 def save(mode: str, root: str, out: str, steps: int) -> dict[str, Any]:
     state = build(mode)
-    with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(f"{root}/{mode}", every=2)]) as cp:
+    with ckpt.Checkpointer(state, ckpt.Tier(f"{root}/{mode}", every=2)) as cp:
         assert cp.restore(default=0) == 0
         for step in range(steps):
             train_step(mode, state, step)
@@ -172,7 +172,7 @@ def save(mode: str, root: str, out: str, steps: int) -> dict[str, Any]:
 def load(mode: str, root: str, out: str, steps: int) -> dict[str, Any]:
     state = build(mode)
     expected = torch.load(f"{out}/{mode}.pt", weights_only=True)
-    with ckpt.Checkpointer(state, [ckpt.Memory(every=1000), ckpt.Tier(f"{root}/{mode}", every=1000)]) as cp:
+    with ckpt.Checkpointer(state, ckpt.Tier(f"{root}/{mode}", every=1000), memory=ckpt.Memory(every=1000)) as cp:
         step = cp.restore()
         done = cp.last_restore
         assert done is not None
@@ -251,7 +251,7 @@ def launch(
 def said_by(
     python: Path, world: int, code: str, *words: object, **environment: str
 ) -> tuple[list[int], list[dict[str, Any]]]:
-    """Of the ranks of a job under a foreign interpreter: their exit codes, and what the first one printed as JSON.
+    """Return the exit codes of the ranks of a job under a foreign interpreter, and the JSON output of the first one.
     They end well, or by SIGKILL."""
     more = {"LOCAL_WORLD_SIZE": str(world), "PYTHONWARNINGS": "ignore", **environment}
     done = launch(world, code, *words, port=free_port(), timeout_s=280, python=python, **more)
@@ -261,7 +261,7 @@ def said_by(
 
 
 def reports(done: list[subprocess.CompletedProcess[str]]) -> dict[str, list[dict[str, Any]]]:
-    """What the ranks printed, by mode, in rank order."""
+    """Return the output of the ranks, by mode, in rank order."""
     found: dict[str, list[dict[str, Any]]] = {}
     for process in done:
         assert process.returncode == 0, process.stderr[-4000:]

@@ -40,7 +40,7 @@ SHAPES: dict[str, tuple[int, ...]] = {"wide": (40, 1024), "odd": (7, 3), "single
 
 
 def bits(name: str, step: int, salt: int, shape: tuple[int, ...]) -> Tensor:
-    """What a tensor is at a step."""
+    """Return the value of a tensor at a step."""
     generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {step} {salt}".encode()))
     return torch.randn(shape, generator=generator)
 
@@ -80,7 +80,7 @@ def here(tensor: Tensor) -> Tensor:
 
 
 def expected(tensor: Tensor, name: str, step: int, salt: int) -> Tensor:
-    """What this rank must have of it."""
+    """Return the value that this rank must have of a tensor."""
     whole = bits(name, step, salt, tuple(tensor.shape))
     return cut(whole, dist.get_rank(), dist.get_world_size()) if isinstance(tensor, DTensor) else whole
 
@@ -90,7 +90,7 @@ def put(tensor: Tensor, name: str, step: int, salt: int) -> None:
 
 
 class Toy:
-    """A state with all ways of holding a tensor: alike on all ranks (DDP), divided among them (DTensor), one's own."""
+    """A state with tensors of each kind: replicated (DDP), sharded (DTensor), and local to a rank."""
 
     def __init__(self) -> None:
         rank, world = dist.get_rank(), dist.get_world_size()
@@ -117,7 +117,7 @@ class Toy:
         self.own["tensor"].copy_(bits(f"own {rank}", step, salt, (33,)))
 
     def wrong(self, step: int) -> list[str]:
-        """What is not, bit for bit, what it was at that step, when one job saved it."""
+        """Return the entries that do not equal, bit for bit, those at that step, if one job saved it."""
         rank, own = dist.get_rank(), self.own
         found = [] if own["step"] == step else [f"it says that it is step {own['step']}"]
         if own["rank"] != rank % own["world"]:
@@ -185,8 +185,8 @@ def train(
     if salts is not None:
         inside.compare_no_replicas()
     toy, open_saves = Toy(), list[ckpt.Save]()
-    place: dict[str, Any] = {"tiers": [ckpt.Memory(), ckpt.Tier(run, every, 2)]} if run is not None else {}
-    place = place or {"name": "toy", "tiers": ckpt.Memory(linger_s=25)}
+    place: dict[str, Any] = {"tiers": [ckpt.Tier(run, every, 2)]} if run is not None else {}
+    place = place or {"memory": ckpt.Memory(linger_s=25), "options": ckpt.Options(name="toy")}
     with ckpt.Checkpointer(toy.state, **place) as cp:
         logging.getLogger("ckpt").addHandler(NextWriter((spares or {}).get(str(rank), [])))
         start = cp.restore(default=0)
@@ -198,11 +198,11 @@ def train(
             together()
             save = cp.step(step)
             assert save is not None
-            save.staged(60)
+            save.wait_staged(60)
             say("staged", step=step)
             open_saves += [save] if save.tiers else []
             for save in [s for s in open_saves if step == start + wait_at or s.status != "staged"]:
-                save.committed(60)
+                save.wait_durable(60)
                 say("committed", step=save.step)
                 open_saves.remove(save)
     say("closed", step=step)
@@ -230,14 +230,14 @@ def failure(call: Callable[[], Any]) -> str:
 
 def checkpointer(toy: Toy, root: str, **settings: Any) -> ckpt.Checkpointer:
     every = settings.pop("every", 1)
-    return ckpt.Checkpointer(toy.state, [ckpt.Memory(), ckpt.Tier(root, every, 3)], **settings)
+    return ckpt.Checkpointer(toy.state, ckpt.Tier(root, every, 3), **settings)
 
 
 def go(toy: Toy, cp: ckpt.Checkpointer, step: int, salt: int = 0) -> ckpt.Save:
     toy.advance(step, salt)
     save = cp.step(step)
     assert save is not None
-    save.staged(60)
+    save.wait_staged(60)
     return save
 
 
@@ -248,7 +248,7 @@ def again(root: str, **settings: Any) -> dict[str, Any]:
     with checkpointer(toy, root, **settings) as cp:
         start = cp.restore(default=0)
         found = {"step": start, "wrong": toy.wrong(start) if start else [], **told(cp.last_restore)}
-        go(toy, cp, start + 1, salt=1).committed(60)
+        go(toy, cp, start + 1, salt=1).wait_durable(60)
     return found
 
 
@@ -268,14 +268,14 @@ def steps_of(root: str) -> Iterator[int]:
     yield from inside.steps_at(root)
 
 
-def impatient() -> dict[str, float]:
+def impatient() -> dict[str, Any]:
     inside.wait_for_ranks_for(0.5)
-    return {"agree_timeout_s": 0.8}
+    return {"options": ckpt.Options(agree_timeout_s=0.8)}
 
 
 @scenario
 def absent_at_opening(root: str, missing: int) -> dict[str, Any]:
-    """One rank does not make a Checkpointer while the others do; then it comes, when the others have given up."""
+    """One rank creates its Checkpointer only after the others have given up waiting."""
     toy, present = Toy(), dist.get_rank() != missing
     first = failure(lambda: checkpointer(toy, root, **impatient())) if present else ""
     together()
@@ -324,47 +324,51 @@ def other_cadence(root: str) -> dict[str, Any]:
 def other_step(root: str) -> dict[str, Any]:
     """Rank 1 has counted one step more."""
     toy, rank = Toy(), dist.get_rank()
-    with checkpointer(toy, root, on_error="warn", busy_timeout_s=2.0) as cp:
+    with checkpointer(toy, root, options=ckpt.Options(on_error="warn", busy_timeout_s=2.0)) as cp:
         cp.restore(default=0)
-        go(toy, cp, 3).committed(60)
+        go(toy, cp, 3).wait_durable(60)
         together()
         save = go(toy, cp, 4 + rank)
-        error = failure(lambda: save.committed(60))
+        error = failure(lambda: save.wait_durable(60))
         together()
-        go(toy, cp, 6).committed(60)
+        go(toy, cp, 6).wait_durable(60)
     return {"error": error, "again": again(root)}
 
 
 @scenario
 def other_tensors(root: str, how: str) -> dict[str, Any]:
-    """Rank 1 changes the model that all of them hold alike, and changes it back."""
+    """Rank 1 changes the replicated model, and changes it back."""
     rank = dist.get_rank()
     net = Tensors(first=torch.zeros(3), odd=torch.zeros(7, 3), wide=torch.zeros(40, 1024))
     kept = net.odd
-    with ckpt.Checkpointer({"net": nn.parallel.DistributedDataParallel(net)}, root, on_error="warn") as cp:
+    with ckpt.Checkpointer(
+        {"net": nn.parallel.DistributedDataParallel(net)}, root, options=ckpt.Options(on_error="warn")
+    ) as cp:
         cp.restore(default=0)
-        cp.save(1).committed(60)
+        cp.save(1).wait_durable(60)
         together()
         if rank == 1 and how == "more":
             net.register_parameter("another", nn.Parameter(torch.zeros(5, 5)))
         elif rank == 1:
             net.odd = nn.Parameter(torch.zeros(7, 4))
         save = cp.save(2)
-        error = failure(lambda: save.committed(60))
+        error = failure(lambda: save.wait_durable(60))
         together()
         net._parameters.pop("another", None)
         net.odd = kept
-        cp.save(3).committed(60)
+        cp.save(3).wait_durable(60)
     return {"error": error, "steps": list(steps_of(root))}
 
 
 @scenario
 def writer_stalls(root: str) -> dict[str, Any]:
-    """The writer of rank 0 stands still for a while, and then has many steps to write at once."""
+    """The writer of rank 0 is stopped for a while, and then has many steps to write."""
     toy = Toy()
-    with ckpt.Checkpointer(toy.state, [ckpt.Memory(keep=8), ckpt.Tier(root, 1, 2)], on_error="warn") as cp:
+    with ckpt.Checkpointer(
+        toy.state, ckpt.Tier(root, 1, 2), memory=ckpt.Memory(keep=8), options=ckpt.Options(on_error="warn")
+    ) as cp:
         cp.restore(default=0)
-        go(toy, cp, 1).committed(60)
+        go(toy, cp, 1).wait_durable(60)
         together()
         writer = psutil.Process(cp.writer_pid)
         if dist.get_rank() == 0:
@@ -372,7 +376,7 @@ def writer_stalls(root: str) -> dict[str, Any]:
         saves = [go(toy, cp, step) for step in range(2, 9)]
         time.sleep(2.0)  # the writer of rank 1 has all its parts stored, and looks for a commit less and less often
         writer.resume()
-        errors = [failure(lambda save=save: save.committed(60)) for save in saves]  # type: ignore[misc]
+        errors = [failure(lambda save=save: save.wait_durable(60)) for save in saves]  # type: ignore[misc]
     return {"errors": errors, "again": again(root)}
 
 
@@ -383,7 +387,7 @@ def other_restore(root: str) -> dict[str, Any]:
     with checkpointer(toy, root, **impatient()) as cp:
         cp.restore(default=0)
         for step in (1, 2, 3):
-            go(toy, cp, step).committed(60)
+            go(toy, cp, step).wait_durable(60)
         together()
         error = failure(lambda: cp.restore(step=2 if rank == 1 else None))
         unchanged = toy.wrong(3)
@@ -424,7 +428,7 @@ def damaged(root: str) -> dict[str, Any]:
     toy, found = Toy(), {}
     with checkpointer(toy, root) as cp:
         cp.restore(default=0)
-        attempts = [go(toy, cp, step).committed(60).attempt for step in (1, 2)]
+        attempts = [go(toy, cp, step).wait_durable(60).attempt for step in (1, 2)]
     together()
     for number, (how, damage) in enumerate(DAMAGE.items()):
         copy = Path(f"{root}-{number}")
@@ -438,22 +442,22 @@ def damaged(root: str) -> dict[str, Any]:
 
 @scenario
 def disk_fails(root: str, victim: int, fail: str, steps: int) -> dict[str, Any]:
-    """The disk fails the writer of one rank again and again; `fail` says where. What became of each step."""
+    """The disk of one rank's writer fails repeatedly, at the points in `fail`. Report the result of each step."""
     toy, errors = Toy(), []
     with armed(fail, on=victim):
-        cp = checkpointer(toy, root, on_error="warn")
+        cp = checkpointer(toy, root, options=ckpt.Options(on_error="warn"))
     with cp:
         cp.restore(default=0)
         for step in range(1, steps + 1):
             save = go(toy, cp, step)
-            errors.append(failure(lambda save=save: save.committed(60)))  # type: ignore[misc]
+            errors.append(failure(lambda save=save: save.wait_durable(60)))  # type: ignore[misc]
             together()
     return {"errors": errors, "again": again(root)}
 
 
 @scenario
 def staging_fails(root: str, how: str) -> dict[str, Any]:
-    """Rank 1 cannot stage a step: copying fails, or somebody writes into what is copied, or when it has been copied."""
+    """Rank 1 cannot stage a step: the copy fails, or other code writes to its tensors during or after the copy."""
     toy, rank = Toy(), dist.get_rank()
     wide = here(toy.clock.set_to["divided wide"])
     at = {"written while it is copied": "stage.eager", "written after it was copied": "stage.copied"}.get(how)
@@ -463,9 +467,9 @@ def staging_fails(root: str, how: str) -> dict[str, Any]:
             with torch.no_grad():
                 wide.zero_()
 
-    with checkpointer(toy, root, on_error="warn") as cp:
+    with checkpointer(toy, root, options=ckpt.Options(on_error="warn")) as cp:
         cp.restore(default=0)
-        go(toy, cp, 1).committed(60)
+        go(toy, cp, 1).wait_durable(60)
         together()
         if rank == 1 and at is None:
             inside.arm("trainer/stage.copied:eio")
@@ -474,10 +478,10 @@ def staging_fails(root: str, how: str) -> dict[str, Any]:
         toy.advance(2, 0)
         save = cp.step(2)
         assert save is not None
-        error = failure(lambda: save.committed(60))
+        error = failure(lambda: save.wait_durable(60))
         together()
         inside.disarm()
-        go(toy, cp, 3).committed(60)
+        go(toy, cp, 3).wait_durable(60)
     return {"error": error, "steps": list(steps_of(root)), "again": again(root)}
 
 
@@ -501,9 +505,9 @@ def disk_fills(root: str) -> dict[str, Any]:
     rank, errors = dist.get_rank(), list[str]()
     state = {"own": {"tensor": torch.zeros((6 if rank else 1) << 18)}}
     filler = Path(f"{root}-filler")
-    with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(root, 1, 2)], on_error="warn") as cp:
+    with ckpt.Checkpointer(state, ckpt.Tier(root, 1, 2), options=ckpt.Options(on_error="warn")) as cp:
         cp.restore(default=0)
-        cp.save(1).committed(60)
+        cp.save(1).wait_durable(60)
         together()
         if rank == 0:
             free = shutil.disk_usage(root).free
@@ -511,7 +515,7 @@ def disk_fills(root: str) -> dict[str, Any]:
                 os.posix_fallocate(file.fileno(), 0, free - (4 << 20))
         for step in range(2, 6):
             together()
-            errors.append(failure(lambda step=step: cp.save(step).committed(60)))  # type: ignore[misc]
+            errors.append(failure(lambda step=step: cp.save(step).wait_durable(60)))  # type: ignore[misc]
             together()
             if rank == 0 and step == 4:
                 filler.unlink()
@@ -521,7 +525,7 @@ def disk_fills(root: str) -> dict[str, Any]:
 
 @scenario
 def oracle_sees(root: str) -> dict[str, Any]:
-    """What `Toy.wrong` says of a right state, and of wrong ones."""
+    """Report the results of `Toy.wrong` for a correct state and for wrong ones."""
     toy = Toy()
     toy.advance(1, 0)
     found = {"right": toy.wrong(1), "step": toy.wrong(2)}
@@ -540,10 +544,10 @@ def own_model() -> dict[str, Any]:
 
 
 def save_unlike(root: str) -> None:
-    """What later does not fit: models that ranks have for themselves, and one that all hold alike."""
+    """Save states that do not fit later: a model for each rank, and a replicated one."""
     own, alike = own_model(), {"net": nn.parallel.DistributedDataParallel(Tensors(weight=torch.ones(4, 5)))}
     for name, state in (("own", own), ("alike", alike)):
-        with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(f"{root}/{name}", 1, 3)]) as cp:
+        with ckpt.Checkpointer(state, ckpt.Tier(f"{root}/{name}", 1, 3)) as cp:
             cp.restore(default=0)
             cp.step(1)
     say("saved")
@@ -551,12 +555,12 @@ def save_unlike(root: str) -> None:
 
 @scenario
 def cannot_hold(root: str) -> dict[str, Any]:
-    """What `save_unlike` of more ranks saved, into states that cannot take it."""
+    """Restore the result of `save_unlike` of more ranks into states that do not fit."""
     found = {}
     own, alike = own_model(), {"net": nn.parallel.DistributedDataParallel(Tensors(weight=torch.zeros(4, 6)))}
     for name, state in (("own", own), ("alike", alike)):
         before = [t.detach().clone() for t in state["net"].state_dict().values()]
-        with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(f"{root}/{name}", 1, 3)]) as cp:
+        with ckpt.Checkpointer(state, ckpt.Tier(f"{root}/{name}", 1, 3)) as cp:
             found[name] = failure(cp.restore)
         after = state["net"].state_dict().values()
         found[f"{name} unchanged"] = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))

@@ -40,13 +40,14 @@ def train(asked: dict[str, Any]) -> None:
             with Path(asked["folder"], "starts").open("a") as file:
                 file.write(json.dumps([start, source]) + "\n")
         for step in range(start, asked["steps"]):
-            x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))  # alike, for any number of workers
+            # the same for any number of workers
+            x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
             optim.zero_grad()
             (model(x) - x).square().mean().backward()
             optim.step()
             save = cp.step(step + 1)
             if step + 1 == asked["kill_at"] and not start and save is not None:
-                save.staged(60.0)
+                save.wait_staged(60.0)
                 torch.distributed.barrier()  # so that all have it
                 if rank == 0:
                     os.kill(os.getpid(), 9)
@@ -57,7 +58,7 @@ def train(asked: dict[str, Any]) -> None:
 
 
 def fit(asked: dict[str, Any]) -> dict[str, Any]:
-    """What has become of one training."""
+    """Run one training and return its result."""
     result = TorchTrainer(
         train,
         train_loop_config=asked,

@@ -35,7 +35,7 @@ FAULTS = "/__faults__"
 
 
 def storage_options(url: str, **config: Any) -> dict[str, Any]:
-    """How to reach a server here, as s3fs wants it; `config` is for botocore, as `read_timeout=1`."""
+    """Return s3fs options for a server here; `config` is for botocore, for example `read_timeout=1`."""
     options: dict[str, Any] = {"endpoint_url": url, "key": KEY, "secret": SECRET}
     return options | ({"config_kwargs": config} if config else {})
 
@@ -54,14 +54,14 @@ def environment(url: str) -> dict[str, str]:
 
 
 class Server:
-    """A process that answers at `url` until `stop`."""
+    """A process that serves `url` until `stop`."""
 
     def __init__(self, role: str, *arguments: str) -> None:
         # -I: nothing of this folder, or of the caller's path, is imported by mistake.
         command = [sys.executable, "-I", os.path.abspath(__file__), role, *arguments]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
-        port = self.process.stdout.readline().strip()  # said once it listens
+        port = self.process.stdout.readline().strip()  # printed when it listens
         if not port:
             raise RuntimeError(f"the {role} server did not start: exit status {self.process.wait()}")
         self.url = f"http://{HOST}:{port}"
@@ -105,7 +105,7 @@ class MotoServer(Server):
 
 
 class FaultProxy(Server):
-    """Passes requests on to `upstream`, unless a rule says otherwise. See `fail` for the rules."""
+    """Forwards requests to `upstream`, unless a rule applies. See `fail` for the rules."""
 
     def __init__(self, upstream: str) -> None:
         super().__init__("proxy", upstream)
@@ -113,18 +113,18 @@ class FaultProxy(Server):
     def fail(self, kind: str, *, method: str = "", match: str = "", skip: int = 0, count: int = 1, **more: Any) -> None:
         """Add a rule for requests of a method whose path and query contain the regular expression `match`.
 
-        The first `skip` of them pass, the next `count` fail; the first rule that fits is the one that counts. Kinds:
+        The first `skip` of them pass, the next `count` fail; the first matching rule applies. Kinds:
 
         status          `code` (503) with `s3_code` ("SlowDown") as the document, and nothing is done
         error_body      status 200, but an error document with `s3_code`, and nothing is done
-        hang            no answer, ever, and nothing is done
-        delay           nothing happens for `s` seconds, then all is well
-        late_reply      the request is taken, carried out after `s` seconds, and answered then, if anybody still listens
+        hang            no reply, and nothing is done
+        delay           nothing happens for `s` seconds, then it succeeds
+        late_reply      the request is executed after `s` seconds, with a reply if the client still waits
         reset           the connection is reset, and nothing is done
-        lost_reply      the request is carried out, then the connection is reset
-        truncate        the connection is reset after `after` bytes of the answer's body
-        short           the connection is closed in good order there, though more was promised
-        corrupt         one bit of the answer's body is flipped, at byte `offset`
+        lost_reply      the request is executed, then the connection is reset
+        truncate        the connection is reset after `after` bytes of the reply's body
+        short           the connection is closed normally there, although more was announced
+        corrupt         one bit of the reply's body is flipped, at byte `offset`
         corrupt_request the same for the body of the request
         """
         if kind not in KINDS:
@@ -141,7 +141,7 @@ class FaultProxy(Server):
         return [(method, path, kind) for method, path, kind in json.loads(self._ask("GET", FAULTS))["hits"]]
 
     def requests(self) -> Counter[str]:
-        """How many requests there were, by method, failed ones among them."""
+        """Return the number of requests by method, including failed ones."""
         return Counter(json.loads(self._ask("GET", FAULTS))["requests"])
 
     def paths(self) -> list[str]:
@@ -242,8 +242,8 @@ def list_without_order() -> None:
 
 
 def one_at_a_time(app: Callable[..., Iterable[bytes]]) -> Callable[..., Iterable[bytes]]:
-    """moto looks whether an object is there and then makes it, in threads: one at a time, or a race has two winners.
-    The body is read before, so that somebody who sends slowly, or not at all, holds nobody up."""
+    """Run moto's requests one at a time, because it checks for an object and then creates it, in threads, so that a
+    race could have two winners. The body is read before, so that a slow client delays no other."""
     lock = threading.Lock()
 
     def answer(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
@@ -340,7 +340,7 @@ class Proxy:
         kind = rule["kind"]
         body = request.content if request.body_exists else None
         if body is not None and kind in ("corrupt_request", "late_reply", "lost_reply"):
-            body = await request.read()  # whole, before anything is done: whoever sent it may hang up meanwhile
+            body = await request.read()  # complete, before anything is done: the client may disconnect
         if kind == "corrupt_request" and body is not None:
             body = flipped(body, rule.get("offset", 0))
         if kind == "late_reply":

@@ -1,16 +1,16 @@
-"""Small trainings by torchtitan's own trainer on CPU ranks, several in one process, since to start one takes long.
+"""Small trainings by torchtitan's own trainer on CPU ranks, several in one process, because starting one is slow.
 
 RANK=0 WORLD_SIZE=2 … python -c 'import titan_on_cpu, titan_toy; titan_toy.main()' ACTION FOLDER
 
 kill FOLDER      trained to `STEPS` under torchtitan's own manager, into FOLDER/theirs; then with everystep, into
                  FOLDER/ours, and killed when step `KILLED` + 1 is done and not saved: SIGKILL to itself
 go_on FOLDER     restored, trained to `STEPS`, and written as Hugging Face has it
-four FOLDER      by four ranks: only looked at, then taken over with tensor parallelism, for two steps; then as
-                 kill, with two and two that divide the model (HSDP)
-begin FOLDER     taken back by two ranks; and other runs that begin with what the ones before have written
+four FOLDER      by four ranks: only read, then restored with tensor parallelism, for two steps; then as kill, with
+                 two groups of two that shard the model (HSDP)
+begin FOLDER     restored by two ranks; and other runs that start from the earlier checkpoints
 pipeline, pipeline_on
-                 as kill and go_on, in a pipeline; then taken over by ranks that hold all layers, and given back
-replicated_on    what those four began: gone on with, and then all four divide the model
+                 as kill and go_on, in a pipeline; then restored by ranks that have all layers, and back
+replicated_on    continues the run of those four, and then all four shard the model
 Prints a JSON line for each step of each case, and for each load.
 """
 
@@ -108,8 +108,8 @@ class Words(BaseTokenizer):
 def config(
     folder: str, checkpoint: Any, steps: int, *, tp: int = 1, pp: int = 1, replicas: int = 1, layers: int = 2
 ) -> Any:
-    """Of a small Llama with fused query, key and value weights, as they are by default. In a pipeline (`pp`) each rank
-    has two parts of it."""
+    """Return the config of a small Llama with fused query, key and value weights, the default. In a pipeline (`pp`)
+    each rank has two parts."""
     spec = model_registry("debugmodel", attn_backend="flex")
     spec.model.layers = [copy.deepcopy(spec.model.layers[i % len(spec.model.layers)]) for i in range(layers)]
     for layer in spec.model.layers:
@@ -160,7 +160,7 @@ def build(made: Any) -> Any:
 
 
 def digests(trainer: Any) -> dict[str, str]:
-    """Of whole weights, and of whole moments, however many ranks hold them; and what counts."""
+    """Return digests of whole weights and whole moments, for any number of ranks, and the counters."""
     names = {p: name for part in trainer.model_parts for name, p in part.named_parameters()}
     state = {names[p]: one for optimizer in trainer.optimizers for p, one in optimizer.state.items()}
     found = {}
@@ -252,7 +252,7 @@ def four(folder: str) -> None:
     trainer = build(config(f"{folder}/ours", ours(load_only=True), STEPS + 1))
     try:
         trainer.checkpointer.load()
-    except ckpt.UsageError as error:
+    except ckpt.errors.UsageError as error:
         say(case="refused", error=str(error))
     trainer.close()
     train("tensor parallel", config(f"{folder}/ours", ours(), STEPS + 2, tp=2))

@@ -90,12 +90,12 @@ class Group:
             (self.wrapped(x) - x).square().mean().backward()
             self.optim.step()
             now, groups = self.manager.current_step(), self.manager.num_participants()
-            if now == before:  # of a group that died: nobody has stepped
+            if now == before:  # a rank of the group died, so nobody has stepped
                 continue
             save = self.cp.step(now)
             self.say(step=now, groups=groups)
             if self.number and now == kill_at and not up.exists():
-                save.staged(60.0)
+                save.wait_staged(60.0)
                 self.leave("killed")
                 os.kill(os.getpid(), 9)
             together += now > kill_at and groups == 2

@@ -1,9 +1,9 @@
 """Writers that tests start are forked from a process that has imported what a writer does: 20 ms of CPU, not 500.
 
-What the library starts is a small process that spawns the writer and ends: `subprocess.run` of our tests, and of what
-is forked from the zygote (see zygote.py), looks for that, and asks the process here instead. Such a writer is in all
-what the real one is, its command line too; its interpreter alone is not its own. Every other start is a real one, as
-are those of trainers that a shell or `subprocess` has started.
+The library starts a small process that spawns the writer and ends. In tests, and in processes forked from the zygote
+(see zygote.py), `subprocess.run` detects that start and requests the writer from the process here instead. Such a
+writer is like a real one, including its command line, except that it shares the interpreter. All other starts are real,
+and so are those of trainers that a shell or `subprocess` has started.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ VARIABLE = "CKPT_TEST_WRITERS"  # where to ask
 HOMES = [str(Path(__file__).parents[2]), str(Path(__file__).parents[2] / "backends")]
 LENGTH = struct.Struct("!I")
 ROOM = 1 << 14  # for the command line of a writer
-# What an interpreter and the libraries that it loads look at only once, when they start.
+# Variables that an interpreter and its libraries read only once, at their start.
 _AT_START = ("PYTHON", "LD_", "LC_", "LANG", "MALLOC", "GLIBC")
 
 _run = subprocess.run
-_PYTHON = sys.executable  # before a test says that it is something else
+_PYTHON = sys.executable  # until a test changes it
 
 
 def inherited() -> list[object]:
-    """What a process has from the one that starts it: the machine as it sees it, its user, umask and limits."""
+    """Return the settings that a process inherits: namespaces, user, umask and limits."""
     umask = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("Umask"))
     spaces = [os.readlink(f"/proc/self/ns/{name}") for name in ("mnt", "net", "pid")]
     return [umask, os.getuid(), os.getgid(), Path("/proc/self/limits").read_text(), *spaces]
@@ -96,11 +96,11 @@ def _wanted(arguments: tuple[Any, ...], settings: dict[str, Any]) -> bool:
     return (
         VARIABLE in environment
         and isinstance(words, list)
-        and len(words) > 15
+        and len(words) > 14
         and words[0] == words[5] == _PYTHON
         and inherited() == _INHERITED
         and "ckpt.writer_process" in words[8]
-        and sorted(words[14:]) == sorted(HOMES)
+        and sorted(words[13:]) == sorted(HOMES)
         and not any(Path(path, "sitecustomize.py").exists() for path in environment.get("PYTHONPATH", "").split(":"))
     )
 
@@ -146,7 +146,7 @@ def serve(fd: int) -> None:
                 if between == 0:
                     os.setsid()
                     if os.fork():
-                        os._exit(0)  # a writer is nobody's child
+                        os._exit(0)  # a writer has no parent
                     listener.close()
                     sock.close()
                     _become(request["words"], request["environment"], *fds)

@@ -1,13 +1,12 @@
-"""A Python process that has imported torch and forks a child for each script that a test starts: half a second of CPU
-until a script trains, not three and a half.
+"""A Python process that has imported torch and forks a child for each script that a test starts. A script then trains
+after half a second of CPU instead of three and a half.
 
-The library spawns and never forks; this is a tool of tests, and sound since nothing has run here before the fork but
-imports: no thread, no tensor, no open file, nothing of `ckpt`, which each child imports anew. A child is what `python
--c`, `python -m` or `python script.py` would be: `__main__`, command line, path, environment, folder, files and session
-are its own, and it ends as an interpreter ends. Only its parent is this process. One that is torchrun has a process of
-this kind for its ranks.
+The library spawns and never forks. Forking is safe here, because only imports have run before it: no thread, no tensor,
+no open file, and not `ckpt`, which each child imports itself. A child is like `python -c`, `python -m` or `python
+script.py`: it has its own `__main__`, command line, path, environment, folder, files and session, and ends as an
+interpreter ends. Only its parent is this process. A torchrun child has a process of this kind for its ranks.
 
-The other end of the socket is `processes.start_python`, which knows which starts have to be real.
+The other end of the socket is `processes.start_python`, which decides which starts must be real.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from typing import Any
 
 import writer_zygote
 
-# What nearly every training process imports sooner or later: constructing an optimizer imports torch._dynamo.
+# The usual imports of a training process: constructing an optimizer imports torch._dynamo.
 WARM = (
     "numpy", "torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
     "torch.nn.parallel", "torch.utils.data", "asyncio", "logging.handlers", "multiprocessing.connection",
@@ -95,7 +94,7 @@ def _fork(control: socket.socket, path: list[str]) -> Program:
                     os.close(fd)
                 child = Child(pid, os.pidfd_open(pid), status)
                 ready.register(child.pidfd, selectors.EVENT_READ, child)
-                with contextlib.suppress(BrokenPipeError):  # who asked is gone, which is seen next
+                with contextlib.suppress(BrokenPipeError):  # the requester has exited, which is detected next
                     control.sendall(NUMBER.pack(pid))
 
 
@@ -124,7 +123,7 @@ def _look_after(child: Child, fd: int, ready: selectors.BaseSelector) -> None:
 
 
 def _kill(children: list[Child]) -> None:
-    """Whoever has asked for them is gone."""
+    """Kill the children, because their requester has exited."""
     for child in children:
         os.kill(child.pid, signal.SIGKILL)
 
@@ -172,8 +171,8 @@ def _ask_for_ranks(control: socket.socket) -> None:
 
 
 def _enter(first: int) -> None:
-    """Be in the namespaces of that process, as by nsenter. Who asked for it sees this process, which ends as the one
-    that returns does."""
+    """Enter the namespaces of that process, like nsenter. The requester sees this process, which ends like the one that
+    returns."""
     files = [os.open(f"/proc/{first}/ns/{name}", os.O_RDONLY) for name in ("net", "uts", "pid", "mnt")]
     libc = ctypes.CDLL(None, use_errno=True)
     for fd in files:
@@ -201,8 +200,8 @@ def _open_standard_files(*, buffered: bool) -> None:
 
 
 def _program(first: str, *rest: str) -> Program:
-    """What `python first rest…` runs in `__main__`, and that module's names."""
-    module = ModuleType("__main__")  # anew: what can be reached from the frozen one is never collected
+    """Return the code that `python first rest…` runs in `__main__`, and that module's names."""
+    module = ModuleType("__main__")  # a new module: objects reachable from the frozen one are never collected
     module.__loader__ = importlib.machinery.BuiltinImporter
     module.__annotations__ = {}
     module.__builtins__ = builtins  # type: ignore[attr-defined]

@@ -88,7 +88,7 @@ def flipped(raw: bytes, position: int, bit: int) -> bytes:
 
 
 def injuries(raw: bytes, other: bytes, dice: random.Random) -> Iterator[tuple[str, bytes | None]]:
-    """What else than a flipped bit can happen to one file."""
+    """Return other damage to a file than a flipped bit."""
     cuts = {0, 1, len(raw) // 2, len(raw) - 1, max(0, len(raw) - PAGE)}
     yield from ((f"cut to {size}", raw[:size]) for size in sorted(cuts) if size < len(raw))
     yield "longer by a byte", raw + b"\0"
@@ -202,7 +202,7 @@ def test_every_bit_of_every_structure_file(small: Objects) -> None:
 # -- other injuries --
 
 
-def test_other_injuries_of_any_one_file(small: Objects) -> None:
+def test_other_damage_to_any_single_file(small: Objects) -> None:
     """Cut, extended, zeroed, doubled, replaced, removed, noise: some checkpoint always comes back, and a true one."""
     others = asyncio.run(built(Contents.of({"other": ("F32", (5,))}), STEPS))
     dice, count = random.Random(6), 0
@@ -217,7 +217,7 @@ def test_other_injuries_of_any_one_file(small: Objects) -> None:
     print(f"{count} injuries of single files")
 
 
-def test_injuries_of_a_pack_of_several_blobs(large: Objects) -> None:
+def test_damage_to_a_data_file_with_several_chunks(large: Objects) -> None:
     """The same for the newest pack of the larger run: the older checkpoint comes back."""
     key, dice = select(large, DATA)[-1], random.Random(7)
     raw = large[key]
@@ -247,7 +247,7 @@ def test_any_two_files_swapped(small: Objects) -> None:
     assert seen[30] and seen[20]
 
 
-def test_everything_damaged_at_once_is_an_error_of_ours(small: Objects) -> None:
+def test_damage_to_everything_raises_our_error(small: Objects) -> None:
     """Noise in every file of a kind."""
     dice = random.Random(8)
     for kind in ("format", "log", *KINDS):
@@ -261,7 +261,7 @@ def test_everything_damaged_at_once_is_an_error_of_ours(small: Objects) -> None:
 
 
 def appended_after(objects: Objects) -> tuple[int | None, list[str]]:
-    """What a new job makes of a damaged run: the step it can save and read back, and what was deleted."""
+    """Open a damaged run as a new job. Return the step that it saves and reads back, and the deleted files."""
 
     async def scenario() -> tuple[int | None, list[str]]:
         store = MemoryStore(objects=dict(objects))
@@ -277,7 +277,7 @@ def appended_after(objects: Objects) -> tuple[int | None, list[str]]:
     return asyncio.run(scenario())
 
 
-def test_a_run_with_a_damaged_record_goes_on_and_loses_nothing(small: Objects) -> None:
+def test_run_with_a_damaged_record_continues_without_loss(small: Objects) -> None:
     """Whichever record is damaged: a new job can take over and save, and nothing is ever deleted from such a run."""
     dice = random.Random(9)
     for key in [k for k in sorted(small) if k.startswith("log/")]:
@@ -287,7 +287,7 @@ def test_a_run_with_a_damaged_record_goes_on_and_loses_nothing(small: Objects) -
     assert appended_after(missing) == (70, [])
 
 
-def test_negative_control_a_whole_run_is_cleaned_up(small: Objects) -> None:
+def test_negative_control_an_intact_run_is_cleaned_up(small: Objects) -> None:
     """Without damage the same clean-up does delete, so the test above can fail."""
     with pytest.raises(AssertionError, match="the damage was not noticed"):
         appended_after(small)
@@ -322,7 +322,7 @@ def test_verify_notices_every_flip_in_the_files_of_a_checkpoint(small: Objects, 
 
 
 def test_verify_notices_missing_and_cut_files(small: Objects) -> None:
-    """Every file of a checkpoint, gone or one byte short, is a problem that is told and not an error that is raised."""
+    """Every missing file of a checkpoint, or one that is a byte short, is reported as a problem and raises no error."""
     for key in [k for k in sorted(small) if inside.step_of_file(k) == 20]:
         assert problems_of(injured(small, key, None), 20)
         assert problems_of(injured(small, key, small[key][:-1]), 20)
@@ -332,14 +332,14 @@ def test_verify_notices_missing_and_cut_files(small: Objects) -> None:
 
 
 def test_negative_control_without_digests_of_blobs(small: Objects, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If tensor data were not checked, a flip would come back as a wrong tensor, and the oracle says so."""
+    """If tensor data were not checked, a flip would be restored as a wrong tensor, and the oracle would detect it."""
     inside.trust_tensor_data(monkeypatch)
     with pytest.raises(AssertionError, match="wrong tensors"):
         check_tensor_flips(small, SMALL, 1)
 
 
 def test_negative_control_without_digests_of_small_files(small: Objects, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If parts were not checked, a changed value would come back, and the oracle says so."""
+    """If manifests were not checked, a changed value would be restored, and the oracle would detect it."""
     (key,) = select(small, MANIFEST, step=30)
     at = small[key].index(b'"epoch":3') + 8
 
@@ -367,7 +367,7 @@ def live_state() -> dict[str, Any]:
 def restore_memory(
     snapshot: Snapshot, into: dict[str, Any], on_touch: Callable[[], None] = lambda: None
 ) -> ckpt.Restored:
-    """As `Checkpointer.restore` does it; CorruptError where it would go on to another source."""
+    """Restore as `Checkpointer.restore` does. Raise CorruptError where it would try another source."""
     result = inside.restore_first_of([snapshot.source], into, on_touch=on_touch)
     if result.step is None:
         raise CorruptError(result.skipped[0].reason)
@@ -414,7 +414,7 @@ def test_a_flip_in_memory_after_it_was_digested_is_noticed() -> None:
 
 
 def test_negative_control_memory_without_digests_comes_back_wrong() -> None:
-    """A snapshot that nobody digested says that it is unverified; a flip in it is not seen."""
+    """A snapshot without digests is reported as unverified; a flip in it is not detected."""
     snapshot = snapshot_in_memory().without_digests()
     snapshot.data[-8] ^= 1
     state = live_state()

@@ -1,8 +1,8 @@
-"""Files made by somebody who knows the format, and messages from whoever finds the socket of a writer.
+"""Malicious files in the right format, and malicious messages to a writer's socket.
 
-No code of theirs runs, no path outside the root is opened, nothing hangs, and every error is one of ours; a restore
-passes over such a checkpoint like over any other damaged one and takes the older. What becomes of each single field of
-the format, and how much memory that takes, is in `tests/format/test_forged.py`.
+None of their code runs, no path outside the root is opened, nothing hangs, and every error is one of ours. A restore
+skips such a checkpoint like any damaged one and takes the older one. `tests/format/test_forged.py` tests each field of
+the format, and its memory use.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ pytestmark = pytest.mark.timeout(60)  # a hang is a failure
 # -- what is taken, and what is not --
 
 
-def test_what_is_not_forged_is_taken(genuine: Run, tmp_path: Path) -> None:
+def test_genuine_files_are_restored(genuine: Run, tmp_path: Path) -> None:
     """The forger makes valid files: unchanged, or with another learning rate, they are restored."""
     assert restored(put(forge(genuine), tmp_path / "run")) == 20
 
@@ -71,7 +71,7 @@ def test_what_is_not_forged_is_taken(genuine: Run, tmp_path: Path) -> None:
     inside.run(taken_over(folder))
 
 
-def test_what_two_ranks_saved_is_taken(of_two: Run, tmp_path: Path) -> None:
+def test_genuine_files_of_two_ranks_are_restored(of_two: Run, tmp_path: Path) -> None:
     """The forger makes valid files here too; and rank 0's word on plain values is the one that counts."""
     assert restored(put(forge(of_two, rank=1), tmp_path / "run"), exact=True) == 20
     folder = put(forge(of_two, rank=0, part=some_value(7.5)), tmp_path / "run")
@@ -90,7 +90,7 @@ def test_negative_control_a_path_beside_the_run_is_seen(tmp_path: Path) -> None:
 
 
 class Bomb:
-    """What it unpickles to writes a file."""
+    """Writes a file when it is unpickled."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker
@@ -127,8 +127,8 @@ def test_a_pickle_is_never_run(genuine: Run, tmp_path: Path) -> None:
     assert marker.exists()
 
 
-def test_a_stray_record_far_off_is_no_hang(genuine: Run, tmp_path: Path) -> None:
-    """Names are cheap: record number 10**12 - 1 does not make anybody look for the others."""
+def test_distant_stray_record_does_not_hang_readers(genuine: Run, tmp_path: Path) -> None:
+    """Record number 10**12 - 1 does not make a reader look for all numbers before it."""
     for number in (10**12 - 1, 10**6, 90_000):
         folder = put({**genuine[0], inside.name_of_record(number): b"{}"}, tmp_path / "run")
         assert restored(folder) == 20
@@ -142,7 +142,7 @@ def test_a_stray_record_far_off_is_no_hang(genuine: Run, tmp_path: Path) -> None
     ],
     ids=lambda raw: repr(raw[:12]),
 )  # fmt: skip
-def test_rubbish_in_place_of_json(genuine: Run, raw: bytes, tmp_path: Path) -> None:
+def test_garbage_instead_of_json(genuine: Run, raw: bytes, tmp_path: Path) -> None:
     """In FORMAT.json, in a record, in a part."""
     objects, attempt = genuine
     assert restored(put({**objects, "FORMAT.json": raw}, tmp_path / "run")) == 20
@@ -171,7 +171,7 @@ def replace_by_pipe(path: Path, outside: Path) -> None:
 
 @pytest.mark.parametrize("replace", [replace_by_link, replace_by_folder, replace_by_pipe])
 @pytest.mark.parametrize("key_of", [manifest_key, data_key], ids=["manifest", "data"])
-def test_what_is_no_file_is_passed_over(
+def test_non_files_are_skipped(
     genuine: Run, replace: Callable[[Path, Path], None], key_of: Callable[[Any], str], tmp_path: Path
 ) -> None:
     """Links are not followed, folders not read, pipes not waited for."""
@@ -186,7 +186,7 @@ def test_what_is_no_file_is_passed_over(
 
 
 @pytest.mark.parametrize("replace", [replace_by_link, replace_by_folder, replace_by_pipe])
-def test_a_format_file_that_is_no_file_is_an_error_of_ours(
+def test_format_json_that_is_not_a_file_raises_our_error(
     genuine: Run, replace: Callable[[Path, Path], None], tmp_path: Path
 ) -> None:
     """No hang, no link followed."""
@@ -208,7 +208,7 @@ def check_mutated(data: st.DataObject, one: Run, two: Run, folder: Path) -> None
 @given(data=st.data())
 @corpus(40)
 def test_mutated_documents(genuine: Run, of_two: Run, data: st.DataObject, tmp_path: Path) -> None:
-    """Restored, loaded, taken over: forty changed documents, of one rank alone or of one of two."""
+    """Restore, load and take over forty changed documents, of a single rank or of one of two."""
     check_mutated(data, genuine, of_two, tmp_path / "run")
 
 
@@ -226,17 +226,17 @@ def test_mutated_documents_long(genuine: Run, of_two: Run, data: st.DataObject, 
 UNCLOSED = some_value({"$": "scalar", "dtype": "(1,2", "v": "00"})  # an expression that is not closed
 
 
-def test_a_checkpointer_passes_over_a_forged_checkpoint(genuine: Run, tmp_path: Path) -> None:
-    """From the outside: `restore()` returns the older step, says why, and training goes on."""
+def test_checkpointer_skips_a_forged_checkpoint(genuine: Run, tmp_path: Path) -> None:
+    """`restore()` returns the older step with the reason, and training continues."""
     folder = put(forge(genuine, part=UNCLOSED), tmp_path / "run")
     live = state(1)
-    with ckpt.Checkpointer(live, [ckpt.Memory(), ckpt.Tier(folder, every=1)]) as cp:
+    with ckpt.Checkpointer(live, ckpt.Tier(folder, every=1)) as cp:
         assert cp.restore() == 10
         assert cp.last_restore is not None and [s.step for s in cp.last_restore.skipped] == [20]
         assert same(live, state(10))
         live["model"](torch.ones(3)).sum().backward()
         live["optim"].step()
-        cp.save(21).committed(60)
+        cp.save(21).wait_durable(60)
     assert ckpt.load(folder).step == 21
 
 
@@ -296,13 +296,13 @@ HOSTILE_MESSAGES: dict[str, bytes] = {
 
 
 def test_hostile_messages_leave_writer_and_training_alone(own_sockets: Path, run_dir: str) -> None:
-    """Garbage on the writer's socket, from our own user: the same writer goes on, and so does every save."""
+    """Garbage on the writer's socket, from the same user: the same writer continues, and all saves succeed."""
     live = toy.build()
-    with ckpt.Checkpointer(live, [ckpt.Memory(), ckpt.Tier(run_dir, every=1)]) as cp:
+    with ckpt.Checkpointer(live, ckpt.Tier(run_dir, every=1)) as cp:
         cp.restore(default=0)
         toy.train_step(live)
         first = cp.save(1)
-        first.committed(60)
+        first.wait_durable(60)
         before = [process.pid for process in writers(own_sockets)]
         address = inside.addresses_of(inside.name_of_writer_in(run_dir))[0]
         open_ones = []
@@ -314,20 +314,20 @@ def test_hostile_messages_leave_writer_and_training_alone(own_sockets: Path, run
                 peer.sendall(raw)
             toy.train_step(live)
             save = cp.step(step)
-            assert save is not None and save.staged(60).step == step, name
-        save.committed(60)
+            assert save is not None and save.wait_staged(60).step == step, name
+        save.wait_durable(60)
         for peer in open_ones:
             peer.close()
         toy.train_step(live)
         save = cp.save(1000)
-        assert save.committed(60).step == 1000
+        assert save.wait_durable(60).step == 1000
         assert [process.pid for process in writers(own_sockets)] == before
     assert ckpt.load(run_dir).step == 1000
     assert eventually(lambda: not writers(own_sockets))
 
 
-def test_a_folder_that_others_can_open_gets_no_words_of_a_writer(own_sockets: Path) -> None:
-    """Mode, kind and owner: only into a folder of our own with mode 0700; without one training goes on all the same."""
+def test_writer_output_goes_only_to_private_folders(own_sockets: Path) -> None:
+    """A writer's output goes only to a folder of our own with mode 0700. Without one, training still works."""
     folder = own_sockets / f"everystep-{os.getuid()}"
     assert inside.log_of_writer("key").startswith(str(folder))
     for mode in (0o755, 0o770, 0o701, 0o1777):
@@ -341,13 +341,13 @@ def test_a_folder_that_others_can_open_gets_no_words_of_a_writer(own_sockets: Pa
     folder.unlink()
     folder.write_text("a file")
     assert inside.log_of_writer("key") == ""
-    with ckpt.Checkpointer(toy.build(), name="no words") as cp:
-        assert cp.save(1).staged(60).step == 1
+    with ckpt.Checkpointer(toy.build(), options=ckpt.Options(name="no words")) as cp:
+        assert cp.save(1).wait_staged(60).step == 1
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder away")
-def test_a_name_of_another_user_is_passed_over(own_sockets: Path) -> None:
-    """Whoever takes our writer's name before us cannot keep us from training, nor is he spoken to."""
+def test_writer_name_taken_by_another_user_is_ignored(own_sockets: Path) -> None:
+    """Another user who takes our writer's name first cannot prevent training, and gets no messages."""
     key = inside.name_of_writer("memory:squatted")
     code = f"""
 import os, socket
@@ -363,8 +363,8 @@ input()
     try:
         assert squatter.stdout.readline() == "there\n"
         assert not inside.can_connect(key)
-        with ckpt.Checkpointer(toy.build(), name="squatted") as cp:
-            assert cp.save(1).staged(60).step == 1
+        with ckpt.Checkpointer(toy.build(), options=ckpt.Options(name="squatted")) as cp:
+            assert cp.save(1).wait_staged(60).step == 1
             assert inside.names_taken(key) == {0: key}
     finally:
         squatter.kill()

@@ -1,8 +1,7 @@
-"""Increments end to end: a real Checkpointer, its writer process, real files, an S3; and what goes wrong on the way.
+"""Increments end to end: a real Checkpointer, its writer process, real files, an S3 server, and faults.
 
-What a state of the test holds: a frozen layer of two blobs, a part that is trained, an embedding of which few rows
-change, bf16 weights beside their fp32 masters, experts of which one is used a step, and every dtype with the
-bits where mistakes hide.
+The state has a frozen layer of two chunks, a trained part, an embedding with few changing rows, bf16 weights with fp32
+masters, experts of which one is used per step, and every dtype with the bits where mistakes hide.
 """
 
 from __future__ import annotations
@@ -116,7 +115,7 @@ def digest(state: State) -> str:
     return total.hexdigest()
 
 
-# -- what is in a place --
+# -- the contents of a tier --
 
 
 def newest(url: str) -> SavedStep:
@@ -127,7 +126,7 @@ def newest(url: str) -> SavedStep:
 def data_files_in(folder: Path | str) -> dict[str, int]:
     found: dict[str, int] = {}
     for path in data_files(folder):
-        with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
+        with contextlib.suppress(FileNotFoundError):  # deleted during the call
             found[str(path.relative_to(folder))] = path.stat().st_size
     return found
 
@@ -137,7 +136,7 @@ def named(folder: Path | str) -> set[str]:
 
 
 def verified(url: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    """What `ckpt verify --all` finds wrong."""
+    """Return the problems that `ckpt verify --all` finds."""
     capsys.readouterr()
     inside.command("verify", url, "--all", "--json")
     found = json.loads(capsys.readouterr().out)
@@ -151,18 +150,18 @@ def verified(url: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
 @pytest.mark.parametrize(
     "compression", ["zstd", *(pytest.param(one, marks=pytest.mark.long) for one in ("none", "auto"))]
 )
-def test_every_bit_comes_back_at_every_step(compression: str, run_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_step_restores_bit_exactly(compression: str, run_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
     """By load, by its slices and by restore, at every step that is kept; increments name older packs, and with
     compression every codec is used; `verify --all` is clean."""
     state, wanted = build(), dict[int, dict[str, torch.Tensor]]()
     tier = ckpt.Tier(run_dir, every=1, keep=10, compression=compression, full_every=5)
-    with ckpt.Checkpointer(state, [ckpt.Memory(), tier]) as cp:
+    with ckpt.Checkpointer(state, [tier]) as cp:
         cp.restore(default=0)
         for step in range(1, 8):
             train(state, step)
             save = cp.step(step)
             wanted[step] = frozen_copy(state)
-            assert save is not None and save.committed(60).step == step
+            assert save is not None and save.wait_durable(60).step == step
     found = inside.history(run_dir)
     assert [step for step, saved in found.items() if saved.full] == [5, 2, 1]
     for step, saved in found.items():
@@ -182,7 +181,7 @@ def test_every_bit_comes_back_at_every_step(compression: str, run_dir: str, caps
         whole = wanted[step]["plain.embedding"].view(torch.float32).view(4000, 64)
         assert torch.equal(bits(rows), bits(whole[1000:3000, 3:5]))
     other = build(seed=9)
-    with ckpt.Checkpointer(other, [ckpt.Memory(), tier]) as cp:
+    with ckpt.Checkpointer(other, [tier]) as cp:
         for step in sorted(wanted, reverse=True):
             assert cp.restore(step=step) == step
             assert differing(other, wanted[step]) == []
@@ -201,7 +200,7 @@ net["head"] = nn.parallel.DistributedDataParallel(net["head"])
 optim = torch.optim.AdamW(net["head"].parameters(), lr=1e-2)
 half = {"w": torch.zeros(30, 700, dtype=torch.bfloat16)}
 tier = ckpt.Tier(sys.argv[1], every=1, keep=5, compression=sys.argv[2])
-with ckpt.Checkpointer({"model": net, "optim": optim, "half": half}, [ckpt.Memory(), tier]) as cp:
+with ckpt.Checkpointer({"model": net, "optim": optim, "half": half}, [tier]) as cp:
     cp.restore(default=0)
     for step in range(1, 6):
         optim.zero_grad()
@@ -210,7 +209,7 @@ with ckpt.Checkpointer({"model": net, "optim": optim, "half": half}, [ckpt.Memor
         optim.step()
         with torch.no_grad():
             half["w"].copy_(net["head"].module.weight)
-        cp.step(step).committed(60)
+        cp.step(step).wait_durable(60)
         if dist.get_rank() == 0:
             torch.save({**net.state_dict(), "half": half["w"]}, f"{sys.argv[1]}.{step}.pt")
 dist.destroy_process_group()
@@ -218,7 +217,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("compression", ["zstd", pytest.param("none", marks=pytest.mark.long)])
-def test_what_two_ranks_share_one_process_reads(compression: str, run_dir: str) -> None:
+def test_single_process_reads_a_checkpoint_of_two_ranks(compression: str, run_dir: str) -> None:
     """Each rank takes its own share from the checkpoint before; merged, one process reads every step."""
     for done in launch(2, RANKS, run_dir, compression, port=free_port()):
         assert done.returncode == 0, done.stderr[-3000:]
@@ -249,20 +248,19 @@ FROZEN, SLOW, MOVING = 600 * 600 * 4, 5 * 100 * 100 * 4, 100 * 100 * 4
 
 
 @pytest.mark.parametrize("keep, full_every, compression", [(3, 2, "zstd"), (2, 1000, "none")])
-def test_what_is_needed_stays_and_nothing_else(keep: int, full_every: int, compression: str, run_dir: str) -> None:
-    """Over forty checkpoints: after each, every pack that a live one names is there, the newest and the two newest
-    full ones stay, and an increment takes no more than what has changed; in the end no pack is left that nobody
-    names."""
+def test_exactly_the_needed_data_files_stay(keep: int, full_every: int, compression: str, run_dir: str) -> None:
+    """Over forty checkpoints, every data file that a live one names exists, the newest and the two newest full ones
+    stay, and an increment stores only changes. At the end, no unreferenced data file is left."""
     state, before = small_state(), dict[str, int]()
     tier = ckpt.Tier(run_dir, every=1, keep=keep, full_every=full_every, compression=compression)
-    with ckpt.Checkpointer(state, [ckpt.Memory(), tier]) as cp:
+    with ckpt.Checkpointer(state, [tier]) as cp:
         cp.restore(default=0)
         for step in range(1, 43):
             state["moving"]["w"] += torch.randn(100, 100)
             state["slow"][f"w{step % 5}"] += 1.0
             save = cp.step(step)
             assert save is not None
-            save.committed(60)
+            save.wait_durable(60)
             if step % 3:
                 continue
             while True:  # a clean-up may be under way while we look
@@ -287,14 +285,14 @@ def test_what_is_needed_stays_and_nothing_else(keep: int, full_every: int, compr
     assert len(before) < 60
 
 
-def test_negative_control_a_pack_that_is_gone_is_seen(run_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """If clean-up took a pack that only an increment names, both looks at a run would tell."""
+def test_negative_control_a_missing_data_file_is_detected(run_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """If the clean-up deleted a data file that only an increment names, both checks of a run would fail."""
     state = small_state()
-    with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run_dir, every=1, keep=4, compression="none")]) as cp:
+    with ckpt.Checkpointer(state, ckpt.Tier(run_dir, every=1, keep=4, compression="none")) as cp:
         cp.restore(default=0)
         for step in range(1, 5):
             state["moving"]["w"] += 1
-            cp.step(step).committed(60)  # type: ignore[union-attr]
+            cp.step(step).wait_durable(60)  # type: ignore[union-attr]
     assert verified(run_dir, capsys) == []
     pack, _ = newest(run_dir).place_of("frozen.w")
     Path(run_dir, pack).unlink()
@@ -310,14 +308,14 @@ def test_increment_fails_and_next_is_full_if_its_base_is_gone(
     state, copy = small_state(), dict[str, bytes]()
     tier = bucket(url, moto, keep="all") if place == "bucket" else ckpt.Tier(run_dir, every=1)
     inside.use_options(url, storage_options(moto.url))
-    with ckpt.Checkpointer(state, tier) as cp:
+    with ckpt.Checkpointer(state, tier, memory=None) as cp:
         for step in range(1, 8):
             state["moving"]["w"].fill_(step)
             if step == 6:
                 with pytest.raises(SaveError, match=rf"builds on {pattern(DATA)}, which is gone"):
-                    cp.save(step).committed(60)
+                    cp.save(step).wait_durable(60)
                 continue
-            cp.save(step).committed(60)
+            cp.save(step).wait_durable(60)
             if step == 1:
                 copy = inside.read_files(tier.url)
             if step == 5:
@@ -351,19 +349,19 @@ class NextWriter(logging.Handler):
 logging.getLogger("ckpt").addHandler(NextWriter())
 state, open_saves = t.build(size=300), []
 tier = ckpt.Tier(run, every=2, keep=3, full_every=4, compression=compression)
-with ckpt.Checkpointer(state, [ckpt.Memory(), tier]) as cp:
+with ckpt.Checkpointer(state, [tier]) as cp:
     os.environ["CKPT_FAIL"] = spares.pop(0) if spares else ""
     start = cp.restore(default=0)
     print("start", start, flush=True)
     for step in range(start + 1, steps + 1):
         t.train(state, step)
         save = cp.step(step)
-        save.staged(60)
+        save.wait_staged(60)
         print("staged", step, flush=True)
         open_saves += [save] if save.tiers else []
         if save.tiers and step % 4 == 0:
             cp.wait(60)
-        for save in [s for s in open_saves if s.status == "committed"]:
+        for save in [s for s in open_saves if s.status == "durable"]:
             print("committed", save.step, flush=True)
             open_saves.remove(save)
 print("closed", steps, flush=True)
@@ -396,7 +394,8 @@ class Increments(Chain):
         self.check(folder, capsys)
 
     def check(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        """Every bit as if nobody had been killed, all that is kept sound, and nothing left that `gc` cannot take."""
+        """Check that every bit equals an undisturbed run, all kept checkpoints are intact, and `gc` can delete the
+        rest."""
         assert self.told.digest == undisturbed()
         assert verified(self.run, capsys) == []
         assert problems(self.run) == []
@@ -428,8 +427,8 @@ def chain(run: str, compression: str) -> Increments:
 def test_deaths_while_an_increment_is_saved(
     compression: str, run_dir: str, own_sockets: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The writer dies three times with part of an increment done, then both at once: nothing that was safe is lost, the
-    next start leaves nothing behind, and the end has every bit."""
+    """The writer dies three times during an increment, then both processes together: nothing safe is lost, the next
+    start leaves nothing behind, and every bit is right."""
     run = chain(run_dir, compression)
     fails = [f"writer/{point}:kill:{nth}" for nth, point in enumerate(INCREMENT_POINTS, 1)]
     last = "trainer/stage.copied:kill:9,writer/part.stored:kill:2"
@@ -477,7 +476,7 @@ def test_both_die_at_a_point(
     run.end(own_sockets, capsys)
 
 
-# -- others at work in the same place --
+# -- other processes in the same tier --
 
 CLEANER = """
 import sys, threading
@@ -499,15 +498,15 @@ while not done:
 
 
 @pytest.mark.parametrize("compression", ["zstd", pytest.param("none", marks=pytest.mark.long)])
-def test_cleaners_and_a_trainer_in_one_place(compression: str, run_dir: str) -> None:
-    """While others prune and collect as fast as they can, training goes on: a save may fail, in words of ours, and one
-    after it does not; whatever is live can be read, all the time, and restored in the end."""
+def test_cleaners_and_a_trainer_share_a_tier(compression: str, run_dir: str) -> None:
+    """While others prune and collect constantly, training continues. A save may fail with an error of ours, but not one
+    after it. All live checkpoints stay readable, and restore at the end."""
     state, failed, saved = build(size=300), list[str](), list[int]()
     tier = ckpt.Tier(run_dir, every=1, keep=6, full_every=6, compression=compression)
-    with ckpt.Checkpointer(state, [ckpt.Memory(), tier]) as cp:
+    with ckpt.Checkpointer(state, [tier]) as cp:
         cp.restore(default=0)
         train(state, 1)
-        cp.save(1).committed(60)
+        cp.save(1).wait_durable(60)
         cleaner = Trainer(CLEANER, run_dir)
         cleaner.read_until("round")
         try:
@@ -516,7 +515,7 @@ def test_cleaners_and_a_trainer_in_one_place(compression: str, run_dir: str) -> 
                 try:
                     save = cp.step(step)
                     assert save is not None
-                    save.committed(60)
+                    save.wait_durable(60)
                     saved.append(step)
                 except SaveError as error:
                     failed.append(str(error))
@@ -540,23 +539,23 @@ def test_cleaners_and_a_trainer_in_one_place(compression: str, run_dir: str) -> 
         assert max(saved) < 39 or differing(other, wanted) == []
 
 
-def test_what_others_are_built_on_is_taken_back(run_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Somebody gives up the newest checkpoint, again and again, which the next one would have been built on, and those
-    below are: all that is live can be read, and training goes on."""
+def test_sources_of_increments_are_retracted(run_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The newest checkpoint, a source of the next one, is retracted repeatedly, and later those below it: all live
+    checkpoints stay readable, and training continues."""
     state = build(size=300)
-    with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run_dir, every=1, keep=4, compression="zstd")]) as cp:
+    with ckpt.Checkpointer(state, ckpt.Tier(run_dir, every=1, keep=4, compression="zstd")) as cp:
         cp.restore(default=0)
         for step in range(1, 16):
             train(state, step)
             save = cp.step(step)
             assert save is not None
-            save.committed(60)
+            save.wait_durable(60)
             if step % 3 == 0:
                 assert inside.take_back(run_dir, lambda steps: steps[:1]) == [step]
                 assert inside.lasting_problems_at(run_dir) == []
         for step in (16, 17, 18):
             train(state, step)
-            cp.save(step).committed(60)
+            cp.save(step).wait_durable(60)
     assert inside.steps_at(run_dir)[:4] == [18, 17, 16, 14]
     assert verified(run_dir, capsys) == []
     assert named(run_dir) == data_files_in(run_dir).keys()
@@ -568,7 +567,7 @@ def test_what_others_are_built_on_is_taken_back(run_dir: str, capsys: pytest.Cap
 def built(folder: str, *, steps: int = 7, second: ckpt.Tier | None = None, **settings: Any) -> dict[int, Any]:
     """A run whose steps 1, 2 and 4 are full and the others increments; what every step was."""
     state, wanted = build(size=300), {}
-    tiers = [ckpt.Memory(), ckpt.Tier(folder, every=1, keep=4, full_every=4, **settings)]
+    tiers = [ckpt.Tier(folder, every=1, keep=4, full_every=4, **settings)]
     with ckpt.Checkpointer(state, [*tiers, *([second] if second else [])]) as cp:
         cp.restore(default=0)
         for step in range(1, steps + 1):
@@ -576,7 +575,7 @@ def built(folder: str, *, steps: int = 7, second: ckpt.Tier | None = None, **set
             save = cp.step(step)
             wanted[step] = frozen_copy(state)
             assert save is not None
-            save.promoted(60)
+            save.wait_durable(60, tier="all")
     return wanted
 
 
@@ -598,15 +597,15 @@ def injure(folder: str, what: str) -> None:
 
 
 @pytest.mark.parametrize("what, step", [("shared", 7), ("base", 2), ("delta", 6), ("manifest", 6)])
-def test_damage_costs_what_shares_it(what: str, step: int, run_dir: str) -> None:
-    """A flipped bit in what all increments are based on, in a delta, or in a manifest: a restore passes over what needs
-    it, says which, and takes the newest that does not. In what another full checkpoint has as well: nothing is lost, it
-    comes from there. What is saved then can be read, though more damage is there."""
+def test_damage_costs_only_checkpoints_that_share_it(what: str, step: int, run_dir: str) -> None:
+    """A flipped bit in the base of all increments, in a delta, or in a manifest: a restore skips the affected
+    checkpoints, reports them, and takes the newest intact one. Bytes that another full checkpoint has too come from
+    there. Later saves can be read despite more damage."""
     wanted = built(run_dir, compression="zstd")
     assert inside.steps_at(run_dir) == [7, 6, 5, 4, 2]
     injure(run_dir, what)
     other = build(seed=3, size=300)
-    with ckpt.Checkpointer(other, [ckpt.Memory(), ckpt.Tier(run_dir, every=1, keep=4, compression="zstd")]) as cp:
+    with ckpt.Checkpointer(other, ckpt.Tier(run_dir, every=1, keep=4, compression="zstd")) as cp:
         assert cp.restore() == step
         assert differing(other, wanted[step]) == []
         assert cp.last_restore is not None
@@ -615,7 +614,7 @@ def test_damage_costs_what_shares_it(what: str, step: int, run_dir: str) -> None
         assert ["step 2" in text for text in cp.last_restore.repaired] == ([True] if what == "shared" else [])
         for more in (step + 1, step + 2):
             train(other, more)
-            cp.save(more).committed(60)
+            cp.save(more).wait_durable(60)
         new = frozen_copy(other)
     again = build(seed=4, size=300)
     with ckpt.Checkpointer(again, run_dir) as cp:
@@ -624,20 +623,20 @@ def test_damage_costs_what_shares_it(what: str, step: int, run_dir: str) -> None
 
 
 @pytest.mark.parametrize("what", ["shared", "base", "delta"])
-def test_a_second_place_has_what_is_damaged(what: str, run_dir: str) -> None:
-    """With the same steps in another location, stored otherwise, the newest is restored, with that piece from there; if
-    another checkpoint in the same place has it too, from that. The next checkpoint is full where damage was found."""
+def test_damage_is_repaired_from_a_second_tier(what: str, run_dir: str) -> None:
+    """If another location has the same steps, stored differently, the newest is restored with the damaged piece from
+    there, or from another checkpoint in the same location. The next checkpoint is full where damage was found."""
     second = ckpt.Tier(f"{run_dir}2", every=1, keep=4, compression="none")
     wanted = built(run_dir, compression="zstd", second=second)
     injure(run_dir, what)
     other = build(seed=3, size=300)
-    with ckpt.Checkpointer(other, [ckpt.Memory(), ckpt.Tier(run_dir, every=1), second]) as cp:
+    with ckpt.Checkpointer(other, [ckpt.Tier(run_dir, every=1), second]) as cp:
         assert cp.restore() == 7
         assert cp.last_restore is not None and len(cp.last_restore.repaired) == 1
         assert (f"{run_dir}2" in cp.last_restore.repaired[0]) == (what != "shared")
         assert differing(other, wanted[7]) == []
         train(other, 8)
-        cp.save(8).committed(60)
+        cp.save(8).wait_durable(60)
         assert inside.newest(run_dir).full and not inside.newest(f"{run_dir}2").full
 
 
@@ -649,15 +648,15 @@ def test_next_checkpoint_is_not_built_on_damage_that_reading_back_has_found(keep
     """
     state, numbers = build(), count(1)
     tier = ckpt.Tier(run_dir, every=1, keep=keep, full_every=1000, compression="none")
-    cp = ckpt.Checkpointer(state, [ckpt.Memory(), tier])
+    cp = ckpt.Checkpointer(state, [tier])
     cp.restore(default=0)
 
     def save() -> tuple[str, int]:
-        """Where the frozen layer lies."""
+        """Return the position of the frozen layer."""
         step = next(numbers)
         train(state, step)
         with contextlib.suppress(SaveError):  # of the damage that clean-up has noticed
-            cp.save(step).committed(60)
+            cp.save(step).wait_durable(60)
         return inside.newest(run_dir).place_of("model.frozen.weight")
 
     try:
@@ -691,17 +690,17 @@ def free(place: Volume) -> int:
 
 
 def test_the_disk_is_full_in_the_middle_of_an_increment(little: Volume, capsys: pytest.CaptureFixture[str]) -> None:
-    """The saves under way fail, and say so; training goes on; with space again the next one is a checkpoint. What the
-    failed ones would have been built on is not held for ever, and nothing of them is left."""
+    """The saves in progress fail with an error, and training continues. With space again, the next one is committed.
+    The sources of the failed saves are released, and their files are deleted."""
     url, state, numbers = str(little.path / "run"), build(size=300), count(1)
     tier = ckpt.Tier(url, every=1, keep=2, full_every=50, compression="zstd")
-    with ckpt.Checkpointer(state, [ckpt.Memory(), tier]) as cp:
+    with ckpt.Checkpointer(state, [tier]) as cp:
         cp.restore(default=0)
 
         def save() -> None:
             step = next(numbers)
             train(state, step)
-            cp.save(step).committed(60)
+            cp.save(step).wait_durable(60)
 
         for _ in range(4):
             save()
@@ -716,7 +715,7 @@ def test_the_disk_is_full_in_the_middle_of_an_increment(little: Volume, capsys: 
                 assert "no space left" in str(error)
                 failed += 1
             filler.unlink()
-            with contextlib.suppress(SaveError):  # of the one before, if nobody has been told yet
+            with contextlib.suppress(SaveError):  # of the one before, if it was not raised yet
                 save()
         assert failed
         for _ in range(8):
@@ -761,10 +760,10 @@ def bucket(url: str, server: MotoServer | FaultProxy, **settings: Any) -> ckpt.T
 
 
 def test_an_upload_that_fails_costs_one_checkpoint(moto: MotoServer, proxy: FaultProxy, url: str) -> None:
-    """Packs that the bucket refuses: that save fails and says why, nothing of it is left in the end, the next one is
-    built on what is there; requests that fail once are made again. Restored from the bucket, every bit is there."""
+    """If the bucket rejects data files, that save fails with the reason, leaves nothing, and the next one builds on the
+    existing files. Requests that fail once are retried. A restore from the bucket has every bit."""
     state = build(size=300)
-    with ckpt.Checkpointer(state, [ckpt.Memory(), bucket(url, proxy)]) as cp:
+    with ckpt.Checkpointer(state, bucket(url, proxy)) as cp:
         cp.restore(default=0)
         for step in range(1, 8):
             train(state, step)
@@ -775,10 +774,10 @@ def test_an_upload_that_fails_costs_one_checkpoint(moto: MotoServer, proxy: Faul
             save = cp.save(step)
             if step == 4:
                 with pytest.raises(SaveError):
-                    save.committed(60)
+                    save.wait_durable(60)
                 proxy.clear()
             else:
-                save.committed(60)
+                save.wait_durable(60)
         wanted = frozen_copy(state)
     inside.use_options(url, storage_options(moto.url))
     found = inside.history(url)
@@ -786,7 +785,7 @@ def test_an_upload_that_fails_costs_one_checkpoint(moto: MotoServer, proxy: Faul
     assert 4 not in found and inside.lasting_problems_at(url) == []
     assert not any(saved.encodings["delta"] for saved in found.values()), "bases were fetched from there"
     other = build(seed=2, size=300)
-    with ckpt.Checkpointer(other, [ckpt.Memory(), bucket(url, moto)]) as cp:
+    with ckpt.Checkpointer(other, bucket(url, moto)) as cp:
         assert cp.restore() == 7
     assert differing(other, wanted) == []
 
@@ -795,19 +794,21 @@ def pack_reads(proxy: FaultProxy) -> list[str]:
     return [path for path in proxy.paths() if path.startswith("GET") and re.search(pattern(DATA), path)]
 
 
-def test_raw_here_small_there(moto: MotoServer, proxy: FaultProxy, url: str, run_dir: str) -> None:
+def test_tier_is_raw_in_the_folder_and_compressed_in_the_bucket(
+    moto: MotoServer, proxy: FaultProxy, url: str, run_dir: str
+) -> None:
     """Raw in the folder, compressed in the bucket, with deltas whose bases are read from the folder: no pack is fetched
     from the bucket for them. When the folder is gone, the bucket alone has every bit of each step."""
     state, wanted = build(size=300), {}
     near = ckpt.Tier(run_dir, every=1, keep=2, compression="none")
     far = bucket(url, proxy, every=2, keep=10)
-    with ckpt.Checkpointer(state, [ckpt.Memory(), near, far]) as cp:
+    with ckpt.Checkpointer(state, [near, far]) as cp:
         cp.restore(default=0)
         for step in range(1, 11):
             train(state, step)
             save = cp.step(step)
             assert save is not None
-            save.promoted(60)
+            save.wait_durable(60, tier="all")
             wanted[step] = frozen_copy(state)
         assert pack_reads(proxy) == []
     inside.use_options(url, storage_options(moto.url))
@@ -820,23 +821,23 @@ def test_raw_here_small_there(moto: MotoServer, proxy: FaultProxy, url: str, run
     assert inside.lasting_problems_at(url) == []
     shutil.rmtree(run_dir)
     other = build(seed=2, size=300)
-    with ckpt.Checkpointer(other, [ckpt.Memory(), bucket(url, moto, every=2)]) as cp:
+    with ckpt.Checkpointer(other, bucket(url, moto, every=2)) as cp:
         for step in (10, 8, 4):
             assert cp.restore(step=step) == step
             assert differing(other, wanted[step]) == []
 
 
-def test_a_base_that_is_gone_here_is_no_error_there(moto: MotoServer, url: str, run_dir: str) -> None:
-    """Somebody gives up, in the folder, what deltas in the bucket were taken against: the next one there is stored
-    without it, and every bit comes back."""
+def test_missing_base_in_the_folder_does_not_fail_the_bucket(moto: MotoServer, url: str, run_dir: str) -> None:
+    """The base of deltas in the bucket is retracted in the folder: the next one in the bucket is stored without it, and
+    every bit is restored."""
     state = build(size=300)
     near, far = ckpt.Tier(run_dir, every=1, keep=8, compression="none"), bucket(url, moto)
-    with ckpt.Checkpointer(state, [ckpt.Memory(), near, far]) as cp:
+    with ckpt.Checkpointer(state, [near, far]) as cp:
         cp.restore(default=0)
 
         def save(step: int) -> SavedStep:
             train(state, step)
-            cp.save(step).promoted(60)
+            cp.save(step).wait_durable(60, tier="all")
             return newest(url)
 
         inside.use_options(url, storage_options(moto.url))
@@ -851,7 +852,7 @@ def test_a_base_that_is_gone_here_is_no_error_there(moto: MotoServer, url: str, 
         wanted = frozen_copy(state)
     assert inside.lasting_problems_at(url) == []
     other = build(seed=2, size=300)
-    with ckpt.Checkpointer(other, [ckpt.Memory(), bucket(url, moto)]) as cp:
+    with ckpt.Checkpointer(other, bucket(url, moto)) as cp:
         assert cp.restore() == 6
     assert differing(other, wanted) == []
 
@@ -864,12 +865,12 @@ folder, url, steps, options = sys.argv[1], sys.argv[2], int(sys.argv[3]), {optio
 state = t.build(size=300)
 near = ckpt.Tier(folder, every=1, keep=4, compression="none")
 far = ckpt.Tier(url, every=1, keep=4, compression="zstd", storage_options=options)
-cp = ckpt.Checkpointer(state, [ckpt.Memory(), near, far])
+cp = ckpt.Checkpointer(state, [near, far])
 cp.restore(default=0)
 for step in range(1, steps + 1):
     t.train(state, step)
     save = cp.step(step)
-    save.committed(60) if step == steps else save.promoted(60)
+    save.wait_durable(60) if step == steps else save.wait_durable(60, tier="all")
 print("committed", flush=True)
 time.sleep(600)
 """
@@ -878,11 +879,11 @@ time.sleep(600)
 @pytest.mark.parametrize(
     "steps, match", [(4, pattern(MANIFEST, 4)), pytest.param(3, pattern(DATA, 3), marks=pytest.mark.long)]
 )
-def test_a_promotion_that_was_cut_off_is_taken_up(
+def test_interrupted_promotion_is_resumed(
     steps: int, match: str, moto: MotoServer, proxy: FaultProxy, url: str, run_dir: str, own_sockets: Path
 ) -> None:
-    """Both processes are killed while an increment is on its way to the bucket, with its packs there already or not:
-    the next start takes it there, compressed, and goes on from it. Control: before that it is not there."""
+    """Both processes are killed during the upload of an increment, before or after its data files: the next start
+    uploads it, compressed, and continues. Control: before that it is missing."""
     code = TWO_PLACES.format(options=storage_options(proxy.url, **QUICK))
     proxy.fail("hang", method="PUT", match=match, count=1000)
     trainer = Trainer(code, run_dir, url, steps)
@@ -896,16 +897,16 @@ def test_a_promotion_that_was_cut_off_is_taken_up(
     proxy.clear()
     state = build(seed=5, size=300)
     near = ckpt.Tier(run_dir, every=1, keep=4, compression="none")
-    with ckpt.Checkpointer(state, [ckpt.Memory(), near, bucket(url, moto)]) as cp:
+    with ckpt.Checkpointer(state, [near, bucket(url, moto)]) as cp:
         assert cp.restore() == steps
         assert eventually(lambda: inside.steps_at(url)[0] == steps, 60)
         wanted = frozen_copy(state)
         train(state, steps + 1)
-        cp.save(steps + 1).promoted(60)
+        cp.save(steps + 1).wait_durable(60, tier="all")
     assert inside.lasting_problems_at(url) == []
     assert all(set(saved.encodings) - {"raw"} for saved in inside.history(url).values())
     shutil.rmtree(run_dir)
     other = build(seed=6, size=300)
-    with ckpt.Checkpointer(other, [ckpt.Memory(), bucket(url, moto)]) as cp:
+    with ckpt.Checkpointer(other, bucket(url, moto)) as cp:
         assert cp.restore(step=steps) == steps
     assert differing(other, wanted) == []

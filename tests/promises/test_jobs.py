@@ -1,4 +1,4 @@
-"""Two jobs on one run: the newer one wins, the older one is told so, and whatever happens the run stays whole."""
+"""Two jobs on one run: the newer one wins, the older one is notified, and the run always stays intact."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ import ckpt, toy
 
 run, every = sys.argv[1], int(sys.argv[2])
 state = toy.build()
-cp = ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run, every=every, keep=1)], takeover=True)
+cp = ckpt.Checkpointer(state, ckpt.Tier(run, every=every, keep=1), takeover=True)
 step = cp.restore(default=0)
 print("start", step, cp.last_restore.tier, flush=True)
 for line in sys.stdin:  # how many steps to train, or "close"
@@ -37,9 +37,9 @@ for line in sys.stdin:  # how many steps to train, or "close"
             toy.train_step(state)
             step += 1
             save = cp.step(step)
-            save.staged(60)
+            save.wait_staged(60)
             if save.tiers:
-                save.committed(60)
+                save.wait_durable(60)
                 print("committed", step, flush=True)
         print("done", step, flush=True)
     except ckpt.CheckpointError as error:
@@ -48,7 +48,7 @@ for line in sys.stdin:  # how many steps to train, or "close"
 
 
 class Job(Trainer):
-    """One job; it has started when it exists. `start`: the step and the tier that it goes on from."""
+    """A job that has started. `start`: the step and the tier that it restored."""
 
     def __init__(self, run: str, *, every: int = EVERY, fail: str = "", path: str = "") -> None:
         super().__init__(JOB, run, every, fail=fail, path=path)
@@ -116,7 +116,7 @@ def test_killed_loser_harms_nothing(run_dir: str, jobs: list[Job]) -> None:
     "fail",
     ["trainer/stage.claimed:stop:5", "trainer/stage.copied:stop:6", "trainer/save.requested:stop:3"],
 )
-def test_zombie_that_wakes(run_dir: str, jobs: list[Job], fail: str) -> None:
+def test_fenced_trainer_cannot_commit_after_resume(run_dir: str, jobs: list[Job], fail: str) -> None:
     """A job that stood still, in the midst of a save, while another took over, is fenced when it wakes."""
     jobs.append(zombie := Job(run_dir, fail=fail))
     zombie.say("100")
@@ -133,7 +133,7 @@ def test_zombie_that_wakes(run_dir: str, jobs: list[Job], fail: str) -> None:
 
 
 @pytest.mark.parametrize("fail", ["writer/log.synced:stop:3"])
-def test_zombie_writer_that_wakes(run_dir: str, own_sockets: Path, jobs: list[Job], fail: str) -> None:
+def test_fenced_writer_cannot_commit_after_resume(run_dir: str, own_sockets: Path, jobs: list[Job], fail: str) -> None:
     """A writer that stands still within a commit is woken up by the next start, and breaks nothing."""
     jobs.append(first := Job(run_dir, fail=fail))
     first.say("100")
@@ -168,11 +168,11 @@ def test_jobs_that_race(run_dir: str, own_sockets: Path, jobs: list[Job]) -> Non
     assert eventually(lambda: not writers(own_sockets)), "a process is left"
 
 
-def test_negative_control_without_the_fence_nobody_is_told(
+def test_negative_control_without_the_fence_both_jobs_continue(
     run_dir: str, tmp_path: Path, jobs: list[Job], own_sockets: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the owner's check taken out of the log, and a second job that cannot tell it, the first goes on saving: the
-    tests above would see it."""
+    """Without the owner's check in the log, and with a second job that cannot notify it, the first one continues to
+    save: the tests above would detect it."""
     (tmp_path / "sitecustomize.py").write_text(inside.WITHOUT_FENCE)
     jobs.append(first := Job(run_dir, path=str(tmp_path)))
     assert first.train(5) == "done 5"
@@ -187,18 +187,18 @@ def test_second_checkpointer_in_one_process(run_dir: str, monkeypatch: pytest.Mo
     state = toy.build()
     with ckpt.Checkpointer(state, run_dir) as cp:
         for spelling in (run_dir, run_dir + "/", f"file://{run_dir}", os.path.basename(run_dir), Path(run_dir)):
-            with pytest.raises(ckpt.UsageError, match="close"):
+            with pytest.raises(ckpt.errors.UsageError, match="close"):
                 ckpt.Checkpointer(state, spelling)
         toy.train_step(state)
         save = cp.step(1)
-        assert save is not None and save.staged(60), "the attempt did no harm"
+        assert save is not None and save.wait_staged(60), "the attempt did no harm"
     with ckpt.Checkpointer(state, run_dir) as cp:
         assert cp.restore() == 1
 
 
-def test_one_whose_name_is_lost_is_taken_over_in_its_own_process(run_dir: str) -> None:
-    """As where a cell of a notebook is run again: without takeover it is refused, in words that say so. With it the
-    older one makes its last step durable and is closed, and the new one goes on from there."""
+def test_unreferenced_checkpointer_is_taken_over_in_its_own_process(run_dir: str) -> None:
+    """A notebook cell is run again: without takeover, it is rejected with an explanation. With it, the older
+    Checkpointer makes its last step durable and closes, and the new one continues from there."""
 
     def cell() -> None:
         state = toy.build()
@@ -209,7 +209,7 @@ def test_one_whose_name_is_lost_is_taken_over_in_its_own_process(run_dir: str) -
 
     cell()
     state = toy.build()
-    with pytest.raises(ckpt.UsageError, match="takeover=True"):
+    with pytest.raises(ckpt.errors.UsageError, match="takeover=True"):
         ckpt.Checkpointer(state, run_dir)
     with ckpt.Checkpointer(state, run_dir, takeover=True) as cp:
         assert cp.restore(default=0) == 1 and steps_on_disk(run_dir) == [1]

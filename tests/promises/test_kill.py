@@ -1,8 +1,7 @@
-"""Death at every point: of the trainer, of the writer, of both; and of every kind.
+"""Deaths of the trainer, of the writer, and of both, at every fail point and of every kind.
 
-A run is a chain of training processes, each of which is killed somewhere and says, before that, which steps are safe.
-The next one must never start before a step that was said to be safe, and the last must end with the very bits of a run
-that nobody killed.
+A run is a chain of training processes. Each is killed somewhere, and reports before that which steps are safe. The next
+one must never start before a safe step, and the last one must end with exactly the bits of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -39,16 +38,16 @@ def chain(run_dir: str) -> Chain:
 def test_trainer_killed_at_every_point(chain: Chain, own_sockets: Path) -> None:
     """A SIGKILL at any named point loses no staged step, and the finished run has the bits of one never killed."""
     visits = {"restore.chosen": 1, "restore.filled": 1, "run.taken": 2, "stage.claimed": 7, "save.requested": 2}
-    # Where nothing is restored, the points of a restore are not visited: begin with the others.
+    # Without a restore, its fail points are not visited: begin with the others.
     for i, point in enumerate(sorted(TRAINER_POINTS, key=lambda p: p in RESTORING)):
         assert killed(chain.train(f"trainer/{point}:kill:{visits.get(point, 4 + i)}")), point
     chain.finish(own_sockets)
 
 
 @pytest.mark.parametrize("nth", [2, pytest.param(1, marks=pytest.mark.long)])
-def test_trainer_killed_while_it_takes_the_run_over(chain: Chain, own_sockets: Path, nth: int) -> None:
-    """Between the record that says whose the run is and the writer's word of it, at the start and after a restore:
-    the memory stays, for its writer must not take the next incarnation of its own trainer for another job."""
+def test_trainer_killed_while_it_acquires_the_run(chain: Chain, own_sockets: Path, nth: int) -> None:
+    """Between the ACQUIRE record and the writer's confirmation, at the start and after a restore: memory stays, because
+    the writer must not take its own trainer's next job attempt for another job."""
     assert killed(chain.train("trainer/stage.sealed:kill:8"))
     (writer,) = writers(own_sockets)
     for _ in range(2):
@@ -74,12 +73,13 @@ def test_trainer_killed_often_at_a_point(chain: Chain, own_sockets: Path, point:
 
 def test_writer_killed_at_every_point_while_training(run_dir: str, own_sockets: Path) -> None:
     """However a writer dies, another one takes the memory over and writes again; training notices nothing."""
-    for part, group in enumerate(TRAINING[i::4] for i in range(4)):  # four runs: a trainer gives up on the 4th death
+    # four runs, because a trainer stops restarting its writer at the 4th death
+    for part, group in enumerate(TRAINING[i::4] for i in range(4)):
         chain = Chain(f"{run_dir}{part}", Told())
         fails = [f"writer/{point}:kill:{nth}" for point, nth in zip(group, (2, 3, 1), strict=False)]
         result = chain.train(fails[0], spares=tuple(fails[1:]))
         assert result.returncode == 0, result.stderr
-        # The last one may get to its point only while the run is closed, when nobody replaces it any more.
+        # The last one may reach its point only while the run is closed, when it is not replaced.
         assert chain.told.replaced >= len(group) - 1, f"{fails}: {result.stderr}"
         assert chain.told.digest == toy.reference(STEPS)
         assert problems(chain.run) == []
@@ -112,7 +112,8 @@ def test_writer_killed_often_at_a_point(chain: Chain, own_sockets: Path, point: 
 
 
 def test_both_killed_together(chain: Chain, own_sockets: Path) -> None:
-    """When memory is gone too, the run goes on from the newest committed step: killed while saving, and at a death."""
+    """If memory is lost too, the run continues from the newest committed step, even if killed during a save or an
+    emergency save."""
     together = [
         "trainer/stage.copied:kill:9,writer/drain.started:kill",
         "trainer/save.requested:kill:3,writer/pack.written:kill:3",
@@ -173,12 +174,12 @@ import ckpt, toy
 
 run, more, how = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 state = toy.build()
-cp = ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run, every=1000)])
+cp = ckpt.Checkpointer(state, ckpt.Tier(run, every=1000))
 start = cp.restore(default=0)
 print("start", start, flush=True)
 for step in range(start + 1, start + more + 1):
     toy.train_step(state)
-    cp.step(step).staged(60)
+    cp.step(step).wait_staged(60)
     print("staged", step, flush=True)
 print("digest", toy.digest(state), flush=True)
 
@@ -242,10 +243,10 @@ import ctypes, os, sys
 import ckpt, toy
 
 state, libc = toy.build(), ctypes.CDLL(None)
-cp = ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(sys.argv[1], every=1000)])
+cp = ckpt.Checkpointer(state, ckpt.Tier(sys.argv[1], every=1000))
 for step in range(1, 6):
     toy.train_step(state)
-    cp.step(step).staged(60)
+    cp.step(step).wait_staged(60)
 child = libc.fork()  # behind Python's back: the child keeps every descriptor that we have
 if child == 0:
     for fd in (0, 1, 2):
@@ -257,7 +258,7 @@ sys.stdin.read()
 """
 
 
-def test_death_is_noticed_though_a_child_holds_the_socket(run_dir: str) -> None:
+def test_death_is_noticed_while_a_child_keeps_the_socket_open(run_dir: str) -> None:
     """The writer drains when the trainer dies, and not before, whoever still holds the other end of the connection."""
     trainer = Trainer(FORKING, run_dir)
     child = psutil.Process(int(trainer.read_until("child").split()[-1]))

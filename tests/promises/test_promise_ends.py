@@ -1,4 +1,4 @@
-"""What a script that ends has done, what memory that is acknowledged is worth, and trainings where memory is short."""
+"""The end of a script, the value of acknowledged memory, and trainings with little memory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ import gc, sys, torch, toy, ckpt
 from boundaries import memory_ready
 run, how = sys.argv[1:]
 state = toy.build()
-cp = ckpt.Checkpointer(state, [ckpt.Memory(every=10), ckpt.Tier(run, every=100), ckpt.Tier(run + "-far", every=1000)])
+tiers = [ckpt.Tier(run, every=100), ckpt.Tier(run + "-far", every=1000)]
+cp = ckpt.Checkpointer(state, tiers, memory=ckpt.Memory(every=10))
 for step in range(cp.restore(default=0), 25):
     toy.train_step(state)
     memory_ready(cp)
@@ -57,20 +58,26 @@ if how.startswith("ctrl-c"):
 
 
 def restored(place: str, step: int | None = None) -> tuple[int, str]:
-    """The step that a place gives back, and a digest of every bit of it."""
+    """Return the step that a location restores, and a digest of every bit of it."""
     state = toy.build(seed=1)
     with ckpt.Checkpointer(state, place, triggers=None) as cp:
         return cp.restore(step=step), toy.digest(state)
 
 
-def sparse(run: str) -> list[Any]:
-    return [ckpt.Memory(every=10), ckpt.Tier(run, every=100), ckpt.Tier(run + "-far", every=1000)]
+def sparse(run: str) -> dict[str, Any]:
+    tiers = [ckpt.Tier(run, every=100), ckpt.Tier(run + "-far", every=1000)]
+    return {"tiers": tiers, "memory": ckpt.Memory(every=10)}
 
 
 def trained(run: str, steps: int, *, memory_every: int = 10) -> tuple[dict[str, Any], ckpt.Checkpointer]:
-    """A state after so many steps, and its Checkpointer, which has the last one nowhere yet."""
+    """Return a state after some steps, and its Checkpointer, which has saved the last one nowhere yet."""
     state = toy.build()
-    cp = ckpt.Checkpointer(state, [ckpt.Memory(every=memory_every), ckpt.Tier(run, every=100)], close_timeout_s=30)
+    cp = ckpt.Checkpointer(
+        state,
+        ckpt.Tier(run, every=100),
+        memory=ckpt.Memory(every=memory_every),
+        options=ckpt.Options(close_timeout_s=30),
+    )
     train_to(cp, state, steps)
     return state, cp
 
@@ -84,7 +91,7 @@ def train_to(cp: ckpt.Checkpointer, state: dict[str, Any], last: int) -> None:
 
 
 def newest(place: str) -> int:
-    """The newest step that is durable there, -1 if there is none."""
+    """Return the newest step that is durable there, -1 if there is none."""
     with contextlib.suppress(ckpt.CheckpointError):
         return ckpt.load(place).step
     return -1
@@ -95,10 +102,10 @@ def newest(place: str) -> int:
     [(None, False), (None, True), (ValueError, False), (ValueError, True), (KeyboardInterrupt, False)],
 )
 def test_leaving_the_block_keeps_a_step(run_dir: str, error: type[BaseException] | None, auto: bool) -> None:
-    """Whatever the cadences: the last step is in every tier, bit for bit, and a restart does not save it again. At an
-    exception, which may come within the next step, it is the newest step that memory was scheduled to have."""
+    """Whatever the intervals: the last step is in every tier, bit for bit, and a restart does not save it again. At an
+    exception, possibly within the next step, it is the newest step that memory was scheduled to have."""
     state = toy.build()
-    tiers: Any = {"tiers": run_dir, "every": "auto"} if auto else {"tiers": sparse(run_dir)}
+    tiers: Any = {"tiers": run_dir, "every": "auto"} if auto else sparse(run_dir)
     with contextlib.suppress(error or ZeroDivisionError), ckpt.Checkpointer(state, **tiers) as cp:
         train_to(cp, state, STEPS)
         if error is not None:
@@ -112,8 +119,8 @@ def test_leaving_the_block_keeps_a_step(run_dir: str, error: type[BaseException]
 
 @pytest.mark.parametrize("how", ["end", "raise", "unheld"])
 def test_a_script_that_just_ends_keeps_what_memory_has(run_dir: str, how: str) -> None:
-    """Nobody closes anything: the end of the interpreter does, after an exception too, and if nobody holds it. It may
-    come in the middle of a step."""
+    """Without close(), the end of the interpreter closes, also after an exception and without references. It may happen
+    during a step."""
     done = run_script(ENDING, run_dir, how)
     assert done.returncode == (how == "raise"), done.stderr
     assert newest(run_dir + "-far") == 20
@@ -122,33 +129,33 @@ def test_a_script_that_just_ends_keeps_what_memory_has(run_dir: str, how: str) -
 
 @pytest.mark.parametrize("how", ["ctrl-c", "ctrl-c twice"])
 def test_ctrl_c_while_a_script_just_ends(run_dir: str, how: str) -> None:
-    """It ends at once, and nobody will close again: the writer does the rest. Another Ctrl-C meanwhile, wherever it
-    comes, costs no step."""
+    """It ends immediately without closing again, and the writer does the rest. Another Ctrl-C at any moment costs no
+    step."""
     done = run_script(ENDING, run_dir, how)
     assert "KeyboardInterrupt" in done.stderr
     assert restored(run_dir) == (20, toy.reference(20))
 
 
 def test_what_is_left_to_the_writer_is_no_failure(run_dir: str, caplog: pytest.LogCaptureFixture) -> None:
-    """An exception of one of several ranks lets go of a save that is under way: nobody says that it failed, who waits
-    for it hears that it goes on, and it gets there."""
+    """An exception on one rank of several abandons a save in progress: it is not reported as failed, a waiting caller
+    is notified that it continues, and it is committed."""
     state = {"x": torch.randn(1 << 20)}
     slow = ckpt.Tier(run_dir, every=1, max_mib_s=4)
-    cp = ckpt.Checkpointer(state, [ckpt.Memory(), slow])
+    cp = ckpt.Checkpointer(state, [slow])
     with caplog.at_level(logging.WARNING, "ckpt"):
         cp.restore(default=0)
         save = cp.step(1)
         assert save is not None
-        save.staged(60)
+        save.wait_staged(60)
         inside.abandon(cp)
-        with pytest.raises(ckpt.SaveError, match="its writer goes on"):
-            save.committed(60)
+        with pytest.raises(ckpt.errors.SaveError, match="its writer goes on"):
+            save.wait_durable(60)
     assert not caplog.messages
     assert eventually(lambda: newest(run_dir) == 1)
 
 
 def test_ctrl_c_stays_what_ends_the_script(run_dir: str) -> None:
-    """Where close() comes by `finally` and fails, that is a note of the KeyboardInterrupt, which goes on."""
+    """If close() fails in a `finally`, its error is a note of the KeyboardInterrupt, which propagates."""
     state = toy.build()
     with pytest.raises(KeyboardInterrupt) as raised:
         cp = ckpt.Checkpointer(state, run_dir)
@@ -156,7 +163,7 @@ def test_ctrl_c_stays_what_ends_the_script(run_dir: str) -> None:
             cp.restore(default=0)
             toy.train_step(state)
             cp.step(1)
-            inside.fail_in_background(cp, ckpt.SaveError("the disk is full"))
+            inside.fail_in_background(cp, ckpt.errors.SaveError("the disk is full"))
             raise KeyboardInterrupt
         finally:
             cp.close()
@@ -164,12 +171,12 @@ def test_ctrl_c_stays_what_ends_the_script(run_dir: str) -> None:
     assert newest(run_dir) == 1
 
 
-# Trains in a thread that goes on when the main one has ended, in a child; `how` the child was started.
+# Trains in a thread that outlives the main thread, in a child; `how`: its start method.
 IN_A_CHILD = """
 import multiprocessing, sys, threading, time, toy, ckpt
 def train(run):
     state = toy.build()
-    cp = ckpt.Checkpointer(state, [ckpt.Memory(every=10), ckpt.Tier(run, every=100)], triggers=None)
+    cp = ckpt.Checkpointer(state, ckpt.Tier(run, every=100), triggers=None, memory=ckpt.Memory(every=10))
     start = cp.restore(default=0)
     opened.set()
     for step in range(start, 25):
@@ -206,10 +213,10 @@ def test_a_child_whose_thread_trains(run_dir: str, tmp_path: Path, how: str) -> 
 
 
 def test_an_update_that_has_begun_is_said(run_dir: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Once an optimizer has begun the next step the last one cannot be had any more: the newest that memory holds is
-    kept, and one warning says which it is, why, and what that costs."""
+    """Once an optimizer has begun the next step, the last one cannot be saved any longer: the newest step in memory is
+    kept, and one warning names it, the reason and the cost."""
     state = toy.build()
-    with caplog.at_level(logging.WARNING, "ckpt"), ckpt.Checkpointer(state, sparse(run_dir)) as cp:
+    with caplog.at_level(logging.WARNING, "ckpt"), ckpt.Checkpointer(state, **sparse(run_dir)) as cp:
         train_to(cp, state, STEPS)
         toy.train_step(state)
     said = [record.getMessage() for record in caplog.records if "was the last one" in record.getMessage()]
@@ -229,9 +236,9 @@ def test_weights_that_are_others_at_the_end_are_not_saved(run_dir: str, swapped:
         with torch.no_grad():
             state["model"][0].weight.zero_()
 
-    with contextlib.suppress(ValueError), ckpt.Checkpointer(state, sparse(run_dir)) as cp:
+    with contextlib.suppress(ValueError), ckpt.Checkpointer(state, **sparse(run_dir)) as cp:
         train_to(cp, state, STEPS)
-        with cp.pause(changes_state=swapped == "pause"):
+        with cp.not_training(changes_state=swapped == "pause"):
             swap()
             raise ValueError("enough")
     assert restored(run_dir) == (20, toy.reference(20))
@@ -241,24 +248,24 @@ def test_what_was_only_restored_is_not_saved_again(run_dir: str) -> None:
     """A script that restores and ends has done no step: there is nothing to bring anywhere."""
     for _ in range(2):
         state = toy.build()
-        with ckpt.Checkpointer(state, ckpt.Tier(run_dir, every=5)) as cp:
+        with ckpt.Checkpointer(state, ckpt.Tier(run_dir, every=5), memory=None) as cp:
             if cp.restore(default=0) == 0:
                 toy.train_step(state)
                 cp.step(5)
-    with ckpt.Checkpointer(toy.build(), [ckpt.Tier(run_dir, every=5), ckpt.Tier(run_dir + "-far")]) as cp:
+    with ckpt.Checkpointer(toy.build(), [ckpt.Tier(run_dir, every=5), ckpt.Tier(run_dir + "-far")], memory=None) as cp:
         assert cp.restore() == 5
     assert newest(run_dir) == 5 and newest(run_dir + "-far") == -1
 
 
 def test_a_broken_last_step_does_not_stand_alone(run_dir: str) -> None:
-    """With finite=False it is saved as that, and the newest sound step beside it."""
+    """With finite=False it is saved as such, together with the newest intact step."""
     state = toy.build()
-    with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run_dir, every=100)]) as cp:
+    with ckpt.Checkpointer(state, ckpt.Tier(run_dir, every=100)) as cp:
         for step in range(cp.restore(default=0), 8):
             toy.train_step(state)
             save = cp.step(step + 1, finite=step < 6)
             assert save is not None
-            save.staged(60)
+            save.wait_staged(60)
     assert ckpt.load(run_dir, step=8).step == 8
     assert restored(run_dir) == (6, toy.reference(6))
 
@@ -268,8 +275,8 @@ import sys, torch.distributed as dist, toy, ckpt
 run, how = sys.argv[1:]
 dist.init_process_group("gloo")
 state = toy.build()
-tiers = [ckpt.Memory(every=10), ckpt.Tier(run, every=100), ckpt.Tier(run + "-far", every=100)]
-with ckpt.Checkpointer(state, tiers) as cp:
+tiers = [ckpt.Tier(run, every=100), ckpt.Tier(run + "-far", every=100)]
+with ckpt.Checkpointer(state, tiers, memory=ckpt.Memory(every=10)) as cp:
     for step in range(cp.restore(default=0), 15):
         toy.train_step(state)
         cp.step(step + 1)
@@ -304,14 +311,14 @@ UNKEPT = """
 import json, os, signal, sys, time, psutil, toy, ckpt
 run, folder, when = sys.argv[1:]
 state = toy.build()
-cp = ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run, every=1000)], on_error="warn")
+cp = ckpt.Checkpointer(state, ckpt.Tier(run, every=1000), options=ckpt.Options(on_error="warn"))
 cp.restore(default=0)
 
 def train(step):
     toy.train_step(state)
     return cp.step(step)
 
-train(1).staged(60)
+train(1).wait_staged(60)
 with open(f"{folder}/python", "w") as script:
     script.write(f'#!/bin/sh\\nwhile [ ! -e {folder}/gate ]; do sleep 0.02; done\\nexec {sys.executable} "$@"\\n')
 os.chmod(f"{folder}/python", 0o700)
@@ -323,7 +330,7 @@ saves = [train(step) for step in range(2, 12)]
 
 def outcome(save, timeout_s):
     try:
-        return save.staged(timeout_s).tier
+        return save.wait_staged(timeout_s).tier
     except ckpt.CheckpointError as error:
         return type(error).__name__
 
@@ -336,46 +343,47 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_staged_is_told_when_another_process_has_the_memory(run_dir: str, tmp_path: Path) -> None:
-    """After the writer's death steps are staged on, and acknowledged only when the next one has the memory: killed
-    right after that, the newest is restored from there. What was overwritten before is told that."""
+    """After the writer's death steps are staged again, but acknowledged only when the next writer has the memory:
+    killed right after that, the newest is restored from there. Overwritten steps are reported as such."""
     done = run_script(UNKEPT, run_dir, tmp_path, "after")
     assert killed(done), done.stderr
     found = json.loads(done.stdout)
     assert (found["at once"], found["status"]) == ("DeadlineError", "staging")
     assert found["then"][-1] == "memory" and found["then"][0] == "SaveError"
     state = toy.build(seed=1)
-    with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run_dir, every=1000)]) as cp:
+    with ckpt.Checkpointer(state, ckpt.Tier(run_dir, every=1000)) as cp:
         assert cp.restore() == 11 and toy.digest(state) == toy.reference(11)
         assert cp.last_restore is not None and cp.last_restore.tier == "memory"
 
 
 def test_without_a_writer_nothing_is_acknowledged(run_dir: str, tmp_path: Path) -> None:
-    """No writer can be started any more: no step that only the trainer holds is called staged, and nobody waits."""
+    """If no writer can be started, a step that only the trainer has is not called staged, and no call waits."""
     done = run_script(UNKEPT, run_dir, tmp_path, "never")
     assert killed(done), done.stderr
     assert set(json.loads(done.stdout)["then"]) <= {"WriterError", "SaveError"}
 
 
 def test_staged_says_what_it_is_worth(run_dir: str) -> None:
-    """Memory that nobody keeps beyond the trainer, and that nobody writes anywhere, is called so."""
-    for tiers, name, worth in (
-        (ckpt.Memory(linger_s=0), "short", "trainer"),
-        (ckpt.Memory(), "long", "memory"),
+    """Memory that does not survive the trainer and is written nowhere is reported as such."""
+    for tiers, memory, worth in (
+        (None, ckpt.Memory(linger_s=0), "trainer"),
+        (None, ckpt.Memory(), "memory"),
         (ckpt.Tier(run_dir, every=1), None, "memory"),
     ):
-        with ckpt.Checkpointer({"w": torch.ones(3)}, tiers, name=name) as cp:
+        options = ckpt.Options(name=f"memory {worth}")
+        with ckpt.Checkpointer({"w": torch.ones(3)}, tiers, memory=memory, options=options) as cp:
             cp.restore(default=0)
-            assert cp.save(1).staged(60).tier == worth
+            assert cp.save(1).wait_staged(60).tier == worth
 
 
-# Trains on a machine with the free memory that a file says (as lxcfs has it in containers): 20 MiB a snapshot.
+# Trains on a machine with the free memory that a file contains (as lxcfs has it in containers): 20 MiB a snapshot.
 SHORT = """
 import json, logging, sys, torch, ckpt
 logging.basicConfig(level=logging.WARNING, format="%(message)s")
 run, meminfo, memory, *on_error = sys.argv[1:]
 weight = torch.nn.Parameter(torch.zeros(5 << 20))
 optim = torch.optim.SGD([weight], lr=1.0)
-tier = ckpt.Tier(run, every=2, keep=9, incremental=False)
+tier = ckpt.Tier(run, every=2, keep=9, full_every=1)
 found = []
 
 def train(step):
@@ -383,18 +391,19 @@ def train(step):
     optim.step()
     save = cp.step(step)
     try:
-        found.append(save and (save.staged(60).tier, *(save.committed(60, tier=t).step for t in save.tiers)))
-    except ckpt.SkippedError:  # it was not known yet how much memory there is
+        found.append(save and (save.wait_staged(60).tier, *(save.wait_durable(60, tier=t).step for t in save.tiers)))
+    except ckpt.errors.SkippedError:  # it was not known yet how much memory there is
         found.append(None)
 
-tiers = [ckpt.Memory(), tier] if memory == "memory" else tier
-with ckpt.Checkpointer({"w": weight, "opt": optim}, tiers, on_error=(on_error or ["raise"])[0]) as cp:
+held = ckpt.Memory() if memory == "memory" else None
+options = ckpt.Options(on_error=(on_error or ["raise"])[0])
+with ckpt.Checkpointer({"w": weight, "opt": optim}, tier, memory=held, options=options) as cp:
     start = cp.restore(default=0)
     for step in range(start + 1, start + 5):
         train(step)
     explicit = ""
     try:
-        cp.save().committed(60)
+        cp.save().wait_durable(60)
     except ckpt.CheckpointError as error:
         explicit = type(error).__name__
     if explicit:
@@ -407,7 +416,7 @@ with ckpt.Checkpointer({"w": weight, "opt": optim}, tiers, on_error=(on_error or
 
 
 def on_short_machine(folder: Path, mib: int, *arguments: str) -> dict[str, Any]:
-    """What a training says where only so much memory is free, and its log under "log"."""
+    """Return the output of a training with limited free memory, and its log under "log"."""
     enter = ["unshare", "-m"] if os.geteuid() == 0 else ["unshare", "-rm"]
     bind = 'mount --bind "$0" /proc/meminfo && exec "$@"'
     meminfo = folder / "meminfo"
@@ -430,14 +439,14 @@ def test_never_more_snapshots_than_an_arena_takes(tmp_path: Path) -> None:
     """Twelve are asked for, and each tier has one more: as many as go are held, and all is kept."""
     state = toy.build()
     tiers = [ckpt.Tier(str(tmp_path / str(n))) for n in range(5)]
-    with ckpt.Checkpointer(state, [ckpt.Memory(keep=12), *tiers]) as cp:
+    with ckpt.Checkpointer(state, [*tiers], memory=ckpt.Memory(keep=12)) as cp:
         train_to(cp, state, 5)
     for tier in tiers:
         assert restored(tier.url) == (5, toy.reference(5))
 
 
 def test_fewer_snapshots_are_held_where_memory_is_short(tmp_path: Path) -> None:
-    """Two fit where four were asked for: that is said once, and every step is staged."""
+    """Two snapshots fit where four were requested: this is logged once, and every step is staged."""
     found = on_short_machine(tmp_path, 70, "memory")
     assert found["found"] == [["memory"], ["memory", 2], ["memory"], ["memory", 4]]
     assert found["log"].count("memory is short: 2 of 4 snapshots") == found["log"].count("memory is short") == 1
@@ -445,7 +454,7 @@ def test_fewer_snapshots_are_held_where_memory_is_short(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("memory", ["memory", pytest.param("folder alone", marks=pytest.mark.long)])
 def test_checkpoints_are_written_where_one_snapshot_fits(tmp_path: Path, memory: str) -> None:
-    """No step stays in memory, which is said once; those that are due in the folder get there, one after the other."""
+    """No step stays in memory, which is logged once; scheduled steps are written to the folder one after the other."""
     for start in (0, 4):
         found = on_short_machine(tmp_path, 35, memory)
         assert found["start"] == start
@@ -473,9 +482,10 @@ found = {}
 def script(work, tiers=None, every=2, **settings):
     model = torch.nn.Linear(600, 600)
     optim = torch.optim.AdamW(model.parameters())
-    name = work.__name__ if "name" in settings else None
+    name = work.__name__ if tiers == "name" else None
     place = None if name else tempfile.mkdtemp(dir=sys.argv[1]) + "/run"
-    settings = {**settings, "triggers": None} | ({} if name else {"every": every})
+    options = ckpt.Options(name=name, **settings)
+    settings = {"options": options, "triggers": None} | ({} if name else {"every": every})
 
     def train(cp, steps):
         for step in range(cp.restore(default=0), steps):
@@ -520,7 +530,7 @@ def only_logged(make, train):
 
 for work in with_block, last_step_scheduled, waited, exit_0, exit_3, exit_3_finally, own_error: script(work)
 script(nothing_scheduled, every=100)
-script(memory_alone, name="n")
+script(memory_alone, "name")
 script(only_logged, on_error="warn")
 print(json.dumps(found))
 """
@@ -550,7 +560,9 @@ def test_scheduled_save_that_was_dropped_is_an_error_unless_made_up_for(run_dir:
         cp.step(step)
 
     on_error = "warn" if then == "warn" else "raise"
-    cp = ckpt.Checkpointer({"model": model, "optim": optim}, run_dir, every=2, triggers=None, on_error=on_error)
+    cp = ckpt.Checkpointer(
+        {"model": model, "optim": optim}, run_dir, every=2, triggers=None, options=ckpt.Options(on_error=on_error)
+    )
     cp.restore(default=0)
     train(1)
     memory_ready(cp)
@@ -561,7 +573,7 @@ def test_scheduled_save_that_was_dropped_is_an_error_unless_made_up_for(run_dir:
         model.weight.mul_(0.5)
     copying.set()
     if then == "wait":
-        with pytest.raises(ckpt.SaveError, match=r"step 2 was dropped: model\.weight changed outside"):
+        with pytest.raises(ckpt.errors.SaveError, match=r"step 2 was dropped: model\.weight changed outside"):
             cp.wait(60)
         cp.wait(60)  # once
     if then in ("wait", "next step"):
@@ -572,7 +584,9 @@ def test_scheduled_save_that_was_dropped_is_an_error_unless_made_up_for(run_dir:
     if then == "moved on":
         model.weight.grad = torch.ones_like(model.weight)
         optim.step()
-    with contextlib.nullcontext() if then == "warn" else pytest.raises(ckpt.SaveError, match="step 2 was dropped"):
+    with (
+        contextlib.nullcontext() if then == "warn" else pytest.raises(ckpt.errors.SaveError, match="step 2 was dropped")
+    ):
         cp.close()
     assert newest(run_dir) == 1  # which memory had
 
@@ -582,7 +596,7 @@ def test_scheduled_save_that_was_dropped_is_an_error_unless_made_up_for(run_dir:
 
 @pytest.fixture(autouse=True)
 def own_handler() -> Iterator[None]:
-    """What a test has SIGUSR1 do ends with it."""
+    """Restore the SIGUSR1 handler after a test."""
     before = signal.getsignal(signal.SIGUSR1)
     yield
     signal.signal(signal.SIGUSR1, before)
@@ -603,18 +617,18 @@ def interrupt(*_: Any, **__: Any) -> None:
 def test_closed_by_a_handler_within_a_step(
     run_dir: str, monkeypatch: pytest.MonkeyPatch, moment: str, before: bool
 ) -> None:
-    """The step is saved as it is at that moment, at once; step() then says that this Checkpointer is closed, or has
-    come to its own end."""
+    """The step is saved immediately as it is at that moment; step() then raises that this Checkpointer is closed, or
+    ends normally."""
     state = toy.build()
-    cp = ckpt.Checkpointer(state, run_dir, close_timeout_s=30)
+    cp = ckpt.Checkpointer(state, run_dir, options=ckpt.Options(close_timeout_s=30))
     cp.restore(default=0)
     toy.train_step(state)
     inside.interrupt_at(monkeypatch, inside.STEPPING[moment], closes(cp), before=before)
     began = time.monotonic()
-    with contextlib.suppress(ckpt.ClosedError):
+    with contextlib.suppress(ckpt.errors.ClosedError):
         cp.step(1)
     assert time.monotonic() - began < 15
-    with pytest.raises(ckpt.ClosedError):
+    with pytest.raises(ckpt.errors.ClosedError):
         cp.step(2)
     monkeypatch.undo()
     assert restored(run_dir) == (1, toy.reference(1))
@@ -627,7 +641,7 @@ def test_interrupted_within_close(
     run_dir: str, monkeypatch: pytest.MonkeyPatch, moment: str, before: bool, how: str
 ) -> None:
     """A handler that closes too: neither waits for the other. Ctrl-C, as in a notebook: closed again, or opened again.
-    At the exit nobody closes again, and what memory has stays. The last step is there in any case."""
+    At the exit it is not closed again, and memory stays. The last step always exists."""
     _, cp = trained(run_dir, 7)
     if how == "exit":
         cp.stage()
@@ -649,7 +663,7 @@ def test_interrupted_within_close(
 def test_a_second_ctrl_c_at_the_exit_says_what_is_lost(
     run_dir: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whoever insists is let go; which step is kept is said."""
+    """A second Ctrl-C ends the exit; the log reports which step is kept."""
     _, cp = trained(run_dir, 7, memory_every=5)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         inside.act_instead(patch, inside.LAST_STEP_IS_STAGED, interrupt)
@@ -660,7 +674,7 @@ def test_a_second_ctrl_c_at_the_exit_says_what_is_lost(
 
 
 def test_on_fault_may_save_while_we_close(run_dir: str) -> None:
-    """It hears that this Checkpointer is closed, and close() does not wait for it until its time is over."""
+    """on_fault gets the error that this Checkpointer is closed, and close() does not wait for it beyond its timeout."""
     heard: list[object] = []
     arrived, state = threading.Event(), toy.build()
 
@@ -673,13 +687,13 @@ def test_on_fault_may_save_while_we_close(run_dir: str) -> None:
         except ckpt.CheckpointError as error:
             heard.append(error)
 
-    with ckpt.Checkpointer(state, run_dir, on_fault=on_fault, close_timeout_s=60) as cp:
+    with ckpt.Checkpointer(state, run_dir, options=ckpt.Options(on_fault=on_fault, close_timeout_s=60)) as cp:
         cp.restore(default=0)
         toy.train_step(state)
         cp.step(1)
-        cp.request("a test")
+        cp.request_save("a test")
         last = 1
-        while not arrived.wait(0.05):  # a step taken before this was heard of is none that it asked for
+        while not arrived.wait(0.05):  # a step taken before the request arrived does not count
             assert last < 600
             last += 1
             toy.train_step(state)
@@ -687,15 +701,15 @@ def test_on_fault_may_save_while_we_close(run_dir: str) -> None:
         began = time.monotonic()
     assert time.monotonic() - began < 20
     assert restored(run_dir) == (last, toy.reference(last))
-    assert [type(one) for one in heard] == [ckpt.ClosedError]
+    assert [type(one) for one in heard] == [ckpt.errors.ClosedError]
 
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_an_optimizer_of_something_else_begins_no_further_step(run_dir: str, shared: bool) -> None:
-    """A probe with a model of its own is trained after the last step, which is saved all the same. If the optimizer
-    has memory of what is saved, that is a further step."""
+    """A probe with a model of its own is trained after the last step, which is still saved. If the optimizer shares
+    memory with the state, that counts as a further step."""
     state = toy.build()
-    with ckpt.Checkpointer(state, [ckpt.Memory(every=10), ckpt.Tier(run_dir, every=100)]) as cp:
+    with ckpt.Checkpointer(state, ckpt.Tier(run_dir, every=100), memory=ckpt.Memory(every=10)) as cp:
         train_to(cp, state, 13)
         probe = torch.nn.Linear(4, 1)
         params = [next(iter(state["model"].parameters())).detach().view(-1)[:1]] if shared else probe.parameters()
@@ -706,13 +720,14 @@ def test_an_optimizer_of_something_else_begins_no_further_step(run_dir: str, sha
 
 
 def test_ctrl_c_while_a_step_is_asked_for_elsewhere(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`save()` is cut off before the writer was asked: close() asks again, and waits for nothing that nobody does."""
+    """`save()` is interrupted before the request to the writer: close() requests it again, and waits for nothing that
+    will not happen."""
     state = toy.build()
-    cp = ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run_dir, every=100)], close_timeout_s=60)
+    cp = ckpt.Checkpointer(state, ckpt.Tier(run_dir, every=100), options=ckpt.Options(close_timeout_s=60))
     cp.restore(default=0)
     toy.train_step(state)
     done = cp.step(1)
-    assert done is not None and done.staged(30)
+    assert done is not None and done.wait_staged(30)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         inside.act_instead(patch, inside.WRITE_IS_ASKED_FOR, interrupt)
         cp.save()
@@ -723,7 +738,7 @@ def test_ctrl_c_while_a_step_is_asked_for_elsewhere(run_dir: str, monkeypatch: p
 
 
 def test_ctrl_c_while_it_is_made(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a notebook: it can be made again at once, and has what was there."""
+    """As in a notebook: it can be created again immediately, and has the earlier steps."""
     state = toy.build()
     with ckpt.Checkpointer(state, run_dir) as cp:
         cp.restore(default=0)
@@ -739,19 +754,19 @@ def test_ctrl_c_while_it_is_made(run_dir: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_step_is_in_memory_when_its_layout_is_too(own_sockets: Path) -> None:
-    """A writer that stands still has not heard of a new layout: nothing is told until it has."""
+    """A stopped writer has not received a new layout: nothing is acknowledged until it has."""
     state: dict[str, Any] = {"left": torch.zeros(1)}
-    with ckpt.Checkpointer(state, [ckpt.Memory()], name="layouts") as cp:
+    with ckpt.Checkpointer(state, options=ckpt.Options(name="layouts")) as cp:
         cp.restore(default=0)
         first = cp.step(1)
-        assert first is not None and first.staged(30)
+        assert first is not None and first.wait_staged(30)
         os.kill(cp.writer_pid, signal.SIGSTOP)
         try:
             state["left"] = torch.zeros(2)
             second = cp.step(2)
             assert second is not None
-            with pytest.raises(ckpt.DeadlineError):
-                second.staged(1.0)
+            with pytest.raises(ckpt.errors.DeadlineError):
+                second.wait_staged(1.0)
         finally:
             os.kill(cp.writer_pid, signal.SIGCONT)
-        assert second.staged(30).step == 2
+        assert second.wait_staged(30).step == 2

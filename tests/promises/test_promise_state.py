@@ -63,7 +63,7 @@ def unite(module: Any, state: dict[str, Any], prefix: str, *_: object) -> None:
 
 
 class Scaled(nn.Linear):
-    """Extra state beside its weights, as layers of low precision have it."""
+    """Has extra state in addition to its weights, like low-precision layers."""
 
     def __init__(self) -> None:
         super().__init__(WIDTH, WIDTH)
@@ -139,7 +139,7 @@ class Counting(TorchDispatchMode):
 
 
 def save(kind: str, root: str) -> State:
-    """Train and save every step; what went between the ranks meanwhile, and the loss of the step after."""
+    """Train and save every step. Return the messages between the ranks, and the loss of the step after."""
     state = build(kind)
     seen: list[str] = []
     with ckpt.Checkpointer(state, f"{root}/{kind}") as cp:
@@ -149,7 +149,7 @@ def save(kind: str, root: str) -> State:
             with Counting() as counting:
                 cp.step(step + 1)
             seen += counting.seen
-        cp.save(STEPS).committed()
+        cp.save(STEPS).wait_durable()
     return {"collectives": seen, "loss": train_step(state, STEPS), "sent": control()}
 
 
@@ -187,9 +187,9 @@ def main() -> None:
 KINDS = ("gpt", "plain", "sharded", "summed")
 
 
-def test_saving_sends_nothing_whatever_hooks_a_model_has(tmp_path: Path) -> None:
-    """Between ranks nothing is sent in any step() or save, with hooks that gather or reduce; and a job of new processes
-    goes on with the same loss, extra state and all."""
+def test_saving_sends_nothing_with_any_module_hooks(tmp_path: Path) -> None:
+    """No step() or save sends anything between ranks, even with hooks that gather or reduce. A job of new processes
+    continues with the same loss and the extra state."""
     code = "import test_promise_state as t; t.main()"
     saved = reports(launch(2, code, "save", tmp_path, *KINDS, port=free_port()))
     loaded = reports(launch(2, code, "load", tmp_path, *KINDS, port=free_port()))
@@ -253,14 +253,14 @@ class Derived(nn.Module):
 
 def restored(state: State, twin: State, tmp_path: Path) -> State:
     with ckpt.Checkpointer(state, tmp_path / "run") as cp:
-        cp.save(1).committed()
+        cp.save(1).wait_durable()
     with ckpt.Checkpointer(twin, tmp_path / "run") as cp:
         assert cp.restore() == 1
     return twin
 
 
-def test_what_a_module_adds_leaves_out_or_derives_is_kept(tmp_path: Path) -> None:
-    """Where hooks and methods change what must be saved, it comes back as they say; beside others as they lie."""
+def test_module_entries_added_omitted_or_derived_are_restored(tmp_path: Path) -> None:
+    """If hooks and methods change the saved entries, these are restored through them; all other entries directly."""
 
     def make(seed: int) -> nn.Module:
         torch.manual_seed(seed)
@@ -410,7 +410,7 @@ def goes_on_alike(kind: str, tmp_path: Path) -> None:
         for step in range(STEPS):
             optimize(state, step)
             cp.step(step + 1)
-        cp.save(STEPS).committed()
+        cp.save(STEPS).wait_durable()
         optimize(state, STEPS)
     done = run_script(RESUMED, kind, tmp_path / "run", tmp_path / "numbers.pt")
     assert done.stdout.split() == [str(STEPS)], done.stderr[-3000:]
@@ -418,21 +418,22 @@ def goes_on_alike(kind: str, tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, numbers(state), strict=True))
 
 
-def test_an_optimizer_around_another_goes_on_alike(tmp_path: Path) -> None:
-    """Also where the weights are the memory that its own state holds when they are saved, and not at a fresh start."""
+def test_wrapping_optimizer_continues_identically(tmp_path: Path) -> None:
+    """Also if its own state has the memory of the weights when they are saved, but not at a new start."""
     goes_on_alike("around", tmp_path)
 
 
 def test_an_optimizer_inside_another_is_not_forgotten(tmp_path: Path) -> None:
-    """The outer one's state_dict() says nothing of its moments: the user is told to add it."""
+    """The outer one's state_dict() omits its moments: the error asks the user to add it."""
     state = around(0)
     del state["base"]
-    with pytest.raises(ckpt.StateError, match=r"optim: .* in \.base.* put that one into the state"):
+    with pytest.raises(ckpt.errors.StateError, match=r"optim: .* in \.base.* add that optimizer to the state"):
         ckpt.Checkpointer(state, tmp_path / "run")
 
 
-def test_an_optimizer_that_keeps_its_state_elsewhere_goes_on_alike(tmp_path: Path) -> None:
-    """What its own state_dict() says is saved and handed back: the next step is the untouched run's, bit for bit."""
+def test_optimizer_with_external_state_continues_identically(tmp_path: Path) -> None:
+    """The contents of its own state_dict() are saved and loaded: the next step equals the undisturbed run's, bit for
+    bit."""
     goes_on_alike("contained", tmp_path)
 
 
@@ -466,7 +467,7 @@ def test_masters_that_were_not_saved_are_missed(tmp_path: Path) -> None:
     state = mastered(0)
     optimize(state, 0)
     with ckpt.Checkpointer({"model": state["model"]}, tmp_path / "run") as cp:
-        cp.save(1).committed()
+        cp.save(1).wait_durable()
     twin = mastered(1)
     with ckpt.Checkpointer(twin, tmp_path / "run") as cp, _unchanged(twin):
         with pytest.raises(MismatchError):
@@ -474,7 +475,7 @@ def test_masters_that_were_not_saved_are_missed(tmp_path: Path) -> None:
 
     held: State = {"model": state["model"], "masters": list(state["optim"].param_groups[0]["params"])}
     with ckpt.Checkpointer({**held, "optim": state["optim"]}, tmp_path / "held") as cp:
-        cp.save(1).committed()
+        cp.save(1).wait_durable()
         assert not [name for name in ckpt.load(tmp_path / "held") if "optim.params" in name]
     with ckpt.Checkpointer(twin, tmp_path / "held") as cp, _unchanged(twin):
         with pytest.raises(MismatchError, match=r"optim\.params\.0\.0 is not in the checkpoint"):
@@ -486,7 +487,7 @@ def test_masters_go_to_a_file_of_torch_and_back(tmp_path: Path) -> None:
     state, twin = mastered(0), mastered(1)
     optimize(state, 0)
     with ckpt.Checkpointer(state, tmp_path / "run") as cp:
-        cp.save(1).committed()
+        cp.save(1).wait_durable()
     file, again = str(tmp_path / "x.pt"), str(tmp_path / "again")
     for command in (["restore", str(tmp_path / "run"), "--to", file, "--format", "torch"], ["import", file, again]):
         with redirect_stdout(io.StringIO()), suppress(SystemExit):
@@ -500,7 +501,7 @@ def test_masters_go_to_a_file_of_torch_and_back(tmp_path: Path) -> None:
 
 
 def flat_model(seed: int, *, odd: bool) -> State:
-    """A flat buffer of which the model's parameters are slices; `odd`: with room at its end that nobody else has."""
+    """A flat buffer with the model's parameters as slices; `odd`: with extra space at its end."""
     torch.manual_seed(seed)
     net = nn.Linear(4, 4)
     flat = torch.cat([*(p.detach().flatten() for p in net.parameters()), torch.randn(3 if odd else 0)])
@@ -512,7 +513,7 @@ def flat_model(seed: int, *, odd: bool) -> State:
 
 
 @pytest.mark.parametrize("odd", [False, True])
-def test_memory_that_the_model_has_already_is_not_saved_again(odd: bool, tmp_path: Path) -> None:
+def test_memory_shared_with_the_model_is_saved_once(odd: bool, tmp_path: Path) -> None:
     """A flat buffer that the model's parameters fill is theirs; one that they do not fill is saved whole."""
     state = flat_model(0, odd=odd)
     names = inside.guarded_in(state)

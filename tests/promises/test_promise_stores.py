@@ -1,4 +1,4 @@
-"""Where a run is kept: what stays there, who may read it, and which places are refused."""
+"""The location of a run: which checkpoints stay there, who may read it, and which locations are rejected."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ import os, signal, sys
 os.umask(int(sys.argv[2], 8))
 import ckpt, toy
 state = toy.build()
-tiers = [ckpt.Memory(linger_s=0), ckpt.Tier(sys.argv[1], every=2, keep=2)]
-with ckpt.Checkpointer(state, tiers, metrics=ckpt.Metrics(tensorboard=sys.argv[3])) as cp:
+tiers = [ckpt.Tier(sys.argv[1], every=2, keep=2)]
+options = ckpt.Options(metrics=ckpt.Metrics(tensorboard=sys.argv[3]))
+with ckpt.Checkpointer(state, tiers, memory=ckpt.Memory(linger_s=0), options=options) as cp:
     cp.restore(default=0)
     for step in range(1, 12):
         toy.train_step(state)
-        cp.step(step).staged(30)
+        cp.step(step).wait_staged(30)
         if step % 2 == 0:
-            cp.save(step).committed(30)
+            cp.save(step).wait_durable(30)
     os.kill(os.getpid(), signal.SIGKILL)
 """
 COMMAND = """
@@ -46,8 +47,8 @@ runpy.run_module("ckpt", run_name="__main__")
 
 @pytest.mark.parametrize("umask", [0o022, 0o027, 0o002, 0o077])
 def test_a_run_is_as_readable_as_the_umask_says(tmp_path: Path, umask: int) -> None:
-    """Every file of a run has mode 0666 less the umask, every folder 0777: after commits, retirement, a
-    SIGKILL and what the writer then says about it; the folders above it, what is exported, and a report as well."""
+    """Every file of a run has mode 0666 less the umask, every folder 0777: after commits, retirement, a SIGKILL and the
+    writer's report about it. The same applies to the folders above it, exports, and a report."""
     home = tmp_path / "team"
     run, text = home / "someone" / "run", f"{umask:o}"
     result = run_script(LIFE, run, text, home / "boards")
@@ -81,16 +82,16 @@ import os, signal, sys, ckpt, toy
 run, first, last, kill = sys.argv[1], *map(int, sys.argv[2:])
 state = toy.build()
 tier = ckpt.Tier(run, every=2, compression="zstd", full_every=4)
-with ckpt.Checkpointer(state, [ckpt.Memory(), tier]) as cp:
+with ckpt.Checkpointer(state, [tier]) as cp:
     assert cp.restore(default=0) == first - 1, cp.last_restore
     for step in range(first, last + 1):
         toy.train_step(state)
         save = cp.step(step)
         if step % 2 == 0:
-            save.committed(60)
+            save.wait_durable(60)
         print(step, toy.bits(state["model"].state_dict()), flush=True)
     if kill:
-        save.staged(60)
+        save.wait_staged(60)
         os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -119,16 +120,16 @@ def test_a_plain_folder_keeps_everything(tmp_path: Path) -> None:
     ],
     ids=["nothing", "all", "three", "some"],
 )
-def test_what_keep_says_stays(run_dir: str, settings: dict[str, Any], stay: list[int]) -> None:
-    """All of them, a number, or a `Keep`, through the writer, which deletes nothing else; `ckpt prune` takes the same
-    words afterwards."""
+def test_keep_rules_decide_which_checkpoints_stay(run_dir: str, settings: dict[str, Any], stay: list[int]) -> None:
+    """All checkpoints, a number, or a `Keep`, through the writer, which deletes nothing else; `ckpt prune` accepts the
+    same settings afterwards."""
     state = toy.build()
-    with ckpt.Checkpointer(state, [ckpt.Tier(run_dir, every=1, incremental=False, **settings)]) as cp:
+    with ckpt.Checkpointer(state, [ckpt.Tier(run_dir, every=1, full_every=1, **settings)], memory=None) as cp:
         for step in range(1, 9):
             toy.train_step(state)
             save = cp.step(step)
             assert save is not None
-            save.committed(60)
+            save.wait_durable(60)
     assert steps_of(run_dir) == stay
     assert json.loads(told("prune", run_dir, "--keep-last", "all", "--yes", "--json").stdout)["give_up"] == []
     assert steps_of(run_dir) == stay
@@ -136,8 +137,9 @@ def test_what_keep_says_stays(run_dir: str, settings: dict[str, Any], stay: list
     assert steps_of(run_dir) == stay[-2:]
 
 
-def test_what_is_given_by_a_word_keeps_everything(tmp_path: Path) -> None:
-    """A folder or URL that is no `Tier`, wherever places are said; and a `Tier` says the same to all of them."""
+def test_plain_location_keeps_everything(tmp_path: Path) -> None:
+    """A folder or URL that is not a `Tier` keeps everything, in every argument for tiers; a `Tier` is the same in all
+    of them."""
     folder, three = str(tmp_path / "run"), ckpt.Tier(str(tmp_path / "run"), keep=3)
     for kept, given in ((True, folder), (False, three)):
         words: Any = [given]
@@ -149,30 +151,30 @@ def test_what_is_given_by_a_word_keeps_everything(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("keep", ["some", "3", "", 0, -1, True, 2.5, None, ["all"]])
-def test_other_words_are_refused(keep: Any) -> None:
+def test_other_settings_are_rejected(keep: Any) -> None:
     with pytest.raises(UsageError, match=r"all|from 1"):
         ckpt.Tier("/tmp/run", keep=keep)
 
 
-def test_a_disk_that_fills_up_says_what_to_do(tmp_path: Path) -> None:
-    """Where all is kept, a disk gets full: the error says how to give up older ones; after that the same run goes on,
-    and what was committed before is sound."""
+def test_full_disk_error_names_the_remedy(tmp_path: Path) -> None:
+    """If everything is kept, a disk fills up: the error explains how to delete older checkpoints. After that the same
+    run continues, and its checkpoints are intact."""
     with volume(tmp_path, "tmpfs", 8) as place:
         run, state = str(place.path / "run"), toy.build()
-        with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run, every=1, incremental=False)]) as cp:
+        with ckpt.Checkpointer(state, ckpt.Tier(run, every=1, full_every=1)) as cp:
             with pytest.raises(SaveError, match=r"no space left.*ckpt prune .* --keep-last 3.*keep=3") as caught:
                 for step in range(1, 1000):
                     toy.train_step(state)
                     save = cp.step(step)
                     assert save is not None
-                    save.committed(60)
+                    save.wait_durable(60)
             assert f"file://{run}" in str(caught.value)
             full = steps_of(run)
             assert full == list(range(1, step)) and len(full) > 10
             pruned = told("prune", run, "--keep-last", 3, "--yes")
             assert pruned.exit_code == 0, pruned.output
             toy.train_step(state)
-            assert cp.save(step + 1).committed(60).step == step + 1
+            assert cp.save(step + 1).wait_durable(60).step == step + 1
         assert steps_of(run) == [*full[-3:], step + 1]
         assert told("verify", run, "--all").exit_code == 0
 
@@ -193,7 +195,7 @@ class Honest(MemoryFileSystem):  # type: ignore[misc]
 
 
 class Keeping(Honest):
-    """As it should be."""
+    """A store that works correctly."""
 
 
 class Twice(Honest):
@@ -236,10 +238,10 @@ class Unlisted(Honest):
 
 
 MISFITS = {
-    "twice": "create if absent: it lets an object be created twice",
-    "both": "create if absent: it says that an object is there already, and overwrites it",
-    "whole": "ranges: asked for 13 bytes of an object from byte 7 on, it does not give them .*bytes were requested",
-    "first": "ranges: asked for 13 bytes of an object from byte 7 on, it gives others",
+    "twice": "create if absent: an object can be created twice",
+    "both": "create if absent: it reports that an object exists, but overwrites it",
+    "whole": "ranges: a request for 13 bytes of an object from byte 7 fails .*bytes were requested",
+    "first": "ranges: a request for 13 bytes of an object from byte 7 returns other bytes",
     "lost": "read after write: an object that was just stored cannot be found",
     "unlisted": "read after write: an object that was just stored is not listed",
     "looking": "create if absent: its driver, Looking, cannot create an object only if it is absent",
@@ -247,7 +249,7 @@ MISFITS = {
 
 
 @pytest.mark.parametrize("scheme", MISFITS)
-def test_a_place_that_cannot_hold_a_run_is_refused_by_name(scheme: str) -> None:
+def test_unsuitable_store_is_rejected_by_name(scheme: str) -> None:
     """When it is opened, with its URL and what it did, and nothing is left there; also where a run was copied to it,
     which stays as it was. The same driver without the fault holds one."""
     driver = fsspec.get_filesystem_class(scheme)
@@ -279,8 +281,8 @@ def test_guarantees_in_errors_are_those_of_the_guide() -> None:
         assert f"| **{guarantee}** |" in page
 
 
-def test_a_look_at_the_place_is_no_file_of_somebody_else(tmp_path: Path) -> None:
-    """What a start that was killed has left of its look is not taken for somebody's files by the next one."""
+def test_leftover_test_objects_are_not_foreign_files(tmp_path: Path) -> None:
+    """Test objects of a killed start are not mistaken for other files by the next one."""
     inside.write_files("keeping://bucket/other", {"doctor-1700000000-0123abcd/probe": b"left"})
     for _ in range(2):
         inside.create_run("keeping://bucket/other")
@@ -294,15 +296,15 @@ def told(*words: object) -> Any:
     return inside.invoke(*words)
 
 
-def test_how_often_and_how_many_is_said_of_a_folder(run_dir: str) -> None:
-    """`Checkpointer(state, folder, every=, keep=)` is a `Tier` of these, with memory beside it."""
+def test_folder_accepts_every_and_keep(run_dir: str) -> None:
+    """`Checkpointer(state, folder, every=, keep=)` is a `Tier` with these settings, in addition to memory."""
     state = toy.build()
     with ckpt.Checkpointer(state, run_dir, every=2, keep=2) as cp:
         for step in range(1, 12):
             toy.train_step(state)
             if (save := cp.step(step)) is not None and step % 2 == 0:
-                save.committed(60)
+                save.wait_durable(60)
         assert steps_of(run_dir)[-1] == 10
     assert steps_of(run_dir)[-2:] == [10, 11] and 6 not in steps_of(run_dir)
     with pytest.raises(UsageError, match="given as strings"):
-        ckpt.Checkpointer(state, ckpt.Tier(run_dir), every=2)
+        ckpt.Checkpointer(state, ckpt.Tier(run_dir), every=2, memory=None)

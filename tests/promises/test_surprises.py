@@ -1,4 +1,4 @@
-"""What nobody expects of users and their files: exports that were edited, sources that change, names that collide."""
+"""Unexpected users and files: edited exports, changing sources, colliding names."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def run(tmp_path: Path) -> Path:
 # -- files that changed --
 
 
-def test_an_export_that_was_edited_is_not_taken_for_what_it_was(run: Path, tmp_path: Path, call: Any) -> None:
+def test_edited_export_is_detected(run: Path, tmp_path: Path, call: Any) -> None:
     """A setting, a value, a tensor more or less: refused, with what to do; without the description all of it counts."""
-    assert call("restore", run, "--to", tmp_path / "e.pt").code == 0
+    assert call("export", run, "--to", tmp_path / "e.pt").code == 0
     edits = (
         lambda x: x["opt"]["param_groups"][0].update(lr=5.0),
         lambda x: x["meta"].update(epoch=99),
@@ -65,7 +65,8 @@ def test_an_export_that_was_edited_is_not_taken_for_what_it_was(run: Path, tmp_p
 
 
 def test_a_file_with_an_object_in_it_is_imported_without_it(tmp_path: Path, call: Any) -> None:
-    """Refused by path and class, with two ways out, and each of them works; `diff` says what it does not compare."""
+    """Rejected with path and class and two alternatives, each of which works; `diff` reports what it does not
+    compare."""
     source, state = tmp_path / "s.pt", {"model": {"w": torch.ones(3)}, "cli": {"args": Namespace(lr=0.1), "seed": 1}}
     torch.save(state, source)
     refused = call("import", source, tmp_path / "no")
@@ -101,7 +102,7 @@ def test_a_source_that_changes_while_it_is_read(tmp_path: Path, call: Any, monke
 
 
 def test_arrays_in_pickles_are_not_taken_from_an_older_file(tmp_path: Path, call: Any) -> None:
-    """An import that was stopped, and is called again after its source was written anew, is another import."""
+    """An import that was stopped, and is repeated after its source was rewritten, is another import."""
     import numpy as np
 
     source = tmp_path / "s.pt"
@@ -121,7 +122,7 @@ def test_arrays_in_pickles_are_not_taken_from_an_older_file(tmp_path: Path, call
 
 
 def test_transposed_tensors_within_bounds(tmp_path: Path, call: Any) -> None:
-    """A large tensor that is stored in columns arrives right, in no more memory than was said."""
+    """A large tensor that is stored in columns arrives correctly, within the announced memory."""
     weight = torch.randn(4000, 5000).t()
     torch.save({"model": {"w": weight, "v": torch.randn(7, 6, 5).permute(2, 0, 1)[1:4, ::2]}}, tmp_path / "t.pt")
     expected = torch.load(tmp_path / "t.pt")["model"]
@@ -135,14 +136,14 @@ def test_transposed_tensors_within_bounds(tmp_path: Path, call: Any) -> None:
 
 
 def test_chosen_names_are_the_names_that_are_written(tmp_path: Path, call: Any) -> None:
-    """Of tied weights, the one whose name matches; a run of only that module restores into it."""
+    """For tied weights, the name that matches is used; a run of only that module restores into it."""
     a, b = nn.Linear(3, 3, bias=False), nn.Linear(3, 3)
     b.weight = a.weight
     save(tmp_path / "run", {"a": a, "b": b}, range(1, 2), every=1)
-    assert call("restore", tmp_path / "run", "--to", tmp_path / "b.safetensors", "--only", "b.*").code == 0
+    assert call("export", tmp_path / "run", "--to", tmp_path / "b.safetensors", "--only", "b.*").code == 0
     assert set(safetensors.torch.load_file(tmp_path / "b.safetensors")) == {"weight", "bias"}
     words = ["--only", "b.*", "--format", "run"]
-    assert call("restore", tmp_path / "run", "--to", tmp_path / "b", *words).code == 0
+    assert call("export", tmp_path / "run", "--to", tmp_path / "b", *words).code == 0
     fresh = nn.Linear(3, 3)
     with ckpt.Checkpointer({"b": fresh}, str(tmp_path / "b")) as cp:
         assert cp.restore() == 1
@@ -152,15 +153,15 @@ def test_chosen_names_are_the_names_that_are_written(tmp_path: Path, call: Any) 
 def test_each_pattern_must_match(run: Path, tmp_path: Path, call: Any) -> None:
     """`meta.*` means the entry meta, and a typo among good patterns is named."""
     words = ["--only", "model.*", "--only", "opt.*", "--only", "meta.*"]
-    assert call("restore", run, "--to", tmp_path / "a.pt", *words).code == 0
+    assert call("export", run, "--to", tmp_path / "a.pt", *words).code == 0
     there = torch.load(tmp_path / "a.pt", weights_only=True)
     assert there["meta"] == {"epoch": 3} and "opt" in there
-    found = call("restore", run, "--to", tmp_path / "b.pt", *words, "--only", "typo.*")
+    found = call("export", run, "--to", tmp_path / "b.pt", *words, "--only", "typo.*")
     assert found.code == 2 and "'typo.*'" in found.err
 
 
 def test_tied_names_in_another_order_are_the_same(tmp_path: Path, call: Any) -> None:
-    """Two files that keep different names of tied weights are equal, or differ in bytes, and this is said."""
+    """Two files with different names of tied weights are reported as equal, or different in bytes."""
     for name, state in (("one", ("a", "b")), ("two", ("b", "a"))):
         shared = nn.Parameter(torch.ones(5))
         model = nn.Module()
@@ -187,12 +188,12 @@ def test_a_tensor_called_format(tmp_path: Path, call: Any) -> None:
 # -- places --
 
 
-def test_targets_that_cannot_be_are_refused_at_once(run: Path, tmp_path: Path, call: Any) -> None:
-    """An empty folder in the place of a file, and where a file system is mounted: before a byte is written."""
+def test_impossible_targets_are_rejected_immediately(run: Path, tmp_path: Path, call: Any) -> None:
+    """An empty folder in place of a file, and a mount point, are rejected before a byte is written."""
     (tmp_path / "empty.pt").mkdir()
-    found = call("restore", run, "--to", tmp_path / "empty.pt")
+    found = call("export", run, "--to", tmp_path / "empty.pt")
     assert found.code == 2 and "is a folder" in found.err and not (tmp_path / "empty.pt.partial").exists()
-    found = call("restore", run, "--to", "/proc")
+    found = call("export", run, "--to", "/proc")
     assert found.code == 2 and "mount point" in found.err
 
 
@@ -206,7 +207,7 @@ def test_dcp_folders_with_keys_in_tuples(tmp_path: Path, call: Any) -> None:
     """Dicts with numbers as keys, inside of tuples, go to DCP and come back."""
     state = {"model": nn.Linear(2, 2), "meta": {"x": ({0: torch.ones(3), 1: 2},), "y": [{5: torch.zeros(1)}]}}
     save(tmp_path / "run", state, range(1, 2), every=1)
-    assert call("restore", tmp_path / "run", "--to", tmp_path / "d", "--format", "dcp").code == 0
+    assert call("export", tmp_path / "run", "--to", tmp_path / "d", "--format", "dcp").code == 0
     assert call("import", tmp_path / "d", tmp_path / "back").code == 0
     assert call("diff", tmp_path / "run", tmp_path / "back").out == "equal\n"
 
@@ -217,14 +218,14 @@ def test_dcp_folders_with_keys_in_tuples(tmp_path: Path, call: Any) -> None:
 def test_a_name_means_all_that_belongs_to_it(run: Path, tmp_path: Path, call: Any) -> None:
     """`--only model` is the whole model, `opt` the whole optimizer, `meta` its values; diff takes the same words."""
     words = ["--only", "model", "--only", "opt", "--only", "meta"]
-    assert call("restore", run, "--to", tmp_path / "a", "--format", "run", *words).code == 0
+    assert call("export", run, "--to", tmp_path / "a", "--format", "run", *words).code == 0
     assert call("diff", run, tmp_path / "a").code == 0
     assert call("diff", run, tmp_path / "a", "--only", "meta").code == 0
     assert call("diff", run, tmp_path / "a", "--only", "met").code == 2
 
 
-def test_lenient_restores_say_what_they_leave_out(run: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """strict=False names what did not fit; what fits nowhere is an error all the same, and nothing is changed."""
+def test_lenient_restores_report_skipped_entries(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """strict=False reports mismatches; if nothing matches, it still raises an error, and nothing is changed."""
     model = nn.Linear(30, 20)
     with ckpt.Checkpointer({"model": model, "optim": torch.optim.AdamW(model.parameters())}, str(run)) as cp:
         assert cp.restore(strict=False) == 1
@@ -233,31 +234,31 @@ def test_lenient_restores_say_what_they_leave_out(run: Path, caplog: pytest.LogC
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with (
         ckpt.Checkpointer({"net": model}, str(run)) as cp,
-        pytest.raises(ckpt.MismatchError, match="nothing of it fits"),
+        pytest.raises(ckpt.errors.MismatchError, match="nothing of it fits"),
     ):
         cp.restore(strict=False)
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
-def test_what_is_no_run_and_no_whole(run: Path, tmp_path: Path, call: Any) -> None:
-    """Files of other programs where a run is expected, and a part of a DCP folder: what to do instead is said."""
-    call("restore", run, "--to", tmp_path / "e.pt")
-    call("restore", run, "--to", tmp_path / "d", "--format", "dcp")
-    call("restore", run, "--to", tmp_path / "hf")
+def test_non_runs_and_partial_folders_are_rejected(run: Path, tmp_path: Path, call: Any) -> None:
+    """Files of other programs where a run is expected, and part of a DCP folder: the error names the alternative."""
+    call("export", run, "--to", tmp_path / "e.pt")
+    call("export", run, "--to", tmp_path / "d", "--format", "dcp")
+    call("export", run, "--to", tmp_path / "hf")
     for source in ("e.pt", "d", "hf"):
-        found = call("restore", tmp_path / source, "--to", tmp_path / "x")
+        found = call("export", tmp_path / source, "--to", tmp_path / "x")
         assert found.code == 2 and "`ckpt import" in found.err, source
     found = call("import", tmp_path / "d" / "__0_0.distcp", tmp_path / "x")
     assert found.code == 2 and "give its folder" in found.err
 
 
 class Config:
-    """Something that only a loader which runs code could make again."""
+    """An object that only a loader that runs code could restore."""
 
 
-def test_objects_that_are_refused_do_not_lock_the_weights_in(tmp_path: Path, call: Any) -> None:
-    """A run that DCP saved with an object of somebody's class: its weights are exported, and a note names the object.
-    A Checkpointer that is pointed at such a run is told what to do, also with strict=False."""
+def test_unsupported_objects_do_not_prevent_a_weight_export(tmp_path: Path, call: Any) -> None:
+    """A run that DCP saved with an object of a user's class: its weights are exported, and a note names the object.
+    A Checkpointer that opens such a run raises the remedy, also with strict=False."""
     import torch.distributed.checkpoint as dcp
 
     import ckpt.dcp
@@ -265,12 +266,12 @@ def test_objects_that_are_refused_do_not_lock_the_weights_in(tmp_path: Path, cal
     state = {"model": {"w": torch.randn(3)}, "cfg": Config()}
     with pytest.warns(UserWarning):
         dcp.save(state, checkpoint_id="step-1", storage_writer=ckpt.dcp.StorageWriter(tmp_path / "run"))
-    found = call("restore", tmp_path / "run", "--to", tmp_path / "w.safetensors")
+    found = call("export", tmp_path / "run", "--to", tmp_path / "w.safetensors")
     assert found.code == 0 and torch.equal(
         safetensors.torch.load_file(tmp_path / "w.safetensors")["w"], state["model"]["w"]
     )
     assert "cfg" in found.out and "skipped" in found.out
     for strict in (True, False):
         with ckpt.Checkpointer({"model": nn.Linear(2, 2)}, str(tmp_path / "run")) as cp:
-            with pytest.raises(ckpt.MismatchError, match=r"through ckpt\.dcp"):
+            with pytest.raises(ckpt.errors.MismatchError, match=r"through ckpt\.dcp"):
                 cp.restore(strict=strict)

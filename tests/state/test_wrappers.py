@@ -95,7 +95,7 @@ def test_a_write_is_seen_wherever_it_is_made(write: str) -> None:
 DIFFERENT: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "class": (Other.of, r"net\.frozen is a wrapped_toy\.Quantised in the checkpoint and a wrapped_toy\.Other here"),
     "plain": (Tensor.clone, r"net\.frozen is a wrapped_toy\.Quantised in the checkpoint and a plain tensor here"),
-    "context": (lambda plain: Quantised.of(plain, "b"), r"net\.frozen: its wrapped_toy\.Quantised says .*'b'"),
+    "context": (lambda plain: Quantised.of(plain, "b"), r"net\.frozen: its wrapped_toy\.Quantised has settings .*'b'"),
     "shape": (lambda plain: Quantised.of(plain[:, :4]), r"net\.frozen has shape \[6, 6\] .* \[6, 4\] here"),
 }
 
@@ -127,7 +127,7 @@ def test_moments_of_another_kind_begin_anew_where_that_is_allowed() -> None:
     state, twin = trained(), build(7, label=(2, "n"))
     train(twin, 1)
     saved = Saved(Capture(state).read())
-    with pytest.raises(MismatchError, match=r"optim\.state\.net\.body\.weight\.exp_avg: its .*Quantised says"):
+    with pytest.raises(MismatchError, match=r"optim\.state\.net\.body\.weight\.exp_avg: its .*Quantised has settings"):
         saved.restore(twin)
     saved.restore(twin, strict=False)
     assert not twin["optim"].state[twin["net"].body.weight]
@@ -181,7 +181,7 @@ def test_what_an_object_in_a_context_holds_is_compared() -> None:
     """A scale in an object, say: codes are not filled beside another one. Cycles and functions end somewhere."""
     saved = Saved(Capture({"mine": [Quantised.of(torch.ones(4), Slotted(3.0))]}).read())
     saved.restore({"mine": [Quantised.of(torch.zeros(4), Slotted(3.0))]})
-    with pytest.raises(MismatchError, match=r"mine\.0: its .* says"):
+    with pytest.raises(MismatchError, match=r"mine\.0: its .* has settings"):
         saved.restore({"mine": [Quantised.of(torch.zeros(4), Slotted(5.0))]})
     around = Slotted(None)
     around.held = [around, torch.relu, torch.float8_e4m3fn]
@@ -206,7 +206,7 @@ class Thrower(Quantised):
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"), [(Liar, "makes something else"), (Thrower, "does not accept its saved parts")]
+    ("kind", "said"), [(Liar, "creates a different tensor"), (Thrower, "does not accept its saved parts")]
 )
 def test_a_class_that_does_not_keep_its_word_is_refused(kind: type[Quantised], said: str) -> None:
     """Tensors that nobody fills, or an error of its own: an error of ours, by name, and nothing is changed."""
@@ -256,11 +256,11 @@ import os, signal, sys
 import ckpt
 from wrapped_toy import build, everything, train
 state = build(0)
-cp = ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(sys.argv[1], every=3)])
+cp = ckpt.Checkpointer(state, ckpt.Tier(sys.argv[1], every=3))
 for step in range(1, 6):
     train(state, step)
     save = cp.step(step)
-save.staged(30)
+save.wait_staged(30)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -271,7 +271,7 @@ def test_killed_and_back_from_memory(run_dir: str) -> None:
     wanted, twin = build(0), build(3)
     for step in range(1, 6):
         train(wanted, step)
-    with ckpt.Checkpointer(twin, [ckpt.Memory(), ckpt.Tier(run_dir, every=3)]) as cp:
+    with ckpt.Checkpointer(twin, ckpt.Tier(run_dir, every=3)) as cp:
         assert cp.restore() == 5
         assert cp.last_restore is not None and cp.last_restore.tier == "memory"
         assert differences(everything(twin), everything(wanted)) == []
@@ -290,5 +290,5 @@ def test_shares_of_ranks_return_to_the_same_ranks_only(tmp_path: Path) -> None:
     )
     for world in (1, 3):
         for said in reports(launch(world, code, tmp_path / "run", port=free_port()))["wrapped"]:
-            assert "exp_avg: a share of a wrapped_toy.Quantised" in said["refused"]
-            assert "restore on as many ranks as saved it" in said["refused"]
+            assert "exp_avg: this rank has a different share of the wrapped_toy.Quantised" in said["refused"]
+            assert "restore on the same number of ranks" in said["refused"]

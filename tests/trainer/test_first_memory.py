@@ -75,7 +75,7 @@ def test_a_step_that_is_due_nowhere_is_left_out_and_training_goes_on(
     memory is there the next step is staged."""
     caplog.set_level(logging.INFO, "ckpt")
     state = build()
-    with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run_dir, every=1000)], triggers=None) as cp:
+    with ckpt.Checkpointer(state, ckpt.Tier(run_dir, every=1000), triggers=None) as cp:
         cp.restore(default=0)
         saves = []
         for step in range(1, 4):
@@ -85,12 +85,12 @@ def test_a_step_that_is_due_nowhere_is_left_out_and_training_goes_on(
         assert not slow.is_set()
         for save in saves:
             assert save is not None
-            with pytest.raises(ckpt.SkippedError, match="left out"):
-                save.staged(30)
+            with pytest.raises(ckpt.errors.SkippedError, match="left out"):
+                save.wait_staged(30)
         assert caplog.text.count("left out") == 1 and cp.stats.skipped == 3
         slow.set()
         last = cp.step(4)
-        assert last is not None and last.staged(30).step == 4
+        assert last is not None and last.wait_staged(30).step == 4
         expected = weights(state)
     step, found = restored(run_dir)
     assert step == 4 and same(found, expected)
@@ -99,7 +99,7 @@ def test_a_step_that_is_due_nowhere_is_left_out_and_training_goes_on(
 def test_a_step_that_is_due_is_staged_when_memory_is_there(run_dir: str, slow: threading.Event) -> None:
     """step() returns without it; the next update waits, and what is committed is the step as it was."""
     state = build()
-    with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run_dir, every=1, keep=9)], triggers=None) as cp:
+    with ckpt.Checkpointer(state, ckpt.Tier(run_dir, every=1, keep=9), triggers=None) as cp:
         cp.restore(default=0)
         train(state)
         save = cp.step(1)
@@ -109,7 +109,7 @@ def test_a_step_that_is_due_is_staged_when_memory_is_there(run_dir: str, slow: t
         threading.Timer(0.5, slow.set).start()
         train(state)
         assert slow.is_set()  # the update came after it
-        assert save.committed(30).step == 1
+        assert save.wait_durable(30).step == 1
     found = build()
     with ckpt.Checkpointer(found, run_dir, triggers=None) as cp:
         assert cp.restore(step=1) == 1
@@ -120,7 +120,7 @@ def test_a_step_that_is_due_is_staged_when_memory_is_there(run_dir: str, slow: t
 def test_an_exit_right_after_the_first_step_has_it(run_dir: str, slow: threading.Event, every: int) -> None:
     """Due or not: close() waits for the memory, since nothing has moved on."""
     state = build()
-    cp = ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run_dir, every=every)], triggers=None)
+    cp = ckpt.Checkpointer(state, ckpt.Tier(run_dir, every=every), triggers=None)
     cp.restore(default=0)
     train(state)
     cp.step(1)
@@ -134,14 +134,14 @@ def test_an_exit_right_after_the_first_step_has_it(run_dir: str, slow: threading
 def test_a_save_that_is_asked_for_is_never_left_out(run_dir: str, slow: threading.Event) -> None:
     """save() returns at once, and the update waits for its copy."""
     state = build()
-    with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run_dir, every=1000)], triggers=None) as cp:
+    with ckpt.Checkpointer(state, ckpt.Tier(run_dir, every=1000), triggers=None) as cp:
         cp.restore(default=0)
         train(state)
         save = cp.save(1)
         assert save.status == "staging"
         threading.Timer(0.3, slow.set).start()
         train(state)
-        assert save.committed(30).step == 1
+        assert save.wait_durable(30).step == 1
 
 
 @pytest.mark.parametrize("due", [True, False])
@@ -150,13 +150,13 @@ def test_a_state_that_has_grown(run_dir: str, slow: threading.Event, due: bool) 
     and what memory held before is held until then."""
     slow.set()
     state = build()
-    tiers = [ckpt.Memory(), ckpt.Tier(run_dir, every=1 if due else 1000, keep=9)]
+    tiers = [ckpt.Tier(run_dir, every=1 if due else 1000, keep=9)]
     with ckpt.Checkpointer(state, tiers, triggers=None) as cp:
         cp.restore(default=0)
         train(state)
         save = cp.step(1)
         assert save is not None
-        save.staged(30)
+        save.wait_staged(30)
         slow.clear()
         grow(state)
         train(state)
@@ -167,13 +167,13 @@ def test_a_state_that_has_grown(run_dir: str, slow: threading.Event, due: bool) 
             threading.Timer(0.3, slow.set).start()
         train(state)
         if due:
-            assert save.committed(30).step == 2
+            assert save.wait_durable(30).step == 2
         else:
-            with pytest.raises(ckpt.SkippedError, match="left out"):
-                save.staged(30)
+            with pytest.raises(ckpt.errors.SkippedError, match="left out"):
+                save.wait_staged(30)
             slow.set()
             save, expected = cp.step(3), weights(state)
-            assert save is not None and save.staged(30).step == 3
+            assert save is not None and save.wait_staged(30).step == 3
     found = build()
     grow(found)
     with ckpt.Checkpointer(found, run_dir, triggers=None) as cp:
@@ -197,7 +197,7 @@ def test_a_state_that_has_just_grown_leaves_no_memory_open(run_dir: str, raises:
     state, before = build(), arenas_open()
     with (
         contextlib.suppress(ZeroDivisionError),
-        ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run_dir, every=1)]) as cp,
+        ckpt.Checkpointer(state, ckpt.Tier(run_dir, every=1)) as cp,
     ):
         cp.restore(default=0)
         for step in (1, 2, 3):
@@ -235,13 +235,13 @@ KILLED = """
 import os, signal, sys, torch, ckpt
 weight = torch.nn.Parameter(torch.zeros(1 << 22))
 optim = torch.optim.SGD([weight], lr=1.0, momentum=0.9)
-with ckpt.Checkpointer({"w": weight, "o": optim}, [ckpt.Memory(), ckpt.Tier(sys.argv[1], every=1)]) as cp:
+with ckpt.Checkpointer({"w": weight, "o": optim}, ckpt.Tier(sys.argv[1], every=1)) as cp:
     cp.restore(default=0)
     weight.grad = torch.full_like(weight, -1.0)
     optim.step()
     save = cp.step(1)
     if sys.argv[2] == "staged":
-        save.staged(60)
+        save.wait_staged(60)
     print(save.status, flush=True)
     os.kill(os.getpid(), getattr(signal, sys.argv[3]))
     import time; time.sleep(60)
@@ -254,7 +254,7 @@ def test_killed_right_after_the_first_step(run_dir: str, when: str) -> None:
     assert killed(run_script(KILLED, run_dir, when, "SIGKILL"))
     weight = nn.Parameter(torch.zeros(1 << 22))
     optim = torch.optim.SGD([weight], lr=1.0, momentum=0.9)
-    with ckpt.Checkpointer({"w": weight, "o": optim}, [ckpt.Memory(), ckpt.Tier(run_dir, every=1)]) as cp:
+    with ckpt.Checkpointer({"w": weight, "o": optim}, ckpt.Tier(run_dir, every=1)) as cp:
         step = cp.restore(default=0)
     assert step == 1 or (step == 0 and when == "returned")
     assert bool((weight == step).all())
@@ -265,6 +265,6 @@ def test_terminated_right_after_the_first_step(run_dir: str) -> None:
     run_script(KILLED, run_dir, "returned", "SIGTERM")
     weight = nn.Parameter(torch.zeros(1 << 22))
     optim = torch.optim.SGD([weight], lr=1.0, momentum=0.9)
-    with ckpt.Checkpointer({"w": weight, "o": optim}, [ckpt.Memory(), ckpt.Tier(run_dir, every=1)]) as cp:
+    with ckpt.Checkpointer({"w": weight, "o": optim}, ckpt.Tier(run_dir, every=1)) as cp:
         assert cp.restore(default=0) == 1
     assert bool((weight == 1).all())

@@ -51,6 +51,7 @@ from ckpt.errors import (
     CorruptError,
     DeadlineError,
     FormatError,
+    NoCheckpointError,
     PeerError,
     StoreError,
     TransferError,
@@ -267,7 +268,7 @@ async def _read_log(url: str) -> tuple[RunLog, list[Loss]]:
                 return log, await losses.of_log(log)
             finally:
                 await log.store.aclose()
-        except (FormatError, StoreError) as error:
+        except (FormatError, NoCheckpointError, StoreError) as error:
             if time.monotonic() >= until or (error.retryable and folder_of(url) is None):  # retried long enough
                 raise
         await asyncio.sleep(steady.LONGEST_PAUSE_S / 2)
@@ -430,7 +431,7 @@ def _restore(job: _Job, source: RestoreSource, *, direct: bool) -> None:
             world,
             "place",
             lambda: rank.place(described or []),
-            lambda posts: fitting(posts, source.saved if strict else None),
+            lambda posts: fitting(posts, source.saved if strict and not job.capture.subset else None),
         )
         point("restore.chosen")
         job.on_touch()

@@ -299,7 +299,7 @@ class Closing:
         newest = self._staged.newest
         if newest is None or self._session.errors.fenced is not None or self._session.supervisor.failure is not None:
             return False
-        return all(newest.save.failed(url) for url in newest.save.tiers)
+        return all(newest.save._failed(url) for url in newest.save.tiers)
 
 
 def _add(error: BaseException, failure: CheckpointError) -> None:

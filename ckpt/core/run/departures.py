@@ -15,7 +15,7 @@ from ckpt.core.ranks.world import Mailbox
 from ckpt.core.run.progress import Progress, Staged
 from ckpt.core.run.saves import TierWrites
 from ckpt.core.run.session import Session
-from ckpt.core.run.supervise.writer_client import start_thread
+from ckpt.core.run.supervise.writer_link import start_thread
 from ckpt.errors import CheckpointError
 from ckpt.events import log
 

@@ -26,10 +26,10 @@ from ckpt.core.run.save_plan import Late
 from ckpt.core.run.saves import TOO_LATE, Saves
 from ckpt.core.run.session import Session
 from ckpt.core.run.step_keeper import StepKeeper
-from ckpt.core.run.supervise.writer_client import start_thread
+from ckpt.core.run.supervise.writer_link import start_thread
 from ckpt.errors import CheckpointError, FencedError, PeerError, WriterError
 from ckpt.events import log
-from ckpt.save import Save
+from ckpt.saving import Save
 
 PATIENT_S = 600.0  # for a save that nobody is in a hurry for
 LIVE_S = 10.0  # for a copy of the step that an exception came into
@@ -225,10 +225,10 @@ class OutOfTurn:
         """Until it is as safe as it gets; False if it failed, perhaps since another rank had passed that step."""
         passed = dict[str, float]()
         try:
-            save.staged(_left(end))
+            save.wait_staged(_left(end))
             passed["memory"] = outcome.passed_s
             for tier in save.tiers:
-                save.committed(_left(end), tier=tier)
+                save.wait_durable(_left(end), tier=tier)
                 passed[tier] = outcome.passed_s
         except CheckpointError as error:
             log.info("step %d was not saved out of turn: %s", save.step, error)

@@ -13,8 +13,8 @@ from ckpt.core.ipc.arena import Arena
 from ckpt.core.ipc.heartbeat import PAUSED
 from ckpt.core.run.session import Session
 from ckpt.core.snapshot.snapshot import PendingSnapshot
-from ckpt.errors import CheckpointError, ClosedError, SkippedError, UsageError
-from ckpt.save import Save
+from ckpt.errors import CheckpointError, ClosedError, InvalidArgumentError, SkippedError, UsageError
+from ckpt.saving import Save
 
 TURN_S = 0.2  # between two looks at whether we were closed
 
@@ -29,7 +29,7 @@ class Progress:
         self.thread = 0  # that did it
         self.finite: bool | None = None  # what was said of it
         self.within: int | None = None  # the step that step() or save() deals with, or was interrupted in
-        self.exchanged = False  # weights are others at the moment, as `pause` was told
+        self.exchanged = False  # weights are others at the moment, as `not_training` was told
         self.restored = False
         self.torn = False  # a restore failed half-way
         self.closed = self.forked = False
@@ -133,7 +133,9 @@ class Progress:
 
     def check_next(self, step: int) -> None:
         if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 10**18:
-            raise UsageError(f"a step is a number from 0, not {step!r}")
+            raise InvalidArgumentError(
+                f"step={step!r}: it must be the number of completed steps, a whole number from 0"
+            )
         if self.step is not None and step <= self.step:
             raise UsageError(f"step {step} cannot follow step {self.step}: steps only go up (restore() goes back)")
         capture = self._session.capture
@@ -196,7 +198,7 @@ class Staged:
         if arena is None or slot is None:
             return None
         save = Save(attempt.step, str(attempt), [])
-        save.set_staged()
+        save._set_staged()
         return StagedStep(save, attempt, (arena, slot))
 
     def unpin_restored(self) -> None:
@@ -219,7 +221,7 @@ class Staged:
     def forgo_begun(self) -> None:
         """A snapshot that a signal handler, which closes us within `step()`, has kept from being staged."""
         if self.last is not None and not self._has_begun(self.last[1], QUEUED_S):
-            self.last[0].set_failed(ClosedError(f"closed before step {self._progress.step} was staged"))
+            self.last[0]._set_failed(ClosedError(f"closed before step {self._progress.step} was staged"))
             self.last = None
 
     def forget(self) -> None:

@@ -16,7 +16,7 @@ from ckpt.core.run.saves import TierWrites
 from ckpt.core.run.session import Session
 from ckpt.errors import CorruptError, NoCheckpointError
 from ckpt.events import log, tell
-from ckpt.save import Save
+from ckpt.saving import Save
 from ckpt.subscribers import publish
 from ckpt.units import duration
 
@@ -124,7 +124,7 @@ class Restoring:
         if memory is not None and place is not None and kept:
             if memory.world == session.world.size:  # else it is not a share of what this rank has now
                 newest = StagedStep(Save(source.attempt.step, str(source.attempt), []), source.attempt, place)
-                newest.save.set_staged()
+                newest.save._set_staged()
             if supervisor.memory.rings:
                 # After a rollback it may be the oldest in the ring, and still it is the one that must not be lost.
                 session.stager.slots.pin(*place)

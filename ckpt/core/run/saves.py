@@ -18,7 +18,7 @@ from ckpt.core.run.progress import Progress, Staged, StagedStep
 from ckpt.core.run.replica_check import ReplicaCheck
 from ckpt.core.run.save_plan import Late
 from ckpt.core.run.session import Session
-from ckpt.core.run.supervise.writer_client import HUNG_UP
+from ckpt.core.run.supervise.writer_link import HUNG_UP
 from ckpt.core.run.supervise.writes import WriteInFlight
 from ckpt.core.snapshot.awaited_memory import AwaitedMemory
 from ckpt.core.snapshot.slots import ALL_BUSY
@@ -26,7 +26,7 @@ from ckpt.core.snapshot.snapshot import PendingSnapshot
 from ckpt.core.state.capture import Reading
 from ckpt.errors import CheckpointError, DeadlineError, FencedError, SaveError, SkippedError, WriterError
 from ckpt.events import log
-from ckpt.save import Save
+from ckpt.saving import Save
 from ckpt.subscribers import publish
 from ckpt.units import decimal, duration
 
@@ -62,7 +62,7 @@ class TierWrites:
     def follow(self, save: Save) -> None:
         """`wait` waits for it."""
         with self._lock:
-            self._active = [*(s for s in self._active if s is not save and s.unfinished()), save]
+            self._active = [*(s for s in self._active if s is not save and s._unfinished()), save]
 
     def wait(self, timeout_s: float | None = None, step: int | None = None) -> None:
         """Until every save that is followed, or that of one step, has ended well or not. DeadlineError."""
@@ -70,7 +70,7 @@ class TierWrites:
         with self._lock:
             active = [save for save in self._active if step in (None, save.step)]
         for save in active:
-            for future in save.unfinished():
+            for future in save._unfinished():
                 try:
                     future.exception(None if end is None else max(0.0, end - time.monotonic()))
                 except TimeoutError:
@@ -79,12 +79,12 @@ class TierWrites:
     def is_under_way(self, step: int) -> bool:
         """Whether it may yet come to a tier."""
         with self._lock:
-            return any(save.step == step and save.tiers and save.unfinished() for save in self._active)
+            return any(save.step == step and save.tiers and save._unfinished() for save in self._active)
 
     def under_way(self) -> list[str]:
         """Return the attempts that are not committed yet in all their tiers, nor failed."""
         with self._lock:
-            return [save.attempt for save in self._active if save.tiers and save.unfinished()]
+            return [save.attempt for save in self._active if save.tiers and save._unfinished()]
 
     def write(self, save: Save, attempt: Attempt, place: tuple[Arena, int], tier: int) -> None:
         """Have the writer write it there."""
@@ -97,7 +97,7 @@ class TierWrites:
             if error is None:
                 self.committed = max(save.step, -1 if self.committed is None else self.committed)
                 self._say_committed(save, url, time.monotonic() - began, write)
-                save.set_committed(url)
+                save._set_committed(url)
             else:
                 self._on_failed(save, url, error)
                 if DIFFER in str(error):
@@ -110,38 +110,38 @@ class TierWrites:
         """To a tier that it was not on its way to. Cut off by Ctrl-C, nobody waits for it, and close() tries again."""
         url = self._session.tiers[tier].url
         try:
-            save.add_tier(url)
+            save._add_tier(url)
             self.write(save, attempt, place, tier)
         except BaseException as error:
-            save.cut_off(url, SaveError(f"step {save.step} was not written to {url}: {error!r}"))
+            save._cut_off(url, SaveError(f"step {save.step} was not written to {url}: {error!r}"))
             raise
 
     def write_missing(self, staged: StagedStep, tiers: Sequence[int]) -> None:
         """To those of these tiers that it is not on its way to."""
         for i in tiers:
-            if staged.save.misses(self._session.tiers[i].url):
+            if staged.save._misses(self._session.tiers[i].url):
                 self.follow(staged.save)
                 self.write_also(*staged, i)
 
     def _on_failed(self, save: Save, url: str, error: CheckpointError) -> None:
         if HUNG_UP in str(error):  # no failure
-            save.set_failed(SaveError(f"step {save.step} is not known to be in {url}: {error}"), url)
+            save._set_failed(SaveError(f"step {save.step} is not known to be in {url}: {error}"), url)
             return
         publish("failed", save.step, tier=url, error=str(error))
         # A further tier is slow, or another rank: no reason to disturb the training.
         if isinstance(error, SkippedError) or TOO_LATE in str(error):
             self._session.stalls.stats.skipped += 1
             log.warning("%s", error)
-            save.set_failed(error, url)
+            save._set_failed(error, url)
             return
         if not isinstance(error, FencedError):
-            others = [other for other in save.tiers if other != url and save.written(other)]
+            others = [other for other in save.tiers if other != url and save._written(other)]
             where = f"It is still in {others[0] if others else 'memory'}"
             if not others and isinstance(self._session.supervisor.writer.failure, WriterError):
                 where = "No writer holds it: memory ends with this process"
             error = SaveError(f"step {save.step} was not written to {url}: {error}. {where}")
         self._session.errors.note(error, save)  # before anybody who waits for the save goes on
-        save.set_failed(error, url)
+        save._set_failed(error, url)
 
     def _say_committed(self, save: Save, url: str, seconds: float, write: WriteInFlight) -> None:
         publish("committed", save.step, tier=url, seconds=seconds, nbytes=write.nbytes, stored=write.nbytes_stored)
@@ -197,14 +197,14 @@ class Saves:
         save, attempt = self.new(step, tiers)
         if explicit and tiers:
             self._plan.saved_everywhere(step)
-        save.told = asked and not self.is_scheduled(step)  # a best effort is no error
+        save._raised = asked and not self.is_scheduled(step)  # a best effort is no error
         try:
             reading, values = self._read()
             sizes, must = (reading.layout.arrangement.data_size, len(values)), explicit or bool(tiers)
             memory = self._memory_for(step, sizes, must=must)
         except BaseException as error:
             what = error if isinstance(error, CheckpointError) else SaveError(f"step {step} was not saved: {error!r}")
-            save.set_failed(what)
+            save._set_failed(what)
             self._retract(attempt, tiers, what)
             raise
         job = PendingSnapshot(
@@ -239,11 +239,11 @@ class Saves:
     def write_again(self, save: Save, job: PendingSnapshot) -> None:
         """It is in memory already, perhaps on its way to a tier: write it to the tiers that it misses."""
         assert job.place is not None
-        if save.told:
+        if save._raised:
             self._session.errors.forget(save)
         self._plan.saved_everywhere(save.step)
         for i, tier in enumerate(self._session.tiers):
-            if tier.url not in save.tiers or save.failed(tier.url):
+            if tier.url not in save.tiers or save._failed(tier.url):
                 self._writes.write_also(save, job.attempt, job.place, i)
 
     def _read(self) -> tuple[Reading, bytes]:
@@ -257,17 +257,17 @@ class Saves:
         return reading, values
 
     def _submit(self, save: Save, job: PendingSnapshot, started: float) -> None:
-        save.began = started
+        save._began = started
         try:
             self._staged.last = (save, job)
             self._writes.follow(save)
             self._session.stager.submit(job)
         except BaseException as error:
             if not job.submitted:
-                save.set_failed(SaveError(f"step {save.step} was not saved: {error!r}"))
+                save._set_failed(SaveError(f"step {save.step} was not saved: {error!r}"))
             raise
-        save.stalled_s = time.perf_counter() - started
-        self._session.stalls.count(save.stalled_s)
+        save._stalled_s = time.perf_counter() - started
+        self._session.stalls.count(save._stalled_s)
 
     def _memory_for(self, step: int, sizes: tuple[int, int], *, must: bool) -> AwaitedMemory | None:
         """What a snapshot of this size waits for; None if its memory is there. Of several ranks none leaves a step out
@@ -366,7 +366,7 @@ class Saves:
             made_up = alone and not short  # the next step makes up for it; other ranks would not save that one
             if made_up:
                 chosen = job.busy == "skip" and ALL_BUSY in str(error)
-                self._writes.owe(tiers, save, None if chosen or save.told else error)
+                self._writes.owe(tiers, save, None if chosen or save._raised else error)
             self._dropped = alone and (left_out or torn)
             self._stats.skipped += 1
             if left_out and self._said_left_out:
@@ -382,7 +382,7 @@ class Saves:
             self._session.errors.note(error, save)
         self._retract(job.attempt, tiers, error)
         publish("failed", save.step, tier="memory", error=str(error))
-        save.set_failed(error)
+        save._set_failed(error)
 
     def _retract(self, attempt: Attempt, tiers: list[int], why: CheckpointError) -> None:
         """The others wait for this rank's part."""
@@ -393,9 +393,9 @@ class Saves:
         """A process that survives this one has the snapshot, or none will have it any more."""
         if error is not None:
             publish("failed", save.step, tier="memory", error=str(error))
-            save.set_unstaged(error)
+            save._set_unstaged(error)
             return
-        save.set_staged(self._session.supervisor.survives)
+        save._set_staged(self._session.supervisor.survives)
         stalled_s = self._session.stalls.until_staged(save)
         publish("staged", save.step, stall_s=stalled_s, nbytes=job.reading.layout.arrangement.data_size)
 

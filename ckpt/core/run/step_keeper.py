@@ -15,7 +15,7 @@ from ckpt.core.run.saves import Saves
 from ckpt.core.run.session import Session
 from ckpt.core.snapshot.snapshot import PendingSnapshot
 from ckpt.errors import DeadlineError, UsageError
-from ckpt.save import Save
+from ckpt.saving import Save
 
 LEAST_S = 1.0  # for a copy, however little time there is: most take less
 NO_TIME = "there was no time to copy it"
@@ -71,7 +71,9 @@ class StepKeeper:
 
     def _check_same(self) -> None:
         """Raise UsageError if it is known that the state is not that of the last step any more."""
-        exchanged = "weights are exchanged for others at the moment, see pause()" if self._progress.exchanged else ""
+        exchanged = (
+            "weights are exchanged for others at the moment, see not_training()" if self._progress.exchanged else ""
+        )
         if why := exchanged or self._torn():
             step = self._progress.step
             raise UsageError(f"step {step} cannot be saved any more: {why}. Call save() right after step()")
@@ -121,7 +123,7 @@ class StepKeeper:
         if self._progress.torn:
             return "a restore has failed half-way since"
         if self._progress.exchanged:
-            return "weights were exchanged for others, see pause()"
+            return "weights were exchanged for others, see not_training()"
         return self._torn()
 
     def _why_not_staged(self) -> str:

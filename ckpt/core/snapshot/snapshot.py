@@ -153,7 +153,7 @@ class PendingSnapshot:
         ) is not None:
             raise SaveError(
                 f"step {self.attempt.step} was dropped: the storage of {self.reading.layout.tensors[short].name} was "
-                "freed or made smaller while it was copied. Call fence() of the Checkpointer before"
+                "freed or made smaller while it was copied. Call before_untracked_update() of the Checkpointer first"
             )
 
     def check_versions(self) -> None:

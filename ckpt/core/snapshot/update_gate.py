@@ -150,7 +150,7 @@ class UpdateHook:
         """The caller is about to do what these would do, without them. UsageError within a capture: nothing waits at a
         replay for what was said while it was captured."""
         if is_capturing():
-            raise UsageError("fence() belongs before the replay of a graph, not into its capture")
+            raise UsageError("call before_untracked_update() before the replay of a graph, not in its capture")
         self.count += 1
         self._announced.update((id(one), one) for one in optimizers)
         self._before()

@@ -1,6 +1,6 @@
-"""Values that are neither plain nor tensors: constants of torch, members of enums and named tuples.
+"""Encodes values that are neither plain nor tensors: constants of torch, members of enums and named tuples.
 
-Nothing that a file names is ever imported. Objects of other classes are encoded and restored by an adapter, if at all.
+A class named in a file is never imported. An adapter encodes and restores objects of other classes, if one exists.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ckpt.errors import CorruptError, MismatchError, StateError
 
 
 class Collecting(Protocol):
-    """Encodes what is not a plain value; `entries` and `objects` are the tensors and arrays it has found."""
+    """Encodes values that are not plain. `entries` and `objects` collect the tensors and arrays that it finds."""
 
     entries: list[Any]
     objects: dict[str, object]
@@ -26,16 +26,16 @@ class Collecting(Protocol):
 
 
 class ObjectEncoder(Protocol):
-    """Encodes objects that are no constants."""
+    """Encodes objects that are not constants."""
 
     def encode(self, value: object, path: Path, extern: Collecting) -> Json | None: ...
 
 
 class ObjectDecoder(Protocol):
-    """Restores them from all that was saved with them."""
+    """Restores objects from all values that were saved with them."""
 
     def check(self, values: Json) -> list[str]:
-        """Return what differs. MismatchError or CorruptError if an object cannot be had at all."""
+        """Return the differences. Raise MismatchError or CorruptError if an object cannot be restored."""
 
     def key(self, data: Json) -> Any: ...
 
@@ -47,7 +47,7 @@ _CONSTANTS: tuple[type, ...] = (torch.dtype, torch.layout, torch.memory_format)
 
 
 def encode_constant(value: object, path: Path, extern: Collecting) -> Json | None:
-    """Encode a constant of torch, a member of an enum or a named tuple. None for everything else."""
+    """Encode a constant of torch, a member of an enum or a named tuple. Return None for everything else."""
     if isinstance(value, _CONSTANTS):
         return {"$": f"torch.{type(value).__name__}", "v": str(value).removeprefix("torch.")}
     if isinstance(value, torch.Size):
@@ -55,8 +55,8 @@ def encode_constant(value: object, path: Path, extern: Collecting) -> Json | Non
     if isinstance(value, torch.device):
         return {"$": "torch.device", "v": str(value)}
     if isinstance(value, Enum):
-        said = value.name if value.name in type(value).__members__ else encode(value.value, path)
-        return {"$": "enum", "class": class_name(type(value), path), "v": said}
+        member = value.name if value.name in type(value).__members__ else encode(value.value, path)
+        return {"$": "enum", "class": class_name(type(value), path), "v": member}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         items = [encode(one, (*path, key), extern) for key, one in zip(value._fields, value, strict=True)]
         return {"$": "namedtuple", "class": class_name(type(value), path), "v": items}
@@ -64,7 +64,7 @@ def encode_constant(value: object, path: Path, extern: Collecting) -> Json | Non
 
 
 def class_name(kind: type, path: Path) -> list[str]:
-    """Return module and qualified name of a class. Raises StateError if they do not lead back to it."""
+    """Return module and qualified name of a class. Raise StateError if the class cannot be found by them."""
     module = "__main__" if kind.__module__ == "__mp_main__" else kind.__module__  # the script, in a spawned process
     if loaded_class(module, kind.__qualname__) is not kind:
         raise StateError(
@@ -75,7 +75,7 @@ def class_name(kind: type, path: Path) -> list[str]:
 
 
 def loaded_class(module: object, name: object) -> type | None:
-    """Return the class of this name if its module is imported. No code is run to look it up."""
+    """Return the class of this name if its module is imported. Looking it up runs no code."""
     found: Any = sys.modules.get(module) if type(module) is str else None
     for part in name.split(".") if type(name) is str else ("",):
         found = getattr(found, "__dict__", {}).get(part)
@@ -83,7 +83,7 @@ def loaded_class(module: object, name: object) -> type | None:
 
 
 def class_of(reference: dict[str, Any]) -> type:
-    """Return the class that a reference names. Raises MismatchError if it is not loaded."""
+    """Return the class that a reference names. Raise MismatchError if it is not loaded."""
     module, name = reference["class"]
     if (found := loaded_class(module, name)) is None:
         raise MismatchError(
@@ -94,37 +94,37 @@ def class_of(reference: dict[str, Any]) -> type:
 
 
 def decode_constant(reference: dict[str, Any]) -> Any:
-    """Decode what `encode_constant` made. CorruptError for other tags, MismatchError if a class is not loaded."""
-    tag, said = reference["$"], reference.get("v")
+    """Decode a result of `encode_constant`. Raise CorruptError for other tags, MismatchError for unknown classes."""
+    tag, value = reference["$"], reference.get("v")
     for kind in _CONSTANTS:
         if tag == f"torch.{kind.__name__}":
-            found = vars(torch).get(said) if type(said) is str else None
+            found = vars(torch).get(value) if type(value) is str else None
             if not isinstance(found, kind):
-                raise CorruptError(f"not a {tag}: {said!r:.80}")
+                raise CorruptError(f"not a {tag}: {value!r:.80}")
             return found
-    if tag == "torch.Size" and type(said) is list and all(type(n) is int and 0 <= n < 2**62 for n in said):
-        return torch.Size(said)
-    if tag == "torch.device" and type(said) is str and re.fullmatch(r"[a-z]{1,20}(:\d{1,4})?", said):
-        return torch.device(said)
+    if tag == "torch.Size" and type(value) is list and all(type(n) is int and 0 <= n < 2**62 for n in value):
+        return torch.Size(value)
+    if tag == "torch.device" and type(value) is str and re.fullmatch(r"[a-z]{1,20}(:\d{1,4})?", value):
+        return torch.device(value)
     if tag == "enum":
         found = class_of(reference)
         if not issubclass(found, Enum):
             raise CorruptError(f"{reference['class']!r:.200} is not an Enum")
-        if type(said) is str and said in found.__members__:
-            return found.__members__[said]
-        if issubclass(found, Flag) and type(said) is int:
-            return found(said)
-        raise MismatchError(f"{'.'.join(reference['class'])} has no member {said!r:.80}, which the checkpoint has")
+        if type(value) is str and value in found.__members__:
+            return found.__members__[value]
+        if issubclass(found, Flag) and type(value) is int:
+            return found(value)
+        raise MismatchError(f"{'.'.join(reference['class'])} has no member {value!r:.80}, which the checkpoint has")
     if tag == "namedtuple":
         found = class_of(reference)
-        if not issubclass(found, tuple) or type(said) is not list or len(getattr(found, "_fields", ())) != len(said):
-            raise CorruptError(f"{reference['class']!r:.200} is not a named tuple of what was saved of it")
-        return tuple.__new__(found, said)
+        if not issubclass(found, tuple) or type(value) is not list or len(getattr(found, "_fields", ())) != len(value):
+            raise CorruptError(f"{reference['class']!r:.200} is not a named tuple with the saved fields")
+        return tuple.__new__(found, value)
     raise CorruptError(f"unknown tag {tag!r}: written by a newer version?")
 
 
 def as_plain(reference: dict[str, Any]) -> Any:
-    """Decode for readers that have none of the classes: objects become dicts, members of enums their names."""
+    """Decode for readers without the classes: objects become dicts, members of enums become names."""
     tag = reference.get("$")
     if tag in ("enum", "parameter", "given", "torch.layout", "torch.memory_format"):
         return reference.get("v")

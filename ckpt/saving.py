@@ -24,21 +24,20 @@ class Checkpoint:
     """
 
     step: int
-    attempt: str
+    id: str
     tier: str
 
 
 class Save:
     """One save in progress. Each wait raises the error of the save, or DeadlineError after its timeout."""
 
-    def __init__(self, step: int, attempt: str, durable: list[str]) -> None:
-        self.step, self.attempt = step, attempt
+    def __init__(self, step: int, id: str, durable: list[str]) -> None:
+        self.step, self.id = step, id
         self._raised = False  # True if an error of this save was raised to the user
         self._began = 0.0  # by perf_counter()
         self._stalled_s: float | None = None  # how long step() took for it, once it has returned
         self._staged: Future[Checkpoint] = Future()
         self._durable: dict[str, Future[Checkpoint]] = {url: Future() for url in durable}
-        self._never_sent: set[str] = set()  # tiers it may never have been sent to, because Ctrl-C interrupted
 
     def __repr__(self) -> str:
         return f"<Save of step {self.step}: {self.status}>"
@@ -111,14 +110,14 @@ class Save:
     # -- for the Checkpointer --
 
     def _set_staged(self, survives: bool = True) -> None:
-        _settle(self._staged, Checkpoint(self.step, self.attempt, "memory" if survives else "trainer"))
+        _settle(self._staged, Checkpoint(self.step, self.id, "memory" if survives else "trainer"))
 
     def _set_unstaged(self, error: CheckpointError) -> None:
         """Record that no process besides the trainer holds the step; durable tiers may still store it."""
         _settle(self._staged, error)
 
     def _set_committed(self, url: str) -> None:
-        _settle(self._durable[url], Checkpoint(self.step, self.attempt, url))
+        _settle(self._durable[url], Checkpoint(self.step, self.id, url))
 
     def _set_failed(self, error: CheckpointError, url: str | None = None) -> None:
         """Record an error of one tier, or of the whole save."""
@@ -129,25 +128,6 @@ class Save:
     def _add_tier(self, url: str) -> None:
         """Add a tier that the step is to be written to, for the first time or again."""
         self._durable[url] = Future()
-        self._never_sent.discard(url)
-
-    def _cut_off(self, url: str, error: CheckpointError) -> None:
-        """Record that the request for this tier may never have been sent."""
-        self._never_sent.add(url)
-        if url in self._durable:
-            self._set_failed(error, url)
-
-    def _misses(self, url: str) -> bool:
-        """Return True if the step is not on its way to this tier and never was."""
-        return url not in self._durable or url in self._never_sent
-
-    def _written(self, url: str) -> bool:
-        future = self._durable[url]
-        return future.done() and future.exception() is None
-
-    def _failed(self, url: str) -> bool:
-        future = self._durable[url]
-        return future.done() and future.exception() is not None
 
     def _unfinished(self) -> list[Future[Checkpoint]]:
         return [f for f in (self._staged, *self._durable.values()) if not f.done()]

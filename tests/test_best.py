@@ -34,7 +34,7 @@ def train(run: Any, best: ckpt.Best, last: int, losses: dict[int, float]) -> Non
 
 
 def kept(run: str) -> dict[int, str]:
-    return {one.step: one.kept.removeprefix("kept by training: ") for one in ckpt.Run(run).list() if one.kept}
+    return {one.step: one.pinned for one in ckpt.Run(run).list() if one.pinned}
 
 
 def is_at(run: str, step: int) -> bool:
@@ -55,8 +55,8 @@ def test_the_best_stay_and_are_found(run_dir: str, call: Any) -> None:
         ckpt.load(run_dir, best=True, step=10)
     ckpt.Run(run_dir).pin(10, "for the paper")
     listed = {line.split()[0]: line for line in call("ls", run_dir).out.splitlines() if "  " in line}
-    assert listed["10"].endswith("  kept: loss=0.4123; for the paper"), "in the row, with four digits"
-    assert listed["4"].endswith("  kept: best, loss=0.3") and "history" in listed["step"]
+    assert listed["10"].endswith("  pinned: loss=0.4123; for the paper"), "in the row, with four digits"
+    assert listed["4"].endswith("  pinned: best, loss=0.3") and "history" in listed["step"]
     assert is_at(run_dir, 4)
 
 
@@ -339,7 +339,7 @@ dist.init_process_group("gloo")
 state, rank = parallel.build("ddp"), dist.get_rank()
 options = ckpt.Options(agree_timeout_s=60)
 with ckpt.Checkpointer(state, sys.argv[1], every=1, best=ckpt.Best("loss"), options=options) as cp:
-    cp._session.world.timeout_s = 2
+    cp._run.world.timeout_s = 2
     parallel.train_step("ddp", state, 1)
     cp.step(1)
     for step, value, first in ((2, 0.1, 0), (1, 0.2 if rank else "x", 0), (1 - rank, 0.1, 0), (1, 0.1, 1)):
@@ -348,7 +348,7 @@ with ckpt.Checkpointer(state, sys.argv[1], every=1, best=ckpt.Best("loss"), opti
             print(cp.score(step, value) if rank >= first else "", flush=True)
         except ckpt.CheckpointError as error:
             print(type(error).__name__, str(error).splitlines()[0], flush=True)
-    cp._session.world.timeout_s = 60
+    cp._run.world.timeout_s = 60
 dist.destroy_process_group()
 """
     first, second = launch(2, code, run_dir, port=free_port())

@@ -68,7 +68,7 @@ COMMITS = 8  # the first candidates, whose log records all ranks get; for a late
 DESCRIBED = 256 << 20  # characters that all ranks together may post with the candidates
 RETRY_AFTER_S = (0.2, 1.0)
 CONNECT_S, TRANSFER_S = 30.0, 600.0  # between ranks: to connect, and for all that one rank receives
-OVERRULED = (
+OVERRIDDEN = (
     "the checkpoint's settings were taken for %s. To have the script's, set them again after the restore: "
     "docs/guide/state.md"
 )
@@ -76,20 +76,22 @@ OVERRULED = (
 
 @dataclass
 class Restored:
-    """What `restore()` did on this rank.
+    """What a restore did on this rank.
 
-    - `nbytes`, `nbytes_received`: bytes that it read itself, and that other ranks read for it.
-    - `skipped`: checkpoints that were newer and could not be used, or were lost with a damaged log record.
-    - `repaired`: what was damaged, and was read from another tier.
-    - `left_out`: with strict=False, what did not fit.
-    - `overruled`: settings of optimizers that differ from those in the script; the checkpoint's count.
+    - `step`, `id`, `tier`: the checkpoint, and where it was read from. None if there was none.
     - `verified`: every byte matched a digest that was computed when the step was written to a tier while its trainer
       lived. False for a snapshot in memory that no tier had, and for a step that a writer stored only after a fault.
-      Damage before the digest is computed cannot be noticed.
+      Damage before the digest is computed cannot be detected.
+    - `seconds`: duration of the restore.
+    - `nbytes`, `nbytes_received`: bytes that this rank read, and bytes that other ranks read for it.
+    - `skipped`: newer checkpoints that could not be used, or were lost with a damaged log record.
+    - `repaired`: damaged parts that were read from another tier.
+    - `left_out`: entries that did not fit, with strict=False.
+    - `overridden`: settings of optimizers that the script has changed, and that the checkpoint's replaced.
     """
 
     step: int | None
-    attempt: str | None = None
+    id: str | None = None
     tier: str | None = None
     verified: bool = True
     seconds: float = 0.0
@@ -98,7 +100,7 @@ class Restored:
     skipped: list[Skipped] = field(default_factory=list)
     repaired: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
-    overruled: list[str] = field(default_factory=list)
+    overridden: list[str] = field(default_factory=list)
 
 
 # -- which checkpoints there are --
@@ -342,7 +344,7 @@ def restore_first(
             break
         error = _problem(job, source)
         if error is None:
-            result.step, result.attempt, result.tier = source.attempt.step, str(source.attempt), source.tier
+            result.step, result.id, result.tier = source.attempt.step, str(source.attempt), source.tier
             result.repaired = list(source.repaired)
             _report_lost(world, lost, source.attempt, result, step)
             return source
@@ -447,9 +449,9 @@ def _restore(job: _Job, source: RestoreSource, *, direct: bool) -> None:
     source.damaged, source.term = ended["damaged"], ended["term"]
     job.capture.keep_apart(rank.placement.apart)
     _report_left_out(rank.placement, result)
-    result.overruled = rank.placement.overruled
-    if world.rank == 0 and result.overruled:
-        logger.warning(OVERRULED, "; ".join(result.overruled))
+    result.overridden = rank.placement.overruled
+    if world.rank == 0 and result.overridden:
+        logger.warning(OVERRIDDEN, "; ".join(result.overridden))
     result.verified = source.verified
 
 

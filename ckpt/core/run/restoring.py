@@ -1,4 +1,4 @@
-"""A restore in a session: the state is filled, and a new term continues from what was restored."""
+"""A restore in a run: the state is filled, and a new term continues from what was restored."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from ckpt.core.ipc.watch_requests import RestoreDone, Show
 from ckpt.core.ranks.world import together
 from ckpt.core.restore.restore import Candidates, Restored, restore_first
 from ckpt.core.restore.sources import MemorySource, RestoreSource
-from ckpt.core.run.progress import Progress, Staged, StagedStep
-from ckpt.core.run.saves import TierWrites
-from ckpt.core.run.session import Session
+from ckpt.core.run.saver import Saver
+from ckpt.core.run.training_run import TrainingRun
+from ckpt.core.snapshot.snapshot import Snapshot
 from ckpt.errors import CorruptError, NoCheckpointError
 from ckpt.events import log, tell
-from ckpt.saving import Save
 from ckpt.subscribers import publish
 from ckpt.units import duration
 
@@ -27,14 +26,13 @@ class Restoring:
     """Restores the state of one `Checkpointer`. `last`: the result of the last restore. `reached`: the last step that
     earlier job attempts are known to have done, 0 if none is known."""
 
-    def __init__(self, session: Session, progress: Progress, staged: Staged, writes: TierWrites, reached: int) -> None:
-        self._session, self._progress, self._staged, self._writes = session, progress, staged, writes
-        self._reached = reached
+    def __init__(self, run: TrainingRun, saver: Saver, reached: int) -> None:
+        self._run, self._saver, self._reached = run, saver, reached
         self.last: Restored | None = None
 
     def restore(self, default: Any, step: int | None, strict: bool) -> Any:
         """See `Checkpointer.restore`."""
-        heartbeat = self._session.heartbeat
+        heartbeat = self._run.heartbeat
         heartbeat.touch(RESTORING)
         began = time.monotonic()
         try:
@@ -50,11 +48,11 @@ class Restoring:
 
     def _fill(self, step: int | None, strict: bool) -> tuple[Restored, RestoreSource | None]:
         """Restore from the first usable source. Return what was done, and the source if there is one."""
-        session, result = self._session, Restored(step=None)
-        urls, supervisor = [tier.url for tier in session.tiers], session.supervisor
+        run, result = self._run, Restored(step=None)
+        urls, supervisor = [tier.url for tier in run.tiers], run.supervisor
         with supervisor.held.snapshots() as snapshots:
             acquires, damage = supervisor.memory.inherited.acquires, supervisor.held.damage
-            candidates = Candidates(session.world, snapshots, acquires, urls, session.ownership.roots, step, damage)
+            candidates = Candidates(run.world, snapshots, acquires, urls, run.ownership.roots, step, damage)
 
             def post() -> Any:
                 return {"intervals": self._settle(step), "candidates": candidates.post()}
@@ -63,90 +61,90 @@ class Restoring:
                 intervals = max(post["intervals"] for post in posts)
                 return {"intervals": intervals, "candidates": candidates.choose([post["candidates"] for post in posts])}
 
-            agreed = together(session.world, "candidates", post, choose)
-            session.intervals.begin(agreed["intervals"])
+            agreed = together(run.world, "candidates", post, choose)
+            run.intervals.begin(agreed["intervals"])
             source = restore_first(
-                session.world,
+                run.world,
                 candidates.sources(agreed["candidates"]),
-                session.capture,
+                run.capture,
                 result,
                 strict=strict,
                 on_touch=self._touch,
                 lost=candidates.lost,
                 step=step,
-                term=session.ownership,
+                term=run.ownership,
             )
         return result, source
 
     def _settle(self, step: int | None) -> list[Any]:
         """Wait until no copy is under way, because the state is overwritten, and until the requested step has arrived.
         Return the intervals that this rank saves by: all ranks go on with the same."""
-        timeout_s = self._session.settings.busy_timeout_s
-        self._session.stager.do(lambda: None, timeout_s)
-        if self._session.world.size > 1:  # the owner changes for all at once: nothing under way may be fenced off
-            self._writes.wait(timeout_s)
+        timeout_s = self._run.settings.busy_timeout_s
+        self._run.stager.do(lambda: None, timeout_s)
+        if self._run.world.size > 1:  # the owner changes for all at once: nothing under way may be fenced off
+            self._saver.wait(timeout_s)
         elif step is not None:
-            self._writes.wait(timeout_s, step)
-        return self._session.intervals.suspend()
+            self._saver.wait(timeout_s, step)
+        return self._run.intervals.suspend()
 
     def _touch(self) -> None:
-        self._progress.torn = True
+        self._run.torn = True
 
     def _without(self, default: Any, step: int | None, result: Restored) -> Any:
         """Return the default if there is no checkpoint at all. Otherwise raise why none could be restored."""
         if result.skipped:
-            self._progress.restored = False
+            self._run.restored = False
             lines = "\n  ".join(f"step {s.step} in {s.tier}: {s.reason}" for s in result.skipped)
-            touched = ". The state is partly overwritten: do not train on it" if self._progress.torn else ""
+            touched = ". The state is partly overwritten: do not train on it" if self._run.torn else ""
             place = next((s.tier for s in result.skipped if s.tier != "memory"), "RUN")
             raise CorruptError(
                 f"no checkpoint could be restored{touched}. `ckpt repair {place}`, with --from another location, may "
                 f"mend it\n  {lines}"
             )
-        if default is MISSING or self._session.ownership.has_checkpoints or step is not None:
+        if default is MISSING or self._run.ownership.has_checkpoints or step is not None:
             wanted = "checkpoint" if step is None else f"checkpoint of step {step}"
-            alone = self._session.world.size == 1
+            alone = self._run.world.size == 1
             lost = "" if alone else ", at least none of which the parts of all ranks can be reached"
-            raise NoCheckpointError(f"there is no {wanted} in {self._session.settings.places}{lost}")
-        self._progress.starts(default)
+            raise NoCheckpointError(f"there is no {wanted} in {self._run.settings.places}{lost}")
+        self._run.starts(default)
         return default
 
     def _finish(self, source: RestoreSource, result: Restored, began: float) -> None:
-        session, staged, supervisor = self._session, self._staged, self._session.supervisor
-        session.ownership.begin_term(source.term, source.attempt)
+        run, saver, supervisor = self._run, self._saver, self._run.supervisor
+        run.ownership.begin_term(source.term, source.attempt)
         if source.damaged:
             supervisor.run.distrust(source.tier)
-        session.heartbeat.went_back(source.attempt.step)
+        run.heartbeat.went_back(source.attempt.step)
         memory = source if isinstance(source, MemorySource) else None
-        place = memory.place_of(session.world.rank) if memory is not None else None
-        newest: StagedStep | None = None
+        place = memory.place_of(run.world.rank) if memory is not None else None
+        newest: Snapshot | None = None
         kept = memory is not None and place is not None and supervisor.memory.holds(place[0])
         if memory is not None and place is not None and kept:
-            if memory.world == session.world.size:  # else it is not a share of what this rank has now
-                newest = StagedStep(Save(source.attempt.step, str(source.attempt), []), source.attempt, place)
+            if memory.world == run.world.size:  # else it is not a share of what this rank has now
+                newest = Snapshot(source.attempt, place=place)
                 newest.save._set_staged()
             if supervisor.memory.rings:
                 # After a rollback it may be the oldest in the ring, and still it is the one that must not be lost.
-                session.stager.slots.pin(*place)
+                run.stager.slots.pin(*place)
         # In one go, so that Ctrl-C leaves either the state before or the state after.
-        before, staged.restored = staged.restored, place if kept and supervisor.memory.rings else None
-        staged.last, staged.newest, self._writes.owed = None, newest, {}
-        self._progress.went_back(source.attempt.step)
+        before, saver.pinned = saver.pinned, place if kept and supervisor.memory.rings else None
+        saver.last, saver.newest, saver.owed = None, newest, {}
+        self._run.went_back(source.attempt.step)
         if before is not None:
-            session.stager.slots.unpin(before[0].id, before[1])
+            run.stager.slots.unpin(before[0].id, before[1])
         if newest is not None and not supervisor.memory.rings:  # its slot is needed again
-            self._writes.write_missing(newest, session.settings.everywhere[:1])
+            self._saver.write_missing(newest, run.settings.everywhere[:1])
         result.seconds = time.monotonic() - began
-        say = tell if session.world.rank == 0 else log.info
+        say = tell if run.world.rank == 0 else log.info
         say(_line(result, self._reached))
-        reading = session.capture.read()
+        reading = run.capture.read()
         supervisor.memory.next.prepare(reading.layout.arrangement.data_size, len(json.dumps(reading.values)))
 
     def _tell(self, began: float) -> None:
         """Notify the writer, for the run metrics, and subscribers."""
-        session, result, stats = self._session, self.last, self._session.stalls.stats
+        run, result, stats = self._run, self.last, self._run.stats
         assert result is not None
-        owner = session.supervisor.owner
+        owner = run.supervisor.owner
         request = RestoreDone(
             at=began,
             seconds=time.monotonic() - began,
@@ -157,20 +155,20 @@ class Restoring:
             stalled=stats.stalled_s,
             saves=stats.saves,
             skipped=stats.skipped,
-            paused=session.heartbeat.paused_s,
+            paused=run.heartbeat.paused_s,
             repaired=len(result.repaired),
             passed_over=len(result.skipped),
             why=_first_reason(result),
         )
-        session.supervisor.standing.amend(Show, restored=request)
-        session.supervisor.writer.send(request)
+        run.supervisor.standing.amend(Show, restored=request)
+        run.supervisor.writer.send(request)
         if result.step is not None:
             facts = {"source": result.tier, "seconds": result.seconds, "repaired": len(result.repaired)}
             publish("restored", result.step, **facts)
 
 
 def _line(result: Restored, reached: int) -> str:
-    """Return the log line: what was restored from where, and which steps are lost, as far as that is known."""
+    """What was restored from where, and what is lost with it, as far as that is known."""
     how = "" if result.verified else " (not verified: no digest was computed while its trainer lived)"
     step = result.step or 0
     lost = f"; training had come to step {reached}: {reached - step} steps are lost" if reached > step else ""
@@ -179,6 +177,6 @@ def _line(result: Restored, reached: int) -> str:
 
 
 def _first_reason(result: Restored) -> str:
-    """Return why a restore skipped a checkpoint, "" if it skipped none."""
+    """Why a restore passed something over; "" if it did not."""
     first = result.skipped[0] if result.skipped else None
     return f"step {first.step} in {first.tier}: {first.reason}"[:500] if first else ""

@@ -27,7 +27,7 @@ rank = dist.get_rank()
 model = torch.nn.Linear(8, 8)
 torch.nn.init.constant_(model.weight, -1.0)
 tiers = [ckpt.Memory(linger_s=60 if what == "killed" else 0), ckpt.Tier(tier, every=2)]
-cp = ckpt.Checkpointer({"model": model}, tiers, name="run")
+cp = ckpt.Checkpointer({"model": model}, tiers)
 opening, topics[:] = list(topics), []
 step = cp.restore(default=0)
 restoring = list(topics)
@@ -35,7 +35,7 @@ if what != "restore":
     for step in range(1, 4):
         torch.nn.init.constant_(model.weight, float(step))
         cp.step(step)
-    cp.wait(60)
+    cp.wait(timeout_s=60)
     dist.barrier()
     if what == "killed":
         os._exit(0)

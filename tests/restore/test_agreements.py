@@ -26,8 +26,8 @@ dist.init_process_group("gloo")
 rank = dist.get_rank()
 model = torch.nn.Linear(8, 8)
 torch.nn.init.constant_(model.weight, -1.0)
-tiers = [ckpt.Memory(linger_s=60 if what == "killed" else 0), ckpt.Tier(tier, every=2)]
-cp = ckpt.Checkpointer({"model": model}, tiers)
+memory = ckpt.Memory(linger_s=60 if what == "killed" else 0)
+cp = ckpt.Checkpointer({"model": model}, ckpt.Tier(tier, every=2), memory=memory)
 opening, topics[:] = list(topics), []
 step = cp.restore(default=0)
 restoring = list(topics)

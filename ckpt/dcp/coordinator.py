@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from ckpt.core.checkpoint import commit, retention
-from ckpt.core.checkpoint.in_use import check_free
+from ckpt.core.checkpoint.lease import check_free
 from ckpt.core.checkpoint.open_tier import LIST_EVERY, READ_BACK_EVERY, OpenTier
 from ckpt.core.checkpoint.parts import load_parts
 from ckpt.core.checkpoint.write import WrittenPart

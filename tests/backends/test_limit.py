@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ckpt.errors import StoreError, UsageError
+from ckpt.errors import StoreError
 from ckpt.store import Buffer, ObjectInfo, Store
 from ckpt.testing import in_virtual_time, keys
 from ckpt_backends.limit import Limit
@@ -187,27 +187,6 @@ def test_whole_objects_count_when_they_are_there() -> None:
     run(main())
 
 
-def test_waiting_does_not_poll() -> None:
-    """Ten requests that wait for hours take a few turns of the loop."""
-
-    async def main() -> None:
-        await puts(Limit(Slow(seconds=10.0), bytes_per_s=1.0), 10, 10_000)
-        assert now() > 20_000
-
-    in_virtual_time(main(), turns=100)
-
-
-def test_negative_control_polling() -> None:
-    """Somebody who looks every second is seen."""
-
-    async def main() -> None:
-        for _ in range(1000):
-            await asyncio.sleep(1.0)
-
-    with pytest.raises(RuntimeError, match="does not end"):
-        in_virtual_time(main(), turns=100)
-
-
 # -- bytes and requests on the way --
 
 
@@ -288,14 +267,6 @@ def test_a_listing_holds_no_place_between_keys() -> None:
     run(main())
 
 
-def test_limits_are_positive() -> None:
-    """A bound that nothing could pass is a mistake in the call."""
-    wrong: list[dict[str, Any]] = [{"in_flight": 0}, {"requests": 0}, {"bytes_per_s": 0}, {"bytes_per_s": float("nan")}]
-    for settings in wrong:
-        with pytest.raises(UsageError):
-            Limit(MemoryStore(), **settings)
-
-
 # -- in turn --
 
 
@@ -313,26 +284,6 @@ def test_first_come_first_served() -> None:
 
 
 # -- uploads that keep what they were given --
-
-
-def test_kept_bytes_count_until_the_end() -> None:
-    """Of `finish`, or of `abort`; others wait for them."""
-
-    async def main() -> None:
-        store = Slow(keeps=True)
-        limit = Limit(store, in_flight=1000)
-        for end in ("finish", "abort"):
-            target = await limit.upload(f"data/{end}", size=800)
-            await target.write_at(0, memoryview(bytes(400)))
-            await target.write_at(400, memoryview(bytes(400)))
-            ending = asyncio.ensure_future(getattr(target, end)())
-            await asyncio.sleep(0)
-            await limit.put("log/0", bytes(300))
-            assert ending.done()
-            await ending
-            assert store.most_bytes <= 1000 and empty(limit)
-
-    run(main())
 
 
 def test_kept_bytes_beyond_the_bound_do_not_wait_for_ever() -> None:
@@ -437,24 +388,6 @@ def test_errors_give_the_place_back() -> None:
                 with pytest.raises(StoreError):
                     await call
         assert empty(limit)
-
-    run(main())
-
-
-def test_who_is_cancelled_while_waiting_lets_others_pass() -> None:
-    """Also if it was the first, and too large for what is on the way."""
-
-    async def main() -> None:
-        store = Slow()
-        limit = Limit(store, in_flight=1000)
-        first = asyncio.ensure_future(limit.put("first", bytes(600)))
-        large = asyncio.ensure_future(limit.put("large", bytes(900)))
-        small = asyncio.ensure_future(limit.put("small", bytes(100)))
-        await asyncio.sleep(0.5)
-        large.cancel()
-        await asyncio.gather(first, small)
-        assert [(at, name) for at, name, _ in store.began] == [(0.0, "first"), (0.5, "small")]
-        assert large.cancelled() and empty(limit)
 
     run(main())
 

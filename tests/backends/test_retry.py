@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import secrets
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
@@ -171,20 +170,6 @@ def test_what_no_try_mends_passes_at_once(call: Callable[[Store], Awaitable[obje
     assert caught.value is error and len(store.calls) == 1
 
 
-def test_pauses_grow_at_random(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is drawn between 0 and a bound, which doubles from `base_s` to `most_s`."""
-    drawn: list[tuple[float, float]] = []
-
-    def uniform(_: random.SystemRandom, low: float, high: float) -> float:
-        drawn.append((low, high))
-        return high / 2
-
-    monkeypatch.setattr(random.SystemRandom, "uniform", uniform)
-    _, took = run(Scripted(*[busy()] * 8), CALLS["put"], base_s=0.5, most_s=10.0)
-    assert drawn == [(0, bound) for bound in (0.5, 1, 2, 4, 8, 10, 10, 10)]
-    assert took == pytest.approx(sum(high for _, high in drawn) / 2)
-
-
 def test_a_call_is_given_up_in_the_end(call: Callable[[Store], Awaitable[object]]) -> None:
     """When its time is over the last error is raised, still retryable, and says how long it was tried."""
     store = with_object(*[busy("the store is on fire")] * 10_000)
@@ -215,21 +200,6 @@ def test_a_cancelled_call_ends_at_once() -> None:
 
     in_virtual_time(main())
     assert len(store.calls) == 1
-
-
-def test_the_rest_is_passed_through() -> None:
-    """Place, kind, parts of uploads, and closing are the inner store's."""
-
-    async def main() -> None:
-        inner = Scripted(resumable=True)
-        retry = Retry(inner)
-        assert (retry.url, retry.remote) == (inner.url, True)
-        target = await retry.upload("data/p", size=4)
-        assert (target.part, target.resumable, target.keeps) == (512, True, False)
-        await retry.aclose()
-        assert inner.closed
-
-    in_virtual_time(main())
 
 
 # -- create-if-absent --
@@ -414,35 +384,6 @@ def test_an_outage_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
         assert messages(caplog) == ["WARNING", "INFO"] * 2
 
     in_virtual_time(main())
-
-
-def test_an_outage_that_outlasts_a_call(caplog: pytest.LogCaptureFixture) -> None:
-    """It is the same one for the calls that follow; that an object is not there is an answer."""
-    caplog.set_level(logging.INFO, "ckpt")
-
-    async def main() -> None:
-        store = Scripted(*[busy()] * 1000)
-        retry = Retry(store, budget_s=60.0)
-        for _ in range(2):
-            with pytest.raises(StoreError):
-                await retry.put("log/0", b"x")
-        assert messages(caplog) == ["WARNING"]
-        store.script.clear()
-        with pytest.raises(NotFoundError):
-            await retry.get("log/0")
-        assert messages(caplog) == ["WARNING", "INFO"]
-
-    in_virtual_time(main())
-
-
-def test_without_trouble_nothing_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    """Neither for success nor for answers that are errors."""
-    caplog.set_level(logging.INFO, "ckpt")
-    for name, call in CALLS.items():
-        run(with_object(), call)
-        with pytest.raises(NotFoundError):
-            run(with_object(NotFoundError(name)), call)
-    assert not caplog.records
 
 
 # -- for real: S3 behind a proxy that makes each kind of request fail in each way --

@@ -8,10 +8,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import importlib.util
-import os
 import random
-import subprocess
-import sys
 import warnings
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -27,7 +24,6 @@ from ckpt_backends.remote import RemoteStore
 from ckpt_backends.retry import Retry
 from ckpt_backends.s3 import S3Store
 from ckpt_backends.s3_upload import MAX_PARTS, part_size
-from processes import REPO
 from s3_server import REGION, FaultProxy, MotoServer, storage_options
 
 ENGINES = ("s3fs", "obstore")
@@ -243,38 +239,6 @@ def test_giving_up_beside_a_part_that_hangs(
         assert await store.unfinished() == [] and await keys(store) == []
 
     run(work)
-
-
-@pytest.mark.parametrize("size", [100, SIZE])
-def test_a_lost_answer_to_the_last_request_is_no_failure(run: Using, proxy: FaultProxy, size: int) -> None:
-    """The object was made, and the second try, which finds that, says so."""
-
-    async def work(store: S3Store) -> None:
-        data = random.Random(2).randbytes(size)
-        last = {"method": "POST", "match": "uploadId="} if size > PART else {"method": "PUT", "match": "data/p"}
-        proxy.fail("lost_reply", **last)
-        await upload(Retry(store, base_s=0.01), "data/p", data)
-        assert await store.get("data/p") == data
-        assert [kind for _, _, kind in proxy.hits()] == ["lost_reply"]
-
-    run(work)
-
-
-def test_success_with_an_error_in_it_is_an_error(proxy: FaultProxy) -> None:
-    """Status 200 and a document that says the opposite; a try more, and it is well."""
-
-    async def work(store: S3Store) -> None:
-        proxy.fail("error_body", method="POST", match="uploadId=", s3_code="InternalError")
-        target = await store.upload("data/p", size=SIZE)
-        for a, b in pieces(target.part, SIZE):
-            await target.write_at(a, memoryview(bytes(b - a)))
-        error = await raised(target.finish())
-        assert isinstance(error, StoreError) and error.retryable
-        assert await keys(store) == []
-        await target.finish()
-        assert await keys(store) == ["data/p"]
-
-    using(RUN, work, storage_options(proxy.url) | {"engine": "s3fs"})
 
 
 @pytest.mark.parametrize("kind", ["status", "reset", "lost_reply"])
@@ -503,19 +467,6 @@ def test_a_server_that_is_not_there_may_come_back(engine: str) -> None:
             assert isinstance(error, StoreError) and error.retryable
 
     using("s3://bucket/gone", work, storage_options("http://127.0.0.1:9") | {"engine": engine})
-
-
-def test_a_hang_ends(run: Using, proxy: FaultProxy, engine: str) -> None:
-    """After the time to read that the options set."""
-
-    async def work(store: S3Store) -> None:
-        await store.put("x", b"x" * 10)
-        proxy.fail("hang", method="GET", count=2)
-        for call in (store.get("x"), store.get("x", start=0, length=5)):
-            error = await raised(call)
-            assert isinstance(error, StoreError) and error.retryable
-
-    using(RUN, work, storage_options(proxy.url, read_timeout=0.5) | {"engine": engine})
 
 
 def test_a_bucket_that_is_missing(engine: str, moto: MotoServer) -> None:
@@ -832,27 +783,3 @@ def test_a_package_that_is_missing() -> None:
         pytest.skip("gcsfs is installed")
     with pytest.raises(UsageError, match="gcsfs"):
         open_store("gs://bucket/run")
-
-
-PRIORITIES = """
-import asyncio, os, sys
-from ckpt_backends.obstore import start_threads
-
-os.nice(int(sys.argv[1]))
-asyncio.run(start_threads())
-found = set()
-for thread in os.listdir("/proc/self/task"):
-    name, _, rest = open(f"/proc/self/task/{thread}/stat").read().rpartition(")")
-    if "tokio" in name:
-        found.add(int(rest.split()[16]))
-print(*found)
-"""
-
-
-@pytest.mark.parametrize("nice, expected", [(10, ["19"]), (0, [])])
-def test_uploads_of_a_modest_process_are_more_modest_still(nice: int, expected: list[str]) -> None:
-    """obstore's threads give way to the training in the writer; where somebody waits for a restore they do not."""
-    command = [sys.executable, "-c", PRIORITIES, str(nice)]
-    environment = {**os.environ, "PYTHONPATH": f"{REPO}:{REPO / 'backends'}"}
-    found = subprocess.run(command, env=environment, capture_output=True)
-    assert found.stdout.decode().split() == expected, found.stderr

@@ -391,19 +391,6 @@ def test_temporary_and_foreign_names_are_not_listed(root: Path) -> None:
     using(writable(root), work)
 
 
-def test_nothing_temporary_is_left(root: Path) -> None:
-    """After puts that succeeded and puts that were refused, only the objects are in the folder."""
-
-    async def work(store: Store) -> None:
-        for _ in range(2):
-            with contextlib.suppress(ExistsError):
-                await store.put("data/p.json", b"x", create=True)
-        await store.put("data/p.json", b"y")
-        assert os.listdir(root / "data") == ["p.json"]
-
-    using(writable(root), work)
-
-
 def test_links_are_not_followed(root: Path, tmp_path: Path) -> None:
     """A link with an object's name leads nowhere: what lies behind it is neither read nor written."""
     secret = tmp_path / "secret"
@@ -459,20 +446,6 @@ def test_the_umask_says_who_may_look(tmp_path: Path, umask: int) -> None:
     folders = {"new", "run", "log", "other", "data"}
     assert modes == {name: (0o777 if name in folders else 0o666) & ~umask for name in modes}
     assert folders | {"0.json", "i", "p"} <= modes.keys()
-
-
-def test_a_folder_that_may_not_be_written(root: Path) -> None:
-    """It can be read all the same; writing is a StoreError that says what to check."""
-    if os.geteuid() == 0:
-        pytest.skip("root may write anywhere; see the read-only mount")
-    using(writable(root), lambda store: store.put("log/0.json", b"x"))
-    for folder in (root / "log", root):
-        folder.chmod(0o500)
-    try:
-        using(lambda: LocalStore(f"file://{root}"), _refused)
-    finally:
-        for folder in (root, root / "log"):
-            folder.chmod(0o700)
 
 
 def test_a_read_only_file_system(tmp_path: Path) -> None:

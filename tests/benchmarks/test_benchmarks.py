@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,6 @@ from processes import REPO
 sys.path.insert(0, str(REPO / "benchmarks"))
 
 import figures
-import picture
-import usage
 
 Json = dict[str, Any]
 
@@ -96,16 +93,6 @@ def flip(path: Path) -> None:
         file.write(bytes(byte ^ 0x55 for byte in found))
 
 
-def test_a_child_that_fails_says_why() -> None:
-    """Lines before the failure are kept, with tags; what is not JSON is passed over; the end of stderr is told."""
-    said: list[Json] = []
-    code = "print('{\"kind\": \"start\"}'); print('hello'); print('[1]'); raise SystemExit('no such thing')"
-    assert not figures.child(["-c", code], {"library": "x", "part": "save"}, keep=said.append)
-    assert [line["kind"] for line in said] == ["start", "failed"]
-    assert all(line["library"] == "x" for line in said)
-    assert figures.reason(said[1]) == "save ended with 1: no such thing"
-
-
 def test_a_child_that_takes_too_long_is_ended_with_what_it_started() -> None:
     """A grandchild that holds the output open does not hold the benchmark up."""
     said: list[Json] = []
@@ -114,27 +101,6 @@ def test_a_child_that_takes_too_long_is_ended_with_what_it_started() -> None:
     assert not figures.child(["-c", code], {}, keep=said.append, limit_s=0.5)
     assert [line["kind"] for line in said] == ["failed"]
     assert said[0]["why"] == "not done after 0.5 s"
-
-
-def test_memory_of_a_child_is_seen() -> None:
-    """What a process's child holds counts; the same without that memory is the control."""
-    processes = [holding(64), holding(1)]
-    try:
-        for process in processes:
-            assert process.stdout is not None
-            process.stdout.readline()
-        large, small = (usage.memory(process.pid) for process in processes)
-        assert large - small > 56 * figures.MIB
-    finally:
-        for process in processes:
-            process.communicate(b"end\n")
-
-
-def holding(mib: int) -> subprocess.Popen[bytes]:
-    """A process with a child that has so much memory."""
-    child = f"held = bytes([1]) * ({mib} << 20); print('ready', flush=True); input()"
-    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
-    return subprocess.Popen([sys.executable, "-c", parent], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 
 # -- the summary, from lines made by hand --
@@ -203,14 +169,6 @@ def test_the_best_peer_is_the_least_of_those_that_came_to_an_end() -> None:
     assert "bad failed: save ended with 1: no module" in shown and "0.40 x" in shown
 
 
-def test_a_round_that_failed_does_not_spoil_the_others() -> None:
-    """Figures come from the rounds that ended; the failure is still told."""
-    again = [{**line, "library": "quick", "round": 1} for line in FAILED]
-    found = figures.summary([*OURS, *QUICK, *again])
-    assert found["best"]["lost_s"]["value"] == 0.5
-    assert found["libraries"]["quick"]["failures"] and found["libraries"]["quick"]["rounds"] == 1
-
-
 def test_a_peer_that_restores_something_else_is_never_the_best() -> None:
     """And the exit status says so."""
     found = figures.summary([*OURS, *SLOW, *library("liar", lost=[0.01], equal=False)])
@@ -263,34 +221,6 @@ def test_goals_are_met_or_missed_by_what_was_measured() -> None:
         "restore, cold, rate / raw O_DIRECT read", "restore, cold / best peer",
     ):  # fmt: skip
         assert met[what] is False, what
-
-
-def test_durable_is_also_held_against_the_best_that_fsyncs() -> None:
-    """One that says complete before it is on the disk is marked, and does not hide the others."""
-    loose = library("loose", lost=[0.6], durable=0.1, fsync=False)
-    found = figures.summary([*OURS, *QUICK, *loose])
-    met = verdicts(found)
-    assert met["durable / best peer"] is False and met["durable / best peer that fsyncs"] is True
-    assert "loose, which does not fsync" in figures.goal_table(found)
-
-
-def test_a_peer_that_loses_nothing_by_noise_is_no_measure() -> None:
-    """A time that is not above 0 gives no ratio, and no goal is met by it."""
-    found = figures.summary([*OURS, *library("quiet", lost=[-0.1])])
-    assert found["best"]["lost_s"]["ratio"] is None
-    assert verdicts(found)["lost / best peer"] is None
-
-
-def test_tables_and_picture_are_made_of_what_there_is() -> None:
-    """Markdown has a cell for each column; the picture is an SVG with every library that came to an end, once."""
-    found = figures.summary([*OURS, *QUICK, *FAILED, limit("O_DIRECT read", 2.5)])
-    for make in (figures.library_table, figures.goal_table, figures.cpu_table, figures.limit_table):
-        assert make(found)
-        rows = [line for line in make(found, markdown=True).splitlines() if line.startswith("|")]
-        assert len({row.count("|") for row in rows}) == 1
-    texts = [node.text for node in ElementTree.fromstring(picture.draw(found)).iter("{http://www.w3.org/2000/svg}text")]
-    assert texts.count("everystep") == texts.count("quick") == 1
-    assert "bad" not in texts
 
 
 def test_waits_at_a_prompt() -> None:

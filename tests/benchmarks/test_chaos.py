@@ -40,21 +40,6 @@ def test_the_schedule_depends_on_the_seed_alone() -> None:
     assert 18.0 < statistics.mean(interval for interval, _ in faults) < 22.0
 
 
-def test_intervals_are_exponential() -> None:
-    """As many as an exponential distribution has lie under its mean, and over three times its mean."""
-    intervals = [interval for interval, _ in chaos.schedule(chaos.Plan(mtbf=100.0, faults=1000))]
-    assert abs(sum(interval < 100.0 for interval in intervals) - 632) <= 1
-    assert abs(sum(interval > 300.0 for interval in intervals) - 50) <= 1
-
-
-def test_the_cadence_is_youngs() -> None:
-    """The root of 2 x 0.5 s x 100 s is 10 s: 100 steps of 0.1 s. At least one step, whatever noise says of the cost."""
-    assert chaos.best_every(0.5, 100.0, 0.1) == 100
-    assert chaos.best_every(0.5, 100.0, 3.0) == 3
-    assert chaos.best_every(0.5, 100.0, 60.0) == 1
-    assert chaos.best_every(-0.1, 100.0, 0.1) == 1
-
-
 # -- whose second it is: lines made by hand, a usual step is 1 s --
 
 
@@ -122,21 +107,6 @@ def test_killed_again_before_everything_was_done_again() -> None:
     assert bill.wall == 15.0 == bill.training + sum(bill.parts.values())
 
 
-def test_a_fault_in_the_middle_of_a_save_costs_saving() -> None:
-    """The call to save never came back: what it had taken until then is no lost step."""
-    first = [*FIRST[:-1], stepped(4, 5.0, 6.125, due=True)]
-    bill = chaos.bill_of([*first, *SECOND], [KILLED], 1.0)
-    assert bill.parts["saving"] == 0.5 + 0.375 == bill.saving_in["calls"] + bill.saving_in["soon after a start"]
-    assert bill.parts["recompute"] == 2.0
-
-
-def test_a_step_that_is_finished_after_the_fault_is_not_lost() -> None:
-    """SIGTERM lets a job finish its step: what it takes to leave counts from the end of that."""
-    bill = chaos.bill_of([*FIRST, *SECOND], [chaos.Hit("SIGTERM", 5.5, 7.0)], 1.0)
-    assert bill.parts["perceive"] == 7.0 - 6.125
-    assert bill.interruptions[0].recompute == 2.0
-
-
 @pytest.mark.parametrize("spoil", ["a step", "the restore", "a process", "a fault", "what was lost"])
 def test_lines_that_do_not_fit_are_refused(spoil: str) -> None:
     """The control: a line too few, or a step restored that nobody had done, is no bill."""
@@ -194,19 +164,6 @@ def test_the_ledger_is_held_to_the_stopwatch() -> None:
         assert goals["everystep: invalid time by its ledger, off by"] is met
 
 
-def test_noise_is_told() -> None:
-    """Over 5 %, in what is left over or in quiet steps; the control: a calm run says nothing."""
-    lines = told(ours=2.0)
-    one = lines["contenders"]["everystep"]
-    one |= {"head_s": 0.1, "tail_s": 0.103}
-    one["bill"]["own_s"] = None
-    assert chaos.noisy(lines, chaos.summary(lines)) == []
-    one["tail_s"] = 0.106
-    assert "100 to 106 ms" in chaos.noisy(lines, chaos.summary(lines))[0]
-    one["bill"]["parts"]["other"] = -16.0
-    assert "10% of the wall-clock" in chaos.noisy(lines, chaos.summary(lines))[0]
-
-
 # -- all of it, with real processes --
 
 
@@ -247,11 +204,3 @@ def test_two_contenders_go_through_three_faults(tmp_path: Path) -> None:
     assert found["summary"]["wrong"] == []
     found["contenders"]["torch.save"]["digest"] = "0" * 32
     assert chaos.summary(found)["wrong"] == ["torch.save ended with other weights"]
-
-
-def test_what_is_unknown_is_refused(tmp_path: Path) -> None:
-    """Names and plans that make no sense end before anything is started."""
-    for given in (["--only", "nobody"], ["--mtbf", "0"], ["--mtbf", "nan"], ["--faults", "0"], ["--watchdog", "1"]):
-        with pytest.raises(SystemExit):
-            chaos.main([*given, "--folder", str(tmp_path)])
-    assert not list(tmp_path.iterdir())

@@ -271,24 +271,6 @@ def test_spare(kernel: Kernel) -> None:
     assert score.read_text() == "-900\n"
 
 
-def test_spare_is_refused(kernel: Kernel) -> None:
-    """A score that cannot be written is no error: the answer is False."""
-    (kernel.proc / "self/oom_score_adj").unlink()
-    (kernel.proc / "self/oom_score_adj").symlink_to("/proc/sys/kernel/ngroups_max")  # a number, writable for nobody
-    assert not spare_from_oom(proc=kernel.proc)
-
-
-def test_spare_says_what_the_kernel_has() -> None:
-    """The answer agrees with the real score, whether we are allowed or not."""
-    code = (
-        "from ckpt.core.ipc.free_memory import *; print(spare_from_oom(), int(open('/proc/self/oom_score_adj').read()))"
-    )
-    answer, score = subprocess.run(
-        [sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=True
-    ).stdout.split()
-    assert (answer == "True") == (int(score) <= free_memory.SPARED)
-
-
 # -- the watch, driven by hand --
 
 
@@ -350,24 +332,6 @@ def test_without_hysteresis_there_would_be_many_calls(kernel: Kernel) -> None:
         d.run(50, 2)
         d.run(4, 1)
     assert len(d.calls) == 5
-
-
-@pytest.mark.parametrize("share", [0.01, 0.5, 0.6, 0.99])
-def test_every_share_can_recover(kernel: Kernel, share: float) -> None:
-    """Twice the share may be more than everything: an episode ends all the same."""
-    d = Driven(kernel, share)
-    assert d.run(0) == 1
-    assert d.run(100, 31) == 1
-    assert d.run(0) == 2
-
-
-def test_stalls(kernel: Kernel) -> None:
-    """Stalls are pressure, but not while memory is plentiful: making huge pages stalls as well."""
-    d = Driven(kernel)
-    assert d.run(80, 5, stalled=True) == 0
-    assert d.run(30, 5, stalled=False) == 0
-    assert d.run(30, 5, stalled=True) == 1
-    assert "wait" in d.calls[0]
 
 
 @pytest.mark.parametrize(
@@ -473,38 +437,6 @@ def test_thread(kernel: Kernel) -> None:
     assert eventually(lambda: not threads())
     assert called.calls[0][2] == "ckpt-pressure"
     assert len(called.calls) == 1
-
-
-def test_stop_does_not_wait_for_a_poll(kernel: Kernel) -> None:
-    """A thread that would sleep for an hour leaves at once; stopping twice, or before the start, does nothing."""
-    before = len(os.listdir("/proc/self/fd"))
-    for _ in range(20):
-        watch = PressureWatch(0.05, Called(), poll_s=3600, proc=kernel.proc, sys=kernel.sys)
-        watch.stop()
-        watch.start()
-        watch.stop()
-        watch.stop()
-    assert eventually(lambda: not threads())
-    assert len(os.listdir("/proc/self/fd")) <= before  # and no descriptor stays
-
-
-def test_stop_from_the_call_and_during_it(kernel: Kernel) -> None:
-    """Stop does not wait for the call it is made from, nor for one that hangs."""
-    gate, inside = threading.Event(), threading.Event()
-
-    def call(found: MemoryRoom, why: str) -> None:
-        watch.stop()
-        inside.set()
-        gate.wait(60)
-
-    watch = PressureWatch(
-        0.99, call, poll_s=3600, room=lambda: MemoryRoom(1, 100, "x"), proc=kernel.proc, sys=kernel.sys
-    )
-    watch.start()
-    assert inside.wait(60)
-    watch.stop()
-    assert threads()
-    gate.set()
 
 
 def test_a_failing_call_does_not_end_the_watch(kernel: Kernel, caplog: pytest.LogCaptureFixture) -> None:

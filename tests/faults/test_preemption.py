@@ -125,26 +125,6 @@ def test_ec2_asks_with_a_token_and_renews_it(
     assert eventually(lambda: len(found) == 1)
 
 
-def test_ec2_says_what_it_will_do(cloud: Metadata, watching: Watching) -> None:
-    """Each action in words, and when; another time is another notice; what is unknown is still a notice."""
-    _, found = watching(ask("ec2", cloud))
-    for value in (
-        EC2,
-        {"action": "stop", "time": "2026-01-01T00:01:00Z"},
-        {"action": "hibernate"},
-        {"action": "vanish\n", "time": "soon"},
-    ):
-        count = len(found)
-        cloud.set(ec2=value)
-        assert eventually(lambda n=count: len(found) > n)  # type: ignore[misc]
-    assert [(n.what, n.at) for n in found] == [
-        ("EC2 will terminate this instance at 2026-01-01T00:00:00Z", AT),
-        ("EC2 will stop this instance at 2026-01-01T00:01:00Z", AT + 60),
-        ("EC2 will hibernate this instance", None),
-        ("EC2 will interrupt this instance", None),
-    ]
-
-
 def test_ec2_recommends_once(cloud: Metadata, watching: Watching) -> None:
     """A rebalance recommendation is of its own kind and comes once, even if its time changes."""
     cloud.set(rebalance={"noticeTime": "2026-01-01T00:00:00Z"})
@@ -267,29 +247,6 @@ def test_faults_in_between_are_survived(cloud: Metadata, watching: Watching) -> 
     assert eventually(lambda: len(found) == 1)
 
 
-def test_pauses_grow_up_to_a_minute(cloud: Metadata, watching: Watching, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each failure doubles the pause, a good answer ends that, and none is longer than 60 seconds."""
-    pauses: list[float] = []
-
-    class Quick(threading.Event):
-        def wait(self, timeout: float | None = None) -> bool:
-            pauses.append(timeout or 0.0)
-            return super().wait(0.001)
-
-    cloud.set(fault="500")
-    with monkeypatch.context() as patch:
-        patch.setattr(preemption.threading, "Event", Quick)
-        found: Found = []
-        watch = NoticeWatch([on_preemption("azure", base_url=cloud.url)], found.append, environ={})
-    watch.start()
-    assert eventually(lambda: len(pauses) > 20)
-    cloud.set(fault=None)
-    assert eventually(lambda: 5.0 in pauses[20:])
-    watch.stop()
-    assert pauses[:7] == [5.0, 10.0, 20.0, 40.0, 60.0, 60.0, 60.0]
-    assert max(pauses) == 60.0
-
-
 def test_no_more_than_64_kib_are_read(cloud: Metadata, watching: Watching, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a huge answer the rest stays where it is."""
     sizes: list[int] = []
@@ -368,27 +325,6 @@ def test_nobody_is_asked_unless_detected(
     assert cloud.count("scheduledevents") == cloud.count()
 
 
-def test_nothing_to_watch(watching: Watching) -> None:
-    """No trigger, no thread; and stop() is fine before start(), and twice."""
-    watch, _ = watching()
-    assert not watch._threads
-    watch.stop()
-    watch.stop()
-    watch = NoticeWatch([on_deadline(in_s=100)], print)
-    watch.stop()
-    watch.start()
-    assert not watch._threads
-
-
-def test_the_same_source_twice_is_asked_once(cloud: Metadata, watching: Watching) -> None:
-    """Two triggers for one service are one thread and one notice."""
-    cloud.set(ec2=EC2)
-    watch, found = watching(ask("ec2", cloud), on_preemption("ec2", base_url=cloud.url, poll_s=9))
-    assert eventually(lambda: len(found) == 1)
-    assert asked_again(cloud, "instance-action")
-    assert len(found) == len(watch._threads) == 1
-
-
 @pytest.mark.parametrize(
     "url", ["", "ec2", "https://x", "ftp://x", "http://", "http://x:y", "http://u@x", "http://x?a"]
 )
@@ -438,17 +374,6 @@ def test_stop_does_not_wait_for_anybody(fault: str | None, cloud: Metadata, watc
     assert not found
 
 
-def test_nothing_is_called_after_stop(cloud: Metadata, watching: Watching) -> None:
-    """A notice that was read before stop() and comes to be reported after it is not."""
-    watch, found = watching(ask("azure", cloud))
-    watch.stop()
-    watch._report("late", Notice("preemption", "late", None))
-    assert not found
-    watch, found = watching(ask("azure", cloud))
-    watch._report("in time", Notice("preemption", "in time", None))  # negative control
-    assert len(found) == 1
-
-
 def test_stop_during_a_report(cloud: Metadata, watching: Watching) -> None:
     """on_notice may call stop() itself; and one that hangs does not hold up a stop() from elsewhere."""
     cloud.set(azure=[EVENT])
@@ -469,13 +394,6 @@ def test_stop_during_a_report(cloud: Metadata, watching: Watching) -> None:
     assert not stopper.is_alive()
     release.set()
     assert eventually(lambda: not any(thread.is_alive() for thread in watch._threads))
-
-
-def test_threads_do_not_hold_up_the_end_of_the_process(cloud: Metadata, watching: Watching) -> None:
-    """All are daemons."""
-    watch, _ = watching(ask("ec2", cloud), ask("gce", cloud), ask("azure", cloud), on_deadline(in_s=100))
-    assert len(watch._threads) == 5
-    assert all(thread.daemon for thread in watch._threads)
 
 
 # -- deadlines --
@@ -536,14 +454,6 @@ def test_a_wall_clock_that_is_set(clock: Clock, watching: Watching) -> None:
     assert eventually(lambda: len(found) == 1)
 
 
-def test_deadlines_are_told_once_each(clock: Clock, watching: Watching) -> None:
-    """Equal ones once; two times ahead of one moment are two."""
-    watch, found = watching(OnDeadline(AT + 10, 20), OnDeadline(AT + 10, 20, leave=True), OnDeadline(AT + 10, 15))
-    assert eventually(lambda: len(found) == 2)
-    assert eventually(lambda: not any(thread.is_alive() for thread in watch._threads))
-    assert sorted(notice.at for notice in found if notice.at) == [AT + 10, AT + 10]
-
-
 def test_the_end_of_the_slurm_job(clock: Clock, watching: Watching) -> None:
     """on_deadline() without a moment takes it from Slurm."""
     _, found = watching(on_deadline(before_s=60), environ={"SLURM_JOB_END_TIME": str(int(AT) + 50)})
@@ -565,12 +475,3 @@ def test_a_malformed_slurm_variable(text: str, watching: Watching, caplog: pytes
         watch, _ = watching(on_deadline(), environ={"SLURM_JOB_END_TIME": text})
         assert not watch._threads
     assert slurm_end({"SLURM_JOB_END_TIME": "1767225600"}) == AT
-
-
-@pytest.mark.parametrize("at", [1e300, -1e300, 253402300800.0])
-def test_a_moment_beyond_the_calendar(at: float, watching: Watching) -> None:
-    """It can still be said, and waited for."""
-    assert "seconds since 1970" in preemption._when(at)
-    watch, found = watching(OnDeadline(at))
-    assert len(watch._threads) == (at > 0)
-    assert not found

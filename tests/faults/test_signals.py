@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import os
 import signal
 import socket
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -50,105 +48,6 @@ def current_fd() -> int:
 
 def send(number: int) -> None:
     os.kill(os.getpid(), number)
-
-
-class Blocked:
-    """A thread that hears one signal and then sets the main thread free; `events` is what came in which order."""
-
-    def __init__(self, wakeup: Wakeup, free: Callable[[], None]) -> None:
-        self.events: list[str] = []
-        self._wakeup, self._free = wakeup, free
-        self._stop, self._stopper = os.pipe()
-        self._thread = threading.Thread(target=self._hear)
-        self._thread.start()
-
-    def _hear(self) -> None:
-        threading.Timer(0.2, send, [signal.SIGUSR1]).start()
-        self._wakeup.wait(self._stop, SAFETY_S)
-        self.events.append("heard" if self._wakeup.read() == [signal.SIGUSR1] else "nothing")
-        self._free()
-
-    def end(self) -> list[str]:
-        self.events.append("free")
-        self._thread.join(SAFETY_S)
-        os.close(self._stop)
-        os.close(self._stopper)
-        return self.events
-
-
-def test_heard_while_the_main_thread_waits_for_a_lock(arm: Any) -> None:
-    """It gets the lock only after the signal was heard."""
-    lock = threading.Lock()
-    lock.acquire()
-    blocked = Blocked(arm(), lock.release)
-    lock.acquire()
-    assert blocked.end() == ["heard", "free"]
-
-
-def test_heard_while_the_main_thread_waits_for_a_socket(arm: Any) -> None:
-    """recv returns only after the signal was heard."""
-    here, there = socket.socketpair()
-    blocked = Blocked(arm(), lambda: there.sendall(b"x"))
-    assert here.recv(1) == b"x"
-    assert blocked.end() == ["heard", "free"]
-    here.close()
-    there.close()
-
-
-def test_heard_while_the_main_thread_is_in_c(arm: Any) -> None:
-    """As in a collective: C code that no signal interrupts. Negative control: Python's own handler comes too late."""
-    libc = ctypes.CDLL(None)
-    mutex = ctypes.create_string_buffer(64)  # zeros are an unlocked mutex
-    libc.pthread_mutex_lock(mutex)
-    blocked: list[Blocked] = []
-    signal.signal(signal.SIGUSR1, lambda number, frame: blocked[0].events.append("handler"))
-    blocked.append(Blocked(arm(), lambda: libc.pthread_mutex_unlock(mutex)))
-    libc.pthread_mutex_lock(mutex)
-    assert blocked[0].end() == ["heard", "handler", "free"]
-
-
-def test_negative_control_unarmed_hears_nothing(arm: Any) -> None:
-    """Without being armed there is nothing to read."""
-    signal.signal(signal.SIGUSR1, lambda number, frame: None)
-    wakeup = Wakeup([signal.SIGUSR1])
-    send(signal.SIGUSR1)
-    assert wakeup.read() == []
-    wakeup.close()
-
-
-def test_the_users_own_handler_still_runs(arm: Any) -> None:
-    """One that was there before is called by ours, with the same arguments; it decides, so nothing ends."""
-    calls: list[tuple[int, Any]] = []
-    signal.signal(signal.SIGTERM, lambda number, frame: calls.append((number, frame)))
-    wakeup = arm(signal.SIGTERM)
-    send(signal.SIGTERM)
-    assert [number for number, _ in calls] == [signal.SIGTERM] and calls[0][1] is not None
-    assert wakeup.read() == [signal.SIGTERM]
-    assert not wakeup.would_end(signal.SIGTERM)
-
-
-def test_a_handler_that_raises_still_raises(arm: Any) -> None:
-    """As Ctrl-C does."""
-
-    def refuse(number: int, frame: Any) -> None:
-        raise KeyboardInterrupt("as the user wants it")
-
-    signal.signal(signal.SIGHUP, refuse)
-    wakeup = arm(signal.SIGHUP)
-    with pytest.raises(KeyboardInterrupt, match="as the user wants it"):
-        send(signal.SIGHUP)
-    assert wakeup.read() == [signal.SIGHUP]
-
-
-def test_a_handler_that_comes_later_replaces_ours_and_we_still_hear(arm: Any) -> None:
-    """The descriptor does not depend on our handler."""
-    calls: list[int] = []
-    wakeup = arm(signal.SIGTERM)
-    assert wakeup.would_end(signal.SIGTERM)
-    signal.signal(signal.SIGTERM, lambda number, frame: calls.append(number))
-    assert not wakeup.would_end(signal.SIGTERM)
-    send(signal.SIGTERM)
-    assert calls == wakeup.read() == [signal.SIGTERM]
 
 
 def test_a_later_handler_may_call_the_one_before_it(arm: Any) -> None:
@@ -304,19 +203,6 @@ def test_a_signal_that_was_ignored_is_heard_and_ends_nothing(arm: Any) -> None:
     assert wakeup.read() == []
 
 
-def test_would_end_says_what_would_happen_without_us(arm: Any) -> None:
-    """Only of a signal that is ours now, and had its default before."""
-    signal.signal(signal.SIGUSR1, lambda number, frame: None)
-    wakeup = arm(signal.SIGTERM, signal.SIGUSR1)
-    assert wakeup.would_end(signal.SIGTERM)
-    assert not wakeup.would_end(signal.SIGUSR1)  # has a handler
-    assert not wakeup.would_end(signal.SIGHUP)  # none of ours
-    send(signal.SIGTERM)
-    assert wakeup.would_end(signal.SIGTERM)  # still
-    wakeup.put_back()
-    assert not wakeup.would_end(signal.SIGTERM)
-
-
 def test_repeated_signals_are_all_heard_and_too_many_harm_nothing(arm: Any) -> None:
     """In order; a socket that is full drops the rest, and neither raises nor blocks."""
     wakeup = arm(signal.SIGUSR1, signal.SIGTERM)
@@ -366,50 +252,6 @@ def test_several_in_one_process(arm: Any, closed: tuple[int, ...], taken: bool) 
     signal.set_wakeup_fd(-1)
     here.close()
     there.close()
-
-
-def test_no_signals_arm_nothing(arm: Any) -> None:
-    """Neither a handler nor the descriptor is touched."""
-    wakeup = Wakeup(())
-    wakeup.arm()
-    assert current_fd() == -1
-    wakeup.put_back()
-    wakeup.close()
-
-
-def test_outside_the_main_thread_it_is_only_said(arm: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """Python refuses handlers there: nothing changes, and the log says so."""
-    before = signal.getsignal(signal.SIGUSR1)
-    wakeup = Wakeup([signal.SIGUSR1])
-
-    def in_thread() -> None:
-        wakeup.arm()
-        wakeup.put_back()
-
-    thread = threading.Thread(target=in_thread)
-    thread.start()
-    thread.join(SAFETY_S)
-    assert "not created in the main thread" in caplog.text
-    assert signal.getsignal(signal.SIGUSR1) == before and current_fd() == -1
-    assert not wakeup.would_end(signal.SIGUSR1) and wakeup.read() == []
-    wakeup.put_back()
-    wakeup.close()
-
-
-def test_waiting_ends_by_the_other_descriptor_too(arm: Any) -> None:
-    """So that who waits can be stopped; a timeout ends it as well."""
-    wakeup = arm()
-    reader, writer = os.pipe()
-    waiter = threading.Thread(target=wakeup.wait, args=(reader, None))
-    waiter.start()
-    os.write(writer, b"x")
-    waiter.join(SAFETY_S)
-    assert not waiter.is_alive()
-    os.read(reader, 1)
-    wakeup.wait(reader, 0.01)
-    assert wakeup.read() == []
-    os.close(reader)
-    os.close(writer)
 
 
 # -- what ends or changes a whole process --
@@ -537,9 +379,3 @@ print(found)
     )
     result = run_script(code)
     assert result.stdout == "[True, True, True]\n", (result.returncode, result.stderr)
-
-
-def test_the_fixture_leaves_nothing() -> None:
-    """What tests armed is undone: the default handlers and no descriptor."""
-    assert current_fd() == -1
-    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,25 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accounts import WALL, account, costs, died, invoke, near, run, seen, settled, write
-from ckpt.core.cadence.ledger import PREFIX, Account, Decision, End, Restore, SaveTotals, SeenFault, StepRow
+from ckpt.core.cadence.ledger import PREFIX, Account, End, Restore, SeenFault, StepRow
 from ckpt.errors import CorruptError, FormatError
 from ckpt.guard.report import Fault, SavedStep
-from ckpt.tools.cli import reading
 from ckpt.tools.observe.goodput import accounting, walk
-from ckpt.tools.observe.goodput.breakdown import Statement
-from ckpt.tools.observe.report.figures import percent
-from ckpt.units import duration
 
 __all__ = ["run"]  # fixtures
 
 
 # -- one incarnation --
-
-
-def test_without_any_account_there_is_nothing() -> None:
-    """No division by zero, and no figure that is made up."""
-    found = settled()
-    assert found == Statement() and found.effective is None and found.mtbf_s is None and found.count == 0
 
 
 def test_an_undisturbed_run_is_all_productive() -> None:
@@ -41,12 +30,6 @@ def test_an_undisturbed_run_is_all_productive() -> None:
     assert (found.first_start_s, found.steps, found.effective) == (near(4.0), 10, 1.0)
     assert (found.begin, found.until) == (near(WALL + 104), near(WALL + 115))
     assert found.mtbf_s is None and found.training_s == near(10.0) and found.interruptions == ()
-
-
-def test_an_account_without_steps_costs_nothing() -> None:
-    """No wall-clock time, and no effective one."""
-    found = settled(account(1, 100.0, steps=0))
-    assert (found.wall_s, found.effective, found.steps) == (near(0.0), None, 0)
 
 
 def test_whether_it_runs_follows_from_when_it_was_last_kept() -> None:
@@ -69,28 +52,6 @@ def test_saving_is_what_was_waited_for_and_what_steps_took_longer() -> None:
     assert (found.stalled_s, found.slowed_s, found.paused_s) == (near(0.25), near(0.3), near(0.5))
     assert found.productive_s == near(8.5 - 0.25 - 0.3 - 0.5)
     assert found.invalid_s == near(0.55) and found.effective == near(1 - 0.55 / 8.5)
-
-
-def test_slowing_is_never_negative() -> None:
-    """If noise makes steps with saves faster, saving slowed nothing."""
-    one = account(1, 0.0, steps=3)
-    one.rows[1] = replace(one.rows[1], slowed=-0.2, saves=1, quiet=0)
-    one.rows[2] = replace(one.rows[2], slowed=0.1, saves=1, quiet=0)
-    assert settled(one).slowed_s == 0.0
-
-
-def test_slowing_without_a_step_to_compare_with_is_not_known() -> None:
-    """And it is said. Without any save it is known to be nothing."""
-    one = account(1, 0.0)
-    one.rows = [*one.rows[:4], *(replace(row, quiet=0, saves=1) for row in one.rows[4:])]
-    found = settled(one)
-    assert not found.slowing_known and any("slowed" in note for note in found.notes)
-    one.rows[5] = replace(one.rows[5], quiet=1)  # the fourth, since the first step takes longer for other reasons
-    assert settled(one).slowing_known and settled(account(1, 0.0)).slowing_known
-    one.rows[5] = replace(one.rows[5], quiet=0)
-    one.rows = [replace(row, saves=0) for row in one.rows]
-    assert settled(one).slowing_known
-    assert not settled(replace(one, saves={"file:///run": SaveTotals(1)})).slowing_known
 
 
 # -- interruptions --
@@ -118,14 +79,6 @@ def test_a_crash_is_divided_into_its_parts() -> None:
     assert (found.steps, found.redone_steps, found.incarnations, found.count) == (13, 3, 2, 1)
     assert found.effective == near(13 / 29) and found.mtbf_s == near(13 + 4)
     assert found.by_kind == {"death": 1} and found.by_source == {"memory": 1}
-
-
-def test_a_hang_that_is_noticed_late_is_perceived_late() -> None:
-    """All that is idle beyond one usual step; a crash within a step was noticed at once."""
-    late = settled(died(account(1, 0.0), 30.0), account(2, 60.0, first=11, of="1.abc")).interruptions[0]
-    assert costs(late.cost)["perceive"] == near(29.0) and costs(late.cost)["unfinished"] == near(1.0)
-    soon = settled(died(account(1, 0.0), 0.3), account(2, 60.0, first=11, of="1.abc")).interruptions[0]
-    assert "perceive" not in costs(soon.cost) and costs(soon.cost)["unfinished"] == near(0.3)
 
 
 def test_the_earliest_sign_of_the_end_counts() -> None:
@@ -178,105 +131,6 @@ def test_the_same_account_twice_counts_once() -> None:
     assert settled(older, one, two, two, older) == settled(one, two)
 
 
-def test_killed_again_before_it_was_all_done_again() -> None:
-    """Steps 8 to 10 were lost first; the second got to 9 and lost 8 and 9. The third does 8 and 9 again because of the
-    second, and 10 because of the first. No second is counted twice."""
-    one = died(account(1, 0.0), 0.0, 0.0)
-    two = died(account(2, 20.0, first=8, steps=2, of="1.abc"), 0.0, 0.0)
-    three = account(3, 40.0, first=8, steps=5, of="1.abc")
-    found = settled(one, two, three)
-    first, second = found.interruptions
-    assert (first.lost_steps, second.lost_steps) == (3, 2)
-    assert (first.cost.redone, second.cost.redone) == (near(2.0 + 1.0), near(2.0))
-    assert (found.steps, found.redone_steps, found.productive_s) == (12, 5, near(12.0))
-
-
-def test_killed_before_its_first_step() -> None:
-    """What the first one lost stays its own; the second has lost nothing but time."""
-    one = died(account(1, 0.0), 0.0, 0.0)
-    two = died(account(2, 20.0, first=8, steps=0, of="1.abc"), 0.5, 0.0)
-    three = account(3, 40.0, first=8, of="1.abc")
-    first, second = settled(one, two, three).interruptions
-    assert (first.lost_steps, second.lost_steps) == (3, 0)
-    assert (first.cost.redone, second.cost.redone) == (near(3.0), 0.0)
-    assert costs(second.cost) == {"unfinished": 0.5, "launch": 15.5, "start": 2.0, "open": 1.0, "restore": 1.0}
-
-
-def test_killed_in_a_first_step_that_takes_long() -> None:
-    """The first steps of others took 5 s, and usual ones 1 s: after 9 s, 1 was work, 4 are due to the start, and 4 were
-    unnoticed."""
-    one = account(1, 0.0)
-    one.rows = [replace(row, at=row.at + 4) for row in one.rows]
-    one.rows[0], one.beat = replace(one.rows[0], seconds=5.0), one.rows[-1].at
-    two = died(account(2, 20.0, first=11, steps=0, of="1.abc"), 9.0, 0.0)
-    three = account(3, 40.0, first=11, of="1.abc")
-    three.rows = [replace(row, at=row.at + 4) for row in three.rows]
-    three.rows[0], three.beat = replace(three.rows[0], seconds=5.0), three.rows[-1].at
-    _, second = settled(died(one, 0.0, 0.0), two, three).interruptions
-    assert (second.cost.unfinished, second.cost.perceive) == (near(1.0), near(4.0))
-    assert second.cost.first_step == near(4.0 + 4.0)  # its own, and that of the next
-
-
-def test_killed_before_it_had_restored_anything() -> None:
-    """The one before waits for its step until there is one."""
-    one = died(account(1, 0.0), 0.0, 0.0)
-    two = replace(account(2, 20.0, steps=0, of="1.abc"), restores=[], end=End("died", 25.0, 25.0))
-    first, second = settled(one, two, account(3, 40.0, first=8, of="1.abc")).interruptions
-    assert (first.lost_steps, first.restored, second.lost_steps) == (3, 7, 0)
-    assert first.cost.redone == near(3.0) and first.cost.restore == 0.0 and second.cost.restore == near(1.0)
-
-
-def test_an_interruption_before_any_step() -> None:
-    """Works out too: nothing is lost, nothing restored."""
-    found = settled(died(account(1, 0.0, steps=0), 0.5), account(2, 20.0))
-    (only,) = found.interruptions
-    assert (only.step, only.lost_steps, only.source, found.steps) == (None, 0, "", 10)
-    assert found.by_source == {"": 1}
-
-
-def test_starting_all_over_does_everything_again() -> None:
-    """Nothing could be restored: all ten steps were lost."""
-    (only,) = settled(died(account(1, 0.0)), account(2, 20.0, steps=12)).interruptions
-    assert (only.lost_steps, only.restored, only.cost.redone) == (10, None, near(10.0))
-
-
-def test_the_newest_interruption_may_have_no_end_yet() -> None:
-    """It counts, up to when its process was gone; what it will cost yet is not made up."""
-    found = settled(died(account(1, 0.0), 3.0, 0.5))
-    (only,) = found.interruptions
-    assert (only.lost_steps, only.resumed, only.cost.recompute) == (None, False, near(1.0))
-    assert costs(only.cost) == {"unfinished": 1.0, "perceive": 2.0, "leave": 0.5} and found.by_source == {}
-
-
-def test_what_was_undone_is_lost_until_it_is_done_again() -> None:
-    """Steps 5 to 10 were undone; 5 and 6 are done again. Those still to come cost what they took the first time, so
-    the whole loss is known at once, and no step is productive twice."""
-    found = settled(died(account(1, 0.0), 0.0, 0.0), account(2, 20.0, first=5, steps=2, step_s=1.5, of="1.abc"))
-    (only,) = found.interruptions
-    assert (only.cost.redone, only.cost.undone, only.lost_steps) == (near(2.5), near(4.0), 6)
-    assert only.cost.first_step == near(0.5)
-    assert (found.steps, found.productive_s) == (6, near(6.0))
-
-
-def test_steps_inside_a_row_are_interpolated() -> None:
-    """One row of ten steps, 5 of which had been done."""
-    two = account(2, 20.0, first=6, steps=0, of="1.abc", beat=44.0, step=15)
-    two.rows = [StepRow(44.0, 15, 10, 20.0, stalled=2.0, quiet=10)]
-    found = settled(died(account(1, 0.0), 0.0, 0.0), replace(two, kept=44.0))
-    (only,) = found.interruptions
-    assert only.cost.first_step == near(18.0 - 10.0)  # it is the first one, so slow steps are its
-    assert only.cost.redone == near(5.0) and found.stalled_s == near(2.0)
-
-
-def test_saving_during_recomputation_is_saving() -> None:
-    """Stalls and slowing of steps that are done again are counted where they belong."""
-    two = account(2, 20.0, first=8, of="1.abc")
-    two.rows[1] = replace(two.rows[1], stalled=0.25, slowed=0.25, quiet=0, saves=1)
-    found = settled(died(account(1, 0.0), 0.0, 0.0), two)
-    assert found.interruptions[0].cost.redone == near(2.5)
-    assert (found.stalled_s, found.slowed_s) == (near(0.25), near(0.25))
-
-
 # -- nobody noticed --
 
 
@@ -300,37 +154,6 @@ def test_steps_that_nobody_saw_done_are_work() -> None:
     assert found.interruptions[0].cost.unknown == 0.0 and found.productive_s == near(16 + 10)
 
 
-def test_a_step_of_nowhere_is_no_work() -> None:
-    """What an older, known incarnation had saved was not done in between."""
-    one, two = died(account(1, 0.0)), died(account(2, 20.0, first=3, steps=2, of="1.abc"))
-    found = settled(one, two, account(3, 40.0, first=8, of="1.abc"))
-    assert found.interruptions[1].lost_steps == 0 and not any("unseen" in note for note in found.notes)
-
-
-def test_a_fault_that_was_told_divides_it() -> None:
-    """There is no end, but somebody had written down what was seen."""
-    one = account(1, 0.0, kept=18.0, faults=[seen(17.0, "hang")])
-    (only,) = settled(one, account(2, 20.0, first=8, of="1.abc")).interruptions
-    assert (only.kind, only.cost.perceive, only.cost.unknown) == ("hang", near(2.0), near(3.0))
-    (only,) = settled(one).interruptions
-    assert (only.kind, only.cost.perceive, only.cost.leave) == ("hang", near(2.0), near(1.0))
-
-
-def test_an_incarnation_that_is_not_in_the_ledger() -> None:
-    """Its account is damaged: what it did is known by what the next one restored."""
-    found = settled(died(account(1, 0.0), 0.0, 0.0), account(3, 40.0, first=21, of="2.xyz"))
-    (only,) = found.interruptions
-    assert any("are missing" in note for note in found.notes)
-    assert (only.lost_steps, only.cost.unknown, found.steps) == (0, near(40 - 14 - 10), 30)
-
-
-def test_a_ledger_that_begins_in_the_middle() -> None:
-    """A run that was saved before there were ledgers: nothing is lost by that."""
-    found = settled(account(4, 0.0, first=501, of="3.old"))
-    assert (found.steps, found.redone_steps, found.count) == (10, 0, 0)
-    assert any("begin at step 500" in note for note in found.notes)
-
-
 # -- other ends --
 
 
@@ -351,31 +174,6 @@ def test_a_rollback_costs_restoring_and_what_is_done_again() -> None:
     assert (only.kind, only.step, only.restored, only.lost_steps, only.source) == ("rollback", 10, 4, 6, "file:///run")
     assert costs(only.cost) == {"unfinished": 0.5, "restore": 1.0, "redone": 6.0}
     assert (found.steps, found.productive_s) == (14, near(14.0))
-
-
-def test_after_a_rollback_faults_are_told_of_the_newer_epoch() -> None:
-    """And the next one restored what that epoch had saved."""
-    report = Fault("oom", "x", time=datetime.fromtimestamp(WALL + 26, UTC).isoformat(), attempt="2.def", exit_code=1)
-    found = settled(died(rolled_back()), account(3, 40.0, first=15, of="2.def"), faults=(report,))
-    assert [one.kind for one in found.interruptions] == ["rollback", "oom"]
-    assert not any("are missing" in note for note in found.notes)
-
-
-def test_a_rollback_that_nobody_wrote_down() -> None:
-    """Steps begin anew at lower numbers: they are done again all the same."""
-    one = rolled_back()
-    one.restores.pop()
-    (only,) = settled(one).interruptions
-    assert (only.kind, only.lost_steps, only.cost.redone) == ("rollback", 6, near(6.0))
-
-
-def test_restoring_twice_before_the_first_step_is_one_start() -> None:
-    """No rollback: nothing was undone."""
-    one = account(1, 100.0, steps=0)
-    one.restores.append(Restore(106.0, 1.0, None))
-    one.rows = [StepRow(109.0, 1, 1, 2.0)]
-    found = settled(replace(one, beat=109.0, step=1))
-    assert (found.first_start_s, found.wall_s, found.interruptions) == (near(7.0), near(2.0), ())
 
 
 def test_between_jobs_that_were_closed_no_time_passes() -> None:
@@ -414,14 +212,6 @@ def test_taken_over_by_a_newer_job() -> None:
     assert other.interruptions == found.interruptions and other.wall_s == near(found.wall_s)
 
 
-def test_taken_over_in_the_middle_of_a_row() -> None:
-    """Whole steps of it count."""
-    one = account(1, 0.0, steps=0, beat=24.0, step=20)
-    one.rows = [StepRow(24.0, 20, 20, 20.0, quiet=20)]
-    found = settled(replace(one, kept=24.0), account(2, 8.5, first=8, of="1.abc"))
-    assert (found.interruptions[0].step, found.steps) == (7, 17)
-
-
 # -- clocks --
 
 
@@ -432,14 +222,6 @@ def test_another_machine_is_compared_by_the_wall_clock() -> None:
     there = settled(one, account(2, 30.0, first=8, of="1.abc", boot="two", clock=WALL + 1000))
     assert there.wall_s == near(here.wall_s)
     assert [costs(i.cost) for i in there.interruptions] == [costs(i.cost) for i in here.interruptions]
-
-
-def test_within_one_boot_the_wall_clock_does_not_matter() -> None:
-    """It jumped by a day: only what is shown as a date changes."""
-    one = died(account(1, 0.0))
-    found = settled(one, account(2, 20.0, first=8, of="1.abc"))
-    jumped = settled(one, account(2, 20.0, first=8, of="1.abc", clock=WALL + 86400))
-    assert replace(jumped, until=0.0) == replace(found, until=0.0)
 
 
 @pytest.mark.parametrize("end", [True, False])
@@ -455,13 +237,6 @@ def test_a_clock_that_went_back_makes_no_time(end: bool) -> None:
     assert any("clock went back by 60 min" in note for note in found.notes)
 
 
-def test_an_unknown_boot_is_another_one() -> None:
-    """Where no machine says which boot it is, clocks of processes are not compared."""
-    one = died(account(1, 1000.0, boot=""), 0.0, 0.0)
-    found = settled(one, account(2, 30.0, first=8, of="1.abc", boot="", clock=WALL + 1000))
-    assert found.cost.launch == near(30 + 1000 - 1014)
-
-
 # -- copies --
 
 
@@ -474,21 +249,6 @@ def test_a_copy_of_a_run_begins_anew() -> None:
     assert (only.kind, only.counted, only.lost_steps, costs(only.cost)) == ("moved", False, 2, {"redone": 2.0})
     assert (found.moved_s, found.wall_s, found.count) == (near(9004 - 14), near(20.0), 0)
     assert any("is a copy" in note for note in found.notes)
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "moved"),
-    [
-        (("file:///run", 7), ("file:///run", 8), False), (("file:///run", 7), ("s3://b/run", 7), False),
-        (("file:///run", 7), ("s3://b/run", 0), False), (("file:///run", 7), ("file:///copy", 8), True),
-        (("s3://b/one", 0), ("s3://b/two", 0), True), (("s3://b/one", 0), ("s3://b/one", 0), False),
-    ],
-)  # fmt: skip
-def test_what_is_a_copy(before: tuple[str, int], after: tuple[str, int], moved: bool) -> None:
-    """Another name and another file; a folder that is mounted elsewhere is the same run, and so is one on other
-    nodes' disks. Buckets have no inodes: there the name tells."""
-    one, two = account(1, 0.0, url=before[0], inode=before[1]), account(2, 20.0, first=9, of="1.abc")
-    assert (settled(died(one), replace(two, url=after[0], inode=after[1])).moved_s > 0) is moved
 
 
 # -- whatever comes --
@@ -635,25 +395,6 @@ def test_negative_control_a_part_that_is_not_kept_is_noticed(part: str, monkeypa
         settled(one, two)
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(0.0, "0 s"), (4e-5, "0 s"), (6e-5, "0.1 ms"), (0.0041, "4.1 ms"), (0.012, "12 ms"), (1.0, "1.0 s"),
-     (41.3, "41 s"), (99.6, "100 s"), (130.0, "2.2 min"),
-     (3.2 * 3600, "3.2 h"), (80 * 3600.0, "3.3 d"), (math.inf, "for ever"), (math.nan, "unknown")],
-)  # fmt: skip
-def test_durations_are_short(value: float, text: str) -> None:
-    """Two digits and a unit that a person would choose."""
-    assert duration(value) == text
-
-
-@pytest.mark.parametrize(
-    ("share", "text"), [(1.0, "100 %"), (0.0, "0 %"), (0.97, "97.0 %"), (0.9995, "99.950 %"), (0.0003, "0.030 %")]
-)
-def test_shares_are_shown_with_the_digits_that_matter(share: float, text: str) -> None:
-    """Close to 100 %, what is missing has two digits."""
-    assert percent(share) == text
-
-
 # -- the command --
 
 
@@ -690,24 +431,6 @@ def test_the_command_reads_the_faults_as_well(run: Path) -> None:
     assert (only["kind"], only["cost"]["perceive"]) == ("hang", pytest.approx(3.0))
 
 
-def test_only_the_newest_interruptions_are_shown(run: Path) -> None:
-    """The sums are of all."""
-    write(
-        run, *(died(account(n, 30.0 * n, first=n, steps=3, of="" if n == 1 else f"{n - 1}.abc")) for n in range(1, 24))
-    )
-    text = invoke(run).stdout
-    assert (
-        text.count("crash or kill  ") == 20 and "23 crash or kill" in text and "3 earlier; --json shows all" in text
-    ), text
-
-
-def test_idle_hours_are_an_option(run: Path) -> None:
-    """In hours, where the function takes seconds."""
-    write(run, died(account(1, 0.0)), account(2, 7300.0, first=11, of="1.abc"))
-    assert json.loads(invoke(run, "--json").stdout)["idle_s"] == 0
-    assert json.loads(invoke(run, "--json", "--idle-after", "1.5").stdout)["idle_s"] == pytest.approx(7300 - 14.75)
-
-
 def test_what_is_damaged_is_left_out_and_told(run: Path) -> None:
     """Exit code 1, the rest is reported; if nothing is left, that is an error."""
     write(run, died(account(1, 0.0)), account(2, 20.0, first=8, of="1.abc"))
@@ -736,23 +459,3 @@ def test_control_characters_do_not_reach_a_terminal(run: Path) -> None:
     one.epoch, one.restores = "1.abc", [Restore(3.0, 1.0, None, "\x1b")]
     write(run, one, account(2, 20.0, of="1.abc", first=3, source="\x1bx"))
     assert not set(invoke(run).output) & {"\x1b", "\x9b"}
-
-
-# -- the cadence --
-
-
-def test_the_cadence_says_since_when_and_why() -> None:
-    """Of each place, since it has been the same; the newest incarnation that decided anything has the say."""
-    one = account(1, 0.0)
-    one.decisions = [
-        Decision(0, {"memory": 4, "file:///run": 100}),
-        Decision(40, {"memory": 1, "file:///run": 100}, {"memory": "a snapshot takes 2.1 ms from training"}),
-        Decision(240, {"memory": 1, "file:///run": 0}, {"memory": "a snapshot takes 2.0 ms from training"}),
-    ]
-    assert reading.cadence_lines([account(2, 20.0), one]) == [
-        "memory: every step, since step 40: a snapshot takes 2.0 ms from training",
-        "file:///run: never, since step 240",
-    ]
-    two = replace(account(2, 20.0), decisions=[Decision(9, {"memory": 2000})])
-    assert reading.cadence_lines([two, one]) == ["memory: every 2,000 steps, since step 9"]
-    assert reading.cadence_lines([account(1, 0.0)]) == [] == reading.cadence_lines([])

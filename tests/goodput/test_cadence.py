@@ -21,7 +21,6 @@ from ckpt.errors import UsageError
 from ckpt.tiers import as_tiers
 
 MEMORY, FOLDER, BUCKET = "memory", "file:///nvme/run", "s3://bucket/run"
-DAY_S = 86400.0
 
 
 def place(name: str, now: int, every: Any = None, *, remote: bool = False) -> TierCadence:
@@ -46,12 +45,6 @@ def test_an_auto_that_makes_no_sense_is_refused(wrong: dict[str, Any]) -> None:
     """Naming the setting."""
     with pytest.raises(UsageError, match=next(iter(wrong))):
         Auto(**wrong)
-
-
-def test_auto_is_a_word_or_an_object() -> None:
-    """Both are the same; a number stays a number."""
-    assert ckpt.Memory(every="auto").every == Auto() == ckpt.Tier("/tmp/x", every=ckpt.Auto()).every
-    assert ckpt.Memory(every=7).every == 7
 
 
 def test_auto_for_places_that_are_only_named() -> None:
@@ -118,12 +111,6 @@ def test_memory_costs_no_more_than_its_budget(cost_ms: float, step_ms: float, ex
     assert cost_ms / (expected * step_ms) <= 0.01 * 1.2 and "%" in found.why[MEMORY]
 
 
-def test_a_larger_budget_is_used() -> None:
-    """What the user allows."""
-    costs = {MEMORY: SaveCost(0.05, 0.0, 100)}
-    assert decide([place(MEMORY, 4, Auto(budget=0.1))], 9, 0.5, costs, History(), 1).every == {MEMORY: 1}
-
-
 def test_a_folder_is_saved_by_young_and_daly() -> None:
     """The root of 2 x cost x time between faults: 0.3 s and 10,000 s make 77 s, with steps of 0.5 s about 150."""
     costs = {FOLDER: SaveCost(0.3, 1.0, 10)}
@@ -139,28 +126,6 @@ def test_more_faults_more_saves() -> None:
         return decide([place(FOLDER, 7)], 9, 0.5, {FOLDER: SaveCost(0.3, 1.0, 10)}, known, 1).every[FOLDER]
 
     assert every({FOLDER: 99}) < every({FOLDER: 9}) < every({MEMORY: 9}) == every({})
-
-
-def test_larger_jobs_expect_more_faults() -> None:
-    """By what a fleet has seen; one machine is expected to be hit once a day at the most."""
-    assert cadence.expected_mtbf(History(), 1, 0, 0) == DAY_S
-    assert cadence.expected_mtbf(History(), 16384, 0, 0) == pytest.approx(11_135, rel=1e-3)
-    assert cadence.expected_mtbf(History(), 16384, 0, 1) == pytest.approx(111_350, rel=1e-3)
-    assert cadence.expected_mtbf(History(training_s=3 * DAY_S), 1, 1, 0) == 2 * DAY_S
-
-
-def test_what_a_run_has_seen_outweighs_a_fleet_that_saw_nothing_like_it() -> None:
-    """One fault may be chance; eight within six minutes are not, and say how long it is between them."""
-
-    def mtbf_s(faults: int, training_s: float) -> float:
-        return cadence.expected_mtbf(History(training_s, faults, faults), 1, faults, 0)
-
-    assert mtbf_s(1, 40) == (DAY_S + 40) / 2
-    assert mtbf_s(8, 320) == pytest.approx(40, rel=1e-6) and mtbf_s(5000, 1e5) == pytest.approx(20, rel=1e-3)
-    assert mtbf_s(3, 3 * DAY_S) == pytest.approx(DAY_S, rel=0.01), "as likely as the fleet's: both count"
-    assert mtbf_s(2, 0) > 0
-    times = [mtbf_s(4, seconds) for seconds in (1, 60, 3600, 86400, 10**6)]
-    assert times == sorted(times)
 
 
 def test_memory_is_saved_more_often_where_faults_come_thick() -> None:
@@ -204,13 +169,6 @@ def test_a_time_is_as_many_steps_as_last_so_long(step_s: float, every: int) -> N
         assert not differs(decide([settled], 20, step_s * drift, {}, History(), 1), [settled])
     if every > 10:
         assert differs(decide([settled], 20, step_s * 1.2, {}, History(), 1), [settled])
-
-
-def test_a_number_stays_what_it_is() -> None:
-    """Only what is "auto" is changed."""
-    costs = {MEMORY: SaveCost(1.0, 0.0, 100), FOLDER: SaveCost(1.0, 1.0, 9)}
-    found = decide([place(MEMORY, 1, 1), place(FOLDER, 3, 3)], 9, 1.0, costs, History(), 1)
-    assert found.every == {MEMORY: 1, FOLDER: 3} and not cadence.differs(found, [place(MEMORY, 1), place(FOLDER, 3)])
 
 
 def test_what_is_not_known_yet_is_found_out() -> None:
@@ -323,15 +281,6 @@ def test_an_evaluation_beside_a_save_is_not_what_saving_costs() -> None:
     assert meter.step(60.0, 0.0, False, [FOLDER], 1.0) == 0.0 and meter.step(60.0, 0.0, True, []) == 0.0
     assert meter.step(1.2, 0.0, False, [FOLDER], 1.0) == pytest.approx(0.7, abs=0.02)
     assert meter.step(2.0, 0.0, False, [FOLDER], 1.0) == 1.0 and 0 < meter.step(0.8, 0.1, True, []) < 0.3
-
-
-def test_single_hiccups_do_not_count() -> None:
-    """A step that took a minute, for other reasons, changes nothing."""
-    meter = run(4, 0.05)
-    before = meter.snapshot_s
-    meter.step(60.0, 0.0, True, [])
-    after = meter.snapshot_s
-    assert before is not None and after is not None and abs(after - before) < 0.02
 
 
 def test_a_state_in_the_place_of_tiers_is_named_in_a_line() -> None:

@@ -15,15 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accounts import run, write
-from ckpt.core.cadence.ledger import Account, Decision, End, Restore, SaveTotals, SeenFault, StepRow
+from ckpt.core.cadence.ledger import Account, End, Restore, SaveTotals, StepRow
 from ckpt.core.cadence.model import (
     Costs,
     TierCost,
     best_interval,
-    least_interval,
     nice_steps,
     predict,
-    steps_apart,
 )
 from ckpt.errors import UsageError
 from ckpt.tools.cli.plan import plan
@@ -44,10 +42,9 @@ def play(
     faults: int,
     *,
     recovering: bool = True,
-    hangs: tuple[float, float] | None = None,
 ) -> tuple[float, float, dict[str, float]]:
     """Effective training time, wall-clock a fault, and the parts of a recovery a fault, of a job that makes one step
-    after the other. `hangs`: their share, and how long one is not noticed; others are noticed at once."""
+    after the other."""
     rng = random.Random(7)
     every = [0 if math.isinf(p.every_s) else round(p.every_s / step_s) for p in costs.tiers]
     weights = [p.served for p in costs.tiers]
@@ -73,10 +70,8 @@ def play(
             seen += 1
             need = max(need, rng.choices(range(len(every)), weights)[0])
             following = now + rng.expovariate(1 / mtbf_s) if recovering else math.inf
-            perceive = costs.perceive_s
-            if hangs is not None:
-                perceive = hangs[1] if rng.random() < hangs[0] else 0.0
-            for name, lasts in zip(parts, (perceive, costs.restart_s, costs.tiers[need].restore_s), strict=True):
+            times = (costs.perceive_s, costs.restart_s, costs.tiers[need].restore_s)
+            for name, lasts in zip(parts, times, strict=True):
                 parts[name] += min(lasts, following - now)
                 now = min(now + lasts, following)
             if now < following:
@@ -116,13 +111,6 @@ def test_what_is_predicted_is_what_happens(name: str, recovering: bool) -> None:
         assert found.parts[part] == pytest.approx(value, rel=0.02, abs=1e-9), part
 
 
-def test_of_hangs_the_mean_is_enough() -> None:
-    """A tenth of the faults is noticed after 30 s, the others at once: as if each was after 3 s."""
-    costs = Costs(3, 20, [TierCost("m", 0.05, 2, 1, 0.1)])
-    effective, wall_s, _ = play(costs, 400.0, 1.0, 12_000, hangs=(0.1, 30.0))
-    assert predict(costs, 400.0).invalid_s == pytest.approx((1 - effective) * wall_s, rel=0.03)
-
-
 def test_the_game_is_a_judge() -> None:
     """Of a formula that forgets how long a write takes, or what saving costs, it says that it is wrong."""
     for name, wrong in (
@@ -136,37 +124,6 @@ def test_the_game_is_a_judge() -> None:
 
 
 # -- by hand --
-
-
-def test_by_hand() -> None:
-    """A fault an hour; steps of 10 s, each saved for 0.1 s, safe after 2 s: what each part has to be, nearly."""
-    costs = Costs(1.5, 30, [TierCost("m", 0.1, 10, 4, 2)])
-    found = predict(costs, 3600)
-    assert found.perceive_s == pytest.approx(1.5, rel=0.01)
-    assert found.restart_s == pytest.approx(30, rel=0.01)
-    assert found.restore_s == pytest.approx(4, rel=0.02)
-    assert found.saving_s == pytest.approx((3600 - 35.5) * 0.1 / 10.1, rel=0.005)
-    assert found.recompute_s == pytest.approx(10 / 2 + 2, rel=0.03)  # half an interval, and the write
-    assert found.effective == pytest.approx(1 - (1.5 + 30 + 4 + 7 + 35.3) / 3600, abs=2e-4)
-    assert found.wall_s == pytest.approx(3600)
-
-
-def test_one_tier_is_dalys_complete_model() -> None:
-    """Of a save that blocks: e^(R/M) (e^((T + c)/M) - 1) M for every T of work."""
-    m, t, c, r = 600.0, 100.0, 20.0, 90.0
-    daly = t / (m * math.exp(r / m) * math.expm1((t + c) / m))
-    costs = Costs(10, 60, [TierCost("d", c, t, 20, c)])
-    assert predict(costs, m).effective == pytest.approx(daly, rel=1e-9)
-
-
-def test_a_farther_tier_is_read_when_any_fault_of_a_series_needs_it() -> None:
-    """Where every recovery is hit by faults, the far tier is what nearly all recoveries end with."""
-    tiers = [TierCost("m", 0, 1, 0, 0, 0.9), TierCost("s", 0, 1, 100, 0, 0.1)]
-    rare, often = (predict(Costs(0, 100, tiers), mtbf_s) for mtbf_s in (1e6, 25.0))
-    assert rare.restore_s == pytest.approx(10, rel=0.01)
-    assert often.effective < 0.001 and often.invalid_s == pytest.approx(25, rel=0.001)
-    reading = 25 * math.exp(-4) * -math.expm1(-4)  # seconds a fault, if every recovery were from there
-    assert often.restore_s == pytest.approx(reading, rel=0.02)
 
 
 @given(
@@ -214,29 +171,7 @@ def test_parts_add_up_and_worse_is_never_better(
         assert effective(costs, mtbf_s / 1.5) <= found.effective + tiny
 
 
-def test_a_tier_that_is_hardly_ever_needed() -> None:
-    """Its loss is half an interval, and what is on its way, however small the rate of such faults is."""
-    often, never = TierCost("m", 0.0, 1, 0, 0, 1.0), TierCost("s", 0.0, 100, 0, 8, 0.0)
-    for share in (1e-3, 1e-9, 1e-15, 1e-300):
-        tiers = [replace(often, served=1 - share), replace(never, served=share)]
-        found = predict(Costs(0, 0, tiers), 1e5)
-        assert found.tiers[1].recompute_s == pytest.approx(58, rel=1e-3), share
-    for seconds in (700, 740, 900):  # of which hardly any is survived
-        assert predict(Costs(seconds, 0, [often]), 1.0).effective < 1e-90
-
-
 # -- how often to save --
-
-
-def test_best_interval_by_hand() -> None:
-    """Young's root where a save costs little; never where no fault comes."""
-    assert best_interval(2.0, 10_000) == pytest.approx(math.sqrt(2 * 2 * 10_000), rel=0.02)
-    assert best_interval(0.0, 10_000) == 0
-    assert best_interval(1.0, math.inf) == math.inf and best_interval(math.inf, 5.0) == math.inf
-    assert math.isfinite(best_interval(1e300, 1e308)) and math.isfinite(best_interval(1e-300, 1e-308))
-    for wrong in ((-1.0, 5.0), (1.0, -5.0), (math.nan, 5.0), (1.0, math.nan)):
-        with pytest.raises(UsageError):
-            best_interval(*wrong)
 
 
 @given(cost=st.floats(1e-4, 100), mtbf=st.floats(1, 1e7))
@@ -262,25 +197,9 @@ def test_nice_steps() -> None:
             nice_steps(*wrong)
 
 
-def test_a_bound_is_not_rounded_down() -> None:
-    """The next round number that lasts so long; a little shorter will do where costs are not known better."""
-    found = [steps_apart(0.0, least, 1.0) for least in (0.5, 1, 1.2, 2.1, 3, 7, 14, 2000)]
-    assert found == [1, 1, 2, 5, 5, 10, 20, 2000]
-    assert steps_apart(0.0, 11.0, 1.0) == 20 and steps_apart(0.0, 11.0, 1.0, 1.2) == 10
-    assert steps_apart(100.0, 7.0, 1.0) == 100 and steps_apart(math.inf, 7.0, 1.0) == 0
-
-
-def test_what_others_pay_for_is_busy_for_a_tenth_of_the_time() -> None:
-    """And saved to once a minute at most, unless faults come so thick that this would lose what was trained."""
-    assert least_interval(3.0) == 6.0
-    assert least_interval(3.0, shared=True) == 60.0 and least_interval(30.0, shared=True) == 300.0
-    assert least_interval(30.0, 3000.0, shared=True) == 300.0 and least_interval(30.0, 2900.0, shared=True) == 60.0
-
-
 # -- a whole job --
 
 JOB = PlannedJob(1024, 1e12, 2.0)
-EVERYWHERE = ("process", "node", "all")
 
 
 def numbers(job: PlannedJob = JOB, **changes: float) -> dict[str, float]:
@@ -291,31 +210,6 @@ def shared_by(node: float, everywhere: float, **changes: float) -> dict[str, flo
     return numbers(mtbf_s=10_000.0, node_share=node, all_share=everywhere, **changes)
 
 
-def test_a_tier_is_saved_to_for_the_faults_that_nearer_ones_do_not_survive() -> None:
-    """By Young's root with their rate, not below what the tier can take, memory within its budget."""
-    near = PlannedTier("memory", 0.02, 0.1, 1, ("process",))
-    far = PlannedTier("shared", 0.5, 10, 9, EVERYWHERE)
-    n = shared_by(0.0, 0.25, budget=0.001)
-    first, last = job_plan.cadences(JOB, n, [near, far])
-    assert first.every == 10  # 0.02 s are 0.1 % of 20 s, where the root is 23 s
-    assert last.every == 100  # the root of 2 x 0.5 x 40,000 is 200 s
-    assert job_plan.cadences(JOB, {**n, "budget": 0.0002}, [near, far])[0].every == 50
-    rare = {**n, "mtbf_s": 1_000_000.0}
-    bound = job_plan.cadences(JOB, rare, [near, replace(far, write_s=300.0)])[1]
-    assert bound.every == 2000  # not under 3,000 s; every 1,000 would lose least
-    assert job_plan.served([first, last], n, 2.0) == {"memory": 0.75, "shared": 0.25}
-    newer = [replace(near, every=1000), replace(far, every=1, write_s=0.1)]
-    assert job_plan.served(newer, n, 2.0) == {"memory": 0.0, "shared": 1.0}
-
-
-def test_the_replica_is_sent_what_memory_has() -> None:
-    """As often as the network takes it, and its cost counts when memory's cadence is chosen."""
-    near = PlannedTier("memory", 0.02, 0.1, 1, ("process",))
-    copy = PlannedTier("replica", 0.16, 45, 1, ("process", "node"))
-    first, second = job_plan.cadences(JOB, shared_by(0.5, 0.0), [near, copy])
-    assert (first.every, second.every) == (20, 40)  # the root is 60 s: 30 steps; 45 s are more than 40
-
-
 def test_what_nothing_survives_and_what_nothing_needs() -> None:
     """The one is refused, the other is not saved to."""
     near = PlannedTier("memory", 0.02, 0.1, 1, ("process",))
@@ -323,11 +217,6 @@ def test_what_nothing_survives_and_what_nothing_needs() -> None:
         job_plan.cadences(JOB, shared_by(0.0, 0.25), [near])
     found = job_plan.plan(JOB, shared_by(0.0, 0.0))
     assert [one.every == 0 for one in found.tiers] == [False, True, True]
-
-
-def test_one_write_is_over_before_the_next_begins() -> None:
-    (memory,) = job_plan.cadences(JOB, shared_by(0.0, 0.0), [PlannedTier("memory", 1e-6, 90, 9, ("process",))])
-    assert (memory.every or 0) * 2.0 >= 90
 
 
 def better_than(job: PlannedJob, n: dict[str, float], found: list[PlannedTier], *, free: bool = False) -> float:
@@ -390,41 +279,6 @@ def account(number: int, start: float, steps: int, **changes: Any) -> Account:
         saves={"file:///r": SaveTotals(2, seconds=3.0, nbytes=2_000_000)},
         **changes,
     )
-
-
-def test_measured_by_hand() -> None:
-    """Two interruptions: what was between them, what saves cost, what steps take. It is what the report says."""
-    beat = 108 + 49 * 1.1
-    died = account(
-        1, 100.0, 50, end=End("died", beat + 3, beat + 3), faults=[SeenFault(beat + 2, "death", "x", ends=True)]
-    )
-    hung = account(2, 200.0, 50, end=End("left", beat + 150, beat + 151), faults=[
-        SeenFault(beat + 150, "hang", "x", ends=True)])  # fmt: skip
-    last = account(3, 400.0, 50, decisions=[Decision(5, {"memory": 1}, costs={"file:///r": 0.3})])
-    found = job_plan.measured([last, died, hung])
-    assert found["gpus"] == 4 and found["step_s"] == pytest.approx(1.0)
-    assert "mtbf_s" not in found  # two faults say little
-    assert found["crash_s"] == pytest.approx(1.0) and found["hang_s"] == pytest.approx(49.0)  # beyond a step
-    assert found["shared.cost_s"] == 0.3 and found["memory.cost_s"] == pytest.approx(0.1)
-    assert found["shared.write_s"] == 1.5 and found["memory.restore_s"] == 2.0
-    assert found["rank_bytes"] == 1_000_000
-    assert found["restart_s"] > 45
-    assert job_plan.measured([]) == {} and "crash_s" not in job_plan.measured([account(1, 100.0, 9)])
-
-
-def test_what_is_fixed_is_not_scaled() -> None:
-    """To fewer bytes, a restore still opens the run, and a snapshot still blocks; faults come by GPUs; more ranks do
-    not make what they share faster."""
-    small = PlannedJob(8, 8e9, 1.0)
-    known = {"rank_bytes": 1e11, "memory.cost_s": 0.502, "memory.restore_s": 10.8, "gpus": 16, "mtbf_s": 1e5}
-    found = job_plan.scaled(known, small, numbers(small))
-    assert found["memory.cost_s"] == pytest.approx(0.002 + 0.005) and found["memory.restore_s"] == pytest.approx(
-        0.8 + 0.1
-    )
-    assert found["mtbf_s"] == 2e5
-    wide = PlannedJob(4000, 4e11, 1.0)
-    slow = numbers(wide, store_write_all=1e9)
-    assert job_plan.scaled({"rank_bytes": 1e8, "gpus": 4, "shared.write_s": 1.0}, wide, slow)["shared.write_s"] == 400
 
 
 # -- the command --
@@ -516,13 +370,6 @@ def test_nonsense_is_refused_by_name(arguments: tuple[object, ...], words: str) 
     """Exit code 2, the option in the message, and no traceback."""
     result = asked(*arguments)
     assert result.exit_code == 2 and words in result.output, result.output
-
-
-def test_no_progress_is_said() -> None:
-    """Faults that come before a restart is over: about 0, never less, and in words."""
-    found = told(*LLAMA, "--mtbf", "20s", "--restart", "10m")
-    assert 0 <= found["forecast"]["effective"] < 1e-6 and "no progress" in found["notes"][0]
-    assert not any("no progress" in note for note in told(*LLAMA)["notes"])
 
 
 def test_a_run_as_the_source(run: Path) -> None:

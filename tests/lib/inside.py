@@ -34,8 +34,8 @@ from ckpt import store as stores
 from ckpt.core.checkpoint import (
     blobs,
     identity,
-    in_use,
     incremental,
+    lease,
     losses,
     open_tier,
     parts,
@@ -496,13 +496,18 @@ ckpt.core.log.log.RunLog.check_owner = lambda self, owner: None
 
 def check_free(run: Path, say: Callable[[str], object]) -> None:
     """Raise InUseError if somebody trains the run."""
-    _with_log(run, lambda log: in_use.check_free(log, say))  # type: ignore[arg-type]
+    _with_log(run, lambda log: lease.check_free(log, say))  # type: ignore[arg-type]
+
+
+def of_newer_version(raw: bytes) -> bytes:
+    """Return a sealed file as a newer version of everystep would have written it."""
+    return manifest.seal({**manifest.unseal(raw, "lease.json"), "version": 99})
 
 
 def see_dead_trainers_after(patch: pytest.MonkeyPatch, seconds: float) -> None:
     """Of this process, when it looks whether a run is trained."""
-    patch.setattr(in_use, "DYING_S", seconds)
-    patch.setattr(in_use, "interval_s", lambda store: seconds)
+    patch.setattr(lease, "DYING_S", seconds)
+    patch.setattr(lease, "interval_s", lambda store: seconds)
 
 
 def keep_of(tiers: Any, every: Any = None) -> ckpt.Keep:

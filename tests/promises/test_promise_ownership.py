@@ -424,11 +424,11 @@ def test_a_number_that_is_used_again_is_no_trainer(run_dir: str) -> None:
     reason="needs namespaces",
 )
 def test_another_machine_sees_whether_a_trainer_lives(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From where its process cannot be seen, a run that is trained is refused, by the beats in its ledger; after a
-    death that was noticed it is opened, at once."""
+    """Where the process of a trainer cannot be seen, renewals of lease.json show that it lives. After a death that its
+    writer has seen, the run is opened at once."""
     away = ["unshare", "--pid", "--net", "--fork", "--mount-proc", "--kill-child"]
     with Life(run_dir, 3) as first:
-        assert eventually((Path(run_dir) / "ledger").exists)
+        assert eventually((Path(run_dir) / "lease.json").exists)
         path = f"{REPO}:{REPO / 'backends'}"
         found = subprocess.run(
             [*away, sys.executable, "-c", LIFE, run_dir, "9"],

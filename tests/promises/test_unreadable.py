@@ -251,47 +251,46 @@ def test_runs_below_are_listed_and_exit_code_is_3_if_one_cannot_be_read(
 
 
 @pytest.fixture
-def account(tmp_path: Path) -> Iterator[Path]:
-    """The ledger account of a Checkpointer that trains a run in this process until the test ends."""
+def lease(tmp_path: Path) -> Iterator[Path]:
+    """The lease of a Checkpointer that trains a run in this process until the test ends."""
     with ckpt.Checkpointer({"w": torch.zeros(4)}, [ckpt.Tier(str(tmp_path / "trained"), every=1)]) as cp:
         cp.restore(default=0)
-        ledger = tmp_path / "trained" / "ledger"
-        assert eventually(lambda: list(ledger.glob("*.json")))
-        (path,) = ledger.glob("*.json")
-        yield path
+        assert eventually((tmp_path / "trained" / "lease.json").exists)
+        yield tmp_path / "trained" / "lease.json"
         cp.save(5).committed(60)  # raises FencedError if another job owns the run
 
 
-@pytest.mark.parametrize("match", ["/ledger/", "/ledger/1."], ids=["folder", "account"])
-def test_run_is_not_taken_over_while_its_ledger_cannot_be_read(
-    account: Path, source_fault: SourceFault, fault: Fault, monkeypatch: pytest.MonkeyPatch, match: str
+@pytest.mark.parametrize("error", ["EIO", "ESTALE", "EACCES"])
+def test_run_is_not_taken_over_while_its_lease_cannot_be_read(
+    lease: Path, fault: Fault, monkeypatch: pytest.MonkeyPatch, error: str
 ) -> None:
     inside.see_dead_trainers_after(monkeypatch, 0.1)
-    run = account.parent.parent
-    if match == "/ledger/":
-        source_fault.on("ESTALE", match, "scandir")
-    else:
-        fault.on("EIO", match)
+    run = lease.parent
+    fault.on(error, "/lease.json")
     writer = ckpt.dcp.StorageWriter(str(run))
     with pytest.raises(dcp.CheckpointException, match="UnreadableError: cannot check now whether another process"):
         dcp.save({"w": torch.ones(4)}, checkpoint_id=9, storage_writer=writer, no_dist=True)
     fault.off()
-    source_fault.left = 0
     with pytest.raises(dcp.CheckpointException, match="InUseError"):  # control
         dcp.save({"w": torch.ones(4)}, checkpoint_id=9, storage_writer=writer, no_dist=True)
 
 
-def test_damaged_account_is_waited_for_until_its_trainer_writes_it_again(
-    account: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_damaged_lease_is_waited_for_until_its_trainer_renews_it(lease: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     inside.see_dead_trainers_after(monkeypatch, 0.3)
-    whole, said, run = account.read_bytes(), list[str](), account.parent.parent
-    account.write_bytes(whole[:50])
-    with pytest.raises(ckpt.InUseError):
-        inside.check_free(run, lambda text: account.write_bytes(whole))
-    account.write_bytes(whole[:50])
-    inside.check_free(run, said.append)  # its trainer does not live any more
-    assert len(said) == 1 and "waiting up to" in said[0]
+    whole, said, run = lease.read_bytes(), list[str](), lease.parent
+    newer = inside.of_newer_version(whole)
+    for unknown in (whole[:50], b"", b"x" * 100_000, newer):
+        lease.write_bytes(unknown)
+        with pytest.raises(ckpt.InUseError):
+            inside.check_free(run, lambda text: lease.write_bytes(whole))
+    for unknown in (whole[:50], newer):
+        lease.write_bytes(unknown)
+        said.clear()
+        inside.check_free(run, said.append)  # nobody renews it
+        assert len(said) == 1 and "waiting up to" in said[0]
+    lease.write_bytes(newer)
+    with pytest.raises(ckpt.InUseError, match="cannot read"):
+        inside.check_free(run, lambda text: lease.write_bytes(newer.replace(b'"renewed":', b'"renewed":1')))
 
 
 def test_save_names_the_error_if_a_folder_cannot_be_looked_at(

@@ -34,18 +34,16 @@ from ckpt.core.cadence.ledger import (
     End,
     LandedSave,
     SaveTotals,
-    SeenFault,
     stall_bucket,
     thinned,
 )
-from ckpt.errors import CorruptError, FormatError
+from ckpt.errors import FormatError
 from ckpt.guard.report import Fault, SavedStep
 from ckpt.tools.observe.goodput.accounting import settled
-from ckpt.tools.observe.report import style, svg
-from ckpt.tools.observe.report.chronicle import Chronicle, chronicle
+from ckpt.tools.observe.report import style
+from ckpt.tools.observe.report.chronicle import chronicle
 from ckpt.tools.observe.report.page import Subject, page
-from ckpt.units import decimal
-from processes import REPO, eventually
+from processes import REPO
 from run_files import INDEX, MANIFEST, checkpoint_files
 
 __all__ = ["run"]  # a fixture
@@ -249,37 +247,6 @@ def test_a_long_life_makes_no_long_page() -> None:
     assert len(one.chronicle.curve) < 5000
 
 
-def test_saves_that_were_asked_for_are_no_faults() -> None:
-    """Asked for by a call or a signal, or due before the time is over: drawn dashed, with a legend, in a table of their
-    own, whether a report or only the ledger tells of them. The same signal that ends a job is a fault."""
-    accounts, faults = history()
-    begin = accounts[1].rows[0].at
-    accounts[1].faults = [
-        SeenFault(begin + 9, "signal", "SIGUSR1 came to rank 0", 0, 52, by="fault handler"),
-        SeenFault(begin + 18, "deadline", "the Slurm job ends in 60 s", 0, 55, by="fault handler"),
-        SeenFault(begin + 27, "signal", "SIGTERM came to rank 0", 0, 58, by="writer"),
-    ]
-    asked = Fault("request", "requested by ckpt trigger: before the upgrade", world=4, attempt="2.abc", advice="none")
-    asked.time = time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime(WALL + begin + 3))
-    asked.saved = [SavedStep(53, TIERS[0], "agreed", 0.1)]
-    one = subject(accounts, [*faults, asked])
-    assert [seen.kind for seen in one.chronicle.asked] == ["request", "signal", "deadline"]
-    assert [seen.kind for seen in one.chronicle.faults] == ["signal", "signal", "oom"]
-    found = looked_at(page(one))
-    rules = [each["class"] for each in found.every("line") if (each["class"] or "").startswith("rule")]
-    assert rules.count("rule asked") == 3 + 1 and rules.count("rule fault") == 3 + 1  # and one of each in the legend
-    mine = found.text.partition("Requested saves, newest first")[2].partition("Restores")[0]
-    others = found.text.partition("Faults, newest first")[2].partition("Requested saves, newest")[0]
-    for text in (
-        "requested by ckpt trigger: before the upgrade",
-        "SIGUSR1 came",
-        "before a time limit",
-        "step 53 in file:",
-    ):
-        assert text in mine and text not in others, text
-    assert "SIGTERM came" in others and "out of memory" in others
-
-
 # -- what it is made of --
 
 
@@ -298,56 +265,6 @@ def test_the_ledger_keeps_some_saves_of_each_tier() -> None:
     again = Account.from_bytes(one.to_bytes())
     assert (again.landed, again.stalls, again.versions) == (landed, one.stalls, one.versions)
     assert len(one.to_bytes()) < 100_000
-
-
-def test_older_ledgers_and_damaged_ones() -> None:
-    """Without what is new here an account is read as before; with nonsense in it, it is damaged."""
-    data = json.loads(rich(2, 0.0).to_bytes())
-    for name in ("landed", "stalls", "versions"):
-        del data[name]
-    for name in ("repaired", "passed_over", "why"):
-        del data["restores"][0][name]
-    old = Account.from_bytes(json.dumps(data).encode())
-    assert (old.landed, old.stalls, old.versions, old.restores[0].why) == ([], {}, {}, "")
-    assert "an older version recorded the metrics" in looked_at(page(subject([old]))).text
-    for name, value in (("landed", [1]), ("stalls", {"-3": 1.5}), ("versions", {"torch": 1}), ("landed", {"url": [1]})):
-        with pytest.raises(CorruptError):
-            Account.from_bytes(json.dumps({**data, name: value}).encode())
-    wild = {**data, "stalls": {"7000": 1, "x": 1, "-8": -5, "8": 2**60, "-16": 3}}
-    wild["landed"] = {
-        "url": ["a", "b"],
-        "at": [1.0, 2.0],
-        "step": [1, 2],
-        "seconds": [-5.0, 1e300],
-        "behind": [0, 2**70],
-    }
-    wild["landed"] |= {"nbytes": [1, 2**70], "stored": [0, 0], "failed": [False, False]}
-    found = subject([Account.from_bytes(json.dumps(wild).encode())])
-    assert found.chronicle.stalls == {-16: 3} and found.chronicle.landed == []
-    looked_at(page(found))
-
-
-def test_numbers_for_people() -> None:
-    """Sizes, counts and axes: with round numbers, and never empty."""
-    assert [decimal(n) for n in (0, 999, 999_600, 4_100, 1_234_567_890)] == [
-        "0 B",
-        "999 B",
-        "1.0 MB",
-        "4.1 kB",
-        "1.2 GB",
-    ]
-    assert [svg.count(n) for n in (0, 950, 9999, 12_000, 1_500_000)] == ["0", "950", "9,999", "12k", "1.5M"]
-    for low, high in ((0, 0), (5, 5), (0, 1), (3, 4.2), (0, 1e12), (-2, 7)):
-        scale = svg.linear(low, high, str)
-        assert scale.low <= low and scale.high >= high and 2 <= len(scale.ticks) <= 8
-        assert 0 <= scale.at(low) <= scale.at(high) <= 1
-    for low, high in ((1e-9, 1e-9), (0.001, 0.002), (1, 1e9), (0, 5)):
-        scale = svg.decades(low, high, str)
-        assert scale.high > scale.low > 0 and 2 <= len(scale.ticks) <= 8
-    for span in (0.0, 0.5, 10, 3600, 1e5, 1e7, 1e9):
-        assert len(svg.clock(WALL, WALL + span).ticks) <= 7
-    assert svg.clock(-1e17, 1e17).ticks == ()  # of clocks that make no sense
-    assert chronicle(settled([]), []) == Chronicle()
 
 
 # -- the command --
@@ -516,56 +433,6 @@ def test_a_browser_draws_it_and_runs_nothing_of_the_run(browser: Any, tmp_path: 
     )
     assert drawn > 50  # with colours of the style
     assert "<script>window.hacked=1</script>" in browser.execute_script("return document.body.innerText")
-
-
-def test_figures_are_read_by_mouse_and_by_keyboard(browser: Any, tmp_path: Path) -> None:
-    """Arrow keys go from mark to mark of the picture in focus, and what is shown is text."""
-    from selenium.webdriver.common.action_chains import ActionChains
-    from selenium.webdriver.common.by import By
-    from selenium.webdriver.common.keys import Keys
-
-    path = tmp_path / "page.html"
-    path.write_text(page(evil()))
-    show(browser, path)
-    tip, bar = browser.find_element(By.ID, "tip"), browser.find_element(By.CSS_SELECTOR, "svg.bar")
-    assert not tip.is_displayed()
-    browser.execute_script("arguments[0].focus()", bar)
-    ActionChains(browser).send_keys(Keys.ARROW_RIGHT).perform()
-    assert tip.is_displayed() and tip.text.startswith("training: ")
-    ActionChains(browser).send_keys(Keys.ARROW_RIGHT).perform()
-    assert tip.text.startswith("saving: ")
-    ActionChains(browser).send_keys(Keys.ESCAPE).perform()
-    assert not tip.is_displayed()
-    every = browser.find_elements(By.CSS_SELECTOR, "line.hit")
-    rule = next(one for one in every if "script" in one.get_attribute("data-tip"))
-    browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", rule)
-
-    def pointed() -> bool:  # scrolling hides what is shown
-        ActionChains(browser).move_by_offset(1, 1).move_to_element(rule).perform()
-        return bool(tip.is_displayed())
-
-    assert eventually(pointed) and "<script>" in tip.text
-    assert browser.execute_script("return typeof window.hacked") == "undefined" and not browser.get_log("browser")
-
-
-@pytest.mark.parametrize("width", [400, 1600])
-@pytest.mark.parametrize("name", ["rich", "empty", "many"])
-def test_it_fits_narrow_and_wide_windows_light_and_dark(browser: Any, tmp_path: Path, name: str, width: int) -> None:
-    """Nothing sticks out to the right; the ground is dark where that is wished, and the words are not."""
-    empty = Subject("file:///run", settled([]).statement, Chronicle(), None, problems=("no ledger",))
-    one = {"rich": evil, "empty": lambda: empty, "many": lambda: subject(many(30))}[name]()
-    path = tmp_path / "page.html"
-    path.write_text(page(one))
-    grounds = []
-    for scheme in ("light", "dark"):
-        show(browser, path, width, scheme)
-        assert browser.execute_script("return document.documentElement.scrollWidth") <= width
-        look = "const s = getComputedStyle(document.body); return [s.backgroundColor, s.color]"
-        pair = [sum(map(int, re.findall(r"\d+", color)[:3])) for color in browser.execute_script(look)]
-        grounds.append(pair[0])
-        assert abs(pair[0] - pair[1]) > 400  # words can be read
-        assert browser.get_log("browser") == []
-    assert grounds[0] > 600 > 200 > grounds[1]
 
 
 def test_negative_control_the_browser_would_run_it(browser: Any, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from torch import nn
 
 import ckpt
 from ckpt.core.state.capture import Capture
-from ckpt.core.state.placement import comes_from_user
 from test_promise_state import Container, Fused, State
 
 
@@ -27,28 +25,6 @@ class Turned(nn.Module):
 
 def turn(module: Any, state: dict[str, Any], prefix: str, _: object) -> None:
     state[prefix + "turned"] = state.pop(prefix + "weight").detach().t().contiguous()
-
-
-class Forwarding(torch.optim.Optimizer):
-    """A wrapper around one: its state is that one's."""
-
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
-        self.inner = inner
-
-    state = property(lambda self: self.inner.state)  # type: ignore[assignment]
-    param_groups = property(lambda self: self.inner.param_groups)  # type: ignore[assignment]
-
-    def step(self, closure: Any = None) -> None:
-        self.inner.step()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.inner.zero_grad(set_to_none)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.inner.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.inner.load_state_dict(state_dict)
 
 
 class Asked(nn.Linear):
@@ -77,17 +53,6 @@ def test_a_module_is_asked_once_and_read_as_it_lies(caplog: pytest.LogCaptureFix
     assert len(said) == 1 and said[0].startswith("net.1 and 1 more (Turned)")
 
 
-def test_a_wrapper_that_forwards_is_read_like_what_it_wraps() -> None:
-    """State by parameter name, guarded as ever."""
-    net = nn.Linear(2, 2)
-    inner = torch.optim.AdamW(net.parameters())
-    net(torch.ones(1, 2)).sum().backward()
-    inner.step()
-    plain = Capture({"m": net, "o": inner}).read()
-    wrapped = Capture({"m": net, "o": Forwarding(inner)}).read()
-    assert wrapped.layout == plain.layout and wrapped.guarded == plain.guarded
-
-
 def test_what_an_optimizer_keeps_and_cannot_be_saved_is_refused_by_name() -> None:
     """Rather than left out."""
 
@@ -109,35 +74,3 @@ def test_slices_of_what_the_state_holds_are_not_saved_again() -> None:
     assert set(capture.read().layout.by_name) == {"masters"}
     state["masters"] = flat.clone()
     assert {"optim.params.0.0", "optim.params.0.1"} <= set(capture.read().layout.by_name)
-
-
-def raised_in(file: str) -> Exception:
-    """Return an error that code of this file has raised."""
-    try:
-        exec(compile("raise KeyError('lr')", file, "exec"))
-    except KeyError as error:
-        assert error.__traceback__ is not None
-        return error.with_traceback(error.__traceback__.tb_next)  # without the frame of this file
-    raise AssertionError
-
-
-SITE = os.path.dirname(os.path.dirname(torch.__file__))
-
-
-@pytest.mark.parametrize(
-    ("file", "expected"),
-    [
-        (f"{SITE}/torchdata/stateful_dataloader.py", True),
-        (f"{SITE}/torch/optim/adam.py", False),
-        (f"{os.path.dirname(os.path.dirname(ckpt.__file__))}/ckpt_runs/train.py", True),
-        (f"{os.path.dirname(ckpt.__file__)}/state/adapters.py", False),
-        (f"{os.path.dirname(os.__file__)}/json/decoder.py", False),
-        (f"{os.path.dirname(os.__file__)}/site-packages/lightning/trainer.py", True),
-        (f"{os.path.dirname(os.__file__)}/dist-packages/lightning/trainer.py", True),
-        ("numpy/random/_pcg64.pyx", False),
-        ("<string>", True),
-    ],
-)
-def test_error_comes_from_user_when_a_frame_is_of_another_package(file: str, expected: bool) -> None:
-    """Names of packages may begin with the name of another one."""
-    assert comes_from_user(raised_in(file)) == expected

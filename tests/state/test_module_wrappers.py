@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-import ckpt
 from ckpt.core.state.capture import Capture
 from ckpt.core.state.sharding import replicated_by_ddp
 from ckpt.errors import StateError
@@ -151,15 +149,6 @@ def test_module_with_attributes_of_a_wrapper_is_saved_completely(kind: str) -> N
     assert differences(freeze(fresh), freeze(saved)) == []
 
 
-def test_run_of_a_module_that_forwards_to_a_compiled_one_is_whole(tmp_path: Path) -> None:
-    saved, fresh = shuffled(Forwarding()), Forwarding()
-    with ckpt.Checkpointer({"model": saved}, tmp_path / "run", every=1) as cp:
-        cp.step(1)
-    with ckpt.Checkpointer({"model": fresh}, tmp_path / "run") as cp:
-        cp.restore()
-    assert differences(freeze(fresh), freeze(saved)) == []
-
-
 class OwnWords(nn.Module):
     """Has a state_dict() of its own, with a number in it."""
 
@@ -211,14 +200,6 @@ def clash_of_dots() -> nn.Module:
 def test_two_tensors_of_one_name_are_refused(kind: Callable[[], nn.Module]) -> None:
     with pytest.raises(StateError, match=r"m\.(0\.)?weight: two tensors of the module get this name"):
         Capture({"m": kind()}).read()
-
-
-def test_fabric_module_has_the_names_of_the_module_in_it() -> None:
-    fabric = pytest.importorskip("lightning.fabric").Fabric(accelerator="cpu", devices=1)
-    net, compiled = fabric.setup(Net()), fabric.setup(torch.compile(Net()))
-    assert names_of({"m": net}) == names_of({"m": compiled}) == names_of({"m": Net()})
-    adapter = fabric.setup(Adapter("_orig_mod"))
-    assert names_of({"m": adapter}) == names_of({"m": Adapter("_orig_mod")})
 
 
 @pytest.mark.usefixtures("one_rank")

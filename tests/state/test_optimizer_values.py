@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import random
@@ -379,19 +378,6 @@ def test_optimizer_continues_alike_after_restore(kind: str) -> None:
     continues_alike(lambda seed: made(FORMS[kind], seed))
 
 
-@pytest.mark.parametrize("kind", FORMS)
-def test_layout_of_optimizer_stays_the_same_object(kind: str) -> None:
-    """State that is not a tensor does not make each step read everything again, unless tensors come and go."""
-    state = made(FORMS[kind], 0)
-    capture = Capture(state)
-    layouts = []
-    for step in range(4):
-        train(state, range(step, step + 1))
-        layouts.append(capture.read().layout)
-    growing = kind in ("Collections", "Helpers", "OddNumbers", "KeysInside", "TypedDicts")
-    assert growing or layouts[3] is layouts[2]
-
-
 def test_optimizers_of_all_forms_continue_alike_through_a_checkpointer(tmp_path: Path) -> None:
     """The same through files. Readers without the optimizer get plain values, and torch.load reads an export."""
     torch.set_num_threads(1)
@@ -544,21 +530,6 @@ def test_object_from_a_forged_checkpoint_is_never_made(kind: str, old: str, new:
     with pytest.raises((MismatchError, CorruptError), match=error):
         saved.restore(twin)
     assert all(torch.equal(a, b) for a, b in zip(weights(twin), before, strict=True))
-
-
-def test_helper_of_a_resized_job_is_refused_if_ranks_saved_different_ones() -> None:
-    """With the same number of ranks each takes its own."""
-    from ckpt.core.format.saved_nodes import SavedNode, joined
-
-    def node(names: list[str], more: list[Any]) -> SavedNode:
-        facts = {"params": [names], "with_state": []}
-        return SavedNode(("opt",), "optimizer", facts, {"groups": [{}], "state": [], "more": more}, ())
-
-    own = [{"param": "a"}, 1]
-    found = joined(
-        [node(["a"], [own, [{"key": "g"}, 5]]), node(["a", "b"], [[{"param": "a"}, 2], [{"param": "b"}, 3]])]
-    )
-    assert found.values["more"] == [own, [{"key": "g"}, 5], [{"param": "b"}, 3]]
 
 
 # -- optimizers whose state_dict() says more --
@@ -835,27 +806,6 @@ def test_state_is_restored_with_a_warning_if_the_loader_fails(caplog: pytest.Log
     assert all(torch.equal(a, b) for a, b in zip(weights(state), weights(twin), strict=True))
 
 
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.LBFGS, Momentum])
-def test_loader_of_an_ordinary_optimizer_is_not_called(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    state, twin = made(kind, 0), made(kind, 1)
-    if kind is not torch.optim.LBFGS:
-        train(state, range(2))
-    saved = Saved(Capture(state).read())
-    monkeypatch.setattr(torch.optim.Optimizer, "load_state_dict", None)
-    saved.restore(twin)
-
-
-def test_wrapper_that_adds_nothing_is_not_asked_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Accelerate's wrapper only forwards, so its state_dict() is not called when a step is saved."""
-    state = made(WRAPPED["accelerate"], 0)
-    train(state, range(2))
-    capture = Capture(state)
-    capture.read()
-    monkeypatch.setattr(torch.optim.Optimizer, "state_dict", None)
-    capture.read()
-    assert "extra" not in capture.read().values[1]
-
-
 def test_entries_without_a_loader_here_are_a_mismatch() -> None:
     """A plain optimizer cannot take what a wrapper saved, and strict=False leaves it out."""
     state, twin = made(WRAPPED["forwarding"], 0), made(Momentum, 1)
@@ -901,22 +851,3 @@ def test_each_optimizer_that_another_holds_must_be_in_the_state(kind: str, share
     with pytest.raises(StateError, match=r"optim: .* put that one into the state"):
         Capture({**state, "first": inner[0]})
     Capture({**state, "both": inner})
-
-
-def test_old_values_are_json(tmp_path: Path) -> None:
-    """What is stored of an optimizer is text that any JSON reader takes."""
-    for kind in FORMS.values():
-        state = made(kind, 0)
-        train(state, range(2))
-        json.loads(json.dumps(Capture(state).read().values, allow_nan=False))
-
-
-def test_parameter_among_group_settings_stays_the_parameter() -> None:
-    """A restore leaves the setting bound to the live parameter and does not copy into it."""
-    state, twin = made(Momentum, 0), made(Momentum, 1)
-    for one in (state, twin):
-        one["opt"].param_groups[0]["anchor"] = one["opt"].param_groups[0]["params"][0]
-    train(state, range(2))
-    Saved(Capture(state).read()).restore(twin)
-    assert twin["opt"].param_groups[0]["anchor"] is twin["opt"].param_groups[0]["params"][0]
-    assert all(torch.equal(a, b) for a, b in zip(weights(state), weights(twin), strict=True))

@@ -97,16 +97,6 @@ def test_a_copy_waits_for_the_optimizer_that_is_named() -> None:
     both.read()
 
 
-def test_new_shards_of_the_same_memory_are_no_news() -> None:
-    """A function may make them anew at every step; a dict that it returns again is not even looked through."""
-    flat = torch.arange(20.0)
-    anew = Capture({"s": ckpt.Shards(lambda: {"w": ckpt.Shard(flat[2:9], (20,), start=2), "v": []})}, Seat(0, 2))
-    assert anew.read().layout is anew.read().layout
-    held = {"w": ckpt.Shard(flat[2:9], (20,), start=2)}
-    again = Capture({"s": ckpt.Shards(lambda: held)}, Seat(0, 2))
-    assert again.read().layout is again.read().layout
-
-
 def test_two_names_of_one_shard_are_one_tensor(run_dir: str) -> None:
     """Stored once; tied and untied states are told apart."""
     flat = torch.arange(20.0)

@@ -92,20 +92,6 @@ def test_a_write_is_seen_wherever_it_is_made(write: str) -> None:
     assert differences(everything(twin), everything(state)) == []
 
 
-def test_what_counts_writes_counts_both_ways() -> None:
-    """Through the wrapper torch counts at the wrapper alone, past it at the tensor alone."""
-    state: State = {"net": Net()}
-    reading = Capture(state).read()
-    number = next(n for n, spec in enumerate(reading.layout.tensors) if spec.name == "net.table.codes")
-    counts = [reading.counters[number]._version]
-    with torch.no_grad():
-        state["net"].table.copy_(torch.ones(3, SIDE))
-        counts.append(reading.counters[number]._version)
-        state["net"].table.codes.zero_()
-        counts.append(reading.counters[number]._version)
-    assert counts[0] < counts[1] < counts[2]
-
-
 DIFFERENT: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "class": (Other.of, r"net\.frozen is a wrapped_toy\.Quantised in the checkpoint and a wrapped_toy\.Other here"),
     "plain": (Tensor.clone, r"net\.frozen is a wrapped_toy\.Quantised in the checkpoint and a plain tensor here"),

@@ -1,13 +1,14 @@
 """Where accounts are put, and found again: `ledger/` in the durable places.
 
-Each place has one put under way at the most, and after it the newest content is put, so that a place which hangs holds
-up neither the others nor the bookkeeper, and an older content never lands last.
+The lease goes the same way. At most one put per tier is under way, and the newest content follows it. So a tier that
+hangs delays neither the others nor the bookkeeper, and older content never lands last.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,18 +21,22 @@ from ckpt.errors import CheckpointError, CorruptError, FormatError, NotFoundErro
 from ckpt.events import log
 from ckpt.store import Store, get_small
 
-KEEP_S, KEEP_FAR_S = 10.0, 20.0  # between two puts, into a folder and elsewhere: they say that somebody trains
+KEEP_S, KEEP_REMOTE_S = 10.0, 60.0  # between two puts of an account, into a folder and into a bucket
 LOOK_BACK = 64  # incarnations that a cadence is derived from
 FIND_S, AGAIN_S = 30.0, 2.0  # for an account of before to be read
 
-Content = Callable[[], bytes]
+Content = Callable[[OpenTier], bytes | None]  # None: this tier gets nothing
 
 
 @dataclass
 class _Kept:
-    """Of one place. `waiting`: what is to be put after the put under way, by name."""
+    """What was put into one tier.
 
-    at: float = float("-inf")
+    at: when each key was put last, by the monotonic clock.
+    waiting: what will be put after the put under way, by key.
+    """
+
+    at: dict[str, float] = field(default_factory=dict)
     failed: bool = False
     task: asyncio.Task[None] | None = None
     waiting: dict[str, Content] = field(default_factory=dict)
@@ -44,16 +49,18 @@ class LedgerFiles:
         self._tiers = tiers
         self._kept: dict[str, _Kept] = {}
 
-    def put(self, key: str, content: Content, *, now: bool = False) -> None:
-        """Into each place for which this rank speaks, if it is time, or `now`. Waits for nothing."""
+    def put(self, key: str, content: Content, interval_s: Callable[[Store], float], *, now: bool = False) -> None:
+        """Put an object into each tier for which this rank speaks, without waiting.
+
+        interval_s: seconds between two puts of this key, by store. now: put it at once.
+        """
         for tier in self._tiers():
             if not tier.opened or tier.role.place > 0:
                 continue
             kept = self._kept.setdefault(tier.url, _Kept())
-            if not now and time.monotonic() - kept.at < interval_s(tier.store):
+            if not now and time.monotonic() - kept.at.get(key, -math.inf) < interval_s(tier.store):
                 continue
-            if now or not kept.waiting:
-                kept.waiting[key] = content
+            kept.waiting[key] = content
             if kept.task is None or kept.task.done():
                 kept.task = asyncio.get_running_loop().create_task(self._work(tier, kept))
 
@@ -61,10 +68,11 @@ class LedgerFiles:
         while kept.waiting:
             key = next(iter(kept.waiting))
             content = kept.waiting.pop(key)
-            kept.at = time.monotonic()
+            kept.at[key] = time.monotonic()
             try:
                 await tier.prepare()
-                await tier.log.store.put(key, content())
+                if (data := content(tier)) is not None:
+                    await tier.log.store.put(key, data)
                 kept.failed = False
             except Exception as error:  # said once, and training goes on
                 if not kept.failed:
@@ -81,8 +89,8 @@ class LedgerFiles:
 
 
 def interval_s(store: Store) -> float:
-    """How often an account is put there while its trainer lives."""
-    return KEEP_FAR_S if store.remote else KEEP_S
+    """Return the seconds between two puts of an account while its trainer lives."""
+    return KEEP_REMOTE_S if store.remote else KEEP_S
 
 
 async def find(tiers: list[OpenTier], key: str) -> Account | None:

@@ -13,13 +13,12 @@ import asyncio
 import contextlib
 import functools
 import math
-import os
+import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import ParamSpec
-from urllib.parse import unquote, urlsplit
 
 from ckpt.core.cadence import ledger
 from ckpt.core.cadence.ledger import (
@@ -34,6 +33,8 @@ from ckpt.core.cadence.ledger import (
     StepRow,
 )
 from ckpt.core.cadence.overhead import Meter
+from ckpt.core.checkpoint import lease, ledger_files
+from ckpt.core.checkpoint.lease import Lease
 from ckpt.core.checkpoint.ledger_files import LedgerFiles, find, read_back
 from ckpt.core.checkpoint.open_tier import OpenTier
 from ckpt.core.ipc.heartbeat import Heartbeat, StepDone
@@ -107,6 +108,8 @@ class Bookkeeper:
     def __init__(self, tiers: Callable[[], list[OpenTier]], tell: Callable[[Note], None]) -> None:
         self._tiers, self._tell = tiers, tell
         self.account: Account | None = None
+        self.token = secrets.token_hex(8)  # of this writer, in the leases that it renews
+        self._lease: Lease | None = None
         self._heartbeat: Heartbeat | None = None
         self._meter = Meter()
         self._calls = 0
@@ -140,7 +143,7 @@ class Bookkeeper:
             namespace=namespace("pid"),
             pid=pid,
             url=request.url,
-            inode=inode_of(request.url),
+            inode=lease.inode_of(request.url),
             anchor=(wall, mono),
             born=Process.of(pid).born,
             opening=request.opening,
@@ -148,6 +151,7 @@ class Bookkeeper:
             kept=mono,
             versions=request.versions,
         )
+        self._lease = Lease.of_trainer(request.epoch, self.token, request.rank, pid)
         self._heartbeat = Heartbeat.attach(fds[0])
         self._meter, self._row, self._writes = Meter(), _OpenRow(), []
         self._calls, self._before, self._from, self._fresh = 0, None, self.account.opened, True
@@ -270,6 +274,8 @@ class Bookkeeper:
         self._row.finish(self.account.rows)
         restore = Restore(**{name: getattr(request, name) for name in Restore.__dataclass_fields__})
         self.account.restores = ledger.bounded([*self.account.restores, restore])
+        if self._lease is not None and restore.epoch:
+            self._lease.term = restore.epoch
         self._from, self._fresh = restore.at + restore.seconds, True
         cost = (request.stalled, request.saves, request.skipped, request.paused)
         self._before = StepDone(0, self._from, *cost)  # what was before it is no part of the first step after it
@@ -316,7 +322,7 @@ class Bookkeeper:
         if account is self.account:
             self.keep(now=True)
         else:
-            self._filing.put(account.key, account.to_bytes, now=True)
+            self._filing.put(account.key, lambda tier: account.to_bytes(), ledger_files.interval_s, now=True)
 
     @harmless
     def ended(self, how: str) -> None:
@@ -330,6 +336,8 @@ class Bookkeeper:
         since = account.beat - TOGETHER_S  # what was survived before that did not end it
         noticed = [seen.at for seen in account.faults if seen.ends and seen.at >= since and how != "closed"]
         account.end = End(how, max(min([now, *noticed]), account.beat), now)
+        if self._lease is not None:
+            self._lease.ended = how
         self.keep(now=True)
 
     @harmless
@@ -343,9 +351,17 @@ class Bookkeeper:
 
     def keep(self, *, now: bool = False) -> None:
         """If it is time; or `now`, or as soon as what is on its way has arrived."""
-        account = self.account
-        if account is not None and not self._taking_up:
-            self._filing.put(account.key, lambda: self._whole(account).to_bytes(), now=now)
+        account, held = self.account, self._lease
+        if account is None or held is None or self._taking_up:
+            return
+        held.step = account.step
+        self._filing.put(lease.KEY, lambda tier: self._renewal(held, tier), lease.interval_s, now=now)
+        self._filing.put(account.key, lambda tier: self._whole(account).to_bytes(), ledger_files.interval_s, now=now)
+
+    def _renewal(self, held: Lease, tier: OpenTier) -> bytes | None:
+        """Return the next content of the lease. A job that has been fenced renews nothing."""
+        fenced = tier.log.state.epoch > held.number
+        return None if fenced else held.renewal(tier.store)
 
     def _whole(self, account: Account) -> Account:
         """With the row that is being filled."""
@@ -373,12 +389,3 @@ class Bookkeeper:
         self.account.decisions = ledger.bounded([*self.account.decisions, decision])
         self._advice.decided(decision)
         self.keep(now=True)
-
-
-def inode_of(url: str) -> int:
-    """Of what makes a folder a run: a copy of the folder has another one. 0 for object stores."""
-    parts = urlsplit(url)
-    if parts.scheme == "file":
-        with contextlib.suppress(OSError):
-            return os.stat(os.path.join(unquote(parts.path), "FORMAT.json")).st_ino
-    return 0

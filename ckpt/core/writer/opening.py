@@ -12,15 +12,14 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ckpt import events
-from ckpt.core.cadence.ledger import Account, Decision
+from ckpt.core.cadence.ledger import Decision
 from ckpt.core.checkpoint import commit
-from ckpt.core.checkpoint.in_use import check_free
+from ckpt.core.checkpoint.lease import Lease, check_free
 from ckpt.core.checkpoint.ledger_files import last_decision, read_back
 from ckpt.core.checkpoint.open_tier import OpenTier, open_place, renew
 from ckpt.core.format.manifest import Attempt
 from ckpt.core.ipc import requests, watch_requests
 from ckpt.core.ipc.notes import SaidNote
-from ckpt.core.ipc.process import boot_id, namespace
 from ckpt.core.ipc.requests import PartsHere, TierFound
 from ckpt.core.writer.bookkeeper import Bookkeeper
 from ckpt.core.writer.dispatch import Caller, handles
@@ -100,12 +99,9 @@ class TierOpener:
         tier.encoder.threads, tier.encoder.pace, tier.encoder.idle = threads(), self.throttle, IdleCores()
         return tier
 
-    def _has_ended(self, account: Account) -> bool:
-        """Of a trainer that was this writer's, or is this very process."""
-        known, mine = self.books.account, (self.trainer.pid, boot_id(), namespace("pid"))
-        if known is not None and known.epoch == account.epoch:
-            return True
-        return mine == (account.pid, account.boot, account.namespace)
+    def _has_ended(self, lease: Lease) -> bool:
+        """Return True for the lease of a trainer that was this writer's, or is the same process as the new one."""
+        return lease.token == self.books.token or (lease.visible and lease.pid == self.trainer.pid)
 
     async def _last_cadence(self, auto: list[str]) -> Decision | None:
         """What the last incarnation saved by, so that this one need not find it out again."""

@@ -24,7 +24,14 @@ from ckpt.errors import CheckpointError, CorruptError, NoCheckpointError, StoreE
 from ckpt.failpoints import point
 from ckpt.store import Store, is_temporary
 
-OURS = ("FORMAT.json", "latest.json", "log/", "faults/", "ledger/")  # files of a run that belong to no checkpoint
+OURS = (
+    "FORMAT.json",
+    "latest.json",
+    "lease.json",
+    "log/",
+    "faults/",
+    "ledger/",
+)  # files of a run that belong to no checkpoint
 TRIES = 10  # a job may commit between our read and our record, but not repeatedly
 BATCH, FAR_BATCH = 64, 1000  # files deleted between two progress updates
 

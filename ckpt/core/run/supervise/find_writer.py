@@ -8,7 +8,7 @@ import socket
 import time
 from collections.abc import Callable
 
-from ckpt.core.checkpoint.in_use import check_unused, fence
+from ckpt.core.checkpoint.lease import check_unused, fence
 from ckpt.core.checkpoint.read import run
 from ckpt.core.ipc import channel, requests
 from ckpt.core.run.supervise.current_writer import CurrentWriter

@@ -1,0 +1,133 @@
+"""`lease.json` tells a start whether somebody trains a run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import ckpt
+import inside
+from ckpt.core.checkpoint import commit
+from ckpt.core.checkpoint.concurrent import run as run_async
+from ckpt.core.checkpoint.lease import Lease, fence, inode_of
+from ckpt.core.format.manifest import seal
+from ckpt.core.log.log import RunLog
+from ckpt.errors import FencedError, InUseError
+from ckpt.store import open_store
+from processes import eventually
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run whose owner has term 1; a start watches it for 0.6 s."""
+    inside.see_dead_trainers_after(monkeypatch, 0.2)
+
+    async def begin() -> None:
+        store = open_store(tmp_path / "run", writable=True)
+        await commit.create_run(store)
+        log = RunLog(store)
+        await log.open()
+        await commit.acquire(log, "0" * 8)
+
+    run_async(begin())
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that lives until the test ends."""
+    process = subprocess.Popen(["sleep", "600"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+def write(run: Path, lease: Lease) -> None:
+    inode = lease.inode or inode_of(f"file://{run}")
+    (run / "lease.json").write_bytes(seal({"version": 1, **asdict(replace(lease, inode=inode))}))
+
+
+def owner(run: Path) -> str:
+    """The term of the job that owns a run, as its lease names it."""
+
+    async def read() -> str:
+        log = RunLog(open_store(run))
+        await log.open()
+        return f"{log.state.acquires[-1].epoch}.{log.state.acquires[-1].nonce}"
+
+    return run_async(read())
+
+
+def nothing(text: str) -> None:
+    pytest.fail(f"the start waited: {text}")
+
+
+def held_by(run: Path, pid: int, **changes: object) -> Lease:
+    lease = replace(Lease.of_trainer(owner(run), "token", 0, pid), **changes)  # type: ignore[arg-type]
+    write(run, lease)
+    return lease
+
+
+def test_run_is_in_use_while_its_process_lives(run: Path, sleeper: subprocess.Popen[bytes]) -> None:
+    held_by(run, sleeper.pid)
+    with pytest.raises(InUseError, match=f"process {sleeper.pid} on"):
+        inside.check_free(run, nothing)
+    sleeper.kill()
+    sleeper.wait()
+    inside.check_free(run, nothing)
+
+
+def test_run_is_free_at_once_if_its_trainer_has_ended(run: Path) -> None:
+    held_by(run, os.getpid(), ended="died", boot="another machine")
+    inside.check_free(run, nothing)
+    held_by(run, os.getpid(), boot="another machine")  # control
+    with pytest.raises(pytest.fail.Exception, match="waited"):
+        inside.check_free(run, nothing)
+
+
+def test_pid_that_another_process_uses_now_does_not_hold_a_run(run: Path) -> None:
+    held_by(run, os.getpid(), born=0.0)
+    inside.check_free(run, nothing)
+
+
+@pytest.mark.parametrize(
+    "elsewhere",
+    [{"boot": "another machine"}, {"namespace": 1}, {"term": "7.abc"}, {"inode": 1}],
+    ids=lambda one: next(iter(one)),
+)
+def test_lease_is_watched_if_its_process_says_nothing_about_the_run(
+    run: Path, sleeper: subprocess.Popen[bytes], elsewhere: dict[str, object]
+) -> None:
+    """Its machine, its PID namespace, its term or its folder is another one: only a renewal proves that it lives."""
+    lease, said = held_by(run, sleeper.pid, **elsewhere), list[str]()
+    inside.check_free(run, said.append)
+    assert len(said) == 1 and f"process {sleeper.pid}" in said[0] and "takeover=True" in said[0]
+    with pytest.raises(InUseError, match=f"process {sleeper.pid} on"):
+        inside.check_free(run, lambda text: write(run, replace(lease, renewed=1)))
+
+
+def test_clocks_are_not_compared(run: Path, sleeper: subprocess.Popen[bytes]) -> None:
+    lease = held_by(run, sleeper.pid, boot="another machine", opened=1.0)
+    os.utime(run / "lease.json", (1.0, 1.0))
+    with pytest.raises(InUseError):
+        inside.check_free(run, lambda text: write(run, replace(lease, renewed=1)))
+
+
+def test_fenced_job_does_not_renew_the_lease_of_the_owner(tmp_path: Path) -> None:
+    """A takeover ends the words of the job before it."""
+    run = tmp_path / "run"
+    with pytest.raises(FencedError), ckpt.Checkpointer({"w": torch.zeros(4)}, [ckpt.Tier(str(run), every=1)]) as first:
+        first.restore(default=0)
+        first.save(1).committed(60)
+        assert eventually((run / "lease.json").exists)
+        run_async(fence([ckpt.Tier(str(run)).spec()]))
+        held_by(run, 1)
+        of_the_owner = (run / "lease.json").read_bytes()
+        first.save(2).committed(60)
+    assert (run / "lease.json").read_bytes() == of_the_owner

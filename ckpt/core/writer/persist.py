@@ -61,12 +61,16 @@ class Persister:
         nearest one, so that memory does not wait for a network.
         """
         tier, attempt = self._run.tiers[request.tier], Attempt.parse(request.attempt)
-        label = self._held_memory.arenas[request.arena].label(request.slot)
+        arena = self._held_memory.arenas.get(request.arena)
+        label = None if arena is None else arena.label(request.slot)
         size = 0 if label is None else label.data_size
         if request.replicas:
             self._held_memory.replicas[attempt] = request.replicas
         with self._books.saving(tier.url, size, attempt.step) as save:
-            save.stored = own_bytes(await self._write(tier, attempt, request))
+            written = await self._write(tier, attempt, request)
+            save.stored = own_bytes(written)
+            if arena is None and written is not None:
+                size = int(written.table.length[: written.table.owned].sum())
             return WriteSlotReply(size, save.stored)
 
     async def _write(self, tier: OpenTier, attempt: Attempt, request: WriteSlot) -> WrittenPart | None:
@@ -103,15 +107,15 @@ class Persister:
         self, tier: OpenTier, near: OpenTier | None, attempt: Attempt, request: WriteSlot
     ) -> WrittenPart | None:
         """From where it is had best; None if it is a checkpoint already."""
-        arena, slot = self._held_memory.arenas[request.arena], request.slot
-        label = arena.label(slot)
+        arena, slot = self._held_memory.arenas.get(request.arena), request.slot
+        label = None if arena is None else arena.label(slot)
 
         def free() -> None:
             self._tell_stored(request)
 
-        if request.stored or label is None or label.attempt != attempt:
-            # A predecessor stored it, and died before it was committed: the slot may be used again any time.
-            return await self._stored_by_predecessor(tier, near, attempt, slot)
+        if request.stored or arena is None or label is None or label.attempt != attempt:
+            # The trainer or a predecessor of this writer stored it, and it was not committed. No slot has it.
+            return await self._stored_before(tier, near, attempt)
         if near is not None and (tier.busy.locked() or tier.waiting):
             return await self.promoter.promote(tier, near, attempt, free)
         if near is None and tier.store.remote:
@@ -126,9 +130,9 @@ class Persister:
             events.log.warning("%s: step %d is taken from %s: %s", tier.url, attempt.step, near.url, error)
             return await self.promoter.promote(tier, near, attempt, free)
 
-    async def _stored_by_predecessor(
-        self, tier: OpenTier, near: OpenTier | None, attempt: Attempt, slot: int
-    ) -> WrittenPart | None:
+    async def _stored_before(self, tier: OpenTier, near: OpenTier | None, attempt: Attempt) -> WrittenPart | None:
+        if attempt in tier.log.state.commits:
+            return None
         written = await commit.stored_part(tier.log.store, attempt, tier.role.ranks[tier.role.place])
         if written is not None:
             tier.in_flight.add(attempt)
